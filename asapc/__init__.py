@@ -1,0 +1,1 @@
+"""asapc: a post-training compiler for doubly-stochastic (Sinkhorn) attention."""

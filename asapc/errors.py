@@ -1,0 +1,53 @@
+"""Errors a user can act on: each carries the rule, what arrived and the fix, and an exit code.
+
+Exit codes (command line): 0 done; 1 gate failed; 2 usage or bad input; 3 no site compiled;
+4 replay or verification failed; 70 internal error.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_GATE_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_NO_SITE = 3
+EXIT_VERIFICATION = 4
+EXIT_INTERNAL = 70
+
+
+class AsapcError(Exception):
+    """A failure with a cause the user can mend; printed as one message, without a traceback.
+
+    rule: what must hold, in one clause, naming the place ("weights.safetensors: not a safetensors file").
+    got:  what arrived instead, if it adds anything.
+    help: the fix.
+    """
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, rule: str, *, got: object = None, help: str | None = None) -> None:
+        self.rule = rule
+        self.got = got
+        self.help = help
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        text = self.rule if self.got is None else f"{self.rule}, got {self.got}"
+        return text if self.help is None else f"{text}\n  help: {self.help}"
+
+
+class InputError(AsapcError):
+    """The model, data, recipe, gates or a command-line argument is not usable as given."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class NoSiteError(AsapcError):
+    """No attention site could be compiled; nothing was emitted."""
+
+    exit_code = EXIT_NO_SITE
+
+
+class VerificationError(AsapcError):
+    """A rewritten program does not reproduce its teacher; nothing was emitted."""
+
+    exit_code = EXIT_VERIFICATION
