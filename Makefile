@@ -1,0 +1,41 @@
+# make demo   install into .venv and run the demo
+# make test   install into .venv with the test tools and run the tests
+# make lint   ruff on the sources, mypy on the installed package
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TREE := build/typecheck
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/asapc demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+# asapc.passes and asapc.calibration exist only in an installed package, so that is what is checked.
+# It is also what a user gets from a wheel: every listed sub-package must import from it alone.
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	rm -rf build
+	$(PIP) --no-deps --target $(TREE) .
+	rm -rf build/lib build/bdist.*
+	cd $(TREE) && ../../$(BIN)/python -c "import asapc, asapc.passes, asapc.calibration, asapc.cli"
+	cd $(TREE) && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p asapc
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

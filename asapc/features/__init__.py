@@ -1,0 +1,1 @@
+"""What a dual is predicted from, one family per file."""

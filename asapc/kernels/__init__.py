@@ -1,0 +1,1 @@
+"""Fast twins of the operators, one file per operator, same signature."""

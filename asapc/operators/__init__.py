@@ -1,0 +1,1 @@
+"""The meaning of each operator in plain PyTorch."""

@@ -1,0 +1,1 @@
+"""Renderings of the report: Markdown, JSON and terminal tables."""

@@ -1,0 +1,1 @@
+"""Calibration: stream batches through a teacher, keep sufficient statistics, fit coefficients."""

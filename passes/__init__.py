@@ -1,0 +1,1 @@
+"""Compiler passes over a captured graph: capture, match, select, rewrite, verify."""
