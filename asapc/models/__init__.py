@@ -1,1 +1,16 @@
-"""Built-in architectures."""
+"""Built-in architectures: a folder with config.json and model.safetensors names one of these."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from asapc.models.text import SinkformerText
+from asapc.models.vit import SinkformerViT
+
+# config.json is {"architecture": a key below, **constructor arguments}
+ARCHITECTURES: dict[str, type[nn.Module]] = {
+    "sinkformer-vit": SinkformerViT,
+    "sinkformer-text": SinkformerText,
+}
+
+__all__ = ["ARCHITECTURES", "SinkformerText", "SinkformerViT"]

@@ -1,0 +1,142 @@
+"""Sinkformer text classifier: key padding, post-norm, max-pooling over tokens, softmax output.
+
+State-dict names and the forward pass equal those of the released Sinkformers code (Sander et al.
+2022, text classification), so that its checkpoints load.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from asapc.models.sinkhorn import PADDED_SCORE, sinkhorn_attention
+
+
+def sinusoid_table(rows: int, dim: int) -> Tensor:
+    """[rows, dim]: sin (even) and cos (odd columns i) of row / 10000^(2 floor(i/2) / dim)."""
+    index = torch.arange(dim)
+    frequency = torch.pow(10000.0, -2.0 * (index // 2).double() / dim)
+    angle = torch.arange(rows).double().unsqueeze(1) * frequency
+    return torch.where(index % 2 == 0, angle.sin(), angle.cos()).float()
+
+
+class MultiHeadAttention(nn.Module):
+    """x: [B, N, d_model], padded: [B, N] bool -> ([B, N, d_model], attention [B, H, N, N])"""
+
+    def __init__(self, d_model: int, n_heads: int, max_iter: int, eps: float) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.scale = (d_model // n_heads) ** -0.5
+        self.max_iter = max_iter
+        self.eps = eps
+        self.WV = nn.Linear(d_model, d_model)
+        self.WQ = nn.Linear(d_model, d_model)
+        self.WK = nn.Linear(d_model, d_model)
+        self.linear = nn.Linear(d_model, d_model)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[B, N, H * D] -> [B, H, N, D]"""
+        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+
+    def forward(self, x: Tensor, padded: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.heads(self.WQ(x)), self.heads(self.WK(x)), self.heads(self.WV(x))
+        scores = torch.matmul(q, k.transpose(-1, -2)) * self.scale
+        scores = scores.masked_fill(padded[:, None, None, :], PADDED_SCORE)  # [B, H, N, N]
+        attention = sinkhorn_attention(scores, self.max_iter, self.eps)
+        out = torch.matmul(attention, v).transpose(1, 2).flatten(2)
+        return self.linear(out), attention
+
+
+class PositionWiseFeedForward(nn.Module):
+    """x: [B, N, d_model] -> [B, N, d_model]"""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.linear1 = nn.Linear(d_model, d_ff)
+        self.linear2 = nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear2(torch.relu(self.linear1(x)))
+        return out
+
+
+class EncoderLayer(nn.Module):
+    """Attention and feed-forward, each followed by a norm of the residual sum."""
+
+    def __init__(
+        self, d_model: int, n_heads: int, d_ff: int, dropout: float, max_iter: int, eps: float
+    ) -> None:
+        super().__init__()
+        self.mha = MultiHeadAttention(d_model, n_heads, max_iter, eps)
+        self.dropout1 = nn.Dropout(dropout)
+        self.layernorm1 = nn.LayerNorm(d_model, eps=1e-6)
+        self.ffn = PositionWiseFeedForward(d_model, d_ff)
+        self.dropout2 = nn.Dropout(dropout)
+        self.layernorm2 = nn.LayerNorm(d_model, eps=1e-6)
+
+    def forward(self, x: Tensor, padded: Tensor) -> tuple[Tensor, Tensor]:
+        update, attention = self.mha(x, padded)
+        x = self.layernorm1(x + self.dropout1(update))
+        return self.layernorm2(x + self.dropout2(self.ffn(x))), attention
+
+
+class SinkformerText(nn.Module):
+    """Text classifier over padded token ids; every token, padded or not, takes part in the pool.
+
+    seq_len: longest input.  pad_id: the padding token.  max_iter: half-steps T, rows first.
+    eps: epsilon.  Raises ValueError when n_heads does not divide d_model.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_len: int,
+        d_model: int = 512,
+        n_layers: int = 6,
+        n_heads: int = 8,
+        d_ff: int = 2048,
+        pad_id: int = 0,
+        num_classes: int = 2,
+        dropout: float = 0.0,
+        max_iter: int = 1,
+        eps: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if d_model % n_heads:
+            raise ValueError(f"n_heads must divide d_model, got {n_heads} and {d_model}")
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.pad_id = pad_id
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.pos_embedding = nn.Embedding.from_pretrained(
+            sinusoid_table(seq_len + 1, d_model), freeze=True
+        )
+        self.layers = nn.ModuleList(
+            EncoderLayer(d_model, n_heads, d_ff, dropout, max_iter, eps) for _ in range(n_layers)
+        )
+        self.linear = nn.Linear(d_model, num_classes)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """inputs: [B, N] token ids.  Returns probabilities [B, classes] and the attention maps.
+
+        Row 0 of the position table belongs to padding; tokens count from 1.
+        """
+        padded = inputs.eq(self.pad_id)  # [B, N]
+        positions = torch.arange(1, inputs.shape[1] + 1, device=inputs.device)
+        positions = positions.expand_as(inputs).masked_fill(padded, 0)
+        x = self.embedding(inputs) + self.pos_embedding(positions)  # [B, N, d_model]
+        maps = []
+        for layer in self.layers:
+            x, attention = layer(x, padded)
+            maps.append(attention)
+        pooled = x.amax(dim=1)
+        return torch.softmax(self.linear(pooled), dim=-1), maps
+
+    def example_inputs(self, batch: int) -> dict[str, Tensor]:
+        """Deterministic random token ids, every row but the first padded at its end."""
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.vocab_size, (batch, self.seq_len), generator=generator)
+        tokens = torch.where(tokens == self.pad_id, (tokens + 1) % self.vocab_size, tokens)
+        lengths = self.seq_len - torch.arange(batch) * (self.seq_len // (2 * batch))
+        padded = torch.arange(self.seq_len) >= lengths.unsqueeze(1)
+        return {"inputs": tokens.masked_fill(padded, self.pad_id)}
