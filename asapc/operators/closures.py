@@ -1,0 +1,51 @@
+"""The two entropic c-transforms everything else is built on, and the marginals they close to.
+
+All scores and duals are in units of epsilon (see asapc.ir); -inf marks a key that carries no mass.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def log_marginals(
+    num_queries: int, num_keys: int, keep: Tensor | None, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logarithms of mu_i = 1/N on every query row and nu_j = 1/M on active keys, 0 on masked ones.
+
+    N and M count padding: the released Sinkformers give a padded batch mass n/N after a column step
+    and mass 1 after a row step, and that is the convention to reproduce (ASAP, Eq. D.1).
+    keep: [B, M] bool or None.  like: gives dtype and device.
+    Returns log_mu [N] and log_nu [M] or [B, 1, M].
+    """
+    log_mu = like.new_full((num_queries,), -math.log(num_queries) if num_queries else 0.0)
+    log_nu = like.new_full((num_keys,), -math.log(num_keys) if num_keys else 0.0)
+    if keep is not None:
+        log_nu = torch.where(keep[:, None, :], log_nu, -math.inf)
+    return log_mu, log_nu
+
+
+def close_columns(scores: Tensor, f: Tensor, log_nu: Tensor) -> Tensor:
+    """T_K:  g_j = log nu_j - logsumexp_i(S_ij + f_i).  After it every key column has mass nu_j.
+
+    scores: [B, H, N, M]; f: [B, H, N]; log_nu: broadcastable to [B, H, M].  Returns g [B, H, M],
+    -inf where nu_j = 0.  Source: ASAP, Eq. 8, in score coordinates.
+    """
+    total = torch.logsumexp(scores + f[..., :, None], dim=-2)
+    massless = torch.isneginf(log_nu)
+    # A masked column of scores is all -inf: its logsumexp must not meet -inf - -inf.
+    return torch.where(massless, -math.inf, log_nu - torch.where(massless, 0.0, total))
+
+
+def close_rows(scores: Tensor, g: Tensor, log_mu: Tensor) -> Tensor:
+    """T_Q:  f_i = log mu_i - logsumexp_j(S_ij + g_j).  After it every query row has mass mu_i.
+
+    scores: [B, H, N, M]; g: [B, H, M]; log_mu: broadcastable to [B, H, N].  Returns f [B, H, N],
+    0 where a row sees no active key at all (its plan row is 0 whatever f is).
+    Source: ASAP, Eq. 15, in score coordinates.
+    """
+    total = torch.logsumexp(scores + g[..., None, :], dim=-1)
+    return torch.where(torch.isneginf(total), 0.0, log_mu - total)

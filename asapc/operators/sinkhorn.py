@@ -1,0 +1,146 @@
+"""The finite Sinkhorn loop exactly as a teacher runs it: the lossless operator's meaning.
+
+Plain PyTorch in the log domain, any dtype, differentiable. `asapc.kernels` holds the fast twins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asapc.ir import OutputFactor, Side
+from asapc.operators.closures import close_columns, close_rows, log_marginals
+
+
+def score_matrix(
+    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, score_multiplier: float
+) -> Tensor:
+    """S = score_multiplier * q k^T + bias, -inf on masked keys.
+
+    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool; bias: broadcastable to [B, H, N, M].
+    Returns [B, H, N, M].
+    """
+    scores = (q * score_multiplier) @ k.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias
+    if keep is not None:
+        scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
+    return scores
+
+
+def initial_duals(scores: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """f = 0 [B, H, N] and g = 0 [B, H, M], with g = -inf on masked keys."""
+    f = scores.new_zeros(scores.shape[:-1])
+    g = scores.new_zeros((*scores.shape[:-2], scores.shape[-1]))
+    if keep is not None:
+        g = g.masked_fill(~keep[:, None, :], -math.inf)
+    return f, g
+
+
+def run_half_steps(
+    scores: Tensor, f: Tensor, g: Tensor, half_steps: int, first_side: Side, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`half_steps` alternating closures from the duals (f, g), the first one on `first_side`."""
+    log_mu, log_nu = log_marginals(scores.shape[-2], scores.shape[-1], keep, scores)
+    for step in range(half_steps):
+        if (step % 2 == 0) == (first_side == "row"):
+            f = close_rows(scores, g, log_mu)
+        else:
+            g = close_columns(scores, f, log_nu)
+    return f, g
+
+
+def finite_duals(
+    scores: Tensor, half_steps: int, first_side: Side, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The teacher's duals after `half_steps` half-steps from zero: f [B, H, N], g [B, H, M].
+
+    Absolute duals, so the plan is exp(S + f + g).  Source: Sinkformers, Algorithm 1 (log domain).
+    """
+    f, g = initial_duals(scores, keep)
+    return run_half_steps(scores, f, g, half_steps, first_side, keep)
+
+
+def factor_value(
+    output_factor: Sequence[float], num_queries: int, num_keys: int, keep: Tensor | None
+) -> float | Tensor:
+    """Evaluate [coefficient, N power, M power, n power]; a [B, 1, 1, 1] tensor if n enters."""
+    coefficient, queries, keys, active = output_factor
+    value = coefficient * num_queries**queries * num_keys**keys
+    if active and keep is not None:
+        count = keep.sum(-1).clamp(min=1).to(torch.float64)
+        return (value * count**active)[:, None, None, None]
+    return value * num_keys**active if active else value
+
+
+def factor_terms(factor: OutputFactor) -> list[float]:
+    """An OutputFactor as the flat list the registered operators take."""
+    return [factor.coefficient, float(factor.queries), float(factor.keys), float(factor.active)]
+
+
+def attention_map(
+    scores: Tensor,
+    f: Tensor,
+    g: Tensor,
+    output_factor: Sequence[float],
+    keep: Tensor | None,
+) -> Tensor:
+    """A = factor * exp(S + f + g): [B, H, N, M], exactly 0 on masked keys."""
+    factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], keep)
+    plan = torch.exp(scores + f[..., :, None] + g[..., None, :])
+    return plan * (factor.to(plan.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def widen(tensor: Tensor | None) -> Tensor | None:
+    """Half precision is accumulated in float32; float32 and float64 stay."""
+    if tensor is None or tensor.dtype in (torch.float32, torch.float64, torch.bool):
+        return tensor
+    return tensor.float()
+
+
+def sinkhorn_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Dense attention map of the finite loop, [B, H, N, M] in q's dtype."""
+    scores = score_matrix(_wide(q), _wide(k), keep, widen(bias), score_multiplier)
+    side: Side = "row" if rows_first else "column"
+    f, g = finite_duals(scores, half_steps, side, keep)
+    return attention_map(scores, f, g, output_factor, keep).to(q.dtype)
+
+
+def sinkhorn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """A v for the finite loop's attention map A: [B, H, N, E] in v's dtype.
+
+    q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys;
+    bias: broadcastable to [B, H, N, M] and already divided by epsilon.
+    """
+    scores = score_matrix(_wide(q), _wide(k), keep, widen(bias), score_multiplier)
+    side: Side = "row" if rows_first else "column"
+    f, g = finite_duals(scores, half_steps, side, keep)
+    return (attention_map(scores, f, g, output_factor, keep) @ _wide(v)).to(v.dtype)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    wide = widen(tensor)
+    assert wide is not None
+    return wide
