@@ -1,0 +1,312 @@
+"""The built-in teachers: released names, released conventions, closed forms."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asapc.models import ARCHITECTURES, SinkformerText, SinkformerViT
+from asapc.models.sinkhorn import PADDED_SCORE, sinkhorn_attention
+from asapc.models.text import sinusoid_table
+from asapc.models.vit import Patches
+
+GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
+
+
+def small_vit(**kwargs: object) -> SinkformerViT:
+    torch.manual_seed(0)
+    config = {
+        "image_size": 8, "patch_size": 4, "num_classes": 3, "dim": 12, "depth": 2,
+        "heads": 2, "mlp_dim": 16, "channels": 2, "dim_head": 5, "max_iter": 4,
+    }  # fmt: skip
+    return SinkformerViT(**{**config, **kwargs}).eval()  # type: ignore[arg-type]
+
+
+def small_text(**kwargs: object) -> SinkformerText:
+    torch.manual_seed(0)
+    config = {
+        "vocab_size": 20, "seq_len": 9, "d_model": 8, "n_layers": 2,
+        "n_heads": 2, "d_ff": 16, "max_iter": 4,
+    }  # fmt: skip
+    return SinkformerText(**{**config, **kwargs}).eval()  # type: ignore[arg-type]
+
+
+def scaled_plan(scores: Tensor, half_steps: int, keep: list[bool]) -> Tensor:
+    """An independent loop: float64 scalings in the linear domain, padded keys left out.
+
+    scores: [N, M].  Rows weigh 1/N, active keys 1/M; rows first.
+    """
+    rows, keys = scores.shape
+    kernel = [
+        [math.exp(scores[i, j].item()) if keep[j] else 0.0 for j in range(keys)]
+        for i in range(rows)
+    ]
+    a, b = [1.0] * rows, [1.0] * keys
+    for t in range(half_steps):
+        if t % 2 == 0:
+            a = [1 / rows / sum(kernel[i][j] * b[j] for j in range(keys)) for i in range(rows)]
+        else:
+            sums = [sum(kernel[i][j] * a[i] for i in range(rows)) for j in range(keys)]
+            b = [1 / keys / total if total else 1.0 for total in sums]
+    plan = [[a[i] * kernel[i][j] * b[j] for j in range(keys)] for i in range(rows)]
+    return torch.tensor(plan, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("half_steps", [0, 1, 2, 3, 10, 21])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 5), (4, 7), (7, 3)], ids=str)
+def test_loop_equals_independent_scaling_loop(half_steps: int, shape: tuple[int, int]) -> None:
+    scores = 2 * torch.randn(shape, dtype=torch.float64, generator=torch.manual_seed(1))
+    expected = scaled_plan(scores, half_steps, [True] * shape[1]) * shape[1]
+    actual = sinkhorn_attention(scores, half_steps, 1.0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    cold = sinkhorn_attention(scores * 0.3, half_steps, 0.3)
+    torch.testing.assert_close(cold, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("half_steps", [1, 2, 3, 10])
+@pytest.mark.parametrize("active", [1, 3, 6], ids="{}_of_6_active".format)
+def test_padded_keys_get_nothing_and_padded_queries_keep_mass(half_steps: int, active: int) -> None:
+    scores = torch.randn(6, 6, dtype=torch.float64, generator=torch.manual_seed(2))
+    keep = [j < active for j in range(6)]
+    padded = torch.tensor([not k for k in keep])
+    attention = sinkhorn_attention(scores.masked_fill(padded, PADDED_SCORE), half_steps, 1.0)
+    expected = scaled_plan(scores, half_steps, keep) * 6
+    torch.testing.assert_close(attention, expected, rtol=0, atol=1e-12)
+    assert attention[:, padded].eq(0).all()
+    if half_steps % 2 == 0:
+        torch.testing.assert_close(attention.sum(), torch.tensor(float(active)).double())
+    else:
+        torch.testing.assert_close(attention.sum(-1), torch.ones(6).double())
+
+
+def test_loop_equals_goldens() -> None:
+    if not GOLDEN.is_dir():
+        pytest.skip("golden conventions are not in this checkout")
+    tensors = load_file(GOLDEN / "conventions.safetensors")
+    cases = json.loads((GOLDEN / "conventions.json").read_text())
+    checked = 0
+    for case in cases:
+        if case["kind"] not in ("sinkhorn", "masked_sinkhorn"):
+            continue
+        name = case["name"]
+        scores = tensors[f"{name}.scores"]
+        if case["masked"]:
+            scores = scores.masked_fill(~tensors[f"{name}.keep"][:, None, None], PADDED_SCORE)
+        plan = sinkhorn_attention(scores, case["half_steps"], case["epsilon"]) / scores.shape[-1]
+        torch.testing.assert_close(plan, tensors[f"{name}.plan"], rtol=0, atol=2e-6, msg=name)
+        checked += 1
+    assert checked == 27
+
+
+def test_vit_state_dict_names_and_shapes() -> None:
+    layer = "transformer.layers.1."
+    state = {name: tuple(t.shape) for name, t in small_vit().state_dict().items()}
+    assert len(state) == 2 + 2 + 2 * 11 + 4
+    assert state["pos_embedding"] == (1, 5, 12)
+    assert state["cls_token"] == (1, 1, 12)
+    assert state["to_patch_embedding.1.weight"] == (12, 32)
+    assert state[layer + "0.norm.weight"] == (12,)
+    assert state[layer + "0.fn.to_qkv.weight"] == (30, 12)
+    assert layer + "0.fn.to_qkv.bias" not in state
+    assert state[layer + "0.fn.to_out.0.weight"] == (12, 10)
+    assert state[layer + "0.fn.to_out.0.bias"] == (12,)
+    assert state[layer + "1.norm.bias"] == (12,)
+    assert state[layer + "1.fn.net.0.weight"] == (16, 12)
+    assert state[layer + "1.fn.net.3.weight"] == (12, 16)
+    assert state["mlp_head.0.weight"] == (12,)
+    assert state["mlp_head.1.weight"] == (3, 12)
+
+
+def test_vit_single_full_head_has_no_output_projection() -> None:
+    state = small_vit(heads=1, dim_head=12).state_dict()
+    assert not [name for name in state if "to_out" in name]
+
+
+def test_text_state_dict_names_and_shapes() -> None:
+    state = {name: tuple(t.shape) for name, t in small_text().state_dict().items()}
+    assert len(state) == 2 + 2 * 16 + 2
+    assert state["embedding.weight"] == (20, 8)
+    assert state["pos_embedding.weight"] == (10, 8)
+    for name in ("WQ", "WK", "WV", "linear"):
+        assert state[f"layers.1.mha.{name}.weight"] == (8, 8)
+        assert state[f"layers.1.mha.{name}.bias"] == (8,)
+    assert state["layers.1.layernorm1.weight"] == state["layers.1.layernorm2.bias"] == (8,)
+    assert state["layers.1.ffn.linear1.weight"] == (16, 8)
+    assert state["layers.1.ffn.linear2.weight"] == (8, 16)
+    assert state["linear.weight"] == (2, 8)
+
+
+def test_patches_flatten_rows_then_columns_then_channels() -> None:
+    img = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
+    patches = Patches((2, 3))(img)
+    assert patches.shape == (2, 4, 18)
+    for b, h, w, p1, p2, c in [(0, 0, 0, 0, 0, 0), (1, 1, 0, 1, 2, 2), (0, 0, 1, 1, 0, 1)]:
+        assert patches[b, 2 * h + w, 9 * p1 + 3 * p2 + c] == img[b, c, 2 * h + p1, 3 * w + p2]
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_vit_forward_equals_one_written_out(pool: str) -> None:
+    model = small_vit(pool=pool, depth=1, eps=0.7)
+    img = torch.randn(3, 2, 8, 8)
+    logits, maps = model(img)
+    w = model.state_dict()
+    x = torch.stack([
+        img[:, :, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4].movedim(1, -1).flatten(1)
+        for i in range(2) for j in range(2)
+    ], dim=1)  # fmt: skip
+    x = x @ w["to_patch_embedding.1.weight"].T + w["to_patch_embedding.1.bias"]
+    x = torch.cat((w["cls_token"].repeat(3, 1, 1), x), 1) + w["pos_embedding"]
+    layer = "transformer.layers.0."
+    normed = torch.nn.functional.layer_norm(
+        x, (12,), w[layer + "0.norm.weight"], w[layer + "0.norm.bias"]
+    )
+    qkv = normed @ w[layer + "0.fn.to_qkv.weight"].T  # q heads, then k heads, then v heads
+    outs = []
+    for h in range(2):
+        q, k, v = (qkv[..., 10 * part + 5 * h : 10 * part + 5 * h + 5] for part in range(3))
+        scores = (q @ k.mT / math.sqrt(5)).double() / 0.7
+        plans = torch.stack([scaled_plan(s, 4, [True] * 5) for s in scores])
+        torch.testing.assert_close(maps[0][:, h], (5 * plans).float(), rtol=0, atol=1e-5)
+        outs.append((5 * plans).float() @ v)
+    x = x + torch.cat(outs, -1) @ w[layer + "0.fn.to_out.0.weight"].T
+    x = x + w[layer + "0.fn.to_out.0.bias"]
+    normed = torch.nn.functional.layer_norm(
+        x, (12,), w[layer + "1.norm.weight"], w[layer + "1.norm.bias"]
+    )
+    hidden = normed @ w[layer + "1.fn.net.0.weight"].T + w[layer + "1.fn.net.0.bias"]
+    hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+    x = x + hidden @ w[layer + "1.fn.net.3.weight"].T + w[layer + "1.fn.net.3.bias"]
+    x = x.mean(1) if pool == "mean" else x[:, 0]
+    x = torch.nn.functional.layer_norm(x, (12,), w["mlp_head.0.weight"], w["mlp_head.0.bias"])
+    expected = x @ w["mlp_head.1.weight"].T + w["mlp_head.1.bias"]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_text_forward_equals_one_written_out() -> None:
+    model = small_text(n_layers=1, pad_id=3, num_classes=4)
+    tokens = torch.tensor([[5, 7, 1, 9, 3, 3], [2, 3, 4, 19, 0, 6]])  # one pad in the middle
+    output, maps = model(tokens)
+    w = model.state_dict()
+    rows = []
+    for b in range(2):
+        keep = [t != 3 for t in tokens[b].tolist()]
+        positions = [j + 1 if keep[j] else 0 for j in range(6)]
+        x = w["embedding.weight"][tokens[b]] + w["pos_embedding.weight"][positions]
+
+        def linear(name: str, x: Tensor) -> Tensor:
+            return x @ w[name + ".weight"].T + w[name + ".bias"]
+
+        def norm(name: str, x: Tensor) -> Tensor:
+            x = (x - x.mean(-1, keepdim=True)) / (
+                x.var(-1, correction=0, keepdim=True) + 1e-6
+            ) ** 0.5
+            return x * w[name + ".weight"] + w[name + ".bias"]
+
+        q, k, v = (linear(f"layers.0.mha.{n}", x) for n in ("WQ", "WK", "WV"))
+        outs = []
+        for h in range(2):
+            part = slice(4 * h, 4 * h + 4)
+            plan = scaled_plan((q[:, part] @ k[:, part].T / 2).double(), 4, keep)
+            torch.testing.assert_close(maps[0][b, h], (6 * plan).float(), rtol=0, atol=1e-5)
+            outs.append((6 * plan).float() @ v[:, part])
+        x = norm("layers.0.layernorm1", x + linear("layers.0.mha.linear", torch.cat(outs, -1)))
+        feed = linear("layers.0.ffn.linear2", linear("layers.0.ffn.linear1", x).clamp(min=0))
+        x = norm("layers.0.layernorm2", x + feed)
+        rows.append(linear("linear", x.max(0).values).softmax(-1))
+    torch.testing.assert_close(output, torch.stack(rows), rtol=0, atol=1e-5)
+
+
+def test_sinusoid_table_values() -> None:
+    table = sinusoid_table(5, 6)
+    for row in range(5):
+        for i in range(6):
+            angle = row / 10000 ** (2 * (i // 2) / 6)
+            assert table[row, i].item() == pytest.approx(
+                math.sin(angle) if i % 2 == 0 else math.cos(angle), abs=1e-6
+            )
+    assert not small_text().pos_embedding.weight.requires_grad
+
+
+@pytest.mark.parametrize("model", [small_vit(), small_text()], ids=["vit", "text"])
+def test_output_is_logits_and_a_list_of_maps(model: SinkformerViT | SinkformerText) -> None:
+    inputs = model.example_inputs(3)
+    output = model(**inputs)
+    assert isinstance(output, tuple) and isinstance(output[1], list)
+    assert len(output[1]) == 2 and output[1][0].shape[:2] == (3, 2)
+    assert all(torch.equal(t, model.example_inputs(3)[n]) for n, t in inputs.items())
+
+
+def test_text_example_inputs_show_padding() -> None:
+    tokens = small_text().example_inputs(3)["inputs"]
+    counts = tokens.ne(0).sum(1).tolist()
+    assert counts[0] == 9 and counts == sorted(counts, reverse=True) and counts[-1] < 9
+
+
+def test_single_pixel_images_and_single_tokens() -> None:
+    logits, maps = small_vit(image_size=4)(torch.randn(1, 2, 4, 4))
+    assert logits.shape == (1, 3) and maps[0].shape == (1, 2, 2, 2)
+    probabilities, maps = small_text(seq_len=1)(torch.tensor([[4]]))
+    torch.testing.assert_close(maps[0], torch.ones(1, 2, 1, 1))
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(1))
+
+
+@pytest.mark.parametrize("name", ["vit", "text"])
+def test_exports_with_dynamic_batch(name: str) -> None:
+    model = small_vit() if name == "vit" else small_text()
+    inputs = model.example_inputs(3)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(
+        model, (), inputs, dynamic_shapes={key: {0: batch} for key in inputs}
+    )
+    more = model.example_inputs(5)
+    actual, expected = program.module()(**more), model(**more)
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=1e-6)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="do not tile"):
+        small_vit(patch_size=3)
+    with pytest.raises(ValueError, match="pool"):
+        small_vit(pool="max")
+    with pytest.raises(ValueError, match="divide"):
+        small_text(n_heads=3)
+
+
+def test_image_size_may_be_a_pair() -> None:
+    logits, maps = small_vit(image_size=[8, 4], patch_size=[4, 2])(torch.randn(2, 2, 8, 4))
+    assert logits.shape == (2, 3) and maps[0].shape[-1] == 5
+
+
+def test_architecture_names() -> None:
+    assert ARCHITECTURES["sinkformer-vit"] is SinkformerViT
+    assert ARCHITECTURES["sinkformer-text"] is SinkformerText
+
+
+def test_shipped_digits_teacher() -> None:
+    folder = Path(__file__).resolve().parents[1] / "asapc" / "demo_data" / "digits"
+    weights = folder / "teacher" / "model.safetensors"
+    assert weights.stat().st_size + (folder / "digits.npz").stat().st_size < 2_000_000
+    import numpy as np
+
+    from asapc.data import open_data, split_of
+    from asapc.formats.load import load_teacher
+
+    model = load_teacher(str(folder / "teacher")).model
+    assert model is not None
+    data = open_data(str(folder / "digits.npz"), None)
+    with np.load(folder / "digits.npz") as arrays:
+        assert arrays["img"].dtype == np.float32 and arrays["img"].shape[1:] == (1, 8, 8)
+    right = total = 0
+    with torch.no_grad():
+        for batch in data.batches(64, select=lambda h: split_of(h) == "gate"):
+            assert batch.labels is not None
+            right += int((model(**batch.kwargs)[0].argmax(-1) == batch.labels).sum())
+            total += len(batch)
+    assert total > 80 and right / total > 0.9
