@@ -1,1 +1,3 @@
-"""The meaning of each operator in plain PyTorch."""
+"""What the compiled operators mean; importing this package registers torch.ops.asapc.*."""
+
+from asapc.operators import library as library  # registers the operators
