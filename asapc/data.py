@@ -362,7 +362,8 @@ def _tensor(value: object, name: str, place: str) -> Tensor:
         array = array.astype(np.float64)
     if array.dtype.kind == "u":
         array = array.astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
+    native = array.dtype.newbyteorder("=")
+    return torch.from_numpy(np.array(array, dtype=native, order="C"))
 
 
 def _input(value: object, name: str, place: str, first: int) -> Tensor:
