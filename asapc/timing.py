@@ -1,0 +1,76 @@
+"""Comparing run times: candidates take turns, so that a drifting clock or a busy neighbour hits
+all of them alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MAX_ROUNDS = 10_000
+
+
+def interleaved_medians(
+    functions: Mapping[str, Callable[[], Any]],
+    repeats: int = 10,
+    warmup: int = 2,
+    min_time: float = 0.0,
+) -> dict[str, dict[str, float]]:
+    """Median and quartiles of one call's wall time: name -> {"median_ms", "q1", "q3"}, all in ms.
+
+    Rounds go through every function once, starting one further each round.  There are at least
+    `repeats` rounds, and more until `min_time` seconds have passed (at most MAX_ROUNDS).
+    Accelerator work is waited for around each call; `warmup` rounds are not counted.
+    """
+    if repeats < 1 or warmup < 0:
+        raise ValueError(f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}")
+    names = list(functions)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    if not names:
+        return {}
+    wait = _synchronizer()
+    for _ in range(warmup):
+        for name in names:
+            functions[name]()
+    wait()
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection would be charged to whoever happens to run
+    try:
+        start = time.perf_counter()
+        rounds = 0
+        while rounds < repeats or (time.perf_counter() - start < min_time and rounds < MAX_ROUNDS):
+            turn = rounds % len(names)
+            for name in names[turn:] + names[:turn]:
+                wait()
+                before = time.perf_counter()
+                functions[name]()
+                wait()
+                samples[name].append((time.perf_counter() - before) * 1e3)
+            rounds += 1
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: _quartiles(values) for name, values in samples.items()}
+
+
+def _quartiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+
+    def at(fraction: float) -> float:
+        place = fraction * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    return {"median_ms": at(0.5), "q1": at(0.25), "q3": at(0.75)}
+
+
+def _synchronizer() -> Callable[[], None]:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.synchronize
+    return lambda: None

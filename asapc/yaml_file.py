@@ -1,0 +1,60 @@
+"""Reading a user's YAML file: safe types only, repeated keys refused, errors that name the line."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asapc.errors import InputError
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a repeated key instead of keeping the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} appears twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
+    """The mapping at the top of a YAML (or JSON) file; an empty file is an empty mapping.
+
+    what: "recipe" or "gates", for messages.  Raises InputError.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{what} {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{what} {path}: cannot be read", got=_one_line(error)) from error
+    try:
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise InputError(f"{what} {path}: not valid YAML", got=_one_line(error)) from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise InputError(
+            f"{what} {path}: the file must be a mapping of keys to values",
+            got=type(data).__name__,
+        )
+    for key in data:
+        if not isinstance(key, str):
+            raise InputError(f"{what} {path}: keys must be text", got=repr(key))
+    return data
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
