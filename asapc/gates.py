@@ -57,7 +57,7 @@ def known_metrics() -> tuple[str, ...]:
 
 
 def load_gates(path: str | Path) -> list[Gate]:
-    """The gates in a YAML or JSON file.  Raises InputError: unknown metric, no limit, empty file."""
+    """The gates in a YAML or JSON file.  Raises InputError: unknown name, no limit, empty file."""
     return parse_gates(read_yaml_mapping(path, "gates"), where=f"gates {path}")
 
 

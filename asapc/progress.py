@@ -23,7 +23,7 @@ class Progress:
     def track(
         self, iterable: Iterable[Item], label: str, total: int | None = None
     ) -> Iterator[Item]:
-        """Yield the items of `iterable`, showing how many of `total` (by default its len) passed."""
+        """Yield the items of `iterable`, showing how many of `total` (default: its len) passed."""
         yield from iterable
 
     def note(self, text: str) -> None:

@@ -1,0 +1,312 @@
+"""What is shown of a result, independent of where: titled tables of already formatted cells.
+
+`asapc.report.text` turns them into Markdown, `asapc.report.console` into terminal tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """columns: headings; a heading that ends in "|" marks a right-aligned (numeric) column."""
+
+    title: str
+    columns: Row
+    rows: tuple[Row, ...]
+
+    def headings(self) -> list[tuple[str, bool]]:
+        """(heading, right-aligned) per column."""
+        return [(name.removesuffix("|"), name.endswith("|")) for name in self.columns]
+
+
+MODEL_LABELS = {
+    "source": "model",
+    "capture": "capture",
+    "examples": "examples (gate split)",
+    "batch": "batch size",
+    "output_rmse": "output RMSE",
+    "output_rel_l2": "output relative l2",
+    "max_abs_error": "largest output difference",
+    "logit_kl": "logit KL",
+    "prediction_agreement": "prediction agreement",
+    "accuracy_teacher": "accuracy, teacher",
+    "accuracy_compiled": "accuracy, compiled",
+    "accuracy_drop": "accuracy drop",
+    "latency_teacher_ms": "latency, teacher (ms)",
+    "latency_lossless_ms": "latency, lossless loop (ms)",
+    "latency_compiled_ms": "latency, compiled (ms)",
+    "speedup_lossless": "speedup, lossless loop",
+    "speedup": "speedup, compiled",
+    "fit_seconds": "fit (s)",
+    "break_even_batches": "batches until the fit has paid",
+}
+SITE_LABELS = {
+    "attention_rel_l2": "attention l2",
+    "attention_rel_l2_worst": "worst",
+    "output_rel_l2": "output l2",
+    "row_err": "row err",
+    "col_err": "col err",
+    "plan_kl": "plan KL",
+    "r2": "R2",
+    "condition_number": "cond",
+    "row_bound": "row bound",
+    "contraction_bound": "contraction",
+}
+LATENCY_LABELS = {
+    "latency_teacher_ms": "teacher ms",
+    "latency_lossless_ms": "lossless ms",
+    "latency_compiled_ms": "compiled ms",
+    "speedup_lossless": "lossless x",
+    "speedup": "compiled x",
+}
+SHARES = ("prediction_agreement", "accuracy_teacher", "accuracy_compiled", "accuracy_drop")
+
+
+def number(value: Any, *, digits: int = 3) -> str:
+    """A value as text: integers whole, floats to `digits` significant digits, "-" when absent."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, float):
+        return str(value)
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e6:
+        places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+        return f"{value:.{places}f}"
+    return f"{value:.{digits - 1}e}"
+
+
+def convention_text(convention: Mapping[str, Any] | None) -> str:
+    """One line: "T=20 rows first, columns last, S=0.25 q k', factor M, key mask"."""
+    if not convention:
+        return "-"
+    parts = [
+        f"T={convention.get('half_steps')}",
+        f"{convention.get('first_side')} first",
+        f"{convention.get('last_side')} last",
+        f"scale {number(convention.get('score_multiplier'))}",
+        f"factor {convention.get('output_factor')}",
+    ]
+    if convention.get("mask", "none") != "none":
+        parts.append(f"{convention['mask']} mask")
+    parts += [text for text, key in _FLAGS if convention.get(key)]
+    return ", ".join(parts)
+
+
+_FLAGS = (("bias", "bias"), ("early stop", "early_stop"))
+
+
+def report_tables(report: Mapping[str, Any]) -> list[Table]:
+    """Model, sites, untouched layers, gate and environment, in reading order."""
+    sites = _list(report, "sites")
+    tables = [_model_table("Model", _mapping(report, "model"))]
+    if sites:
+        tables.append(_fidelity_table(sites))
+        tables += _latency_table(sites)
+        tables.append(
+            Table(
+                "Why",
+                ("site", "operator", "closures|", "convention", "reason"),
+                tuple(
+                    (
+                        str(site.get("name")),
+                        str(site.get("operator")),
+                        number(site.get("closures")),
+                        convention_text(site.get("convention")),
+                        str(site.get("reason") or ""),
+                    )
+                    for site in sites
+                ),
+            )
+        )
+    tables += refused_table(_list(report, "refused"))
+    tables += gate_table(_mapping(report, "gate"))
+    environment = _mapping(report, "environment")
+    if environment:
+        rows = tuple((str(key), _cell(value)) for key, value in environment.items())
+        tables.append(Table("Environment", ("", ""), rows))
+    return tables
+
+
+def gate_table(gate: Mapping[str, Any]) -> list[Table]:
+    """One table of checks, none if no gate was set."""
+    rows = []
+    for entry in _list(gate, "checks"):
+        limit = f"<= {number(entry['max'])}" if "max" in entry else f">= {number(entry.get('min'))}"
+        verdict = "passed" if entry.get("passed") else "FAILED"
+        value = entry.get("value")
+        rows.append(
+            (
+                str(entry.get("metric")),
+                str(entry.get("scope")),
+                "missing" if value is None else number(value),
+                limit,
+                verdict,
+            )
+        )
+    columns = ("metric", "scope", "value|", "limit|", "verdict")
+    return [Table("Gate", columns, tuple(rows))] if rows else []
+
+
+def refused_table(refused: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Layers that were left as they are, with the reason."""
+    rows = tuple(
+        (str(item.get("name")), str(item.get("status")), str(item.get("reason") or ""))
+        for item in refused
+    )
+    return [Table("Left as they were", ("name", "status", "reason"), rows)] if rows else []
+
+
+def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
+    """Every attention layer found: convention if it is Sinkhorn, reason if it is not compiled."""
+    title = f"{inspection.get('model')} (capture: {inspection.get('capture')})"
+    rows = tuple(
+        (
+            str(site.get("name")),
+            str(site.get("status")),
+            number(site.get("heads")),
+            number(site.get("head_dim")),
+            convention_text(site.get("convention")),
+            number(site.get("replay_error")),
+            str(site.get("reason") or ""),
+        )
+        for site in _list(inspection, "sites")
+    )
+    columns = ("site", "status", "heads|", "dim|", "convention", "replay error|", "reason")
+    return [Table(title, columns, rows)]
+
+
+def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """The fit of every site."""
+    rows = tuple(
+        (
+            str(site.get("name")),
+            ", ".join(site.get("features") or ()),
+            number(site.get("closures")),
+            number(site.get("examples")),
+            number(site.get("tokens")),
+            number(site.get("r2")),
+            number(site.get("condition_number")),
+            number(site.get("fit_seconds")),
+        )
+        for site in _list(summary, "sites")
+    )
+    columns = ("site", "features", "closures|", "examples|", "tokens|", "R2|", "cond|", "s|")
+    return [Table(f"Calibration of {summary.get('model')}", columns, rows)]
+
+
+def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
+    """What every site became."""
+    rows = tuple(
+        (
+            str(site.get("name")),
+            str(site.get("operator")),
+            number(site.get("closures")),
+            convention_text(site.get("convention")),
+            str(site.get("reason") or ""),
+        )
+        for site in _list(manifest, "sites")
+    )
+    columns = ("site", "operator", "closures|", "convention", "reason")
+    return [Table("Compiled", columns, rows), *refused_table(_list(manifest, "refused"))]
+
+
+def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
+    """Latencies and ratios, whole model and per site."""
+    tables = [_model_table("Whole model", _mapping(bench, "model"))]
+    return tables + _latency_table(_list(bench, "sites"))
+
+
+def comparison_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """The demo's closing table: usual loop, lossless, amortised."""
+    return Table(
+        "Usual loop, better loop, no loop",
+        ("", "latency ms|", "speedup|", "attention l2|", "agreement|", "accuracy|"),
+        tuple(
+            (
+                str(row.get("name")),
+                number(row.get("latency_ms")),
+                f"{number(row.get('speedup'))}x",
+                number(row.get("attention_rel_l2")),
+                _share(row.get("prediction_agreement")),
+                _share(row.get("accuracy")),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _model_table(title: str, model: Mapping[str, Any]) -> Table:
+    known = [key for key in MODEL_LABELS if key in model]
+    keys = known + [key for key in model if key not in MODEL_LABELS]
+    rows = []
+    for key in keys:
+        value = model[key]
+        text = _share(value) if key in SHARES else _cell(value)
+        rows.append((MODEL_LABELS.get(key, key), f"{text}x" if key.startswith("speedup") else text))
+    return Table(title, ("", ""), tuple(rows))
+
+
+def _fidelity_table(sites: Sequence[Mapping[str, Any]]) -> Table:
+    keys = [key for key in SITE_LABELS if any(key in _mapping(s, "metrics") for s in sites)]
+    return Table(
+        "Fidelity to the teacher, per site",
+        ("site", "operator", *(f"{SITE_LABELS[key]}|" for key in keys)),
+        tuple(
+            (
+                str(site.get("name")),
+                str(site.get("operator")),
+                *(number(_mapping(site, "metrics").get(key)) for key in keys),
+            )
+            for site in sites
+        ),
+    )
+
+
+def _latency_table(sites: Sequence[Mapping[str, Any]]) -> list[Table]:
+    keys = [key for key in LATENCY_LABELS if any(site.get(key) is not None for site in sites)]
+    if not keys:
+        return []
+    rows = tuple(
+        (
+            str(site.get("name")),
+            str(site.get("operator") or "-"),
+            *(number(site.get(key)) for key in keys),
+        )
+        for site in sites
+    )
+    columns = ("site", "operator", *(f"{LATENCY_LABELS[key]}|" for key in keys))
+    return [Table("Latency, per site", columns, rows)]
+
+
+def _share(value: Any) -> str:
+    return f"{value:.2%}" if isinstance(value, float) and math.isfinite(value) else number(value)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_cell(item) for item in value)
+    return number(value)
+
+
+def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = data.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(data: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
+    value = data.get(key)
+    return value if isinstance(value, list | tuple) else []
