@@ -4,7 +4,7 @@
 
 Writes asapc/demo_data/digits/: teacher/config.json, teacher/model.safetensors and digits.npz, which
 holds the images the teacher never saw.  One thread and fixed seeds: the same versions of torch and
-scikit-learn on the same kind of processor write the same files.  About seven minutes.
+scikit-learn on the same kind of processor write the same files.  About ten minutes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def set_half_steps(model: SinkformerViT, half_steps: int) -> None:
 
 
 def train(model: SinkformerViT, img: Tensor, labels: Tensor, epochs: int, batch_size: int) -> None:
-    """AdamW on one cycle; the first two thirds of the epochs run a shorter loop, which is faster."""
+    """AdamW on one cycle; two thirds of the epochs run a shorter loop, to save time."""
     generator = torch.Generator().manual_seed(1)
     steps = len(img) // batch_size
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
