@@ -63,7 +63,7 @@ def predict_dual(
 
 
 def cost_offset(q: Tensor, score_multiplier: float) -> Tensor:
-    """rho_i = |score_multiplier| |q_i|^2 / 2: the dual in cost minus score coordinates, [B, H, N]."""
+    """rho_i = |score_multiplier| |q_i|^2 / 2, cost minus score coordinates of f: [B, H, N]."""
     wide = _wide(q)
     return (wide * wide).sum(-1) * (abs(score_multiplier) / 2)
 
