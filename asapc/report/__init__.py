@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ def write_report(folder: str | Path, report: Mapping[str, Any]) -> list[Path]:
                 f"{target}: cannot be written", got=error.strerror or str(error)
             ) from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
         written.append(target)
     return written

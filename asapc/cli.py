@@ -1,0 +1,352 @@
+"""The command line: arguments in, one pipeline call, result out.  Exit codes are asapc.errors'.
+
+torch takes seconds to import, so everything that needs it is imported inside the commands.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from asapc import session
+from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED
+from asapc.session import EXIT_INTERRUPTED, Session
+
+if TYPE_CHECKING:
+    from asapc.formats.calibration import Calibration
+
+app = typer.Typer(
+    name="asapc",
+    help=(
+        "Compile checkpoints with Sinkhorn attention into checkpoints without the loop.\n\n"
+        "MODEL is a folder with config.json and model.safetensors of a built-in architecture, "
+        "pkg.module:factory or file.py:factory with --weights (and --kwargs), or a .pt2 program. "
+        "DATA is an .npz or .safetensors file with arrays named after the forward's arguments, or "
+        "module:callable yielding batches.\n\n"
+        "Exit codes: 0 done; 1 gate failed; 2 usage or bad input; 3 no site compiled; "
+        "4 replay or verification failed; 70 internal error; 130 interrupted."
+    ),
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="The teacher: folder, factory or .pt2.")
+]
+Artifact = Annotated[str, typer.Argument(metavar="OUT", help="A folder `asapc compile` wrote.")]
+Weights = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A factory's weights: .safetensors, .pt, .pth.")
+]
+Kwargs = Annotated[str | None, typer.Option(metavar="JSON", help="A factory's keyword arguments.")]
+Teacher = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="The teacher, where OUT cannot rebuild it."),
+]
+Data = Annotated[str, typer.Option(metavar="DATA", help="Examples to run the model on.")]
+OptionalData = Annotated[
+    str | None, typer.Option("--data", metavar="DATA", help="Examples to run the model on.")
+]
+RecipeFile = Annotated[
+    str | None,
+    typer.Option("--recipe", metavar="FILE", help="YAML: what may be tried, and limits."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
+
+
+@app.command()
+def inspect(
+    model: Model,
+    data: OptionalData = None,
+    weights: Weights = None,
+    kwargs: Kwargs = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """List every attention layer: its convention, or why it is left alone."""
+
+    def body(run: Session) -> None:
+        from asapc.report.tables import inspect_tables
+
+        run.show(inspect_model(model, data, weights, kwargs), inspect_tables)
+
+    return session.run(body, json=json, quiet=quiet, debug=debug)
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    data: Data,
+    out: Annotated[str, typer.Option("--out", "-o", metavar="CALIB", help="Folder to write.")],
+    recipe: RecipeFile = None,
+    weights: Weights = None,
+    kwargs: Kwargs = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Fit each site's dual on data, streamed; nothing but statistics is kept."""
+
+    def body(run: Session) -> None:
+        from asapc.report.tables import calibration_tables
+
+        summary = calibrate_model(run, model, data, out, recipe, weights, kwargs)
+        run.show(summary, calibration_tables)
+        run.note(f"wrote {out}; next: asapc compile {model} --calibration {out} -o OUT")
+
+    return session.run(body, json=json, quiet=quiet, debug=debug)
+
+
+@app.command()
+def compile(
+    model: Model,
+    calibration: Annotated[
+        str, typer.Option(metavar="CALIB", help="A folder `asapc calibrate` wrote.")
+    ],
+    out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    recipe: RecipeFile = None,
+    data: OptionalData = None,
+    weights: Weights = None,
+    kwargs: Kwargs = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Pick an operator per site, rewrite the model, verify it and write it."""
+
+    def body(run: Session) -> None:
+        from asapc.report.tables import compile_tables
+
+        manifest = compile_model(run, model, calibration, out, recipe, data, weights, kwargs)
+        run.show(manifest, compile_tables)
+        run.note(f"wrote {out}; load it with asapc.load({out!r}); next: asapc report {out}")
+
+    return session.run(body, json=json, quiet=quiet, debug=debug)
+
+
+@app.command()
+def report(
+    artifact: Artifact,
+    data: OptionalData = None,
+    gate: Annotated[
+        str | None, typer.Option(metavar="FILE", help="YAML limits; exit 1 if one is not kept.")
+    ] = None,
+    model: Teacher = None,
+    weights: Weights = None,
+    kwargs: Kwargs = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Measure fidelity and speed against the teacher; write report.json and report.md into OUT."""
+
+    def body(run: Session) -> int:
+        from asapc.report.tables import report_tables
+
+        result = report_artifact(run, artifact, data, gate, model, weights, kwargs)
+        run.show(result, report_tables)
+        run.note(f"wrote {Path(artifact) / 'report.json'} and report.md")
+        if result["gate"]["passed"]:
+            return 0
+        failed = [entry for entry in result["gate"]["checks"] if not entry["passed"]]
+        print(f"asapc: gate failed: {', '.join(_failure(e) for e in failed)}", file=sys.stderr)
+        return EXIT_GATE_FAILED
+
+    return session.run(body, json=json, quiet=quiet, debug=debug)
+
+
+@app.command()
+def bench(
+    artifact: Artifact,
+    data: OptionalData = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
+    model: Teacher = None,
+    weights: Weights = None,
+    kwargs: Kwargs = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Time teacher, lossless loop and compiled model, whole and per site: medians and ratios."""
+
+    def body(run: Session) -> None:
+        from asapc import pipeline
+        from asapc.report.tables import bench_tables
+
+        result = pipeline.bench(
+            artifact,
+            data,
+            model=model,
+            weights=weights,
+            kwargs=kwargs,
+            repeats=repeats,
+            progress=run.progress,
+        )
+        run.show(result, bench_tables)
+
+    return session.run(body, json=json, quiet=quiet, debug=debug)
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="FOLDER", help="Folder to work in.")
+    ] = "asapc-demo",
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Go the whole way on a shipped checkpoint: a Sinkformer trained on handwritten digits."""
+
+    def body(run: Session) -> None:
+        from asapc.demo import run_demo
+
+        run_demo(run, out)
+
+    return session.run(body, json=json, quiet=quiet, debug=debug)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        print(f"asapc {installed('asapc')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT)
+
+
+def inspect_model(
+    model: str, data: str | None, weights: str | None, kwargs: str | None
+) -> dict[str, Any]:
+    """The dictionary of `asapc inspect --json`."""
+    from asapc import pipeline
+    from asapc.formats.load import load_teacher
+
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    return pipeline.inspect(teacher, data).to_dict()
+
+
+def calibrate_model(
+    run: Session,
+    model: str,
+    data: str,
+    out: str,
+    recipe: str | None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+) -> dict[str, Any]:
+    """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
+    from asapc.recipe import load_recipe
+
+    resolved = load_recipe(recipe)
+    from asapc import pipeline
+    from asapc.formats.load import load_teacher
+
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    calibration = pipeline.calibrate(teacher, data, out, resolved, run.progress)
+    return _calibration_summary(calibration, model, out)
+
+
+def compile_model(
+    run: Session,
+    model: str,
+    calibration: str,
+    out: str,
+    recipe: str | None,
+    data: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+) -> dict[str, Any]:
+    """Compile: the manifest.  Without a recipe, the calibration's own is used."""
+    from asapc.recipe import load_recipe
+
+    resolved = None if recipe is None else load_recipe(recipe)
+    from asapc import pipeline
+    from asapc.formats.load import load_teacher
+
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    return pipeline.compile(teacher, calibration, out, resolved, data, run.progress)
+
+
+def report_artifact(
+    run: Session,
+    artifact: str,
+    data: str | None,
+    gate: str | None = None,
+    model: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+) -> dict[str, Any]:
+    """Measure, check the gates and write report.json and report.md into the artefact."""
+    from asapc import gates, pipeline
+    from asapc.report import write_report
+
+    limits = [] if gate is None else gates.load_gates(gate)
+    result = pipeline.report(
+        artifact, data, model=model, weights=weights, kwargs=kwargs, progress=run.progress
+    )
+    result["gate"] = gates.gate_result(result, limits)
+    write_report(artifact, result)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; usage errors print like any other error."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(
+            args=None if arguments is None else list(arguments),
+            prog_name="asapc",
+            standalone_mode=False,
+        )
+    except KeyboardInterrupt:
+        print("asapc: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        # A usage error.  Its class has moved between typer releases; these two attributes have not.
+        if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
+            raise
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "asapc"
+        print(
+            f"asapc: {error.format_message()}\n  help: {path} --help lists what is accepted",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_INPUT
+    return code if isinstance(code, int) else 0
+
+
+def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict[str, Any]:
+    sites = [
+        {
+            "name": name,
+            "features": list(site.features),
+            "closures": site.closures,
+            "examples": site.examples,
+            "tokens": site.tokens,
+            "r2": site.r2,
+            "condition_number": site.condition_number,
+            "fit_seconds": site.fit_seconds,
+        }
+        for name, site in calibration.sites.items()
+    ]
+    return {"model": model, "calibration": out, "sites": sites}
+
+
+def _failure(entry: Mapping[str, Any]) -> str:
+    value = "missing" if entry["value"] is None else f"{entry['value']:.4g}"
+    limit = f"max {entry['max']:g}" if "max" in entry else f"min {entry['min']:g}"
+    return f"{entry['metric']} of {entry['scope']} is {value} ({limit})"

@@ -1,0 +1,147 @@
+"""`asapc demo`: the whole way on a shipped checkpoint, each step with its command line."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from asapc import cli
+from asapc.errors import InputError
+from asapc.recipe import Recipe
+from asapc.report.tables import (
+    Table,
+    calibration_tables,
+    comparison_table,
+    compile_tables,
+    inspect_tables,
+    report_tables,
+)
+from asapc.session import Session
+
+RECIPES = {
+    "lossless": Recipe(operator="sinkhorn"),
+    "asap": Recipe(operator="asap", coefficients="per_head"),
+}
+
+
+def run_demo(run: Session, out: str) -> dict[str, Any]:
+    """Inspect, calibrate, compile and report in folder `out`; returns what --json prints.
+
+    The model is compiled twice: with the loop kept exactly, and with the loop removed, so that the
+    closing table can tell what a better loop brings from what amortisation brings.
+    """
+    folder = Path(out)
+    _place(folder)
+    teacher, data, calibration = (str(folder / name) for name in ("teacher", "digits.npz", "calib"))
+    steps: list[dict[str, Any]] = []
+
+    def step(
+        command: str,
+        action: Callable[[], dict[str, Any]],
+        tables: Callable[[Mapping[str, Any]], list[Table]],
+    ) -> dict[str, Any]:
+        run.note(f"\n$ {command}")
+        start = time.monotonic()
+        result = action()
+        seconds = time.monotonic() - start
+        steps.append({"command": command, "seconds": seconds})
+        if not run.json:
+            run.show(result, tables)
+        run.note(f"{seconds:.1f} s")
+        return result
+
+    line = _command_line
+    step(
+        line("inspect", teacher),
+        lambda: cli.inspect_model(teacher, None, None, None),
+        inspect_tables,
+    )
+    recipe = str(folder / "asap.yaml")
+    step(
+        line("calibrate", teacher, "--data", data, "-o", calibration, "--recipe", recipe),
+        lambda: cli.calibrate_model(run, teacher, data, calibration, recipe),
+        calibration_tables,
+    )
+    reports = {}
+    for name in RECIPES:
+        artifact, recipe = str(folder / name), str(folder / f"{name}.yaml")
+        step(
+            line("compile", teacher, "--calibration", calibration, "-o", artifact)
+            + " "
+            + line("--recipe", recipe, "--data", data).removeprefix("asapc "),
+            lambda a=artifact, r=recipe: cli.compile_model(run, teacher, calibration, a, r, data),
+            compile_tables,
+        )
+        reports[name] = step(
+            line("report", artifact, "--data", data),
+            lambda a=artifact: cli.report_artifact(run, a, data),
+            report_tables if name == "asap" else lambda result: [],
+        )
+    comparison = compare(reports["lossless"], reports["asap"])
+    result = {"folder": out, "steps": steps, "comparison": comparison, "report": reports["asap"]}
+    run.show(result, lambda shown: [comparison_table(shown["comparison"])])
+    run.note(f"the compiled model and its report are in {folder / 'asap'}")
+    return result
+
+
+def compare(lossless: Mapping[str, Any], asap: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the closing table, each compiled model against the teacher timed beside it."""
+    teacher = {
+        "name": "teacher: usual PyTorch loop",
+        "latency_ms": asap["model"].get("latency_teacher_ms"),
+        "speedup": 1.0,
+        "attention_rel_l2": 0.0,
+        "prediction_agreement": 1.0,
+        "accuracy": asap["model"].get("accuracy_teacher"),
+    }
+    return [
+        teacher,
+        _comparison_row("lossless: same loop, better kernel", lossless),
+        _comparison_row("asap: loop replaced by a predicted dual", asap),
+    ]
+
+
+def _comparison_row(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    model = report["model"]
+    errors = [site.get("metrics", {}).get("attention_rel_l2") for site in report["sites"]]
+    return {
+        "name": name,
+        "latency_ms": model.get("latency_compiled_ms"),
+        "speedup": model.get("speedup"),
+        "attention_rel_l2": None if None in errors else max(errors, default=None),
+        "prediction_agreement": model.get("prediction_agreement"),
+        "accuracy": model.get("accuracy_compiled"),
+    }
+
+
+def _command_line(*words: str) -> str:
+    return shlex.join(["asapc", *words])
+
+
+def _place(folder: Path) -> None:
+    """Copy teacher, digits and recipes into `folder`, but never into a folder of another use.
+
+    Raises InputError.
+    """
+    ours = (folder / "teacher" / "config.json").is_file() and (folder / "digits.npz").is_file()
+    if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(
+            f"{folder}: the demo works in a new folder or in that of an earlier demo",
+            help="name another one with --out",
+        )
+    source = files("asapc") / "demo_data" / "digits"
+    if not source.joinpath("digits.npz").is_file():
+        raise InputError(
+            "the demo's data must be installed with the package",
+            got="an installation without asapc/demo_data",
+            help="install asapc from a wheel or a full checkout",
+        )
+    with as_file(source) as shipped:
+        shutil.copytree(shipped, folder, dirs_exist_ok=True)
+    for name, recipe in RECIPES.items():
+        (folder / f"{name}.yaml").write_text(recipe.to_yaml(), encoding="utf-8")

@@ -1,0 +1,126 @@
+"""One command's run: where results and messages go, and how a failure ends it.
+
+Results are the only thing on stdout.  Whatever else is printed meanwhile, a user's model included,
+goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from asapc.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_OK, AsapcError
+from asapc.progress import Progress, make_progress
+
+if TYPE_CHECKING:
+    from asapc.report.tables import Table
+
+EXIT_INTERRUPTED = 130
+FILE_TROUBLE = {
+    errno.ENOSPC: "free some space, or write to another folder",
+    errno.EDQUOT: "free some space, or write to another folder",
+    errno.EROFS: "write to another folder",
+    errno.EACCES: "check the permissions, or write to another folder",
+    errno.EPERM: "check the permissions, or write to another folder",
+}
+
+
+@dataclass(frozen=True)
+class Session:
+    """json: machine output; quiet: no progress, no notes; debug: tracebacks."""
+
+    json: bool
+    quiet: bool
+    debug: bool
+    progress: Progress
+    results: TextIO
+
+    def show(
+        self, result: Mapping[str, Any], tables: Callable[[Mapping[str, Any]], list[Table]]
+    ) -> None:
+        """Print a command's result: JSON, or its tables."""
+        if self.json:
+            from asapc.report.text import json_text
+
+            print(json_text(result), file=self.results)
+        else:
+            from asapc.report.console import print_tables
+
+            print_tables(tables(result), self.results)
+        self.results.flush()
+
+    def note(self, text: str) -> None:
+        """One line on stderr, unless quiet."""
+        self.progress.note(text)
+
+
+def run(body: Callable[[Session], int | None], *, json: bool, quiet: bool, debug: bool) -> int:
+    """Run a command's body and return the exit code; a failure is one message on stderr."""
+    try:
+        with _stdout_for_results() as results, _warnings(quiet=quiet, debug=debug):
+            session = Session(json, quiet, debug, make_progress(quiet=quiet), results)
+            return body(session) or EXIT_OK
+    except KeyboardInterrupt:
+        return _fail("asapc: interrupted; earlier output is untouched", EXIT_INTERRUPTED, debug)
+    except AsapcError as error:
+        return _fail(f"asapc: {error}", error.exit_code, debug)
+    except BrokenPipeError:
+        # The reader of our output left (`| head`).  Python would complain again when it flushes.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except OSError as error:
+        if error.errno not in FILE_TROUBLE:
+            return _fail(_internal(error), EXIT_INTERNAL, debug)
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(
+            f"asapc: {place}{(error.strerror or str(error)).lower()}\n"
+            f"  help: {FILE_TROUBLE[error.errno]}",
+            EXIT_BAD_INPUT,
+            debug,
+        )
+    except Exception as error:
+        return _fail(_internal(error), EXIT_INTERNAL, debug)
+
+
+def _internal(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    if len(message) > 300:
+        message = message[:300] + " ..."
+    return (
+        f"asapc: internal error: {type(error).__name__}: {message}\n"
+        "  help: run the same command with --debug for the traceback, and report it"
+    )
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc(file=sys.stderr)
+    print(message, file=sys.stderr, flush=True)
+    return code
+
+
+@contextlib.contextmanager
+def _stdout_for_results() -> Iterator[TextIO]:
+    results = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        yield results
+
+
+@contextlib.contextmanager
+def _warnings(*, quiet: bool, debug: bool) -> Iterator[None]:
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore")
+        elif not debug:
+            # Advice to the authors of libraries, not to the user of this command.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+        yield
