@@ -1,0 +1,276 @@
+"""Capture: a model becomes functional ATen graphs, whole where torch.export allows, per module otherwise.
+
+before: an nn.Module with Python control flow
+after:  Capture(kind, programs): one Program for the whole model, or one for each smallest nn.Module
+        that holds an attention site
+
+The user's model, hooks, training flags, gradients, random state and global torch state are left as
+they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asapc.errors import InputError
+from asapc.ir import Program
+
+
+@dataclass
+class Capture:
+    """programs: one with name "" for kind "whole", else one per captured module.
+
+    reason:  why the whole forward could not be exported, for kind "module".
+    skipped: (module name, why) of modules with attention-like products that no program covers.
+    """
+
+    kind: Literal["whole", "module"]
+    programs: list[Program]
+    reason: str | None = None
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+
+class _FullBudget(TorchFunctionMode):
+    """Traces a data-dependent early stop through at its full budget.
+
+    `err.item()` becomes NaN, and NaN is never less than a threshold. Only replay can tell whether the
+    teacher really runs its budget, so every program traced this way says so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = False
+        self.comparisons: list[torch.Tensor] = []  # kept alive, so that identity is meaningful
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.Tensor.item, torch.Tensor.__float__) and args[0].is_floating_point():
+            self.stopped = True
+            return float("nan")
+        if func is torch.Tensor.__bool__ and any(args[0] is known for known in self.comparisons):
+            self.stopped = True
+            return False  # what every comparison with NaN gives
+        result = func(*args, **(kwargs or {}))
+        if func in _COMPARISONS and isinstance(result, torch.Tensor) and result.dim() == 0:
+            if isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+                self.comparisons.append(result)
+        return result
+
+
+_COMPARISONS = {
+    *(getattr(torch.Tensor, name) for name in ("lt", "le", "gt", "ge")),
+    *(getattr(torch.Tensor, f"__{name}__") for name in ("lt", "le", "gt", "ge")),
+    *(getattr(torch, name) for name in ("lt", "le", "gt", "ge")),
+}
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, and everything as it was afterwards."""
+    training = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, flag in training.items():
+                module.training = flag
+
+
+def capture(
+    model: nn.Module | ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Capture:
+    """Capture `model` on one example call; batch and length stay dynamic where the model allows.
+
+    Raises InputError if the model fails on the example, or if neither the whole model nor any module
+    with two activation products can be exported.
+    """
+    if isinstance(model, ExportedProgram):
+        return Capture("whole", [program_of(model, args, kwargs)])
+    with _undisturbed(model):
+        run_example(model, args, kwargs)
+        try:
+            return Capture("whole", [_export("", model, args, kwargs)])
+        except Exception as error:  # torch.export raises many types; the reason is kept and shown
+            reason = _first_line(error)
+        programs, skipped = _capture_modules(model, args, kwargs)
+    if not programs:
+        raise InputError(
+            "the model can be captured by torch.export, whole or by attention module",
+            got=reason,
+            help="keep data-dependent Python control flow out of the modules that hold attention",
+        )
+    return Capture("module", programs, reason, skipped)
+
+
+def program_of(
+    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
+) -> Program:
+    """A Program from an ExportedProgram that already exists (a .pt2 file)."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        functional = exported.run_decompositions({})
+        graph = functional.module(check_guards=False)
+    assert isinstance(graph, GraphModule)
+    return Program(name, graph, args, kwargs, _dynamic_shapes(args, kwargs))
+
+
+def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's own output on the example, or an InputError that says what it raised."""
+    try:
+        return model(*args, **kwargs)
+    except Exception as error:
+        raise InputError(
+            "the model runs on the given data",
+            got=f"{type(error).__name__}: {_first_line(error)}",
+            help="check the names, shapes and dtypes of the data against the model's forward",
+        ) from error
+
+
+def export_graph(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> ExportedProgram:
+    """torch.export without strict mode, functional, high-level ATen operators kept whole."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(
+            module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+        )
+        return exported.run_decompositions({})
+
+
+def _export(
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Program:
+    shapes = _dynamic_shapes(args, kwargs)
+    with _FullBudget() as budget:
+        exported = export_graph(module, args, kwargs, shapes)
+    graph = exported.module(check_guards=False)
+    assert isinstance(graph, GraphModule)
+    return Program(name, graph, args, kwargs, shapes, early_stop=budget.stopped)
+
+
+def _dynamic_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every dimension of every tensor is dynamic if the model turns out to allow it."""
+
+    def dims(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {axis: Dim.AUTO for axis in range(value.dim())}
+        return None
+
+    positional = pytree.tree_map(dims, args)
+    if not kwargs:
+        return positional
+    return (positional, pytree.tree_map(dims, kwargs))
+
+
+class _ProductCounter(TorchDispatchMode):
+    """Counts activation-by-activation products under each module of a stack."""
+
+    def __init__(self, stack: list[str]) -> None:
+        super().__init__()
+        self.stack = stack
+        self.products: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = func.overloadpacket
+        if name in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+            for module in self.stack:
+                self.products[module] = self.products.get(module, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def _capture_modules(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Program], list[tuple[str, str]]]:
+    """Programs of the smallest modules that hold an attention site and can be exported.
+
+    A site needs two activation products, q k^T and A v, so modules with fewer are not tried.
+    """
+    from asapc.passes.match import find_regions
+
+    stack: list[str] = []
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    handles = []
+    for name, module in model.named_modules():
+
+        def enter(_: nn.Module, call_args: Any, call_kwargs: Any, name: str = name) -> None:
+            stack.append(name)
+            calls.setdefault(name, _detached((call_args, call_kwargs)))
+
+        def leave(*_: Any) -> None:
+            stack.pop()
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    counter = _ProductCounter(stack)
+    try:
+        with counter:
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    modules = dict(model.named_modules())
+    found: list[Program] = []
+    failed: dict[str, str] = {}
+    # Children come before their parents: longer dotted names first.
+    for name in sorted(counter.products, key=lambda n: (-n.count(".") if n else 1, n)):
+        holds_found = any(p.name == name or p.name.startswith(f"{name}.") for p in found)
+        if not name or counter.products[name] < 2 or holds_found:
+            continue
+        call_args, call_kwargs = calls[name]
+        try:
+            program = _export(name, modules[name], call_args, call_kwargs)
+        except Exception as error:  # its parent may still cover it; else it is reported
+            failed[name] = _first_line(error)
+            continue
+        if find_regions(program.graph):
+            found.append(program)
+    order = list(modules)
+    covered = [program.name for program in found]
+    skipped = [
+        (name, reason)
+        for name, reason in failed.items()
+        if not any(_related(name, other) for other in covered)
+        and not any(other != name and other.startswith(f"{name}.") for other in failed)
+    ]
+    return sorted(found, key=lambda program: order.index(program.name)), skipped
+
+
+def _related(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+
+
+def _detached(values: Any) -> Any:
+    return pytree.tree_map(
+        lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, values
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

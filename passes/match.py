@@ -1,0 +1,830 @@
+"""Match: find where a score product meets a value product, and decide by experiment what lies between.
+
+before: a functional graph
+after:  AttentionSite for every region that replays a finite Sinkhorn convention, Refusal with a
+        reason for every other attention-like region
+
+The region between q k^T and A v is cut out, promoted to float64 and run on synthetic scores, masks
+and biases (see probe.py). Only the two products are recognised by their operator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from asapc.ir import Convention, Program
+from asapc.passes.probe import EXACT, Fit, NoFit, Sample, identify
+
+aten = torch.ops.aten
+
+PROBE_SPREADS = (1.0, 3.0, 6.0)  # standard deviations of the probed scores, in units of epsilon
+PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dynamic
+PROBE_BATCH = 2
+MASKED_BELOW = -1e4  # an additive score below this removes the key in every published code
+# Data passing through one of these has left the region between two products of one attention.
+BARRIERS = {
+    aten.linear.default, aten.addmm.default, aten.mm.default, aten.layer_norm.default,
+    aten.embedding.default, aten.conv1d.default, aten.conv2d.default, aten.batch_norm.default,
+    aten.native_layer_norm.default, aten.convolution.default, aten.rms_norm.default,
+}  # fmt: skip
+NORMALISERS = {
+    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default,
+    aten.logsumexp.default, aten.exp.default,
+}  # fmt: skip
+SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
+FUSED = {aten.scaled_dot_product_attention.default}
+VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
+    aten.contiguous.default, aten.flatten.using_ints, aten.detach.default, aten.alias.default,
+    aten.unflatten.int, aten.to.dtype, aten._to_copy.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Product:
+    """A batched product left [*, X, C] x right [*, Y, C] in canonical index order.
+
+    Permutations bring the graph's own operands into canonical order; None means they already are.
+    right_transposed: the graph's right operand is [*, C, Y].
+    """
+
+    node: Node
+    left: Node
+    right: Node
+    right_transposed: bool
+    left_order: tuple[int, ...] | None = None
+    right_order: tuple[int, ...] | None = None
+    out_order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class KeyMask:
+    """A node that masks keys: bool with the given polarity, or additive with very low entries."""
+
+    node: Node
+    true_means_masked: bool | None  # None: additive
+    merged: bool  # leading dimension is batch times heads
+
+
+@dataclass(frozen=True)
+class ScoreBias:
+    """A node added to the scores with a coefficient, in units of epsilon."""
+
+    node: Node
+    coefficient: float
+    merged: bool
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """A region that is a finite Sinkhorn loop, with everything a rewrite needs."""
+
+    name: str
+    convention: Convention
+    score: Product
+    value: Product
+    attention: Node
+    heads: int
+    head_dim: int
+    mask: KeyMask | None
+    bias: ScoreBias | None
+    probe_error: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A region that looks like attention and is left alone, with the reason and the node."""
+
+    name: str
+    reason: str
+    node: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """Everything between a score product and the left operand of a value product."""
+
+    score: Product
+    value: Product
+    attention: Node
+    inside: tuple[Node, ...]
+    inputs: tuple[Node, ...]  # masks and biases: tensors from outside that are more than constants
+
+
+def match(program: Program) -> list[AttentionSite | Refusal]:
+    """All attention-like regions of a program in graph order, each matched or refused."""
+    graph = program.graph
+    results: list[tuple[int, AttentionSite | Refusal]] = []
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    for score, regions in find_regions(graph).items():
+        outcomes: list[AttentionSite | Refusal] = []
+        for region in regions:
+            outcome = _examine(program, region)
+            outcomes.append(outcome)
+            if isinstance(outcome, AttentionSite):
+                break
+        chosen = next((o for o in outcomes if isinstance(o, AttentionSite)), outcomes[0])
+        results.append((order[score], chosen))
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in FUSED:
+            reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
+            results.append((order[node], Refusal(_site_name(program, node), reason, node.name)))
+    results.extend(
+        (order[node], Refusal(_site_name(program, node), reason, node.name))
+        for node, reason in _unattended(graph)
+    )
+    unique: dict[str, int] = {}
+    named: list[AttentionSite | Refusal] = []
+    for _, outcome in sorted(results, key=lambda pair: pair[0]):
+        count = unique[outcome.name] = unique.get(outcome.name, 0) + 1
+        name = outcome.name if count == 1 else f"{outcome.name}#{count}"
+        named.append(replace(outcome, name=name))
+    return named
+
+
+def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
+    """Candidate regions by score product: a product whose result, through anything but a layer,
+    becomes the left operand of another product of the same [N, M]."""
+    products = {
+        node: product
+        for node in graph.graph.nodes
+        if (product := _product(node)) is not None
+    }
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    regions: dict[Node, list[Region]] = {}
+    for value in products.values():
+        if _is_vector(value):
+            continue
+        sources = _sources(value.left, products)
+        for source in sorted(sources, key=order.__getitem__, reverse=True):
+            region = _region(products[source], value, order)
+            if region is not None:
+                regions.setdefault(source, []).append(region)
+    return _one_score_per_value(regions, order)
+
+
+def _one_score_per_value(
+    regions: dict[Node, list[Region]], order: dict[Node, int]
+) -> dict[Node, list[Region]]:
+    """Nested products inside one loop (diag(u) K diag(v)) share a value product: the earliest
+    score product of a value product owns it."""
+    owner: dict[Node, Node] = {}
+    for score, candidates in regions.items():
+        for region in candidates:
+            value = region.value.node
+            if value not in owner or order[score] < order[owner[value]]:
+                owner[value] = score
+    kept: dict[Node, list[Region]] = {}
+    for score, candidates in regions.items():
+        mine = [r for r in candidates if owner[r.value.node] is score]
+        if mine:
+            # The last value product is the attention's; earlier ones are steps of a loop.
+            kept[score] = sorted(mine, key=lambda r: order[r.value.node], reverse=True)
+    return kept
+
+
+def _product(node: Node) -> Product | None:
+    if node.op != "call_function" or not _is_tensor(node):
+        return None
+    if node.target in (aten.matmul.default, aten.bmm.default):
+        left, right = node.args[0], node.args[1]
+        if isinstance(left, Node) and isinstance(right, Node) and left is not right:
+            if _rank(left) >= 3 and _rank(right) >= 3 and _rank(node) == _rank(left):
+                return Product(node, left, right, right_transposed=True)
+        return None
+    if node.target is aten.einsum.default:
+        return _einsum_product(node)
+    return None
+
+
+def _einsum_product(node: Node) -> Product | None:
+    equation, operands = node.args[0], node.args[1]
+    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)):
+        return None
+    equation = equation.replace(" ", "")
+    if len(operands) != 2 or "->" not in equation or "..." in equation:
+        return None
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    batch = [c for c in out if c in left and c in right]
+    contracted = [c for c in left if c in right and c not in out]
+    only_left = [c for c in left if c not in right]
+    only_right = [c for c in right if c not in left]
+    if not (len(contracted) == len(only_left) == len(only_right) == 1) or not batch:
+        return None
+    if sorted(out) != sorted([*batch, *only_left, *only_right]):
+        return None
+    x, y, c = only_left[0], only_right[0], contracted[0]
+    order = [ch for ch in left if ch in batch]
+    return Product(
+        node,
+        operands[0],
+        operands[1],
+        right_transposed=False,
+        left_order=tuple(left.index(ch) for ch in [*order, x, c]),
+        right_order=tuple(right.index(ch) for ch in [*order, y, c]),
+        out_order=tuple(out.index(ch) for ch in [*order, x, y]),
+    )
+
+
+def _is_vector(product: Product) -> bool:
+    """A matrix-vector product: a step of an exp-domain loop, never the value product."""
+    shape = _canonical_shape(product.right, product.right_order)
+    width = shape[-1] if product.right_transposed else shape[-2]
+    return isinstance(width, int) and width == 1
+
+
+def _sources(attention: Node, products: dict[Node, Product]) -> list[Node]:
+    """Products of the same size as `attention` that it is computed from, without a layer between."""
+    found: list[Node] = []
+    seen: set[Node] = set()
+    stack = [attention]
+    while stack:
+        node = stack.pop()
+        if node in seen or not _is_tensor(node) or node.target in BARRIERS:
+            continue
+        seen.add(node)
+        if node in products and node is not attention and _same_matrix(node, attention):
+            found.append(node)
+        stack.extend(node.all_input_nodes)
+    if attention in products:
+        found.append(attention)  # linear attention, or a product used as a weight: refused later
+    return found
+
+
+def _same_matrix(first: Node, second: Node) -> bool:
+    a, b = first.meta["val"], second.meta["val"]
+    return len(a.shape) >= 3 and bool(_same(a.numel(), b.numel()))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal as expressions; never adds a guard."""
+    left = a.node.expr if isinstance(a, torch.SymInt) else a
+    right = b.node.expr if isinstance(b, torch.SymInt) else b
+    return bool(left == right)
+
+
+def _region(score: Product, value: Product, order: dict[Node, int]) -> Region | None:
+    """The nodes on data paths from the scores to the attention, or None if a layer is on a path."""
+    attention = value.left
+    downstream: set[Node] = {score.node}
+    for node in score.node.graph.nodes:
+        if order[node] <= order[score.node] or order[node] > order[attention]:
+            continue
+        if _is_tensor(node) and any(n in downstream for n in node.all_input_nodes):
+            downstream.add(node)
+    if attention not in downstream:
+        return None
+    inside: set[Node] = set()
+    stack = [attention]
+    while stack:
+        node = stack.pop()
+        if node in inside or node not in downstream or node is score.node:
+            continue
+        if node.target in BARRIERS:
+            return None
+        inside.add(node)
+        stack.extend(node.all_input_nodes)
+    inputs: list[Node] = []
+    for node in sorted(inside, key=order.__getitem__):
+        for source in node.all_input_nodes:
+            outside = source not in inside and source is not score.node and _is_tensor(source)
+            if outside and source not in inputs and not _is_constant(source):
+                inputs.append(source)
+    return Region(score, value, attention, tuple(sorted(inside, key=order.__getitem__)),
+                  tuple(inputs))  # fmt: skip
+
+
+def _is_constant(node: Node) -> bool:
+    """A tensor that is computed from shapes and numbers only, and is not a mask or bias matrix.
+
+    A constant mask (causal) or bias (ALiBi) must be seen by the probe, so anything boolean or with
+    two long trailing dimensions counts as an input.
+    """
+    value = node.meta["val"]
+    if value.numel() == 1 and not _depends_on_data(node):
+        return True
+    if value.dtype == torch.bool or _depends_on_data(node) or _depends_on_parameter(node):
+        return False
+    matrix = value.dim() >= 2 and not any(_same(size, 1) for size in value.shape[-2:])
+    square = matrix and _same(value.shape[-1], value.shape[-2])
+    return not (square or value.dim() >= 3)
+
+
+def _depends_on_data(node: Node) -> bool:
+    return _reaches(node, lambda n: n.op == "placeholder")
+
+
+def _depends_on_parameter(node: Node) -> bool:
+    return _reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1)
+
+
+def _reaches(node: Node, wanted: Any) -> bool:
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in seen or not _is_tensor(current):
+            continue
+        seen.add(current)
+        if wanted(current):
+            return True
+        if current.target not in SHAPE_ONLY:
+            stack.extend(current.all_input_nodes)
+    return False
+
+
+SHAPE_ONLY = {
+    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default,
+    aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default, aten.new_empty.default,
+}  # fmt: skip
+
+
+def _unattended(graph: GraphModule) -> list[tuple[Node, str]]:
+    """Normalised weights that multiply something but do not come from a product of two activations."""
+    owned = {region.value.node for regions in find_regions(graph).values() for region in regions}
+    found = []
+    for node in graph.graph.nodes:
+        product = _product(node)
+        if product is None or node in owned or _is_vector(product):
+            continue
+        operands = (product.left, product.right)
+        if any(_is_normalised(operand) for operand in operands):
+            found.append((node, "not attention: its scores are not a product of queries and keys"))
+    return found
+
+
+def _is_normalised(node: Node) -> bool:
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in seen or not _is_tensor(current) or current.target in BARRIERS:
+            continue
+        seen.add(current)
+        if _product(current) is not None and current is not node:
+            continue
+        if current.target in NORMALISERS:
+            return True
+        stack.extend(current.all_input_nodes)
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------
+# Experiments
+
+
+class _Experiment:
+    """The region as a float64 function of scores, masks and biases, at any legal size."""
+
+    def __init__(self, program: Program, region: Region) -> None:
+        self.region = region
+        self.symbols = _symbol_hints(program.graph)
+        self.module, self.sizes = _extract(program.graph, region)
+
+    def dims(self, lengths: dict[Any, int]) -> tuple[int, ...]:
+        """The score product's canonical shape under an assignment of symbols."""
+        shape = _canonical_shape(self.region.score.node, self.region.score.out_order)
+        return tuple(_evaluate(size, lengths) for size in shape)
+
+    def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
+        return tuple(_evaluate(size, lengths) for size in node.meta["val"].shape)
+
+    def run(
+        self, scores: Tensor, inputs: Sequence[Tensor], lengths: dict[Any, int]
+    ) -> Tensor:
+        """Attention in the canonical shape of the scores."""
+        own = scores
+        order = self.region.score.out_order
+        if order is not None:
+            own = scores.permute([order.index(i) for i in range(len(order))])
+        sizes = [_evaluate(node.meta["val"], lengths) for node in self.sizes]
+        with torch.no_grad():
+            result: Tensor = self.module(own.contiguous(), *inputs, *sizes)
+        if self.region.value.left_order is not None:
+            result = result.permute(self.region.value.left_order)
+        return result.reshape(scores.shape).to(torch.float64)
+
+    def lengths(self, assigned: dict[Any, int] | None = None) -> dict[Any, int]:
+        return {**self.symbols, **(assigned or {})}
+
+
+def _extract(graph: GraphModule, region: Region) -> tuple[GraphModule, list[Node]]:
+    """A GraphModule (scores, *inputs, *sizes) -> attention, every float32 promoted to float64."""
+    cut = {region.score.node, *region.inputs}
+    needed: set[Node] = set()
+    stack = [region.attention]
+    sizes: list[Node] = []
+    while stack:
+        node = stack.pop()
+        if node in needed or node in cut:
+            continue
+        needed.add(node)
+        if node.target is aten.sym_size.int and node.args[0] not in region.inside:
+            sizes.append(node)
+            continue
+        stack.extend(node.all_input_nodes)
+    copy = Graph()
+    env: dict[Node, Node] = {}
+    for index, node in enumerate([region.score.node, *region.inputs, *sizes]):
+        env[node] = copy.placeholder(f"input_{index}")
+    for node in graph.graph.nodes:
+        if node in needed and node not in env:
+            env[node] = copy.node_copy(node, env.__getitem__)
+            new = env[node]
+            new.args = torch.fx.node.map_aggregate(new.args, _promote)  # type: ignore[assignment]
+            new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)  # type: ignore[assignment]
+    copy.output(env[region.attention])
+    module = GraphModule(graph, copy)
+    for node in list(copy.nodes):
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(module)
+            if isinstance(value, Tensor) and value.dtype in HALF_OR_SINGLE:
+                name = f"promoted_{node.name}"
+                module.register_buffer(name, value.detach().double())
+                node.target = name
+    module.recompile()
+    return module, sizes
+
+
+HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _promote(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in HALF_OR_SINGLE else value
+
+
+def _symbol_hints(graph: GraphModule) -> dict[Any, int]:
+    hints: dict[Any, int] = {}
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        dims = value.shape if isinstance(value, Tensor) else [value]
+        for size in dims:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                hints[size.node.expr] = int(size.node.hint)
+    return hints
+
+
+def _evaluate(size: Any, lengths: dict[Any, int]) -> int:
+    if isinstance(size, torch.SymInt):
+        return int(size.node.expr.xreplace(lengths))
+    return int(size)
+
+
+def _examine(program: Program, region: Region) -> AttentionSite | Refusal:
+    """Run the experiments on one region."""
+    name = _site_name(program, region.value.node)
+
+    def refuse(reason: str, node: Node | None = None) -> Refusal:
+        return Refusal(name, reason, (node or region.attention).name)
+
+    used_outside = _used_outside(region)
+    shape = _canonical_shape(region.score.node, region.score.out_order)
+    if len(shape) not in (3, 4):
+        return refuse(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
+    try:
+        experiment = _Experiment(program, region)
+        small = experiment.lengths(_probe_lengths(region, experiment))
+        experiment.dims(small)
+        outcome = _run_experiments(experiment, region, small)
+    except Exception as error:  # the region is the user's code: whatever it raises is a reason
+        line = str(error).splitlines()[0][:200] if str(error) else ""
+        return refuse(f"the region cannot be run on its own: {type(error).__name__}: {line}")
+    if isinstance(outcome, str):
+        return refuse(outcome)
+    if used_outside is not None:
+        return refuse("an intermediate value of the loop is also used elsewhere", used_outside)
+    fit, mask, bias = outcome
+    softmax = any(node.target in SOFTMAX for node in region.inside)
+    convention = fit.convention
+    if convention.half_steps == 1 and convention.first_side == "row" and softmax:
+        return refuse("not Sinkhorn: rows only")
+    heads = _heads(region)
+    convention = replace(
+        convention,
+        mask="key" if mask is not None else "none",
+        bias=bias is not None,
+        early_stop=program.early_stop,
+    )
+    head_dim = _canonical_shape(region.score.left, region.score.left_order)[-1]
+    return AttentionSite(
+        name, convention, region.score, region.value, region.attention, heads,
+        int(head_dim), mask, bias, fit.error,
+    )  # fmt: skip
+
+
+def _probe_lengths(region: Region, experiment: _Experiment) -> dict[Any, int]:
+    """Small, different lengths for every dynamic dimension of the scores."""
+    shape = _canonical_shape(region.score.node, region.score.out_order)
+    assigned: dict[Any, int] = {}
+    for index, size in enumerate(shape):
+        if not isinstance(size, torch.SymInt):
+            continue
+        from_end = len(shape) - index
+        value = PROBE_BATCH if from_end > 2 else PROBE_LENGTHS[2 - from_end]
+        for symbol in sorted(size.node.expr.free_symbols, key=str):
+            assigned.setdefault(symbol, value)
+    return assigned
+
+
+def _run_experiments(
+    experiment: _Experiment, region: Region, lengths: dict[Any, int]
+) -> tuple[Fit, KeyMask | None, ScoreBias | None] | str:
+    """Identify the loop without masks, then what every input does, then everything together."""
+    generator = torch.Generator().manual_seed(0)
+    dims = experiment.dims(lengths)
+    queries, keys = dims[-2:]
+
+    def scores(spread: float, at: tuple[int, ...] = dims) -> Tensor:
+        return spread * torch.randn(at, generator=generator, dtype=torch.float64)
+
+    roles: list[str] = []
+    for node in region.inputs:
+        role = _input_role(experiment, region, node, lengths)
+        if role is None:
+            return f"the attention depends on {node.name}, which is neither a mask nor a bias"
+        roles.append(role)
+    neutral = _neutral_inputs(experiment, region, roles, lengths, scores(0.1))
+    if isinstance(neutral, str):
+        return neutral
+
+    first = experiment.run(scores(1.0), neutral, lengths)
+    if not bool(first.isfinite().all()):
+        return "the region gives NaN or infinity on random scores"
+    trial = scores(1.0)
+    rough = identify_multiplier(trial, experiment.run(trial, neutral, lengths))
+    if isinstance(rough, NoFit):
+        softmax_only = any(node.target in SOFTMAX for node in region.inside)
+        return _describe(rough, region, softmax_only)
+
+    samples: list[Sample] = []
+    for spread in PROBE_SPREADS:
+        for at in _lengths_to_try(experiment, lengths, region):
+            size = experiment.dims(at)
+            inputs = neutral if at is lengths else _resize(experiment, region, neutral, roles, at)
+            s = scores(spread / abs(rough), size)
+            a = experiment.run(s, inputs, at)
+            if bool(a.isfinite().all()):
+                samples.append(Sample(_four(s), _four(a)))
+    if not samples:
+        return "the region gives NaN or infinity on random scores"
+    fit = identify(samples)
+    if isinstance(fit, NoFit):
+        return _describe(fit, region, False)
+
+    mask: KeyMask | None = None
+    bias: ScoreBias | None = None
+    merged = len(dims) == 3
+    for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):
+        if role in ("mask", "additive"):
+            if mask is not None:
+                return f"two masks enter the scores ({mask.node.name} and {node.name})"
+            pattern = torch.arange(keys) % 3 != 1  # True: active
+            inputs = list(neutral)
+            polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
+            inputs[index] = _key_pattern(neutral[index], pattern, polarity)
+            s = scores(2.0 / abs(rough))
+            a = _four(experiment.run(s, inputs, lengths))
+            if not bool(a.isfinite().all()):
+                return f"masking keys through {node.name} gives NaN or infinity"
+            if float(a[..., ~pattern].abs().max()) > 1e-12:
+                return f"keys masked through {node.name} still receive attention"
+            keep = pattern.expand(len(a), keys)
+            masked = identify([*samples, Sample(_four(s), a, keep)])
+            if isinstance(masked, NoFit):
+                return f"with {node.name} as key mask: {masked.reason}"
+            fit = masked
+            mask = KeyMask(node, polarity, merged or _merged(node, region))
+        if role in ("bias", "additive"):
+            probe = torch.randn(neutral[index].shape, generator=generator, dtype=torch.float64)
+            inputs = list(neutral)
+            inputs[index] = probe
+            flat = torch.zeros(dims, dtype=torch.float64)
+            a = experiment.run(flat, inputs, lengths)
+            coefficient = identify_multiplier(probe.expand(dims) if probe.dim() <= len(dims)
+                                              else probe.reshape(dims), a)  # fmt: skip
+            if role == "bias":
+                if isinstance(coefficient, NoFit):
+                    return f"{node.name} enters the attention, but not as an additive score bias"
+                if bias is not None:
+                    return f"two biases enter the scores ({bias.node.name} and {node.name})"
+                s = scores(2.0 / abs(rough))
+                a = experiment.run(s, inputs, lengths)
+                shift = coefficient / fit.convention.score_multiplier * inputs[index]
+                biased = identify([*samples, Sample(_four(s + shift), _four(a))])
+                if isinstance(biased, NoFit):
+                    return f"with {node.name} as score bias: {biased.reason}"
+                bias = ScoreBias(node, coefficient, merged)
+    return fit, mask, bias
+
+
+def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:
+    from asapc.passes.probe import score_multiplier
+
+    return score_multiplier([Sample(_four(scores), _four(attention))])
+
+
+def _describe(failure: NoFit, region: Region, softmax_only: bool) -> str:
+    if softmax_only and failure.reason.startswith("not Sinkhorn: the attention is not strictly"):
+        return "not Sinkhorn: rows only, with a mask that differs between queries (causal or windowed)"
+    if failure.error is None:
+        return failure.reason
+    return f"{failure.reason}; relative error {failure.error:.2g}"
+
+
+def _input_role(
+    experiment: _Experiment, region: Region, node: Node, lengths: dict[Any, int]
+) -> str | None:
+    """mask (bool), additive (float, may hide keys), bias (float), or None for anything else."""
+    queries, keys = experiment.dims(lengths)[-2:]
+    shape = experiment.shape_of(node, lengths)
+    if not shape or shape[-1] != keys:
+        return None
+    if node.meta["val"].dtype == torch.bool:
+        return "mask"
+    if not node.meta["val"].is_floating_point() or len(shape) < 2:
+        return None
+    example = node.meta.get("example")
+    hides = isinstance(example, Tensor) and bool((example <= MASKED_BELOW).any())
+    if hides:
+        return "additive"
+    return "bias" if shape[-2] in (queries, 1) else None
+
+
+def _neutral_inputs(
+    experiment: _Experiment,
+    region: Region,
+    roles: Sequence[str],
+    lengths: dict[Any, int],
+    scores: Tensor,
+) -> list[Tensor] | str:
+    """Inputs that hide nothing and add nothing; the polarity of a bool mask is found by trying."""
+    neutral: list[Tensor] = []
+    for node, role in zip(region.inputs, roles, strict=True):
+        shape = experiment.shape_of(node, lengths)
+        dtype = torch.bool if role == "mask" else torch.float64
+        neutral.append(torch.zeros(shape, dtype=dtype))
+        example = node.meta.get("example")
+        if role in ("mask", "additive") and isinstance(example, Tensor):
+            hidden = example if role == "mask" else example <= MASKED_BELOW
+            if hidden.dim() >= 2 and hidden.shape[-2] > 1:
+                if not bool((hidden == hidden[..., :1, :]).all()):
+                    return (
+                        f"the mask {node.name} differs between queries (causal or windowed), "
+                        "which has no transport plan with these marginals"
+                    )
+    for index, role in enumerate(roles):
+        if role != "mask":
+            continue
+        # A mask that hides everything gives no attention at all, NaN, or the same to every key.
+        attention = experiment.run(scores, neutral, lengths)
+        flipped = list(neutral)
+        flipped[index] = ~neutral[index]
+        other = experiment.run(scores, flipped, lengths)
+        if _informative(other, scores) > _informative(attention, scores):
+            neutral = flipped
+    return neutral
+
+
+def _informative(attention: Tensor, scores: Tensor) -> int:
+    """2 if the attention is positive and follows the scores, 1 if it is positive, else 0."""
+    if not bool((attention > 0).all()) or not bool(attention.isfinite().all()):
+        return 0
+    return 2 if not isinstance(identify_multiplier(scores, attention), NoFit) else 1
+
+
+def _key_pattern(neutral: Tensor, active: Tensor, true_means_masked: bool | None) -> Tensor:
+    """The neutral input with the keys outside `active` hidden."""
+    result = neutral.clone()
+    if true_means_masked is None:
+        result[..., ~active] = -1e9
+    else:
+        result[..., ~active] = true_means_masked
+    return result
+
+
+def _lengths_to_try(
+    experiment: _Experiment, lengths: dict[Any, int], region: Region
+) -> list[dict[Any, int]]:
+    """The probe lengths, and a second set with every dynamic length moved, where there is one."""
+    shape = _canonical_shape(region.score.node, region.score.out_order)
+    symbols = {
+        symbol
+        for size in shape[-2:]
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+    }
+    moved = {symbol: lengths[symbol] + 5 for symbol in symbols}
+    return [lengths, {**lengths, **moved}] if moved else [lengths]
+
+
+def _resize(
+    experiment: _Experiment,
+    region: Region,
+    neutral: Sequence[Tensor],
+    roles: Sequence[str],
+    lengths: dict[Any, int],
+) -> list[Tensor]:
+    """Constant inputs at another size."""
+    return [
+        torch.full(experiment.shape_of(node, lengths), value.flatten()[0].item(), dtype=value.dtype)
+        for node, value in zip(region.inputs, neutral, strict=True)
+    ]
+
+
+def _four(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 4 else tensor[:, None]
+
+
+def _used_outside(region: Region) -> Node | None:
+    """A value of the loop, other than the attention itself, that something else reads."""
+    inside = {*region.inside}
+    for node in (region.score.node, *region.inside):
+        if node is region.attention:
+            continue
+        for user in node.users:
+            if user not in inside and _is_tensor(user) and _is_live(user):
+                return node
+            if user.op == "output":
+                return node
+    return None
+
+
+def _is_live(node: Node) -> bool:
+    """Whether the graph's output depends on the node."""
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current.op == "output":
+            return True
+        if current not in seen:
+            seen.add(current)
+            stack.extend(current.users)
+    return False
+
+
+def _heads(region: Region) -> int:
+    """H: the second of four dimensions, or what a [B, H, N, D] -> [B*H, N, D] view merged, else 1."""
+    shape = _canonical_shape(region.score.node, region.score.out_order)
+    if len(shape) == 4:
+        return int(shape[1])
+    heads = {_merged_heads(operand) for operand in (region.score.left, region.score.right)}
+    return heads.pop() if len(heads) == 1 else 1
+
+
+def _merged_heads(node: Node) -> int:
+    while node.target in VIEWS or node.target is aten.transpose.int or (
+        node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+    ):
+        source = node.args[0]
+        if not isinstance(source, Node) or not _is_tensor(source):
+            return 1
+        before, after = source.meta["val"].shape, node.meta["val"].shape
+        if len(before) == 4 and len(after) == 3 and isinstance(before[1], int):
+            merged = before[0] * before[1]
+            return int(before[1]) if _same(merged, after[0]) else 1
+        node = source
+    return 1
+
+
+def _merged(node: Node, region: Region) -> bool:
+    """Whether a mask's leading dimension is batch times heads: it feeds a three-dimensional value."""
+    consumers = [user for user in node.users if user in set(region.inside)]
+    return any(len(user.meta["val"].shape) == 3 for user in consumers)
+
+
+def _canonical_shape(node: Node, order: tuple[int, ...] | None) -> list[Any]:
+    shape = list(node.meta["val"].shape)
+    return shape if order is None else [shape[i] for i in order]
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _rank(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _site_name(program: Program, node: Node) -> str:
+    """The dotted name of the module the node was traced in, the program's own name in front."""
+    stack = node.meta.get("nn_module_stack") or {}
+    inner = ""
+    for path, _ in stack.values():
+        inner = str(path)
+    return ".".join(part for part in (program.name, inner) if part) or node.name
+
+
+__all__ = [
+    "EXACT", "AttentionSite", "KeyMask", "Product", "Refusal", "ScoreBias", "find_regions", "match",
+]  # fmt: skip
