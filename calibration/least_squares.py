@@ -1,0 +1,129 @@
+"""ASAP-LS: ridge normal equations in float64, additive over batches and processes.
+
+    omega = (X'X + lambda I)^-1 X'y          ASAP, Eq. 20
+    lambda = rows * ridge                    the risk-normalised form after Eq. 20
+
+X and y are centred over each example's queries, so no intercept is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asapc.errors import InputError
+
+# A target whose root mean square is below this (units of epsilon) varies by rounding only.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coefficients [1|H, F] float64; per head group R^2 and the condition number of X'X + lambda I.
+
+    tokens: regression rows of each group.  A target without variance has r2 = 1: zero is exact.
+    condition_number is inf where ridge = 0 meets linearly dependent features.
+    """
+
+    coefficients: Tensor
+    r2: tuple[float, ...]
+    condition_number: tuple[float, ...]
+    tokens: int
+
+
+class NormalEquations:
+    """Sufficient statistics of a least-squares fit: X'X, X'y and y'y, never the rows themselves.
+
+    groups: 1 pools the heads into one fit, H fits each head on its own.
+    """
+
+    def __init__(self, features: int, groups: int = 1) -> None:
+        self.gram = torch.zeros(groups, features, features, dtype=torch.float64)
+        self.moment = torch.zeros(groups, features, dtype=torch.float64)
+        self.energy = torch.zeros(groups, dtype=torch.float64)
+        self.tokens = 0
+
+    @property
+    def groups(self) -> int:
+        return self.gram.shape[0]
+
+    @property
+    def features(self) -> int:
+        return self.gram.shape[1]
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add the regression rows x [B, H, N, F], y [B, H, N] of one batch."""
+        heads, features = x.shape[1], x.shape[3]
+        if features != self.features or self.groups not in (1, heads):
+            raise ValueError(f"expected [B, {self.groups}, N, {self.features}], got {x.shape}")
+        rows = x.detach().to("cpu", torch.float64).transpose(0, 1)  # [H, B, N, F]
+        targets = y.detach().to("cpu", torch.float64).transpose(0, 1)
+        rows = rows.reshape(self.groups, -1, features)
+        targets = targets.reshape(self.groups, -1)
+        self.gram += rows.transpose(1, 2) @ rows
+        self.moment += (rows.transpose(1, 2) @ targets[..., None])[..., 0]
+        self.energy += targets.square().sum(-1)
+        self.tokens += rows.shape[1]
+
+    def merge(self, other: NormalEquations) -> None:
+        """Add the statistics of another part of the data."""
+        if self.gram.shape != other.gram.shape:
+            raise ValueError(f"cannot merge {other.gram.shape} into {self.gram.shape}")
+        self.gram += other.gram
+        self.moment += other.moment
+        self.energy += other.energy
+        self.tokens += other.tokens
+
+    def solve(self, ridge: float) -> Fit:
+        """Coefficients at lambda = tokens * ridge; the least-norm ones where X'X is singular.
+
+        Raises InputError on a negative ridge and on fewer regression rows than coefficients.
+        """
+        if not (math.isfinite(ridge) and ridge >= 0):
+            raise InputError("ridge must be a finite number >= 0", got=ridge)
+        if self.tokens < self.features:
+            raise InputError(
+                f"a fit of {self.features} coefficients needs at least as many regression rows",
+                got=self.tokens,
+                help="calibrate on more examples, or use fewer slices in `features`",
+            )
+        values, vectors = torch.linalg.eigh(self.gram)
+        shifted = values.clamp(min=0.0) + self.tokens * ridge  # ascending
+        largest, smallest = shifted[:, -1:], shifted[:, :1]
+        noise = largest * self.features * torch.finfo(torch.float64).eps
+        inverse = torch.where(shifted > noise, 1 / shifted, 0.0)
+        projected = (vectors.transpose(1, 2) @ self.moment[..., None])[..., 0]
+        coefficients = (vectors @ (inverse * projected)[..., None])[..., 0]
+        condition = torch.where(smallest > noise, largest / smallest, math.inf)[:, 0]
+        residual = (
+            self.energy
+            - 2 * (coefficients * self.moment).sum(-1)
+            + ((coefficients[:, None, :] @ self.gram)[:, 0] * coefficients).sum(-1)
+        )
+        constant = self.energy <= self.tokens * _ROUNDING**2
+        r2 = torch.where(constant, 1.0, 1 - residual.clamp(min=0) / self.energy)
+        return Fit(coefficients, tuple(r2.tolist()), tuple(condition.tolist()), self.tokens)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The state as tensors, for a file; from_tensors is the inverse."""
+        return {
+            "gram": self.gram,
+            "moment": self.moment,
+            "energy": self.energy,
+            "tokens": torch.tensor(self.tokens),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> NormalEquations:
+        """Inverse of to_tensors. Raises KeyError on missing entries."""
+        groups, features, _ = tensors["gram"].shape
+        equations = cls(features, groups)
+        equations.gram = tensors["gram"].double().clone()
+        equations.moment = tensors["moment"].double().clone()
+        equations.energy = tensors["energy"].double().clone()
+        equations.tokens = int(tensors["tokens"])
+        return equations

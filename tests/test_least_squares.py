@@ -1,0 +1,126 @@
+"""Ridge normal equations against a direct solve, and their additivity."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asapc.calibration.least_squares import NormalEquations
+from asapc.errors import InputError
+
+
+def rows(seed=0, batch=3, heads=2, tokens=7, features=4):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, heads, tokens, features, generator=generator, dtype=torch.float64)
+    y = torch.randn(batch, heads, tokens, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def direct(x, y, ridge):
+    """Eq. 20 as an augmented least-squares problem, which never forms X'X."""
+    x, y = x.reshape(-1, x.shape[-1]).numpy(), y.reshape(-1).numpy()
+    augmented = np.vstack([x, math.sqrt(len(x) * ridge) * np.eye(x.shape[1])])
+    omega = np.linalg.lstsq(augmented, np.append(y, np.zeros(x.shape[1])), rcond=None)[0]
+    r2 = 1 - ((y - x @ omega) ** 2).sum() / (y**2).sum()
+    return torch.from_numpy(omega), r2, np.linalg.cond(augmented) ** 2
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
+def test_pooled_equals_direct_solve(ridge):
+    x, y = rows()
+    equations = NormalEquations(4)
+    equations.add(x, y)
+    fit = equations.solve(ridge)
+    omega, r2, condition = direct(x, y, ridge)
+    assert fit.coefficients.shape == (1, 4) and fit.tokens == 3 * 2 * 7
+    torch.testing.assert_close(fit.coefficients[0], omega)
+    assert fit.r2[0] == pytest.approx(r2, abs=1e-12)
+    assert fit.condition_number[0] == pytest.approx(condition, rel=1e-9)
+
+
+def test_per_head_equals_one_fit_per_head():
+    x, y = rows()
+    equations = NormalEquations(4, groups=2)
+    equations.add(x, y)
+    fit = equations.solve(0.01)
+    assert fit.tokens == 3 * 7
+    for head in range(2):
+        omega, r2, condition = direct(x[:, head], y[:, head], 0.01)
+        torch.testing.assert_close(fit.coefficients[head], omega)
+        assert fit.r2[head] == pytest.approx(r2, abs=1e-12)
+        assert fit.condition_number[head] == pytest.approx(condition, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), cut=st.integers(1, 4), groups=st.sampled_from([1, 2]))
+def test_additive_over_batches_and_processes(seed, cut, groups):
+    x, y = rows(seed, batch=5)
+    whole, left, right = (NormalEquations(4, groups) for _ in range(3))
+    whole.add(x, y)
+    left.add(x[:cut], y[:cut])
+    right.add(x[cut:], y[cut:])
+    left.merge(NormalEquations.from_tensors(right.to_tensors()))
+    torch.testing.assert_close(left.solve(0.01).coefficients, whole.solve(0.01).coefficients)
+    assert left.tokens == whole.tokens
+
+
+def test_recovers_exact_coefficients_from_float32_rows():
+    x, _ = rows(tokens=50)
+    omega = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    x = x.float()
+    equations = NormalEquations(4)
+    equations.add(x, x.double() @ omega)
+    fit = equations.solve(0.0)
+    torch.testing.assert_close(fit.coefficients[0], omega, atol=1e-12, rtol=0)
+    assert fit.r2[0] == pytest.approx(1.0, abs=1e-14)
+
+
+def test_duplicated_feature_gets_the_least_norm_solution():
+    x, y = rows()
+    x[..., 3] = x[..., 2]
+    equations = NormalEquations(4)
+    equations.add(x, y)
+    fit = equations.solve(0.0)
+    torch.testing.assert_close(fit.coefficients[0], direct(x, y, 0.0)[0])
+    assert fit.coefficients[0, 2] == pytest.approx(fit.coefficients[0, 3])
+    assert fit.condition_number == (math.inf,)
+    assert math.isfinite(equations.solve(1e-3).condition_number[0])
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-3])
+def test_zero_features_and_zero_target(ridge):
+    equations = NormalEquations(4)
+    x, y = rows()
+    equations.add(torch.zeros_like(x), y)
+    fit = equations.solve(ridge)
+    assert torch.equal(fit.coefficients, torch.zeros(1, 4).double()) and fit.r2 == (0.0,)
+    equations = NormalEquations(4)
+    equations.add(x, torch.zeros_like(y))
+    fit = equations.solve(ridge)
+    assert torch.equal(fit.coefficients, torch.zeros(1, 4).double()) and fit.r2 == (1.0,)
+
+
+def test_too_few_rows_and_bad_ridge():
+    x, y = rows(batch=1, heads=1, tokens=3)
+    equations = NormalEquations(4)
+    equations.add(x, y)
+    with pytest.raises(InputError, match=r"4 coefficients .* got 3"):
+        equations.solve(1e-3)
+    for ridge in (-1.0, math.nan, math.inf):
+        with pytest.raises(InputError, match="ridge"):
+            equations.solve(ridge)
+
+
+def test_mismatched_shapes():
+    x, y = rows()
+    with pytest.raises(ValueError, match="expected"):
+        NormalEquations(5).add(x, y)
+    with pytest.raises(ValueError, match="expected"):
+        NormalEquations(4, groups=3).add(x, y)
+    with pytest.raises(ValueError, match="merge"):
+        NormalEquations(4).merge(NormalEquations(4, groups=2))
