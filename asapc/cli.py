@@ -5,6 +5,7 @@ torch takes seconds to import, so everything that needs it is imported inside th
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -224,7 +225,8 @@ def root(
         print(f"asapc {installed('asapc')}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        print(context.get_help(), file=sys.stderr)
+        with contextlib.redirect_stdout(sys.stderr):  # typer prints the help it is asked for
+            print(context.get_help())
         raise typer.Exit(EXIT_BAD_INPUT)
 
 

@@ -1,0 +1,332 @@
+"""The command line around a stand-in for the pipeline: arguments, streams, exit codes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import asapc
+from asapc import cli
+from asapc.errors import InputError, NoSiteError, VerificationError
+
+COMMANDS = ("inspect", "calibrate", "compile", "report", "bench", "demo")
+ARGUMENTS = {
+    "inspect": ["inspect", "teacher"],
+    "calibrate": ["calibrate", "teacher", "--data", "d.npz", "-o", "calib"],
+    "compile": ["compile", "teacher", "--calibration", "calib", "-o", "out"],
+    "report": ["report", "out"],
+    "bench": ["bench", "out"],
+}
+INSPECTION = {
+    "model": "teacher",
+    "capture": "whole",
+    "sites": [
+        {
+            "name": "layers.0",
+            "status": "matched",
+            "reason": "",
+            "heads": 2,
+            "head_dim": 8,
+            "replay_error": 1e-7,
+            "convention": {"half_steps": 20, "first_side": "row", "last_side": "column"},
+        },
+        {"name": "layers.1", "status": "refused", "reason": "not Sinkhorn: rows only"},
+    ],
+}
+REPORT = {
+    "format_version": 1,
+    "model": {"prediction_agreement": 0.98, "speedup": 3.5},
+    "sites": [{"name": "layers.0", "operator": "asap", "metrics": {"attention_rel_l2": 0.04}}],
+    "refused": [],
+    "environment": {},
+    "gate": {"passed": True, "checks": []},
+}
+MANIFEST = {"format_version": 1, "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}]}
+SITE = SimpleNamespace(
+    features=("sliced:32",),
+    closures=3,
+    examples=8,
+    tokens=512,
+    r2=0.9,
+    condition_number=10.0,
+    fit_seconds=0.1,
+)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Stand-ins for the pipeline that record how they were called; runs in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    recorded: dict[str, Any] = {}
+
+    def stand_in(name: str, result: Any) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            recorded[name] = (args, kwargs)
+            print(f"{name}: noise on stdout")
+            return json.loads(json.dumps(result)) if isinstance(result, dict) else result
+
+        return function
+
+    pipeline = ModuleType("asapc.pipeline")
+    inspection = SimpleNamespace(to_dict=lambda: INSPECTION)
+    pipeline.inspect = stand_in("inspect", inspection)  # type: ignore[attr-defined]
+    calibration = SimpleNamespace(sites={"layers.0": SITE})
+    pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
+    pipeline.compile = stand_in("compile", MANIFEST)  # type: ignore[attr-defined]
+    pipeline.report = stand_in("report", REPORT)  # type: ignore[attr-defined]
+    pipeline.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
+    load = ModuleType("asapc.formats.load")
+    load.load_teacher = stand_in("load_teacher", "TEACHER")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "asapc.pipeline", pipeline)
+    monkeypatch.setattr(asapc, "pipeline", pipeline, raising=False)
+    monkeypatch.setitem(sys.modules, "asapc.formats.load", load)
+    return recorded
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(sys.modules["asapc.pipeline"], "inspect", function)
+
+
+def asapc_process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "asapc", *arguments], capture_output=True, text=True, cwd=cwd
+    )
+
+
+def test_help_names_every_command_and_imports_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from asapc.cli import main; r = main(['--help']); print(r)\n"
+    code += "sys.exit('torch' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    for command in COMMANDS:
+        assert command in found.stdout
+    assert "Exit codes" in found.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_the_common_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in ("--json", "--quiet", "--debug"):
+        assert option in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bogus"],
+        ["inspect"],
+        ["inspect", "m", "--bogus"],
+        ["calibrate", "m", "-o", "x"],
+        ["calibrate", "m", "--data", "x"],
+        ["compile", "m", "-o", "x"],
+        ["bench", "out", "--repeats", "0"],
+        ["bench", "out", "--repeats", "many"],
+        ["report"],
+    ],
+    ids=" ".join,
+)
+def test_usage_errors_exit_2_in_two_lines(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second = err.splitlines()
+    assert first.startswith("asapc: ")
+    assert second.startswith("  help: asapc") and "--help" in second
+
+
+def test_no_command_prints_help_on_stderr_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Usage" in err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("asapc ")
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_json_is_all_there_is_on_stdout(
+    command: str, calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*ARGUMENTS[command], "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert isinstance(json.loads(out), dict)
+    assert f"{command}: noise on stdout" in err
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_tables_go_to_stdout_and_quiet_silences_stderr(
+    command: str,
+    calls: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([*ARGUMENTS[command], "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert "noise" not in out
+    assert "layers.0" in out or command == "bench"
+    assert all("noise on stdout" in line for line in err.splitlines())
+
+
+def test_inspect_prints_the_dictionary_as_it_is(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["inspect", "m.py:build", "--weights", "w.pt", "--kwargs", "{}", "--data", "d.npz"]
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == INSPECTION
+    assert calls["load_teacher"] == (("m.py:build",), {"weights": "w.pt", "kwargs": "{}"})
+    assert calls["inspect"] == (("TEACHER", "d.npz"), {})
+
+
+def test_refusals_and_their_reasons_are_printed(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["inspect", "teacher"]) == 0
+    assert "not Sinkhorn: rows only" in capsys.readouterr().out
+
+
+def test_a_bad_recipe_is_found_before_the_model_is_loaded(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("recipe.yaml").write_text("closure: 3")
+    assert cli.main([*ARGUMENTS["calibrate"], "--recipe", "recipe.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("asapc: recipe recipe.yaml: unknown key 'closure'")
+    assert not calls
+
+
+def test_compile_without_a_recipe_uses_that_of_the_calibration(calls: dict[str, Any]) -> None:
+    assert cli.main(ARGUMENTS["compile"]) == 0
+    assert calls["compile"][0][:5] == ("TEACHER", "calib", "out", None, None)
+
+
+def test_report_writes_its_files_and_the_gate_sets_the_exit_code(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("good.yaml").write_text("attention_rel_l2: {max: 0.05}")
+    Path("bad.yaml").write_text("attention_rel_l2: {max: 0.01}\nspeedup: {min: 2}")
+    assert cli.main(["report", "out", "--gate", "good.yaml"]) == 0
+    assert "gate failed" not in capsys.readouterr().err
+    assert cli.main(["report", "out", "--gate", "bad.yaml", "--json"]) == 1
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result == json.loads(Path("out/report.json").read_text())
+    assert [entry["passed"] for entry in result["gate"]["checks"]] == [False, True]
+    assert not result["gate"]["passed"]
+    assert "asapc: gate failed: attention_rel_l2 of layers.0 is 0.04 (max 0.01)" in err
+    assert "**Gate: FAILED**" in Path("out/report.md").read_text()
+
+
+def test_an_unknown_gate_is_found_before_anything_is_measured(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("gates.yaml").write_text("attention_l2: {max: 0.05}")
+    assert cli.main(["report", "out", "--gate", "gates.yaml"]) == 2
+    assert "unknown metric 'attention_l2'" in capsys.readouterr().err
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (
+            InputError("nu must sum to 1", got=0.87, help="pass the key mask"),
+            2,
+            "asapc: nu must sum to 1, got 0.87\n  help: pass the key mask\n",
+        ),
+        (NoSiteError("no site was compiled"), 3, "asapc: no site was compiled\n"),
+        (VerificationError("layer 3 differs"), 4, "asapc: layer 3 differs\n"),
+        (
+            ZeroDivisionError("a\nb"),
+            70,
+            "asapc: internal error: ZeroDivisionError: a b\n"
+            "  help: run the same command with --debug for the traceback, and report it\n",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "out/x"),
+            2,
+            "asapc: out/x: no space left on device\n"
+            "  help: free some space, or write to another folder\n",
+        ),
+        (KeyboardInterrupt(), 130, "asapc: interrupted; earlier output is untouched\n"),
+    ],
+    ids=["input", "no-site", "verification", "internal", "disk", "ctrl-c"],
+)
+def test_a_failure_is_one_message_and_its_code(
+    calls: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    text: str,
+) -> None:
+    fail_with(monkeypatch, error)
+    assert cli.main(["inspect", "teacher", "--quiet", "--json"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith(text) and "Traceback" not in err
+
+
+def test_debug_adds_the_traceback(
+    calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(monkeypatch, ZeroDivisionError("boom"))
+    assert cli.main(["inspect", "teacher", "--debug"]) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "internal error: ZeroDivisionError: boom" in err
+
+
+def test_a_missing_model_is_bad_input_in_a_real_process(tmp_path: Path) -> None:
+    found = asapc_process("inspect", "no-such-model", "--json", cwd=tmp_path)
+    assert found.returncode == 2
+    assert found.stdout == ""
+    assert found.stderr.startswith("asapc: ") and "Traceback" not in found.stderr
+
+
+def test_the_demo_leaves_folders_of_another_use_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 2
+    assert "the demo works in a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_demo_compares_the_loops_and_shows_its_commands(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("lossless", "asap"):  # what `compile` would have made
+        Path("asapc-demo", name).mkdir(parents=True)
+    demo = Path("asapc-demo")
+    (demo / "teacher").mkdir()
+    (demo / "teacher" / "config.json").write_text("{}")
+    (demo / "digits.npz").write_text("")
+    assert cli.main(["demo", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert [row["name"].split(":")[0] for row in result["comparison"]] == [
+        "teacher",
+        "lossless",
+        "asap",
+    ]
+    for step in result["steps"]:
+        assert f"$ {step['command']}" in err
+    assert sum(step["command"].startswith("asapc compile") for step in result["steps"]) == 2

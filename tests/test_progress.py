@@ -1,0 +1,86 @@
+import io
+
+import pytest
+
+from asapc.progress import PlainProgress, Progress, RichProgress, make_progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(params=["silent", "plain", "rich"])
+def progress(request: pytest.FixtureRequest) -> Progress:
+    if request.param == "silent":
+        return Progress()
+    return PlainProgress(io.StringIO()) if request.param == "plain" else RichProgress(Terminal())
+
+
+def test_every_item_passes_through_once_and_lazily(progress: Progress) -> None:
+    taken: list[int] = []
+
+    def source():
+        for item in range(3):
+            taken.append(item)
+            yield item
+
+    loop = progress.track(source(), "loop")
+    assert taken == []
+    assert next(iter(loop)) == 0
+    assert taken == [0]
+    assert list(loop) == [1, 2]
+
+
+def test_loops_nest_and_follow_each_other(progress: Progress) -> None:
+    seen = [
+        (outer, inner)
+        for outer in progress.track([1, 2], "outer")
+        for inner in progress.track([3, 4], "inner", total=2)
+    ]
+    assert seen == [(1, 3), (1, 4), (2, 3), (2, 4)]
+    assert list(progress.track([], "empty")) == []
+
+
+def test_an_exception_in_the_loop_comes_through(progress: Progress) -> None:
+    def source():
+        yield 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(progress.track(source(), "loop"))
+    assert list(progress.track([1], "again")) == [1]
+
+
+def test_plain_lines_carry_counts_and_no_control_characters() -> None:
+    stream = io.StringIO()
+    progress = PlainProgress(stream, interval=0.0)
+    list(progress.track([1, 2], "calibrating [layer 0]"))
+    progress.note("done")
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["calibrating [layer 0]: 1/2", "calibrating [layer 0]: 2/2"]
+    assert lines[2].startswith("calibrating [layer 0]: 2/2, ")
+    assert lines[3] == "done"
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_rich_notes_are_not_markup_and_the_cursor_comes_back() -> None:
+    stream = Terminal()
+    progress = RichProgress(stream)
+    loop = progress.track([1, 2], "label [0]")
+    next(loop)
+    progress.note("site [bold]x[/bold]")
+    loop.close()
+    text = stream.getvalue()
+    assert "site [bold]x[/bold]" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
+def test_the_kind_follows_quiet_terminal_and_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert type(make_progress(quiet=True, stream=Terminal())) is Progress
+    assert type(make_progress(stream=Terminal())) is RichProgress
+    assert type(make_progress(stream=io.StringIO())) is PlainProgress
+    monkeypatch.setenv("CI", "true")
+    assert type(make_progress(stream=Terminal())) is PlainProgress

@@ -1,0 +1,56 @@
+import gc
+import time
+
+import pytest
+
+from asapc.timing import interleaved_medians
+
+
+def test_functions_take_turns_with_a_rotating_start() -> None:
+    calls: list[str] = []
+    functions = {name: lambda name=name: calls.append(name) for name in "abc"}
+    interleaved_medians(functions, repeats=3, warmup=1)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
+
+
+def test_medians_and_quartiles_are_ordered_milliseconds() -> None:
+    found = interleaved_medians(
+        {"fast": lambda: None, "slow": lambda: time.sleep(0.005)}, repeats=5, warmup=0
+    )
+    for entry in found.values():
+        assert entry["q1"] <= entry["median_ms"] <= entry["q3"]
+    assert found["slow"]["median_ms"] >= 5.0
+    assert found["fast"]["median_ms"] < found["slow"]["median_ms"]
+
+
+def test_min_time_adds_rounds_beyond_repeats() -> None:
+    calls: list[int] = []
+
+    def sleep() -> None:
+        calls.append(0)
+        time.sleep(0.001)
+
+    interleaved_medians({"a": sleep}, repeats=1, warmup=0, min_time=0.02)
+    assert len(calls) > 1
+
+
+def test_garbage_collection_is_restored_even_after_a_failure() -> None:
+    assert gc.isenabled()
+
+    def fail() -> None:
+        assert not gc.isenabled()
+        raise KeyError("boom")
+
+    with pytest.raises(KeyError):
+        interleaved_medians({"a": fail}, repeats=1, warmup=0)
+    assert gc.isenabled()
+
+
+def test_nothing_to_time_is_an_empty_result() -> None:
+    assert interleaved_medians({}) == {}
+
+
+@pytest.mark.parametrize(("repeats", "warmup"), [(0, 0), (1, -1)])
+def test_senseless_counts_are_refused(repeats: int, warmup: int) -> None:
+    with pytest.raises(ValueError, match="repeats must be >= 1"):
+        interleaved_medians({"a": lambda: None}, repeats=repeats, warmup=warmup)
