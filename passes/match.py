@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from asapc.ir import Convention, Program
 from asapc.passes.probe import EXACT, Fit, NoFit, Sample, identify
@@ -123,7 +124,9 @@ def match(program: Program) -> list[AttentionSite | Refusal]:
     graph = program.graph
     results: list[tuple[int, AttentionSite | Refusal]] = []
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
-    for score, regions in find_regions(graph).items():
+    _record_examples(program)
+    candidates = find_regions(graph)
+    for score, regions in candidates.items():
         outcomes: list[AttentionSite | Refusal] = []
         for region in regions:
             outcome = _examine(program, region)
@@ -147,6 +150,30 @@ def match(program: Program) -> list[AttentionSite | Refusal]:
         name = outcome.name if count == 1 else f"{outcome.name}#{count}"
         named.append(replace(outcome, name=name))
     return named
+
+
+def _record_examples(program: Program) -> None:
+    """Note in node.meta["example"] what the outside inputs of every region hold on the example call."""
+    nodes = {
+        source
+        for regions in find_regions(program.graph).values()
+        for region in regions
+        for node in region.inside
+        for source in node.all_input_nodes
+        if source not in region.inside and source is not region.score.node
+    }
+
+    class Recorder(torch.fx.Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if n in nodes and isinstance(value, Tensor):
+                n.meta["example"] = value.detach()
+            return value
+
+    if nodes:
+        flat = pytree.tree_leaves((program.args, program.kwargs))
+        with torch.no_grad():
+            Recorder(program.graph).run(*flat, enable_io_processing=False)
 
 
 def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
@@ -303,19 +330,17 @@ def _region(score: Product, value: Product, order: dict[Node, int]) -> Region | 
 
 
 def _is_constant(node: Node) -> bool:
-    """A tensor that is computed from shapes and numbers only, and is not a mask or bias matrix.
+    """A number, or a tensor computed from shapes alone that holds one value (a uniform marginal).
 
-    A constant mask (causal) or bias (ALiBi) must be seen by the probe, so anything boolean or with
-    two long trailing dimensions counts as an input.
+    A constant mask (causal) or bias (ALiBi) must be seen by the probe, so it counts as an input.
     """
     value = node.meta["val"]
-    if value.numel() == 1 and not _depends_on_data(node):
-        return True
-    if value.dtype == torch.bool or _depends_on_data(node) or _depends_on_parameter(node):
+    if value.dtype == torch.bool and value.numel() != 1:
         return False
-    matrix = value.dim() >= 2 and not any(_same(size, 1) for size in value.shape[-2:])
-    square = matrix and _same(value.shape[-1], value.shape[-2])
-    return not (square or value.dim() >= 3)
+    if _depends_on_data(node) or _depends_on_parameter(node):
+        return False
+    example = node.meta.get("example")
+    return example is None or example.numel() == 0 or bool((example == example.flatten()[0]).all())
 
 
 def _depends_on_data(node: Node) -> bool:
@@ -565,18 +590,24 @@ def _run_experiments(
         softmax_only = any(node.target in SOFTMAX for node in region.inside)
         return _describe(rough, region, softmax_only)
 
-    samples: list[Sample] = []
+    by_spread: list[list[Sample]] = []
     for spread in PROBE_SPREADS:
+        by_spread.append([])
         for at in _lengths_to_try(experiment, lengths, region):
             size = experiment.dims(at)
             inputs = neutral if at is lengths else _resize(experiment, region, neutral, roles, at)
             s = scores(spread / abs(rough), size)
             a = experiment.run(s, inputs, at)
             if bool(a.isfinite().all()):
-                samples.append(Sample(_four(s), _four(a)))
-    if not samples:
+                by_spread[-1].append(Sample(_four(s), _four(a)))
+    if not by_spread[0]:
         return "the region gives NaN or infinity on random scores"
-    fit = identify(samples)
+    # A stabilising constant in a denominator shows at large spreads first: retreat from those.
+    for count in range(len(by_spread), 0, -1):
+        samples = [sample for group in by_spread[:count] for sample in group]
+        fit = identify(samples)
+        if isinstance(fit, Fit):
+            break
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
 
@@ -603,26 +634,24 @@ def _run_experiments(
                 return f"with {node.name} as key mask: {masked.reason}"
             fit = masked
             mask = KeyMask(node, polarity, merged or _merged(node, region))
-        if role in ("bias", "additive"):
+        if role == "bias" or (role == "additive" and _adds_more(node)):
             probe = torch.randn(neutral[index].shape, generator=generator, dtype=torch.float64)
             inputs = list(neutral)
             inputs[index] = probe
+            dense = (probe if probe.dim() <= len(dims) else probe.flatten(0, -3)).expand(dims)
             flat = torch.zeros(dims, dtype=torch.float64)
-            a = experiment.run(flat, inputs, lengths)
-            coefficient = identify_multiplier(probe.expand(dims) if probe.dim() <= len(dims)
-                                              else probe.reshape(dims), a)  # fmt: skip
-            if role == "bias":
-                if isinstance(coefficient, NoFit):
-                    return f"{node.name} enters the attention, but not as an additive score bias"
-                if bias is not None:
-                    return f"two biases enter the scores ({bias.node.name} and {node.name})"
-                s = scores(2.0 / abs(rough))
-                a = experiment.run(s, inputs, lengths)
-                shift = coefficient / fit.convention.score_multiplier * inputs[index]
-                biased = identify([*samples, Sample(_four(s + shift), _four(a))])
-                if isinstance(biased, NoFit):
-                    return f"with {node.name} as score bias: {biased.reason}"
-                bias = ScoreBias(node, coefficient, merged)
+            coefficient = identify_multiplier(dense, experiment.run(flat, inputs, lengths))
+            if isinstance(coefficient, NoFit):
+                return f"{node.name} enters the attention, but not as an additive score bias"
+            if bias is not None:
+                return f"two biases enter the scores ({bias.node.name} and {node.name})"
+            s = scores(2.0 / abs(rough))
+            a = experiment.run(s, inputs, lengths)
+            shift = coefficient / fit.convention.score_multiplier * dense
+            biased = identify([*samples, Sample(_four(s + shift), _four(a))])
+            if isinstance(biased, NoFit):
+                return f"with {node.name} as score bias: {biased.reason}"
+            bias = ScoreBias(node, coefficient, merged or _merged(node, region))
     return fit, mask, bias
 
 
@@ -653,10 +682,18 @@ def _input_role(
     if not node.meta["val"].is_floating_point() or len(shape) < 2:
         return None
     example = node.meta.get("example")
+    if shape[-2] not in (queries, 1):
+        return None
+    # Without padding in the example a padding mask is all zero: it must still be known for a mask.
     hides = isinstance(example, Tensor) and bool((example <= MASKED_BELOW).any())
-    if hides:
-        return "additive"
-    return "bias" if shape[-2] in (queries, 1) else None
+    silent = isinstance(example, Tensor) and not bool(example.any())
+    return "additive" if hides or silent or shape[-2] == 1 else "bias"
+
+
+def _adds_more(node: Node) -> bool:
+    """Whether an additive mask also holds finite values, a bias in the same tensor."""
+    example = node.meta["example"]
+    return bool(((example != 0) & (example > MASKED_BELOW)).any())
 
 
 def _neutral_inputs(
@@ -822,7 +859,7 @@ def _site_name(program: Program, node: Node) -> str:
     inner = ""
     for path, _ in stack.values():
         inner = str(path)
-    return ".".join(part for part in (program.name, inner) if part) or node.name
+    return ".".join(part for part in (program.name, inner) if part) or "model"
 
 
 __all__ = [

@@ -60,7 +60,7 @@ def identify(samples: Sequence[Sample], tolerance: float = STABILISED) -> Fit | 
     multiplier = score_multiplier(plain)
     if isinstance(multiplier, NoFit):
         return multiplier
-    mass_tolerance = max(1e-7, tolerance)
+    mass_tolerance = tolerance
     sides = _constant_sides(samples, mass_tolerance)
     if not sides:
         return NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")

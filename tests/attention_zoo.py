@@ -1,0 +1,309 @@
+"""Attention modules written the many ways that published and private code writes them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class _Projected(nn.Module):
+    """q, k, v projections of one input, split into heads; subclasses give the attention."""
+
+    def __init__(self, dim: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
+        self.out = nn.Linear(dim, dim)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (x.shape[0], x.shape[1], self.heads, -1)
+        q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+        return q, k, v
+
+    def merge(self, x: Tensor) -> Tensor:
+        return self.out(x.transpose(1, 2).flatten(2))
+
+
+class SinkhornDistance(nn.Module):
+    """A potential loop with the habits of published code: squeezed marginals, .item(), in-place."""
+
+    def __init__(self, epsilon: float, half_steps: int, reset: bool = False) -> None:
+        super().__init__()
+        self.epsilon, self.half_steps, self.reset = epsilon, half_steps, reset
+
+    def forward(self, scores: Tensor) -> Tensor:
+        batch, n, m = scores.shape
+        mu = torch.empty(batch, n, dtype=torch.float).fill_(1.0 / n).squeeze()
+        nu = torch.empty(batch, m, dtype=torch.float).fill_(1.0 / m).squeeze()
+        u, v = torch.zeros_like(mu), torch.zeros_like(nu)
+        for step in range(self.half_steps):
+            m_ij = (scores + u.unsqueeze(-1) + v.unsqueeze(-2)) / self.epsilon
+            if step % 2 == 0:
+                before = u
+                u = self.epsilon * (torch.log(mu) - torch.logsumexp(m_ij, -1)) + u
+                err = (u - before).abs().sum(-1).mean()
+            else:
+                v = self.epsilon * (torch.log(nu) - torch.logsumexp(m_ij.transpose(-2, -1), -1)) + v
+                if self.reset:
+                    v = v.detach().requires_grad_(False)
+                    v[v > 9 * 1e8] = 0.0
+            if err.item() < 1e-12:
+                break
+        return torch.exp((scores + u.unsqueeze(-1) + v.unsqueeze(-2)) / self.epsilon)
+
+
+class LogDomainMasked(_Projected):
+    """Early stop, normaliser made in forward, in-place mask, merged view, maps returned in a list."""
+
+    def __init__(self, half_steps: int = 4, epsilon: float = 1.0) -> None:
+        super().__init__()
+        self.half_steps, self.epsilon = half_steps, epsilon
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        q, k, v = self.split(x)
+        mask = ids.eq(0).unsqueeze(1).repeat(1, x.size(1), 1).unsqueeze(1).repeat(1, 2, 1, 1)
+        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        scores.masked_fill_(mask, -1e9)
+        shape = scores.shape
+        normalise = SinkhornDistance(self.epsilon, self.half_steps, reset=True)
+        weights = normalise(scores.view(-1, shape[2], shape[3]))
+        weights = (weights * weights.shape[-1]).view(shape)
+        return self.merge(torch.matmul(weights, v)), [weights]
+
+
+class NumpyMaps(nn.Module):
+    """Attention maps converted to numpy inside forward: only its modules can be captured."""
+
+    def __init__(self, half_steps: int = 5) -> None:
+        super().__init__()
+        self.attention = LogDomainPlain(half_steps)
+        self.second = LogDomainPlain(half_steps)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[np.ndarray]]:
+        maps = []
+        for block in (self.attention, self.second):
+            y, weights = block(x)
+            x = x + y
+            maps.append(weights.cpu().detach().numpy())
+        return x, maps
+
+
+class LogDomainPlain(_Projected):
+    """Log domain, no mask, merged heads, maps returned."""
+
+    def __init__(self, half_steps: int = 5, epsilon: float = 0.5) -> None:
+        super().__init__()
+        self.sink = SinkhornDistance(epsilon, half_steps)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.split(x)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        weights = self.sink(scores.flatten(0, 1)) * scores.shape[-1]
+        weights = weights.view(scores.shape)
+        return self.merge(weights @ v), weights
+
+
+class ExpDomain(_Projected):
+    """Scaling vectors in the exp domain, written with einsum; no attention map leaves."""
+
+    def __init__(self, iterations: int = 3) -> None:
+        super().__init__()
+        self.iterations = iterations
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        kernel = torch.exp(torch.einsum("bhid,bhjd->bhij", q, k) / 3.0)
+        n = kernel.shape[-1]
+        b = torch.ones_like(kernel[..., 0, :])
+        for _ in range(self.iterations):
+            a = 1.0 / n / torch.einsum("bhij,bhj->bhi", kernel, b)
+            b = 1.0 / n / torch.einsum("bhij,bhi->bhj", kernel, a)
+        plan = torch.einsum("bhi,bhij,bhj->bhij", a, kernel, b)
+        return self.merge(torch.einsum("bhij,bhjd->bhid", plan * n, v))
+
+
+class ExpDomainMatmul(_Projected):
+    """The same with matmul steps and a stabilising constant in the denominators."""
+
+    def __init__(self, iterations: int = 3) -> None:
+        super().__init__()
+        self.iterations = iterations
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x * 0.5)
+        kernel = torch.exp(q @ k.mT)
+        b = torch.ones_like(kernel[..., :1, :]).mT
+        for _ in range(self.iterations):
+            a = 1.0 / (kernel @ b + 1e-9)
+            b = 1.0 / (kernel.mT @ a + 1e-9)
+        return self.merge((a * kernel * b.mT) @ v)
+
+
+class Alternating(_Projected):
+    """Softmax over keys, then alternate column and row normalisation; key mask by -inf."""
+
+    def __init__(self, half_steps: int = 6) -> None:
+        super().__init__()
+        self.half_steps = half_steps
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = (q * 0.4) @ k.transpose(-2, -1)
+        scores = scores.masked_fill(~keep[:, None, None, :], float("-inf"))
+        weights = scores.softmax(-1)
+        for step in range(1, self.half_steps):
+            dim = -2 if step % 2 else -1
+            weights = weights / weights.sum(dim, keepdim=True).clamp(min=1e-30)
+        return self.merge(weights @ v)
+
+
+class ColumnsFirst(_Projected):
+    """Log-softmax normalisation, columns first."""
+
+    def __init__(self, half_steps: int = 5) -> None:
+        super().__init__()
+        self.half_steps = half_steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        log_a = q @ k.transpose(-2, -1) * 0.6
+        for step in range(self.half_steps):
+            log_a = log_a.log_softmax(-1 if step % 2 else -2)
+        return self.merge(log_a.exp() @ v)
+
+
+class Biased(_Projected):
+    """A learnt relative-position bias added to the scores, both folded with epsilon."""
+
+    def __init__(self, half_steps: int = 4, length: int = 10, epsilon: float = 0.7) -> None:
+        super().__init__()
+        self.half_steps, self.epsilon = half_steps, epsilon
+        self.table = nn.Parameter(torch.randn(2, 2 * length - 1))
+        offsets = torch.arange(length)[:, None] - torch.arange(length) + length - 1
+        self.register_buffer("offsets", offsets)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        bias = self.table[:, self.offsets]
+        log_a = (q @ k.transpose(-2, -1) * 0.3 + bias) / self.epsilon
+        for step in range(self.half_steps):
+            log_a = log_a - log_a.logsumexp(-2 if step % 2 else -1, keepdim=True)
+        return self.merge(log_a.exp() @ v)
+
+
+class Cross(_Projected):
+    """Cross-attention, N != M, no heads dimension merged, row-ending."""
+
+    def __init__(self, half_steps: int = 7) -> None:
+        super().__init__()
+        self.half_steps = half_steps
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, _, _ = self.split(x)
+        _, k, v = self.split(memory)
+        log_a = q @ k.transpose(-2, -1) * 0.6
+        for step in range(self.half_steps):
+            log_a = log_a.log_softmax(-2 if step % 2 else -1)
+        return self.merge(log_a.exp() @ v)
+
+
+class AdditiveMask(_Projected):
+    """A float key mask [B, 1, 1, M] of 0 and -1e9 added to the scores."""
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        hide = (1.0 - padding)[:, None, None, :] * -1e9
+        weights = (q @ k.transpose(-2, -1) * 0.5 + hide).softmax(-1)
+        for step in range(5):
+            weights = weights / weights.sum(-1 if step % 2 else -2, keepdim=True).clamp(min=1e-20)
+        return self.merge(weights @ v)
+
+
+class Softmax(_Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.merge((q @ k.transpose(-2, -1) * 0.3).softmax(-1) @ v)
+
+
+class Fused(_Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.merge(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+class Causal(_Projected):
+    """Sinkhorn under a causal mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        n = x.shape[1]
+        future = torch.ones(n, n, dtype=torch.bool).triu(1)
+        weights = (q @ k.transpose(-2, -1)).masked_fill(future, -1e9).softmax(-1)
+        for step in range(4):
+            weights = weights / weights.sum(-1 if step % 2 else -2, keepdim=True)
+        return self.merge(weights @ v)
+
+
+class Gated(_Projected):
+    """A Sinkhorn loop whose scores also depend on the values: not a function of the scores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        log_a = q @ k.transpose(-2, -1) + v.mean(-1)[..., None, :].sin() * q.mean(-1)[..., None]
+        for step in range(4):
+            log_a = log_a * torch.sigmoid(v.mean((-1, -2)))[..., None, None]
+            log_a = log_a - log_a.logsumexp(-2 if step % 2 else -1, keepdim=True)
+        return self.merge(log_a.exp() @ v)
+
+
+class ChannelMixing(nn.Module):
+    """A 4x4 doubly-stochastic mixing of streams: Sinkhorn, but not attention."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.to_mix = nn.Linear(dim, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = x.unflatten(-1, (4, -1))
+        log_mix = self.to_mix(x).unflatten(-1, (4, 4))
+        for step in range(6):
+            log_mix = log_mix.log_softmax(-1 if step % 2 else -2)
+        return (log_mix.exp() @ streams).flatten(-2)
+
+
+class Mixed(nn.Module):
+    """One Sinkhorn layer, one softmax layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinkhorn = ColumnsFirst(4)
+        self.softmax = Softmax()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.softmax(x + self.sinkhorn(x))
+
+
+def inputs_for(module: nn.Module, seed: int = 0) -> tuple[Any, ...]:
+    """A small example call for any module above."""
+    torch.manual_seed(seed)
+    x = torch.randn(3, 10, 16)
+    if isinstance(module, LogDomainMasked):
+        ids = torch.randint(1, 9, (3, 10))
+        ids[0, 7:] = 0
+        ids[1, 3:] = 0
+        return x, ids
+    if isinstance(module, Alternating):
+        keep = torch.ones(3, 10, dtype=torch.bool)
+        keep[0, 6:] = False
+        return x, keep
+    if isinstance(module, AdditiveMask):
+        padding = torch.ones(3, 10)
+        padding[2, 4:] = 0
+        return x, padding
+    if isinstance(module, Cross):
+        return x, torch.randn(3, 7, 16)
+    return (x,)
