@@ -157,8 +157,9 @@ class OutputFidelity:
     """Compares the outputs of whole models, streaming over batches.
 
     The first 2-D float output [B, classes] is taken as the logits, or as probabilities if the rows
-    of the first batch are distributions in both models; a single column is one binary logit (a probability if within [0, 1]).
-    Without a 2-D output the first float tensor is compared and no prediction is reported.
+    of the first batch are distributions in both models; a single column is one binary logit, or a
+    probability if within [0, 1]. Without a 2-D output the first float tensor is compared and no
+    prediction is reported.
     """
 
     def __init__(self) -> None:
