@@ -16,14 +16,17 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PYTEST_ARGS)
 
+CHECK := import asapc.passes, asapc.calibration, asapc.cli; from importlib.resources import files; \
+	assert (files('asapc') / 'demo_data' / 'digits' / 'digits.npz').is_file()
+
 # asapc.passes and asapc.calibration exist only in an installed package, so that is what is checked.
-# It is also what a user gets from a wheel: every listed sub-package must import from it alone.
+# It is also what a user gets from a wheel: every module and the demo data must be in it.
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	rm -rf build
 	$(PIP) --no-deps --target $(TREE) .
 	rm -rf build/lib build/bdist.*
-	cd $(TREE) && ../../$(BIN)/python -c "import asapc, asapc.passes, asapc.calibration, asapc.cli"
+	cd $(TREE) && ../../$(BIN)/python -c "$(CHECK)"
 	cd $(TREE) && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p asapc
 
 $(VENV)/bin/python:

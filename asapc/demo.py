@@ -6,6 +6,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -58,29 +59,28 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
     line = _command_line
     step(
         line("inspect", teacher),
-        lambda: cli.inspect_model(teacher, None, None, None),
+        partial(cli.inspect_model, teacher, None, None, None),
         inspect_tables,
     )
     recipe = str(folder / "asap.yaml")
     step(
         line("calibrate", teacher, "--data", data, "-o", calibration, "--recipe", recipe),
-        lambda: cli.calibrate_model(run, teacher, data, calibration, recipe),
+        partial(cli.calibrate_model, run, teacher, data, calibration, recipe),
         calibration_tables,
     )
     reports = {}
     for name in RECIPES:
         artifact, recipe = str(folder / name), str(folder / f"{name}.yaml")
+        options = ("--calibration", calibration, "-o", artifact, "--recipe", recipe, "--data", data)
         step(
-            line("compile", teacher, "--calibration", calibration, "-o", artifact)
-            + " "
-            + line("--recipe", recipe, "--data", data).removeprefix("asapc "),
-            lambda a=artifact, r=recipe: cli.compile_model(run, teacher, calibration, a, r, data),
+            line("compile", teacher, *options),
+            partial(cli.compile_model, run, teacher, calibration, artifact, recipe, data),
             compile_tables,
         )
         reports[name] = step(
             line("report", artifact, "--data", data),
-            lambda a=artifact: cli.report_artifact(run, a, data),
-            report_tables if name == "asap" else lambda result: [],
+            partial(cli.report_artifact, run, artifact, data),
+            report_tables if name == "asap" else _no_tables,
         )
     comparison = compare(reports["lossless"], reports["asap"])
     result = {"folder": out, "steps": steps, "comparison": comparison, "report": reports["asap"]}
@@ -117,6 +117,10 @@ def _comparison_row(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
         "prediction_agreement": model.get("prediction_agreement"),
         "accuracy": model.get("accuracy_compiled"),
     }
+
+
+def _no_tables(result: Mapping[str, Any]) -> list[Table]:
+    return []
 
 
 def _command_line(*words: str) -> str:
