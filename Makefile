@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TREE := build/typecheck
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint ruff mypy clean
 
 demo: $(VENV)/.installed
 	$(BIN)/asapc demo
@@ -16,13 +16,17 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PYTEST_ARGS)
 
+lint: ruff mypy
+
+ruff: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+
 CHECK := import asapc.passes, asapc.calibration, asapc.cli; from importlib.resources import files; \
 	assert (files('asapc') / 'demo_data' / 'digits' / 'digits.npz').is_file()
 
 # asapc.passes and asapc.calibration exist only in an installed package, so that is what is checked.
 # It is also what a user gets from a wheel: every module and the demo data must be in it.
-lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check .
+mypy: $(VENV)/.installed-dev
 	rm -rf build
 	$(PIP) --no-deps --target $(TREE) .
 	rm -rf build/lib build/bdist.*

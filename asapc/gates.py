@@ -16,28 +16,8 @@ from typing import Any, Literal
 from asapc.errors import InputError
 from asapc.yaml_file import read_yaml_mapping
 
-SITE_METRICS = (
-    "attention_rel_l2",
-    "attention_rel_l2_worst",
-    "row_err",
-    "col_err",
-    "plan_kl",
-    "row_bound",
-    "contraction_bound",
-    "r2",
-    "condition_number",
-)
 # These describe a predicted dual, so a site whose loop was kept exactly has none.
-FIT_METRICS = ("row_bound", "r2", "condition_number")
-RUN_METRICS = (
-    "latency_teacher_ms",
-    "latency_lossless_ms",
-    "latency_compiled_ms",
-    "speedup",
-    "speedup_lossless",
-    "fit_seconds",
-    "break_even_batches",
-)
+FIT_METRICS = ("row_bound", "dual_stability", "r2", "condition_number")
 
 
 @dataclass(frozen=True)
@@ -53,7 +33,7 @@ def known_metrics() -> tuple[str, ...]:
     """Every name a gate may use."""
     from asapc.fidelity import METRICS
 
-    return tuple(sorted({*METRICS, *SITE_METRICS, *RUN_METRICS}))
+    return tuple(sorted(METRICS))
 
 
 def load_gates(path: str | Path) -> list[Gate]:
@@ -116,7 +96,9 @@ def gate_result(report: Mapping[str, Any], gates: Sequence[Gate]) -> dict[str, A
 
 
 def _worst(report: Mapping[str, Any], gate: Gate) -> tuple[str, float | None]:
-    if gate.metric not in SITE_METRICS:
+    from asapc.fidelity import METRICS
+
+    if METRICS[gate.metric].scope != "site":
         return "model", _finite(report.get("model", {}).get(gate.metric))
     worst: tuple[str, float | None] = ("sites", None)
     for site in report.get("sites", ()):
