@@ -234,10 +234,11 @@ def inspect_model(
     model: str, data: str | None, weights: str | None, kwargs: str | None
 ) -> dict[str, Any]:
     """The dictionary of `asapc inspect --json`."""
-    from asapc import pipeline
     from asapc.formats.load import load_teacher
 
     teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    from asapc import pipeline
+
     return pipeline.inspect(teacher, data).to_dict()
 
 
@@ -254,10 +255,11 @@ def calibrate_model(
     from asapc.recipe import load_recipe
 
     resolved = load_recipe(recipe)
-    from asapc import pipeline
     from asapc.formats.load import load_teacher
 
     teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    from asapc import pipeline
+
     calibration = pipeline.calibrate(teacher, data, out, resolved, run.progress)
     return _calibration_summary(calibration, model, out)
 
@@ -276,10 +278,11 @@ def compile_model(
     from asapc.recipe import load_recipe
 
     resolved = None if recipe is None else load_recipe(recipe)
-    from asapc import pipeline
     from asapc.formats.load import load_teacher
 
     teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    from asapc import pipeline
+
     return pipeline.compile(teacher, calibration, out, resolved, data, run.progress)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -299,6 +301,27 @@ def test_a_missing_model_is_bad_input_in_a_real_process(tmp_path: Path) -> None:
     assert found.returncode == 2
     assert found.stdout == ""
     assert found.stderr.startswith("asapc: ") and "Traceback" not in found.stderr
+
+
+def test_ctrl_c_is_one_line_in_a_real_process(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef build():\n    open('ready', 'w').close()\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asapc", "inspect", "slow.py:build"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out == ""
+    assert err == "asapc: interrupted; earlier output is untouched\n"
 
 
 def test_the_demo_leaves_folders_of_another_use_alone(
