@@ -11,6 +11,8 @@ If the model also returns the attention map, the map is computed densely by the 
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -121,19 +123,41 @@ def operator_calls(graph: GraphModule) -> list[Operands]:
     return found
 
 
-def tapped(lifted: Program) -> GraphModule:
-    """The lifted graph that returns (what it returned, [(q, k, keep, bias) for every site])."""
+def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
+    """The lifted graph that also calls record(i, q, k, keep, bias) at its i-th site."""
     graph, _ = _copied(lifted.graph)
-    taps = [(o.q, o.k, o.keep, o.bias) for o in operator_calls(graph)]
-    output = graph.graph.output_node()
-    output.args = ((output.args[0], taps),)
-    graph.graph.set_codegen(torch.fx.graph.CodeGen())  # outputs are taken as they are
+    for index, o in enumerate(operator_calls(graph)):
+        with graph.graph.inserting_before(o.call):
+            graph.graph.call_function(record, (index, o.q, o.k, o.keep, o.bias))
     graph.recompile()
     return graph
 
 
-def site_tensors(taps: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]) -> list[SiteTensors]:
-    return [SiteTensors(*tap) for tap in taps]
+def attention_of(graph: GraphModule, index: int) -> Callable[[SiteTensors], Tensor]:
+    """The dense map of the graph's i-th operator call, as a function of what the site sees."""
+    call = operator_calls(graph)[index].call
+    if call.target in LOSSLESS:
+        settings = call.args[-4:]
+        return lambda t: torch.ops.asapc.sinkhorn_attention(t.q, t.k, t.keep, t.bias, *settings)
+    score_multiplier, closures, factor = call.args[-3:]
+    predict = call.args[-4]
+    assert isinstance(predict, Node)
+    theta, coefficients = (_attribute(graph, predict.args[i]) for i in (3, 4))
+
+    def amortised(t: SiteTensors) -> Tensor:
+        dual = torch.ops.asapc.sliced_dual(t.q, t.k, t.keep, theta, coefficients, score_multiplier)
+        return torch.ops.asapc.asap_attention(  # type: ignore[no-any-return]
+            t.q, t.k, t.keep, t.bias, dual, score_multiplier, closures, factor
+        )
+
+    return amortised
+
+
+def _attribute(graph: GraphModule, node: object) -> Tensor:
+    assert isinstance(node, Node) and node.op == "get_attr"
+    value = operator.attrgetter(str(node.target))(graph)
+    assert isinstance(value, Tensor)
+    return value
 
 
 def _copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
@@ -291,8 +315,6 @@ def _batch(graph: Graph, nodes: dict[Node, Node], site: AttentionSite) -> Node:
     axis = 0 if order is None else order[0]
     size = graph.call_function(aten.sym_size.int, (left, axis))
     if _rank(site.score.left) == 3 and site.heads > 1:
-        import operator
-
         size = graph.call_function(operator.floordiv, (size, site.heads))
     return size
 

@@ -1,0 +1,81 @@
+"""Running a model with some of its computation replaced by captured or rewritten graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from asapc.data import Batch
+from asapc.ir import Program, SiteTensors
+from asapc.passes.rewrite import operator_calls, tapped
+
+
+class Runner:
+    """Calls a model on batches: as it is, or with the programs' graphs in place.
+
+    A whole-model program (name "") is called itself.  Programs of modules are put into `model` for the
+    length of a call and taken out again: the user's model object is left as it was.
+    """
+
+    def __init__(self, model: nn.Module | None, programs: Sequence[Program] = ()) -> None:
+        self.model = model
+        self.graphs: dict[str, nn.Module] = {p.name: p.graph for p in programs}
+        if model is None and "" not in self.graphs:
+            raise ValueError("a program of the whole model, or a model, is needed")
+
+    def __call__(self, batch: Batch) -> Any:
+        with torch.no_grad():
+            if "" in self.graphs:
+                return self.graphs[""](*batch.args, **batch.kwargs)
+            assert self.model is not None
+            with installed(self.model, self.graphs):
+                return self.model(*batch.args, **batch.kwargs)
+
+
+class Tap:
+    """Runs lifted programs and hands out what every attention site saw, in site order."""
+
+    def __init__(self, model: nn.Module | None, lifted: Sequence[Program]) -> None:
+        self._seen: dict[int, SiteTensors] = {}
+        programs = []
+        offset = 0
+        for program in lifted:
+            graph = tapped(program, self._recorder(offset))
+            offset += len(operator_calls(program.graph))
+            programs.append(Program(program.name, graph, (), {}, None))
+        self.count = offset
+        self._run = Runner(model, programs)
+
+    def __call__(self, batch: Batch) -> tuple[Any, list[SiteTensors]]:
+        """(the model's output, one SiteTensors per site)."""
+        self._seen.clear()
+        output = self._run(batch)
+        return output, [self._seen[index] for index in range(self.count)]
+
+    def _recorder(self, offset: int) -> Callable[..., None]:
+        def record(index: int, *tensors: Any) -> None:
+            self._seen[offset + index] = SiteTensors(*tensors)
+
+        return record
+
+
+@contextlib.contextmanager
+def installed(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Put modules at their dotted names, and the originals back afterwards."""
+    originals = {name: model.get_submodule(name) for name in modules}
+    try:
+        for name, module in modules.items():
+            _place(model, name, module)
+        yield
+    finally:
+        for name, module in originals.items():
+            _place(model, name, module)
+
+
+def _place(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    model.get_submodule(parent)._modules[leaf] = module

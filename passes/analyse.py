@@ -1,0 +1,169 @@
+"""Analyse: capture, match, lift and replay, before anything is fitted.
+
+A site whose operator does not reproduce the teacher's own attention on real activations is kept as it
+is, with the error it would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from asapc.data import Batch
+from asapc.errors import VerificationError
+from asapc.formats.load import Teacher
+from asapc.ir import Convention, Program
+from asapc.passes.capture import Capture, capture
+from asapc.passes.match import AttentionSite, match
+from asapc.passes.rewrite import attention_of, lift
+from asapc.passes.verify import largest_difference
+from asapc.runner import Runner, Tap
+
+REPLAY_TOLERANCE = 1e-4  # float32 attention maps, relative to the largest entry
+OUTPUT_TOLERANCE = 1e-3  # the whole model's outputs, relative to max(1, largest entry)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A site that replays: its convention, heads, and the replay error on real activations."""
+
+    name: str
+    convention: Convention
+    heads: int
+    head_dim: int
+    replay_error: float
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A region that is not compiled: refused (not a known convention) or kept (does not replay)."""
+
+    name: str
+    status: Literal["refused", "kept"]
+    reason: str
+    replay_error: float | None = None
+    convention: Convention | None = None
+    heads: int | None = None
+    head_dim: int | None = None
+
+
+@dataclass
+class Analysis:
+    """teacher programs and their lossless rewrites, and every region in order.
+
+    lifted: parallel to capture.programs; the i-th entry of `sites` is the i-th operator call.
+    output_error: untouched teacher against the lossless rewrite on the batch (relative).
+    """
+
+    model: nn.Module | None
+    capture: Capture
+    lifted: list[Program]
+    sites: list[Site]
+    left_alone: list[LeftAlone]
+    regions: list[str]
+    output_error: float
+
+
+def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis:
+    """Everything that is known about a teacher before data is streamed through it.
+
+    Raises InputError if the model cannot be run or captured, VerificationError if the lossless
+    rewrite does not reproduce the untouched model although every site replays.
+    """
+    subject: nn.Module | ExportedProgram
+    subject = teacher.model if teacher.model is not None else _program(teacher)
+    captured = capture(subject, batch.args, batch.kwargs)
+    sites: list[Site] = []
+    left: list[LeftAlone] = []
+    lifted: list[Program] = []
+    regions: list[str] = []
+    for program in captured.programs:
+        matched: list[AttentionSite] = []
+        for outcome in match(program):
+            regions.append(outcome.name)
+            if isinstance(outcome, AttentionSite):
+                matched.append(outcome)
+            else:
+                left.append(LeftAlone(outcome.name, "refused", outcome.reason))
+        errors = _replay(program, matched)
+        for site, error in zip(matched, errors, strict=True):
+            if error <= REPLAY_TOLERANCE:
+                sites.append(Site(site.name, site.convention, site.heads, site.head_dim, error))
+            else:
+                reason = f"does not replay on the given data: relative error {error:.2g}"
+                left.append(
+                    LeftAlone(
+                        site.name, "kept", reason, error, site.convention, site.heads, site.head_dim
+                    )
+                )
+        good = [s for s, e in zip(matched, errors, strict=True) if e <= REPLAY_TOLERANCE]
+        lifted.append(lift(program, good, drop_maps))
+    for name, why in captured.skipped:
+        regions.append(name)
+        left.append(LeftAlone(name, "refused", f"cannot be captured by torch.export: {why}"))
+    error = 0.0
+    if sites and not drop_maps:
+        error = _whole_replay(teacher, captured, lifted, batch)
+        if not error <= OUTPUT_TOLERANCE:
+            raise VerificationError(
+                "the lossless rewrite reproduces the untouched model's outputs",
+                got=f"relative difference {error:.2g}",
+                help="a data-dependent branch or early stop of the model takes another way than the "
+                "captured graph; raise its stopping threshold, or export that part as its own module",
+            )
+    return Analysis(teacher.model, captured, lifted, sites, left, regions, error)
+
+
+def _program(teacher: Teacher) -> ExportedProgram:
+    assert teacher.program is not None
+    return teacher.program
+
+
+def _replay(program: Program, sites: Sequence[AttentionSite]) -> list[float]:
+    """Largest error of each operator's map against the teacher's own, relative to its largest entry."""
+    if not sites:
+        return []
+    lifted = lift(program, list(sites))
+    wanted = {site.attention for site in sites}
+    maps: dict[Node, Tensor] = {}
+
+    class Recorder(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if n in wanted:
+                maps[n] = value
+            return value
+
+    flat = pytree.tree_leaves((program.args, program.kwargs))
+    whole = Program("", lifted.graph, program.args, program.kwargs, None)
+    with torch.no_grad():
+        Recorder(program.graph).run(*flat, enable_io_processing=False)
+        _, seen = Tap(None, [whole])(Batch(program.args, program.kwargs, None, []))
+        errors = []
+        for index, site in enumerate(sites):
+            teacher = maps[site.attention]
+            if site.value.left_order is not None:
+                teacher = teacher.permute(site.value.left_order)
+            own = attention_of(lifted.graph, index)(seen[index]).reshape(teacher.shape)
+            scale = float(teacher.abs().max()) if teacher.numel() else 1.0
+            difference = float((own.double() - teacher.double()).abs().max()) if own.numel() else 0.0
+            error = difference / max(scale, 1e-30)
+            errors.append(float("inf") if error != error else error)
+    return errors
+
+
+def _whole_replay(
+    teacher: Teacher, captured: Capture, lifted: Sequence[Program], batch: Batch
+) -> float:
+    if teacher.model is not None:
+        own = Runner(teacher.model)(batch)
+    else:
+        own = Runner(None, captured.programs)(batch)
+    return largest_difference(own, Runner(teacher.model, lifted)(batch))
