@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from asapc.errors import InputError
 from asapc.features import directions
 from asapc.features.sliced import cost_offset, predict_dual, sliced_potentials, slices
+from asapc.kernels.sliced import _sort
+from asapc.kernels.sliced import predict_dual as kernel
 
 E = torch.float64
 
@@ -218,3 +220,48 @@ def test_feature_names():
     for bad in [("sliced",), ("sliced:0",), ("sliced:x",), ("gaussian",), (), ("sliced:2",) * 2]:
         with pytest.raises(InputError, match="sliced:"):
             directions(bad, 4, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=seeds,
+    n=sizes,
+    m=sizes,
+    masked=st.booleans(),
+    ties=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_kernel_equals_the_formula(seed, n, m, masked, ties, dtype):
+    q, k = (x.to(dtype) for x in random_case(seed, n, m, ties=ties))
+    keep = torch.rand(2, m, generator=torch.Generator().manual_seed(seed)) < 0.6 if masked else None
+    theta = slices(3, 3, seed)
+    omega = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+    found = kernel(q, k, keep, theta, omega, 0.5)
+    expected = predict_dual(q, k, keep, theta, omega, 0.5)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 1 << 12, 1 << 30], ids=["single", "some", "one_tile"])
+def test_kernel_tiles_views_and_gradients(tile_bytes, monkeypatch):
+    monkeypatch.setattr("asapc.kernels.sliced.TILE_BYTES", tile_bytes)
+    q, k = (x.float().transpose(1, 2) for x in random_case(0, 2, 2, heads=11, batch=5))
+    keep = torch.rand(5, 11, generator=torch.Generator().manual_seed(0)) < 0.6
+    theta, omega = slices(4, 3, 0), torch.ones(1, 4)
+    expected = predict_dual(q, k, keep, theta, omega, 0.5)
+    found = kernel(q.requires_grad_(), k, keep, theta, omega.requires_grad_(), 0.5)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert not found.requires_grad
+
+
+def test_kernel_sort_keeps_every_bit():
+    """Signed zeros, denormals, neighbours one ulp apart and huge values, 4099 to a row."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(4099, generator=generator)
+    row[:3000:3] = row[1:3000:3]
+    row[5:4000:7] = torch.nextafter(row[4:4000:7], torch.tensor(9.0))
+    row[:6] = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38])
+    values, order = _sort(row[None].clone())
+    assert torch.equal(values[0], row.sort().values)
+    assert torch.equal(row[order[0]], values[0])
+    assert torch.equal(order[0].sort().values, torch.arange(4099))

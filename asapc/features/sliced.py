@@ -10,6 +10,7 @@ All values are in units of epsilon (see asapc.ir).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,8 +39,8 @@ def sliced_potentials(
     q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool, True on active keys; theta: [L, D].
     Half precision is computed and returned in float32. An example without an active key gives 0.
     """
-    potentials = _potentials(q, k, keep, theta, score_multiplier)
-    return _centre(potentials).transpose(-1, -2)
+    potentials = uncentred_potentials(q, k, keep, theta, score_multiplier)
+    return centre(potentials).transpose(-1, -2)
 
 
 def predict_dual(
@@ -56,29 +57,47 @@ def predict_dual(
     rho_i = |score_multiplier| |q_i|^2 / 2 turns cost coordinates into score coordinates.
     Other arguments and the dtype as in sliced_potentials.  Source: ASAP, Eq. 13 and Appendix D.1.
     """
-    potentials = _potentials(q, k, keep, theta, score_multiplier)
+    potentials = uncentred_potentials(q, k, keep, theta, score_multiplier)
     weights = coefficients.to(potentials.dtype)[:, None, :]  # [1|H, 1, L]
     predicted = (weights @ potentials)[..., 0, :]
-    return _centre(predicted) - cost_offset(q, score_multiplier).to(predicted.dtype)
+    return centre(predicted) - cost_offset(q, score_multiplier).to(predicted.dtype)
 
 
 def cost_offset(q: Tensor, score_multiplier: float) -> Tensor:
     """rho_i = |score_multiplier| |q_i|^2 / 2, cost minus score coordinates of f: [B, H, N]."""
-    wide = _wide(q)
+    wide = widen(q)
     return (wide * wide).sum(-1) * (abs(score_multiplier) / 2)
 
 
-def _potentials(
-    q: Tensor, k: Tensor, keep: Tensor | None, theta: Tensor, score_multiplier: float
+def stable_sort(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending along the last dimension: sorted values and the order that sorts."""
+    return torch.sort(values, dim=-1, stable=True)
+
+
+def stable_sort_values(values: Tensor) -> Tensor:
+    return stable_sort(values)[0]
+
+
+def uncentred_potentials(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    theta: Tensor,
+    score_multiplier: float,
+    sort: Callable[[Tensor], tuple[Tensor, Tensor]] = stable_sort,
+    sort_values: Callable[[Tensor], Tensor] = stable_sort_values,
 ) -> Tensor:
-    """Uncentred potentials in the layout they are sorted in, [B, H, L, N]."""
-    q, k = _wide(q), _wide(k)
+    """sliced_potentials before centring, in the layout they are sorted in: [B, H, L, N].
+
+    Both sorts run along the last dimension and may treat ties as they like.
+    """
+    q, k = widen(q), widen(k)
     directions = theta.to(q.dtype) * math.sqrt(abs(score_multiplier))
     # A negative multiplier is the cost between -q and k.
     a = (directions if score_multiplier >= 0 else -directions) @ q.transpose(-1, -2)
     b = directions @ k.transpose(-1, -2)
-    sorted_a, order = torch.sort(a, dim=-1, stable=True)
-    slope = _key_quantiles(b, keep, a.shape[-1])  # [B, H, L, N-1]
+    sorted_a, order = sort(a)
+    slope = _key_quantiles(b, keep, a.shape[-1], sort_values)  # [B, H, L, N-1]
     low, high = sorted_a[..., :-1], sorted_a[..., 1:]
     steps = (high - low) * ((high + low) / 2 - slope)
     ranked = torch.nn.functional.pad(torch.cumsum(steps, dim=-1), (1, 0))
@@ -88,7 +107,9 @@ def _potentials(
     return potentials.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
 
 
-def _key_quantiles(b: Tensor, keep: Tensor | None, num_queries: int) -> Tensor:
+def _key_quantiles(
+    b: Tensor, keep: Tensor | None, num_queries: int, sort_values: Callable[[Tensor], Tensor]
+) -> Tensor:
     """The key quantile at r/N for r = 1 .. N-1: [B, H, L, N-1], ascending.
 
     With n active keys the rank r n / N is interpolated between its neighbours (and held at the
@@ -96,15 +117,14 @@ def _key_quantiles(b: Tensor, keep: Tensor | None, num_queries: int) -> Tensor:
     """
     num_keys = b.shape[-1]
     if keep is None and num_queries == num_keys:
-        return torch.sort(b, dim=-1, stable=True).values[..., :-1]
+        return sort_values(b)[..., :-1]
     ranks = torch.arange(1, num_queries, device=b.device)
     if keep is None:
         active = torch.full((1, 1), num_keys, device=b.device)
-        sorted_b = torch.sort(b, dim=-1, stable=True).values
+        sorted_b = sort_values(b)
     else:
         active = keep.sum(-1, keepdim=True)  # [B, 1]
-        masked = b.masked_fill(~keep[:, None, None, :], math.inf)
-        sorted_b = torch.sort(masked, dim=-1, stable=True).values
+        sorted_b = sort_values(b.masked_fill(~keep[:, None, None, :], math.inf))
         behind = torch.arange(num_keys, device=b.device) >= active
         sorted_b = sorted_b.masked_fill(behind[:, None, None, :], 0.0)
     # Integer arithmetic keeps the ranks exact: r n = whole N + rest.
@@ -122,9 +142,9 @@ def _at(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(-1, index[:, None, None, :].expand(*values.shape[:-1], -1))
 
 
-def _centre(values: Tensor) -> Tensor:
+def centre(values: Tensor) -> Tensor:
     return values - values.mean(-1, keepdim=True)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
