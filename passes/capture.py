@@ -126,8 +126,7 @@ def program_of(
     """A Program from an ExportedProgram that already exists (a .pt2 file)."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        functional = exported.run_decompositions({})
-        graph = functional.module(check_guards=False)
+        graph = functional(exported).module(check_guards=False)
     assert isinstance(graph, GraphModule)
     return Program(name, graph, args, kwargs, _dynamic_shapes(args, kwargs))
 
@@ -153,7 +152,18 @@ def export_graph(
         exported = torch.export.export(
             module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )
-        return exported.run_decompositions({})
+        return functional(exported)
+
+
+def functional(exported: ExportedProgram) -> ExportedProgram:
+    """Without in-place operators. Tracing twice is slow, so a graph that has none stays as it is."""
+    mutating = any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for node in exported.graph.nodes
+    )
+    nested = any(node.op == "get_attr" and node.target in dict(exported.graph_module.named_children())
+                 for node in exported.graph.nodes)  # fmt: skip
+    return exported.run_decompositions({}) if mutating or nested else exported
 
 
 def _export(
@@ -168,12 +178,19 @@ def _export(
 
 
 def _dynamic_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every dimension of every tensor is dynamic if the model turns out to allow it."""
+    """Batch and length are dynamic if the model turns out to allow it; channels and pixels are not.
+
+    A size of 1 cannot be traced as dynamic.
+    """
 
     def dims(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return {axis: Dim.AUTO for axis in range(value.dim())}
-        return None
+        if not isinstance(value, torch.Tensor):
+            return None
+        free = 1 if value.dim() >= 4 else 2  # images come with their positions: only the batch
+        return {
+            axis: Dim.AUTO if axis < free and value.shape[axis] > 1 else Dim.STATIC
+            for axis in range(value.dim())
+        }
 
     positional = pytree.tree_map(dims, args)
     if not kwargs:

@@ -53,7 +53,7 @@ class NoFit:
 def identify(samples: Sequence[Sample], tolerance: float = STABILISED) -> Fit | NoFit:
     """The convention that reproduces every sample to `tolerance` (relative to max A), or why none does.
 
-    Samples without a mask decide; masked ones must agree. Use several score spreads: at a small
+    Samples without a mask decide the multiplier; all must agree. Use several score spreads: at a small
     spread the loop converges at once and its length cannot be seen.
     """
     plain = [sample for sample in samples if sample.keep is None] or samples
@@ -158,7 +158,7 @@ def _errors_by_half_steps(
         scores = multiplier * sample.scores
         if sample.keep is not None:
             scores = scores.masked_fill(~sample.keep[:, None, None, :], -math.inf)
-        log_mu, log_nu = log_marginals(*scores.shape[-2:], sample.keep, scores)
+        log_mu, log_nu = log_marginals(scores.shape[-2], scores.shape[-1], sample.keep, scores)
         scale = sample.attention.abs().amax().clamp(min=1e-300)
         for first in ("row", "column"):
             f, g = initial_duals(scores, sample.keep)

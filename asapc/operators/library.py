@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asapc.features import sliced
 from asapc.kernels import cpu
+from asapc.kernels import sliced as cpu_sliced
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
 
@@ -107,7 +108,8 @@ def sliced_dual(
     coefficients: Tensor,
     score_multiplier: float,
 ) -> Tensor:
-    return sliced.predict_dual(q, k, keep, theta, coefficients, score_multiplier)
+    twin = cpu_sliced if q.device.type == "cpu" else sliced
+    return twin.predict_dual(q, k, keep, theta, coefficients, score_multiplier)
 
 
 @sinkhorn.register_fake
