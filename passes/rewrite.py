@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from asapc.ir import Program, SiteTensors
+from asapc.ir import OutputFactor, Program, SiteTensors
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.match import AttentionSite, KeyMask, Product, ScoreBias
 from asapc.passes.verify import check_graph
@@ -133,24 +133,41 @@ def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
     return graph
 
 
-def attention_of(graph: GraphModule, index: int) -> Callable[[SiteTensors], Tensor]:
-    """The dense map of the graph's i-th operator call, as a function of what the site sees."""
+def attention_of(
+    graph: GraphModule, index: int, attention_units: bool = False
+) -> Callable[[SiteTensors], Tensor]:
+    """The dense map of the graph's i-th operator call, as a function of what the site sees.
+
+    attention_units: N * P whatever the teacher's own output factor, so that rows sum to about 1.
+    """
     call = operator_calls(graph)[index].call
+    factor = factor_terms(OutputFactor(queries=1)) if attention_units else call.args[-1]
     if call.target in LOSSLESS:
-        settings = call.args[-4:]
+        settings = (*call.args[-4:-1], factor)
         return lambda t: torch.ops.asapc.sinkhorn_attention(t.q, t.k, t.keep, t.bias, *settings)
-    score_multiplier, closures, factor = call.args[-3:]
-    predict = call.args[-4]
-    assert isinstance(predict, Node)
-    theta, coefficients = (_attribute(graph, predict.args[i]) for i in (3, 4))
+    score_multiplier, closures = call.args[-3:-1]
+    predict = predicted_dual(graph, index)
+    assert predict is not None
 
     def amortised(t: SiteTensors) -> Tensor:
-        dual = torch.ops.asapc.sliced_dual(t.q, t.k, t.keep, theta, coefficients, score_multiplier)
         return torch.ops.asapc.asap_attention(  # type: ignore[no-any-return]
-            t.q, t.k, t.keep, t.bias, dual, score_multiplier, closures, factor
+            t.q, t.k, t.keep, t.bias, predict(t), score_multiplier, closures, factor
         )
 
     return amortised
+
+
+def predicted_dual(graph: GraphModule, index: int) -> Callable[[SiteTensors], Tensor] | None:
+    """The source dual the i-th call starts from, in score coordinates; None if it is lossless."""
+    call = operator_calls(graph)[index].call
+    if call.target in LOSSLESS:
+        return None
+    predict, score_multiplier = call.args[-4], call.args[-3]
+    assert isinstance(predict, Node)
+    theta, coefficients = (_attribute(graph, predict.args[i]) for i in (3, 4))
+    return lambda t: torch.ops.asapc.sliced_dual(
+        t.q, t.k, t.keep, theta, coefficients, score_multiplier
+    )
 
 
 def _attribute(graph: GraphModule, node: object) -> Tensor:

@@ -1,0 +1,226 @@
+"""The compiled artefact: a folder written whole, read back without any of the teacher's code.
+
+    manifest.json            what was compiled, from what, and how to call it
+    model.safetensors        every weight and operator parameter, once
+    recipe.yaml              the resolved recipe
+    graph.pt2                the compiled program (whole capture)
+    lossless.pt2, teacher.pt2   the same model with lossless operators, and as captured
+    modules/<i>.<stage>.pt2  the three programs of each module (capture per module)
+
+The .pt2 files hold no weights. The three stages share one set of weights, so that a report and a
+benchmark need nothing but the folder (and, for a capture per module, the model around it).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
+from asapc.errors import InputError
+from asapc.formats.load import read_safetensors
+from asapc.formats.pt2 import load_program, save_program
+from asapc.ir import Program
+from asapc.passes.capture import export_graph
+from asapc.recipe import Recipe
+
+FORMAT_VERSION = 1
+Stage = Literal["graph", "lossless", "teacher"]
+STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
+_SEEN = "asapc.seen_hashes"
+_MODEL = "model."  # weights of the model around captured modules
+
+assert _operators is not None
+
+
+@dataclass
+class Artifact:
+    """A loaded folder. programs: stage -> one program for each captured part of the model."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    programs: dict[Stage, list[Program]]
+    seen_hashes: frozenset[int]
+    model_weights: dict[str, Tensor]
+
+    @property
+    def capture(self) -> str:
+        return str(self.manifest["capture"])
+
+    def signature(self) -> inspect.Signature:
+        """The arguments the model was captured with, for reading data."""
+        return signature_of(self.manifest["call"])
+
+
+def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """How the model is called: names of its positional and keyword arguments."""
+    return {"args": list(names[: len(args)]), "kwargs": sorted(kwargs)}
+
+
+def signature_of(call: Mapping[str, Any]) -> inspect.Signature:
+    kinds = inspect.Parameter
+    return inspect.Signature(
+        [kinds(str(name), kinds.POSITIONAL_OR_KEYWORD) for name in call["args"]]
+        + [kinds(str(name), kinds.KEYWORD_ONLY) for name in call["kwargs"]]
+    )
+
+
+def write_artifact(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    recipe: Recipe,
+    programs: Mapping[Stage, Sequence[Program]],
+    seen_hashes: Sequence[int],
+    model: nn.Module | None,
+) -> None:
+    """Write everything into an existing empty folder. The same inputs give the same bytes.
+
+    model: the module around captured modules, whose other weights are kept too.
+    """
+    tensors: dict[str, Tensor] = {}
+    files: dict[str, dict[str, str]] = {}
+    for stage in STAGES:
+        for index, program in enumerate(programs[stage]):
+            exported = _exported(program)
+            prefix = f"{index}."
+            for name, tensor in exported.state_dict.items():
+                tensors.setdefault(prefix + name, tensor.detach().contiguous().clone())
+            path = f"{stage}.pt2" if program.name == "" else f"modules/{index}.{stage}.pt2"
+            (folder / path).parent.mkdir(exist_ok=True)
+            save_program(exported, folder / path)
+            files.setdefault(str(index), {"name": program.name})[stage] = path
+    if model is not None and manifest["capture"] == "module":
+        for name, tensor in model.state_dict().items():
+            tensors[_MODEL + name] = tensor.detach().contiguous().clone()
+    signed = [h - (1 << 64) if h >= 1 << 63 else h for h in sorted(set(seen_hashes))]
+    tensors[_SEEN] = torch.tensor(signed, dtype=torch.int64)
+    save_file(tensors, folder / "model.safetensors")
+    document = {"format_version": FORMAT_VERSION, **manifest, "programs": list(files.values())}
+    text = json.dumps(document, indent=2, allow_nan=False)
+    (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _exported(program: Program) -> ExportedProgram:
+    return export_graph(program.graph, program.args, program.kwargs, program.dynamic_shapes)
+
+
+def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artifact:
+    """Load the programs of some stages. Raises InputError for a missing, damaged or unsafe folder."""
+    place = Path(folder)
+    manifest = read_manifest(place)
+    tensors = read_safetensors(place / "model.safetensors")
+    programs: dict[Stage, list[Program]] = {stage: [] for stage in stages}
+    for index, entry in enumerate(manifest["programs"]):
+        own = {
+            name.removeprefix(f"{index}."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{index}.")
+        }
+        for stage in stages:
+            exported = load_program(_inside(place, entry[stage]), own)
+            graph = exported.module(check_guards=False)
+            programs[stage].append(Program(str(entry["name"]), graph, (), {}, None))  # type: ignore[arg-type]
+    seen = tensors.get(_SEEN, torch.empty(0, dtype=torch.int64)).tolist()
+    around = {n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)}
+    return Artifact(
+        place, manifest, programs, frozenset(h & ((1 << 64) - 1) for h in seen), around
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """manifest.json, checked for what the rest relies on."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"{folder}: not a compiled artefact",
+            got="no manifest.json",
+            help="make one with `asapc compile MODEL --calibration CALIB -o OUT`",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: must be readable JSON", got=str(error)) from error
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: format_version must be {FORMAT_VERSION}",
+            got=version,
+            help="compile again with this version of asapc",
+        )
+    for key in ("capture", "call", "programs", "sites", "refused"):
+        if key not in manifest:
+            raise InputError(f"{path}: must have {key!r}", help="compile again")
+    for entry in manifest["programs"]:
+        if not isinstance(entry, dict) or not {"name", *STAGES} <= set(entry):
+            raise InputError(f"{path}: every program must name its files", got=entry)
+    return manifest  # type: ignore[no-any-return]
+
+
+def _inside(folder: Path, relative: Any) -> Path:
+    """A path of the manifest, which must not leave the folder."""
+    path = (folder / str(relative)).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise InputError(
+            f"{folder}: the manifest must name files inside the folder", got=repr(relative)
+        )
+    return path
+
+
+def load(
+    out: str | Path,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    *,
+    stage: Stage = "graph",
+) -> nn.Module:
+    """The compiled model, with the teacher's call signature and output structure.
+
+    out:   a folder `asapc compile` wrote; it may have been moved, and needs no training code.
+    model: for a capture per module, the teacher's module or a factory of it; its weights are
+           replaced by the artefact's and its attention modules by the compiled ones.
+    stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
+    Raises InputError.
+    """
+    artifact = read_artifact(out, (stage,))
+    if artifact.capture == "whole":
+        if model is not None:
+            raise InputError(
+                f"{out}: holds the whole model", got="a model to put it into", help="drop model="
+            )
+        return artifact.programs[stage][0].graph
+    if model is None:
+        raise InputError(
+            f"{out}: was captured per module and needs the model around it",
+            help="asapc.load(OUT, model=factory), with the factory the teacher was built by",
+        )
+    built = model if isinstance(model, nn.Module) else model()
+    around(artifact, built)
+    for program in artifact.programs[stage]:
+        parent, _, leaf = program.name.rpartition(".")
+        built.get_submodule(parent)._modules[leaf] = program.graph
+    return built.eval()
+
+
+def around(artifact: Artifact, model: nn.Module) -> None:
+    """Load the artefact's weights into the model around the captured modules."""
+    try:
+        model.load_state_dict(artifact.model_weights)
+        for program in next(iter(artifact.programs.values())):
+            model.get_submodule(program.name)
+    except (RuntimeError, AttributeError) as error:
+        raise InputError(
+            f"{artifact.folder}: the model must be the one that was compiled",
+            got=" ".join(str(error).split())[:300],
+            help="pass the factory and arguments the teacher was built with",
+        ) from error

@@ -1,0 +1,710 @@
+"""The compiler on one screen:  load -> analyse -> calibrate -> select -> rewrite -> emit -> report.
+
+analyse is capture, match, lift and replay (asapc.passes.analyse). Each function below is one command;
+data travels by value, and nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+import inspect as inspection
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from asapc.artifact import (
+    Artifact,
+    Stage,
+    around,
+    call_of,
+    read_artifact,
+    signature_of,
+    write_artifact,
+)
+from asapc.calibration.collect import SiteStatistics
+from asapc.calibration.teacher import legal_closures, source_dual
+from asapc.data import Batch, DataSource, open_data, split_of
+from asapc.errors import InputError, NoSiteError, VerificationError
+from asapc.fidelity import (
+    AttentionFidelity,
+    OutputFidelity,
+    TensorFidelity,
+    contraction_bound,
+    dual_stability_factor,
+    row_error_bound,
+)
+from asapc.formats.atomic import replace_folder
+from asapc.formats.calibration import Calibration, load_calibration, save_calibration
+from asapc.formats.load import Teacher, build_factory, example_inputs, load_teacher
+from asapc.ir import Convention, Program, SiteTensors
+from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix, sinkhorn
+from asapc.passes.analyse import Analysis, Site, analyse
+from asapc.passes.rewrite import (
+    Amortised,
+    amortise,
+    attention_of,
+    operator_calls,
+    predicted_dual,
+)
+from asapc.passes.select import Choice, choose, factor_terms, needs_fit
+from asapc.passes.verify import largest_difference, tensor_outputs
+from asapc.progress import Progress
+from asapc.recipe import Recipe
+from asapc.runner import Runner, Tap
+from asapc.timing import interleaved_medians
+
+EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
+SELECTION_EXAMPLES = 128
+ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
+REPORT_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `asapc inspect` shows."""
+
+    model: str
+    capture: str
+    capture_reason: str | None
+    sites: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "capture": self.capture,
+            "capture_reason": self.capture_reason,
+            "sites": self.sites,
+        }
+
+
+def inspect(teacher: Teacher, data: str | None = None) -> Inspection:
+    """Every attention region with its convention, or the reason it is left alone."""
+    analysis = analyse(teacher, _example(teacher, data))
+    entries = {site.name: _inspected(site) for site in analysis.sites}
+    for left in analysis.left_alone:
+        entries[left.name] = {
+            "name": left.name,
+            "status": left.status,
+            "reason": left.reason,
+            "heads": left.heads,
+            "head_dim": left.head_dim,
+            "replay_error": left.replay_error,
+            "convention": left.convention.to_dict() if left.convention else None,
+        }
+    sites = [entries[name] for name in analysis.regions]
+    return Inspection(teacher.source, analysis.capture.kind, analysis.capture.reason, sites)
+
+
+def calibrate(
+    teacher: Teacher, data: str, out: str | Path, recipe: Recipe, progress: Progress
+) -> Calibration:
+    """Fit every site whose recipe may predict a dual; statistics are kept, activations never."""
+    source = open_data(data, _signature(teacher))
+    analysis = analyse(teacher, _first_batch(source))
+    _require_sites(analysis)
+    _note_left_alone(analysis, progress)
+    recipe.check_patterns(site.name for site in analysis.sites)
+    statistics: dict[str, SiteStatistics] = {}
+    for site in analysis.sites:
+        own = recipe.for_site(site.name)
+        closures = legal_closures(site.convention, own.closures)
+        if needs_fit(own, site.convention) and closures is not None:
+            statistics[site.name] = SiteStatistics(
+                site.name,
+                site.convention,
+                closures=closures,
+                features=own.features,
+                ridge=own.ridge,
+                coefficients=own.coefficients,
+                seed=recipe.seed,
+            )
+    seen: list[int] = []
+    if statistics:
+        batches = source.batches(
+            recipe.batch_size,
+            select=lambda content: split_of(content) == "calibration",
+            limit=recipe.max_examples,
+        )
+        tap = Tap(analysis.model, analysis.lifted)
+        for batch in progress.track(batches, "calibrating", _batch_count(source, recipe)):
+            _, tensors = tap(batch)
+            for site, seen_by_site in zip(analysis.sites, tensors, strict=True):
+                if site.name in statistics:
+                    statistics[site.name].update(seen_by_site)
+            seen.extend(batch.hashes)
+        if not seen:
+            raise InputError(
+                f"{source.source}: the calibration split needs examples",
+                got="none: too few examples in all",
+                help="70 % of the examples are used for calibration, chosen by content",
+            )
+    calibration = Calibration(
+        teacher=teacher.fingerprint,
+        recipe=recipe.to_dict(),
+        capture=analysis.capture.kind,
+        sites={name: own.finish() for name, own in statistics.items()},
+        data=data,
+        seen_hashes=tuple(seen),
+    )
+    save_calibration(out, calibration)
+    return calibration
+
+
+def compile(
+    teacher: Teacher,
+    calibration_path: str | Path,
+    out: str | Path,
+    recipe: Recipe | None,
+    data: str | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Select an operator per site, rewrite, verify, and write the artefact; returns its manifest."""
+    calibration = load_calibration(calibration_path)
+    if calibration.teacher != teacher.fingerprint:
+        raise InputError(
+            f"{calibration_path}: must be of the model that is compiled",
+            got=f"teacher {calibration.teacher[:12]}, this model is {teacher.fingerprint[:12]}",
+            help="run `asapc calibrate` on this model",
+        )
+    recipe = recipe or Recipe.from_dict(calibration.recipe, where=f"{calibration_path}: recipe")
+    source = open_data(data or _data_file(calibration.data, "compile"), _signature(teacher))
+    example = _first_batch(source)
+    analysis = analyse(teacher, example, recipe.drop_attention_maps)
+    _require_sites(analysis)
+    _note_left_alone(analysis, progress)
+    recipe.check_patterns(site.name for site in analysis.sites)
+    _check_calibration(analysis, calibration, recipe, calibration_path)
+
+    selection, seen = _selection(analysis, source, recipe, progress)
+    choices = [
+        choose(
+            recipe.for_site(site.name), site.convention, calibration.sites.get(site.name),
+            [tensors[index] for tensors in selection],
+        )
+        for index, site in enumerate(progress.track(analysis.sites, "selecting", None))
+    ]  # fmt: skip
+    compiled = _rewrite(analysis, choices)
+    _verify_finite(Runner(analysis.model, compiled)(example), teacher)
+
+    manifest = {
+        "teacher": {"source": teacher.source, "fingerprint": teacher.fingerprint},
+        "capture": analysis.capture.kind,
+        "call": call_of(example.args, example.kwargs, list(_signature(teacher).parameters)),
+        "data": source.source,
+        "fit_seconds": calibration.fit_seconds,
+        "sites": [
+            _manifest_site(site, choice, calibration)
+            for site, choice in zip(analysis.sites, choices, strict=True)
+        ],
+        "refused": [
+            {"name": left.name, "status": left.status, "reason": left.reason}
+            for left in analysis.left_alone
+        ],
+    }
+    programs: dict[Stage, Sequence[Program]] = {
+        "graph": compiled, "lossless": analysis.lifted, "teacher": analysis.capture.programs,
+    }  # fmt: skip
+    with replace_folder(out) as folder:
+        write_artifact(
+            folder, manifest, recipe, programs, [*calibration.seen_hashes, *seen], analysis.model
+        )
+        _verify_round_trip(folder, analysis, programs, example)
+    return manifest
+
+
+def report(
+    artifact_path: str | Path,
+    data: str | None = None,
+    *,
+    model: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Fidelity and speed on examples that neither calibration nor selection has seen."""
+    artifact = read_artifact(artifact_path)
+    surrounding = _surrounding(artifact, model, weights, kwargs)
+    source = open_data(
+        data or _data_file(artifact.manifest["data"], "report"), artifact.signature()
+    )
+    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
+    runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
+    tap = Tap(surrounding, artifact.programs["lossless"])
+    outputs, lossless = OutputFidelity(), OutputFidelity()
+    sites = [_SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
+    examples = 0
+    first: Batch | None = None
+    batches = source.batches(
+        recipe.batch_size,
+        select=lambda content: content not in artifact.seen_hashes,
+        limit=recipe.max_examples,
+    )
+    for batch in progress.track(batches, "measuring fidelity", None):
+        first = first or batch
+        teacher_out = runners["teacher"](batch)
+        lossless_out, tensors = tap(batch)
+        outputs.update(_comparable(teacher_out), _comparable(runners["graph"](batch)), batch.labels)
+        lossless.update(_comparable(teacher_out), _comparable(lossless_out), batch.labels)
+        for site, seen in zip(sites, tensors, strict=True):
+            site.update(seen)
+        examples += len(batch)
+    if first is None:
+        raise InputError(
+            f"{source.source}: the report needs examples that calibration has not seen",
+            got="none",
+            help="pass other data with --data",
+        )
+    progress.note("measuring latency")
+    timed = _time_model(runners, first)
+    fit_seconds = float(artifact.manifest["fit_seconds"])
+    saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
+    exact = lossless.metrics()
+    return {
+        "format_version": REPORT_FORMAT,
+        "model": {
+            "source": artifact.manifest["teacher"]["source"],
+            "capture": artifact.capture,
+            "data": source.source,
+            "examples": examples,
+            "batch": len(first),
+            **outputs.metrics(),
+            "lossless_max_abs_error": exact["max_abs_error"],
+            **timed,
+            "fit_seconds": fit_seconds,
+            "break_even_batches": fit_seconds / saved if saved > 0 else None,
+        },
+        "sites": [site.result() for site in sites],
+        "refused": artifact.manifest["refused"],
+        "environment": _environment(),
+        "gate": {"passed": True, "checks": []},
+    }
+
+
+def bench(
+    artifact_path: str | Path,
+    data: str | None = None,
+    *,
+    model: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    repeats: int = 10,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Median latencies of teacher, lossless and compiled: the whole model and every site.
+
+    A site's teacher is the usual log-domain PyTorch loop on the site's own activations.
+    """
+    artifact = read_artifact(artifact_path)
+    surrounding = _surrounding(artifact, model, weights, kwargs)
+    source = open_data(data or _data_file(artifact.manifest["data"], "bench"), artifact.signature())
+    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
+    batch = next(source.batches(recipe.batch_size))
+    runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
+    _, tensors = Tap(surrounding, artifact.programs["lossless"])(batch)
+    progress.note("timing the whole model")
+    whole = _time_model(runners, batch, repeats)
+    sites = []
+    for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites", None)):
+        measured = _time_site(artifact, index, tensors[index], repeats)
+        sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
+    return {
+        "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
+        "sites": sites,
+        "environment": _environment(),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------
+# Steps of the commands above
+
+
+def _signature(teacher: Teacher) -> inspection.Signature:
+    if teacher.model is not None:
+        return inspection.signature(teacher.model.forward)
+    assert teacher.program is not None
+    keywords = teacher.program.call_spec.in_spec.children_specs[1].context or []
+    positional = [n for n in teacher.program.graph_signature.user_inputs if n not in keywords]
+    return signature_of({"args": positional, "kwargs": list(keywords)})
+
+
+def _example(teacher: Teacher, data: str | None) -> Batch:
+    if data is not None:
+        return _first_batch(open_data(data, _signature(teacher)))
+    built_in = example_inputs(teacher)
+    if built_in is None:
+        raise InputError(
+            "inspect: a model that is not built in needs one batch to be run on",
+            help="pass --data DATA with arrays named after the arguments of forward",
+        )
+    return Batch((), dict(built_in), None, [0] * EXAMPLE_BATCH)
+
+
+def _first_batch(source: DataSource) -> Batch:
+    for batch in source.batches(EXAMPLE_BATCH):
+        return batch
+    raise InputError(f"{source.source}: the data must hold examples", got="none")
+
+
+def _require_sites(analysis: Analysis) -> None:
+    if analysis.sites:
+        return
+    reasons = "; ".join(f"{left.name}: {left.reason}" for left in analysis.left_alone[:4])
+    raise NoSiteError(
+        "no attention layer of the model can be compiled",
+        got=reasons or "a model without any product of queries and keys",
+        help="`asapc inspect` lists every layer with its reason",
+    )
+
+
+def _note_left_alone(analysis: Analysis, progress: Progress) -> None:
+    for left in analysis.left_alone:
+        progress.note(f"{left.name} {left.status}: {left.reason}")
+
+
+def _batch_count(source: DataSource, recipe: Recipe) -> int | None:
+    if source.examples is None:
+        return None
+    expected = min(recipe.max_examples, round(0.7 * source.examples))
+    return max(1, -(-expected // recipe.batch_size))
+
+
+def _data_file(recorded: str, command: str) -> str:
+    """Data named by an artefact: a file may be read again, code is not run on an artefact's word."""
+    if Path(recorded).suffix in (".npz", ".safetensors") and Path(recorded).is_file():
+        return recorded
+    raise InputError(
+        f"{command}: the data used for calibration must be named again",
+        got=f"{recorded!r}, which is no data file here",
+        help="pass --data DATA",
+    )
+
+
+def _check_calibration(
+    analysis: Analysis, calibration: Calibration, recipe: Recipe, place: str | Path
+) -> None:
+    """What was fitted must be what the recipe asks for, on the convention found now."""
+    for site in analysis.sites:
+        own, fitted = recipe.for_site(site.name), calibration.sites.get(site.name)
+        if not needs_fit(own, site.convention):
+            continue
+        closures = legal_closures(site.convention, own.closures)
+        if closures is None:
+            continue
+        problem = None
+        if fitted is None:
+            problem = "was not fitted"
+        elif not _same_convention(fitted.convention, site.convention):
+            problem = "was fitted on another convention"
+        elif fitted.closures != closures or fitted.features != own.features:
+            problem = f"was fitted for {fitted.closures} closures on {', '.join(fitted.features)}"
+        elif (fitted.coefficients.shape[0] > 1) != (own.coefficients == "per_head") and (
+            site.heads > 1
+        ):
+            problem = "was fitted with other sharing of coefficients"
+        if problem is not None:
+            raise InputError(
+                f"{place}: {site.name} {problem}",
+                help="run `asapc calibrate` with the recipe that compile is given",
+            )
+
+
+def _same_convention(first: Convention, second: Convention) -> bool:
+    close = abs(first.score_multiplier - second.score_multiplier) <= 1e-6 * abs(
+        second.score_multiplier
+    )
+    return close and (first.half_steps, first.first_side, first.mask, first.bias) == (
+        second.half_steps, second.first_side, second.mask, second.bias,
+    )  # fmt: skip
+
+
+def _selection(
+    analysis: Analysis, source: DataSource, recipe: Recipe, progress: Progress
+) -> tuple[list[list[SiteTensors]], list[int]]:
+    """What every site sees on the selection split, and the hashes of the examples used."""
+    if all(
+        not needs_fit(recipe.for_site(site.name), site.convention) for site in analysis.sites
+    ):
+        return [], []
+    tap = Tap(analysis.model, analysis.lifted)
+    seen: list[int] = []
+    tensors: list[list[SiteTensors]] = []
+    batches = source.batches(
+        recipe.batch_size,
+        select=lambda content: split_of(content) == "selection",
+        limit=min(recipe.max_examples, SELECTION_EXAMPLES),
+    )
+    for batch in progress.track(batches, "selection split", None):
+        tensors.append(tap(batch)[1])
+        seen.extend(batch.hashes)
+    if not tensors:
+        raise InputError(
+            f"{source.source}: the selection split needs examples",
+            got="none: too few examples in all",
+            help="15 % of the examples are used for selection, chosen by content",
+        )
+    return tensors, seen
+
+
+def _rewrite(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
+    compiled, start = [], 0
+    for program in analysis.lifted:
+        count = len(operator_calls(program.graph))
+        own: dict[int, Amortised] = {}
+        for index in range(count):
+            amortised = choices[start + index].amortised
+            if choices[start + index].operator == "asap" and amortised is not None:
+                own[index] = amortised
+        compiled.append(amortise(program, own) if own else program)
+        start += count
+    return compiled
+
+
+def _verify_finite(output: Any, teacher: Teacher) -> None:
+    for tensor in tensor_outputs(output):
+        if not bool(tensor.isfinite().all()):
+            raise VerificationError(
+                "the compiled model's outputs are finite",
+                got="NaN or infinity",
+                help=f"use `operator: sinkhorn` and report {teacher.source}",
+            )
+
+
+def _verify_round_trip(
+    folder: Path,
+    analysis: Analysis,
+    programs: Mapping[Stage, Sequence[Program]],
+    example: Batch,
+) -> None:
+    """What was written computes what was verified."""
+    written = read_artifact(folder)
+    for stage, own in programs.items():
+        before = Runner(analysis.model, own)(example)
+        after = Runner(analysis.model, written.programs[stage])(example)
+        error = largest_difference(before, after)
+        if not error <= ROUND_TRIP_TOLERANCE:
+            raise VerificationError(
+                f"{stage}: the written program computes what was verified",
+                got=f"relative difference {error:.2g}",
+                help="this is a defect of asapc: please report the model",
+            )
+
+
+def _inspected(site: Site) -> dict[str, Any]:
+    return {
+        "name": site.name,
+        "status": "matched",
+        "reason": "",
+        "heads": site.heads,
+        "head_dim": site.head_dim,
+        "replay_error": site.replay_error,
+        "convention": site.convention.to_dict(),
+    }
+
+
+def _manifest_site(site: Site, choice: Choice, calibration: Calibration) -> dict[str, Any]:
+    fitted = calibration.sites.get(site.name) if choice.operator == "asap" else None
+    finite = [c for c in fitted.condition_number if c < float("inf")] if fitted else []
+    return {
+        "name": site.name,
+        "operator": choice.operator,
+        "reason": choice.reason,
+        "heads": site.heads,
+        "head_dim": site.head_dim,
+        "convention": site.convention.to_dict(),
+        "replay_error": site.replay_error,
+        "selection_attention_rel_l2": choice.attention_rel_l2,
+        "closures": fitted.closures if fitted else None,
+        "features": list(fitted.features) if fitted else None,
+        "r2": min(fitted.r2) if fitted else None,
+        "condition_number": max(finite) if finite else None,
+        "examples": fitted.examples if fitted else None,
+    }
+
+
+def _surrounding(
+    artifact: Artifact, model: str | None, weights: str | None, kwargs: str | None
+) -> nn.Module | None:
+    """The model around captured modules, rebuilt from --model."""
+    if artifact.capture == "whole":
+        if model is not None:
+            raise InputError(
+                f"{artifact.folder}: holds the whole model", got=f"--model {model}",
+                help="drop --model",
+            )  # fmt: skip
+        return None
+    if model is None:
+        raise InputError(
+            f"{artifact.folder}: was captured per module and needs the model around it",
+            help="pass --model MODEL (and --kwargs) as for compile",
+        )
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs) if weights else None
+    built = teacher.model if teacher is not None else _built(model, kwargs)
+    assert built is not None
+    around(artifact, built)
+    return built.eval()
+
+
+def _built(model: str, kwargs: str | None) -> nn.Module:
+    if Path(model).is_dir():
+        built = load_teacher(model).model
+        assert built is not None
+        return built
+    return build_factory(model, kwargs)
+
+
+def _read_recipe(artifact: Artifact) -> Mapping[str, Any]:
+    from asapc.yaml_file import read_yaml_mapping
+
+    return read_yaml_mapping(artifact.folder / "recipe.yaml", "recipe")
+
+
+def _comparable(output: Any) -> Any:
+    """Without attention maps that were dropped: an empty tensor has nothing to compare."""
+    return [tensor for tensor in tensor_outputs(output) if tensor.numel()][:1]
+
+
+def _time_model(runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7) -> dict[str, float]:
+    times = interleaved_medians(
+        {stage: lambda r=runner: r(batch) for stage, runner in runners.items()}, repeats=repeats
+    )
+    return _ratios(times["teacher"], times["lossless"], times["graph"])
+
+
+def _ratios(
+    teacher: Mapping[str, float], lossless: Mapping[str, float], compiled: Mapping[str, float]
+) -> dict[str, float]:
+    loop, better, own = (t["median_ms"] for t in (teacher, lossless, compiled))
+    return {
+        "latency_teacher_ms": loop,
+        "latency_lossless_ms": better,
+        "latency_compiled_ms": own,
+        "speedup": loop / own,
+        "speedup_lossless": loop / better,
+    }
+
+
+def _time_site(
+    artifact: Artifact, index: int, t: SiteTensors, repeats: int
+) -> dict[str, float]:
+    convention = Convention.from_dict(artifact.manifest["sites"][index]["convention"])
+    settings = (
+        convention.score_multiplier, convention.half_steps, convention.first_side == "row",
+        factor_terms(convention.output_factor),
+    )  # fmt: skip
+    graph, local = _graph_of_site(artifact, "graph", index)
+    call = operator_calls(graph)[local].call
+    predict = predicted_dual(graph, local)
+    values = t.k
+    functions: dict[str, Any] = {
+        "teacher": lambda: sinkhorn(t.q, t.k, values, t.keep, t.bias, *settings),
+        "lossless": lambda: torch.ops.asapc.sinkhorn(
+            t.q, t.k, values, t.keep, t.bias, *settings
+        ),
+    }
+    if predict is not None:
+        functions["graph"] = lambda: torch.ops.asapc.asap(
+            t.q, t.k, values, t.keep, t.bias, predict(t), *call.args[-3:]
+        )
+    with torch.no_grad():
+        times = interleaved_medians(functions, repeats=repeats)
+    return _ratios(times["teacher"], times["lossless"], times.get("graph", times["lossless"]))
+
+
+def _graph_of_site(artifact: Artifact, stage: Stage, index: int) -> tuple[Any, int]:
+    """The graph that holds the index-th site of the artefact, and its number there."""
+    for program in artifact.programs[stage]:
+        count = len(operator_calls(program.graph))
+        if index < count:
+            return program.graph, index
+        index -= count
+    raise InputError(f"{artifact.folder}: the manifest lists more sites than the programs hold")
+
+
+class _SiteFidelity:
+    """Streams one site's activations through its lossless and its compiled operator."""
+
+    def __init__(self, artifact: Artifact, index: int) -> None:
+        self.entry = artifact.manifest["sites"][index]
+        self.convention = Convention.from_dict(self.entry["convention"])
+        lossless, lossless_index = _graph_of_site(artifact, "lossless", index)
+        compiled, compiled_index = _graph_of_site(artifact, "graph", index)
+        self.teacher_map = attention_of(lossless, lossless_index, attention_units=True)
+        self.compiled_map = attention_of(compiled, compiled_index, attention_units=True)
+        self.predict = predicted_dual(compiled, compiled_index)
+        self.attention, self.output = AttentionFidelity(), TensorFidelity()
+        self.row_bound = self.contraction = self.stability = 0.0
+
+    def update(self, t: SiteTensors) -> None:
+        with torch.no_grad():
+            teacher, compiled = self.teacher_map(t), self.compiled_map(t)
+            self.attention.update(teacher, compiled, t.keep)
+            # The keys stand in for the values, whose distribution does not matter for a ratio.
+            keys = t.k if t.keep is None else t.k.masked_fill(~t.keep[:, None, :, None], 0.0)
+            self.output.update(teacher @ keys, compiled @ keys)
+            scores = score_matrix(
+                t.q.double(), t.k.double(), t.keep,
+                None if t.bias is None else t.bias.double(), self.convention.score_multiplier,
+            )  # fmt: skip
+            self.contraction = max(self.contraction, _largest(contraction_bound(scores, t.keep)))
+            if self.predict is not None:
+                self._certify(t, scores, self.predict(t).double())
+
+    def _certify(self, t: SiteTensors, scores: torch.Tensor, f_hat: torch.Tensor) -> None:
+        closures = int(self.entry["closures"])
+        steps = self.convention.half_steps - closures
+        f = source_dual(scores, steps, self.convention.first_side, t.keep)
+        self.stability = max(self.stability, _largest(dual_stability_factor(f_hat, f)))
+        if self.convention.last_side == "column" and closures == 3:
+            _, empty = initial_duals(scores, t.keep)
+            _, g_0 = run_half_steps(scores, f_hat, empty, 1, "column", t.keep)
+            _, g_plus = run_half_steps(scores, f_hat, empty, 3, "column", t.keep)
+            self.row_bound = max(self.row_bound, _largest(row_error_bound(g_plus, g_0)))
+
+    def result(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = {
+            **self.attention.metrics(),
+            "output_rel_l2": self.output.metrics().get("output_rel_l2"),
+            "contraction_bound": self.contraction,
+        }
+        if self.predict is not None:
+            metrics["dual_stability"] = self.stability
+            metrics["r2"] = self.entry["r2"]
+            metrics["condition_number"] = self.entry["condition_number"]
+            if self.convention.last_side == "column" and self.entry["closures"] == 3:
+                metrics["row_bound"] = self.row_bound
+        return {
+            "name": self.entry["name"],
+            "operator": self.entry["operator"],
+            "reason": self.entry["reason"],
+            "convention": self.entry["convention"],
+            "closures": self.entry["closures"],
+            "replay_error": self.entry["replay_error"],
+            "metrics": metrics,
+        }
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "asapc": _version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": "cpu",
+    }
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("asapc")
