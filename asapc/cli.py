@@ -342,8 +342,8 @@ def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict
             "closures": site.closures,
             "examples": site.examples,
             "tokens": site.tokens,
-            "r2": site.r2,
-            "condition_number": site.condition_number,
+            "r2": min(site.r2),
+            "condition_number": max(site.condition_number),
             "fit_seconds": site.fit_seconds,
         }
         for name, site in calibration.sites.items()

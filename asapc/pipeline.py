@@ -41,8 +41,15 @@ from asapc.fidelity import (
 from asapc.formats.atomic import replace_folder
 from asapc.formats.calibration import Calibration, load_calibration, save_calibration
 from asapc.formats.load import Teacher, build_factory, example_inputs, load_teacher
-from asapc.ir import Convention, Program, SiteTensors
-from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix, sinkhorn
+from asapc.ir import Convention, OutputFactor, Program, SiteTensors
+from asapc.operators.sinkhorn import (
+    factor_terms,
+    initial_duals,
+    run_half_steps,
+    score_matrix,
+    sinkhorn,
+    sinkhorn_attention,
+)
 from asapc.passes.analyse import Analysis, Site, analyse
 from asapc.passes.rewrite import (
     Amortised,
@@ -51,7 +58,7 @@ from asapc.passes.rewrite import (
     operator_calls,
     predicted_dual,
 )
-from asapc.passes.select import Choice, choose, factor_terms, needs_fit
+from asapc.passes.select import Choice, choose, needs_fit
 from asapc.passes.verify import largest_difference, tensor_outputs
 from asapc.progress import Progress
 from asapc.recipe import Recipe
@@ -426,10 +433,7 @@ def _selection(
     analysis: Analysis, source: DataSource, recipe: Recipe, progress: Progress
 ) -> tuple[list[list[SiteTensors]], list[int]]:
     """What every site sees on the selection split, and the hashes of the examples used."""
-    if all(
-        not needs_fit(recipe.for_site(site.name), site.convention) for site in analysis.sites
-    ):
-        return [], []
+    needed = any(needs_fit(recipe.for_site(s.name), s.convention) for s in analysis.sites)
     tap = Tap(analysis.model, analysis.lifted)
     seen: list[int] = []
     tensors: list[list[SiteTensors]] = []
@@ -439,8 +443,11 @@ def _selection(
         limit=min(recipe.max_examples, SELECTION_EXAMPLES),
     )
     for batch in progress.track(batches, "selection split", None):
-        tensors.append(tap(batch)[1])
-        seen.extend(batch.hashes)
+        seen.extend(batch.hashes)  # set aside even if unused, so that every recipe's gate is the same
+        if needed:
+            tensors.append(tap(batch)[1])
+    if not needed:
+        return [], seen
     if not tensors:
         raise InputError(
             f"{source.source}: the selection split needs examples",
@@ -626,14 +633,12 @@ def _graph_of_site(artifact: Artifact, stage: Stage, index: int) -> tuple[Any, i
 
 
 class _SiteFidelity:
-    """Streams one site's activations through its lossless and its compiled operator."""
+    """Streams one site's activations through the teacher's loop and its compiled operator."""
 
     def __init__(self, artifact: Artifact, index: int) -> None:
         self.entry = artifact.manifest["sites"][index]
         self.convention = Convention.from_dict(self.entry["convention"])
-        lossless, lossless_index = _graph_of_site(artifact, "lossless", index)
         compiled, compiled_index = _graph_of_site(artifact, "graph", index)
-        self.teacher_map = attention_of(lossless, lossless_index, attention_units=True)
         self.compiled_map = attention_of(compiled, compiled_index, attention_units=True)
         self.predict = predicted_dual(compiled, compiled_index)
         self.attention, self.output = AttentionFidelity(), TensorFidelity()
@@ -641,7 +646,7 @@ class _SiteFidelity:
 
     def update(self, t: SiteTensors) -> None:
         with torch.no_grad():
-            teacher, compiled = self.teacher_map(t), self.compiled_map(t)
+            teacher, compiled = self._teacher_map(t), self.compiled_map(t)
             self.attention.update(teacher, compiled, t.keep)
             # The keys stand in for the values, whose distribution does not matter for a ratio.
             keys = t.k if t.keep is None else t.k.masked_fill(~t.keep[:, None, :, None], 0.0)
@@ -653,6 +658,15 @@ class _SiteFidelity:
             self.contraction = max(self.contraction, _largest(contraction_bound(scores, t.keep)))
             if self.predict is not None:
                 self._certify(t, scores, self.predict(t).double())
+
+    def _teacher_map(self, t: SiteTensors) -> torch.Tensor:
+        """The usual log-domain loop, in attention units: independent of the compiled kernels."""
+        c = self.convention
+        units = factor_terms(OutputFactor(queries=1))
+        first = c.first_side == "row"
+        return sinkhorn_attention(
+            t.q, t.k, t.keep, t.bias, c.score_multiplier, c.half_steps, first, units
+        )
 
     def _certify(self, t: SiteTensors, scores: torch.Tensor, f_hat: torch.Tensor) -> None:
         closures = int(self.entry["closures"])

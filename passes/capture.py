@@ -11,6 +11,7 @@ they were.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -169,7 +170,7 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
 def _export(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Program:
-    shapes = _dynamic_shapes(args, kwargs)
+    shapes = _dynamic_shapes(args, kwargs, module.forward)
     with _FullBudget() as budget:
         exported = export_graph(module, args, kwargs, shapes)
     graph = exported.module(check_guards=False)
@@ -177,7 +178,9 @@ def _export(
     return Program(name, graph, args, kwargs, shapes, early_stop=budget.stopped)
 
 
-def _dynamic_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dynamic_shapes(
+    args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+) -> Any:
     """Batch and length are dynamic if the model turns out to allow it; channels and pixels are not.
 
     A size of 1 cannot be traced as dynamic.
@@ -192,10 +195,15 @@ def _dynamic_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for axis in range(value.dim())
         }
 
-    positional = pytree.tree_map(dims, args)
     if not kwargs:
-        return positional
-    return (positional, pytree.tree_map(dims, kwargs))
+        return pytree.tree_map(dims, args)
+    if forward is None:
+        return {**pytree.tree_map(dims, kwargs)} if not args else None
+    try:
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+    except TypeError:
+        return None  # the model itself will say what is wrong with the call
+    return pytree.tree_map(dims, dict(bound.arguments))
 
 
 class _ProductCounter(TorchDispatchMode):

@@ -40,6 +40,7 @@ EXPRESSION_NAMES = {
     "nonnegative", "evaluate", "int_oo", "oo", "Piecewise", "Where",
 }  # fmt: skip
 SYMBOL = re.compile(r"[suz]\d+|u\d+|zuf\d+")
+NUMBER = re.compile(r"-?\d+(\.\d*)?(e[+-]?\d+)?")
 GUARD_ATTRIBUTES = {"size", "dim", "stride", "dtype", "shape", "ndim"}
 
 
@@ -208,7 +209,7 @@ def _is_size_expression(text: str) -> bool:
             if node.id not in EXPRESSION_NAMES and not SYMBOL.fullmatch(node.id):
                 return False
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if not SYMBOL.fullmatch(node.value):
+            if not SYMBOL.fullmatch(node.value) and not NUMBER.fullmatch(node.value):
                 return False
     return True
 
