@@ -131,6 +131,8 @@ def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artif
         for stage in stages:
             exported = load_program(_inside(place, entry[stage]), own)
             graph = exported.module(check_guards=False)
+            for name in ("train", "eval"):  # a program has one mode: these may be called, not fail
+                graph.__dict__.pop(name, None)
             programs[stage].append(Program(str(entry["name"]), graph, (), {}, None))  # type: ignore[arg-type]
     seen = tensors.get(_SEEN, torch.empty(0, dtype=torch.int64)).tolist()
     around = {n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)}

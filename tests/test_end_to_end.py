@@ -1,0 +1,458 @@
+"""The whole way on the command line, with small teachers made on the spot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import asapc
+from asapc.cli import main
+from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_NO_SITE, EXIT_VERIFICATION
+from asapc.models import ARCHITECTURES
+
+ASAP = "operator: asap\nfeatures: ['sliced:8']\nbatch_size: 16\nmax_examples: 64\n"
+TEXT = {
+    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
+    "num_classes": 3, "max_iter": 8,
+}  # fmt: skip
+
+
+def write_teacher(folder: Path, architecture: str, **kwargs: Any) -> Path:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[architecture](**kwargs)
+    folder.mkdir(parents=True)
+    with torch.no_grad():  # attention that is not flat, so that errors would show
+        for name, parameter in model.named_parameters():
+            if "WQ" in name or "WK" in name or "to_qkv" in name:
+                parameter.mul_(3.0)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    document = {"architecture": architecture, **kwargs}
+    (folder / "config.json").write_text(json.dumps(document))
+    return folder
+
+
+def write_text(path: Path, examples: int = 160, seed: int = 0) -> Path:
+    random = np.random.default_rng(seed)
+    inputs = random.integers(1, 40, (examples, 12))
+    for row, length in enumerate(random.integers(4, 13, examples)):
+        inputs[row, length:] = 0
+    np.savez(path, inputs=inputs, labels=random.integers(0, 3, examples))
+    return path
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("work")
+    write_teacher(folder / "teacher", "sinkformer-text", **TEXT)
+    write_text(folder / "data.npz")
+    (folder / "asap.yaml").write_text(ASAP)
+    (folder / "lossless.yaml").write_text("operator: sinkhorn\nbatch_size: 16\n")
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    capsys.readouterr()
+    code = run(*arguments, "--json")
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return json.loads(captured.out)
+
+
+@pytest.fixture(scope="module")
+def compiled(work: Path) -> Path:
+    teacher, data = work / "teacher", work / "data.npz"
+    assert run("calibrate", teacher, "--data", data, "-o", work / "calib", "--recipe",
+               work / "asap.yaml", "--quiet") == 0  # fmt: skip
+    assert run("compile", teacher, "--calibration", work / "calib", "-o", work / "out",
+               "--quiet") == 0  # fmt: skip
+    return work / "out"
+
+
+@pytest.fixture(scope="module")
+def lossless(work: Path, compiled: Path) -> Path:
+    assert run("compile", work / "teacher", "--calibration", work / "calib", "-o", work / "exact",
+               "--recipe", work / "lossless.yaml", "--quiet") == 0  # fmt: skip
+    return work / "exact"
+
+
+def teacher_of(folder: Path) -> torch.nn.Module:
+    config = json.loads((folder / "config.json").read_text())
+    model = ARCHITECTURES[config.pop("architecture")](**config)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model.eval()
+
+
+def batch(path: Path, count: int = 20) -> torch.Tensor:
+    return torch.from_numpy(np.load(path)["inputs"][:count])
+
+
+def test_inspect_json_names_every_field(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "inspect", work / "teacher")
+    assert found["capture"] == "whole"
+    assert [site["name"] for site in found["sites"]] == ["layers.0.mha", "layers.1.mha"]
+    site = found["sites"][0]
+    assert (site["status"], site["heads"], site["head_dim"]) == ("matched", 2, 8)
+    assert site["replay_error"] < 1e-5
+    convention = site["convention"]
+    assert convention["half_steps"] == 8
+    assert (convention["first_side"], convention["last_side"]) == ("row", "column")
+    assert convention["score_multiplier"] == pytest.approx(8**-0.5)
+    assert (convention["output_factor"], convention["mask"]) == ("N", "key")
+    assert convention["bias"] is False and convention["early_stop"] is False
+
+
+def test_lossless_model_reproduces_the_untouched_teacher(work: Path, lossless: Path) -> None:
+    model, teacher = asapc.load(lossless), teacher_of(work / "teacher")
+    inputs = batch(work / "data.npz")
+    with torch.no_grad():
+        own, exact = model(inputs), teacher(inputs)
+    assert float((own[0] - exact[0]).abs().max()) < 1e-5
+    assert len(own[1]) == len(exact[1]) == 2
+    for mine, its in zip(own[1], exact[1], strict=True):
+        assert mine.shape == its.shape
+        assert float((mine - its).abs().max()) < 1e-5
+
+
+def test_compiled_model_takes_other_batches_and_lengths(work: Path, compiled: Path) -> None:
+    model = asapc.load(compiled)
+    for count, length in ((1, 12), (7, 12), (5, 9)):
+        logits, maps = model(batch(work / "data.npz", count)[:, :length])
+        assert logits.shape == (count, 3)
+        assert maps[0].shape == (count, 2, length, length)
+        assert bool(logits.isfinite().all())
+
+
+def test_report_measures_and_gates(
+    work: Path, compiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = run_json(capsys, "report", compiled)
+    assert report["gate"] == {"passed": True, "checks": []}
+    model = report["model"]
+    assert model["examples"] > 10 and 0 <= model["accuracy_teacher"] <= 1
+    assert model["lossless_max_abs_error"] < 1e-5 < model["max_abs_error"]
+    site = report["sites"][0]
+    assert (site["operator"], site["closures"]) == ("asap", 3)
+    metrics = site["metrics"]
+    assert 0 < metrics["attention_rel_l2"] <= metrics["attention_rel_l2_worst"] < 1
+    assert metrics["col_err"] < 1e-5  # the last closure makes the columns exact
+    assert {"row_err", "plan_kl", "row_bound", "contraction_bound", "r2"} <= set(metrics)
+    written = json.loads((compiled / "report.json").read_text())
+    assert written["sites"][0]["name"] == site["name"]
+    assert "layers.0.mha" in (compiled / "report.md").read_text()
+
+    gates = work / "gates.yaml"
+    gates.write_text(json.dumps({"attention_rel_l2": {"max": 1e-9}, "row_err": {"max": 10}}))
+    assert run("report", compiled, "--gate", gates, "--quiet") == EXIT_GATE_FAILED
+    assert "attention_rel_l2" in capsys.readouterr().err
+    gates.write_text(json.dumps({"attention_rel_l2": {"max": 0.99}}))
+    assert run("report", compiled, "--gate", gates, "--quiet") == 0
+    gates.write_text(json.dumps({"atention_rel_l2": {"max": 0.99}}))
+    assert run("report", compiled, "--gate", gates, "--quiet") == EXIT_BAD_INPUT
+
+
+def test_bench_times_model_and_sites(compiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "bench", compiled, "--repeats", 2)
+    for entry in (result["model"], *result["sites"]):
+        for key in ("latency_teacher_ms", "latency_lossless_ms", "latency_compiled_ms"):
+            assert entry[key] > 0
+        ratio = entry["latency_teacher_ms"] / entry["latency_compiled_ms"]
+        assert entry["speedup"] == pytest.approx(ratio)
+
+
+def test_moved_artefact_loads_in_a_fresh_process_without_training_code(
+    work: Path, compiled: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(compiled, tmp_path / "moved")
+    np.save(tmp_path / "x.npy", batch(work / "data.npz", 4).numpy())
+    script = (
+        "import sys, numpy, torch, asapc\n"
+        "model = asapc.load('moved')\n"
+        "logits, maps = model(torch.from_numpy(numpy.load('x.npy')))\n"
+        "numpy.save('y.npy', logits.detach().numpy())\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    with torch.no_grad():
+        expected = asapc.load(compiled)(batch(work / "data.npz", 4))[0]
+    assert np.array_equal(np.load(tmp_path / "y.npy"), expected.numpy())
+
+
+def test_same_inputs_give_the_same_bytes(work: Path, compiled: Path) -> None:
+    assert run("compile", work / "teacher", "--calibration", work / "calib", "-o", work / "again",
+               "--quiet") == 0  # fmt: skip
+    for name in ("model.safetensors", "graph.pt2", "lossless.pt2", "teacher.pt2", "recipe.yaml",
+                 "manifest.json"):  # fmt: skip
+        assert (work / "again" / name).read_bytes() == (compiled / name).read_bytes(), name
+
+
+def test_dropped_maps_keep_the_structure(work: Path, compiled: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "drop.yaml"
+    recipe.write_text("operator: sinkhorn\ndrop_attention_maps: true\n")
+    out = tmp_path / "out"
+    assert run("compile", work / "teacher", "--calibration", work / "calib", "-o", out,
+               "--recipe", recipe, "--quiet") == 0  # fmt: skip
+    inputs = batch(work / "data.npz", 3)
+    with torch.no_grad():
+        own, exact = asapc.load(out)(inputs), teacher_of(work / "teacher")(inputs)
+    assert float((own[0] - exact[0]).abs().max()) < 1e-5
+    assert len(own[1]) == 2 and all(m.numel() == 0 for m in own[1])
+
+
+FACTORY = """
+import torch
+from torch import nn
+import sys
+sys.path.insert(0, {tests!r})
+from attention_zoo import NumpyMaps, Mixed, Softmax
+
+def per_module():
+    torch.manual_seed(3)
+    return NumpyMaps(half_steps=8)
+
+def mixed():
+    torch.manual_seed(3)
+    return Mixed()
+
+def softmax():
+    return Softmax()
+"""
+
+
+@pytest.fixture(scope="module")
+def factories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("factories")
+    tests = str(Path(__file__).parent)
+    (folder / "nets.py").write_text(FACTORY.format(tests=tests))
+    x = np.random.default_rng(0).standard_normal((120, 10, 16)).astype(np.float32)
+    np.savez(folder / "x.npz", x=x)
+    (folder / "asap.yaml").write_text(ASAP)
+    return folder
+
+
+def test_capture_per_module_goes_the_whole_way(
+    factories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data = f"{factories / 'nets.py'}:per_module", factories / "x.npz"
+    found = run_json(capsys, "inspect", model, "--data", data)
+    assert found["capture"] == "module"
+    assert [site["name"] for site in found["sites"]] == ["attention", "second"]
+    calib, out = tmp_path / "calib", tmp_path / "out"
+    assert run("calibrate", model, "--data", data, "-o", calib, "--recipe",
+               factories / "asap.yaml", "--quiet") == 0  # fmt: skip
+    assert run("compile", model, "--calibration", calib, "-o", out, "--quiet") == 0
+    report = run_json(capsys, "report", out, "--model", model)
+    assert [site["operator"] for site in report["sites"]] == ["asap", "asap"]
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        from attention_zoo import NumpyMaps
+    finally:
+        sys.path.pop(0)
+    torch.manual_seed(3)
+    teacher = NumpyMaps(half_steps=8).eval()
+    x = torch.from_numpy(np.load(data)["x"][:6])
+    with torch.no_grad():
+        own = asapc.load(out, model=lambda: NumpyMaps(half_steps=8), stage="lossless")(x)
+        exact = teacher(x)
+    assert float((own[0] - exact[0]).abs().max()) < 1e-5
+    assert isinstance(own[1][0], np.ndarray)
+    capsys.readouterr()
+    assert run("report", out) == EXIT_BAD_INPUT
+    assert "--model" in capsys.readouterr().err
+
+
+def test_softmax_layers_are_listed_and_left_alone(
+    factories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data = f"{factories / 'nets.py'}:mixed", factories / "x.npz"
+    sites = run_json(capsys, "inspect", model, "--data", data)["sites"]
+    assert [(s["name"], s["status"]) for s in sites] == [
+        ("sinkhorn", "matched"),
+        ("softmax", "refused"),
+    ]
+    assert sites[1]["reason"] == "not Sinkhorn: rows only"
+
+
+def test_a_model_without_sinkhorn_exits_3(
+    factories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"{factories / 'nets.py'}:softmax"
+    code = run("calibrate", model, "--data", factories / "x.npz", "-o", tmp_path / "c", "--quiet")
+    assert code == EXIT_NO_SITE
+    assert "rows only" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
+def test_exported_program_as_teacher(work: Path, tmp_path: Path) -> None:
+    teacher = teacher_of(work / "teacher")
+    dim = torch.export.Dim.AUTO
+    program = torch.export.export(
+        teacher, (batch(work / "data.npz", 4),), dynamic_shapes=({0: dim, 1: dim},)
+    )
+    path = tmp_path / "teacher.pt2"
+    torch.export.save(program, path)
+    calib, out = tmp_path / "calib", tmp_path / "out"
+    data = work / "data.npz"
+    assert run("calibrate", path, "--data", data, "-o", calib, "--recipe",
+               work / "lossless.yaml", "--quiet") == 0  # fmt: skip
+    assert run("compile", path, "--calibration", calib, "-o", out, "--quiet") == 0
+    inputs = batch(data, 9)
+    with torch.no_grad():
+        assert float((asapc.load(out)(inputs)[0] - teacher(inputs)[0]).abs().max()) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------
+# Bad input: one clear message, the right exit code, earlier output untouched
+
+
+def expect(
+    capsys: pytest.CaptureFixture[str], code: int, arguments: Sequence[object], *words: str
+) -> None:
+    capsys.readouterr()
+    assert run(*arguments) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("asapc: ")]
+    assert len(lines) == 1, captured.err
+    for word in words:
+        assert word in captured.err, captured.err
+
+
+def test_calibration_of_another_model_is_refused(
+    work: Path, compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_teacher(tmp_path / "other", "sinkformer-text", **{**TEXT, "max_iter": 6})
+    state = load_file(other / "model.safetensors")
+    state["linear.bias"] += 1
+    save_file(state, other / "model.safetensors")
+    arguments = ("compile", other, "--calibration", work / "calib", "-o", tmp_path / "o")
+    expect(capsys, EXIT_BAD_INPUT, arguments, "must be of the model that is compiled", "help:")
+    assert not (tmp_path / "o").exists()
+
+
+def test_recipe_pattern_that_matches_nothing(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("sites: {'nowhere.*': {operator: sinkhorn}}\n")
+    arguments = ("calibrate", work / "teacher", "--data", work / "data.npz", "-o", tmp_path / "c",
+                 "--recipe", recipe)  # fmt: skip
+    expect(capsys, EXIT_BAD_INPUT, arguments, "nowhere.*", "must match a site")
+
+
+def test_compile_with_a_recipe_that_was_not_fitted(
+    work: Path, compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("operator: asap\nfeatures: ['sliced:16']\n")
+    arguments = ("compile", work / "teacher", "--calibration", work / "calib", "-o",
+                 tmp_path / "o", "--recipe", recipe)  # fmt: skip
+    expect(capsys, EXIT_BAD_INPUT, arguments, "was fitted for", "asapc calibrate")
+
+
+def test_fewer_examples_than_coefficients(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = write_text(tmp_path / "few.npz", examples=3)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("operator: asap\nfeatures: ['sliced:512']\n")
+    arguments = ("calibrate", work / "teacher", "--data", few, "-o", tmp_path / "c", "--recipe",
+                 recipe)  # fmt: skip
+    expect(capsys, EXIT_BAD_INPUT, arguments, "help:")
+    assert not (tmp_path / "c").exists()
+
+
+def test_data_with_wrong_names(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "d.npz", tokens=np.ones((20, 12), dtype=np.int64))
+    arguments = ("calibrate", work / "teacher", "--data", tmp_path / "d.npz", "-o", tmp_path / "c")
+    expect(capsys, EXIT_BAD_INPUT, arguments, "tokens", "inputs")
+
+
+def test_tokens_outside_the_vocabulary(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "d.npz", inputs=np.full((20, 12), 99, dtype=np.int64))
+    arguments = ("calibrate", work / "teacher", "--data", tmp_path / "d.npz", "-o", tmp_path / "c")
+    expect(capsys, EXIT_BAD_INPUT, arguments, "the model runs on the given data", "IndexError")
+
+
+def test_failure_leaves_earlier_output_untouched(
+    work: Path, compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(compiled, out)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    np.savez(tmp_path / "d.npz", tokens=np.ones((20, 12), dtype=np.int64))
+    arguments = ("compile", work / "teacher", "--calibration", work / "calib", "-o", out, "--data",
+                 tmp_path / "d.npz")  # fmt: skip
+    expect(capsys, EXIT_BAD_INPUT, arguments)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_output_over_a_foreign_folder_is_refused(
+    work: Path, compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    arguments = ("compile", work / "teacher", "--calibration", work / "calib", "-o",
+                 tmp_path / "precious")  # fmt: skip
+    expect(capsys, EXIT_BAD_INPUT, arguments, "help:")
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
+
+
+def test_damaged_artefacts(
+    compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, damage in (
+        ("manifest.json", b"{"),
+        ("model.safetensors", b"\x08\x00\x00"),
+        ("graph.pt2", b"PK\x03\x04 truncated"),
+    ):
+        out = tmp_path / name.replace(".", "_")
+        shutil.copytree(compiled, out)
+        (out / name).write_bytes(damage)
+        expect(capsys, EXIT_BAD_INPUT, ("report", out), name.split(".")[0])
+
+
+def test_manifest_cannot_point_outside_its_folder(
+    compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(compiled, out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["programs"][0]["graph"] = "../elsewhere.pt2"
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    expect(capsys, EXIT_BAD_INPUT, ("report", out), "inside the folder")
+
+
+def test_code_named_by_an_artefact_is_never_run(
+    compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, trace = tmp_path / "out", tmp_path / "ran"
+    shutil.copytree(compiled, out)
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(trace)!r}, 'w')\n")
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["data"] = f"{evil}:batches"
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    expect(capsys, EXIT_BAD_INPUT, ("report", out), "--data")
+    assert not trace.exists()
+
+
+def test_exit_codes_are_the_documented_ones() -> None:
+    assert (EXIT_GATE_FAILED, EXIT_BAD_INPUT, EXIT_NO_SITE, EXIT_VERIFICATION) == (1, 2, 3, 4)
