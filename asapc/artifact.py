@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
 from asapc.errors import InputError
@@ -108,8 +109,8 @@ def write_artifact(
     text = json.dumps(document, indent=2, allow_nan=False)
     (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    for path in folder.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
+    for written in folder.rglob("*"):
+        written.chmod(0o755 if written.is_dir() else 0o644)
 
 
 def _exported(program: Program) -> ExportedProgram:
@@ -117,7 +118,7 @@ def _exported(program: Program) -> ExportedProgram:
 
 
 def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artifact:
-    """Load the programs of some stages. Raises InputError for a missing, damaged or unsafe folder."""
+    """Load the programs of some stages. Raises InputError for a missing or unsafe folder."""
     place = Path(folder)
     manifest = read_manifest(place)
     tensors = read_safetensors(place / "model.safetensors")
@@ -133,7 +134,8 @@ def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artif
             graph = exported.module(check_guards=False)
             for name in ("train", "eval"):  # a program has one mode: these may be called, not fail
                 graph.__dict__.pop(name, None)
-            programs[stage].append(Program(str(entry["name"]), graph, (), {}, None))  # type: ignore[arg-type]
+            assert isinstance(graph, GraphModule)
+            programs[stage].append(Program(str(entry["name"]), graph, (), {}, None))
     seen = tensors.get(_SEEN, torch.empty(0, dtype=torch.int64)).tolist()
     around = {n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)}
     return Artifact(
@@ -167,7 +169,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for entry in manifest["programs"]:
         if not isinstance(entry, dict) or not {"name", *STAGES} <= set(entry):
             raise InputError(f"{path}: every program must name its files", got=entry)
-    return manifest  # type: ignore[no-any-return]
+    checked: dict[str, Any] = manifest
+    return checked
 
 
 def _inside(folder: Path, relative: Any) -> Path:

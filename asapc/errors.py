@@ -17,7 +17,7 @@ EXIT_INTERNAL = 70
 class AsapcError(Exception):
     """A failure with a cause the user can mend; printed as one message, without a traceback.
 
-    rule: what must hold, in one clause, naming the place ("weights.safetensors: not a safetensors file").
+    rule: what must hold, in one clause, naming the place ("w.safetensors: not a safetensors file").
     got:  what arrived instead, if it adds anything.
     help: the fix.
     """

@@ -1,8 +1,8 @@
 """The data that travels between stages: conventions, sites, refusals, programs.
 
-Units: scores and duals are divided by epsilon throughout. Only the ratio scale / epsilon of a teacher
-can be identified from its behaviour, so the score multiplier carries both and every formula below is
-the textbook one at epsilon = 1. Multiply a dual by the teacher's own epsilon to get cost units.
+Units: scores and duals are divided by epsilon throughout. Only the ratio scale / epsilon of a
+teacher can be identified from its behaviour, so the score multiplier carries both and every formula
+below is the textbook one at epsilon = 1. A dual times the teacher's own epsilon is in cost units.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Mask = Literal["none", "key"]
 
 @dataclass(frozen=True)
 class OutputFactor:
-    """Attention = factor * P, where every query row of P weighs 1/N and every active key column 1/M.
+    """Attention = factor * P, where a query row of P weighs 1/N and an active key column 1/M.
 
     factor = coefficient * N^queries * M^keys * n^active, with N queries, M keys (padding included)
     and n active keys.  The released Sinkformers multiply by M: OutputFactor(keys=1).
@@ -41,11 +41,12 @@ class OutputFactor:
 
 @dataclass(frozen=True)
 class Convention:
-    """The exact finite loop a teacher runs: which sides, how often, from which scores, to which mass.
+    """The exact finite loop a teacher runs: sides, half-steps, scores and mass.
 
     score_multiplier: scale / epsilon, so that scores are score_multiplier * q k^T + bias.
     half_steps:       T, number of dual updates; the first one is on first_side.
-    mask:             "key" if a key mask enters: padded keys get no attention, padded queries keep mass.
+    mask:             "key" if a key mask enters: padded keys get no attention, padded queries
+                      keep their mass.
     bias:             an additive [B|1, H|1, N, M] score bias enters.
     early_stop:       the teacher's code stops early on a small residual; replay proves it equal.
     """
@@ -65,7 +66,7 @@ class Convention:
         return "column" if self.first_side == "row" else "row"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `output_factor` is the readable formula, `output_factor_terms` the exact one."""
+        """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
         return {
             "half_steps": self.half_steps,
             "first_side": self.first_side,
@@ -110,7 +111,7 @@ class SiteTensors:
 class Program:
     """A captured computation: the whole model (name "") or one of its modules (dotted name).
 
-    graph:          functional ATen graph with the original calling convention; parameters by get_attr.
+    graph:          functional ATen graph with the original calling convention.
     args, kwargs:   the example call it was captured with.
     dynamic_shapes: as given to torch.export, to capture a rewritten graph again.
     early_stop:     a data-dependent stop was traced through at its full budget.

@@ -1,7 +1,7 @@
-"""The compiler on one screen:  load -> analyse -> calibrate -> select -> rewrite -> emit -> report.
+"""The compiler:  load -> analyse -> calibrate -> select -> rewrite -> emit -> report.
 
-analyse is capture, match, lift and replay (asapc.passes.analyse). Each function below is one command;
-data travels by value, and nothing is kept between calls.
+analyse is capture, match, lift and replay (asapc.passes.analyse). Each function below is one
+command; data travels by value, and nothing is kept between calls.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def compile(
     data: str | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Select an operator per site, rewrite, verify, and write the artefact; returns its manifest."""
+    """Select an operator per site, rewrite, verify, write the artefact; returns its manifest."""
     calibration = load_calibration(calibration_path)
     if calibration.teacher != teacher.fingerprint:
         raise InputError(
@@ -326,7 +327,6 @@ def bench(
     }
 
 
-# ---------------------------------------------------------------------------------------------------
 # Steps of the commands above
 
 
@@ -381,7 +381,7 @@ def _batch_count(source: DataSource, recipe: Recipe) -> int | None:
 
 
 def _data_file(recorded: str, command: str) -> str:
-    """Data named by an artefact: a file may be read again, code is not run on an artefact's word."""
+    """Data named by an artefact: a file may be read again, code is never run on its word."""
     if Path(recorded).suffix in (".npz", ".safetensors") and Path(recorded).is_file():
         return recorded
     raise InputError(
@@ -443,7 +443,7 @@ def _selection(
         limit=min(recipe.max_examples, SELECTION_EXAMPLES),
     )
     for batch in progress.track(batches, "selection split", None):
-        seen.extend(batch.hashes)  # set aside even if unused, so that every recipe's gate is the same
+        seen.extend(batch.hashes)  # even if unused, so that every recipe has the same gate
         if needed:
             tensors.append(tap(batch)[1])
     if not needed:
@@ -575,10 +575,11 @@ def _comparable(output: Any) -> Any:
     return [tensor for tensor in tensor_outputs(output) if tensor.numel()][:1]
 
 
-def _time_model(runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7) -> dict[str, float]:
-    times = interleaved_medians(
-        {stage: lambda r=runner: r(batch) for stage, runner in runners.items()}, repeats=repeats
-    )
+def _time_model(
+    runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7
+) -> dict[str, float]:
+    calls = {stage: partial(runner, batch) for stage, runner in runners.items()}
+    times = interleaved_medians(calls, repeats=repeats)
     return _ratios(times["teacher"], times["lossless"], times["graph"])
 
 

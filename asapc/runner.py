@@ -17,8 +17,8 @@ from asapc.passes.rewrite import operator_calls, tapped
 class Runner:
     """Calls a model on batches: as it is, or with the programs' graphs in place.
 
-    A whole-model program (name "") is called itself.  Programs of modules are put into `model` for the
-    length of a call and taken out again: the user's model object is left as it was.
+    A whole-model program (name "") is called itself.  Programs of modules are put into `model` for
+    the length of a call and taken out again: the user's model object is left as it was.
     """
 
     def __init__(self, model: nn.Module | None, programs: Sequence[Program] = ()) -> None:

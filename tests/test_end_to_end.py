@@ -314,7 +314,7 @@ def test_exported_program_as_teacher(work: Path, tmp_path: Path) -> None:
         assert float((asapc.load(out)(inputs)[0] - teacher(inputs)[0]).abs().max()) < 1e-5
 
 
-# ---------------------------------------------------------------------------------------------------
+
 # Bad input: one clear message, the right exit code, earlier output untouched
 
 
