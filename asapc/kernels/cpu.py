@@ -1,11 +1,11 @@
-"""CPU twin of operators/sinkhorn.py and operators/asap.py: the loop in the linear domain, tile by tile.
+"""CPU twin of operators/sinkhorn.py and operators/asap.py: the loop in the linear domain.
 
-K = exp(S - rowmax) is formed once per head; every half-step is then one matrix-vector product while K
-is in cache, and the output is diag(a) K (diag(b) v). Heads too small to fill the cache are stacked into
-one tile. Nothing larger than one tile per thread is ever allocated, unless the dense map is asked for.
+K = exp(S - rowmax) is formed once per head; every half-step is then one matrix-vector product while
+K is in cache, and the output is diag(a) K (diag(b) v). Heads too small to fill the cache are stacked
+into one tile. Nothing larger than a tile per thread is allocated, unless the dense map is wanted.
 
-Tiles run on worker threads that each compute serially: an intra-operator thread team would meet at a
-barrier after every half-step, which on a busy machine costs far more than the half-step itself.
+Tiles run on worker threads that each compute serially: an intra-operator thread team would meet at
+a barrier after every half-step, which on a busy machine costs far more than the half-step itself.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ TILE_BYTES = 1 << 19  # heads are stacked up to this size: half of a 1 MiB priva
 
 @dataclass(frozen=True)
 class Loop:
-    """What runs on a tile: `half_steps` closures, the first on `first_side`, from `dual` or from zero."""
+    """What runs on a tile: `half_steps` closures, the first on `first_side`."""
 
     score_multiplier: float
     half_steps: int
@@ -105,8 +107,23 @@ def sinkhorn_loop(
     per_tile = max(1, TILE_BYTES // (queries * keys * out.element_size()))
     per_tile = min(per_tile, math.ceil(batch * heads / torch.get_num_threads()))
     starts = range(0, batch * heads, per_tile)
+    plain = bounded and keep is None and bias is None and isinstance(factor, float | int)
+    if plain and per_tile == 1 and flat_v is not None:
+        rows_first = loop.first_side == "row"
+        mass = float(factor) / (keys if _ends_on_columns(loop) else queries)
+        _each_worker(
+            lambda worker, workers: _bounded_heads(
+                scaled_q, flat_k, flat_v, flat_dual, flat_out, worker, workers, loop.half_steps,
+                rows_first, mass,
+            )
+        )  # fmt: skip
+        return out.to(out_dtype)
     _each(lambda start: tile(start, min(start + per_tile, batch * heads)), starts)
     return out.to(out_dtype)
+
+
+def _ends_on_columns(loop: Loop) -> bool:
+    return (loop.first_side == "column") == (loop.half_steps % 2 == 1)
 
 
 def _row_range_bound(scaled_q: Tensor, k: Tensor, bias: Tensor | None) -> float:
@@ -172,30 +189,111 @@ def _dense_tile(
             return _log_domain_tile(scores, v, keep, dual, loop, key_mass)
     if masked is not None:
         scores.masked_fill_(masked, -math.inf)
-    row_max = scores.amax(-1)
-    if masked is not None:
-        row_max.masked_fill_(row_max == -math.inf, 0.0)  # a row without active keys stays all zero
-    kernel = scores.sub_(row_max[..., None]).exp_()  # [G, N, M], 0 on masked keys
-    return _scale(kernel, row_max, v, keep, dual, loop, key_mass)
+    log_a = scores.new_zeros(scores.shape[:2])
+    if not bounded:  # a bounded |S| is at most half the safe range: exp(S) itself is safe
+        log_a = scores.amax(-1)
+        if masked is not None:
+            log_a.masked_fill_(log_a == -math.inf, 0.0)  # a row without active keys stays all zero
+        scores.sub_(log_a[..., None])
+    kernel = scores.exp_()  # [G, N, M], 0 on masked keys
+    if dual is not None:
+        log_a = log_a + dual
+    a = (log_a - log_a.amax(-1, keepdim=True)).exp_()  # exp(f) in the kernel's units, up to gauge
+    if len(kernel) == 1:
+        mass = key_mass if _ends_on_columns(loop) else 1.0 / kernel.shape[1]
+        values = None if v is None else v[0]
+        rows_first = loop.first_side == "row"
+        return _scale_one(kernel[0], a[0], values, loop.half_steps, rows_first, mass)[None]
+    return _scale_group(kernel, a, v, keep, loop, key_mass)
 
 
-def _scale(
+def _without_gil(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """TorchScript runs a function without the interpreter lock; other Pythons run it as it is.
+
+    The loop is dozens of calls of some ten microseconds each. Two workers that fight for the lock
+    between them run slower than one worker alone; without the lock they run twice as fast.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            scripted: Callable[..., Tensor] = torch.jit.script(function)
+    except (RuntimeError, NotImplementedError, OSError):  # no TorchScript, or no source, here
+        return function
+    return scripted
+
+
+@_without_gil
+def _scale_one(
+    kernel: Tensor, a: Tensor, v: Optional[Tensor], half_steps: int, rows_first: bool, mass: float
+) -> Tensor:
+    """Alternate a = 1 / K b and b = 1 / K'a, then return mass diag(a) K diag(b) (v).
+
+    kernel: [N, M], without masked keys; a: [N]; mass: that of each row or column of the last side,
+    the other side's is gauge.  No allocation inside the loop.
+    """
+    transposed = kernel.t()
+    b = torch.ones_like(kernel[0])
+    rows_turn = rows_first
+    for _ in range(half_steps):
+        if rows_turn:
+            torch.mv(kernel, b, out=a)
+            a.reciprocal_()
+        else:
+            torch.mv(transposed, a, out=b)
+            b.reciprocal_()
+        rows_turn = not rows_turn
+    a = a * mass
+    if v is None:
+        return kernel.mul_(a.unsqueeze(1)).mul_(b)
+    return torch.mm(kernel, b.unsqueeze(1) * v).mul_(a.unsqueeze(1))
+
+
+@_without_gil
+def _bounded_heads(
+    scaled_q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dual: Optional[Tensor],
+    out: Tensor,
+    worker: int,
+    workers: int,
+    half_steps: int,
+    rows_first: bool,
+    mass: float,
+) -> Tensor:
+    """Every `workers`-th head of a problem without masks or bias whose exp(S) is safe, into `out`.
+
+    scaled_q: [G, N, D]; k: [G, M, D]; v: [G, M, E]; dual: [G, N]; out: [G, N, E].  The tile is one
+    buffer for all heads: fresh pages for every tile would cost as much as the exponentials.
+    """
+    kernel = torch.empty([scaled_q.size(1), k.size(1)], dtype=scaled_q.dtype)
+    for head in range(worker, scaled_q.size(0), workers):
+        torch.mm(scaled_q[head], k[head].t(), out=kernel)
+        kernel.exp_()
+        if dual is not None:
+            a = torch.exp(dual[head] - dual[head].max())
+        else:
+            a = torch.ones_like(scaled_q[head].select(1, 0))
+        out[head].copy_(_scale_one(kernel, a, v[head], half_steps, rows_first, mass))
+    return out
+
+
+def _scale_group(
     kernel: Tensor,
-    row_max: Tensor,
+    a: Tensor,
     v: Tensor | None,
     keep: Tensor | None,
-    dual: Tensor | None,
     loop: Loop,
     key_mass: float,
 ) -> Tensor:
-    """Alternate a = mu / K b and b = nu / K'a, then return diag(a) K diag(b) (v).
+    """The same for several heads at once, kernel: [G, N, M], a: [G, N], masked keys in place.
 
-    kernel: [G, N, M]; row_max: [G, N], what was subtracted from the scores of each row.
+    K is 0 on masked keys, so that the plan is 0 there whatever b is; totals of 0 must not divide.
     """
     row_mass = 1.0 / kernel.shape[1]
     transposed = kernel.transpose(1, 2)
-    log_a = row_max if dual is None else row_max + dual
-    a = (log_a - log_a.amax(-1, keepdim=True)).exp_()[..., None]  # exp(f + rowmax), up to gauge
+    a = a[..., None]
     b = kernel.new_ones((len(kernel), kernel.shape[2], 1))
     rows_turn = loop.first_side == "row"
     if keep is not None:
@@ -203,15 +301,15 @@ def _scale(
         masked = ~keep[..., None]
     for _ in range(loop.half_steps):
         if rows_turn:
-            total = _matvec(kernel, b)
+            a = torch.bmm(kernel, b)
             if keep is not None:
-                total.masked_fill_(empty_rows, 1.0)
-            a = total.reciprocal_().mul_(row_mass)
+                a.masked_fill_(empty_rows, 1.0)
+            a.reciprocal_().mul_(row_mass)
         else:
-            total = _matvec(transposed, a)
+            b = torch.bmm(transposed, a)
             if keep is not None:
-                total.masked_fill_(masked, 1.0)  # K is 0 there, so that the plan is 0 whatever b is
-            b = total.reciprocal_().mul_(key_mass)
+                b.masked_fill_(masked, 1.0)
+            b.reciprocal_().mul_(key_mass)
         rows_turn = not rows_turn
     if v is None:
         return kernel.mul_(a).mul_(b.transpose(1, 2))
@@ -235,24 +333,17 @@ def _log_domain_tile(
         f = dual[:, None]
     f, g = run_half_steps(scores, f, g, loop.half_steps, loop.first_side, keep)
     plan = torch.exp(scores + f[..., None] + g[..., None, :])[:, 0]
-    if (loop.first_side == "column") == (loop.half_steps % 2 == 1):
+    if _ends_on_columns(loop):
         plan *= key_mass * scores.shape[-1]  # masked keys may have been dropped: nu_j is 1/M still
     return plan if v is None else torch.bmm(plan, v)
 
 
-def _matvec(matrix: Tensor, vector: Tensor) -> Tensor:
-    """[G, X, Y] @ [G, Y, 1]: one gemv for one head, which a batched product would not use."""
-    if len(matrix) == 1:
-        return torch.mv(matrix[0], vector[0, :, 0])[None, :, None]
-    return torch.bmm(matrix, vector)
-
-
 @cache
 def _workers(process: int, count: int) -> ThreadPoolExecutor:
-    """`count` threads whose torch operators run serially; one pool per process (fork makes new ones).
+    """`count` threads whose torch operators run serially; one pool per process, fork or not.
 
-    Torch keeps the thread count per thread, but setting it also moves the default that later threads
-    start from: the caller's own count is set again once every worker has its own.
+    Torch keeps the thread count per thread, but setting it also moves the default that later
+    threads start from: the caller's own count is set again once every worker has its own.
     """
     ready = threading.Barrier(count + 1)
 
@@ -270,16 +361,27 @@ def _workers(process: int, count: int) -> ThreadPoolExecutor:
 
 def _each(work: Callable[[int], None], starts: Sequence[int]) -> None:
     """Call work(start) for every start, on as many threads as torch would use here."""
-    count = torch.get_num_threads()
-    if count == 1 or len(starts) == 1:
-        for start in starts:
-            work(start)
+    if len(starts) == 1:
+        work(starts[0])
         return
 
-    def share(worker: int) -> None:
-        with torch.no_grad():  # grad mode is per thread
-            for start in starts[worker::count]:
-                work(start)
+    def share(worker: int, workers: int) -> None:
+        for start in starts[worker::workers]:
+            work(start)
 
-    for _ in _workers(os.getpid(), count).map(share, range(count)):
+    _each_worker(share)
+
+
+def _each_worker(share: Callable[[int, int], object]) -> None:
+    """Call share(worker, workers) once per thread that torch would use here."""
+    count = torch.get_num_threads()
+
+    def run(worker: int) -> None:
+        with torch.no_grad():  # grad mode is per thread
+            share(worker, count)
+
+    if count == 1:
+        run(0)
+        return
+    for _ in _workers(os.getpid(), count).map(run, range(count)):
         pass

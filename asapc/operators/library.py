@@ -1,7 +1,7 @@
 """Registration of the operators as torch.ops.asapc.*: CPU kernels, fakes and gradients.
 
 The plain functions in operators/ are the meaning. On the CPU the registered operators run
-kernels/cpu.py; on any other device they run the meaning itself. Gradients differentiate the meaning.
+kernels/; on any other device they run the meaning itself. Gradients differentiate the meaning.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asapc.features import sliced
+from asapc.ir import Side
 from asapc.kernels import cpu
 from asapc.kernels import sliced as cpu_sliced
 from asapc.operators import asap as asap_meaning
@@ -35,7 +36,7 @@ def sinkhorn(
         return sinkhorn_meaning.sinkhorn(
             q, k, v, keep, bias, score_multiplier, half_steps, rows_first, output_factor
         )
-    side = "row" if rows_first else "column"
+    side: Side = "row" if rows_first else "column"
     loop = cpu.Loop(score_multiplier, half_steps, side, output_factor)
     return cpu.sinkhorn_loop(q, k, v, keep, bias, None, loop)
 
@@ -55,7 +56,7 @@ def sinkhorn_attention(
         return sinkhorn_meaning.sinkhorn_attention(
             q, k, keep, bias, score_multiplier, half_steps, rows_first, output_factor
         )
-    side = "row" if rows_first else "column"
+    side: Side = "row" if rows_first else "column"
     loop = cpu.Loop(score_multiplier, half_steps, side, output_factor)
     return cpu.sinkhorn_loop(q, k, None, keep, bias, None, loop)
 
@@ -139,7 +140,7 @@ def _(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
 
 
 def _differentiate(operator: Any, meaning: Callable[..., Tensor]) -> None:
-    """Register the gradient of `meaning`, recomputed in the backward pass: only inputs are saved."""
+    """Register the gradient of `meaning`, recomputed in backward: only inputs are saved."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
