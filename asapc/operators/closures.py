@@ -34,10 +34,11 @@ def close_columns(scores: Tensor, f: Tensor, log_nu: Tensor) -> Tensor:
     scores: [B, H, N, M]; f: [B, H, N]; log_nu: broadcastable to [B, H, M].  Returns g [B, H, M],
     -inf where nu_j = 0.  Source: ASAP, Eq. 8, in score coordinates.
     """
-    total = torch.logsumexp(scores + f[..., :, None], dim=-2)
     massless = torch.isneginf(log_nu)
-    # A masked column of scores is all -inf: its logsumexp must not meet -inf - -inf.
-    return torch.where(massless, -math.inf, log_nu - torch.where(massless, 0.0, total))
+    # A masked column of scores is all -inf, whose logsumexp has no gradient: it is left out first.
+    open_scores = torch.where(massless[..., None, :], 0.0, scores)
+    total = torch.logsumexp(open_scores + f[..., :, None], dim=-2)
+    return torch.where(massless, -math.inf, torch.where(massless, 0.0, log_nu) - total)
 
 
 def close_rows(scores: Tensor, g: Tensor, log_mu: Tensor) -> Tensor:
@@ -47,5 +48,7 @@ def close_rows(scores: Tensor, g: Tensor, log_mu: Tensor) -> Tensor:
     0 where a row sees no active key at all (its plan row is 0 whatever f is).
     Source: ASAP, Eq. 15, in score coordinates.
     """
-    total = torch.logsumexp(scores + g[..., None, :], dim=-1)
-    return torch.where(torch.isneginf(total), 0.0, log_mu - total)
+    logits = scores + g[..., None, :]
+    empty = torch.isneginf(logits.detach().amax(-1))  # no gradient either where all is -inf
+    total = torch.logsumexp(torch.where(empty[..., None], 0.0, logits), dim=-1)
+    return torch.where(empty, 0.0, log_mu - total)

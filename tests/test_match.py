@@ -1,0 +1,125 @@
+"""Capture, match, lift: attention written many ways, recognised by what it does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+import attention_zoo as zoo
+
+import asapc.operators  # noqa: F401  registers torch.ops.asapc
+from asapc.errors import InputError
+from asapc.passes.capture import capture
+from asapc.passes.match import AttentionSite, match
+from asapc.passes.rewrite import lift, operator_calls
+from asapc.passes.verify import largest_difference
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    module: nn.Module = getattr(zoo, name)()
+    return module.eval()
+
+
+# name -> (half_steps, first side, score multiplier, mask, bias, early stop)
+MATCHED: dict[str, tuple[Any, ...]] = {
+    "LogDomainMasked": (4, "row", 8**-0.5, "key", False, True),
+    "LogDomainPlain": (5, "row", 8**-0.5 / 0.5, "none", False, True),
+    "ExpDomain": (6, "row", 1 / 3, "none", False, False),
+    "ExpDomainMatmul": (6, "row", 1.0, "none", False, False),
+    "Alternating": (6, "row", 1.0, "key", False, False),
+    "ColumnsFirst": (5, "column", 0.6, "none", False, False),
+    "Biased": (4, "row", 0.3 / 0.7, "none", True, False),
+    "Cross": (7, "row", 0.6, "none", False, False),
+    "AdditiveMask": (6, "row", 0.5, "key", False, False),
+}
+REFUSED = {
+    "Softmax": "not Sinkhorn: rows only",
+    "Fused": "not Sinkhorn: rows only",
+    "Causal": "differs between queries",
+    "Gated": "neither a mask nor a bias",
+    "ChannelMixing": "not attention",
+}
+
+
+@pytest.mark.parametrize("name", MATCHED)
+def test_sinkhorn_is_recognised_and_replaced(name: str) -> None:
+    model = build(name)
+    example = zoo.inputs_for(model)
+    program = capture(model, example, {}).programs[0]
+    outcomes = match(program)
+    assert len(outcomes) == 1 and isinstance(outcomes[0], AttentionSite), outcomes
+    site = outcomes[0]
+    c = site.convention
+    half_steps, first, multiplier, mask, bias, early_stop = MATCHED[name]
+    assert (c.half_steps, c.first_side, c.mask, c.bias) == (half_steps, first, mask, bias)
+    assert c.score_multiplier == pytest.approx(multiplier, rel=1e-6)
+    assert c.early_stop is early_stop and (site.heads, site.head_dim) == (2, 8)
+    assert site.probe_error < (1e-6 if name == "ExpDomainMatmul" else 1e-12)
+
+    lifted = lift(program, [site])
+    assert len(operator_calls(lifted.graph)) == 1
+    for seed in (0, 5):  # other tokens and other padding than those captured
+        inputs = zoo.inputs_for(model, seed)
+        with torch.no_grad():
+            assert largest_difference(model(*inputs), lifted.graph(*inputs)) < 2e-6
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_everything_else_is_refused_with_a_reason(name: str) -> None:
+    model = build(name)
+    outcomes = match(capture(model, zoo.inputs_for(model), {}).programs[0])
+    assert len(outcomes) == 1 and not isinstance(outcomes[0], AttentionSite)
+    assert REFUSED[name] in outcomes[0].reason
+
+
+def test_a_model_that_returns_numpy_is_captured_by_module() -> None:
+    model = build("NumpyMaps")
+    result = capture(model, zoo.inputs_for(model), {})
+    assert result.kind == "module" and [p.name for p in result.programs] == ["attention", "second"]
+    assert result.reason and not result.skipped
+    for program in result.programs:
+        (site,) = match(program)
+        assert isinstance(site, AttentionSite) and site.name == program.name
+
+
+def test_capture_leaves_the_model_and_torch_as_they_were() -> None:
+    model = build("NumpyMaps").train()
+    model.second.eval()
+    flags = [m.training for m in model.modules()]
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    state = (torch.get_rng_state(), torch.is_grad_enabled(), torch.get_default_dtype(),
+             torch.get_num_threads(), torch.Tensor.item)  # fmt: skip
+    capture(model, zoo.inputs_for(model), {})
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    capture(model, (torch.ones(2, 10, 16),), {})
+    assert torch.equal(before, torch.get_rng_state())
+    assert [m.training for m in model.modules()] == flags
+    assert all(torch.equal(weights[n], p) and p.grad is None for n, p in model.named_parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert state[1:] == (torch.is_grad_enabled(), torch.get_default_dtype(),
+                         torch.get_num_threads(), torch.Tensor.item)  # fmt: skip
+
+
+class Branching(nn.Module):
+    """A branch on the data that is no early stop must not be traced one way in silence."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if (x > 0).any() else x
+
+
+def test_a_data_dependent_branch_is_not_traced_silently() -> None:
+    with pytest.raises(InputError, match="captured"):
+        capture(Branching(), (torch.randn(3, 4),), {})
+
+
+def test_a_failing_forward_is_the_users_to_mend() -> None:
+    with pytest.raises(InputError, match="the model runs on the given data"):
+        capture(build("Softmax"), (torch.randn(3, 10, 7),), {})

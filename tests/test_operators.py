@@ -1,0 +1,281 @@
+"""Operators: closed forms, invariants, CPU kernels against float64 within the honest error."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import asapc.operators  # noqa: F401  registers torch.ops.asapc
+from asapc.calibration.teacher import legal_closures, target_dual
+from asapc.features.sliced import cost_offset
+from asapc.ir import Convention, SiteTensors
+from asapc.operators import asap as asap_meaning
+from asapc.operators import sinkhorn as meaning
+
+ATTENTION = [1.0, 1.0, 0.0, 0.0]  # N * P
+ops = torch.ops.asapc
+
+
+def problem(
+    shape: tuple[int, ...], *, spread: float = 1.0, masked: bool = False, biased: bool = False
+) -> tuple[Any, ...]:
+    """q, k, v, keep, bias for (B, H, N, M, D, E); the first example keeps a single key."""
+    b, h, n, m, d, e = shape
+    torch.manual_seed(b + 10 * n + 100 * m)
+    q, k, v = torch.randn(b, h, n, d) * spread, torch.randn(b, h, m, d), torch.randn(b, h, m, e)
+    keep = None
+    if masked:
+        keep = torch.rand(b, m) > 0.4
+        keep[:1] = False
+        keep[:1, 0] = True
+        keep[2:3] = False  # an example without any key
+    bias = torch.randn(h, n, m) if biased else None
+    return q, k, v, keep, bias
+
+
+def double(tensors: tuple[Any, ...]) -> list[Any]:
+    return [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
+
+
+SHAPES = {
+    "tails": (3, 2, 17, 31, 8, 5),
+    "one token": (2, 1, 1, 1, 4, 3),
+    "one key": (2, 2, 5, 1, 4, 4),
+    "one query": (3, 1, 1, 9, 4, 4),
+    "large heads": (1, 3, 400, 380, 16, 8),
+}
+
+
+@pytest.mark.parametrize("half_steps", [1, 2, 5, 20])
+@pytest.mark.parametrize("rows_first", [True, False], ids=["rows first", "columns first"])
+@pytest.mark.parametrize("spread", [1.0, 30.0], ids=["linear domain", "log domain"])
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_cpu_kernel_is_within_the_honest_error(
+    shape: tuple[int, ...], masked: bool, spread: float, rows_first: bool, half_steps: int
+) -> None:
+    tensors = problem(shape, spread=spread, masked=masked, biased=shape[2] % 2 == 1)
+    q, k, v, keep, bias = tensors
+    settings = (shape[4] ** -0.5, half_steps, rows_first, ATTENTION)
+    exact = meaning.sinkhorn(*double(tensors), *settings)
+    plain = meaning.sinkhorn(q, k, v, keep, bias, *settings)
+    kernel = ops.sinkhorn(q, k, v, keep, bias, *settings)
+    scale = max(1.0, float(exact.abs().max()))
+    budget = 2 * float((plain - exact).abs().max()) + 1e-6 * scale
+    assert float((kernel - exact).abs().max()) <= budget
+    dense = ops.sinkhorn_attention(q, k, keep, bias, *settings)
+    assert float((dense.double() @ v.double() - exact).abs().max()) <= budget + 1e-6 * scale
+    wide = ops.sinkhorn(*double(tensors), *settings)
+    assert float((wide - exact).abs().max()) <= 1e-9 * scale
+
+
+@pytest.mark.parametrize("closures", [1, 2, 3])
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_asap_kernel_is_within_the_honest_error(
+    shape: tuple[int, ...], masked: bool, closures: int
+) -> None:
+    tensors = problem(shape, spread=2.0, masked=masked)
+    q, k, v, keep, bias = tensors
+    dual = 3 * torch.randn(q.shape[:3])
+    settings = (shape[4] ** -0.5, closures, ATTENTION)
+    exact = asap_meaning.asap(*double(tensors), dual.double(), *settings)
+    plain = asap_meaning.asap(q, k, v, keep, bias, dual, *settings)
+    kernel = ops.asap(q, k, v, keep, bias, dual, *settings)
+    budget = 2 * float((plain - exact).abs().max()) + 1e-6 * max(1.0, float(exact.abs().max()))
+    assert float((kernel - exact).abs().max()) <= budget
+
+
+def test_empty_batch_and_non_contiguous_inputs() -> None:
+    q, k, v, _, _ = problem((0, 2, 5, 4, 3, 6))
+    assert ops.sinkhorn(q, k, v, None, None, 1.0, 4, True, ATTENTION).shape == (0, 2, 5, 6)
+    q, k, v, _, _ = problem((2, 3, 6, 6, 4, 4))
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    own = ops.sinkhorn(*strided, None, None, 0.5, 4, True, ATTENTION)
+    assert torch.equal(own, ops.sinkhorn(q, k, v, None, None, 0.5, 4, True, ATTENTION))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_accumulates_in_float32(dtype: torch.dtype) -> None:
+    q, k, v = (t.to(dtype) for t in problem((2, 2, 40, 40, 8, 8))[:3])
+    settings = (None, None, 0.35, 20, True, ATTENTION)
+    own = ops.sinkhorn(q, k, v, *settings)
+    exact = meaning.sinkhorn(q.double(), k.double(), v.double(), *settings)
+    assert own.dtype == dtype
+    rounding = torch.finfo(dtype).eps * float(exact.abs().max())
+    assert float((own.double() - exact).abs().max()) <= rounding
+
+
+def test_one_token_takes_its_only_key() -> None:
+    q, k, v = torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 3)
+    for half_steps in (1, 2, 7):
+        out = ops.sinkhorn(q, k, v, None, None, 1.0, half_steps, True, ATTENTION)
+        torch.testing.assert_close(out, v)
+
+
+def test_equal_tokens_attend_uniformly() -> None:
+    q = torch.ones(1, 2, 6, 4) * 0.3
+    k = torch.ones(1, 2, 6, 4) * 0.7
+    dense = ops.sinkhorn_attention(q, k, None, None, 0.5, 9, True, ATTENTION)
+    torch.testing.assert_close(dense, torch.full((1, 2, 6, 6), 1 / 6))
+
+
+def test_score_of_row_and_column_terms_is_uniform_at_once() -> None:
+    """S_ij = a_i + b_j scales away: two half-steps give the product of the marginals."""
+    a, b = torch.randn(7), torch.randn(7)
+    bias = (a[:, None] + b)[None, None]
+    q = k = torch.zeros(1, 1, 7, 2)
+    dense = ops.sinkhorn_attention(q, k, None, bias, 1.0, 2, True, ATTENTION)
+    torch.testing.assert_close(dense, torch.full((1, 1, 7, 7), 1 / 7))
+
+
+def test_a_strong_permutation_is_recovered() -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    bias = (40.0 * torch.eye(4)[order])[None, None]
+    q = k = torch.zeros(1, 1, 4, 2)
+    dense = ops.sinkhorn_attention(q, k, None, bias, 1.0, 20, True, ATTENTION)
+    torch.testing.assert_close(dense[0, 0], torch.eye(4)[order], atol=1e-6, rtol=0)
+
+
+def test_points_on_a_line_are_matched_in_order() -> None:
+    """At small epsilon the plan of the quadratic cost on a line is the sorted matching."""
+    x, y = torch.randn(8).double(), torch.randn(8).double()
+    q, k = x[None, None, :, None], y[None, None, :, None]
+    epsilon = 1e-3
+    dense = ops.sinkhorn_attention(q, k, None, None, 1 / epsilon, 20000, True, ATTENTION)
+    expected = torch.zeros(8, 8).double()
+    expected[x.argsort(), y.argsort()] = 1
+    assert float((dense[0, 0] - expected).abs().max()) < 0.05
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 12), half_steps=st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_permuting_tokens_permutes_the_attention(seed: int, n: int, half_steps: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(1, 2, n, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    rows, columns = torch.randperm(n, generator=g), torch.randperm(n, generator=g)
+    dense = ops.sinkhorn_attention(q, k, None, None, 0.7, half_steps, True, ATTENTION)
+    moved = ops.sinkhorn_attention(
+        q[:, :, rows], k[:, :, columns], None, None, 0.7, half_steps, True, ATTENTION
+    )
+    torch.testing.assert_close(moved, dense[:, :, rows][..., columns])
+
+
+@given(seed=st.integers(0, 10**6), shift=st.floats(-50, 50), closures=st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_the_gauge_of_a_predicted_dual_is_free(seed: int, shift: float, closures: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(1, 1, 7, 3, generator=g, dtype=torch.float64) for _ in range(2))
+    dual = torch.randn(1, 1, 7, generator=g, dtype=torch.float64)
+    maps = [
+        ops.asap_attention(q, k, None, None, d, 0.6, closures, ATTENTION)
+        for d in (dual, dual + shift)
+    ]
+    torch.testing.assert_close(maps[0], maps[1])
+
+
+@given(seed=st.integers(0, 10**6), half_steps=st.integers(1, 12), rows_first=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_the_last_side_is_exact(seed: int, half_steps: int, rows_first: bool) -> None:
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, 1, 9, 4, generator=g)
+    k = torch.randn(2, 1, 6, 4, generator=g)
+    keep = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    plan = ops.sinkhorn_attention(q, k, keep, None, 0.5, half_steps, rows_first, [1.0, 0, 0, 0])
+    if rows_first == (half_steps % 2 == 1):
+        torch.testing.assert_close(plan.sum(-1), torch.full((2, 1, 9), 1 / 9))
+    else:
+        torch.testing.assert_close(plan.sum(-2), keep[:, None] / 6)
+    assert float(plan[1, ..., 4:].abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize("half_steps", [9, 10], ids=["rows last", "columns last"])
+def test_exact_prediction_reproduces_the_finite_teacher(half_steps: int, masked: bool) -> None:
+    q, k, v, keep, _ = problem((2, 2, 24, 24, 8, 8), spread=2.0, masked=masked)
+    convention = Convention(half_steps, "row", 0.35)
+    exact = meaning.sinkhorn(
+        q.double(), k.double(), v.double(), keep, None, 0.35, half_steps, True, ATTENTION
+    )
+    tried = []
+    for wanted in range(1, 6):
+        closures = legal_closures(convention, wanted)
+        if closures is None or closures in tried:
+            continue
+        tried.append(closures)
+        dual = target_dual(SiteTensors(q, k, keep), convention, closures)
+        dual = (dual - cost_offset(q.double(), 0.35)).float()
+        own = ops.asap(q, k, v, keep, None, dual, 0.35, closures, ATTENTION)
+        assert float((own - exact).norm() / exact.norm()) < 1e-5
+    assert tried == ([2, 4] if half_steps % 2 else [1, 3, 5])
+
+
+CALLS = {
+    "sinkhorn": lambda q, k, v: ops.sinkhorn(q, k, v, None, None, 0.4, 5, True, ATTENTION),
+    "sinkhorn_attention": lambda q, k, v: ops.sinkhorn_attention(
+        q, k, None, None, 0.4, 5, True, ATTENTION
+    ),
+    "asap": lambda q, k, v: ops.asap(q, k, v, None, None, q.sum(-1), 0.4, 3, ATTENTION),
+    "asap_attention": lambda q, k, v: ops.asap_attention(
+        q, k, None, None, q.sum(-1), 0.4, 3, ATTENTION
+    ),
+    "sliced_dual": lambda q, k, v: ops.sliced_dual(
+        q, k, None, torch.eye(4).to(q), torch.ones(1, 4).to(q), 0.4
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_those_of_the_meaning(name: str) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    used = inputs if name in ("sinkhorn", "asap") else inputs[:2]
+    assert torch.autograd.gradcheck(lambda *x: CALLS[name](*x, *inputs[len(x) :]), used)
+
+
+def test_gradients_are_finite_where_keys_or_whole_examples_are_masked() -> None:
+    q, k, v, keep, _ = problem((3, 2, 6, 6, 4, 4), masked=True)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    ops.sinkhorn(q, k, v, keep, None, 0.4, 6, True, ATTENTION).square().sum().backward()
+    for tensor in (q, k, v):
+        assert tensor.grad is not None and bool(tensor.grad.isfinite().all())
+    assert float(q.grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_export_and_compile(name: str) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return CALLS[name](q, k, v) * 2.0
+
+    inputs = tuple(torch.randn(2, 2, 6, 4) for _ in range(3))
+    expected = Module()(*inputs)
+    dims = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}
+    exported = torch.export.export(Module(), inputs, dynamic_shapes=(dims, dims, dims)).module()
+    torch.testing.assert_close(exported(*inputs), expected)
+    other = tuple(torch.randn(3, 2, 9, 4) for _ in range(3))
+    torch.testing.assert_close(exported(*other), Module()(*other))
+    compiled = torch.compile(Module(), backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(*inputs), expected)
+
+
+def test_operators_pass_opcheck() -> None:
+    q, k, v, keep, _ = problem((2, 2, 6, 6, 4, 4), masked=True)
+    q.requires_grad_()
+    torch.library.opcheck(ops.sinkhorn, (q, k, v, keep, None, 0.4, 4, True, ATTENTION))
+    torch.library.opcheck(ops.asap, (q, k, v, keep, None, torch.randn(2, 2, 6), 0.4, 3, ATTENTION))
+
+
+def test_the_callers_thread_count_is_left_alone() -> None:
+    before = torch.get_num_threads()
+    q, k, v, _, _ = problem((2, 4, 400, 400, 8, 8))
+    ops.sinkhorn(q, k, v, None, None, 0.3, 4, True, ATTENTION)
+    assert torch.get_num_threads() == before
+    assert math.isfinite(float(v.sum()))

@@ -1,0 +1,86 @@
+"""Identification from behaviour: published implementations and every convention we claim."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import asapc.operators  # noqa: F401  registers torch.ops.asapc
+from asapc.ir import OutputFactor
+from asapc.operators import sinkhorn as meaning
+from asapc.passes.probe import Fit, NoFit, Sample, identify
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = json.loads((GOLDEN / "sinkhorn.json").read_text())
+TENSORS = load_file(GOLDEN / "sinkhorn.safetensors")
+PLAN = [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_published_implementations_are_recognised_and_reproduced(case: dict[str, object]) -> None:
+    name, half_steps, epsilon = str(case["name"]), int(case["half_steps"]), float(case["epsilon"])  # type: ignore[call-overload, arg-type]
+    scores, plan = TENSORS[f"{name}.scores"].double(), TENSORS[f"{name}.plan"].double()
+    keep = TENSORS.get(f"{name}.keep")
+    if keep is None:
+        scores, plan = scores[:, None], plan[:, None]
+    else:
+        scores = scores.masked_fill(~keep[:, None, None, :], 0.0)
+    found = identify([Sample(scores, plan, keep)], tolerance=2e-5)
+    assert isinstance(found, Fit), found
+    convention = found.convention
+    assert convention.half_steps == half_steps and convention.first_side == "row"
+    assert convention.score_multiplier == pytest.approx(1 / epsilon, rel=1e-6)
+    assert convention.mask == ("none" if keep is None else "key")
+    assert convention.output_factor == OutputFactor()
+
+    zero = torch.zeros(*scores.shape[:2], scores.shape[2], 1, dtype=torch.float64)
+    arguments = (keep, scores / epsilon, 1.0, half_steps, True, PLAN)
+    reference = meaning.sinkhorn_attention(zero, zero, *arguments)
+    assert float((reference - plan).abs().max()) < 2e-6
+    kernel = torch.ops.asapc.sinkhorn_attention(zero, zero, *arguments)
+    assert float((kernel - reference).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("rows_first", [True, False], ids=["rows first", "columns first"])
+@pytest.mark.parametrize("half_steps", [1, 2, 3, 4, 7, 12, 20, 21, 35, 49, 50])
+def test_every_budget_and_order_is_told_apart(half_steps: int, rows_first: bool) -> None:
+    generator = torch.Generator().manual_seed(half_steps)
+    samples = []
+    for spread in (1.0, 3.0, 6.0):
+        s = spread * torch.randn(2, 2, 11, 14, generator=generator, dtype=torch.float64)
+        q = torch.zeros(2, 2, 11, 1, dtype=torch.float64)
+        k = torch.zeros(2, 2, 14, 1, dtype=torch.float64)
+        factor = [1.0, 0.0, 1.0, 0.0]
+        a = meaning.sinkhorn_attention(q, k, None, s, 1.0, half_steps, rows_first, factor)
+        samples.append(Sample(s / 0.4, a))
+    found = identify(samples)
+    assert isinstance(found, Fit), found
+    assert found.convention.half_steps == half_steps
+    assert found.convention.first_side == ("row" if rows_first else "column")
+    assert found.convention.score_multiplier == pytest.approx(0.4)
+    assert found.convention.output_factor == OutputFactor(keys=1)
+    assert found.error < 1e-12
+
+
+def test_what_is_not_a_scaling_is_refused() -> None:
+    s = torch.randn(1, 1, 6, 6, dtype=torch.float64)
+    squared = (s + 5).square()
+    found = identify([Sample(s, squared / squared.sum(-1, keepdim=True))])
+    assert isinstance(found, NoFit) and "row and column scaling" in found.reason
+    found = identify([Sample(s, s.exp())])
+    assert isinstance(found, NoFit) and "neither rows nor columns" in found.reason
+
+
+def test_a_perturbed_loop_is_refused_with_its_error() -> None:
+    """Damped updates end on exact rows but are no convention of ours."""
+    s = 3 * torch.randn(1, 1, 8, 8, dtype=torch.float64)
+    log_a = s.clone()
+    for _ in range(3):
+        log_a = log_a - 0.7 * log_a.logsumexp(-2, keepdim=True)
+        log_a = log_a - log_a.logsumexp(-1, keepdim=True)
+    found = identify([Sample(s, log_a.exp())])
+    assert isinstance(found, NoFit) and found.error is not None and found.error > 1e-6
