@@ -578,7 +578,7 @@ def _comparable(output: Any) -> Any:
 def _time_model(
     runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7
 ) -> dict[str, float]:
-    calls = {stage: partial(runner, batch) for stage, runner in runners.items()}
+    calls: dict[str, Any] = {stage: partial(runner, batch) for stage, runner in runners.items()}
     times = interleaved_medians(calls, repeats=repeats)
     return _ratios(times["teacher"], times["lossless"], times["graph"])
 

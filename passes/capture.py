@@ -69,9 +69,9 @@ class _FullBudget(TorchFunctionMode):
             self.stopped = True
             return False  # what every comparison with NaN gives
         result = func(*args, **(kwargs or {}))
-        if func in _COMPARISONS and isinstance(result, torch.Tensor) and result.dim() == 0:
-            if isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-                self.comparisons.append(result)
+        scalar = isinstance(result, torch.Tensor) and result.dim() == 0
+        if func in _COMPARISONS and scalar and args[0].is_floating_point():
+            self.comparisons.append(result)
         return result
 
 

@@ -222,10 +222,10 @@ def _product(node: Node) -> Product | None:
         return None
     if node.target in (aten.matmul.default, aten.bmm.default):
         left, right = node.args[0], node.args[1]
-        if isinstance(left, Node) and isinstance(right, Node) and left is not right:
-            if _rank(left) >= 3 and _rank(right) >= 3 and _rank(node) == _rank(left):
-                return Product(node, left, right, right_transposed=True)
-        return None
+        if not isinstance(left, Node) or not isinstance(right, Node) or left is right:
+            return None
+        batched = min(_rank(left), _rank(right)) >= 3 and _rank(node) == _rank(left)
+        return Product(node, left, right, right_transposed=True) if batched else None
     if node.target is aten.einsum.default:
         return _einsum_product(node)
     return None
@@ -250,10 +250,12 @@ def _einsum_product(node: Node) -> Product | None:
         return None
     x, y, c = only_left[0], only_right[0], contracted[0]
     order = [ch for ch in left if ch in batch]
+    first, second = operands
+    assert isinstance(first, Node) and isinstance(second, Node)
     return Product(
         node,
-        operands[0],
-        operands[1],
+        first,
+        second,
         right_transposed=False,
         left_order=tuple(left.index(ch) for ch in [*order, x, c]),
         right_order=tuple(right.index(ch) for ch in [*order, y, c]),
@@ -465,8 +467,8 @@ def _extract(graph: GraphModule, region: Region) -> tuple[GraphModule, list[Node
         if node in needed and node not in env:
             env[node] = copy.node_copy(node, env.__getitem__)
             new = env[node]
-            new.args = torch.fx.node.map_aggregate(new.args, _promote)  # type: ignore[assignment]
-            new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)  # type: ignore[assignment]
+            new.args = torch.fx.node.map_aggregate(new.args, _promote)
+            new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)
     copy.output(env[region.attention])
     module = GraphModule(graph, copy)
     for node in list(copy.nodes):
@@ -566,7 +568,7 @@ def _run_experiments(
     """Identify the loop without masks, then what every input does, then everything together."""
     generator = torch.Generator().manual_seed(0)
     dims = experiment.dims(lengths)
-    queries, keys = dims[-2:]
+    keys = dims[-1]
 
     def scores(spread: float, at: tuple[int, ...] = dims) -> Tensor:
         return spread * torch.randn(at, generator=generator, dtype=torch.float64)
@@ -712,12 +714,12 @@ def _neutral_inputs(
         example = node.meta.get("example")
         if role in ("mask", "additive") and isinstance(example, Tensor):
             hidden = example if role == "mask" else example <= MASKED_BELOW
-            if hidden.dim() >= 2 and hidden.shape[-2] > 1:
-                if not bool((hidden == hidden[..., :1, :]).all()):
-                    return (
-                        f"the mask {node.name} differs between queries (causal or windowed), "
-                        "which has no transport plan with these marginals"
-                    )
+            by_query = hidden.dim() >= 2 and bool((hidden != hidden[..., :1, :]).any())
+            if by_query:
+                return (
+                    f"the mask {node.name} differs between queries (causal or windowed), "
+                    "which has no transport plan with these marginals"
+                )
     for index, role in enumerate(roles):
         if role != "mask":
             continue

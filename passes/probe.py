@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asapc.ir import Convention, OutputFactor, Side
+from asapc.ir import Convention, Mask, OutputFactor, Side
 from asapc.operators.closures import close_columns, close_rows, log_marginals
 from asapc.operators.sinkhorn import initial_duals
 
@@ -84,7 +84,7 @@ def identify(samples: Sequence[Sample], tolerance: float = STABILISED) -> Fit | 
     factor = _output_factor(samples, last)
     if isinstance(factor, NoFit):
         return factor
-    mask = "none" if all(sample.keep is None for sample in samples) else "key"
+    mask: Mask = "none" if all(sample.keep is None for sample in samples) else "key"
     convention = Convention(half_steps, first, multiplier, factor, mask)
     return Fit(convention, errors[(first, half_steps)])
 

@@ -150,7 +150,7 @@ def attention_of(
     assert predict is not None
 
     def amortised(t: SiteTensors) -> Tensor:
-        return torch.ops.asapc.asap_attention(  # type: ignore[no-any-return]
+        return torch.ops.asapc.asap_attention(
             t.q, t.k, t.keep, t.bias, predict(t), score_multiplier, closures, factor
         )
 

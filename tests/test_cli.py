@@ -56,8 +56,8 @@ SITE = SimpleNamespace(
     closures=3,
     examples=8,
     tokens=512,
-    r2=0.9,
-    condition_number=10.0,
+    r2=(0.9,),
+    condition_number=(10.0,),
     fit_seconds=0.1,
 )
 

@@ -41,6 +41,7 @@ EXPRESSION_NAMES = {
 }  # fmt: skip
 SYMBOL = re.compile(r"[suz]\d+|u\d+|zuf\d+")
 NUMBER = re.compile(r"-?\d+(\.\d*)?(e[+-]?\d+)?")
+NAMESPACES = {"torch", "_operator", "math", "builtins"}
 GUARD_ATTRIBUTES = {"size", "dim", "stride", "dtype", "shape", "ndim"}
 
 
@@ -163,10 +164,9 @@ def _unsafe_part(archive: zipfile.ZipFile) -> str | None:
 
 def _unsafe_model(model: Any) -> str | None:
     for key, value in _strings(model):
-        if key == "target" and "." in value and value.split(".")[0] in ("torch", "_operator",
-                                                                         "math", "builtins"):  # fmt: skip
-            if not TARGETS.fullmatch(value):
-                return f"a call of {value}"
+        callee = key == "target" and value.partition(".")[0] in NAMESPACES and "." in value
+        if callee and not TARGETS.fullmatch(value):
+            return f"a call of {value}"
         if key == "expr_str" and not _is_size_expression(value):
             return f"the expression {value[:80]!r}"
     for guard in model.get("guards_code", []):
@@ -206,11 +206,13 @@ def _is_size_expression(text: str) -> bool:
         if not isinstance(node, allowed):
             return False
         if isinstance(node, ast.Name):
-            if node.id not in EXPRESSION_NAMES and not SYMBOL.fullmatch(node.id):
-                return False
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if not SYMBOL.fullmatch(node.value) and not NUMBER.fullmatch(node.value):
-                return False
+            known = node.id in EXPRESSION_NAMES or SYMBOL.fullmatch(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            known = SYMBOL.fullmatch(node.value) or NUMBER.fullmatch(node.value)
+        else:
+            continue
+        if not known:
+            return False
     return True
 
 

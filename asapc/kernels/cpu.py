@@ -225,7 +225,12 @@ def _without_gil(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_without_gil
 def _scale_one(
-    kernel: Tensor, a: Tensor, v: Optional[Tensor], half_steps: int, rows_first: bool, mass: float
+    kernel: Tensor,
+    a: Tensor,
+    v: Optional[Tensor],  # noqa: UP045  TorchScript
+    half_steps: int,
+    rows_first: bool,
+    mass: float,
 ) -> Tensor:
     """Alternate a = 1 / K b and b = 1 / K'a, then return mass diag(a) K diag(b) (v).
 
@@ -254,7 +259,7 @@ def _bounded_heads(
     scaled_q: Tensor,
     k: Tensor,
     v: Tensor,
-    dual: Optional[Tensor],
+    dual: Optional[Tensor],  # noqa: UP045  TorchScript
     out: Tensor,
     worker: int,
     workers: int,
