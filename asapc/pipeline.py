@@ -51,7 +51,7 @@ from asapc.operators.sinkhorn import (
     sinkhorn,
     sinkhorn_attention,
 )
-from asapc.passes.analyse import Analysis, Site, analyse
+from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
 from asapc.passes.rewrite import (
     Amortised,
     amortise,
@@ -443,6 +443,8 @@ def _selection(
         limit=min(recipe.max_examples, SELECTION_EXAMPLES),
     )
     for batch in progress.track(batches, "selection split", None):
+        if not seen:
+            _verify_lossless(analysis, batch)
         seen.extend(batch.hashes)  # even if unused, so that every recipe has the same gate
         if needed:
             tensors.append(tap(batch)[1])
@@ -455,6 +457,25 @@ def _selection(
             help="15 % of the examples are used for selection, chosen by content",
         )
     return tensors, seen
+
+
+def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
+    """The lossless rewrite against the untouched model on a full batch of other examples.
+
+    Padding, branches and early stops that the few examples of the capture did not show would show
+    here.
+    """
+    untouched = Runner(analysis.model, () if analysis.model else analysis.capture.programs)
+    error = largest_difference(
+        _comparable(untouched(batch)), _comparable(Runner(analysis.model, analysis.lifted)(batch))
+    )
+    if not error <= OUTPUT_TOLERANCE:
+        raise VerificationError(
+            f"the lossless rewrite reproduces the untouched model on {len(batch)} more examples",
+            got=f"relative difference {error:.2g}",
+            help="the model treats these examples in a way the captured ones did not show, such as "
+            "a mask that differs between queries or an early stop",
+        )
 
 
 def _rewrite(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:

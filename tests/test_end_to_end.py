@@ -456,3 +456,48 @@ def test_code_named_by_an_artefact_is_never_run(
 
 def test_exit_codes_are_the_documented_ones() -> None:
     assert (EXIT_GATE_FAILED, EXIT_BAD_INPUT, EXIT_NO_SITE, EXIT_VERIFICATION) == (1, 2, 3, 4)
+
+
+LATE_STOP = """
+import torch
+from torch import nn
+
+
+class LateStop(nn.Module):
+    \"\"\"Stops early, far from its full budget, but only where the scores are small.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        log_a = self.q(x) @ self.k(x).transpose(1, 2)
+        for step in range(8):
+            total = log_a.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
+            log_a = log_a - total
+            if step == 1 and total.abs().max().item() < 2.0:
+                break
+        return log_a.exp() @ self.v(x)
+"""
+
+
+def test_an_early_stop_that_shows_only_later_fails_verification(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "late.py").write_text(LATE_STOP)
+    random = np.random.default_rng(0)  # the first examples are not in the selection split
+    x = random.standard_normal((80, 10, 16)).astype(np.float32)
+    x[:4] *= 8
+    x[4:] *= 0.8
+    np.savez(tmp_path / "d.npz", x=x)
+    model, data = f"{tmp_path / 'late.py'}:LateStop", tmp_path / "d.npz"
+    sites = run_json(capsys, "inspect", model, "--data", data)["sites"]
+    assert sites[0]["status"] == "matched" and sites[0]["convention"]["early_stop"] is True
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("operator: sinkhorn\nbatch_size: 8\n")
+    arguments = ("--data", data, "-o", tmp_path / "c", "--recipe", recipe, "--quiet")
+    assert run("calibrate", model, *arguments) == 0
+    arguments = ("compile", model, "--calibration", tmp_path / "c", "-o", tmp_path / "o")
+    expect(capsys, EXIT_VERIFICATION, arguments, "untouched model", "early stop")
+    assert not (tmp_path / "o").exists()
