@@ -6,11 +6,13 @@ processor has them. Its order among ties differs, which the formula does not see
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from asapc.features.sliced import centre, cost_offset, uncentred_potentials, widen
-from asapc.kernels.cpu import TILE_BYTES, _each
+from asapc.kernels.workers import TILE_BYTES, each_worker
 
 _INDEX_BITS = (1 << 28) - 1
 
@@ -33,20 +35,21 @@ def predict_dual(
     row_bytes = theta.shape[0] * max(queries, k.shape[2]) * q.element_size()
     tile = max(1, TILE_BYTES // max(1, row_bytes))
 
-    def work(start: int) -> None:
-        part = slice(start, start + tile)
-        potentials = uncentred_potentials(
-            flat_q[part],
-            flat_k[part],
-            None if flat_keep is None else flat_keep[part],
-            theta.detach(),
-            score_multiplier,
-            _sort,
-            _sort_values,
-        )
-        predicted[part] = (weights[part] @ potentials)[:, :, 0]
+    def work(starts: Iterator[int]) -> None:
+        for start in starts:
+            part = slice(start, start + tile)
+            potentials = uncentred_potentials(
+                flat_q[part],
+                flat_k[part],
+                None if flat_keep is None else flat_keep[part],
+                theta.detach(),
+                score_multiplier,
+                _sort,
+                _sort_values,
+            )
+            predicted[part] = (weights[part] @ potentials)[:, :, 0]
 
-    _each(work, range(0, batch * heads, tile))
+    each_worker(work, range(0, batch * heads, tile))
     return centre(predicted.view(batch, heads, queries)) - cost_offset(q, score_multiplier)
 
 

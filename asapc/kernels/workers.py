@@ -1,0 +1,63 @@
+"""Worker threads for CPU kernels: each computes serially on tiles that fit its core's cache."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+
+TILE_BYTES = 1 << 19  # the size of a tile: half of a 1 MiB private cache
+
+
+def each_worker(work: Callable[[Iterator[int]], None], starts: Sequence[int]) -> None:
+    """Call work(own starts) once per thread that torch would use here, without gradients.
+
+    Every start is handed to one worker, when it asks: a core that is busy elsewhere gets fewer.
+    """
+    count = min(torch.get_num_threads(), len(starts))
+    waiting = deque(starts)
+
+    def own_starts() -> Iterator[int]:
+        while True:
+            try:
+                start = waiting.popleft()
+            except IndexError:
+                return
+            yield start
+
+    def run(_worker: int) -> None:
+        with torch.no_grad():  # grad mode is per thread
+            work(own_starts())
+
+    if count <= 1:
+        run(0)
+        return
+    for _ in _workers(os.getpid(), torch.get_num_threads()).map(run, range(count)):
+        pass
+
+
+@cache
+def _workers(process: int, count: int) -> ThreadPoolExecutor:
+    """`count` threads whose torch operators run serially; one pool per process, fork or not.
+
+    Torch keeps the thread count per thread, but setting it also moves the default that later
+    threads start from: the caller's own count is set again once every worker has its own.
+    """
+    ready = threading.Barrier(count + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # the first call in a thread resets its count to the default
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="asapc", initializer=start)
+    for _ in range(count):
+        pool.submit(int)
+    ready.wait()
+    torch.set_num_threads(count)
+    return pool
