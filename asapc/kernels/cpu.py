@@ -96,7 +96,8 @@ def sinkhorn_loop(
         ).mul_(tile_factor)
 
     per_tile = max(1, TILE_BYTES // (queries * keys * out.element_size()))
-    per_tile = min(per_tile, math.ceil(batch * heads / torch.get_num_threads()))
+    rounds = math.ceil(batch * heads / (per_tile * torch.get_num_threads()))
+    per_tile = math.ceil(batch * heads / (rounds * torch.get_num_threads()))  # equal shares
     plain = bounded and keep is None and bias is None and not isinstance(factor, Tensor)
 
     def work(starts: Iterator[int]) -> None:
@@ -203,12 +204,12 @@ def _dense_tile(
         log_a = log_a + dual
     a = (log_a - log_a.amax(-1, keepdim=True)).exp_()  # exp(f) in the kernel's units, up to gauge
     rows_first = loop.first_side == "row"
+    mass = key_mass if _ends_on_columns(loop) else 1.0 / kernel.shape[1]
     if len(kernel) == 1:
-        mass = key_mass if _ends_on_columns(loop) else 1.0 / kernel.shape[1]
         values = None if v is None else v[0]
         block = _block_rows(kernel[0])
         return _scale_one(kernel[0], a[0], values, loop.half_steps, rows_first, mass, block)[None]
-    return _scale_group(kernel, a, v, keep, loop.half_steps, rows_first, key_mass)
+    return _scale_group(kernel, a, v, keep, loop.half_steps, rows_first, mass)
 
 
 def _without_gil(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -303,7 +304,7 @@ def _scale_group(
     keep: Tensor | None,
     half_steps: int,
     rows_first: bool,
-    key_mass: float,
+    mass: float,
 ) -> Tensor:
     """The same for several heads at once, kernel: [G, N, M], a: [G, N], masked keys in place.
 
@@ -311,26 +312,27 @@ def _scale_group(
     Batched products run three times faster as vector x matrix than as matrix x vector, which pays
     for a transposed copy from the second row half-step on.
     """
-    row_mass = 1.0 / kernel.size(1)
     transposed = kernel.transpose(1, 2)
     if half_steps > 3:
         transposed = transposed.contiguous()
     a = a.unsqueeze(1)  # [G, 1, N]
     b = torch.ones_like(kernel[:, :1])  # [G, 1, M]
+    masked = None if keep is None else ~keep.unsqueeze(1)
+    empty = None if keep is None else ~keep.any(-1)[:, None, None]
     rows_turn = rows_first
     for _ in range(half_steps):
         if rows_turn:
             a = torch.bmm(b, transposed)
-            if keep is not None:
-                a.masked_fill_(~keep.any(-1)[:, None, None], 1.0)
-            a.reciprocal_().mul_(row_mass)
+            if empty is not None:
+                a.masked_fill_(empty, 1.0)
+            a.reciprocal_()
         else:
             b = torch.bmm(a, kernel)
-            if keep is not None:
-                b.masked_fill_(~keep[:, None], 1.0)
-            b.reciprocal_().mul_(key_mass)
+            if masked is not None:
+                b.masked_fill_(masked, 1.0)
+            b.reciprocal_()
         rows_turn = not rows_turn
-    a = a.transpose(1, 2)
+    a = a.transpose(1, 2) * mass
     if v is None:
         return kernel.mul_(a).mul_(b)
     return torch.bmm(kernel, b.transpose(1, 2) * v).mul_(a)

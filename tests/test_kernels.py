@@ -1,0 +1,222 @@
+"""CPU kernels on hostile input, their worker threads, and how they sit in torch and in a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import asapc.operators  # noqa: F401  registers torch.ops.asapc
+from asapc.kernels import workers
+from asapc.operators import asap as asap_meaning
+from asapc.operators import sinkhorn as meaning
+
+ops = torch.ops.asapc
+ATTENTION = [1.0, 1.0, 0.0, 0.0]  # N * P
+HALF_STEPS = 7
+
+
+def double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def assert_honest(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None = None,
+    bias: Tensor | None = None,
+    score_multiplier: float = 0.3,
+) -> Tensor:
+    """Both operators and both maps: at most twice as wrong as their meaning in the same dtype."""
+    dual = torch.linspace(-2, 2, q.shape[2]).expand(q.shape[:3])
+    loop = (keep, bias, score_multiplier, HALF_STEPS, True, ATTENTION)
+    tail = (keep, bias, dual, score_multiplier, 3, ATTENTION)
+    for name, module, inputs in [
+        ("sinkhorn", meaning, (q, k, v, *loop)),
+        ("sinkhorn_attention", meaning, (q, k, *loop)),
+        ("asap", asap_meaning, (q, k, v, *tail)),
+        ("asap_attention", asap_meaning, (q, k, *tail)),
+    ]:
+        reference = getattr(module, name)
+        exact = reference(*map(double, inputs))
+        rounding = 1e-6 * max(1.0, float(exact.abs().max()))
+        budget = 2 * float((reference(*inputs) - exact).abs().max()) + rounding
+        own = getattr(ops, name)(*inputs)
+        assert own.shape == exact.shape and own.dtype == q.dtype
+        assert float((own - exact).abs().max()) <= budget, name
+    result: Tensor = ops.sinkhorn(q, k, v, *loop)
+    return result
+
+
+def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    """q, k, v of one shape."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+
+
+@pytest.mark.parametrize("n", [5, 300], ids=["heads stacked", "one head a tile"])
+@pytest.mark.parametrize("lead", [(2, 3), (1, 3), (2, 1), (1, 1), (3,), ()], ids=str)
+def test_bias_of_every_broadcastable_shape(lead: tuple[int, ...], n: int) -> None:
+    q, k, v = tokens(2, 3, n, 4)
+    assert_honest(q, k, v, None, torch.randn(*lead, n, n))
+    keep = torch.rand(2, n) > 0.3
+    assert_honest(q, k, v, keep, torch.randn(*lead, n, n))
+
+
+@pytest.mark.parametrize("n", [6, 400], ids=["heads stacked", "one head a tile"])
+def test_masks_that_leave_one_key_or_none(n: int) -> None:
+    q, k, v = tokens(3, 2, n, 4)
+    keep = torch.ones(3, n, dtype=torch.bool)
+    keep[1] = False
+    keep[2, :-1] = False
+    out = assert_honest(q, k, v, keep)
+    assert float(out[1].abs().max()) == 0.0
+
+
+def test_what_masked_keys_hold_does_not_matter() -> None:
+    q, k, v = tokens(2, 2, 9, 4)
+    keep = torch.arange(9).expand(2, 9) < 6
+    loop = (keep, None, 0.3, HALF_STEPS, True, ATTENTION)
+    expected = ops.sinkhorn(q, k, v, *loop)
+    k[:, :, 6:] = 1e4
+    torch.testing.assert_close(ops.sinkhorn(q, k, v, *loop), expected)
+
+
+def test_duplicated_tokens() -> None:
+    q, k, v = tokens(2, 2, 8, 4)
+    out = assert_honest(q[:, :, [0, 0, 1, 1, 1, 2]], k[:, :, [3] * 6], v[:, :, :6])
+    torch.testing.assert_close(out[:, :, 0], out[:, :, 1])
+
+
+@pytest.mark.parametrize("n", [7, 400], ids=["heads stacked", "one head a tile"])
+@pytest.mark.parametrize("spread", [40.0, 1e4], ids=["wide", "huge"])
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+def test_scores_beyond_the_linear_domain(n: int, spread: float, masked: bool) -> None:
+    q, k, v = tokens(2, 2, n, 4)
+    keep = torch.rand(2, n) > 0.5 if masked else None
+    out = assert_honest(q * spread, k, v, keep)
+    assert bool(out.isfinite().all())
+
+
+def test_one_wide_head_among_narrow_ones() -> None:
+    q, k, v = tokens(2, 3, 12, 4)
+    q[1, 2] *= 500
+    assert_honest(q, k, v)
+
+
+def test_scores_at_the_edge_of_the_linear_domain() -> None:
+    """Every |S| is the largest that exp(S) is taken of directly, with signs that do not cancel."""
+    signs = torch.tensor([1.0, -1.0] * 200)
+    q = k = (signs * 20**0.5)[None, None, :, None]
+    assert_honest(q, k, next(tokens(1, 1, 400, 5)), score_multiplier=0.9999)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    q, k, v = tokens(2, 2, 21, 8, dtype=dtype)
+    out = assert_honest(q, k, v, torch.rand(2, 21) > 0.3)
+    assert out.dtype == dtype
+
+
+def test_slices_of_one_projection() -> None:
+    """q, k and v as views of one [B, N, 3 H D] tensor, as models produce them."""
+    packed = torch.randn(2, 33, 3, 4, 8)
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    out = assert_honest(q, k, v)
+    torch.testing.assert_close(out, assert_honest(*(t.contiguous() for t in (q, k, v))))
+    assert_honest(q.flip(2), k[:, :, ::2], v[:, :, ::2])
+    assert_honest(q[:, :1].expand(2, 4, 33, 8), k, v)
+
+
+def test_output_factor_of_active_keys() -> None:
+    q, k, v = tokens(3, 2, 10, 4)
+    keep = torch.arange(10) < torch.tensor([[10], [4], [0]])
+    settings = (keep, None, 0.3, 4, True, [2.0, 0.0, 0.0, 1.0])
+    exact = meaning.sinkhorn(q.double(), k.double(), v.double(), *settings)
+    torch.testing.assert_close(ops.sinkhorn(q, k, v, *settings).double(), exact, atol=1e-5, rtol=0)
+
+
+def test_inputs_are_not_written_to() -> None:
+    q, k, v = tokens(1, 2, 400, 8)
+    bias, dual = torch.randn(2, 400, 400), torch.randn(1, 2, 400)
+    given = [q, k, v, bias, dual]
+    before = [t.clone() for t in given]
+    for own_bias in (None, bias):
+        ops.asap(q, k, v, None, own_bias, dual, 1.0, 3, ATTENTION)
+        ops.sinkhorn(q, k, v, None, own_bias, 1.0, 4, False, ATTENTION)
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["sinkhorn_attention", "asap_attention", "sliced_dual"])
+def test_opcheck(name: str) -> None:
+    q, k, _ = tokens(2, 2, 6, 4)
+    q.requires_grad_()
+    keep = torch.arange(6).expand(2, 6) < 4
+    inputs: dict[str, tuple[Any, ...]] = {
+        "sinkhorn_attention": (q, k, keep, torch.randn(1, 2, 6, 6), 0.4, 4, True, ATTENTION),
+        "asap_attention": (q, k, keep, None, torch.randn(2, 2, 6), 0.4, 3, ATTENTION),
+        "sliced_dual": (q, k, keep, torch.randn(3, 4), torch.randn(1, 3), 0.4),
+    }
+    torch.library.opcheck(getattr(ops, name), inputs[name])
+
+
+def test_every_start_is_worked_on_once_by_threads_that_compute_serially() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    seen, threads = [], []
+
+    def work(starts: Iterator[int]) -> None:
+        for start in starts:
+            torch.rand(300, 300).exp_()  # torch settles a thread's count when it first computes
+            threads.append(torch.get_num_threads())
+            seen.append(start)
+
+    try:
+        workers.each_worker(work, range(50))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert sorted(seen) == list(range(50))
+    assert set(threads) == {1}
+
+
+def test_an_error_in_a_worker_reaches_the_caller() -> None:
+    def work(starts: Iterator[int]) -> None:
+        for start in starts:
+            if start == 3:
+                raise ValueError("start 3")
+
+    with pytest.raises(ValueError, match="start 3"):
+        workers.each_worker(work, range(8))
+
+
+FORK = """
+import os, torch, asapc.operators
+q, k, v = torch.randn(3, 2, 4, 300, 8).unbind(0)
+run = lambda: torch.ops.asapc.sinkhorn(q, k, v, None, None, 0.3, 4, True, [1.0, 1.0, 0.0, 0.0])
+torch.set_num_threads({threads})
+expected = run()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(run(), expected) else 3)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_works_after_a_fork(threads: int) -> None:
+    """As in a data loader's process. With 2 threads the parent's pool is not the child's."""
+    subprocess.run([sys.executable, "-c", FORK.format(threads=threads)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("module", ["kernels.cpu", "kernels.sliced", "kernels.workers"])
+def test_each_module_can_be_imported_first(module: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import asapc.{module}"], check=True, timeout=60)
