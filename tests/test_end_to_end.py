@@ -187,7 +187,8 @@ def test_moved_artefact_loads_in_a_fresh_process_without_training_code(
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
     with torch.no_grad():
         expected = asapc.load(compiled)(batch(work / "data.npz", 4))[0]
-    assert np.array_equal(np.load(tmp_path / "y.npy"), expected.numpy())
+    # Not bitwise: how many threads share a matrix product depends on what the process did before.
+    assert np.allclose(np.load(tmp_path / "y.npy"), expected.numpy(), rtol=0, atol=1e-5)
 
 
 def test_same_inputs_give_the_same_bytes(work: Path, compiled: Path) -> None:

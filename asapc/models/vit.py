@@ -47,6 +47,7 @@ class SinkhornAttention(nn.Module):
         self.heads = heads
         self.scale = dim_head**-0.5
         self.max_iter = max_iter
+        self.loop = sinkhorn_attention  # training may put a faster twin here
         self.eps = eps
         self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
         self.to_out: nn.Module
@@ -59,7 +60,7 @@ class SinkhornAttention(nn.Module):
         qkv = self.to_qkv(x).unflatten(-1, (3, self.heads, -1))  # [B, N, 3, H, D]
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D]
         scores = torch.matmul(q, k.transpose(-1, -2)) * self.scale  # [B, H, N, N]
-        attention = sinkhorn_attention(scores, self.max_iter, self.eps)
+        attention = self.loop(scores, self.max_iter, self.eps)
         out = torch.matmul(attention, v).transpose(1, 2).flatten(2)  # [B, N, H * D]
         return self.to_out(out), attention
 
@@ -123,20 +124,19 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList()
         for _ in range(depth):
             attention = SinkhornAttention(dim, heads, dim_head, dropout, max_iter, eps)
-            feed_forward = FeedForward(dim, mlp_dim, dropout)
-            self.layers.append(
-                nn.ModuleList(
-                    [PreNormAttention(dim, attention), PreNormFeedForward(dim, feed_forward)]
-                )
-            )
+            blocks: list[nn.Module] = [PreNormAttention(dim, attention)]
+            if mlp_dim > 0:
+                blocks.append(PreNormFeedForward(dim, FeedForward(dim, mlp_dim, dropout)))
+            self.layers.append(nn.ModuleList(blocks))
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         maps = []
         for layer in self.layers:
-            attention, feed_forward = cast(nn.ModuleList, layer)
+            attention, *feed_forward = cast(nn.ModuleList, layer)
             update, attention_map = attention(x)
             x = update + x
-            x = feed_forward(x) + x
+            for block in feed_forward:
+                x = block(x) + x
             maps.append(attention_map)
         return x, maps
 
@@ -145,7 +145,7 @@ class SinkformerViT(nn.Module):
     """Image classifier: patches, a [CLS] token, learnt positions, `depth` Sinkhorn layers, a head.
 
     image_size, patch_size: pixels, one number or (height, width).  dim_head: D; the score is
-    D^-1/2 q k^T.  max_iter: half-steps T, rows first.  eps: epsilon.  pool: "cls" or "mean".
+    D^-1/2 q k^T.  mlp_dim: 0 leaves the feed-forward blocks out.  max_iter: half-steps T, rows first.  eps: epsilon.  pool: "cls" or "mean".
     Raises ValueError when the patches do not tile the image or pool is unknown.
     """
 

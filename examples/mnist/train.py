@@ -1,0 +1,118 @@
+"""Train a shallow MNIST teacher: one Sinkhorn layer, one head, no feed-forward block, T = 5.
+
+    python examples/mnist/train.py --patch 7 --out mnist7-teacher
+
+--data is a folder with mnist.npz (x_train, y_train, x_test, y_test).  The protocol is that of the
+shallow experiments of Sinkformers, ESPFormer and ASAP (its appendix E.4): Adam, batches of 100,
+2e-3 divided by 10 near the end; fewer epochs than their 45.  Writes config.json and
+model.safetensors in half precision (a MODEL for asapc), calibration.npz with 8192 training images,
+and test.npz with the 10000 test images and their labels.  Fixed seeds, some ten minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from asapc.models import SinkformerViT
+from asapc.models.sinkhorn import trainable_sinkhorn_attention
+from asapc.models.vit import SinkhornAttention
+
+CONFIG = {
+    "image_size": 28,
+    "channels": 1,
+    "num_classes": 10,
+    "dim": 128,
+    "depth": 1,
+    "heads": 1,
+    "dim_head": 64,
+    "mlp_dim": 0,
+    "max_iter": 5,
+}
+CALIBRATION = 8192
+BATCH = 100
+
+
+def images(pixels: np.ndarray) -> Tensor:
+    """[n, 28, 28] uint8 -> [n, 1, 28, 28], mean 0 and standard deviation 1 over the data set."""
+    return (torch.from_numpy(pixels).float().unsqueeze(1) / 255 - 0.1307) / 0.3081
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, img: Tensor, labels: Tensor) -> float:
+    model.eval()
+    predictions = torch.cat([model(batch)[0].argmax(-1) for batch in img.split(500)])
+    return (predictions == labels).double().mean().item()
+
+
+def train(model: nn.Module, img: Tensor, labels: Tensor, epochs: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    optimiser = torch.optim.Adam(model.parameters(), lr=2e-3)
+    drops = [round(epochs * 35 / 45), round(epochs * 41 / 45)]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, drops)
+    model.train()
+    for epoch in range(epochs):
+        start, total = time.perf_counter(), 0.0
+        order = torch.randperm(len(img), generator=generator).split(BATCH)
+        for index in order:
+            loss = nn.functional.cross_entropy(model(img[index])[0], labels[index])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            total += loss.item()
+        schedule.step()
+        seconds = time.perf_counter() - start
+        print(f"epoch {epoch + 1}/{epochs}  loss {total / len(order):.4f}  {seconds:.0f} s", flush=True)
+
+
+def set_loop(model: nn.Module, loop: object) -> None:
+    for module in model.modules():
+        if isinstance(module, SinkhornAttention):
+            module.loop = loop
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--patch", type=int, choices=(2, 4, 7, 14), default=7)
+    parser.add_argument("--epochs", type=int, default=20)
+    options = parser.parse_args()
+    if not (options.data / "mnist.npz").is_file():
+        parser.error(f"--data is a folder with mnist.npz, got {options.data}")
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with np.load(options.data / "mnist.npz") as data:
+        img, test_img = images(data["x_train"]), images(data["x_test"])
+        labels, test_labels = (
+            torch.from_numpy(data[name].astype(np.int64)) for name in ("y_train", "y_test")
+        )
+    config = {**CONFIG, "patch_size": options.patch}
+    model = SinkformerViT(**config)
+    usual_loop = model.transformer.layers[0][0].fn.loop
+    set_loop(model, trainable_sinkhorn_attention)
+    train(model, img, labels, options.epochs)
+    model.half().float()  # what the file will hold
+    set_loop(model, usual_loop)
+    print(f"test accuracy {accuracy(model, test_img, test_labels):.4f}")
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    written = {"architecture": "sinkformer-vit", **config}
+    (options.out / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    save_file(model.half().state_dict(), options.out / "model.safetensors")
+    np.savez_compressed(options.out / "calibration.npz", img=img[:CALIBRATION].numpy())
+    np.savez_compressed(
+        options.out / "test.npz", img=test_img.numpy(), labels=test_labels.numpy()
+    )
+
+
+if __name__ == "__main__":
+    main()
