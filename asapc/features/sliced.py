@@ -1,150 +1,111 @@
-"""Sliced potentials: exact one-dimensional optimal-transport duals, one per direction.
+"""Sliced: exact one-dimensional optimal-transport duals, one column per direction theta.
 
-Source: ASAP, Section 3.2, Eqs. 11-12 (equal numbers of unmasked queries and keys). Padding and
-N != M use a quantile coupling instead: every query row is a source of mass 1/N, every active key a
-target of mass 1/n, and the slope between two neighbouring queries is the key quantile there.
+With a = theta . x and b = theta . y, each sorted ascending over the points with mass,
 
-All values are in units of epsilon (see asapc.ir).
+    f_(1) = 0,   f_(r+1) = f_(r) + (a_(r+1)^2 - a_(r)^2) / 2 - b_(r) (a_(r+1) - a_(r)),
+
+which is ASAP's f_(r) = a_(r)^2 / 2 - phi_r without its cancellation. With n_x points x and n_y
+points y of equal mass on either side, b_(r) is the y of rank r n_y / n_x, linear between ranks: the
+r-th y itself where n_x = n_y. Equal projections get equal potentials, so the order among ties has no
+effect. Without any y with mass, all y count as 0.
+
+Columns [B, H, N, L]. Cost O((N + M) L (D + log N + log M)) a head.
+Source: ASAP, Section 3.2, Eqs. 11-12, for n_x = n_y; the quantile coupling is ours.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from asapc.errors import InputError
+from asapc.features.clouds import Budget, Clouds
+from asapc.features.gaussian import moments
+from asapc.features.quantiles import (
+    Sort,
+    SortValues,
+    drop_massless,
+    project,
+    quantiles,
+    stable_sort,
+    stable_sort_values,
+)
 
-def slices(num_slices: int, dim: int, seed: int) -> Tensor:
-    """Random unit directions theta [L, D], float32, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    theta = torch.randn(num_slices, dim, generator=generator, dtype=torch.float64)
-    return (theta / theta.norm(dim=-1, keepdim=True)).float()
-
-
-def sliced_potentials(
-    q: Tensor, k: Tensor, keep: Tensor | None, theta: Tensor, score_multiplier: float
-) -> Tensor:
-    """Source potentials of each slice, centred over the queries: [B, H, N, L].
-
-    With a = sqrt(score_multiplier) theta.q and b likewise for keys, sorted ascending,
-
-        f_(1) = 0,   f_(r+1) = f_(r) + (a_(r+1)^2 - a_(r)^2) / 2 - b_(r) (a_(r+1) - a_(r)),
-
-    which is ASAP's f_(r) = a_(r)^2 / 2 - phi_r without the cancellation. If keep is given or
-    N != M, b_(r) is the quantile of the active keys at r/N, linear between their ranks. Equal
-    projections get equal potentials, so the order among ties has no effect.
-
-    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool, True on active keys; theta: [L, D].
-    Half precision is computed and returned in float32. An example without an active key gives 0.
-    """
-    potentials = uncentred_potentials(q, k, keep, theta, score_multiplier)
-    return centre(potentials).transpose(-1, -2)
+KINDS = ("random", "orthogonal", "axis", "principal")
+AT_MOST_DIM = ("axis", "principal")
 
 
-def predict_dual(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
+def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
+    """The potentials of each slice, not centred: [B, H, N, L].  parameter: theta [L, D]."""
+    assert parameter is not None
+    return potentials(clouds, parameter).transpose(-1, -2)
+
+
+def potentials(
+    clouds: Clouds,
     theta: Tensor,
-    coefficients: Tensor,
-    score_multiplier: float,
+    sort: Sort = stable_sort,
+    sort_values: SortValues = stable_sort_values,
 ) -> Tensor:
-    """The predicted source dual in score coordinates: centre(X omega) - rho, [B, H, N].
+    """The same in the layout it is sorted in: [B, H, L, N].
 
-    X: the sliced potentials; coefficients omega: [1, L] for all heads or [H, L];
-    rho_i = |score_multiplier| |q_i|^2 / 2 turns cost coordinates into score coordinates.
-    Other arguments and the dtype as in sliced_potentials.  Source: ASAP, Eq. 13 and Appendix D.1.
+    Both sorts run along the last dimension, may treat ties as they like and overwrite their input.
     """
-    potentials = uncentred_potentials(q, k, keep, theta, score_multiplier)
-    weights = coefficients.to(potentials.dtype)[:, None, :]  # [1|H, 1, L]
-    predicted = (weights @ potentials)[..., 0, :]
-    return centre(predicted) - cost_offset(q, score_multiplier).to(predicted.dtype)
-
-
-def cost_offset(q: Tensor, score_multiplier: float) -> Tensor:
-    """rho_i = |score_multiplier| |q_i|^2 / 2, cost minus score coordinates of f: [B, H, N]."""
-    wide = widen(q)
-    return (wide * wide).sum(-1) * (abs(score_multiplier) / 2)
-
-
-def stable_sort(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending along the last dimension: sorted values and the order that sorts."""
-    return torch.sort(values, dim=-1, stable=True)
-
-
-def stable_sort_values(values: Tensor) -> Tensor:
-    return stable_sort(values)[0]
-
-
-def uncentred_potentials(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    theta: Tensor,
-    score_multiplier: float,
-    sort: Callable[[Tensor], tuple[Tensor, Tensor]] = stable_sort,
-    sort_values: Callable[[Tensor], Tensor] = stable_sort_values,
-) -> Tensor:
-    """sliced_potentials before centring, in the layout they are sorted in: [B, H, L, N].
-
-    Both sorts run along the last dimension and may treat ties as they like.
-    """
-    q, k = widen(q), widen(k)
-    directions = theta.to(q.dtype) * math.sqrt(abs(score_multiplier))
-    # A negative multiplier is the cost between -q and k.
-    a = (directions if score_multiplier >= 0 else -directions) @ q.transpose(-1, -2)
-    b = directions @ k.transpose(-1, -2)
-    sorted_a, order = sort(a)
-    slope = _key_quantiles(b, keep, a.shape[-1], sort_values)  # [B, H, L, N-1]
-    low, high = sorted_a[..., :-1], sorted_a[..., 1:]
+    lines = project(clouds, theta)
+    num_x, num_y = lines.a.shape[-1], lines.b.shape[-1]
+    ordered, order = sort(lines.a)
+    ordered = drop_massless(ordered, clouds.x_keep, lines.n_x)
+    ordered_y = drop_massless(sort_values(lines.b), clouds.y_keep, lines.n_y)
+    if clouds.x_keep is None and clouds.y_keep is None and num_x == num_y:
+        slope = ordered_y[..., :-1]
+    else:
+        ranks = torch.arange(1, num_x, device=ordered.device)
+        slope = quantiles(ordered_y, lines.n_y, ranks * lines.n_y, lines.n_x.clamp(min=1))
+    low, high = ordered[..., :-1], ordered[..., 1:]
     steps = (high - low) * ((high + low) / 2 - slope)
     ranked = torch.nn.functional.pad(torch.cumsum(steps, dim=-1), (1, 0))
-    potentials = torch.zeros_like(ranked).scatter(-1, order, ranked)
-    if keep is None:
-        return potentials
-    return potentials.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
+    return torch.zeros_like(ranked).scatter(-1, order, ranked)
 
 
-def _key_quantiles(
-    b: Tensor, keep: Tensor | None, num_queries: int, sort_values: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """The key quantile at r/N for r = 1 .. N-1: [B, H, L, N-1], ascending.
+def parameter(sample: Clouds, count: int, kind: str, seed: int) -> Tensor:
+    """Unit directions theta [L, D], float32, the same for the same sample and seed.
 
-    With n active keys the rank r n / N is interpolated between its neighbours (and held at the
-    smallest key below rank 1), so that n = N gives the r-th smallest key itself.
+    random: uniform on the sphere.  orthogonal: rows of random rotations, D to a rotation.
+    axis: the first L coordinates.  principal: the leading eigenvectors of the covariance of the
+    points with mass about the mean of their own cloud, averaged over examples, heads and sides.
     """
-    num_keys = b.shape[-1]
-    if keep is None and num_queries == num_keys:
-        return sort_values(b)[..., :-1]
-    ranks = torch.arange(1, num_queries, device=b.device)
-    if keep is None:
-        active = torch.full((1, 1), num_keys, device=b.device)
-        sorted_b = sort_values(b)
-    else:
-        active = keep.sum(-1, keepdim=True)  # [B, 1]
-        sorted_b = sort_values(b.masked_fill(~keep[:, None, None, :], math.inf))
-        behind = torch.arange(num_keys, device=b.device) >= active
-        sorted_b = sorted_b.masked_fill(behind[:, None, None, :], 0.0)
-    # Integer arithmetic keeps the ranks exact: r n = whole N + rest.
-    product = ranks * active
-    whole = torch.div(product, num_queries, rounding_mode="floor")
-    weight = (product - whole * num_queries).to(b.dtype) / num_queries
-    last = (active - 1).clamp(min=0)
-    below = _at(sorted_b, torch.minimum((whole - 1).clamp(min=0), last))
-    above = _at(sorted_b, torch.minimum(whole, last))
-    return torch.lerp(below, above, weight[:, None, None, :].expand_as(below))
+    dim = sample.x.shape[3]
+    if kind in AT_MOST_DIM and count > dim:
+        raise InputError(
+            f"slices: there are at most {dim} of kind {kind}, one per head dimension",
+            got=count,
+            help=f"ask for at most {dim}, or for kind random or orthogonal",
+        )
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "random":
+        theta = torch.randn(count, dim, generator=generator, dtype=torch.float64)
+        return (theta / theta.norm(dim=-1, keepdim=True)).float()
+    if kind == "orthogonal":
+        blocks = [_rotation(dim, generator) for _ in range(-(-count // dim))]
+        return torch.cat(blocks)[:count].float()
+    if kind == "axis":
+        return torch.eye(dim)[:count]
+    assert kind == "principal", kind
+    return _principal(sample)[:count].float()
 
 
-def _at(values: Tensor, index: Tensor) -> Tensor:
-    """values[..., index] for values [B, H, L, M] and index [1|B, R]: [B, H, L, R]."""
-    return values.gather(-1, index[:, None, None, :].expand(*values.shape[:-1], -1))
+def _rotation(dim: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal rows [D, D], uniform: QR with the signs that make the factor R positive."""
+    matrix = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+    q, r = torch.linalg.qr(matrix)
+    return q.T * torch.where(r.diagonal() < 0, -1.0, 1.0)[:, None]
 
 
-def centre(values: Tensor) -> Tensor:
-    return values - values.mean(-1, keepdim=True)
-
-
-def widen(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+def _principal(sample: Clouds) -> Tensor:
+    """Eigenvectors as rows [D, D], leading first, the largest entry of each positive."""
+    _, spread_x = moments(sample.x.detach().double(), sample.x_keep)
+    _, spread_y = moments(sample.y.detach().double(), sample.y_keep)
+    _, vectors = torch.linalg.eigh((spread_x + spread_y).mean((0, 1)).cpu())
+    rows = vectors.T.flip(0)
+    largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
+    return rows * torch.where(largest < 0, -1.0, 1.0)

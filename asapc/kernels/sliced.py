@@ -6,51 +6,76 @@ processor has them. Its order among ties differs, which the formula does not see
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from asapc.features.sliced import centre, cost_offset, uncentred_potentials, widen
+from asapc.features.clouds import Budget, Clouds
+from asapc.features.sliced import potentials
 from asapc.kernels.workers import TILE_BYTES, each_worker
 
 _INDEX_BITS = (1 << 28) - 1
 
 
-def predict_dual(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    theta: Tensor,
-    coefficients: Tensor,
-    score_multiplier: float,
-) -> Tensor:
-    """centre(X omega) - rho, [B, H, N]; arguments as features.sliced.predict_dual. No gradient."""
-    batch, heads, queries, _ = q.shape
-    q, k = widen(q.detach()), widen(k.detach())
-    flat_q, flat_k = q.flatten(0, 1)[:, None], k.flatten(0, 1)[:, None]  # [B H, 1, N, D]
-    flat_keep = None if keep is None else keep.repeat_interleave(heads, 0)  # [B H, M]
-    weights = coefficients.detach().to(q.dtype).expand(heads, -1).repeat(batch, 1)[:, None, None]
-    predicted = q.new_empty(batch * heads, 1, queries)
-    row_bytes = theta.shape[0] * max(queries, k.shape[2]) * q.element_size()
-    tile = max(1, TILE_BYTES // max(1, row_bytes))
+def contribution(clouds: Clouds, theta: Tensor, weights: Tensor, budget: Budget) -> Tensor:
+    """sliced.columns @ weights, not centred: [B, H, N].  No gradient.
+
+    theta: [L, D]; weights: [1, L] for all heads or [H, L].  A head is computed alone, so that the
+    result does not depend on which heads share a tile or which thread takes it.
+    """
+    batch, heads, num_x, _ = clouds.x.shape
+    rows = batch * heads
+    flat = _heads_as_examples(clouds)
+    theta = theta.detach().to(clouds.x)
+    weights = weights.detach().to(clouds.x).expand(heads, -1).repeat(batch, 1)[:, None, None]
+    out = clouds.x.new_empty(rows, num_x)
+    head_bytes = theta.shape[0] * max(num_x, clouds.y.shape[2]) * out.element_size()
+    size = _tile_size(rows, head_bytes)
 
     def work(starts: Iterator[int]) -> None:
         for start in starts:
-            part = slice(start, start + tile)
-            potentials = uncentred_potentials(
-                flat_q[part],
-                flat_k[part],
-                None if flat_keep is None else flat_keep[part],
-                theta.detach(),
-                score_multiplier,
-                _sort,
-                _sort_values,
-            )
-            predicted[part] = (weights[part] @ potentials)[:, :, 0]
+            part = slice(start, start + size)
+            values = potentials(_part(flat, part), theta, _sort, _sort_values)  # [G, 1, L, N]
+            out[part] = (weights[part] @ values)[:, 0, 0]
 
-    each_worker(work, range(0, batch * heads, tile))
-    return centre(predicted.view(batch, heads, queries)) - cost_offset(q, score_multiplier)
+    each_worker(work, range(0, rows, size))
+    return out.view(batch, heads, num_x)
+
+
+def _heads_as_examples(clouds: Clouds) -> Clouds:
+    """[B H, 1, N, D] in place of [B, H, N, D]; only what the slices read."""
+    heads = clouds.x.shape[1]
+
+    def each_head(keep: Tensor | None) -> Tensor | None:
+        return None if keep is None else keep.repeat_interleave(heads, 0)
+
+    return Clouds(
+        clouds.x.detach().flatten(0, 1)[:, None],
+        clouds.y.detach().flatten(0, 1)[:, None],
+        each_head(clouds.x_keep),
+        each_head(clouds.y_keep),
+    )
+
+
+def _part(clouds: Clouds, part: slice) -> Clouds:
+    return Clouds(
+        clouds.x[part],
+        clouds.y[part],
+        None if clouds.x_keep is None else clouds.x_keep[part],
+        None if clouds.y_keep is None else clouds.y_keep[part],
+    )
+
+
+def _tile_size(rows: int, head_bytes: int) -> int:
+    """Heads per tile: all of them if they fit one, which needs no worker; else equal shares."""
+    most = max(1, TILE_BYTES // max(1, head_bytes))
+    if rows <= most:
+        return max(1, rows)
+    threads = torch.get_num_threads()
+    rounds = math.ceil(rows / (most * threads))
+    return math.ceil(rows / (rounds * threads))
 
 
 def _sort(values: Tensor) -> tuple[Tensor, Tensor]:

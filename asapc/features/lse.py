@@ -1,0 +1,47 @@
+"""LSE: the dual after one closure from zero, the start of a residual fit.
+
+    -LSE_j(x_i . y_j + bias_ij) + |x_i|^2 / 2     over the points y with mass
+
+in cost coordinates like every column; the masses' constant is left out, centring removes it. A row
+without any y with mass gives 0. Column [B, H, N, 1]. Cost O(N M D) a head, as much as a closure;
+one example's scores are held at a time (gradients hold them all).
+Source: ASAP, Eq. 15 at g = 0 and Appendix E.4 (the residual log-sum-exp fit).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from asapc.features.clouds import Budget, Clouds
+
+
+def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
+    """[B, H, N, 1]."""
+    batch, heads, num_x, _ = clouds.x.shape
+    bias = clouds.bias
+    if bias is not None:
+        bias = bias.expand(batch, heads, num_x, clouds.y.shape[2])
+    rows = [
+        _closure(
+            clouds.x[example],
+            clouds.y[example],
+            None if clouds.y_keep is None else clouds.y_keep[example],
+            None if bias is None else bias[example],
+        )
+        for example in range(batch)
+    ]
+    return torch.stack(rows)[..., None]
+
+
+def _closure(x: Tensor, y: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
+    """One example: [H, N] from x [H, N, D], y [H, M, D], keep [M], bias [H, N, M]."""
+    scores = x @ y.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if keep is not None:
+        scores = scores.masked_fill(~keep, -math.inf)
+    total = torch.logsumexp(scores, -1)
+    return (x.square().sum(-1) / 2 - total).masked_fill(torch.isneginf(total), 0.0)

@@ -1,0 +1,558 @@
+"""Feature families against closed forms, independent NumPy formulas, dropped padding and gradients."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asapc.errors import InputError
+from asapc.features import MAX_COUNT, Feature, feature_columns, lse, predict_dual, sliced, token_bias
+from asapc.features import rank_displacement as displacement
+from asapc.features.clouds import Budget, Clouds
+from asapc.kernels import sliced as kernel
+
+E = torch.float64
+BUDGET = Budget(4, True)
+HERE = ["sliced:3", "rank_displacement:3", "raw", "norm", "active", "lse", "token_bias"]
+sizes = st.integers(1, 9)
+seeds = st.integers(0, 10_000)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def points(seed, num, dim=3, batch=2, heads=2):
+    return torch.randn(batch, heads, num, dim, generator=generator(seed), dtype=E)
+
+
+def some(seed, num, batch=2):
+    """A mask [B, num] with about half of the points and at least one."""
+    keep = torch.rand(batch, num, generator=generator(seed)) < 0.5
+    keep[:, seed % num] = True
+    return keep
+
+
+def case(seed, n, m, x_masked=False, y_masked=False, **shape):
+    x_keep = some(seed + 2, n) if x_masked else None
+    y_keep = some(seed + 3, m) if y_masked else None
+    return Clouds(points(seed, n, **shape), points(seed + 1, m, **shape), x_keep, y_keep)
+
+
+def theta_for(seed, count=3, dim=3):
+    return sliced.parameter(case(0, 1, 1, dim=dim), count, "random", seed)
+
+
+def line(*values):
+    return torch.tensor(values, dtype=E).view(1, 1, -1, 1)
+
+
+ONE = torch.ones(1, 1)
+
+
+def reference(family, clouds, theta):
+    """Point by point in NumPy; the rank a value has among the y is found by walking."""
+    theta = theta.double().numpy()
+    batch, heads, num_x, _ = clouds.x.shape
+    out = np.zeros((batch, heads, num_x, len(theta)))
+    for b, h, s in np.ndindex(batch, heads, len(theta)):
+        mine = np.arange(num_x) if clouds.x_keep is None else np.flatnonzero(clouds.x_keep[b])
+        theirs = slice(None) if clouds.y_keep is None else clouds.y_keep[b]
+        a = (clouds.x[b, h].numpy() @ theta[s])[mine]
+        ys = np.sort(clouds.y[b, h][theirs].numpy() @ theta[s])
+        out[b, h, mine, s] = family(a, ys)
+    return clouds.centre(torch.from_numpy(out))
+
+
+def quantile(ys, rank):
+    return np.interp(rank, np.arange(1, len(ys) + 1), ys)
+
+
+def plain_potentials(a, ys):
+    """ASAP, Eq. 12, its cancellation included."""
+    order = np.argsort(a, kind="stable")
+    out, phi = np.zeros(len(a)), 0.0
+    for r in range(len(a)):
+        if r:
+            phi += quantile(ys, r * len(ys) / len(a)) * (a[order[r]] - a[order[r - 1]])
+        out[order[r]] = a[order[r]] ** 2 / 2 - phi
+    return out
+
+
+def plain_displacement(a, ys):
+    ranks = np.array([((a < v).sum() + (a <= v).sum() + 1) / 2 for v in a])
+    return a - quantile(ys, (2 * ranks - 1) * len(ys) / (2 * len(a)) + 0.5)
+
+
+def centred(module, clouds, theta=None):
+    return clouds.centre(module.columns(clouds, theta, BUDGET))
+
+
+def close(found, expected, atol=1e-11):
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-11)
+
+
+LINES = pytest.mark.parametrize(
+    ("module", "plain"),
+    [(sliced, plain_potentials), (displacement, plain_displacement)],
+    ids=["sliced", "rank_displacement"],
+)
+
+
+# The two families on lines
+
+
+@LINES
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, n=sizes, m=sizes, x_masked=st.booleans(), y_masked=st.booleans())
+def test_lines_equal_the_plain_formula(module, plain, seed, n, m, x_masked, y_masked):
+    clouds = case(seed, n, m, x_masked, y_masked)
+    theta = theta_for(seed)
+    close(centred(module, clouds, theta), reference(plain, clouds, theta))
+
+
+@LINES
+def test_lines_equal_the_plain_formula_on_ties(module, plain):
+    """Whole numbers on the axes, so that ties are exact, more of them than distinct values."""
+    clouds = case(5, 40, 24, True, True)
+    clouds = Clouds(clouds.x.round(), clouds.y.round(), clouds.x_keep, clouds.y_keep)
+    theta = torch.eye(3)
+    close(centred(module, clouds, theta), reference(plain, clouds, theta))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, n=sizes, ties=st.booleans())
+def test_dual_is_feasible_and_tight_where_equal_ranks_meet(seed, n, ties):
+    """With g = C - f on the matched pairs, f_i + g_j <= c_ij everywhere: f solves the transport."""
+    clouds = case(seed, n, n)
+    x, y = (clouds.x.round(), clouds.y.round()) if ties else (clouds.x, clouds.y)
+    theta = torch.eye(3) if ties else theta_for(seed)
+    f = sliced.columns(Clouds(x, y), theta, BUDGET)  # [B, H, N, L]
+    a, b = x @ theta.double().T, y @ theta.double().T
+    a, rank = torch.sort(a, dim=2, stable=True)
+    b = torch.sort(b, dim=2).values
+    f = f.gather(2, rank)
+    g = (a - b) ** 2 / 2 - f
+    cost = (a[:, :, :, None] - b[:, :, None]) ** 2 / 2  # [B, H, N, M, L]
+    assert (f[:, :, :, None] + g[:, :, None] - cost).max() <= 1e-12
+
+
+def test_hand_computed_pairs():
+    """a = (1, 3, 2), b = (0, 4, 1): phi = 0, 0 (2 - 1), 0 + 1 (3 - 2); f = a^2 / 2 - phi."""
+    clouds = Clouds(line(1, 3, 2), line(0, 4, 1))
+    f = sliced.columns(clouds, ONE, BUDGET)
+    close(f, line(0.5, 3.5, 2.0) - 0.5)  # the first sorted point has 0
+    close(displacement.columns(clouds, ONE, BUDGET), line(1 - 0, 3 - 4, 2 - 1))
+
+
+def test_hand_computed_unequal_counts():
+    """Two x, four y: the slope is the y of rank 4 / 2; T the y of ranks 1.5 and 3.5."""
+    clouds = Clouds(line(5, 1), line(7, 0, 3, 4))
+    close(sliced.columns(clouds, ONE, BUDGET), line((25 - 1) / 2 - 3 * 4, 0))
+    close(displacement.columns(clouds, ONE, BUDGET), line(5 - 5.5, 1 - 1.5))
+
+
+def test_displacement_of_reflected_clouds_is_reflected():
+    clouds = case(3, 7, 4, True, True)
+    mirrored = Clouds(-clouds.x, -clouds.y, clouds.x_keep, clouds.y_keep)
+    theta = theta_for(0)
+    close(centred(displacement, mirrored, theta), -centred(displacement, clouds, theta))
+
+
+def test_a_cloud_does_not_move_onto_itself():
+    clouds = case(0, 8, 8)
+    moved = displacement.columns(Clouds(clouds.x, clouds.x), theta_for(0), BUDGET)
+    assert torch.equal(moved, torch.zeros_like(moved))
+
+
+@pytest.mark.parametrize("module", [sliced, displacement], ids=["sliced", "rank_displacement"])
+def test_masks_of_all_points_change_no_bit(module):
+    clouds = case(0, 7, 7)
+    full = torch.ones(2, 7, dtype=torch.bool)
+    theta = theta_for(0)
+    plainly = module.columns(clouds, theta, BUDGET)
+    for x_keep, y_keep in [(full, None), (None, full), (full, full)]:
+        masked = module.columns(Clouds(clouds.x, clouds.y, x_keep, y_keep), theta, BUDGET)
+        assert torch.equal(masked, plainly)
+
+
+def test_a_doubled_x_cloud_has_the_potentials_of_the_cloud():
+    """Every second rank falls on a whole y rank, and no step is made at the others."""
+    x, y = points(0, 5, heads=1), points(1, 5, heads=1)
+    doubled = Clouds(x.repeat_interleave(2, 2), y)
+    found = centred(sliced, doubled, theta_for(0))
+    close(found, centred(sliced, Clouds(x, y), theta_for(0)).repeat_interleave(2, 2))
+
+
+def test_exports_with_dynamic_batch_and_length():
+    class Features(torch.nn.Module):
+        def forward(self, x, y, keep):
+            return sliced.columns(Clouds(x, y, y_keep=keep), theta_for(0, dim=4), BUDGET)
+
+    def inputs(batch, length):
+        keep = torch.rand(batch, length) < 0.7
+        return torch.randn(batch, 2, length, 4), torch.randn(batch, 2, length, 4), keep
+
+    batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=3)
+    shape = {0: batch, 2: length}
+    program = torch.export.export(
+        Features(), inputs(2, 6), dynamic_shapes=(shape, shape, {0: batch, 1: length})
+    )
+    other = inputs(3, 9)
+    torch.testing.assert_close(program.module()(*other), Features()(*other))
+
+
+# The others, each by its definition
+
+
+def test_raw_norm_and_active_are_what_they_say():
+    clouds = case(0, 4, 3)
+    real = torch.tensor([[True, True, False, False], [True] * 4])
+    clouds = Clouds(clouds.x, clouds.y, x_real=real)
+    assert Feature("raw").columns(clouds, None, BUDGET) is clouds.x
+    close(Feature("norm").columns(clouds, None, BUDGET)[..., 0], (clouds.x**2).sum(-1) / 2)
+    active = Feature("active").columns(clouds, None, BUDGET)
+    assert torch.equal(active, real[:, None, :, None].expand(2, 2, 4, 1).double())
+    unknown = Feature("active").columns(Clouds(clouds.x, clouds.y), None, BUDGET)
+    assert torch.equal(unknown, torch.zeros_like(active))
+
+
+@pytest.mark.parametrize("bias_shape", [None, (2, 2, 5, 4), (1, 2, 5, 4), (1, 1, 1, 4)], ids=str)
+def test_lse_closes_the_rows(bias_shape):
+    """exp(S + u) has mass 1 in every row, over the kept y."""
+    clouds = case(0, 5, 4, y_masked=True)
+    bias = None if bias_shape is None else torch.randn(bias_shape, generator=generator(0), dtype=E)
+    clouds = Clouds(clouds.x, clouds.y, y_keep=clouds.y_keep, bias=bias)
+    u = lse.columns(clouds, None, BUDGET)[..., 0] - clouds.cost_offset()
+    scores = clouds.x @ clouds.y.mT + (0 if bias is None else bias)
+    mass = (torch.exp(scores + u[..., None]) * clouds.y_keep[:, None, None, :]).sum(-1)
+    close(mass, torch.ones_like(mass))
+
+
+def test_lse_of_a_row_masked_by_its_bias_is_zero():
+    bias = torch.zeros(1, 1, 5, 4, dtype=E)
+    bias[0, 0, 2] = -math.inf
+    clouds = case(0, 5, 4)
+    column = lse.columns(Clouds(clouds.x, clouds.y, bias=bias), None, BUDGET)
+    assert column.isfinite().all() and (column[:, :, 2] == 0).all() and (column[:, :, 1] != 0).all()
+
+
+def test_token_bias_learns_a_value_per_position_of_one_length():
+    clouds = case(0, 4, 3)
+    values = torch.tensor([[1.0, -2.0, 5.0, 0.0]])
+    found = predict_dual([Feature("token_bias")], [None], values, clouds, BUDGET)
+    close(found + clouds.cost_offset(), (values - values.mean()).double().expand(2, 2, 4))
+    keep = torch.ones(2, 4, dtype=torch.bool)
+    for padded in (Clouds(clouds.x, clouds.y, x_keep=keep), Clouds(clouds.x, clouds.y, x_real=keep)):
+        with pytest.raises(InputError, match="token_bias: needs sequences of one length"):
+            token_bias.columns(padded, None, BUDGET)
+
+
+# What holds for every family
+
+
+def feature_of(text, sample, seed=0):
+    feature = Feature.parse(text)
+    return feature, feature.parameter(sample, seed)
+
+
+def columns_of(text, clouds):
+    feature, parameter = feature_of(text, clouds)
+    return feature_columns([feature], [parameter], clouds, BUDGET)
+
+
+@pytest.mark.parametrize("text", HERE)
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, n=sizes, m=sizes, padded=st.booleans())
+def test_permutation_equivariant(text, seed, n, m, padded):
+    """x permuted: the columns follow. y permuted together with its mask: nothing changes."""
+    padded = padded and text != "token_bias"
+    clouds = case(seed, n, m, x_masked=padded, y_masked=padded)
+    rows = torch.randperm(n, generator=generator(seed))
+    others = torch.randperm(m, generator=generator(seed))
+    permuted = Clouds(
+        clouds.x[:, :, rows],
+        clouds.y[:, :, others],
+        None if clouds.x_keep is None else clouds.x_keep[:, rows],
+        None if clouds.y_keep is None else clouds.y_keep[:, others],
+    )
+    expected = columns_of(text, clouds)[:, :, rows]
+    found = columns_of(text, permuted)
+    if text == "token_bias":  # positions are its columns, too
+        found = found[..., torch.argsort(rows)]
+    close(found, expected)
+
+
+@pytest.mark.parametrize("text", [text for text in HERE if text != "token_bias"])
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, n=sizes, m=sizes)
+def test_points_without_mass_count_as_absent(text, seed, n, m):
+    """Either side may be padded; what the padding holds is not read."""
+    clouds = case(seed, n, m, True, True)
+    x = torch.where(clouds.x_keep[:, None, :, None], clouds.x, 1e3)
+    y = torch.where(clouds.y_keep[:, None, :, None], clouds.y, -1e3)
+    found = columns_of(text, Clouds(x, y, clouds.x_keep, clouds.y_keep))
+    for example in range(2):
+        x_keep, y_keep = clouds.x_keep[example], clouds.y_keep[example]
+        part = Clouds(clouds.x[example, :, x_keep][None], clouds.y[example, :, y_keep][None])
+        close(found[example, :, x_keep][None], columns_of(text, part))
+        assert (found[example, :, ~x_keep] == 0).all()
+
+
+@pytest.mark.parametrize("text", HERE)
+def test_one_point_gives_zero_and_equal_points_equal_values(text):
+    one = columns_of(text, case(0, 1, 5))
+    assert torch.equal(one, torch.zeros_like(one))
+    if text == "token_bias":
+        return
+    clouds = case(0, 1, 5)
+    equal = columns_of(text, Clouds(clouds.x.expand(-1, -1, 6, -1), clouds.y))
+    close(equal, torch.zeros_like(equal), atol=1e-15)
+
+
+@pytest.mark.parametrize("text", ["sliced:3", "rank_displacement:3", "raw", "norm", "lse"])
+def test_duplicated_tokens_have_equal_values(text):
+    clouds = case(1, 5, 4)
+    clouds = Clouds(clouds.x.round(), clouds.y.round())
+    feature = Feature.parse(text)
+    parameter = torch.eye(3) if feature.count else None  # exact projections
+    twice = Clouds(clouds.x.repeat(1, 1, 2, 1), clouds.y.repeat(1, 1, 2, 1))
+    found = feature.columns(twice, parameter, BUDGET)
+    assert torch.equal(found[:, :, :5], found[:, :, 5:])
+    assert found.std() > 0.1
+
+
+@pytest.mark.parametrize("text", [text for text in HERE if text != "token_bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, E], ids=str)
+def test_columns_and_gradients_are_finite_without_any_mass(text, dtype):
+    """First example without any y, second without any x."""
+    y_keep = torch.tensor([[False] * 4, [True] * 4])
+    x_keep = torch.tensor([[True] * 5, [False] * 5])
+    clouds = case(0, 5, 4)
+    x, y = clouds.x.to(dtype).requires_grad_(), clouds.y.to(dtype).requires_grad_()
+    found = columns_of(text, Clouds(x, y, x_keep, y_keep))
+    assert found.dtype == dtype and found.isfinite().all()
+    if not found.requires_grad:
+        return
+    for gradient in torch.autograd.grad(found.square().sum(), (x, y), allow_unused=True):
+        assert gradient is None or gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("text", HERE)
+def test_columns_are_finite_at_huge_values(text):
+    clouds = case(0, 9, 6)
+    huge = Clouds(clouds.x.float() * 1e15, clouds.y.float() * 1e15)
+    assert columns_of(text, huge).isfinite().all()
+
+
+@pytest.mark.parametrize("text", HERE)
+def test_float32_is_float64_rounded(text):
+    clouds = case(1, 33, 20, dim=8)
+    feature, parameter = feature_of(text, clouds)
+    single = Clouds(clouds.x.float(), clouds.y.float())
+    found = feature_columns([feature], [parameter], single, BUDGET)
+    exact = feature_columns([feature], [parameter], Clouds(single.x.double(), single.y.double()), BUDGET)
+    assert found.dtype == torch.float32
+    # 33 sums of terms below 20, each within half an ulp of 20 at worst
+    assert (found - exact).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("text", ["sliced:3", "rank_displacement:3", "raw", "norm", "lse"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_gradients(text, padded):
+    clouds = case(4, 5, 4, heads=1)
+    x_keep = torch.tensor([[True, True, False, True, True], [True] * 5]) if padded else None
+    y_keep = torch.tensor([[True, False, True, True], [False] * 4]) if padded else None
+    feature, parameter = feature_of(text, clouds)
+
+    def columns(x, y):
+        return feature_columns([feature], [parameter], Clouds(x, y, x_keep, y_keep), BUDGET)
+
+    x, y = clouds.x.requires_grad_(), clouds.y.requires_grad_()
+    assert torch.autograd.gradcheck(columns, (x, y))
+
+
+# Slices
+
+
+def sample(seed=0, dim=6):
+    return case(seed, 9, 7, dim=dim)
+
+
+@pytest.mark.parametrize("kind", sliced.KINDS)
+@pytest.mark.parametrize("count", [1, 6])
+def test_slices_are_unit_seeded_float32(kind, count):
+    theta = sliced.parameter(sample(), count, kind, 7)
+    assert theta.dtype == torch.float32 and theta.shape == (count, 6)
+    torch.testing.assert_close(theta.norm(dim=-1), torch.ones(count))
+    assert torch.equal(theta, sliced.parameter(sample(), count, kind, 7))
+    by_seed = not torch.equal(theta, sliced.parameter(sample(), count, kind, 8))
+    assert by_seed == (kind in ("random", "orthogonal"))
+
+
+def test_orthogonal_slices_come_in_orthonormal_blocks():
+    theta = sliced.parameter(sample(), 15, "orthogonal", 0)
+    for block in theta.split(6):
+        torch.testing.assert_close(block @ block.T, torch.eye(len(block)), atol=1e-6, rtol=0)
+    assert not torch.allclose(theta[:6], theta[6:12], atol=0.1)
+
+
+def test_axis_slices_are_the_coordinates():
+    assert torch.equal(sliced.parameter(sample(), 4, "axis", 0), torch.eye(6)[:4])
+
+
+def test_principal_slices_are_the_leading_directions_of_the_points_with_mass():
+    """Spread 3 and 1 of x, 2 of y along a rotated basis; means and padding that would dominate."""
+    basis = torch.linalg.qr(torch.randn(3, 3, generator=generator(1), dtype=E)).Q
+    signs = torch.where(basis.gather(0, basis.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)
+    cube = torch.tensor([[i, j, k] for i in (-1, 1) for j in (-1, 1) for k in (-1, 1)], dtype=E)
+
+    def cloud(*spread):
+        return ((cube * torch.tensor(spread, dtype=E)) @ basis.T).expand(2, 2, -1, -1)
+
+    x, y = cloud(3, 0, 1) + 50.0 * torch.arange(2)[:, None, None], cloud(0, 2, 0) - 20.0
+    junk = torch.full((2, 2, 2, 3), 1e4, dtype=E) * torch.tensor([[1.0], [-1.0]])
+    keep = torch.tensor([True] * 8 + [False] * 2).expand(2, 10)
+    padded = Clouds(torch.cat([x, junk], 2), torch.cat([y, junk], 2), keep, keep)
+    found = sliced.parameter(padded, 3, "principal", 0)
+    torch.testing.assert_close(found, (basis * signs).T.float(), atol=1e-6, rtol=0)
+
+
+def test_principal_slices_of_a_sample_without_variance_are_unit():
+    flat = Clouds(torch.ones(2, 2, 3, 4), torch.zeros(2, 2, 3, 4))
+    theta = sliced.parameter(flat, 4, "principal", 0)
+    torch.testing.assert_close(theta @ theta.T, torch.eye(4))
+
+
+@pytest.mark.parametrize("kind", ["axis", "principal"])
+def test_too_many_slices_of_a_basis_are_refused(kind):
+    with pytest.raises(InputError, match=f"at most 6 of kind {kind}.*got 7\n.*help"):
+        sliced.parameter(sample(), 7, kind, 0)
+
+
+def test_features_parse():
+    assert Feature.parse("sliced:8") == Feature("sliced", 8, "random")
+    assert Feature.parse("rank_displacement:8:axis") == Feature("rank_displacement", 8, "axis")
+    assert Feature.parse("norm") == Feature("norm")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "unknown feature family ''"),
+        ("slices:3", "unknown feature family 'slices'.*\n.*sliced, gaussian"),
+        ("sliced", f"sliced is written sliced:<1 to {MAX_COUNT}>, then optionally one of random"),
+        ("sliced:0", "sliced is written"),
+        ("sliced:-1", "sliced is written"),
+        ("sliced:x", "sliced is written"),
+        ("sliced:4097", "sliced is written"),
+        ("sliced:3:diagonal", "sliced is written"),
+        ("sliced:3:axis:1", "sliced is written"),
+        ("sliced:3:", "sliced is written"),
+        ("norm:1", "norm takes no number, got 'norm:1'"),
+    ],
+)
+def test_malformed_features_are_refused(text, rule):
+    with pytest.raises(InputError, match=f"^here: {rule}"):
+        Feature.parse(text, "here")
+
+
+# The CPU twin
+
+
+def by_columns(clouds, theta, weights):
+    columns = sliced.columns(clouds, theta, BUDGET)
+    return (columns @ weights.to(columns.dtype)[:, :, None])[..., 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=seeds,
+    n=sizes,
+    m=sizes,
+    x_masked=st.booleans(),
+    y_masked=st.booleans(),
+    ties=st.booleans(),
+    pooled=st.booleans(),
+    dtype=st.sampled_from([torch.float32, E]),
+)
+def test_kernel_equals_the_columns(seed, n, m, x_masked, y_masked, ties, pooled, dtype):
+    clouds = case(seed, n, m, x_masked, y_masked)
+    x, y = (clouds.x.round(), clouds.y.round()) if ties else (clouds.x, clouds.y)
+    clouds = Clouds(x.to(dtype), y.to(dtype), clouds.x_keep, clouds.y_keep)
+    theta = theta_for(seed)
+    weights = torch.randn(1 if pooled else 2, 3, generator=generator(seed))
+    found = kernel.contribution(clouds, theta, weights, BUDGET)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    expected = clouds.centre(by_columns(clouds, theta, weights))
+    torch.testing.assert_close(clouds.centre(found), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernel_does_not_depend_on_tiles_or_neighbours(threads, monkeypatch):
+    clouds = case(0, 37, 29, True, True, heads=11, dim=16)
+    clouds = Clouds(clouds.x.float(), clouds.y.float(), clouds.x_keep, clouds.y_keep)
+    theta, weights = theta_for(0, 5, 16), torch.randn(11, 5, generator=generator(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = kernel.contribution(clouds, theta, weights, BUDGET)
+        for tile_bytes in (1, 1 << 14, 1 << 15, 1 << 30):
+            monkeypatch.setattr(kernel, "TILE_BYTES", tile_bytes)
+            assert torch.equal(kernel.contribution(clouds, theta, weights, BUDGET), whole)
+    finally:
+        torch.set_num_threads(before)
+    alone = Clouds(clouds.x[1:, 3:4], clouds.y[1:, 3:4], clouds.x_keep[1:], clouds.y_keep[1:])
+    found = kernel.contribution(alone, theta, weights[3:4], BUDGET)
+    assert torch.equal(found[0, 0], whole[1, 3])
+
+
+def test_kernel_stays_on_the_calling_thread_for_a_single_tile(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a worker was asked for")
+
+    clouds, theta = case(0, 8, 8), theta_for(0)
+    monkeypatch.setattr("asapc.kernels.workers._workers", refuse)
+    kernel.contribution(clouds, theta, torch.ones(1, 3), BUDGET)
+
+
+def test_kernel_takes_views_and_leaves_inputs_and_gradients_alone():
+    def view(seed):
+        return points(seed, 6, dim=4).float().transpose(1, 2)  # [B, 6, H, D] seen as 6 heads
+
+    x, y = view(0).requires_grad_(), view(1)
+    copies = x.detach().clone(), y.clone()
+    weights = torch.ones(1, 5, requires_grad=True)
+    clouds, theta = Clouds(x, y), theta_for(0, 5, 4)
+    found = kernel.contribution(clouds, theta, weights, BUDGET)
+    assert not found.requires_grad and not found.is_inference()
+    torch.testing.assert_close(found, by_columns(clouds, theta, weights).detach(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(x, copies[0]) and torch.equal(y, copies[1])
+
+
+def test_kernel_keeps_a_nan_to_its_example():
+    clouds = case(0, 8, 6, y_masked=True)
+    x = clouds.x.float()
+    x[0, 0, 3] = torch.nan
+    poisoned = Clouds(x, clouds.y.float(), clouds.y_keep.new_ones(2, 8), clouds.y_keep)
+    found = kernel.contribution(poisoned, theta_for(0), torch.ones(1, 3), BUDGET)
+    assert found[1].isfinite().all() and found[0, 1].isfinite().all()
+
+
+def test_kernel_sort_keeps_every_bit():
+    """Signed zeros, denormals, neighbours one ulp apart and the largest floats, 4099 to a row."""
+    row = torch.randn(4099, generator=generator(0))
+    row[:3000:3] = row[1:3000:3]
+    row[5:4000:7] = torch.nextafter(row[4:4000:7], torch.tensor(9.0))
+    largest = torch.finfo(torch.float32).max
+    row[:8] = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, largest, -largest])
+    values, order = kernel._sort(row[None].clone())
+    assert torch.equal(values[0], row.sort().values)
+    assert torch.equal(row[order[0]], values[0])
+    assert torch.equal(order[0].sort().values, torch.arange(4099))
