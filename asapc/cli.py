@@ -87,6 +87,10 @@ def calibrate(
     data: Data,
     out: Annotated[str, typer.Option("--out", "-o", metavar="CALIB", help="Folder to write.")],
     recipe: RecipeFile = None,
+    sequential: Annotated[
+        bool,
+        typer.Option("--sequential", help="Fit each layer behind the already amortised ones."),
+    ] = False,
     weights: Weights = None,
     kwargs: Kwargs = None,
     json: Json = False,
@@ -98,7 +102,7 @@ def calibrate(
     def body(run: Session) -> None:
         from asapc.report.tables import calibration_tables
 
-        summary = calibrate_model(run, model, data, out, recipe, weights, kwargs)
+        summary = calibrate_model(run, model, data, out, recipe, weights, kwargs, sequential)
         run.show(summary, calibration_tables)
         run.note(f"wrote {out}; next: asapc compile {model} --calibration {out} -o OUT")
 
@@ -250,6 +254,7 @@ def calibrate_model(
     recipe: str | None,
     weights: str | None = None,
     kwargs: str | None = None,
+    sequential: bool = False,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
     from asapc.recipe import load_recipe
@@ -260,7 +265,7 @@ def calibrate_model(
     teacher = load_teacher(model, weights=weights, kwargs=kwargs)
     from asapc import pipeline
 
-    calibration = pipeline.calibrate(teacher, data, out, resolved, run.progress)
+    calibration = pipeline.calibrate(teacher, data, out, resolved, run.progress, sequential)
     return _calibration_summary(calibration, model, out)
 
 
@@ -335,20 +340,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict[str, Any]:
+    from asapc.formats.calibration import fit_facts
+
     sites = [
         {
             "name": name,
-            "features": list(site.features),
-            "closures": site.closures,
-            "examples": site.examples,
+            **fit_facts(site),
             "tokens": site.tokens,
-            "r2": min(site.r2),
-            "condition_number": max(site.condition_number),
             "fit_seconds": site.fit_seconds,
         }
         for name, site in calibration.sites.items()
     ]
-    return {"model": model, "calibration": out, "sites": sites}
+    return {"model": model, "calibration": out, "order": calibration.order, "sites": sites}
 
 
 def _failure(entry: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from asapc.session import Session
 
 RECIPES = {
     "lossless": Recipe(operator="sinkhorn"),
-    "asap": Recipe(operator="asap", coefficients="per_head"),
+    "asap": Recipe(operator="asap"),
 }
 
 

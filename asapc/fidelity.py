@@ -226,15 +226,21 @@ def row_error_bound(g_plus: Tensor, g_0: Tensor) -> Tensor:
     return torch.expm1(torch.where(active, change, 0.0).amax(-1))
 
 
-def dual_stability_factor(f_hat: Tensor, f: Tensor) -> Tensor:
+def dual_stability_factor(f_hat: Tensor, f: Tensor, keep: Tensor | None = None) -> Tensor:
     """exp(2 alpha) with alpha = min_c max_i |f^_i - f_i - c|: bounds the ratio of plan entries.
 
-    f_hat, f: [B, H, N] predicted and teacher source dual, in the same coordinates. Every entry of
+    f_hat, f: [B, H, N] predicted and teacher dual of one side, in the same coordinates; keep: [B, N],
+    the points that carry mass, or None for all. Every entry of
     the plan closed from f_hat is within this factor of the one closed from f, after any number of
     closures. Returns [B, H] float64.  Source: ASAP, Propositions B.8 and B.9 (gauge-free form).
     """
     error = f_hat.double() - f.double()
-    return torch.exp(error.amax(-1) - error.amin(-1))
+    if keep is None:
+        return torch.exp(error.amax(-1) - error.amin(-1))
+    massless = ~keep[:, None, :]
+    high = error.masked_fill(massless, -math.inf).amax(-1)
+    low = error.masked_fill(massless, math.inf).amin(-1)
+    return torch.exp((high - low).clamp(min=0.0))  # no point at all: nothing to bound
 
 
 def contraction_bound(scores: Tensor, keep: Tensor | None = None) -> Tensor:

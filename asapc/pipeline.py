@@ -27,10 +27,11 @@ from asapc.artifact import (
     signature_of,
     write_artifact,
 )
-from asapc.calibration.collect import SiteStatistics
-from asapc.calibration.teacher import legal_closures, source_dual
+from asapc.calibration.collect import SiteStatistics, finish
+from asapc.calibration.teacher import TeacherDuals
 from asapc.data import Batch, DataSource, open_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
+from asapc.features.predictor import Amortised, closure_plan
 from asapc.fidelity import (
     AttentionFidelity,
     OutputFidelity,
@@ -40,7 +41,13 @@ from asapc.fidelity import (
     row_error_bound,
 )
 from asapc.formats.atomic import replace_folder
-from asapc.formats.calibration import Calibration, load_calibration, save_calibration
+from asapc.formats.calibration import (
+    Calibration,
+    SiteCalibration,
+    fit_facts,
+    load_calibration,
+    save_calibration,
+)
 from asapc.formats.load import Teacher, build_factory, example_inputs, load_teacher
 from asapc.ir import Convention, OutputFactor, Program, SiteTensors
 from asapc.operators.sinkhorn import (
@@ -52,13 +59,7 @@ from asapc.operators.sinkhorn import (
     sinkhorn_attention,
 )
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
-from asapc.passes.rewrite import (
-    Amortised,
-    amortise,
-    attention_of,
-    operator_calls,
-    predicted_dual,
-)
+from asapc.passes.rewrite import amortise, operator_calls, predicted_duals, site_function
 from asapc.passes.select import Choice, choose, needs_fit
 from asapc.passes.verify import largest_difference, tensor_outputs
 from asapc.progress import Progress
@@ -109,9 +110,19 @@ def inspect(teacher: Teacher, data: str | None = None) -> Inspection:
 
 
 def calibrate(
-    teacher: Teacher, data: str, out: str | Path, recipe: Recipe, progress: Progress
+    teacher: Teacher,
+    data: str,
+    out: str | Path,
+    recipe: Recipe,
+    progress: Progress,
+    sequential: bool = False,
 ) -> Calibration:
-    """Fit every site whose recipe may predict a dual; statistics are kept, activations never."""
+    """Fit every site whose recipe may predict a dual; statistics are kept, activations never.
+
+    In parallel, one pass over the data fits all sites behind the teacher's own layers. Sequentially
+    each site is fitted in a pass of its own behind the layers that are already amortised, on the
+    activations it will really see.
+    """
     source = open_data(data, _signature(teacher))
     analysis = analyse(teacher, _first_batch(source))
     _require_sites(analysis)
@@ -120,29 +131,31 @@ def calibrate(
     statistics: dict[str, SiteStatistics] = {}
     for site in analysis.sites:
         own = recipe.for_site(site.name)
-        closures = legal_closures(site.convention, own.closures)
-        if needs_fit(own, site.convention) and closures is not None:
-            statistics[site.name] = SiteStatistics(
-                site.name,
-                site.convention,
-                closures=closures,
-                features=own.features,
-                ridge=own.ridge,
-                coefficients=own.coefficients,
-                seed=recipe.seed,
-            )
+        plan = closure_plan(site.convention, own.closures, own.side)
+        if needs_fit(own, site.convention) and plan is not None:
+            statistics[site.name] = SiteStatistics(site.name, site.convention, plan, own)
+    rounds = [[name] for name in statistics] if sequential else [list(statistics)]
+    if sequential and any(own.recipe.coefficients == "shared" for own in statistics.values()):
+        raise InputError(
+            "calibrate: coefficients shared by all sites are fitted in one pass",
+            got="--sequential with `coefficients: shared`",
+            help="use `coefficients: per_head` or leave out --sequential",
+        )
+    fitted: dict[str, SiteCalibration] = {}
     seen: list[int] = []
-    if statistics:
+    for names in rounds if statistics else []:
         batches = source.batches(
             recipe.batch_size,
             select=lambda content: split_of(content) == "calibration",
             limit=recipe.max_examples,
         )
-        tap = Tap(analysis.model, analysis.lifted)
-        for batch in progress.track(batches, "calibrating", _batch_count(source, recipe)):
+        tap = Tap(analysis.model, _amortised_programs(analysis, fitted))
+        label = "calibrating" if not sequential else f"calibrating {names[0]}"
+        seen = []
+        for batch in progress.track(batches, label, _batch_count(source, recipe)):
             _, tensors = tap(batch)
             for site, seen_by_site in zip(analysis.sites, tensors, strict=True):
-                if site.name in statistics:
+                if site.name in names:
                     statistics[site.name].update(seen_by_site)
             seen.extend(batch.hashes)
         if not seen:
@@ -151,12 +164,14 @@ def calibrate(
                 got="none: too few examples in all",
                 help="70 % of the examples are used for calibration, chosen by content",
             )
+        fitted.update(finish({name: statistics[name] for name in names}))
     calibration = Calibration(
         teacher=teacher.fingerprint,
         recipe=recipe.to_dict(),
         capture=analysis.capture.kind,
-        sites={name: own.finish() for name, own in statistics.items()},
+        sites=fitted,
         data=data,
+        order="sequential" if sequential else "parallel",
         seen_hashes=tuple(seen),
     )
     save_calibration(out, calibration)
@@ -196,7 +211,7 @@ def compile(
         )
         for index, site in enumerate(progress.track(analysis.sites, "selecting", None))
     ]  # fmt: skip
-    compiled = _rewrite(analysis, choices)
+    compiled = _rewrite(analysis, [choice.amortised for choice in choices])
     _verify_finite(Runner(analysis.model, compiled)(example), teacher)
 
     manifest = {
@@ -205,6 +220,7 @@ def compile(
         "call": call_of(example.args, example.kwargs, list(_signature(teacher).parameters)),
         "data": source.source,
         "fit_seconds": calibration.fit_seconds,
+        "calibration_order": calibration.order,
         "sites": [
             _manifest_site(site, choice, calibration)
             for site, choice in zip(analysis.sites, choices, strict=True)
@@ -284,6 +300,7 @@ def report(
             "lossless_max_abs_error": exact["max_abs_error"],
             **timed,
             "fit_seconds": fit_seconds,
+            "calibration_order": artifact.manifest["calibration_order"],
             "break_even_batches": fit_seconds / saved if saved > 0 else None,
         },
         "sites": [site.result() for site in sites],
@@ -399,20 +416,24 @@ def _check_calibration(
         own, fitted = recipe.for_site(site.name), calibration.sites.get(site.name)
         if not needs_fit(own, site.convention):
             continue
-        closures = legal_closures(site.convention, own.closures)
-        if closures is None:
+        plan = closure_plan(site.convention, own.closures, own.side)
+        if plan is None:
             continue
         problem = None
         if fitted is None:
             problem = "was not fitted"
         elif not _same_convention(fitted.convention, site.convention):
             problem = "was fitted on another convention"
-        elif fitted.closures != closures or fitted.features != own.features:
-            problem = f"was fitted for {fitted.closures} closures on {', '.join(fitted.features)}"
-        elif (fitted.coefficients.shape[0] > 1) != (own.coefficients == "per_head") and (
-            site.heads > 1
-        ):
-            problem = "was fitted with other sharing of coefficients"
+        elif fitted.amortised.plan != plan or fitted.features != own.features:
+            was = fitted.amortised.plan
+            problem = (
+                f"was fitted for {was.closures} closures of the {was.side} dual on "
+                f"{', '.join(fitted.features)}"
+            )
+        elif fitted.quality[0].fit != own.fit:
+            problem = f"was fitted with `fit: {fitted.quality[0].fit}`"
+        elif fitted.sharing != own.coefficients and site.heads > 1:
+            problem = f"was fitted with `coefficients: {fitted.sharing}`"
         if problem is not None:
             raise InputError(
                 f"{place}: {site.name} {problem}",
@@ -478,18 +499,24 @@ def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
         )
 
 
-def _rewrite(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
+def _rewrite(analysis: Analysis, choices: Sequence[Amortised | None]) -> list[Program]:
+    """The lifted programs with the i-th site amortised where choices[i] says how."""
     compiled, start = [], 0
     for program in analysis.lifted:
         count = len(operator_calls(program.graph))
-        own: dict[int, Amortised] = {}
-        for index in range(count):
-            amortised = choices[start + index].amortised
-            if choices[start + index].operator == "asap" and amortised is not None:
-                own[index] = amortised
-        compiled.append(amortise(program, own) if own else program)
+        own = dict(enumerate(choices[start : start + count]))
+        chosen = {index: choice for index, choice in own.items() if choice is not None}
+        compiled.append(amortise(program, chosen) if chosen else program)
         start += count
     return compiled
+
+
+def _amortised_programs(
+    analysis: Analysis, fitted: Mapping[str, SiteCalibration]
+) -> list[Program]:
+    """The lifted programs with every fitted site amortised."""
+    own = [fitted.get(site.name) for site in analysis.sites]
+    return _rewrite(analysis, [site.amortised if site else None for site in own])
 
 
 def _verify_finite(output: Any, teacher: Teacher) -> None:
@@ -536,7 +563,6 @@ def _inspected(site: Site) -> dict[str, Any]:
 
 def _manifest_site(site: Site, choice: Choice, calibration: Calibration) -> dict[str, Any]:
     fitted = calibration.sites.get(site.name) if choice.operator == "asap" else None
-    finite = [c for c in fitted.condition_number if c < float("inf")] if fitted else []
     return {
         "name": site.name,
         "operator": choice.operator,
@@ -546,11 +572,7 @@ def _manifest_site(site: Site, choice: Choice, calibration: Calibration) -> dict
         "convention": site.convention.to_dict(),
         "replay_error": site.replay_error,
         "selection_attention_rel_l2": choice.attention_rel_l2,
-        "closures": fitted.closures if fitted else None,
-        "features": list(fitted.features) if fitted else None,
-        "r2": min(fitted.r2) if fitted else None,
-        "condition_number": max(finite) if finite else None,
-        "examples": fitted.examples if fitted else None,
+        **fit_facts(fitted),
     }
 
 
@@ -626,19 +648,14 @@ def _time_site(
         factor_terms(convention.output_factor),
     )  # fmt: skip
     graph, local = _graph_of_site(artifact, "graph", index)
-    call = operator_calls(graph)[local].call
-    predict = predicted_dual(graph, local)
     values = t.k
+    own = site_function(graph, local)
     functions: dict[str, Any] = {
         "teacher": lambda: sinkhorn(t.q, t.k, values, t.keep, t.bias, *settings),
-        "lossless": lambda: torch.ops.asapc.sinkhorn(
-            t.q, t.k, values, t.keep, t.bias, *settings
-        ),
+        "lossless": lambda: torch.ops.asapc.sinkhorn(t.q, t.k, values, t.keep, t.bias, *settings),
     }
-    if predict is not None:
-        functions["graph"] = lambda: torch.ops.asapc.asap(
-            t.q, t.k, values, t.keep, t.bias, predict(t), *call.args[-3:]
-        )
+    if artifact.manifest["sites"][index]["operator"] != "sinkhorn":
+        functions["graph"] = lambda: own(t, values)
     with torch.no_grad():
         times = interleaved_medians(functions, repeats=repeats)
     return _ratios(times["teacher"], times["lossless"], times.get("graph", times["lossless"]))
@@ -661,14 +678,15 @@ class _SiteFidelity:
         self.entry = artifact.manifest["sites"][index]
         self.convention = Convention.from_dict(self.entry["convention"])
         compiled, compiled_index = _graph_of_site(artifact, "graph", index)
-        self.compiled_map = attention_of(compiled, compiled_index, attention_units=True)
-        self.predict = predicted_dual(compiled, compiled_index)
+        units = factor_terms(OutputFactor(queries=1))  # rows sum to about 1, whatever the teacher's
+        self.compiled_site = site_function(compiled, compiled_index, units)
+        self.source, self.key = predicted_duals(compiled, compiled_index)
         self.attention, self.output = AttentionFidelity(), TensorFidelity()
         self.row_bound = self.contraction = self.stability = 0.0
 
     def update(self, t: SiteTensors) -> None:
         with torch.no_grad():
-            teacher, compiled = self._teacher_map(t), self.compiled_map(t)
+            teacher, compiled = self._teacher_map(t), self.compiled_site(t, None)
             self.attention.update(teacher, compiled, t.keep)
             # The keys stand in for the values, whose distribution does not matter for a ratio.
             keys = t.k if t.keep is None else t.k.masked_fill(~t.keep[:, None, :, None], 0.0)
@@ -678,8 +696,8 @@ class _SiteFidelity:
                 None if t.bias is None else t.bias.double(), self.convention.score_multiplier,
             )  # fmt: skip
             self.contraction = max(self.contraction, _largest(contraction_bound(scores, t.keep)))
-            if self.predict is not None:
-                self._certify(t, scores, self.predict(t).double())
+            if self.source is not None or self.key is not None:
+                self._certify(t, scores)
 
     def _teacher_map(self, t: SiteTensors) -> torch.Tensor:
         """The usual log-domain loop, in attention units: independent of the compiled kernels."""
@@ -690,16 +708,24 @@ class _SiteFidelity:
             t.q, t.k, t.keep, t.bias, c.score_multiplier, c.half_steps, first, units
         )
 
-    def _certify(self, t: SiteTensors, scores: torch.Tensor, f_hat: torch.Tensor) -> None:
-        closures = int(self.entry["closures"])
-        steps = self.convention.half_steps - closures
-        f = source_dual(scores, steps, self.convention.first_side, t.keep)
-        self.stability = max(self.stability, _largest(dual_stability_factor(f_hat, f)))
-        if self.convention.last_side == "column" and closures == 3:
+    def _certify(self, t: SiteTensors, scores: torch.Tensor) -> None:
+        plan = closure_plan(self.convention, self.entry["closures"], self.entry["side"])
+        assert plan is not None
+        true = TeacherDuals(t, self.convention).after(plan.half_steps)
+        for predict, dual, keep in ((self.source, true[0], None), (self.key, true[1], t.keep)):
+            if predict is not None:
+                own = predict(t).double()
+                self.stability = max(self.stability, _largest(dual_stability_factor(own, dual, keep)))
+        if self._has_row_bound() and self.source is not None:
+            f_hat = self.source(t).double()
             _, empty = initial_duals(scores, t.keep)
             _, g_0 = run_half_steps(scores, f_hat, empty, 1, "column", t.keep)
             _, g_plus = run_half_steps(scores, f_hat, empty, 3, "column", t.keep)
             self.row_bound = max(self.row_bound, _largest(row_error_bound(g_plus, g_0)))
+
+    def _has_row_bound(self) -> bool:
+        """The bound is the paper's for a source dual and three closures."""
+        return self.source is not None and self.entry["closures"] == 3
 
     def result(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {
@@ -707,18 +733,24 @@ class _SiteFidelity:
             "output_rel_l2": self.output.metrics().get("output_rel_l2"),
             "contraction_bound": self.contraction,
         }
-        if self.predict is not None:
+        if self.source is not None or self.key is not None:
             metrics["dual_stability"] = self.stability
             metrics["r2"] = self.entry["r2"]
             metrics["condition_number"] = self.entry["condition_number"]
-            if self.convention.last_side == "column" and self.entry["closures"] == 3:
+            if self._has_row_bound():
                 metrics["row_bound"] = self.row_bound
         return {
             "name": self.entry["name"],
             "operator": self.entry["operator"],
             "reason": self.entry["reason"],
             "convention": self.entry["convention"],
+            "side": self.entry["side"],
             "closures": self.entry["closures"],
+            "rescaled": self.entry["rescaled"],
+            "coefficients": self.entry["coefficients"],
+            "features": self.entry["features"],
+            "fit": self.entry["fit"],
+            "fit_converged": self.entry["fit_converged"],
             "replay_error": self.entry["replay_error"],
             "metrics": metrics,
         }

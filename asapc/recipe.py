@@ -1,11 +1,13 @@
 """A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
 
     operator: auto            # auto | sinkhorn | asap
-    closures: 3               # 1 | 2 | 3, at most; the site's convention decides the parity
-    features: ["sliced:32"]   # families a dual is predicted from
-    side: source
+    side: source              # source | key: whose dual is predicted; both: an ablation
+    closures: 3               # at most; the site's convention decides the parity. 0 with side: both
+    features: ["coarse:32", gaussian]   # families a dual is predicted from, see asapc.features
+    fit: ls                   # ls | kl
     ridge: 1.0e-3
-    coefficients: pooled      # pooled | per_head
+    ridge_mode: risk          # risk: lambda = regression rows * ridge | direct: lambda = ridge
+    coefficients: per_head    # per_head | pooled over heads | shared by heads and sites
     budget: {attention_rel_l2: 0.05}
     sites:
       "transformer.layers.0.*": {operator: sinkhorn}
@@ -25,13 +27,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asapc.errors import InputError
+from asapc.features import Feature
+from asapc.features.predictor import RecipeSide
 from asapc.yaml_file import read_yaml_mapping
 
 Operator = Literal["auto", "sinkhorn", "asap"]
 
-MAX_SLICES = 1024
+MAX_CLOSURES = 50
 BUDGET_METRICS = ("attention_rel_l2",)
-SITE_KEYS = ("operator", "closures", "features", "side", "ridge", "coefficients", "budget")
+SITE_KEYS = (
+    "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients", "budget"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,12 @@ class Recipe:
     """Every field has a default; `Recipe()` is the recipe used when none is given.
 
     operator:            "auto" measures and picks inside the budget; the others are forced.
+    side:                which dual is predicted: "source" the queries', "key" the keys'.
     closures:            most half-steps after the predicted dual (fewer if the parity asks for it).
-    features:            "sliced:L" with L directions.
-    side:                which dual is predicted; "source" is the queries'.
-    ridge:               lambda of the least-squares fit, >= 0.
-    coefficients:        one set for all heads of a site, or one per head.
+    features:            entries `family`, `family:count` or `family:count:kind`.
+    fit:                 "ls" least squares on the dual; "kl" the plan's Kullback-Leibler divergence.
+    ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
+    coefficients:        one vector for each head, for all heads of a site, or for all sites.
     seed:                directions and any sampling.
     budget:              largest allowed value of a fidelity metric, worst site.
     drop_attention_maps: leave out attention maps the teacher returned.
@@ -52,11 +59,13 @@ class Recipe:
     """
 
     operator: Operator = "auto"
+    side: RecipeSide = "source"
     closures: int = 3
-    features: tuple[str, ...] = ("sliced:32",)
-    side: Literal["source"] = "source"
+    features: tuple[str, ...] = ("coarse:32", "gaussian")
+    fit: Literal["ls", "kl"] = "ls"
     ridge: float = 1e-3
-    coefficients: Literal["pooled", "per_head"] = "pooled"
+    ridge_mode: Literal["risk", "direct"] = "risk"
+    coefficients: Literal["per_head", "pooled", "shared"] = "per_head"
     seed: int = 0
     budget: Mapping[str, float] = field(default_factory=lambda: {"attention_rel_l2": 0.05})
     drop_attention_maps: bool = False
@@ -70,7 +79,15 @@ class Recipe:
         for pattern, overrides in self.sites.items():
             if fnmatchcase(name, pattern):
                 resolved = replace(resolved, **overrides)
+        if (resolved.side == "both") != (resolved.closures == 0):
+            raise InputError(
+                f"recipe: {name}: `side: both` goes with `closures: 0`, which predicts both duals",
+                got=f"side: {resolved.side}, closures: {resolved.closures}",
+            )
         return resolved
+
+    def parsed_features(self) -> tuple[Feature, ...]:
+        return tuple(Feature.parse(text) for text in self.features)
 
     def check_patterns(self, site_names: Iterable[str]) -> None:
         """InputError if a pattern under `sites` matches none of the names."""
@@ -103,16 +120,6 @@ def load_recipe(path: str | Path | None) -> Recipe:
     if path is None:
         return Recipe()
     return Recipe.from_dict(read_yaml_mapping(path, "recipe"), where=f"recipe {path}")
-
-
-def parse_features(spec: str, where: str = "features") -> tuple[str, int]:
-    """("sliced", L) for "sliced:L".  Raises InputError."""
-    family, _, size = spec.partition(":")
-    if family != "sliced" or not size.isdecimal() or not 1 <= int(size) <= MAX_SLICES:
-        raise InputError(
-            f"{where}: each entry must be sliced:L with 1 <= L <= {MAX_SLICES}", got=repr(spec)
-        )
-    return family, int(size)
 
 
 def _plain(value: Any) -> Any:
@@ -182,15 +189,15 @@ def _boolean(value: Any, where: str) -> bool:
 
 
 def _features(value: Any, where: str) -> tuple[str, ...]:
+    rule = f'{where} must be a list such as ["coarse:32", gaussian]'
     if not isinstance(value, list | tuple) or not value:
-        raise InputError(f'{where} must be a list such as ["sliced:32"]', got=repr(value))
-    if len(value) > 1:
-        raise InputError(f"{where} takes one family for now", got=repr(list(value)))
-    for entry in value:
-        if not isinstance(entry, str):
-            raise InputError(f'{where} must be a list such as ["sliced:32"]', got=repr(value))
-        parse_features(entry, where)
-    return tuple(value)
+        raise InputError(rule, got=repr(value))
+    if not all(isinstance(entry, str) for entry in value):
+        raise InputError(rule, got=repr(value))
+    parsed = [str(Feature.parse(entry, where)) for entry in value]
+    if len(set(parsed)) != len(parsed):
+        raise InputError(f"{where}: each entry must be there once", got=repr(list(value)))
+    return tuple(parsed)
 
 
 def _budget(value: Any, where: str) -> dict[str, float]:
@@ -226,11 +233,13 @@ def _sites(value: Any, where: str) -> dict[str, dict[str, Any]]:
 
 _PARSERS: dict[str, Any] = {
     "operator": _choice("auto", "sinkhorn", "asap"),
-    "closures": _integer(1, 3),
+    "side": _choice("source", "key", "both"),
+    "closures": _integer(0, MAX_CLOSURES),
     "features": _features,
-    "side": _choice("source"),
+    "fit": _choice("ls", "kl"),
     "ridge": _ridge,
-    "coefficients": _choice("pooled", "per_head"),
+    "ridge_mode": _choice("risk", "direct"),
+    "coefficients": _choice("per_head", "pooled", "shared"),
     "seed": _integer(0, 2**63 - 1),
     "budget": _budget,
     "drop_attention_maps": _boolean,

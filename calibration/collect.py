@@ -4,61 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from asapc.calibration.least_squares import NormalEquations
-from asapc.calibration.teacher import legal_closures, target_dual
+from asapc.calibration.kl import KlPiece, fit_kl
+from asapc.calibration.least_squares import Fit, NormalEquations
+from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
-from asapc.features import directions
-from asapc.features.sliced import sliced_potentials
-from asapc.formats.calibration import SiteCalibration
+from asapc.features import feature_columns
+from asapc.features.clouds import Budget, PredictedSide, clouds_of
+from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor
+from asapc.formats.calibration import FitQuality, SiteCalibration
 from asapc.ir import Convention, SiteTensors
+from asapc.recipe import Recipe
 
 # Score entries per piece of a batch: 8 MB of float64, so that the teacher's loop runs in cache.
 _PIECE = 2**20
+KL_BYTES = 2**29  # activations a KL fit keeps per dual; examples beyond this only enter the start
 
 
 class SiteStatistics:
-    """Streams one site's activations into normal equations.
+    """Streams one site's activations into the statistics of each predicted dual.
 
-    name:         the site, for messages.
-    closures:     half-steps after the predicted dual; see teacher.legal_closures.
-    features:     as in a recipe, ("sliced:32",); directions are drawn from `seed`.
-    coefficients: "pooled" shares one vector over the heads, "per_head" fits each head.
+    name: the site, for messages.  plan: see features.predictor.closure_plan.  recipe: the site's own.
     """
 
     def __init__(
-        self,
-        name: str,
-        convention: Convention,
-        *,
-        closures: int,
-        features: Sequence[str] = ("sliced:32",),
-        ridge: float = 1e-3,
-        coefficients: Literal["pooled", "per_head"] = "pooled",
-        seed: int = 0,
+        self, name: str, convention: Convention, plan: ClosurePlan, recipe: Recipe
     ) -> None:
-        if legal_closures(convention, closures) != closures:
-            raise InputError(
-                f"{name}: a {convention.last_side}-ending teacher of {convention.half_steps} "
-                "half-steps does not allow this number of closures after a predicted source dual",
-                got=closures,
-                help="lower `closures` in the recipe, or use `operator: sinkhorn` for this site",
-            )
         self.name = name
         self.convention = convention
-        self.closures = closures
-        self.features = tuple(features)
-        self.ridge = ridge
-        self.coefficients = coefficients
-        self.seed = seed
-        self.theta: Tensor | None = None
-        self.equations: NormalEquations | None = None
+        self.plan = plan
+        self.recipe = recipe
+        self.duals = [_DualStatistics(name, convention, plan, side, recipe) for side in plan.sides()]
         self.examples = 0
-        self.fit_seconds = 0.0
+        self.seconds = 0.0
+        self._intercepts: list[Tensor] = []  # [B, H] each; only where no closure finds it
 
     def update(self, tensors: SiteTensors) -> None:
         """Add one batch. Examples without an active key are passed over: nothing attends there.
@@ -66,98 +49,148 @@ class SiteStatistics:
         Raises InputError if an activation, or the teacher's own dual, is NaN or infinite.
         """
         start = time.perf_counter()
-        self._check_finite(tensors)
-        batch, heads, num_queries, dim = tensors.q.shape
-        if self.theta is None or self.equations is None:
-            self.theta = directions(self.features, dim, self.seed)
-            groups = heads if self.coefficients == "per_head" else 1
-            self.equations = NormalEquations(self.theta.shape[0], groups)
-        index = torch.arange(batch, device=tensors.q.device)
-        if tensors.keep is not None:
-            index = index[tensors.keep.any(-1)]
-        size = max(1, _PIECE // max(1, heads * num_queries * tensors.k.shape[2]))
-        with torch.no_grad():
-            for piece in index.split(size):
-                self._add(_select(tensors, piece), self.theta, self.equations)
-        self.examples += len(index)
-        self.fit_seconds += time.perf_counter() - start
+        check_finite(self.name, tensors)
+        for piece in pieces(tensors):
+            with torch.no_grad():
+                self.add(TeacherDuals(piece, self.convention))
+        self.seconds += time.perf_counter() - start
 
-    def finish(self) -> SiteCalibration:
-        """Solve. Raises InputError if there are fewer regression rows than coefficients."""
-        start = time.perf_counter()
-        if self.theta is None or self.equations is None:
-            raise InputError(
-                f"{self.name}: calibration saw no examples",
-                help="pass a data set in which this layer runs",
-            )
-        try:
-            fit = self.equations.solve(self.ridge)
-        except InputError as error:
-            raise InputError(f"{self.name}: {error.rule}", got=error.got, help=error.help) from None
+    def add(self, teacher: TeacherDuals) -> None:
+        """Add one piece of a batch, with the teacher's duals on it."""
+        for dual in self.duals:
+            dual.add(teacher)
+        if self.plan.side == "both":
+            self._intercepts.append(teacher.intercept(self.plan.half_steps))
+        self.examples += teacher.tensors.q.shape[0]
+
+    def calibration(self, fits: Sequence[DualFit]) -> SiteCalibration:
+        """The site with its fitted coefficients, one fit per dual."""
+        intercept = None
+        if self._intercepts:
+            intercept = torch.cat(self._intercepts).mean(0).float()  # [H]
+        predictors = tuple(
+            dual.predictor(fit.coefficients) for dual, fit in zip(self.duals, fits, strict=True)
+        )
         return SiteCalibration(
             convention=self.convention,
-            closures=self.closures,
-            features=self.features,
-            theta=self.theta,
-            coefficients=fit.coefficients.float(),
-            r2=fit.r2,
-            condition_number=fit.condition_number,
+            amortised=Amortised(self.plan, predictors, intercept),
+            quality=tuple(fit.quality for fit in fits),
             examples=self.examples,
-            tokens=fit.tokens,
-            fit_seconds=self.fit_seconds + time.perf_counter() - start,
+            tokens=sum(dual.equations.tokens for dual in self.duals if dual.equations),
+            fit_seconds=self.seconds,
+            sharing=self.recipe.coefficients,
         )
 
-    def to_tensors(self) -> dict[str, Tensor]:
-        """What has been collected so far, for a file; load_tensors on a new object resumes."""
-        counts = {
-            "examples": torch.tensor(self.examples),
-            "fit_seconds": torch.tensor(self.fit_seconds, dtype=torch.float64),
-        }
-        if self.theta is None or self.equations is None:
-            return counts
-        return {**counts, **self.equations.to_tensors(), "theta": self.theta}
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Inverse of to_tensors. Raises KeyError on missing entries."""
-        self.examples = int(tensors["examples"])
-        self.fit_seconds = float(tensors["fit_seconds"])
-        if "theta" in tensors:
-            self.theta = tensors["theta"].clone()
-            self.equations = NormalEquations.from_tensors(tensors)
+@dataclass(frozen=True)
+class DualFit:
+    coefficients: Tensor  # [1|H, F] float64
+    quality: FitQuality
 
-    def _add(self, tensors: SiteTensors, theta: Tensor, equations: NormalEquations) -> None:
-        y = target_dual(tensors, self.convention, self.closures)
+
+class _DualStatistics:
+    """One predicted dual: its parameters (made from the first piece), normal equations, KL pieces."""
+
+    def __init__(
+        self,
+        name: str,
+        convention: Convention,
+        plan: ClosurePlan,
+        side: PredictedSide,
+        recipe: Recipe,
+    ) -> None:
+        self.name = name
+        self.convention = convention
+        self.side = side
+        self.features = recipe.parsed_features()
+        self.recipe = recipe
+        self.budget: Budget = plan.budget(convention, side)
+        self.parameters: tuple[Tensor | None, ...] | None = None
+        self.equations: NormalEquations | None = None
+        self.kl: list[KlPiece] = []
+        self._kl_bytes = 0
+
+    def prepare(self, tensors: SiteTensors) -> None:
+        """Slices and pivots from a sample of activations; the first batch, unless called before."""
+        sample = clouds_of(tensors, self.convention.score_multiplier, self.side)
+        self.parameters = tuple(f.parameter(sample, self.recipe.seed) for f in self.features)
+
+    def add(self, teacher: TeacherDuals) -> None:
+        tensors = teacher.tensors
+        if self.parameters is None:
+            self.prepare(tensors)
+            assert self.parameters is not None
+        y = teacher.target(self.budget.half_steps, self.side)
         if not bool(y.isfinite().all()):
             raise InputError(
                 f"{self.name}: the teacher's duals must be finite",
                 got="nan or inf",
                 help="check the scale of this layer's queries, keys and score bias",
             )
-        x = sliced_potentials(
-            tensors.q,
-            tensors.k,
-            tensors.keep,
-            theta.to(tensors.q.device),
-            self.convention.score_multiplier,
-        )
-        equations.add(x, y)
+        clouds = clouds_of(tensors, self.convention.score_multiplier, self.side)
+        x = feature_columns(self.features, self.parameters, clouds, self.budget)
+        if not bool(x.isfinite().all()):
+            raise InputError(
+                f"{self.name}: the features {', '.join(map(str, self.features))} overflow",
+                got="nan or inf",
+                help="the layer's activations are extreme: use `operator: sinkhorn` for it",
+            )
+        if self.equations is None:
+            groups = x.shape[1] if self.recipe.coefficients == "per_head" else 1
+            self.equations = NormalEquations(x.shape[-1], groups)
+        if x.shape[-1] != self.equations.features:
+            raise InputError(
+                f"{self.name}: a feature with one column per position needs sequences of one length",
+                got=f"{self.equations.features} and {x.shape[-1]} columns",
+                help="remove token_bias from `features`",
+            )
+        rows = int(clouds.x_keep.sum()) if clouds.x_keep is not None else x.shape[0] * x.shape[2]
+        self.equations.add(x, y, rows)
+        if self.recipe.fit == "kl":
+            self._keep_for_kl(KlPiece(x, clouds, teacher.mass(self.budget.half_steps, self.side)))
 
-    def _check_finite(self, tensors: SiteTensors) -> None:
-        k = tensors.k
-        if tensors.keep is not None:
-            k = k.masked_fill(~tensors.keep[:, None, :, None], 0.0)
-        bad = {"queries": ~tensors.q.isfinite(), "keys": ~k.isfinite()}
-        if tensors.bias is not None:
-            # -inf in a bias is a legal way to forbid a pair.
-            bad["score bias"] = tensors.bias.isnan() | tensors.bias.isposinf()
-        for what, wrong in bad.items():
-            if bool(wrong.any()):
-                example = int(wrong.flatten(1).any(1).nonzero()[0])
-                raise InputError(
-                    f"{self.name}: {what} must be finite",
-                    got=f"nan or inf in example {example} of a batch",
-                    help="look for broken weights, or inputs unlike the training data",
-                )
+    def _keep_for_kl(self, piece: KlPiece) -> None:
+        size = sum(
+            t.numel() * t.element_size() for t in (piece.columns, piece.clouds.x, piece.clouds.y)
+        )
+        if self._kl_bytes + size <= KL_BYTES:
+            self.kl.append(piece)
+            self._kl_bytes += size
+
+    def predictor(self, coefficients: Tensor) -> DualPredictor:
+        assert self.parameters is not None
+        return DualPredictor(
+            self.side, self.features, self.parameters, coefficients.float(), self.budget
+        )
+
+
+def check_finite(name: str, tensors: SiteTensors) -> None:
+    """Raises InputError naming the example where an activation is NaN or infinite."""
+    k = tensors.k
+    if tensors.keep is not None:
+        k = k.masked_fill(~tensors.keep[:, None, :, None], 0.0)
+    bad = {"queries": ~tensors.q.isfinite(), "keys": ~k.isfinite()}
+    if tensors.bias is not None:
+        # -inf in a bias is a legal way to forbid a pair.
+        bad["score bias"] = tensors.bias.isnan() | tensors.bias.isposinf()
+    for what, wrong in bad.items():
+        if bool(wrong.any()):
+            example = int(wrong.flatten(1).any(1).nonzero()[0])
+            raise InputError(
+                f"{name}: {what} must be finite",
+                got=f"nan or inf in example {example} of a batch",
+                help="look for broken weights, or inputs unlike the training data",
+            )
+
+
+def pieces(tensors: SiteTensors) -> list[SiteTensors]:
+    """Examples with an active key, a few at a time so that their score matrices stay in cache."""
+    batch, heads, queries, _ = tensors.q.shape
+    index = torch.arange(batch, device=tensors.q.device)
+    if tensors.keep is not None:
+        index = index[tensors.keep.any(-1)]
+    size = max(1, _PIECE // max(1, heads * queries * tensors.k.shape[2]))
+    return [_select(tensors, part) for part in index.split(size) if len(part)]
 
 
 def _select(tensors: SiteTensors, index: Tensor) -> SiteTensors:
@@ -166,3 +199,82 @@ def _select(tensors: SiteTensors, index: Tensor) -> SiteTensors:
         bias = bias[index]
     keep = None if tensors.keep is None else tensors.keep[index]
     return SiteTensors(tensors.q[index], tensors.k[index], keep, bias)
+
+
+def finish(statistics: Mapping[str, SiteStatistics]) -> dict[str, SiteCalibration]:
+    """Solve every site; those that share coefficients are solved together, once per side.
+
+    Raises InputError where there are no examples, fewer regression rows than coefficients, or sites
+    that cannot share because their features have different numbers of columns.
+    """
+    shared: dict[PredictedSide, list[_DualStatistics]] = {}
+    for site in statistics.values():
+        for dual in site.duals:
+            if dual.recipe.coefficients == "shared":
+                shared.setdefault(dual.side, []).append(dual)
+    common: dict[PredictedSide, DualFit] = {}
+    done = {}
+    for name, site in statistics.items():
+        start = time.perf_counter()
+        fits = []
+        for dual in site.duals:
+            if dual.recipe.coefficients != "shared":
+                fits.append(_solve([dual]))
+                continue
+            if dual.side not in common:
+                common[dual.side] = _solve(shared[dual.side])
+            fits.append(common[dual.side])
+        site.seconds += time.perf_counter() - start
+        done[name] = site.calibration(fits)
+    return done
+
+
+def _solve(duals: Sequence[_DualStatistics]) -> DualFit:
+    """One fit for the statistics of one dual, or of several that share their coefficients."""
+    recipe, name = duals[0].recipe, duals[0].name
+    merged: NormalEquations | None = None
+    for dual in duals:
+        own = dual.equations
+        if own is None:
+            raise InputError(
+                f"{dual.name}: calibration saw no examples",
+                help="pass a data set in which this layer runs",
+            )
+        if merged is not None and merged.features != own.features:
+            raise InputError(
+                "coefficients: shared needs as many feature columns at every site",
+                got=f"{merged.features} at {name}, {own.features} at {dual.name}",
+                help="use `coefficients: pooled`",
+            )
+        merged = own.copy() if merged is None else merged.merge(own)
+    assert merged is not None
+    try:
+        fit = merged.solve(recipe.ridge, direct=recipe.ridge_mode == "direct")
+    except InputError as error:
+        raise InputError(f"{name}: {error.rule}", got=error.got, help=error.help) from None
+    if recipe.fit == "ls":
+        return DualFit(fit.coefficients, FitQuality("ls", fit.r2, fit.condition_number))
+    return _refine_kl(duals, merged, fit)
+
+
+def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, start: Fit) -> DualFit:
+    recipe = duals[0].recipe
+    direct = recipe.ridge_mode == "direct"
+    penalty = recipe.ridge if direct else recipe.ridge * equations.tokens
+    kl = fit_kl(
+        [piece for dual in duals for piece in dual.kl],
+        groups=equations.groups,
+        penalty=penalty,
+        start=start.coefficients,
+    )
+    quality = FitQuality(
+        "kl",
+        equations.r2(kl.coefficients),
+        start.condition_number,
+        iterations=kl.iterations,
+        gradient_norm=kl.gradient_norm,
+        converged=kl.converged,
+    )
+    return DualFit(kl.coefficients, quality)
+
+

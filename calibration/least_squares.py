@@ -55,8 +55,11 @@ class NormalEquations:
     def features(self) -> int:
         return self.gram.shape[1]
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add the regression rows x [B, H, N, F], y [B, H, N] of one batch."""
+    def add(self, x: Tensor, y: Tensor, points: int | None = None) -> None:
+        """Add the regression rows x [B, H, N, F], y [B, H, N] of one batch.
+
+        points: how many of the B * N are real where others, all zero, only fill the tensors up.
+        """
         heads, features = x.shape[1], x.shape[3]
         if features != self.features or self.groups not in (1, heads):
             raise ValueError(f"expected [B, {self.groups}, N, {self.features}], got {x.shape}")
@@ -67,19 +70,26 @@ class NormalEquations:
         self.gram += rows.transpose(1, 2) @ rows
         self.moment += (rows.transpose(1, 2) @ targets[..., None])[..., 0]
         self.energy += targets.square().sum(-1)
-        self.tokens += rows.shape[1]
+        count = x.shape[0] * x.shape[2] if points is None else points
+        self.tokens += count * (heads // self.groups)
 
-    def merge(self, other: NormalEquations) -> None:
-        """Add the statistics of another part of the data."""
+    def copy(self) -> NormalEquations:
+        return NormalEquations.from_tensors(self.to_tensors())
+
+    def merge(self, other: NormalEquations) -> NormalEquations:
+        """Add the statistics of another part of the data; returns self."""
         if self.gram.shape != other.gram.shape:
             raise ValueError(f"cannot merge {other.gram.shape} into {self.gram.shape}")
         self.gram += other.gram
         self.moment += other.moment
         self.energy += other.energy
         self.tokens += other.tokens
+        return self
 
-    def solve(self, ridge: float) -> Fit:
+    def solve(self, ridge: float, *, direct: bool = False) -> Fit:
         """Coefficients at lambda = tokens * ridge; the least-norm ones where X'X is singular.
+
+        direct: lambda = ridge.
 
         Raises InputError on a negative ridge and on fewer regression rows than coefficients.
         """
@@ -92,13 +102,17 @@ class NormalEquations:
                 help="calibrate on more examples, or use fewer slices in `features`",
             )
         values, vectors = torch.linalg.eigh(self.gram)
-        shifted = values.clamp(min=0.0) + self.tokens * ridge  # ascending
+        shifted = values.clamp(min=0.0) + (ridge if direct else self.tokens * ridge)  # ascending
         largest, smallest = shifted[:, -1:], shifted[:, :1]
         noise = largest * self.features * torch.finfo(torch.float64).eps
         inverse = torch.where(shifted > noise, 1 / shifted, 0.0)
         projected = (vectors.transpose(1, 2) @ self.moment[..., None])[..., 0]
         coefficients = (vectors @ (inverse * projected)[..., None])[..., 0]
         condition = torch.where(smallest > noise, largest / smallest, math.inf)[:, 0]
+        return Fit(coefficients, self.r2(coefficients), tuple(condition.tolist()), self.tokens)
+
+    def r2(self, coefficients: Tensor) -> tuple[float, ...]:
+        """R^2 of the predictions X omega, per group; 1 where the target does not vary."""
         residual = (
             self.energy
             - 2 * (coefficients * self.moment).sum(-1)
@@ -106,7 +120,7 @@ class NormalEquations:
         )
         constant = self.energy <= self.tokens * _ROUNDING**2
         r2 = torch.where(constant, 1.0, 1 - residual.clamp(min=0) / self.energy)
-        return Fit(coefficients, tuple(r2.tolist()), tuple(condition.tolist()), self.tokens)
+        return tuple(r2.tolist())
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The state as tensors, for a file; from_tensors is the inverse."""

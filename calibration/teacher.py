@@ -1,95 +1,121 @@
-"""The dual a fit aims at: the teacher's own, a few half-steps before its end."""
+"""The duals a fit aims at: the teacher's own, a few half-steps before its end."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from asapc.errors import InputError
-from asapc.features.sliced import cost_offset
-from asapc.ir import Convention, Side, SiteTensors
-from asapc.operators.sinkhorn import finite_duals, score_matrix
+from asapc.features.clouds import PredictedSide, clouds_of
+from asapc.ir import Convention, SiteTensors
+from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix
 
 # float64 overflows at exp(709): scores and duals within these leave room for every product of two.
 _LINEAR_SCORE_LIMIT = 100.0
 _LINEAR_DUAL_LIMIT = 500.0
 
 
-def legal_closures(convention: Convention, wanted: int) -> int | None:
-    """The largest number of closures <= wanted that a predicted source dual can start from.
+class TeacherDuals:
+    """The teacher's float64 duals on one batch, after any number of half-steps up to T.
 
-    The closures must start with a column step, so they are odd in number for a column-ending
-    teacher and even for a row-ending one; and the teacher must run a row step before them, c < T.
-    None if there is no such number.
+    scores S: [B, H, N, M], -inf on masked keys.  Units of epsilon, absolute: P = exp(S + f + g).
     """
-    parity = 1 if convention.last_side == "column" else 0
-    most = min(wanted, convention.half_steps - 1)
-    closures = most if most % 2 == parity else most - 1
-    return closures if closures >= 1 else None
 
-
-def target_dual(tensors: SiteTensors, convention: Convention, closures: int) -> Tensor:
-    """centre(f + rho): the teacher's source dual `closures` half-steps before its end.
-
-    [B, H, N] float64, in units of epsilon and quadratic-cost coordinates. An exact prediction
-    followed by `closures` closures reproduces the finite teacher (see operators/asap.py).
-    Raises InputError if the teacher runs no row step just before those closures.
-    """
-    if legal_closures(convention, closures) != closures:
-        raise InputError(
-            f"closures: a {convention.last_side}-ending teacher of {convention.half_steps} "
-            f"half-steps allows {_allowed(convention)}",
-            got=closures,
-            help="lower `closures` in the recipe, or use `operator: sinkhorn` for this site",
+    def __init__(self, tensors: SiteTensors, convention: Convention) -> None:
+        self.tensors = tensors
+        self.convention = convention
+        bias = None if tensors.bias is None else tensors.bias.double()
+        self.scores = score_matrix(
+            tensors.q.double(), tensors.k.double(), tensors.keep, bias, convention.score_multiplier
         )
-    steps = convention.half_steps - closures
-    bias = None if tensors.bias is None else tensors.bias.double()
-    scores = score_matrix(
-        tensors.q.double(), tensors.k.double(), tensors.keep, bias, convention.score_multiplier
-    )
-    f = source_dual(scores, steps, convention.first_side, tensors.keep)
-    f = f + cost_offset(tensors.q.double(), convention.score_multiplier)
-    return f - f.mean(-1, keepdim=True)
+        history = _linear_history(self.scores, convention, tensors.keep)
+        self._history = history or _log_history(self.scores, convention, tensors.keep)
+
+    def after(self, half_steps: int) -> tuple[Tensor, Tensor]:
+        """f [B, H, N] and g [B, H, M] after `half_steps` half-steps; g is -inf on masked keys."""
+        return self._history[half_steps]
+
+    def target(self, half_steps: int, side: PredictedSide) -> Tensor:
+        """The dual of `side` in cost coordinates, centred over its points with mass, 0 elsewhere."""
+        dual = self.after(half_steps)[0 if side == "source" else 1]
+        clouds = clouds_of(self._wide(), self.convention.score_multiplier, side)
+        if clouds.x_keep is not None:
+            dual = dual.masked_fill(~clouds.x_keep[:, None, :], 0.0)
+        return clouds.centre(dual + clouds.cost_offset())
+
+    def intercept(self, half_steps: int) -> Tensor:
+        """mean f + mean g over points with mass in cost coordinates, which centring drops: [B, H]."""
+        total = torch.zeros(self.scores.shape[:2], dtype=torch.float64)
+        for index, side in enumerate(("source", "key")):
+            clouds = clouds_of(self._wide(), self.convention.score_multiplier, side)  # type: ignore[arg-type]
+            dual = self.after(half_steps)[index]
+            keep = clouds.x_keep
+            if keep is not None:
+                dual = dual.masked_fill(~keep[:, None, :], 0.0)
+            dual = dual + clouds.cost_offset()
+            if keep is None:
+                total = total + dual.mean(-1)
+            else:
+                count = keep.sum(-1).clamp(min=1)[:, None]
+                total = total + dual.masked_fill(~keep[:, None, :], 0.0).sum(-1) / count
+        return total
+
+    def mass(self, half_steps: int, side: PredictedSide) -> Tensor:
+        """Mass of each point of `side` once the other side is closed next: [B, H, N or M]."""
+        f, g = self.after(half_steps)
+        keep = self.tensors.keep
+        closed = "column" if side == "source" else "row"
+        f, g = run_half_steps(self.scores, f, g, 1, closed, keep)  # type: ignore[arg-type]
+        plan = torch.exp(self.scores + f[..., :, None] + g[..., None, :])
+        return plan.sum(-1 if side == "source" else -2)
+
+    def _wide(self) -> SiteTensors:
+        t = self.tensors
+        return SiteTensors(t.q.double(), t.k.double(), t.keep)
 
 
-def source_dual(scores: Tensor, half_steps: int, first_side: Side, keep: Tensor | None) -> Tensor:
-    """f of operators.sinkhorn.finite_duals, float64 [B, H, N], by the faster of two equal ways."""
-    f = _linear_source_dual(scores, half_steps, first_side, keep)
-    return finite_duals(scores, half_steps, first_side, keep)[0] if f is None else f
+def _log_history(
+    scores: Tensor, convention: Convention, keep: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    duals = [initial_duals(scores, keep)]
+    side = convention.first_side
+    for _ in range(convention.half_steps):
+        duals.append(run_half_steps(scores, *duals[-1], 1, side, keep))
+        side = "column" if side == "row" else "row"
+    return duals
 
 
-def _linear_source_dual(
-    scores: Tensor, half_steps: int, first_side: Side, keep: Tensor | None
-) -> Tensor | None:
+def _linear_history(
+    scores: Tensor, convention: Convention, keep: Tensor | None
+) -> list[tuple[Tensor, Tensor]] | None:
     """The loop as matrix-vector products of exp(S); None where float64 might over- or underflow.
 
     A sum of positive normal numbers is exact to rounding, so within the limits this is as accurate
-    as the log domain. A g outside its limit shows in the f that follows it.
+    as the log domain.
     """
     finite = scores if keep is None else scores.masked_fill(~keep[:, None, None, :], 0.0)
     if scores.numel() == 0 or not bool(finite.abs().amax() <= _LINEAR_SCORE_LIMIT):
         return None
     kernel = torch.exp(scores)  # 0 on masked keys
     num_queries, num_keys = scores.shape[-2:]
-    scaling_f = scores.new_ones((*scores.shape[:-1], 1))
-    scaling_g = scores.new_ones((*scores.shape[:-2], num_keys, 1))
     transposed = kernel.transpose(-1, -2)
-    for step in range(half_steps):
-        if (step % 2 == 0) == (first_side == "row"):
+    f, g = initial_duals(scores, keep)
+    scaling_f, scaling_g = f.exp()[..., None], g.exp()[..., None]
+    duals = [(f, g)]
+    rows_turn = convention.first_side == "row"
+    for _ in range(convention.half_steps):
+        if rows_turn:
             total = kernel @ scaling_g
             # A row without an active key keeps f = 0, as in closures.close_rows.
             scaling_f = torch.where(total > 0, 1 / (num_queries * total), 1.0)
+            f = scaling_f[..., 0].log()
         else:
             total = transposed @ scaling_f
             scaling_g = torch.where(total > 0, 1 / (num_keys * total), 0.0)
-    f = scaling_f[..., 0].log()
-    return f if bool(f.isfinite().all()) and bool(f.abs().amax() < _LINEAR_DUAL_LIMIT) else None
-
-
-def _allowed(convention: Convention) -> str:
-    most = legal_closures(convention, convention.half_steps)
-    if most is None:
-        return "no closure after a predicted source dual"
-    first = 1 if convention.last_side == "column" else 2
-    listed = [str(c) for c in range(first, min(most, 5) + 1, 2)]
-    return "closures " + ", ".join(listed) + (", ..." if most > 5 else "")
+            g = scaling_g[..., 0].log()
+        rows_turn = not rows_turn
+        duals.append((f, g))
+        active = g if keep is None else g.masked_fill(~keep[:, None, :], 0.0)
+        for dual in (f, active):
+            if not bool(dual.isfinite().all()) or not bool(dual.abs().amax() < _LINEAR_DUAL_LIMIT):
+                return None
+    return duals

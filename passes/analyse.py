@@ -22,7 +22,7 @@ from asapc.formats.load import Teacher
 from asapc.ir import Convention, Program
 from asapc.passes.capture import Capture, capture
 from asapc.passes.match import AttentionSite, match
-from asapc.passes.rewrite import attention_of, lift
+from asapc.passes.rewrite import lift, site_function
 from asapc.passes.verify import largest_difference
 from asapc.runner import Runner, Tap
 
@@ -151,7 +151,7 @@ def _replay(program: Program, sites: Sequence[AttentionSite]) -> list[float]:
             teacher = maps[site.attention]
             if site.value.left_order is not None:
                 teacher = teacher.permute(site.value.left_order)
-            own = attention_of(lifted.graph, index)(seen[index]).reshape(teacher.shape)
+            own = site_function(lifted.graph, index)(seen[index], None).reshape(teacher.shape)
             scale = float(teacher.abs().max()) if teacher.numel() else 1.0
             difference = float((own.double() - teacher.double()).abs().max()) if own.numel() else 0.0
             error = difference / max(scale, 1e-30)

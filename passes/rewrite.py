@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from asapc.ir import OutputFactor, Program, SiteTensors
+from asapc.features.predictor import Amortised, DualPredictor
+from asapc.ir import Program, SiteTensors
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.match import AttentionSite, KeyMask, Product, ScoreBias
 from asapc.passes.verify import check_graph
@@ -27,15 +29,6 @@ from asapc.passes.verify import check_graph
 aten = torch.ops.aten
 LOSSLESS = {torch.ops.asapc.sinkhorn.default, torch.ops.asapc.sinkhorn_attention.default}
 AMORTISED = {torch.ops.asapc.asap.default, torch.ops.asapc.asap_attention.default}
-
-
-@dataclass(frozen=True)
-class Amortised:
-    """What an ASAP site needs beyond its convention: theta [L, D], coefficients [1 | H, L]."""
-
-    closures: int
-    theta: Tensor
-    coefficients: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,40 +57,70 @@ def lift(program: Program, sites: list[AttentionSite], drop_maps: bool = False) 
 
 
 def amortise(lifted: Program, choices: dict[int, Amortised]) -> Program:
-    """The i-th lifted site predicts its source dual instead of running the loop, for i in choices."""
+    """The i-th lifted site predicts its duals instead of running the loop, for i in choices."""
     graph, _ = _copied(lifted.graph)
     for index, operands in enumerate(operator_calls(graph)):
-        choice = choices.get(index)
-        if choice is None:
-            continue
-        call = operands.call
-        dense = call.target is torch.ops.asapc.sinkhorn_attention.default
-        arguments = list(call.args)
-        score_multiplier, factor = arguments[-4], arguments[-1]
-        stem = f"asapc_site_{index}"
-        graph.register_buffer(f"{stem}_theta", choice.theta)
-        graph.register_buffer(f"{stem}_coefficients", choice.coefficients)
-        with graph.graph.inserting_before(call):
-            theta = graph.graph.get_attr(f"{stem}_theta")
-            coefficients = graph.graph.get_attr(f"{stem}_coefficients")
-            dual = graph.graph.call_function(
-                torch.ops.asapc.sliced_dual.default,
-                (operands.q, operands.k, operands.keep, theta, coefficients, score_multiplier),
-            )
-            values = () if dense else (arguments[2],)
-            target = torch.ops.asapc.asap_attention if dense else torch.ops.asapc.asap
-            replacement = graph.graph.call_function(
-                target.default,
-                (operands.q, operands.k, *values, operands.keep, operands.bias, dual,
-                 score_multiplier, choice.closures, factor),
-            )  # fmt: skip
-        call.replace_all_uses_with(replacement)
-        graph.graph.erase_node(call)
+        if index in choices:
+            with graph.graph.inserting_before(operands.call):
+                replacement = _amortised_call(graph, index, operands, choices[index])
+            operands.call.replace_all_uses_with(replacement)
+            graph.graph.erase_node(operands.call)
     graph.recompile()
     check_graph(graph, "amortise", [str(index) for index in choices])
     return Program(
         lifted.name, graph, lifted.args, lifted.kwargs, lifted.dynamic_shapes, lifted.early_stop
     )
+
+
+def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised) -> Node:
+    dense = o.call.target is torch.ops.asapc.sinkhorn_attention.default
+    multiplier, factor = o.call.args[-4], o.call.args[-1]
+    duals: dict[str, Node | None] = {"source": None, "key": None}
+    for predictor in own.predictors:
+        duals[predictor.side] = _dual_call(graph, index, o, predictor, multiplier)
+    if own.intercept is not None:
+        shift = _constant(graph, index, "intercept", own.intercept[:, None])
+        duals["source"] = graph.graph.call_function(aten.add.Tensor, (duals["source"], shift))
+    values = () if dense else (o.call.args[2],)
+    target = torch.ops.asapc.asap_attention if dense else torch.ops.asapc.asap
+    result = graph.graph.call_function(
+        target.default,
+        (o.q, o.k, *values, o.keep, o.bias, duals["source"], duals["key"], multiplier,
+         own.plan.closures, factor),
+    )  # fmt: skip
+    if not own.plan.rescaled:
+        return result
+    predictor = own.predictors[0]
+    pivots = predictor.pivots()
+    node = None if pivots is None else _constant(graph, index, "key_pivots", pivots)
+    mass = graph.graph.call_function(
+        torch.ops.asapc.row_mass.default, (o.q, o.k, o.keep, node, *predictor.settings(multiplier)[2:])
+    )
+    column = graph.graph.call_function(aten.unsqueeze.default, (mass, -1))
+    scaled = graph.graph.call_function(aten.mul.Tensor, (result, column))
+    # Masses are float32 or float64; the site keeps its own dtype.
+    return graph.graph.call_function(torch.ops.aten.type_as.default, (scaled, result))
+
+
+def _dual_call(
+    graph: GraphModule, index: int, o: Operands, predictor: DualPredictor, multiplier: object
+) -> Node:
+    side = predictor.side
+    parameters = [
+        _constant(graph, index, f"{side}_parameter_{number}", tensor)
+        for number, tensor in enumerate(predictor.tensors())
+    ]
+    coefficients = _constant(graph, index, f"{side}_coefficients", predictor.coefficients)
+    return graph.graph.call_function(
+        torch.ops.asapc.dual.default,
+        (o.q, o.k, o.keep, o.bias, parameters, coefficients, *predictor.settings(multiplier)),
+    )
+
+
+def _constant(graph: GraphModule, index: int, what: str, value: Tensor) -> Node:
+    name = f"asapc_site_{index}_{what}"
+    graph.register_buffer(name, value)
+    return graph.graph.get_attr(name)
 
 
 def operator_calls(graph: GraphModule) -> list[Operands]:
@@ -133,41 +156,84 @@ def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
     return graph
 
 
-def attention_of(
-    graph: GraphModule, index: int, attention_units: bool = False
-) -> Callable[[SiteTensors], Tensor]:
-    """The dense map of the graph's i-th operator call, as a function of what the site sees.
+def site_function(
+    graph: GraphModule, index: int, factor: Sequence[float] | None = None
+) -> Callable[[SiteTensors, Tensor | None], Tensor]:
+    """The graph's i-th site by itself: (what it sees, values or None for the map) -> output.
 
-    attention_units: N * P whatever the teacher's own output factor, so that rows sum to about 1.
+    factor: replaces the teacher's output factor.
     """
     call = operator_calls(graph)[index].call
-    factor = factor_terms(OutputFactor(queries=1)) if attention_units else call.args[-1]
+    settings = list(call.args[-4:] if call.target in LOSSLESS else call.args[-3:])
+    if factor is not None:
+        settings[-1] = list(factor)
     if call.target in LOSSLESS:
-        settings = (*call.args[-4:-1], factor)
-        return lambda t: torch.ops.asapc.sinkhorn_attention(t.q, t.k, t.keep, t.bias, *settings)
-    score_multiplier, closures = call.args[-3:-1]
-    predict = predicted_dual(graph, index)
-    assert predict is not None
+        return lambda t, v: _lossless(t, v, settings)
+    source, key = (_predicted(graph, node) for node in call.args[-5:-3])
+    mass = _row_mass_of(graph, call)
 
-    def amortised(t: SiteTensors) -> Tensor:
-        return torch.ops.asapc.asap_attention(
-            t.q, t.k, t.keep, t.bias, predict(t), score_multiplier, closures, factor
-        )
+    def amortised(t: SiteTensors, v: Tensor | None) -> Tensor:
+        duals = (source(t) if source else None, key(t) if key else None)
+        if v is None:
+            out = torch.ops.asapc.asap_attention(t.q, t.k, t.keep, t.bias, *duals, *settings)
+        else:
+            out = torch.ops.asapc.asap(t.q, t.k, v, t.keep, t.bias, *duals, *settings)
+        result: Tensor = out if mass is None else (out * mass(t)[..., None]).to(out.dtype)
+        return result
 
     return amortised
 
 
-def predicted_dual(graph: GraphModule, index: int) -> Callable[[SiteTensors], Tensor] | None:
-    """The source dual the i-th call starts from, in score coordinates; None if it is lossless."""
+def predicted_duals(
+    graph: GraphModule, index: int
+) -> tuple[Callable[[SiteTensors], Tensor] | None, Callable[[SiteTensors], Tensor] | None]:
+    """(source, key) duals the i-th call starts from, in score coordinates; None where not predicted."""
     call = operator_calls(graph)[index].call
     if call.target in LOSSLESS:
+        return None, None
+    source, key = call.args[-5:-3]
+    return _predicted(graph, source), _predicted(graph, key)
+
+
+def _lossless(t: SiteTensors, v: Tensor | None, settings: Sequence[Any]) -> Tensor:
+    result: Tensor
+    if v is None:
+        result = torch.ops.asapc.sinkhorn_attention(t.q, t.k, t.keep, t.bias, *settings)
+    else:
+        result = torch.ops.asapc.sinkhorn(t.q, t.k, v, t.keep, t.bias, *settings)
+    return result
+
+
+def _predicted(graph: GraphModule, node: Any) -> Callable[[SiteTensors], Tensor] | None:
+    if node is None:
         return None
-    predict, score_multiplier = call.args[-4], call.args[-3]
-    assert isinstance(predict, Node)
-    theta, coefficients = (_attribute(graph, predict.args[i]) for i in (3, 4))
-    return lambda t: torch.ops.asapc.sliced_dual(
-        t.q, t.k, t.keep, theta, coefficients, score_multiplier
-    )
+    shift: Tensor | None = None
+    if node.target is aten.add.Tensor:
+        node, shift = node.args[0], _attribute(graph, node.args[1])
+    parameters = [_attribute(graph, item) for item in node.args[4]]
+    coefficients, settings = _attribute(graph, node.args[5]), node.args[6:]
+
+    def predict(t: SiteTensors) -> Tensor:
+        dual: Tensor = torch.ops.asapc.dual(
+            t.q, t.k, t.keep, t.bias, parameters, coefficients, *settings
+        )
+        return dual if shift is None else dual + shift
+
+    return predict
+
+
+def _row_mass_of(graph: GraphModule, call: Node) -> Callable[[SiteTensors], Tensor] | None:
+    """The row masses that the call's result is multiplied by, if it is."""
+    for user in call.users:
+        if user.target is not aten.mul.Tensor or user.args[0] is not call:
+            continue
+        column = user.args[1]
+        mass = column.args[0] if isinstance(column, Node) and column.args else None
+        if isinstance(mass, Node) and mass.target is torch.ops.asapc.row_mass.default:
+            pivots = None if mass.args[3] is None else _attribute(graph, mass.args[3])
+            settings = mass.args[4:]
+            return lambda t: torch.ops.asapc.row_mass(t.q, t.k, t.keep, pivots, *settings)
+    return None
 
 
 def _attribute(graph: GraphModule, node: object) -> Tensor:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asapc.features.predictor import Amortised, DualPredictor
 from asapc.fidelity import AttentionFidelity
 from asapc.formats.calibration import SiteCalibration
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import factor_terms
-from asapc.passes.rewrite import Amortised
 from asapc.recipe import Recipe
 from asapc.timing import interleaved_medians
 
@@ -58,11 +58,13 @@ def choose(
         return Choice("sinkhorn", f"{convention.half_steps} half-steps cost as much as the closures")
     if calibration is None:
         return Choice("sinkhorn", f"no dual can be predicted: {why_no_fit(recipe, convention)}")
-    amortised = Amortised(calibration.closures, calibration.theta, calibration.coefficients)
+    amortised = calibration.amortised
     fidelity = AttentionFidelity()
     for tensors in batches:
         fidelity.update(
-            _lossless(convention, tensors), _asap(convention, amortised, tensors), tensors.keep
+            apply_lossless(convention, tensors, None),
+            apply_amortised(convention, amortised, tensors, None),
+            tensors.keep,
         )
     error = fidelity.metrics()["attention_rel_l2"]
     if recipe.operator == "asap":
@@ -76,8 +78,8 @@ def choose(
     values = batches[0].k
     times = interleaved_medians(
         {
-            "lossless": lambda: _apply_lossless(convention, batches[0], values),
-            "asap": lambda: _apply_asap(convention, amortised, batches[0], values),
+            "lossless": lambda: apply_lossless(convention, batches[0], values),
+            "asap": lambda: apply_amortised(convention, amortised, batches[0], values),
         },
         repeats=7,
     )
@@ -95,56 +97,64 @@ def choose(
 
 
 def why_no_fit(recipe: Recipe, convention: Convention) -> str:
-    """Why legal_closures gives none: the parity of the ending, or too few half-steps."""
+    """Why closure_plan gives none: the parity of the ending, or too few half-steps."""
     return (
-        f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no source "
-        f"dual {recipe.closures} or fewer closures before its end"
+        f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no "
+        f"{recipe.side} dual {recipe.closures} or fewer closures before its end"
     )
 
 
-def _settings(convention: Convention) -> tuple[float, int, bool, list[float]]:
-    return (
+def apply_lossless(convention: Convention, t: SiteTensors, v: Tensor | None) -> Tensor:
+    """The finite loop on a site's tensors: A v, or the map A where v is None."""
+    settings = (
         convention.score_multiplier,
         convention.half_steps,
         convention.first_side == "row",
         factor_terms(convention.output_factor),
     )
-
-
-def _lossless(convention: Convention, t: SiteTensors) -> Tensor:
-    result: Tensor = torch.ops.asapc.sinkhorn_attention(
-        t.q, t.k, t.keep, t.bias, *_settings(convention)
-    )
+    result: Tensor
+    if v is None:
+        result = torch.ops.asapc.sinkhorn_attention(t.q, t.k, t.keep, t.bias, *settings)
+    else:
+        result = torch.ops.asapc.sinkhorn(t.q, t.k, v, t.keep, t.bias, *settings)
     return result
 
 
-def _apply_lossless(convention: Convention, t: SiteTensors, v: Tensor) -> Tensor:
-    result: Tensor = torch.ops.asapc.sinkhorn(t.q, t.k, v, t.keep, t.bias, *_settings(convention))
-    return result
-
-
-def _dual(convention: Convention, amortised: Amortised, t: SiteTensors) -> Tensor:
-    dual: Tensor = torch.ops.asapc.sliced_dual(
-        t.q, t.k, t.keep, amortised.theta, amortised.coefficients, convention.score_multiplier
-    )
+def predict(convention: Convention, predictor: DualPredictor, t: SiteTensors) -> Tensor:
+    """One predicted dual on a site's tensors."""
+    dual: Tensor = torch.ops.asapc.dual(
+        t.q, t.k, t.keep, t.bias, predictor.tensors(), predictor.coefficients,
+        *predictor.settings(convention.score_multiplier),
+    )  # fmt: skip
     return dual
 
 
-def _asap(convention: Convention, amortised: Amortised, t: SiteTensors) -> Tensor:
-    factor = factor_terms(convention.output_factor)
-    result: Tensor = torch.ops.asapc.asap_attention(
-        t.q, t.k, t.keep, t.bias, _dual(convention, amortised, t),
-        convention.score_multiplier, amortised.closures, factor,
-    )  # fmt: skip
-    return result
-
-
-def _apply_asap(
-    convention: Convention, amortised: Amortised, t: SiteTensors, v: Tensor
+def apply_amortised(
+    convention: Convention, own: Amortised, t: SiteTensors, v: Tensor | None
 ) -> Tensor:
-    factor = factor_terms(convention.output_factor)
-    result: Tensor = torch.ops.asapc.asap(
-        t.q, t.k, v, t.keep, t.bias, _dual(convention, amortised, t),
-        convention.score_multiplier, amortised.closures, factor,
+    """Predicted duals and closures on a site's tensors: A v, or the map A where v is None.
+
+    The same calls that rewrite.amortise puts into a graph.
+    """
+    duals: dict[str, Tensor | None] = {"source": None, "key": None}
+    for predictor in own.predictors:
+        duals[predictor.side] = predict(convention, predictor, t)
+    source = duals["source"]
+    if own.intercept is not None and source is not None:
+        source = source + own.intercept[:, None]
+    settings = (
+        source, duals["key"], convention.score_multiplier, own.plan.closures,
+        factor_terms(convention.output_factor),
     )  # fmt: skip
-    return result
+    result: Tensor
+    if v is None:
+        result = torch.ops.asapc.asap_attention(t.q, t.k, t.keep, t.bias, *settings)
+    else:
+        result = torch.ops.asapc.asap(t.q, t.k, v, t.keep, t.bias, *settings)
+    if not own.plan.rescaled:
+        return result
+    first = own.predictors[0]
+    mass = torch.ops.asapc.row_mass(
+        t.q, t.k, t.keep, first.pivots(), *first.settings(convention.score_multiplier)[2:]
+    )
+    return (result * mass[..., None]).to(result.dtype)

@@ -1,24 +1,136 @@
-"""What a dual is predicted from, one family per file."""
+"""What a dual is predicted from, one family per file; FAMILIES is the list.
+
+A recipe names features as `family`, `family:count` or `family:count:kind`. A feature has at most
+one parameter, a tensor made once from calibration activations (slices, pivots); from then on it maps
+a site's clouds to columns X, and a dual is predicted as centre(X omega).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.features.sliced import slices
+from asapc.features import (
+    active,
+    coarse,
+    gaussian,
+    lse,
+    norm,
+    rank_displacement,
+    raw,
+    sliced,
+    token_bias,
+)
+from asapc.features.clouds import Budget, Clouds
+
+MAX_COUNT = 4096
 
 
-def directions(features: Sequence[str], dim: int, seed: int) -> Tensor:
-    """The slices theta [L, D] that a recipe's features ask for: ("sliced:32",) -> [32, D].
+@dataclass(frozen=True)
+class Family:
+    """columns(clouds, parameter, budget) -> X [B, H, N, F], finite wherever x carries mass.
 
-    Raises InputError on a family other than `sliced:<number of slices>`.
+    counted: the recipe gives a number (slices, pivots); kinds: ways to choose them, the first is the
+    default. parameter(sample, count, kind, seed) makes the tensor, None for families without one.
     """
-    rule = "features must be one entry `sliced:<number of slices>`"
-    if len(features) != 1:
-        raise InputError(rule, got=list(features), help="write features: [sliced:32]")
-    family, _, number = features[0].partition(":")
-    if family != "sliced" or not number.isdecimal() or int(number) == 0:
-        raise InputError(rule, got=repr(features[0]), help="write features: [sliced:32]")
-    return slices(int(number), dim, seed)
+
+    columns: Callable[[Clouds, Tensor | None, Budget], Tensor]
+    parameter: Callable[[Clouds, int, str, int], Tensor] | None = None
+    counted: bool = False
+    kinds: tuple[str, ...] = ()
+
+
+FAMILIES: dict[str, Family] = {
+    "sliced": Family(sliced.columns, sliced.parameter, counted=True, kinds=sliced.KINDS),
+    "gaussian": Family(gaussian.columns),
+    "coarse": Family(coarse.columns, coarse.parameter, counted=True),
+    "raw": Family(raw.columns),
+    "rank_displacement": Family(
+        rank_displacement.columns, sliced.parameter, counted=True, kinds=sliced.KINDS
+    ),
+    "lse": Family(lse.columns),
+    "token_bias": Family(token_bias.columns),
+    "norm": Family(norm.columns),
+    "active": Family(active.columns),
+}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One entry of a recipe's `features`, parsed."""
+
+    family: str
+    count: int = 0
+    kind: str = ""
+
+    @classmethod
+    def parse(cls, text: str, where: str = "features") -> Feature:
+        """"coarse:32" and the like.  Raises InputError naming what is allowed."""
+        name, *rest = text.split(":")
+        family = FAMILIES.get(name)
+        if family is None:
+            raise InputError(
+                f"{where}: unknown feature family {name!r}", help=f"allowed: {', '.join(FAMILIES)}"
+            )
+        if not family.counted:
+            if rest:
+                raise InputError(f"{where}: {name} takes no number", got=repr(text))
+            return cls(name)
+        kinds = f", then optionally one of {', '.join(family.kinds)}" if family.kinds else ""
+        rule = f"{where}: {name} is written {name}:<1 to {MAX_COUNT}>{kinds}"
+        if not rest or not rest[0].isdecimal() or not 1 <= int(rest[0]) <= MAX_COUNT:
+            raise InputError(rule, got=repr(text))
+        kind = rest[1] if len(rest) > 1 else (family.kinds[0] if family.kinds else "")
+        if len(rest) > 2 or (len(rest) > 1 and kind not in family.kinds):
+            raise InputError(rule, got=repr(text))
+        return cls(name, int(rest[0]), kind)
+
+    def __str__(self) -> str:
+        """What parse reads."""
+        parts = [self.family, str(self.count) if self.count else "", self.kind]
+        return ":".join(part for part in parts if part)
+
+    @property
+    def has_parameter(self) -> bool:
+        return FAMILIES[self.family].parameter is not None
+
+    def parameter(self, sample: Clouds, seed: int) -> Tensor | None:
+        make = FAMILIES[self.family].parameter
+        return None if make is None else make(sample, self.count, self.kind, seed)
+
+    def columns(self, clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
+        return FAMILIES[self.family].columns(clouds, parameter, budget)
+
+
+def feature_columns(
+    features: Sequence[Feature],
+    parameters: Sequence[Tensor | None],
+    clouds: Clouds,
+    budget: Budget,
+) -> Tensor:
+    """X [B, H, N, F]: every feature's columns side by side, centred over the points with mass."""
+    columns = [
+        feature.columns(clouds, parameter, budget)
+        for feature, parameter in zip(features, parameters, strict=True)
+    ]
+    return clouds.centre(torch.cat(columns, -1))
+
+
+def predict_dual(
+    features: Sequence[Feature],
+    parameters: Sequence[Tensor | None],
+    coefficients: Tensor,
+    clouds: Clouds,
+    budget: Budget,
+) -> Tensor:
+    """The predicted dual in score coordinates, centre(X omega) - |x|^2 / 2: [B, H, N].
+
+    coefficients omega: [1, F] for all heads or [H, F].  Source: ASAP, Eq. 13 and Appendix D.1.
+    """
+    columns = feature_columns(features, parameters, clouds, budget)
+    weights = coefficients.to(columns.dtype)[:, :, None]  # [1|H, F, 1]
+    return (columns @ weights)[..., 0] - clouds.cost_offset()

@@ -1,7 +1,9 @@
 """The calibration folder: calibration.json (what and how) and calibration.safetensors (numbers).
 
-calibration.json         format_version, teacher, recipe, capture, data, per-site facts
-calibration.safetensors  <site>.theta [L, D], <site>.coefficients [1|H, L], seen_hashes int64
+calibration.json         format_version, teacher, recipe, capture, data, order, per-site facts
+calibration.safetensors  seen_hashes int64 and, per site and predicted side,
+                         <site>.<side>.coefficients [1|H, F], <site>.<side>.parameter.<i>,
+                         <site>.intercept [H] where both duals are predicted
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +21,50 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asapc.errors import InputError
+from asapc.features import Feature
+from asapc.features.clouds import Budget
+from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor, closure_plan
 from asapc.formats.atomic import replace_folder
 from asapc.ir import Convention
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _JSON, _TENSORS, _HASHES = "calibration.json", "calibration.safetensors", "seen_hashes"
+
+
+@dataclass(frozen=True)
+class FitQuality:
+    """How one dual's fit went, one entry per row of its coefficients.
+
+    fit: "ls" or "kl".  condition_number: of the normal equations, may be inf.  iterations,
+    gradient_norm (mean over regression rows) and converged: of the KL fit, empty for "ls".
+    """
+
+    fit: str
+    r2: tuple[float, ...]
+    condition_number: tuple[float, ...]
+    iterations: tuple[int, ...] = ()
+    gradient_norm: tuple[float, ...] = ()
+    converged: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
 class SiteCalibration:
     """What was fitted at one site.
 
-    theta: [L, D] directions; coefficients: [1|H, L] float32; closures: half-steps that follow.
-    r2, condition_number: one per row of coefficients; condition_number may be inf.
-    examples, tokens: examples and regression rows (of each row of coefficients) that were used.
+    quality: one per predictor of `amortised`.  examples, tokens: examples and regression rows used.
     """
 
     convention: Convention
-    closures: int
-    features: tuple[str, ...]
-    theta: Tensor
-    coefficients: Tensor
-    r2: tuple[float, ...]
-    condition_number: tuple[float, ...]
+    amortised: Amortised
+    quality: tuple[FitQuality, ...]
     examples: int
     tokens: int
     fit_seconds: float
+    sharing: str = "per_head"  # of the coefficients, as in a recipe
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return tuple(str(feature) for feature in self.amortised.predictors[0].features)
 
 
 @dataclass(frozen=True)
@@ -52,7 +72,8 @@ class Calibration:
     """Every fitted site of one teacher.
 
     teacher: its fingerprint; recipe: as a mapping; capture: "whole" or "module";
-    data: where the examples came from; seen_hashes: 64-bit content hashes of the examples used.
+    data: where the examples came from; order: "parallel" fits every site behind the teacher's own
+    layers, "sequential" behind the already amortised ones; seen_hashes: 64-bit content hashes of the examples used.
     """
 
     teacher: str
@@ -60,6 +81,7 @@ class Calibration:
     capture: str
     sites: Mapping[str, SiteCalibration]
     data: str
+    order: str = "parallel"
     seen_hashes: tuple[int, ...] = field(default=())
 
     @property
@@ -72,23 +94,14 @@ def save_calibration(folder: str | Path, calibration: Calibration) -> None:
     tensors = {_HASHES: torch.tensor([_signed(h) for h in calibration.seen_hashes]).long()}
     sites = {}
     for name, site in calibration.sites.items():
-        tensors[f"{name}.theta"] = site.theta.contiguous()
-        tensors[f"{name}.coefficients"] = site.coefficients.contiguous()
-        sites[name] = {
-            "convention": site.convention.to_dict(),
-            "closures": site.closures,
-            "features": list(site.features),
-            "r2": list(site.r2),
-            "condition_number": [c if math.isfinite(c) else None for c in site.condition_number],
-            "examples": site.examples,
-            "tokens": site.tokens,
-            "fit_seconds": site.fit_seconds,
-        }
+        tensors.update(_site_tensors(name, site))
+        sites[name] = _site_facts(site)
     document = {
         "format_version": FORMAT_VERSION,
         "teacher": calibration.teacher,
         "capture": calibration.capture,
         "data": calibration.data,
+        "order": calibration.order,
         "recipe": dict(calibration.recipe),
         "sites": sites,
     }
@@ -125,30 +138,106 @@ def load_calibration(folder: str | Path) -> Calibration:
             capture=document["capture"],
             sites={name: _site(name, s, tensors) for name, s in document["sites"].items()},
             data=document["data"],
+            order=_one_of(document["order"], "parallel", "sequential"),
             seen_hashes=tuple(h & (2**64 - 1) for h in tensors[_HASHES].tolist()),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _broken(place, f"{type(error).__name__}: {error}") from error
 
 
+def _site_tensors(name: str, site: SiteCalibration) -> dict[str, Tensor]:
+    tensors = {}
+    for predictor in site.amortised.predictors:
+        stem = f"{name}.{predictor.side}"
+        tensors[f"{stem}.coefficients"] = predictor.coefficients.contiguous()
+        for index, parameter in enumerate(predictor.parameters):
+            if parameter is not None:
+                tensors[f"{stem}.parameter.{index}"] = parameter.contiguous()
+    if site.amortised.intercept is not None:
+        tensors[f"{name}.intercept"] = site.amortised.intercept.contiguous()
+    return tensors
+
+
+def _site_facts(site: SiteCalibration) -> dict[str, Any]:
+    predictors = zip(site.amortised.predictors, site.quality, strict=True)
+    return {
+        "convention": site.convention.to_dict(),
+        "plan": asdict(site.amortised.plan),
+        "features": list(site.features),
+        "coefficients": site.sharing,
+        "duals": [
+            {
+                "side": predictor.side,
+                "budget": asdict(predictor.budget),
+                **asdict(quality),
+                "condition_number": [
+                    c if math.isfinite(c) else None for c in quality.condition_number
+                ],
+            }
+            for predictor, quality in predictors
+        ],
+        "examples": site.examples,
+        "tokens": site.tokens,
+        "fit_seconds": site.fit_seconds,
+    }
+
+
 def _site(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SiteCalibration:
-    theta, coefficients = tensors[f"{name}.theta"], tensors[f"{name}.coefficients"]
-    if theta.dim() != 2 or coefficients.dim() != 2 or coefficients.shape[1] != theta.shape[0]:
-        raise ValueError(f"{name}: theta {[*theta.shape]}, coefficients {[*coefficients.shape]}")
-    if not bool(theta.isfinite().all() and coefficients.isfinite().all()):
-        raise ValueError(f"{name}: theta and coefficients must be finite")
+    convention = Convention.from_dict(data["convention"])
+    plan = ClosurePlan(**data["plan"])
+    if plan != closure_plan(convention, plan.closures, plan.side):
+        raise ValueError(f"{name}: the plan does not fit the convention")
+    features = tuple(Feature.parse(text, name) for text in data["features"])
+    duals = data["duals"]
+    if tuple(dual["side"] for dual in duals) != plan.sides():
+        raise ValueError(f"{name}: expected the duals {plan.sides()}")
+    predictors = tuple(_predictor(name, features, dual, tensors) for dual in duals)
     return SiteCalibration(
-        convention=Convention.from_dict(data["convention"]),
-        closures=int(data["closures"]),
-        features=tuple(data["features"]),
-        theta=theta,
-        coefficients=coefficients,
-        r2=tuple(float(x) for x in data["r2"]),
-        condition_number=tuple(math.inf if x is None else x for x in data["condition_number"]),
+        convention=convention,
+        amortised=Amortised(plan, predictors, tensors.get(f"{name}.intercept")),
+        quality=tuple(_quality(dual) for dual in duals),
         examples=int(data["examples"]),
         tokens=int(data["tokens"]),
         fit_seconds=float(data["fit_seconds"]),
+        sharing=_one_of(data["coefficients"], "per_head", "pooled", "shared"),
     )
+
+
+def _predictor(
+    name: str, features: tuple[Feature, ...], dual: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> DualPredictor:
+    stem = f"{name}.{dual['side']}"
+    parameters = tuple(
+        tensors[f"{stem}.parameter.{index}"] if feature.has_parameter else None
+        for index, feature in enumerate(features)
+    )
+    coefficients = tensors[f"{stem}.coefficients"]
+    if coefficients.dim() != 2:
+        raise ValueError(f"{stem}: coefficients {[*coefficients.shape]}, expected two axes")
+    for tensor in (coefficients, *parameters):
+        if tensor is not None and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{stem}: numbers must be finite")
+    budget = Budget(int(dual["budget"]["half_steps"]), bool(dual["budget"]["starts_on_x"]))
+    return DualPredictor(dual["side"], features, parameters, coefficients, budget)
+
+
+def _quality(dual: Mapping[str, Any]) -> FitQuality:
+    return FitQuality(
+        fit=_one_of(dual["fit"], "ls", "kl"),
+        r2=tuple(float(x) for x in dual["r2"]),
+        condition_number=tuple(
+            math.inf if x is None else float(x) for x in dual["condition_number"]
+        ),
+        iterations=tuple(int(x) for x in dual["iterations"]),
+        gradient_norm=tuple(float(x) for x in dual["gradient_norm"]),
+        converged=tuple(bool(x) for x in dual["converged"]),
+    )
+
+
+def _one_of(value: Any, *allowed: str) -> str:
+    if value not in allowed:
+        raise ValueError(f"expected {' or '.join(allowed)}, got {value!r}")
+    return str(value)
 
 
 def _read_json(path: Path) -> Any:
@@ -176,3 +265,27 @@ def _signed(value: int) -> int:
     """A 64-bit hash as the int64 with the same bits."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
+
+
+def fit_facts(fitted: SiteCalibration | None) -> dict[str, Any]:
+    """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
+    if fitted is None:
+        names = ("side", "closures", "rescaled", "features", "fit", "coefficients", "r2",
+                 "condition_number", "fit_converged", "examples")  # fmt: skip
+        return dict.fromkeys(names)
+    conditions = [c for quality in fitted.quality for c in quality.condition_number]
+    finite = [c for c in conditions if c < float("inf")]
+    converged = [c for quality in fitted.quality for c in quality.converged]
+    plan = fitted.amortised.plan
+    return {
+        "side": plan.side,
+        "closures": plan.closures,
+        "rescaled": plan.rescaled,
+        "features": list(fitted.features),
+        "fit": fitted.quality[0].fit,
+        "coefficients": fitted.sharing,
+        "r2": min(r2 for quality in fitted.quality for r2 in quality.r2),
+        "condition_number": max(finite) if finite else None,
+        "fit_converged": all(converged) if converged else None,
+        "examples": fitted.examples,
+    }

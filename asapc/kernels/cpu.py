@@ -48,7 +48,8 @@ def sinkhorn_loop(
 ) -> Tensor:
     """A v [B, H, N, E], or the map A [B, H, N, M] where v is None.  Shapes as in operators/.
 
-    dual: [B, H, N] source dual to start from, or None for zero.
+    dual: where the loop starts, None for zero: the source dual [B, H, N] where columns are closed
+    first, the target dual [B, H, M] where rows are.
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
@@ -65,7 +66,12 @@ def sinkhorn_loop(
     scaled_q = rows(q) * loop.score_multiplier
     flat_k = rows(k)
     flat_v = None if v is None else rows(v)
-    flat_dual = None if dual is None else dual.to(work_dtype).reshape(batch * heads, queries)
+    rows_first = loop.first_side == "row"
+    source_dual = None if dual is None or rows_first else dual.to(work_dtype).flatten(0, 1)
+    key_bias, bound = None, _row_range_bound(scaled_q, flat_k, bias)
+    if dual is not None and rows_first:  # the loop from g on S is the loop from 0 on S + g
+        key_bias, dual_range = _centred(dual.to(work_dtype), keep)
+        bound += dual_range
     full_bias = (
         None
         if bias is None
@@ -73,7 +79,7 @@ def sinkhorn_loop(
     )
     factor = factor_value(loop.output_factor, queries, keys, keep)
     flat_out = out.view(batch * heads, queries, width)
-    bounded = _row_range_bound(scaled_q, flat_k, bias) <= SAFE_ROW_RANGE[work_dtype]
+    bounded = bound <= SAFE_ROW_RANGE[work_dtype]
 
     def tile(start: int, stop: int) -> None:
         part = slice(start, stop)
@@ -90,7 +96,8 @@ def sinkhorn_loop(
             None if flat_v is None else flat_v[part],
             None if keep is None else keep[batch_of],
             tile_bias,
-            None if flat_dual is None else flat_dual[part],
+            None if source_dual is None else source_dual[part],
+            None if key_bias is None else key_bias[part],
             loop,
             bounded,
         ).mul_(tile_factor)
@@ -105,16 +112,16 @@ def sinkhorn_loop(
             for start in starts:
                 tile(start, min(start + per_tile, batch * heads))
             return
-        rows_first = loop.first_side == "row"
         mass = float(factor) / (keys if _ends_on_columns(loop) else queries)
         # One buffer for all heads: fresh pages for each would cost as much as the exponentials.
         kernel = torch.empty((queries, keys), dtype=work_dtype)
         block = _block_rows(kernel)
         for head in starts:
-            dual = None if flat_dual is None else flat_dual[head]
             flat_out[head] = _bounded_head(
-                scaled_q[head], flat_k[head], flat_v[head], dual, kernel, loop.half_steps,
-                rows_first, mass, block,
+                scaled_q[head], flat_k[head], flat_v[head],
+                None if source_dual is None else source_dual[head],
+                None if key_bias is None else key_bias[head],
+                kernel, loop.half_steps, rows_first, mass, block,
             )  # fmt: skip
 
     each_worker(work, range(0, batch * heads, per_tile))
@@ -128,6 +135,20 @@ def _ends_on_columns(loop: Loop) -> bool:
 def _block_rows(kernel: Tensor) -> int:
     """How many rows of K [N, M] stay in cache from one product to the next."""
     return max(1, TILE_BYTES // (kernel.shape[1] * kernel.element_size()))
+
+
+def _centred(dual: Tensor, keep: Tensor | None) -> tuple[Tensor, float]:
+    """A target dual [B, H, M] as [B H, M], each head's middle at 0, 0 on masked keys; its range."""
+    low, high = dual, dual
+    if keep is not None:
+        masked = ~keep[:, None, :]
+        low, high = dual.masked_fill(masked, math.inf), dual.masked_fill(masked, -math.inf)
+    low, high = low.amin(-1, keepdim=True), high.amax(-1, keepdim=True)
+    centred = dual - (low + high) / 2
+    if keep is not None:
+        centred = centred.masked_fill(masked, 0.0)  # also where no key is active: inf - inf
+    reach = float((high - low).max())
+    return centred.flatten(0, 1), max(reach, 0.0)
 
 
 def _row_range_bound(scaled_q: Tensor, k: Tensor, bias: Tensor | None) -> float:
@@ -145,25 +166,29 @@ def _tile(
     keep: Tensor | None,
     bias: Tensor | None,
     dual: Tensor | None,
+    key_bias: Tensor | None,
     loop: Loop,
     bounded: bool,
 ) -> Tensor:
     """One tile, not yet multiplied by the output factor: [G, N, E], or [G, N, M] without v.
 
-    scaled_q: [G, N, D]; k: [G, M, D]; v: [G, M, E]; keep: [G, M]; bias: [G, N, M]; dual: [G, N].
+    scaled_q: [G, N, D]; k: [G, M, D]; v: [G, M, E]; keep: [G, M]; bias: [G, N, M]; dual: [G, N];
+    key_bias: [G, M].
     """
     key_mass = 1.0 / k.shape[1]  # padded keys count: nu_j = 1/M on active keys
     if keep is None or len(keep) > 1:
-        return _dense_tile(scaled_q, k, v, keep, bias, dual, loop, key_mass, bounded)
+        return _dense_tile(scaled_q, k, v, keep, bias, dual, key_bias, loop, key_mass, bounded)
     # One head: drop its masked keys instead of multiplying them by zero.
     active = keep[0].nonzero().squeeze(1)
     if len(active) == 0:
         return scaled_q.new_zeros((1, scaled_q.shape[1], k.shape[1] if v is None else v.shape[2]))
     active_v = None if v is None else v[:, active]
     active_bias = None if bias is None else bias[:, :, active]
+    active_key_bias = None if key_bias is None else key_bias[:, active]
     result = _dense_tile(
-        scaled_q, k[:, active], active_v, None, active_bias, dual, loop, key_mass, bounded
-    )
+        scaled_q, k[:, active], active_v, None, active_bias, dual, active_key_bias, loop,
+        key_mass, bounded,
+    )  # fmt: skip
     if v is not None:
         return result
     full = result.new_zeros((1, scaled_q.shape[1], k.shape[1]))
@@ -177,11 +202,15 @@ def _dense_tile(
     keep: Tensor | None,
     bias: Tensor | None,
     dual: Tensor | None,
+    key_bias: Tensor | None,
     loop: Loop,
     key_mass: float,
     bounded: bool,
 ) -> Tensor:
-    scores = torch.bmm(scaled_q, k.transpose(1, 2))
+    if key_bias is None:
+        scores = torch.bmm(scaled_q, k.transpose(1, 2))
+    else:
+        scores = torch.baddbmm(key_bias[:, None, :], scaled_q, k.transpose(1, 2))
     if bias is not None:
         scores += bias
     masked = None if keep is None else ~keep[:, None, :]
@@ -277,6 +306,7 @@ def _bounded_head(
     k: Tensor,
     v: Tensor,
     dual: Tensor | None,
+    key_bias: Tensor | None,
     kernel: Tensor,
     half_steps: int,
     rows_first: bool,
@@ -285,9 +315,12 @@ def _bounded_head(
 ) -> Tensor:
     """One head without masks or bias whose exp(S) is safe: [N, E].  kernel: [N, M], overwritten.
 
-    scaled_q: [N, D]; k: [M, D]; v: [M, E]; dual: [N].
+    scaled_q: [N, D]; k: [M, D]; v: [M, E]; dual: [N]; key_bias: [M].
     """
-    torch.mm(scaled_q, k.t(), out=kernel)
+    if key_bias is None:
+        torch.mm(scaled_q, k.t(), out=kernel)
+    else:
+        torch.addmm(key_bias, scaled_q, k.t(), out=kernel)
     kernel.exp_()
     if dual is None:
         a = torch.ones_like(kernel[:, 0])

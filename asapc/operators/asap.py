@@ -1,19 +1,27 @@
-"""ASAP: a predicted source dual, then a fixed small number of closures (ASAP paper, Eqs. 16-18).
+"""ASAP: predicted duals, then a fixed small number of closures (ASAP paper, Eqs. 16-18).
 
-    columns last, 1 closure:   g0 = T_K(f^)
-    columns last, 3 closures:  g0 = T_K(f^), f+ = T_Q(g0), g+ = T_K(f+)
-    rows last,    2 closures:  g0 = T_K(f^), f+ = T_Q(g0)
+    source dual, columns last, 1 closure:   g0 = T_K(f^)
+    source dual, columns last, 3 closures:  g0 = T_K(f^), f+ = T_Q(g0), g+ = T_K(f+)
+    source dual, rows last,    2 closures:  g0 = T_K(f^), f+ = T_Q(g0)
+    target dual, rows last,    1 closure:   f+ = T_Q(g^)             softmax attention with a key bias
+    target dual, columns last, 2 closures:  f+ = T_Q(g^), g+ = T_K(f+)
+    both duals,  no closure:                exp(S + f^ + g^)         an ablation: no exact marginal
 
-The predicted dual is the teacher's own, as many half-steps before its end as there are closures, so
-an exact prediction reproduces the finite teacher exactly.
+A predicted dual is the teacher's own, as many half-steps before its end as there are closures, so an
+exact prediction reproduces the finite teacher exactly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from asapc.features import Feature, coarse, predict_dual
+from asapc.features.clouds import Budget, Clouds, PredictedSide, clouds_of
+from asapc.ir import Side, SiteTensors
 from asapc.operators.sinkhorn import (
     _wide,
     attention_map,
@@ -29,18 +37,28 @@ def asap_attention(
     k: Tensor,
     keep: Tensor | None,
     bias: Tensor | None,
-    dual: Tensor,
+    source_dual: Tensor | None,
+    target_dual: Tensor | None,
     score_multiplier: float,
     closures: int,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """Dense attention map after `closures` closures from the source dual, [B, H, N, M].
+    """Dense attention map after `closures` closures from the given dual, [B, H, N, M].
 
-    dual: [B, H, N], the predicted source dual in score coordinates; its gauge is free.
+    source_dual: [B, H, N], target_dual: [B, H, M], predictions in score coordinates. Closures start
+    on the side that is not given, and the gauge is free; with none of them both must be given.
+    Raises ValueError on any other combination.
     """
+    first_side = first_closure(source_dual, target_dual, closures)
     scores = score_matrix(_wide(q), _wide(k), keep, widen(bias), score_multiplier)
-    _, g = initial_duals(scores, keep)
-    f, g = run_half_steps(scores, dual.to(scores.dtype), g, closures, "column", keep)
+    f, g = initial_duals(scores, keep)
+    if source_dual is not None:
+        f = source_dual.to(scores.dtype)
+    if target_dual is not None:
+        g = target_dual.to(scores.dtype)
+        if keep is not None:
+            g = g.masked_fill(~keep[:, None, :], -math.inf)
+    f, g = run_half_steps(scores, f, g, closures, first_side, keep)
     return attention_map(scores, f, g, output_factor, keep).to(q.dtype)
 
 
@@ -50,13 +68,95 @@ def asap(
     v: Tensor,
     keep: Tensor | None,
     bias: Tensor | None,
-    dual: Tensor,
+    source_dual: Tensor | None,
+    target_dual: Tensor | None,
     score_multiplier: float,
     closures: int,
     output_factor: Sequence[float],
 ) -> Tensor:
     """A v for the ASAP attention map A: [B, H, N, E] in v's dtype.  Arguments as asap_attention."""
     attention = asap_attention(
-        _wide(q), _wide(k), keep, bias, dual, score_multiplier, closures, output_factor
-    )
+        _wide(q), _wide(k), keep, bias, source_dual, target_dual,
+        score_multiplier, closures, output_factor,
+    )  # fmt: skip
     return (attention @ _wide(v)).to(v.dtype)
+
+
+def first_closure(
+    source_dual: Tensor | None, target_dual: Tensor | None, closures: int
+) -> Side:
+    """The side of the first closure.  Raises ValueError unless the duals fit the closures."""
+    wanted = 2 if closures == 0 else 1
+    given = [dual is not None for dual in (source_dual, target_dual)]
+    if sum(given) != wanted:
+        raise ValueError(f"{closures} closures start from {wanted} dual(s), got {sum(given)}")
+    return "row" if target_dual is not None else "column"
+
+
+def dual(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    coefficients: Tensor,
+    features: str,
+    side: str,
+    score_multiplier: float,
+    half_steps: int,
+    starts_on_x: bool,
+) -> Tensor:
+    """A predicted dual in score coordinates: [B, H, N] from the source side, [B, H, M] from the key's.
+
+    features: recipe entries separated by spaces; parameters: those that exist, in that order;
+    coefficients: [1|H, F].  See asapc.features.
+    """
+    clouds = clouds_from(q, k, keep, bias, score_multiplier, side)
+    parsed, aligned = feature_list(features, parameters)
+    return predict_dual(parsed, aligned, coefficients, clouds, Budget(half_steps, starts_on_x))
+
+
+def row_mass(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    pivots: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    starts_on_x: bool,
+) -> Tensor:
+    """The mass of every query row in a column-ending teacher's plan, in attention units: [B, H, N].
+
+    One closure from the keys' dual ends on rows of mass 1. A column-ending teacher leaves its rows
+    out of balance, padded batches by a third and more; these masses put that back. pivots: [H, R, D]
+    of the queries (features.coarse), or None for the mean n / N everywhere.
+    """
+    clouds = clouds_of(SiteTensors(q, k, keep), score_multiplier, "key")
+    if pivots is not None:
+        return coarse.row_mass(clouds, pivots, Budget(half_steps, starts_on_x))
+    mass = torch.ones_like(clouds.y[..., 0])
+    return mass if keep is None else mass * keep.to(mass.dtype).mean(-1)[:, None, None]
+
+
+def feature_list(
+    features: str, parameters: Sequence[Tensor]
+) -> tuple[list[Feature], list[Tensor | None]]:
+    """Recipe entries separated by spaces, and their parameters with None where there is none."""
+    parsed = [Feature.parse(text) for text in features.split()]
+    given = iter(parameters)
+    return parsed, [next(given) if feature.has_parameter else None for feature in parsed]
+
+
+def _side(side: str) -> PredictedSide:
+    if side == "source":
+        return "source"
+    if side == "key":
+        return "key"
+    raise ValueError(f"side must be source or key, got {side!r}")
+
+
+def clouds_from(
+    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, score_multiplier: float, side: str
+) -> Clouds:
+    """Clouds of an operator call."""
+    return clouds_of(SiteTensors(q, k, keep, bias), score_multiplier, _side(side))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.features import sliced
 from asapc.ir import Side
 from asapc.kernels import cpu
-from asapc.kernels import sliced as cpu_sliced
+from asapc.kernels import dual as cpu_dual
+from asapc.kernels.key_closure import key_closure
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
 
@@ -68,17 +68,22 @@ def asap(
     v: Tensor,
     keep: Tensor | None,
     bias: Tensor | None,
-    dual: Tensor,
+    source_dual: Tensor | None,
+    target_dual: Tensor | None,
     score_multiplier: float,
     closures: int,
     output_factor: Sequence[float],
 ) -> Tensor:
-    if q.device.type != "cpu":
+    side = asap_meaning.first_closure(source_dual, target_dual, closures)
+    if target_dual is not None and closures == 1 and q.shape[2] > 0 and k.shape[2] > 0:
+        return key_closure(q, k, v, keep, bias, target_dual, score_multiplier, output_factor)
+    if q.device.type != "cpu" or closures == 0:
         return asap_meaning.asap(
-            q, k, v, keep, bias, dual, score_multiplier, closures, output_factor
+            q, k, v, keep, bias, source_dual, target_dual, score_multiplier, closures, output_factor
         )
-    loop = cpu.Loop(score_multiplier, closures, "column", output_factor)
-    return cpu.sinkhorn_loop(q, k, v, keep, bias, dual, loop)
+    loop = cpu.Loop(score_multiplier, closures, side, output_factor)
+    start = source_dual if side == "column" else target_dual
+    return cpu.sinkhorn_loop(q, k, v, keep, bias, start, loop)
 
 
 @torch.library.custom_op("asapc::asap_attention", mutates_args=())
@@ -87,30 +92,56 @@ def asap_attention(
     k: Tensor,
     keep: Tensor | None,
     bias: Tensor | None,
-    dual: Tensor,
+    source_dual: Tensor | None,
+    target_dual: Tensor | None,
     score_multiplier: float,
     closures: int,
     output_factor: Sequence[float],
 ) -> Tensor:
-    if q.device.type != "cpu":
+    side = asap_meaning.first_closure(source_dual, target_dual, closures)
+    if q.device.type != "cpu" or closures == 0:
         return asap_meaning.asap_attention(
-            q, k, keep, bias, dual, score_multiplier, closures, output_factor
+            q, k, keep, bias, source_dual, target_dual, score_multiplier, closures, output_factor
         )
-    loop = cpu.Loop(score_multiplier, closures, "column", output_factor)
-    return cpu.sinkhorn_loop(q, k, None, keep, bias, dual, loop)
+    loop = cpu.Loop(score_multiplier, closures, side, output_factor)
+    start = source_dual if side == "column" else target_dual
+    return cpu.sinkhorn_loop(q, k, None, keep, bias, start, loop)
 
 
-@torch.library.custom_op("asapc::sliced_dual", mutates_args=())
-def sliced_dual(
+@torch.library.custom_op("asapc::dual", mutates_args=())
+def dual(
     q: Tensor,
     k: Tensor,
     keep: Tensor | None,
-    theta: Tensor,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
     coefficients: Tensor,
+    features: str,
+    side: str,
     score_multiplier: float,
+    half_steps: int,
+    starts_on_x: bool,
 ) -> Tensor:
-    twin = cpu_sliced if q.device.type == "cpu" else sliced
-    return twin.predict_dual(q, k, keep, theta, coefficients, score_multiplier)
+    twin = cpu_dual.dual if q.device.type == "cpu" else asap_meaning.dual
+    return twin(
+        q, k, keep, bias, parameters, coefficients, features, side, score_multiplier, half_steps,
+        starts_on_x,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("asapc::row_mass", mutates_args=())
+def row_mass(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    pivots: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    starts_on_x: bool,
+) -> Tensor:
+    return asap_meaning.row_mass(
+        q, k, keep, pivots, score_multiplier, half_steps, starts_on_x
+    )
 
 
 @sinkhorn.register_fake
@@ -133,34 +164,56 @@ def _(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
     return q.new_empty((*q.shape[:3], k.shape[2]))
 
 
-@sliced_dual.register_fake
+@dual.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    _keep: Tensor | None,
+    _bias: Tensor | None,
+    _parameters: Sequence[Tensor],
+    _coefficients: Tensor,
+    _features: str,
+    side: str,
+    *_rest: Any,
+) -> Tensor:
+    return _float_like(q, q if side == "source" else k)
+
+
+@row_mass.register_fake
 def _(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
+    return _float_like(q, q)
+
+
+def _float_like(q: Tensor, points: Tensor) -> Tensor:
     dtype = q.dtype if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape[:3], dtype=dtype)
+    return q.new_empty(points.shape[:3], dtype=dtype)
 
 
 def _differentiate(operator: Any, meaning: Callable[..., Tensor]) -> None:
     """Register the gradient of `meaning`, recomputed in backward: only inputs are saved."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        # A list of tensors (fitted parameters) is a constant: nothing in it is differentiated.
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.layout = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if constant is None else constant[0] for constant in ctx.layout]
         with torch.enable_grad():
             leaves = [
-                x.detach().requires_grad_(needed) if isinstance(x, Tensor) else x
+                x.detach().requires_grad_(bool(needed)) if isinstance(x, Tensor) else x
                 for x, needed in zip(inputs, ctx.needs_input_grad, strict=True)
             ]
             output = meaning(*leaves)
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
+        wanted = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
         grads = torch.autograd.grad(
             output, [leaves[i] for i in wanted], grad, allow_unused=True
         )
-        result: list[Tensor | None] = [None] * len(inputs)
+        result: list[Any] = [
+            [None] * len(x) if _is_tensor_list(x) else None for x in inputs
+        ]
         for index, value in zip(wanted, grads, strict=True):
             result[index] = value
         return tuple(result)
@@ -168,8 +221,13 @@ def _differentiate(operator: Any, meaning: Callable[..., Tensor]) -> None:
     operator.register_autograd(backward, setup_context=setup_context)
 
 
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(x, Tensor) for x in value)
+
+
 _differentiate(sinkhorn, sinkhorn_meaning.sinkhorn)
 _differentiate(sinkhorn_attention, sinkhorn_meaning.sinkhorn_attention)
 _differentiate(asap, asap_meaning.asap)
 _differentiate(asap_attention, asap_meaning.asap_attention)
-_differentiate(sliced_dual, sliced.predict_dual)
+_differentiate(dual, asap_meaning.dual)
+_differentiate(row_mass, asap_meaning.row_mass)

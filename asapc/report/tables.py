@@ -117,12 +117,12 @@ def report_tables(report: Mapping[str, Any]) -> list[Table]:
         tables.append(
             Table(
                 "Why",
-                ("site", "operator", "closures|", "convention", "reason"),
+                ("site", "operator", "predicted", "convention", "reason"),
                 tuple(
                     (
                         str(site.get("name")),
                         str(site.get("operator")),
-                        number(site.get("closures")),
+                        amortised_text(site),
                         convention_text(site.get("convention")),
                         str(site.get("reason") or ""),
                     )
@@ -187,13 +187,31 @@ def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
     return [Table(title, columns, rows)]
 
 
+def amortised_text(site: Mapping[str, Any]) -> str:
+    """How a site's dual is predicted: "key, 1 closure, coarse:32 gaussian"; empty where it is not."""
+    if not site.get("features"):
+        return ""
+    count = number(site.get("closures"))
+    closures = f"{count} closure{'' if count == '1' else 's'}"
+    rescaled = ", rows rescaled" if site.get("rescaled") else ""
+    return f"{site.get('side')}, {closures}{rescaled}, {' '.join(site['features'])}"
+
+
+def fit_text(site: Mapping[str, Any]) -> str:
+    """"kl per_head", and whether it converged where that can be doubted."""
+    if not site.get("fit"):
+        return ""
+    doubt = " NOT CONVERGED" if site.get("fit_converged") is False else ""
+    return f"{site['fit']} {site.get('coefficients')}{doubt}"
+
+
 def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
     """The fit of every site."""
     rows = tuple(
         (
             str(site.get("name")),
-            ", ".join(site.get("features") or ()),
-            number(site.get("closures")),
+            amortised_text(site),
+            fit_text(site),
             number(site.get("examples")),
             number(site.get("tokens")),
             number(site.get("r2")),
@@ -202,8 +220,9 @@ def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
         )
         for site in _list(summary, "sites")
     )
-    columns = ("site", "features", "closures|", "examples|", "tokens|", "R2|", "cond|", "s|")
-    return [Table(f"Calibration of {summary.get('model')}", columns, rows)]
+    columns = ("site", "predicted", "fit", "examples|", "tokens|", "R2|", "cond|", "s|")
+    title = f"Calibration of {summary.get('model')}, {summary.get('order')}"
+    return [Table(title, columns, rows)]
 
 
 def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
@@ -212,13 +231,13 @@ def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
         (
             str(site.get("name")),
             str(site.get("operator")),
-            number(site.get("closures")),
+            amortised_text(site),
             convention_text(site.get("convention")),
             str(site.get("reason") or ""),
         )
         for site in _list(manifest, "sites")
     )
-    columns = ("site", "operator", "closures|", "convention", "reason")
+    columns = ("site", "operator", "predicted", "convention", "reason")
     return [Table("Compiled", columns, rows), *refused_table(_list(manifest, "refused"))]
 
 

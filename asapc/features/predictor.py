@@ -1,0 +1,108 @@
+"""A fitted prediction of a dual, and what an amortised site is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from asapc.features import Feature
+from asapc.features.clouds import Budget, PredictedSide
+from asapc.ir import Convention, Side
+
+RecipeSide = Literal["source", "key", "both"]
+
+
+@dataclass(frozen=True)
+class DualPredictor:
+    """side's dual as centre(X omega) - |x|^2 / 2; see features.predict_dual.
+
+    parameters: one entry per feature; coefficients omega: [1|H, F] float32.
+    """
+
+    side: PredictedSide
+    features: tuple[Feature, ...]
+    parameters: tuple[Tensor | None, ...]
+    coefficients: Tensor
+    budget: Budget
+
+    def settings(self, score_multiplier: float) -> tuple[Any, ...]:
+        """The constants of the registered operators, after the tensors."""
+        spec = " ".join(str(feature) for feature in self.features)
+        return (
+            spec, self.side, score_multiplier, self.budget.half_steps, self.budget.starts_on_x
+        )  # fmt: skip
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters that are there, in feature order, as the registered operators take them."""
+        return [parameter for parameter in self.parameters if parameter is not None]
+
+    def pivots(self) -> Tensor | None:
+        """Those of the first coarse feature."""
+        for feature, parameter in zip(self.features, self.parameters, strict=True):
+            if feature.family == "coarse":
+                return parameter
+        return None
+
+
+@dataclass(frozen=True)
+class ClosurePlan:
+    """How predicted duals and closures reproduce one teacher.
+
+    closures: half-steps after the prediction; 0 predicts both duals and closes neither.
+    rescaled: the closure ends on rows, the teacher on columns: rows get their predicted mass.
+    half_steps: the teacher's own up to the predicted dual, the time of the fit's target.
+    """
+
+    side: RecipeSide
+    closures: int
+    half_steps: int
+    rescaled: bool = False
+
+    def sides(self) -> tuple[PredictedSide, ...]:
+        return ("source", "key") if self.side == "both" else (self.side,)
+
+    def budget(self, convention: Convention, side: PredictedSide) -> Budget:
+        """The half-steps up to the last one, within self.half_steps, that updates `side`."""
+        own: Side = "row" if side == "source" else "column"
+        starts_on_x = convention.first_side == own
+        ends_on_x = (self.half_steps % 2 == 1) == starts_on_x
+        return Budget(self.half_steps if ends_on_x else self.half_steps - 1, starts_on_x)
+
+
+def closure_plan(convention: Convention, closures: int, side: RecipeSide) -> ClosurePlan | None:
+    """The plan with the most closures <= `closures` that reproduces this teacher, or None.
+
+    The closures start on the other side and end on the teacher's last one, so their parity is
+    given: odd where the predicted side is not the last one, even where it is; and the teacher must
+    update the predicted dual before them. The one exception is a single closure from the keys' dual
+    of a column-ending teacher: it ends on rows, and rescaling them restores the teacher's plan.
+    """
+    steps = convention.half_steps
+    if side == "both":
+        return ClosurePlan("both", 0, steps) if closures == 0 and steps >= 2 else None
+    if closures < 1:
+        return None
+    if side == "key" and convention.last_side == "column" and closures == 1:
+        return ClosurePlan("key", 1, steps, rescaled=True)
+    predicted: Side = "row" if side == "source" else "column"
+    parity = 0 if convention.last_side == predicted else 1
+    most = min(closures, steps - 1)
+    most -= (most - parity) % 2
+    return ClosurePlan(side, most, steps - most) if most >= 1 else None
+
+
+@dataclass(frozen=True)
+class Amortised:
+    """What replaces the loop at one site: predicted duals, then the plan's closures.
+
+    predictors: one per side of the plan.  intercept: [1|H], the mean of f + g where both duals are
+    predicted (a closure would find it), else None.
+    """
+
+    plan: ClosurePlan
+    predictors: tuple[DualPredictor, ...]
+    intercept: Tensor | None = None
+
+

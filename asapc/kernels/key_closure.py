@@ -1,0 +1,53 @@
+"""Twin of operators/asap.py for one closure from the target dual: softmax attention with a key bias.
+
+    out_i = factor / N * sum_j softmax_j(S_ij + g_j) v_j
+
+runs through torch's own attention with a broadcast mask [B, H, 1, M]; N x M is never stored (a score
+bias, which is that large itself, excepted).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asapc.operators.sinkhorn import factor_value, widen
+
+
+def key_closure(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    target_dual: Tensor,
+    score_multiplier: float,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Arguments and result as operators.asap.asap with closures = 1; half precision runs in float32."""
+    wide_q, wide_k, wide_v = widen(q), widen(k), widen(v)
+    assert wide_q is not None and wide_k is not None and wide_v is not None
+    dtype = torch.promote_types(wide_q.dtype, wide_v.dtype)
+    mask = target_dual.to(dtype)[:, :, None, :]
+    dead = None
+    if keep is not None:
+        # Nothing attends where no key is active: softmax would give nan there, the plan is 0.
+        dead = ~keep.any(-1)[:, None, None, None]
+        mask = mask.masked_fill(~(keep[:, None, None, :] | dead), -math.inf)
+    if bias is not None:
+        mask = mask + bias.to(dtype)
+    keys, values = wide_k.to(dtype), wide_v.to(dtype)
+    if keep is not None:  # 0 * inf of a masked key is nan
+        keys = keys.masked_fill(~keep[:, None, :, None], 0.0)
+        values = values.masked_fill(~keep[:, None, :, None], 0.0)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        wide_q.to(dtype), keys, values, attn_mask=mask, scale=score_multiplier
+    )
+    factor = factor_value(output_factor, q.shape[2], k.shape[2], keep)
+    out = out * (factor.to(dtype) if isinstance(factor, Tensor) else factor) / q.shape[2]
+    if dead is not None:
+        out = out.masked_fill(dead, 0.0)
+    return out.to(v.dtype)
