@@ -43,6 +43,24 @@ def test_pooled_equals_direct_solve(ridge):
     assert fit.condition_number[0] == pytest.approx(condition, rel=1e-9)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_direct_ridge_is_lambda_itself(groups):
+    x, y = rows()
+    equations = NormalEquations(4, groups)
+    equations.add(x, y)
+    fit, per_row = equations.solve(0.7, direct=True), equations.solve(0.7 / equations.tokens)
+    torch.testing.assert_close(fit.coefficients, per_row.coefficients, atol=1e-13, rtol=1e-12)
+    assert not torch.allclose(fit.coefficients, equations.solve(0.7).coefficients, rtol=1e-2)
+    for group in range(groups):
+        part = slice(None) if groups == 1 else slice(group, group + 1)
+        omega, r2, condition = direct(x[:, part], y[:, part], 0.7 / equations.tokens)
+        torch.testing.assert_close(fit.coefficients[group], omega)
+        assert fit.r2[group] == pytest.approx(r2, abs=1e-12)
+        assert fit.condition_number[group] == pytest.approx(condition, rel=1e-9)
+    unpenalised = equations.solve(0.0, direct=True).coefficients
+    torch.testing.assert_close(unpenalised, equations.solve(0.0).coefficients, atol=0, rtol=0)
+
+
 def test_per_head_equals_one_fit_per_head():
     x, y = rows()
     equations = NormalEquations(4, groups=2)
@@ -112,8 +130,9 @@ def test_too_few_rows_and_bad_ridge():
     with pytest.raises(InputError, match=r"4 coefficients .* got 3"):
         equations.solve(1e-3)
     for ridge in (-1.0, math.nan, math.inf):
-        with pytest.raises(InputError, match="ridge"):
-            equations.solve(ridge)
+        for is_direct in (False, True):
+            with pytest.raises(InputError, match="ridge"):
+                equations.solve(ridge, direct=is_direct)
 
 
 def test_mismatched_shapes():

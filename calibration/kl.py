@@ -1,0 +1,409 @@
+"""ASAP-KL: the convex fit of a dual through the closure that follows it.
+
+    J(omega) = sum_maps [ sum_j nu_j LSE_i(S_ij + u_i) - sum_i r_i (X omega)_i ] + lambda/2 |omega|^2
+    u = X omega - |x|^2 / 2
+    gradient   X'(P 1 - r) + lambda omega,                P_ij = nu_j softmax_i(S_ij + u_i)
+    Hessian    sum_j nu_j Cov_{i ~ P(.|j)}(x_i) + lambda I
+
+A map is one head of one example.  Up to a constant, J is KL(teacher's plan | P) summed over the maps,
+in nats, if the teacher's plan comes from the same closure.  Source: ASAP, Proposition B.11, at
+epsilon = 1 and with the finite teacher's own row mass r.
+
+Everything is float64, exponentials included: on a CPU float32 ones cost no less once the casts to and
+from the float64 sums are counted (10 against 13 to 20 ms per 2^20), and their noise would stop the
+optimiser, which compares objectives, at gradients far above the tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from asapc.features.clouds import Clouds
+
+# Up to here a fit forms the F x F Hessian and takes exact trust-region Newton steps; above, its N F^2
+# work per map dwarfs the N M exponentials, and L-BFGS-B takes over. In the metric below, where the
+# Hessian starts near I, that swept the data about half as often as Newton-CG (trust-ncg) on mild
+# and sharp scores alike, and converged on scores of 1e4, where CG's trust region did not.
+DENSE_FEATURES = 512
+
+# Score entries evaluated at once: 8 MB of float64, so that a tile stays in cache.
+_TILE = 2**20
+# Directions in which X varies this little (relative variance, columns scaled alike) are rounding of X.
+_RANK = 1e-12
+# Gradient per map in the metric: its square is about twice the nats per map still to be gained.
+_GRADIENT = 1e-8
+_MAX_RADIUS = 1e4  # nats a step may move the predicted dual, root mean square
+
+_Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
+_Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class KlPiece:
+    """Examples to fit on, at one site.
+
+    columns X: [B, H, N, F], centred over the points x with mass, 0 on the others.
+    clouds: where the scores come from; x is the predicted side.
+    mass r: [B, H, N], the teacher's own mass of each x after the first closure that follows the
+    predicted dual; 0 where x carries none.
+    """
+
+    columns: Tensor
+    clouds: Clouds
+    mass: Tensor
+
+
+@dataclass(frozen=True)
+class KlFit:
+    """Coefficients [1|H, F] float64 and how each group's optimisation ended.
+
+    before, after: J / rows at the start and at the coefficients, after <= before always.
+    gradient_norm: |gradient of J| / rows at the coefficients, in their own coordinates.
+    converged: what is left to gain is below about 1e-16 nats per map, or below the rounding of J.
+    rows: regression rows of each group, the points with mass of the examples used.
+    """
+
+    coefficients: Tensor
+    iterations: tuple[int, ...]
+    gradient_norm: tuple[float, ...]
+    converged: tuple[bool, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    rows: tuple[int, ...]
+
+
+def fit_kl(
+    pieces: Sequence[KlPiece],
+    *,
+    groups: int,
+    penalty: float,
+    start: Tensor,
+    max_iterations: int = 500,
+) -> KlFit:
+    """Minimise J for each group of heads: 1 pools them, H fits each head on its own.
+
+    penalty: lambda, as J states it. Each map weighs its mass, at most 1, where in a sum of squares it
+    weighs its number of rows: the lambda of a least-squares fit, divided by that number, shrinks alike.
+    start: [groups, F], for instance the least-squares fit.
+    Examples without a y or without an x that carries mass are passed over.  Coefficients are moved
+    only where X varies, so that at lambda = 0 linearly dependent columns stay finite and, from a
+    least-norm start, least-norm.  At lambda = 0 the infimum may lie at infinity (a point of no mass
+    in the teacher); the result is then the last finite iterate.  Never NaN, never worse than `start`.
+    """
+    if not (math.isfinite(penalty) and penalty >= 0):
+        raise ValueError(f"penalty must be a finite number >= 0, got {penalty}")
+    if start.dim() != 2 or start.shape[0] != groups or not bool(start.isfinite().all()):
+        raise ValueError(f"start must be finite and [{groups}, F], got {tuple(start.shape)}")
+    for piece in pieces:
+        heads, features = piece.columns.shape[1], piece.columns.shape[3]
+        if features != start.shape[1] or groups not in (1, heads):
+            raise ValueError(
+                f"expected columns [B, {groups}, N, {start.shape[1]}], got {tuple(piece.columns.shape)}"
+            )
+    with torch.no_grad():
+        ends = [
+            _minimise(
+                KlObjective(pieces, penalty, None if groups == 1 else group),
+                start[group].detach().to("cpu", torch.float64),
+                max_iterations,
+            )
+            for group in range(groups)
+        ]
+    return KlFit(
+        coefficients=torch.stack([end.coefficients for end in ends]),
+        iterations=tuple(end.iterations for end in ends),
+        gradient_norm=tuple(end.gradient_norm for end in ends),
+        converged=tuple(end.converged for end in ends),
+        before=tuple(end.before for end in ends),
+        after=tuple(end.after for end in ends),
+        rows=tuple(end.rows for end in ends),
+    )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """J, its gradient [F] and its Hessian in the basis asked for, [K, K] or None.
+
+    magnitude: the sum of the absolute terms of J, whose rounding is the noise of `value`.
+    """
+
+    value: float
+    gradient: Tensor
+    hessian: Tensor | None
+    magnitude: float
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Some examples of a piece in float64, the massless parts taken out.
+
+    columns: [b, h, N, F]; mass: [b, h, N]; offset: [b, h, N], what u adds to X omega (-inf on massless
+    x); transposed scores S': [b, h, M, N]; nu: [b, 1|h, M].
+    """
+
+    columns: Tensor
+    mass: Tensor
+    offset: Tensor
+    scores: Tensor
+    nu: Tensor
+
+    def softmax(self, omega: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """X omega [b, h, N], LSE_i [b, h, M], E [b, h, M, N] and its sums over i: softmax_i = E / sum."""
+        dual = self.columns @ omega
+        logits = self.scores + (dual + self.offset)[..., None, :]
+        top = logits.amax(-1, keepdim=True)
+        top = top.masked_fill(top.isneginf(), 0.0)  # a y that no x can reach; its nu is 0 already
+        exponentials = logits.sub_(top).exp_()
+        total = exponentials.sum(-1)
+        total = torch.where(total > 0, total, 1.0)
+        return dual, top[..., 0] + total.log(), exponentials, total
+
+
+class KlObjective:
+    """J over some pieces, all heads pooled or one `head`; sums over data, nothing is normalised.
+
+    rows, maps: the points with mass, and the attention maps, that enter.
+    """
+
+    def __init__(self, pieces: Sequence[KlPiece], penalty: float, head: int | None = None) -> None:
+        self.pieces = pieces
+        self.penalty = penalty
+        self.head = head
+        self.rows = 0
+        self.maps = 0
+        for piece in pieces:
+            heads = piece.columns.shape[1] if head is None else 1
+            used = _used(piece)
+            keep = piece.clouds.x_keep
+            points = len(used) * piece.columns.shape[2] if keep is None else int(keep[used].sum())
+            self.rows += heads * points
+            self.maps += heads * len(used)
+
+    def evaluate(self, omega: Tensor, basis: Tensor | None = None) -> Evaluation:
+        """J and its gradient at omega [F]; with basis W [F, K] also W' (Hessian) W, in one sweep.
+
+        The covariances are formed in the basis: forming them first would lose, to rounding, the very
+        directions in which X varies least.
+        """
+        value = self.penalty / 2 * float(omega.square().sum())
+        magnitude = value
+        gradient = self.penalty * omega
+        hessian = None if basis is None else self.penalty * basis.T @ basis
+        for tile in self._tiles():
+            dual, lse, exponentials, total = tile.softmax(omega)
+            closed, taught = (tile.nu * lse).sum(), (tile.mass * dual).sum()
+            value += float(closed - taught)
+            magnitude += float((tile.nu * lse).abs().sum() + (tile.mass * dual).abs().sum())
+            weight = tile.nu / total
+            row_mass = (weight[..., None, :] @ exponentials)[..., 0, :]  # P 1
+            features = tile.columns.shape[-1]
+            surplus = (row_mass - tile.mass).reshape(1, -1)
+            gradient = gradient + (surplus @ tile.columns.reshape(-1, features))[0]
+            if basis is not None:
+                assert hessian is not None
+                columns = tile.columns @ basis
+                means = (exponentials @ columns) / total[..., None]  # m_j
+                hessian = hessian + _weighted_gram(columns, row_mass) - _weighted_gram(means, tile.nu)
+        if hessian is not None:
+            hessian = (hessian + hessian.T) / 2
+        return Evaluation(value, gradient, hessian, magnitude)
+
+    def hessian_product(self, omega: Tensor, vector: Tensor) -> Tensor:
+        """Hessian at omega times v = `vector` [F], never formed:  X'(P 1 * Xv - P m),  m_j = E_j[Xv]."""
+        product = self.penalty * vector
+        for tile in self._tiles():
+            _, _, exponentials, total = tile.softmax(omega)
+            weight = tile.nu / total
+            moved = tile.columns @ vector  # [b, h, N]
+            means = (exponentials @ moved[..., None])[..., 0] / total
+            sums = torch.stack([weight, weight * means], -2) @ exponentials  # [b, h, 2, N]
+            response = sums[..., 0, :] * moved - sums[..., 1, :]
+            columns = tile.columns.reshape(-1, tile.columns.shape[-1])
+            product = product + (response.reshape(1, -1) @ columns)[0]
+        return product
+
+    def uniform_hessian(self, features: int) -> Tensor:
+        """The Hessian as if every column of P were uniform over the points with mass: [F, F].
+
+        Independent of omega and cheap, and of the size of the true one: the metric of the fit.
+        """
+        gram = self.penalty * torch.eye(features, dtype=torch.float64)
+        for tile in self._tiles(scores=False):
+            kept = tile.offset.isfinite()
+            per_point = tile.nu.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)
+            gram = gram + _weighted_gram(tile.columns, per_point.expand(kept.shape))
+        return gram
+
+    def _tiles(self, scores: bool = True) -> Iterator[_Tile]:
+        for piece in self.pieces:
+            _, heads, points, _ = piece.columns.shape
+            used = _used(piece)
+            entries = (heads if self.head is None else 1) * points * piece.clouds.y.shape[2]
+            size = max(1, _TILE // max(1, entries))
+            for index in used.split(size):
+                if len(index):
+                    yield self._tile(piece, index, scores)
+
+    def _tile(self, piece: KlPiece, index: Tensor, scores: bool) -> _Tile:
+        clouds = piece.clouds
+        head = slice(None) if self.head is None else slice(self.head, self.head + 1)
+
+        def take(tensor: Tensor, keep: Tensor | None) -> Tensor:
+            part = tensor[index][:, head].detach().to("cpu", torch.float64)
+            if keep is None:
+                return part
+            keep = keep[index][:, None].cpu()
+            return part.masked_fill(~(keep[..., None] if part.dim() == 4 else keep), 0.0)
+
+        x, y = take(clouds.x, clouds.x_keep), take(clouds.y, clouds.y_keep)
+        offset = -x.square().sum(-1) / 2
+        if clouds.x_keep is not None:
+            offset = offset.masked_fill(~clouds.x_keep[index][:, None].cpu(), -math.inf)
+        # M counts padding, as in asapc.operators.closures.log_marginals.
+        nu = torch.full((len(index), 1, y.shape[2]), 1 / y.shape[2], dtype=torch.float64)
+        if clouds.y_keep is not None:
+            nu = nu.masked_fill(~clouds.y_keep[index][:, None].cpu(), 0.0)
+        table = y[..., :0]
+        if scores:
+            table = y @ x.transpose(-1, -2)
+            if clouds.bias is not None:
+                full = clouds.bias.expand(*piece.columns.shape[:3], y.shape[2])
+                table = table + take(full, None).transpose(-1, -2)
+                # A bias of -inf can keep every x with mass from some y, which then takes no mass.
+                reached = (table + offset[..., None, :]).amax(-1).isneginf().logical_not()
+                nu = torch.where(reached, nu, 0.0)
+        columns, mass = take(piece.columns, clouds.x_keep), take(piece.mass, clouds.x_keep)
+        return _Tile(columns, mass, offset, table, nu)
+
+
+def _used(piece: KlPiece) -> Tensor:
+    """The examples in which some x and some y carry mass."""
+    batch, _, points, _ = piece.columns.shape
+    used = torch.full((batch,), points > 0 and piece.clouds.y.shape[2] > 0)
+    for keep in (piece.clouds.x_keep, piece.clouds.y_keep):
+        if keep is not None:
+            used &= keep.any(-1).cpu()
+    return used.nonzero()[:, 0]
+
+
+def _weighted_gram(rows: Tensor, weight: Tensor) -> Tensor:
+    """sum_i w_i x_i x_i' over all but the last dimension of rows [..., F]; weight broadcasts to [...]."""
+    weighted = rows * weight[..., None]
+    return weighted.flatten(0, -2).T @ rows.flatten(0, -2)
+
+
+@dataclass(frozen=True)
+class _End:
+    coefficients: Tensor
+    iterations: int
+    gradient_norm: float
+    converged: bool
+    before: float
+    after: float
+    rows: int
+
+
+def _metric_basis(metric: Tensor) -> Tensor:
+    """W [F, K] with W' metric W = I on the directions above rounding."""
+    diagonal = metric.diagonal()
+    scale = torch.where(diagonal > 0, diagonal.rsqrt(), 0.0)
+    scale = torch.where(scale.isfinite(), scale, 0.0)
+    values, vectors = torch.linalg.eigh(scale[:, None] * metric * scale)
+    kept = values > _RANK * values[-1:].clamp(min=0.0)
+    return scale[:, None] * vectors[:, kept] * values[kept].rsqrt()
+
+
+def _minimise(objective: KlObjective, start: Tensor, max_iterations: int) -> _End:
+    """J / maps over z, omega = start + W z, where |z| is the root mean square move of the dual.
+
+    In these coordinates the Hessian is near I whatever the columns' units and correlations, so one
+    trust radius and one tolerance, in nats, suit every feature family.
+    """
+    features = start.shape[0]
+    maps, rows = max(1, objective.maps), max(1, objective.rows)
+    basis = _metric_basis(objective.uniform_hessian(features) / maps)
+    dense = features <= DENSE_FEATURES
+    memo: dict[bytes, Evaluation] = {}
+
+    def omega(z: _Vector) -> Tensor:
+        return start + basis @ torch.from_numpy(z)
+
+    def at(z: _Vector) -> Evaluation:
+        key = z.tobytes()
+        if key not in memo:
+            memo.clear()  # SciPy asks for one point at a time
+            memo[key] = objective.evaluate(omega(z), basis if dense else None)
+        return memo[key]
+
+    def value(z: _Vector) -> float:
+        return at(z).value / maps
+
+    def gradient(z: _Vector) -> _Vector:
+        return (basis.T @ at(z).gradient / maps).numpy()
+
+    def hessian(z: _Vector) -> _Matrix:
+        matrix = at(z).hessian
+        assert matrix is not None
+        # Rounding may leave a singular Hessian indefinite, and trust-exact would then run along
+        # directions in which J is flat.
+        shift = _RANK * matrix.diagonal().abs().sum() * torch.eye(len(matrix), dtype=torch.float64)
+        return ((matrix + shift) / maps).numpy()
+
+    def tolerance(evaluation: Evaluation) -> float:
+        # A gradient this small predicts a decrease below the rounding of J, which no step can verify.
+        rounding = torch.finfo(torch.float64).eps * evaluation.magnitude / maps
+        return max(_GRADIENT, math.sqrt(2 * rounding))
+
+    def done(evaluation: Evaluation) -> bool:
+        norm = torch.linalg.vector_norm(basis.T @ evaluation.gradient) / maps
+        return float(norm) <= tolerance(evaluation)
+
+    z = np.zeros(basis.shape[1])
+    first = best = at(z)
+    iterations = 0
+    # A second round only where the start was so far off that its rounding hid the end's gradient.
+    while iterations < max_iterations and not done(best):
+        left = max_iterations - iterations
+        if dense:
+            result = minimize(
+                value,
+                z,
+                method="trust-exact",
+                jac=gradient,
+                hess=hessian,
+                options={
+                    "gtol": tolerance(best),
+                    "maxiter": left,
+                    "initial_trust_radius": 1.0,
+                    "max_trust_radius": _MAX_RADIUS,
+                },
+            )
+        else:
+            # Its gtol bounds the largest entry; ftol = 0 leaves the gradient as the only verdict.
+            result = minimize(
+                value,
+                z,
+                method="L-BFGS-B",
+                jac=gradient,
+                options={"gtol": tolerance(best) / math.sqrt(len(z)), "ftol": 0.0, "maxiter": left},
+            )
+        end, iterations = at(result.x), iterations + int(result.nit)
+        if not end.value < best.value or not bool(end.gradient.isfinite().all()):
+            break
+        z, best = result.x, end
+    return _End(
+        coefficients=omega(z),
+        iterations=iterations,
+        gradient_norm=float(torch.linalg.vector_norm(best.gradient)) / rows,
+        converged=done(best),
+        before=first.value / rows,
+        after=best.value / rows,
+        rows=objective.rows,
+    )

@@ -1,0 +1,419 @@
+"""The KL fit against autograd, closed-form optima and hostile clouds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asapc.calibration import kl
+from asapc.calibration.kl import KlObjective, KlPiece, fit_kl
+from asapc.calibration.least_squares import NormalEquations
+from asapc.features.clouds import Clouds
+from asapc.operators.closures import close_columns, log_marginals
+from asapc.operators.sinkhorn import run_half_steps
+
+LAYOUTS = ["square", "N<M", "N>M", "y_keep", "x_keep", "bias"]
+
+
+def clouds_for(layout, seed=0, batch=3, heads=2, spread=1.0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    points, others = {"N<M": (5, 9), "N>M": (9, 5)}.get(layout, (7, 7))
+
+    def draw(*shape):
+        return spread * torch.randn(*shape, generator=generator, dtype=dtype)
+
+    x, y = draw(batch, heads, points, 4), draw(batch, heads, others, 4)
+    keep = torch.arange(7) < torch.tensor([7, 4, 1])[torch.arange(batch) % 3, None]
+    bias = None
+    if layout == "bias":
+        bias = draw(1, heads, points, others)
+        bias[:, :, 2, 3] = -math.inf
+    if layout == "y_keep":
+        return Clouds(x, y.masked_fill(~keep[:, None, :, None], math.nan), y_keep=keep)
+    if layout == "x_keep":
+        return Clouds(x.masked_fill(~keep[:, None, :, None], math.nan), y, x_keep=keep)
+    return Clouds(x, y, bias=bias)
+
+
+def scores_of(clouds):
+    """S [B, H, N, M] in float64, -inf where a point carries no mass."""
+    x, y = clouds.x.double(), clouds.y.double()
+    scores = x @ y.transpose(-1, -2)
+    if clouds.bias is not None:
+        scores = scores + clouds.bias
+    if clouds.x_keep is not None:
+        scores = scores.masked_fill(~clouds.x_keep[:, None, :, None], -math.inf)
+    if clouds.y_keep is not None:
+        scores = scores.masked_fill(~clouds.y_keep[:, None, None, :], -math.inf)
+    return scores
+
+
+def teacher_of(clouds, half_steps=9):
+    """The dual of x after `half_steps` half-steps, cost coordinates, and r after the next closure."""
+    scores = scores_of(clouds)
+    points = scores.shape[-2]
+    plain = scores.masked_fill(scores.isneginf(), -1e5)  # no mass up to rounding, no inf - inf
+    _, log_nu = log_marginals(points, scores.shape[-1], clouds.y_keep, scores)
+    zero = scores.new_zeros(())
+    f, g = zero.expand(scores.shape[:3]), zero.expand(*scores.shape[:2], scores.shape[3])
+    if clouds.y_keep is not None:
+        g = g.masked_fill(~clouds.y_keep[:, None, :], -math.inf)
+    f, g = run_half_steps(plain, f, g, half_steps, "row", clouds.y_keep)
+    if clouds.x_keep is not None:
+        f = f.masked_fill(~clouds.x_keep[:, None, :], -math.inf)
+    g = close_columns(plain, f, log_nu)
+    mass = torch.exp(plain + f[..., :, None] + g[..., None, :]).sum(-1)
+    cost = f + clouds.x.double().square().sum(-1) / 2
+    if clouds.x_keep is not None:
+        cost = cost.masked_fill(~clouds.x_keep[:, None, :], 0.0)
+    return clouds.centre(cost), mass
+
+
+def piece_for(layout, seed=0, features=4, teacher=False, **options):
+    """Random centred columns; teacher: the last one is the teacher's exact dual."""
+    clouds = clouds_for(layout, seed, **options)
+    dual, mass = teacher_of(clouds)
+    generator = torch.Generator().manual_seed(seed + 1)
+    columns = torch.randn(*dual.shape, features, generator=generator, dtype=torch.float64)
+    if teacher:
+        columns[..., -1] = dual
+    return KlPiece(clouds.centre(columns), clouds, mass), dual
+
+
+def direct_objective(piece, penalty, omega, head=None):
+    """J as it is written, one example and head at a time."""
+    scores, total = scores_of(piece.clouds), penalty / 2 * omega.square().sum()
+    batch, heads, points, others = scores.shape
+    for b in range(batch):
+        rows = torch.arange(points)
+        if piece.clouds.x_keep is not None:
+            rows = rows[piece.clouds.x_keep[b]]
+        cols = torch.arange(others)
+        if piece.clouds.y_keep is not None:
+            cols = cols[piece.clouds.y_keep[b]]
+        for h in range(heads) if head is None else [head]:
+            dual = piece.columns[b, h, rows] @ omega
+            u = dual - piece.clouds.x[b, h, rows].square().sum(-1) / 2
+            lse = torch.logsumexp(scores[b, h][rows][:, cols] + u[:, None], 0)
+            total = total + lse.sum() / others - piece.mass[b, h, rows] @ dual
+    return total
+
+
+def split(piece, *cuts):
+    """The same examples as several pieces."""
+    batch = piece.columns.shape[0]
+    edges = [0, *cuts, batch]
+
+    def part(tensor, a, b):
+        return None if tensor is None else tensor[a:b]
+
+    done = []
+    for a, b in itertools.pairwise(edges):
+        c = piece.clouds
+        clouds = Clouds(c.x[a:b], c.y[a:b], part(c.x_keep, a, b), part(c.y_keep, a, b), bias=c.bias)
+        done.append(KlPiece(piece.columns[a:b], clouds, piece.mass[a:b]))
+    return done
+
+
+@pytest.mark.parametrize("head", [None, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_value_gradient_hessian_against_autograd(layout, head):
+    piece, _ = piece_for(layout)
+    omega = torch.tensor([0.3, -0.7, 0.2, 0.5], dtype=torch.float64)
+    objective = KlObjective([piece], 0.3, head)
+
+    def exact(omega):
+        return direct_objective(piece, 0.3, omega, head)
+
+    got = objective.evaluate(omega, torch.eye(4, dtype=torch.float64))
+    leaf = omega.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(exact(leaf), leaf)
+    hessian = torch.autograd.functional.hessian(exact, omega)
+    assert got.value == pytest.approx(float(exact(omega)), rel=1e-13)
+    torch.testing.assert_close(got.gradient, gradient, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(got.hessian, hessian, rtol=1e-11, atol=1e-12)
+    for vector in (*torch.eye(4).double(), omega):
+        product = objective.hessian_product(omega, vector)
+        torch.testing.assert_close(product, hessian @ vector, rtol=1e-11, atol=1e-12)
+    basis = torch.randn(4, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    inside = objective.evaluate(omega, basis).hessian
+    torch.testing.assert_close(inside, basis.T @ hessian @ basis, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_finite_differences(layout):
+    piece, _ = piece_for(layout, seed=4)
+    objective = KlObjective([piece], 0.1)
+    omega, step = torch.tensor([0.1, 0.4, -0.3, 0.2]).double(), 1e-5
+    here = objective.evaluate(omega, torch.eye(4).double())
+    for index, unit in enumerate(torch.eye(4).double()):
+        up, down = objective.evaluate(omega + step * unit), objective.evaluate(omega - step * unit)
+        slope = (up.value - down.value) / (2 * step)
+        assert float(here.gradient[index]) == pytest.approx(slope, rel=1e-6, abs=1e-8)
+        curve = (up.gradient - down.gradient) / (2 * step)
+        torch.testing.assert_close(here.hessian[index], curve, rtol=1e-6, atol=1e-8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    layout=st.sampled_from(LAYOUTS),
+    size=st.sampled_from([0.1, 1.0, 10.0, 1000.0]),
+)
+def test_convex(seed, layout, size):
+    piece, _ = piece_for(layout, seed)
+    objective = KlObjective([piece], 0.0)
+    generator = torch.Generator().manual_seed(seed)
+    a, b = size * torch.randn(2, 4, generator=generator, dtype=torch.float64)
+    left, right, middle = (objective.evaluate(w) for w in (a, b, (a + b) / 2))
+    noise = 1e-13 * (left.magnitude + right.magnitude)
+    assert middle.value <= (left.value + right.value) / 2 + noise
+    hessian = objective.evaluate(a, torch.eye(4, dtype=torch.float64)).hessian
+    assert torch.linalg.eigvalsh(hessian).min() >= -1e-10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_exact_dual_is_the_optimum_and_is_found(layout):
+    piece, _ = piece_for(layout, teacher=True)
+    exact = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    gradient = KlObjective([piece], 0.0).evaluate(exact).gradient
+    assert gradient.abs().max() < 1e-13
+    fit = fit_kl([piece], groups=1, penalty=0.0, start=torch.zeros(1, 4))
+    assert fit.converged == (True,) and 0 < fit.iterations[0] < 20
+    torch.testing.assert_close(fit.coefficients[0], exact, atol=1e-7, rtol=0)
+    again = fit_kl([piece], groups=1, penalty=0.0, start=exact[None])
+    assert again.iterations == (0,) and again.converged == (True,)
+    assert torch.equal(again.coefficients, exact[None]) and again.before == again.after
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beats_least_squares_on_its_own_objective(layout, penalty):
+    piece, dual = piece_for(layout, seed=2)
+    equations = NormalEquations(4)
+    equations.add(piece.columns, dual)
+    start = equations.solve(penalty / equations.tokens).coefficients
+    fit = fit_kl([piece], groups=1, penalty=penalty, start=start)
+    assert fit.converged == (True,) and fit.after[0] < fit.before[0]
+    value = direct_objective(piece, penalty, fit.coefficients[0]) / fit.rows[0]
+    assert fit.after[0] == pytest.approx(float(value), rel=1e-12)
+    keep = piece.clouds.x_keep
+    assert fit.rows[0] == 2 * (3 * piece.mass.shape[2] if keep is None else int(keep.sum()))
+    end = KlObjective([piece], penalty).evaluate(fit.coefficients[0])
+    assert fit.gradient_norm[0] == pytest.approx(float(end.gradient.norm()) / fit.rows[0])
+    for other in torch.eye(4).double() * 1e-3:  # nothing near is lower
+        moved = direct_objective(piece, penalty, fit.coefficients[0] + other)
+        assert moved > value * fit.rows[0]
+
+
+def test_per_head_equals_one_fit_per_head_and_differs_from_pooled():
+    piece, _ = piece_for("y_keep", batch=6)
+    per_head = fit_kl([piece], groups=2, penalty=0.1, start=torch.zeros(2, 4))
+    pooled = fit_kl([piece], groups=1, penalty=0.1, start=torch.zeros(1, 4))
+    assert per_head.coefficients.shape == (2, 4) and pooled.coefficients.shape == (1, 4)
+    assert per_head.coefficients.dtype == torch.float64 and per_head.rows == (42, 42)
+    for head in range(2):
+        part = slice(head, head + 1)
+        c = piece.clouds
+        alone = KlPiece(
+            piece.columns[:, part],
+            Clouds(c.x[:, part], c.y[:, part], y_keep=c.y_keep),
+            piece.mass[:, part],
+        )
+        fit = fit_kl([alone], groups=1, penalty=0.1, start=torch.zeros(1, 4))
+        torch.testing.assert_close(per_head.coefficients[head], fit.coefficients[0], atol=1e-8, rtol=0)
+        assert (per_head.coefficients[head] - pooled.coefficients[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_streaming_changes_nothing(layout, groups, monkeypatch):
+    piece, _ = piece_for(layout, batch=6)
+    start = torch.zeros(groups, 4)
+    whole = fit_kl([piece], groups=groups, penalty=0.01, start=start)
+    parts = fit_kl(split(piece, 1, 4), groups=groups, penalty=0.01, start=start)
+    monkeypatch.setattr(kl, "_TILE", 1)
+    tiles = fit_kl([piece], groups=groups, penalty=0.01, start=start)
+    for other in (parts, tiles):
+        torch.testing.assert_close(other.coefficients, whole.coefficients, atol=1e-8, rtol=1e-8)
+        assert other.rows == whole.rows and all(other.converged)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_lbfgs_equals_newton(penalty, monkeypatch):
+    piece, _ = piece_for("y_keep", batch=6, features=9)
+    dense = fit_kl([piece], groups=2, penalty=penalty, start=torch.zeros(2, 9))
+    monkeypatch.setattr(kl, "DENSE_FEATURES", 0)
+    lbfgs = fit_kl([piece], groups=2, penalty=penalty, start=torch.zeros(2, 9))
+    assert all(dense.converged) and all(lbfgs.converged)
+    torch.testing.assert_close(lbfgs.coefficients, dense.coefficients, atol=1e-6, rtol=1e-6)
+
+
+def test_float32_activations_and_columns_of_any_unit():
+    piece, _ = piece_for("square", batch=8)
+    units = torch.tensor([1e-6, 1.0, 1e3, 1e8], dtype=torch.float64)
+    scaled = KlPiece(piece.columns * units, piece.clouds, piece.mass)
+    plain = fit_kl([piece], groups=1, penalty=0.0, start=torch.zeros(1, 4))
+    fit = fit_kl([scaled], groups=1, penalty=0.0, start=torch.zeros(1, 4))
+    torch.testing.assert_close(fit.coefficients * units, plain.coefficients, atol=1e-7, rtol=1e-7)
+    c = piece.clouds
+    single = KlPiece(piece.columns.float(), Clouds(c.x.float(), c.y.float()), piece.mass.float())
+    fit = fit_kl([single], groups=1, penalty=0.0, start=torch.zeros(1, 4))
+    assert fit.converged == (True,)
+    torch.testing.assert_close(fit.coefficients, plain.coefficients, atol=1e-4, rtol=1e-4)
+
+
+def test_a_start_far_off_ends_as_well():
+    piece, _ = piece_for("square", batch=8)
+    near = fit_kl([piece], groups=1, penalty=0.1, start=torch.zeros(1, 4))
+    far = fit_kl([piece], groups=1, penalty=0.1, start=torch.full((1, 4), 1e5))
+    assert far.converged == (True,)
+    torch.testing.assert_close(far.coefficients, near.coefficients, atol=1e-6, rtol=0)
+
+
+def finite(fit):
+    return bool(fit.coefficients.isfinite().all()) and all(
+        math.isfinite(v) for v in (*fit.gradient_norm, *fit.before, *fit.after)
+    )
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["newton", "lbfgs"])
+@pytest.mark.parametrize("penalty", [0.0, 1e-3, 1e6])
+@pytest.mark.parametrize("spread", [1.0, 5.0, 50.0], ids=["mild", "sharp", "huge"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_never_nan_never_worse(layout, spread, penalty, free, monkeypatch):
+    if free:
+        monkeypatch.setattr(kl, "DENSE_FEATURES", 0)
+    piece, dual = piece_for(layout, spread=spread, teacher=True)  # huge: scores to 1e4
+    equations = NormalEquations(4)
+    equations.add(piece.columns[..., :4], dual)
+    for start in (torch.zeros(1, 4), 10 * torch.ones(1, 4), 0.9 * equations.solve(1e-3).coefficients):
+        fit = fit_kl([piece], groups=1, penalty=penalty, start=start)
+        assert finite(fit) and fit.after[0] <= fit.before[0]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_dependent_and_constant_columns(penalty):
+    piece, _ = piece_for("y_keep", batch=6)
+    twice = KlPiece(
+        torch.cat([piece.columns, piece.columns, torch.zeros_like(piece.columns)], -1),
+        piece.clouds,
+        piece.mass,
+    )
+    fit = fit_kl([twice], groups=1, penalty=penalty, start=torch.zeros(1, 12))
+    once = fit_kl([piece], groups=1, penalty=penalty / 2, start=torch.zeros(1, 4))
+    assert fit.converged == (True,)
+    first, second, zero = fit.coefficients[0].split(4)
+    torch.testing.assert_close(first, second, atol=1e-8, rtol=0)
+    torch.testing.assert_close(first + second, once.coefficients[0], atol=1e-7, rtol=0)
+    assert torch.equal(zero, torch.zeros(4).double())
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_nothing_to_learn(penalty):
+    """One point, constant columns, no mass, no pieces: only the penalty moves the start."""
+    start = torch.tensor([[1.0, -2.0]], dtype=torch.float64)
+    x, y = torch.randn(2, 1, 1, 3), torch.randn(2, 1, 4, 3)
+    none, some = torch.zeros(2, 4).bool(), torch.tensor([[True] * 4, [False] * 4])
+    one = torch.full((2, 1, 1), 1.0)
+    empty = Clouds(y, y, x_keep=none)
+    cases = [
+        [KlPiece(torch.zeros(2, 1, 1, 2), Clouds(x, y), one)],
+        [KlPiece(torch.zeros(2, 1, 1, 2), Clouds(x, y, y_keep=some), one)],
+        [KlPiece(torch.zeros(2, 1, 4, 2), Clouds(y, y, y_keep=none), torch.zeros(2, 1, 4))],
+        [KlPiece(torch.full((2, 1, 4, 2), math.nan), empty, torch.zeros(2, 1, 4))],
+        [],
+    ]
+    for pieces in cases:
+        fit = fit_kl(pieces, groups=1, penalty=penalty, start=start)
+        assert finite(fit) and fit.converged == (True,)
+        expected = start if penalty == 0 else torch.zeros_like(start)
+        torch.testing.assert_close(fit.coefficients, expected, atol=1e-6, rtol=0)
+
+
+def test_examples_without_a_key_are_passed_over():
+    piece, _ = piece_for("y_keep")
+    alone = fit_kl([piece], groups=1, penalty=0.1, start=torch.zeros(1, 4))
+    c = piece.clouds
+    clouds = Clouds(
+        torch.cat([c.x, c.x[:1]]),
+        torch.cat([c.y, torch.full_like(c.y[:1], math.nan)]),
+        y_keep=torch.cat([c.y_keep, torch.zeros(1, 7).bool()]),
+    )
+    nan = torch.full_like(piece.mass[:1], math.nan)
+    more = KlPiece(torch.cat([piece.columns, piece.columns[:1]]), clouds, torch.cat([piece.mass, nan]))
+    fit = fit_kl([more], groups=1, penalty=0.1, start=torch.zeros(1, 4))
+    assert fit.rows == alone.rows
+    torch.testing.assert_close(fit.coefficients, alone.coefficients, atol=1e-12, rtol=0)
+
+
+def test_duplicated_tokens():
+    clouds = clouds_for("square")
+    x, y = (t[:, :, [0, 0, 0, 1, 1, 2, 2]] for t in (clouds.x, clouds.y))
+    same = Clouds(x, y)
+    dual, mass = teacher_of(same)
+    columns = torch.stack([dual, dual.square(), x[..., 0]], -1)
+    fit = fit_kl(
+        [KlPiece(same.centre(columns), same, mass)], groups=1, penalty=0.0, start=torch.zeros(1, 3)
+    )
+    assert fit.converged == (True,)
+    torch.testing.assert_close(fit.coefficients[0], torch.tensor([1.0, 0, 0]).double(), atol=1e-7, rtol=0)
+
+
+def test_an_optimum_at_infinity_stays_finite():
+    """A point without teacher mass is pushed down for ever; the objective flattens instead."""
+    piece, _ = piece_for("square", batch=1, heads=1)
+    columns = torch.zeros(1, 1, 7, 1, dtype=torch.float64)
+    columns[..., 0, 0] = 1.0
+    mass = torch.full_like(piece.mass, 1 / 6)
+    mass[..., 0] = 0.0
+    clouds = piece.clouds
+    piece = KlPiece(clouds.centre(columns), clouds, mass)
+    fit = fit_kl([piece], groups=1, penalty=0.0, start=torch.zeros(1, 1))
+    assert finite(fit) and fit.coefficients[0, 0] < -10 and fit.after[0] < fit.before[0]
+
+
+def test_a_y_out_of_reach_takes_no_mass():
+    piece, _ = piece_for("square")
+    bias = torch.zeros(7, 7, dtype=torch.float64)
+    bias[:, 3] = -math.inf
+    c = piece.clouds
+    forbidden = KlPiece(piece.columns, Clouds(c.x, c.y, bias=bias), piece.mass)
+    keep = (torch.arange(7) != 3).expand(3, 7)
+    masked = KlPiece(piece.columns, Clouds(c.x, c.y, y_keep=keep), piece.mass)
+    omega = torch.ones(4, dtype=torch.float64)
+    left, right = (KlObjective([p], 0.1).evaluate(omega) for p in (forbidden, masked))
+    assert left.value == pytest.approx(right.value, rel=1e-13)
+    torch.testing.assert_close(left.gradient, right.gradient, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["newton", "lbfgs"])
+def test_says_when_it_did_not_converge(free, monkeypatch):
+    if free:
+        monkeypatch.setattr(kl, "DENSE_FEATURES", 0)
+    piece, _ = piece_for("square", spread=2.0, teacher=True)
+    start = torch.full((1, 4), 30.0)
+    cut = fit_kl([piece], groups=1, penalty=0.0, start=start, max_iterations=1)
+    assert cut.converged == (False,) and cut.iterations == (1,) and cut.after[0] <= cut.before[0]
+    full = fit_kl([piece], groups=1, penalty=0.0, start=start)
+    assert full.converged == (True,) and full.after[0] < cut.after[0]
+    assert full.gradient_norm[0] < 1e-6 * cut.gradient_norm[0]
+
+
+def test_bad_arguments():
+    piece, _ = piece_for("square")
+    for penalty in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="penalty"):
+            fit_kl([piece], groups=1, penalty=penalty, start=torch.zeros(1, 4))
+    for start in (torch.zeros(2, 4), torch.zeros(4), torch.full((1, 4), math.nan)):
+        with pytest.raises(ValueError, match="start"):
+            fit_kl([piece], groups=1, penalty=0.0, start=start)
+    with pytest.raises(ValueError, match="columns"):
+        fit_kl([piece], groups=1, penalty=0.0, start=torch.zeros(1, 5))
+    with pytest.raises(ValueError, match="columns"):
+        fit_kl([piece], groups=3, penalty=0.0, start=torch.zeros(3, 4))
