@@ -259,10 +259,13 @@ def _solve(duals: Sequence[_DualStatistics]) -> DualFit:
 
 def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, start: Fit) -> DualFit:
     recipe = duals[0].recipe
+    pieces = [piece for dual in duals for piece in dual.kl]
+    # A map weighs its mass, 1, in this objective; in the least squares it weighs its rows.
+    maps = sum(piece.columns.shape[0] * piece.columns.shape[1] for piece in pieces)
     direct = recipe.ridge_mode == "direct"
-    penalty = recipe.ridge if direct else recipe.ridge * equations.tokens
+    penalty = recipe.ridge if direct else recipe.ridge * maps / equations.groups
     kl = fit_kl(
-        [piece for dual in duals for piece in dual.kl],
+        pieces,
         groups=equations.groups,
         penalty=penalty,
         start=start.coefficients,

@@ -74,10 +74,15 @@ def amortise(lifted: Program, choices: dict[int, Amortised]) -> Program:
 
 def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised) -> Node:
     dense = o.call.target is torch.ops.asapc.sinkhorn_attention.default
-    multiplier, factor = o.call.args[-4], o.call.args[-1]
+    multiplier, factor = float(o.call.args[-4]), o.call.args[-1]  # type: ignore[arg-type]
     duals: dict[str, Node | None] = {"source": None, "key": None}
+    mass: Node | None = None
     for predictor in own.predictors:
-        duals[predictor.side] = _dual_call(graph, index, o, predictor, multiplier)
+        call = _dual_call(graph, index, o, predictor, multiplier, own.plan.rescaled)
+        if own.plan.rescaled:
+            mass = graph.graph.call_function(operator.getitem, (call, 1))
+            call = graph.graph.call_function(operator.getitem, (call, 0))
+        duals[predictor.side] = call
     if own.intercept is not None:
         shift = _constant(graph, index, "intercept", own.intercept[:, None])
         duals["source"] = graph.graph.call_function(aten.add.Tensor, (duals["source"], shift))
@@ -88,22 +93,21 @@ def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised)
         (o.q, o.k, *values, o.keep, o.bias, duals["source"], duals["key"], multiplier,
          own.plan.closures, factor),
     )  # fmt: skip
-    if not own.plan.rescaled:
+    if mass is None:
         return result
-    predictor = own.predictors[0]
-    pivots = predictor.pivots()
-    node = None if pivots is None else _constant(graph, index, "key_pivots", pivots)
-    mass = graph.graph.call_function(
-        torch.ops.asapc.row_mass.default, (o.q, o.k, o.keep, node, *predictor.settings(multiplier)[2:])
-    )
     column = graph.graph.call_function(aten.unsqueeze.default, (mass, -1))
     scaled = graph.graph.call_function(aten.mul.Tensor, (result, column))
     # Masses are float32 or float64; the site keeps its own dtype.
-    return graph.graph.call_function(torch.ops.aten.type_as.default, (scaled, result))
+    return graph.graph.call_function(aten.type_as.default, (scaled, result))
 
 
 def _dual_call(
-    graph: GraphModule, index: int, o: Operands, predictor: DualPredictor, multiplier: object
+    graph: GraphModule,
+    index: int,
+    o: Operands,
+    predictor: DualPredictor,
+    multiplier: float,
+    mass: bool,
 ) -> Node:
     side = predictor.side
     parameters = [
@@ -111,10 +115,12 @@ def _dual_call(
         for number, tensor in enumerate(predictor.tensors())
     ]
     coefficients = _constant(graph, index, f"{side}_coefficients", predictor.coefficients)
+    target = torch.ops.asapc.dual_and_row_mass if mass else torch.ops.asapc.dual
     return graph.graph.call_function(
-        torch.ops.asapc.dual.default,
-        (o.q, o.k, o.keep, o.bias, parameters, coefficients, *predictor.settings(multiplier)),
-    )
+        target.default,
+        (o.q, o.k, o.keep, o.bias, parameters, coefficients,
+         *predictor.settings(multiplier, mass)),
+    )  # fmt: skip
 
 
 def _constant(graph: GraphModule, index: int, what: str, value: Tensor) -> Node:
@@ -170,15 +176,18 @@ def site_function(
     if call.target in LOSSLESS:
         return lambda t, v: _lossless(t, v, settings)
     source, key = (_predicted(graph, node) for node in call.args[-5:-3])
-    mass = _row_mass_of(graph, call)
+    rescaled = _is_rescaled(call)
 
     def amortised(t: SiteTensors, v: Tensor | None) -> Tensor:
-        duals = (source(t) if source else None, key(t) if key else None)
+        f, g = source(t) if source else None, key(t) if key else None
+        duals = (None if f is None else f[0], None if g is None else g[0])
         if v is None:
             out = torch.ops.asapc.asap_attention(t.q, t.k, t.keep, t.bias, *duals, *settings)
         else:
             out = torch.ops.asapc.asap(t.q, t.k, v, t.keep, t.bias, *duals, *settings)
-        result: Tensor = out if mass is None else (out * mass(t)[..., None]).to(out.dtype)
+        result: Tensor = out
+        if rescaled and g is not None and g[1] is not None:
+            result = (out * g[1][..., None]).to(out.dtype)
         return result
 
     return amortised
@@ -191,8 +200,11 @@ def predicted_duals(
     call = operator_calls(graph)[index].call
     if call.target in LOSSLESS:
         return None, None
-    source, key = call.args[-5:-3]
-    return _predicted(graph, source), _predicted(graph, key)
+    source, key = (_predicted(graph, node) for node in call.args[-5:-3])
+    return (
+        None if source is None else (lambda t: source(t)[0]),
+        None if key is None else (lambda t: key(t)[0]),
+    )
 
 
 def _lossless(t: SiteTensors, v: Tensor | None, settings: Sequence[Any]) -> Tensor:
@@ -204,36 +216,35 @@ def _lossless(t: SiteTensors, v: Tensor | None, settings: Sequence[Any]) -> Tens
     return result
 
 
-def _predicted(graph: GraphModule, node: Any) -> Callable[[SiteTensors], Tensor] | None:
+def _predicted(
+    graph: GraphModule, node: Any
+) -> Callable[[SiteTensors], tuple[Tensor, Tensor | None]] | None:
+    """What a dual operand of an ASAP call computes: the dual, and row masses where they come along."""
     if node is None:
         return None
     shift: Tensor | None = None
     if node.target is aten.add.Tensor:
         node, shift = node.args[0], _attribute(graph, node.args[1])
-    parameters = [_attribute(graph, item) for item in node.args[4]]
-    coefficients, settings = _attribute(graph, node.args[5]), node.args[6:]
+    with_mass = node.target is operator.getitem
+    call = node.args[0] if with_mass else node
+    parameters = [_attribute(graph, item) for item in call.args[4]]
+    coefficients, settings = _attribute(graph, call.args[5]), call.args[6:]
 
-    def predict(t: SiteTensors) -> Tensor:
-        dual: Tensor = torch.ops.asapc.dual(
-            t.q, t.k, t.keep, t.bias, parameters, coefficients, *settings
-        )
-        return dual if shift is None else dual + shift
+    def predict(t: SiteTensors) -> tuple[Tensor, Tensor | None]:
+        arguments = (t.q, t.k, t.keep, t.bias, parameters, coefficients, *settings)
+        if with_mass:
+            dual, mass = torch.ops.asapc.dual_and_row_mass(*arguments)
+            return dual, mass
+        dual = torch.ops.asapc.dual(*arguments)
+        return (dual if shift is None else dual + shift), None
 
     return predict
 
 
-def _row_mass_of(graph: GraphModule, call: Node) -> Callable[[SiteTensors], Tensor] | None:
-    """The row masses that the call's result is multiplied by, if it is."""
-    for user in call.users:
-        if user.target is not aten.mul.Tensor or user.args[0] is not call:
-            continue
-        column = user.args[1]
-        mass = column.args[0] if isinstance(column, Node) and column.args else None
-        if isinstance(mass, Node) and mass.target is torch.ops.asapc.row_mass.default:
-            pivots = None if mass.args[3] is None else _attribute(graph, mass.args[3])
-            settings = mass.args[4:]
-            return lambda t: torch.ops.asapc.row_mass(t.q, t.k, t.keep, pivots, *settings)
-    return None
+def _is_rescaled(call: Node) -> bool:
+    """Whether the key dual of an ASAP call comes with row masses that multiply its result."""
+    key = call.args[-4]
+    return isinstance(key, Node) and key.target is operator.getitem
 
 
 def _attribute(graph: GraphModule, node: object) -> Tensor:

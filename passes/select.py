@@ -123,8 +123,7 @@ def apply_lossless(convention: Convention, t: SiteTensors, v: Tensor | None) -> 
 def predict(convention: Convention, predictor: DualPredictor, t: SiteTensors) -> Tensor:
     """One predicted dual on a site's tensors."""
     dual: Tensor = torch.ops.asapc.dual(
-        t.q, t.k, t.keep, t.bias, predictor.tensors(), predictor.coefficients,
-        *predictor.settings(convention.score_multiplier),
+        t.q, t.k, t.keep, t.bias, *predictor.arguments(convention.score_multiplier)
     )  # fmt: skip
     return dual
 
@@ -137,8 +136,14 @@ def apply_amortised(
     The same calls that rewrite.amortise puts into a graph.
     """
     duals: dict[str, Tensor | None] = {"source": None, "key": None}
+    mass: Tensor | None = None
     for predictor in own.predictors:
-        duals[predictor.side] = predict(convention, predictor, t)
+        if own.plan.rescaled:
+            duals["key"], mass = torch.ops.asapc.dual_and_row_mass(
+                t.q, t.k, t.keep, t.bias, *predictor.arguments(convention.score_multiplier, mass=True)
+            )
+        else:
+            duals[predictor.side] = predict(convention, predictor, t)
     source = duals["source"]
     if own.intercept is not None and source is not None:
         source = source + own.intercept[:, None]
@@ -151,10 +156,4 @@ def apply_amortised(
         result = torch.ops.asapc.asap_attention(t.q, t.k, t.keep, t.bias, *settings)
     else:
         result = torch.ops.asapc.asap(t.q, t.k, v, t.keep, t.bias, *settings)
-    if not own.plan.rescaled:
-        return result
-    first = own.predictors[0]
-    mass = torch.ops.asapc.row_mass(
-        t.q, t.k, t.keep, first.pivots(), *first.settings(convention.score_multiplier)[2:]
-    )
-    return (result * mass[..., None]).to(result.dtype)
+    return result if mass is None else (result * mass[..., None]).to(result.dtype)

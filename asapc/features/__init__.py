@@ -34,26 +34,34 @@ MAX_COUNT = 4096
 class Family:
     """columns(clouds, parameter, budget) -> X [B, H, N, F], finite wherever x carries mass.
 
+    width(clouds, count): the number of columns F.
     counted: the recipe gives a number (slices, pivots); kinds: ways to choose them, the first is the
     default. parameter(sample, count, kind, seed) makes the tensor, None for families without one.
     """
 
     columns: Callable[[Clouds, Tensor | None, Budget], Tensor]
     parameter: Callable[[Clouds, int, str, int], Tensor] | None = None
+    width: Callable[[Clouds, int], int] = lambda clouds, count: 1
     counted: bool = False
     kinds: tuple[str, ...] = ()
 
 
+def _as_counted(clouds: Clouds, count: int) -> int:
+    return count
+
+
 FAMILIES: dict[str, Family] = {
-    "sliced": Family(sliced.columns, sliced.parameter, counted=True, kinds=sliced.KINDS),
-    "gaussian": Family(gaussian.columns),
+    "sliced": Family(
+        sliced.columns, sliced.parameter, _as_counted, counted=True, kinds=sliced.KINDS
+    ),
+    "gaussian": Family(gaussian.columns, width=lambda clouds, count: 3),
     "coarse": Family(coarse.columns, coarse.parameter, counted=True),
-    "raw": Family(raw.columns),
+    "raw": Family(raw.columns, width=lambda clouds, count: clouds.x.shape[3]),
     "rank_displacement": Family(
-        rank_displacement.columns, sliced.parameter, counted=True, kinds=sliced.KINDS
+        rank_displacement.columns, sliced.parameter, _as_counted, counted=True, kinds=sliced.KINDS
     ),
     "lse": Family(lse.columns),
-    "token_bias": Family(token_bias.columns),
+    "token_bias": Family(token_bias.columns, width=lambda clouds, count: clouds.x.shape[2]),
     "norm": Family(norm.columns),
     "active": Family(active.columns),
 }
@@ -101,6 +109,10 @@ class Feature:
     def parameter(self, sample: Clouds, seed: int) -> Tensor | None:
         make = FAMILIES[self.family].parameter
         return None if make is None else make(sample, self.count, self.kind, seed)
+
+    def width(self, clouds: Clouds) -> int:
+        """Number of columns F."""
+        return FAMILIES[self.family].width(clouds, self.count)
 
     def columns(self, clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
         return FAMILIES[self.family].columns(clouds, parameter, budget)

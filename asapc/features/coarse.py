@@ -1,6 +1,6 @@
 """Coarse: the teacher's own finite loop on a small problem, R clusters in place of the points y.
 
-Every y with mass joins its nearest pivot. A cluster c of n_c points with mean m_c and variances
+Every y with mass joins its nearest pivot, or shares itself between equally near ones. A cluster c of n_c points with mean m_c and variances
 s_c stands for n_c equal points, whose score with x_i is, to second order,
 
     S_ic = x_i . m_c + sum_d x_id^2 s_cd / 2.
@@ -18,6 +18,7 @@ A score bias is not seen by the clusters.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ SAMPLE_POINTS = 8192  # a head's pivots come from at most so many points
 def parameter(sample: Clouds, count: int, kind: str, seed: int) -> Tensor:
     """Pivots [H, R, D] float32: k-means of the points y of each head.  kind: unused, there is one.
 
-    With fewer distinct points than pivots, the surplus pivots attract nothing.
+    With fewer distinct points than pivots, the surplus ones repeat the first.
     """
     heads, dim = sample.y.shape[1], sample.y.shape[3]
     pivots = torch.zeros(heads, count, dim)
@@ -49,7 +50,6 @@ def parameter(sample: Clouds, count: int, kind: str, seed: int) -> Tensor:
 def _kmeans(rows: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
     distinct = np.unique(rows, axis=0)
     if len(distinct) <= count:
-        # Repeats of the first point lose every tie against it, which argmin gives to the first.
         filler = np.repeat(distinct[:1] if len(distinct) else np.zeros((1, rows.shape[1])), count, 0)
         return np.concatenate([distinct, filler])[:count]
     centres, _ = kmeans2(rows, count, iter=20, minit="++", missing="warn", seed=generator)
@@ -59,55 +59,8 @@ def _kmeans(rows: np.ndarray, count: int, generator: np.random.Generator) -> np.
 def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     """The last u plus |x|^2 / 2: [B, H, N, 1]."""
     assert parameter is not None
-    scores, counts = coarse_problem(clouds, parameter)
-    u, _ = coarse_duals(scores, counts, clouds.x_keep, budget)
+    u, _ = coarse_duals(coarse_problem(clouds, parameter), clouds.x_keep, budget)
     return (u + clouds.cost_offset())[..., None]
-
-
-def coarse_problem(clouds: Clouds, pivots: Tensor) -> tuple[Tensor, Tensor]:
-    """Second-order scores S [B, H, N, R] and cluster sizes n [B, H, R]."""
-    y, z = clouds.y, pivots.to(clouds.y)
-    # |y - z|^2 without |y|^2, which does not decide.
-    distance = z.square().sum(-1)[:, None, :] / 2 - y @ z.transpose(-1, -2)  # [B, H, M, R]
-    member = torch.nn.functional.one_hot(distance.argmin(-1), z.shape[1]).to(y.dtype)
-    if clouds.y_keep is not None:
-        member = member * clouds.y_keep[:, None, :, None]
-    counts = member.sum(2)
-    share = member.transpose(-1, -2) / counts.clamp(min=1.0)[..., None]  # [B, H, R, M]
-    # Moments about the pivot: the variance is a small difference only where the cluster is small.
-    nearest = member @ z  # [B, H, M, D], 0 on points without mass, whose share is 0 too
-    local = y - nearest
-    offset = share @ local
-    variance = (share @ local.square() - offset.square()).clamp(min=0.0)
-    scores = clouds.x @ (z + offset).transpose(-1, -2)
-    scores = scores + clouds.x.square() @ (variance / 2).transpose(-1, -2)
-    return scores, counts
-
-
-def coarse_duals(
-    scores: Tensor, counts: Tensor, x_keep: Tensor | None, budget: Budget
-) -> tuple[Tensor, Tensor]:
-    """u [B, H, N] and v [B, H, R] after the budget's half-steps from zero; massless points keep 0."""
-    rows = scores + counts.log()[..., None, :]  # -inf on empty clusters
-    empty = (counts.sum(-1) == 0)[..., None]  # [B, H, 1]: no point with mass at all
-    u = torch.zeros_like(scores[..., 0])
-    v = torch.zeros_like(counts)
-    on_x = budget.starts_on_x
-    massless = None if x_keep is None else ~x_keep[:, None, :, None]
-    if massless is not None:
-        scores = scores.masked_fill(massless, -math.inf)
-        gone = massless.all(2)  # [B, 1, 1]: no x with mass
-    for _ in range(budget.half_steps):
-        if on_x:
-            logits = (rows + v[..., None, :]).masked_fill(empty[..., None], 0.0)
-            u = (-torch.logsumexp(logits, -1)).masked_fill(empty, 0.0)
-        else:
-            logits = scores + u[..., None]
-            if massless is not None:
-                logits = logits.masked_fill(gone[..., None], 0.0)
-            v = -torch.logsumexp(logits, -2)
-        on_x = not on_x
-    return u, v
 
 
 def row_mass(clouds: Clouds, pivots: Tensor, budget: Budget) -> Tensor:
@@ -117,35 +70,76 @@ def row_mass(clouds: Clouds, pivots: Tensor, budget: Budget) -> Tensor:
     has the mass r_c = exp(v_c - v'_c), where v' is what one more half-step would make of v. The
     clusters' total mass is that of the points x, which a column step has just made exact.
     """
-    scores, counts = coarse_problem(clouds, pivots)
-    u, v = coarse_duals(scores, counts, clouds.x_keep, budget)
-    return mass_of_members(clouds, pivots, counts, log_mass(scores, u, v, clouds.x_keep))
+    problem = coarse_problem(clouds, pivots)
+    u, v = coarse_duals(problem, clouds.x_keep, budget)
+    log_mass = v + _over_x(problem.scores + u[..., None], clouds.x_keep)
+    used = problem.counts > 0
+    top = log_mass.masked_fill(~used, -math.inf).amax(-1, keepdim=True)
+    masses = (log_mass - top.masked_fill(top == -math.inf, 0.0)).exp().masked_fill(~used, 0.0)
+    total = (problem.counts * masses).sum(-1, keepdim=True)
+    masses = masses * problem.counts.sum(-1, keepdim=True) / torch.where(total > 0, total, 1.0)
+    if clouds.x_keep is not None:
+        masses = masses * clouds.x_keep.to(masses.dtype).mean(-1)[:, None, None]
+    return (problem.member @ masses[..., None])[..., 0]
 
 
-def log_mass(scores: Tensor, u: Tensor, v: Tensor, x_keep: Tensor | None) -> Tensor:
-    """log r_c up to a constant: [B, H, R]."""
-    logits = scores + u[..., None]
+@dataclass(frozen=True)
+class CoarseProblem:
+    """member: [B, H, M, R], the share of each y in each cluster, 0 on points without mass.
+
+    scores S: [B, H, N, R]; counts n: [B, H, R].
+    """
+
+    scores: Tensor
+    counts: Tensor
+    member: Tensor
+
+
+def coarse_problem(clouds: Clouds, pivots: Tensor) -> CoarseProblem:
+    y, z = clouds.y, pivots.to(clouds.y)
+    # |y - z|^2 / 2 without |y|^2 / 2, which does not decide.
+    distance = z.square().sum(-1)[:, None, :] / 2 - y @ z.transpose(-1, -2)  # [B, H, M, R]
+    nearest = (distance == distance.amin(-1, keepdim=True)).to(y.dtype)
+    member = nearest / nearest.sum(-1, keepdim=True)
+    if clouds.y_keep is not None:
+        member = member * clouds.y_keep[:, None, :, None]
+    counts = member.sum(2)
+    total = counts.sum(-1)[..., None, None].clamp(min=1.0)
+    weight = member.sum(-1, keepdim=True)  # 1, or 0 without mass
+    centre = (weight * y).sum(2, keepdim=True) / total  # [B, H, 1, D]
+    # Moments about the common mean keep the variances, which are small differences, accurate. An
+    # empty cluster sits at the mean, where its scores are in range and its weight 0 removes it.
+    local = y - centre
+    share = member.transpose(-1, -2) / counts.clamp(min=torch.finfo(y.dtype).tiny)[..., None]
+    offset = share @ local
+    variance = (share @ local.square() - offset.square()).clamp(min=0.0)
+    scores = clouds.x @ (centre + offset).transpose(-1, -2)
+    scores = scores + clouds.x.square() @ (variance / 2).transpose(-1, -2)
+    return CoarseProblem(scores, counts, member)
+
+
+def coarse_duals(
+    problem: CoarseProblem, x_keep: Tensor | None, budget: Budget
+) -> tuple[Tensor, Tensor]:
+    """u [B, H, N] and v [B, H, R] after the budget's half-steps from zero."""
+    rows = problem.scores + problem.counts.log()[..., None, :]  # -inf on empty clusters
+    empty = (problem.counts.sum(-1) == 0)[..., None]  # [B, H, 1]: no point with mass at all
+    u = torch.zeros_like(problem.scores[..., 0])
+    v = torch.zeros_like(problem.counts)
+    on_x = budget.starts_on_x
+    for _ in range(budget.half_steps):
+        if on_x:
+            logits = (rows + v[..., None, :]).masked_fill(empty[..., None], 0.0)
+            u = (-torch.logsumexp(logits, -1)).masked_fill(empty, 0.0)
+        else:
+            v = -_over_x(problem.scores + u[..., None], x_keep)
+        on_x = not on_x
+    return u, v
+
+
+def _over_x(logits: Tensor, x_keep: Tensor | None) -> Tensor:
+    """logsumexp over the points x with mass, [B, H, R]; over all of them where none has any."""
     if x_keep is not None:
         keep = x_keep[:, None, :, None]
         logits = torch.where(keep | ~keep.any(2, keepdim=True), logits, -math.inf)
-    return v + torch.logsumexp(logits, -2)
-
-
-def mass_of_members(clouds: Clouds, pivots: Tensor, counts: Tensor, log_masses: Tensor) -> Tensor:
-    """Every y gets its cluster's mass, scaled to the total mass of x: [B, H, M]."""
-    used = counts > 0
-    top = log_masses.masked_fill(~used, -math.inf).amax(-1, keepdim=True)
-    masses = (log_masses - top.clamp(min=torch.finfo(top.dtype).min)).exp().masked_fill(~used, 0.0)
-    total = (counts * masses).sum(-1, keepdim=True).clamp(min=torch.finfo(top.dtype).tiny)
-    share = _active_share(clouds)  # [B, 1, 1] or 1.0
-    masses = masses * (counts.sum(-1, keepdim=True) / total) * share
-    z = pivots.to(clouds.y)
-    distance = z.square().sum(-1)[:, None, :] / 2 - clouds.y @ z.transpose(-1, -2)
-    return masses.gather(-1, distance.argmin(-1))
-
-
-def _active_share(clouds: Clouds) -> Tensor | float:
-    """The part of the points x that carry mass, n / N."""
-    if clouds.x_keep is None:
-        return 1.0
-    return clouds.x_keep.to(clouds.x.dtype).mean(-1)[:, None, None]
+    return torch.logsumexp(logits, -2)

@@ -27,23 +27,19 @@ class DualPredictor:
     coefficients: Tensor
     budget: Budget
 
-    def settings(self, score_multiplier: float) -> tuple[Any, ...]:
-        """The constants of the registered operators, after the tensors."""
+    def settings(self, score_multiplier: float, mass: bool = False) -> tuple[Any, ...]:
+        """The constants of torch.ops.asapc.dual after the tensors, or of dual_and_row_mass."""
         spec = " ".join(str(feature) for feature in self.features)
-        return (
-            spec, self.side, score_multiplier, self.budget.half_steps, self.budget.starts_on_x
-        )  # fmt: skip
+        rest = (score_multiplier, self.budget.half_steps, self.budget.starts_on_x)
+        return (spec, *rest) if mass else (spec, self.side, *rest)
 
     def tensors(self) -> list[Tensor]:
         """The parameters that are there, in feature order, as the registered operators take them."""
         return [parameter for parameter in self.parameters if parameter is not None]
 
-    def pivots(self) -> Tensor | None:
-        """Those of the first coarse feature."""
-        for feature, parameter in zip(self.features, self.parameters, strict=True):
-            if feature.family == "coarse":
-                return parameter
-        return None
+    def arguments(self, score_multiplier: float, mass: bool = False) -> tuple[Any, ...]:
+        """What either operator takes after q, k, keep and bias."""
+        return (self.tensors(), self.coefficients, *self.settings(score_multiplier, mass))
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,15 @@ a barrier after every half-step, which on a busy machine costs far more than the
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from asapc.ir import Side
-from asapc.kernels.workers import TILE_BYTES, each_worker
+from asapc.kernels.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker, without_gil
 from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
-
-# Entries of K lie in [exp(-range), 1] and the scalings in exp(+-2 range), so this range keeps every
-# intermediate inside the format: exp(2 * 40) < 3.4e38 and exp(2 * 340) < 1.8e308.
-SAFE_ROW_RANGE = {torch.float32: 40.0, torch.float64: 340.0}
-
 
 @dataclass(frozen=True)
 class Loop:
@@ -241,23 +235,7 @@ def _dense_tile(
     return _scale_group(kernel, a, v, keep, loop.half_steps, rows_first, mass)
 
 
-def _without_gil(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """TorchScript runs a function without the interpreter lock; other Pythons run it as it is.
-
-    The loop is dozens of calls of some ten microseconds each. Two workers that fight for the lock
-    between them run slower than one worker alone; without the lock they run twice as fast.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("ignore", FutureWarning)
-            scripted: Callable[..., Tensor] = torch.jit.script(function)
-    except (RuntimeError, NotImplementedError, OSError):  # no TorchScript, or no source, here
-        return function
-    return scripted
-
-
-@_without_gil
+@without_gil
 def _scale_one(
     kernel: Tensor,
     a: Tensor,
@@ -300,7 +278,7 @@ def _scale_one(
     return torch.mm(kernel, b.unsqueeze(1) * v).mul_(a.unsqueeze(1))
 
 
-@_without_gil
+@without_gil
 def _bounded_head(
     scaled_q: Tensor,
     k: Tensor,
@@ -329,7 +307,7 @@ def _bounded_head(
     return _scale_one(kernel, a, v, half_steps, rows_first, mass, block)
 
 
-@_without_gil
+@without_gil
 def _scale_group(
     kernel: Tensor,
     a: Tensor,

@@ -116,26 +116,46 @@ def dual(
     return predict_dual(parsed, aligned, coefficients, clouds, Budget(half_steps, starts_on_x))
 
 
-def row_mass(
+def dual_and_row_mass(
     q: Tensor,
     k: Tensor,
     keep: Tensor | None,
-    pivots: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    coefficients: Tensor,
+    features: str,
     score_multiplier: float,
     half_steps: int,
     starts_on_x: bool,
-) -> Tensor:
-    """The mass of every query row in a column-ending teacher's plan, in attention units: [B, H, N].
+) -> tuple[Tensor, Tensor]:
+    """The keys' dual [B, H, M], and the mass of every query row in the teacher's plan [B, H, N].
 
     One closure from the keys' dual ends on rows of mass 1. A column-ending teacher leaves its rows
-    out of balance, padded batches by a third and more; these masses put that back. pivots: [H, R, D]
-    of the queries (features.coarse), or None for the mean n / N everywhere.
+    out of balance, padded batches by a third and more; these masses (in attention units) put that
+    back. They come from the first coarse feature, and are n / N everywhere without one.
     """
-    clouds = clouds_of(SiteTensors(q, k, keep), score_multiplier, "key")
+    arguments = (features, "key", score_multiplier, half_steps, starts_on_x)
+    predicted = dual(q, k, keep, bias, parameters, coefficients, *arguments)
+    clouds = clouds_from(q, k, keep, bias, score_multiplier, "key")
+    pivots = first_pivots(features, parameters)
     if pivots is not None:
-        return coarse.row_mass(clouds, pivots, Budget(half_steps, starts_on_x))
-    mass = torch.ones_like(clouds.y[..., 0])
-    return mass if keep is None else mass * keep.to(mass.dtype).mean(-1)[:, None, None]
+        return predicted, coarse.row_mass(clouds, pivots, Budget(half_steps, starts_on_x))
+    return predicted, active_share(clouds)
+
+
+def first_pivots(features: str, parameters: Sequence[Tensor]) -> Tensor | None:
+    for feature, parameter in zip(*feature_list(features, parameters), strict=True):
+        if feature.family == "coarse":
+            return parameter
+    return None
+
+
+def active_share(clouds: Clouds) -> Tensor:
+    """n / N of the points x for every y: [B, H, M]."""
+    share = torch.ones_like(clouds.y[..., 0])
+    if clouds.x_keep is None:
+        return share
+    return share * clouds.x_keep.to(share.dtype).mean(-1)[:, None, None]
 
 
 def feature_list(

@@ -129,19 +129,24 @@ def dual(
     )  # fmt: skip
 
 
-@torch.library.custom_op("asapc::row_mass", mutates_args=())
-def row_mass(
+@torch.library.custom_op("asapc::dual_and_row_mass", mutates_args=())
+def dual_and_row_mass(
     q: Tensor,
     k: Tensor,
     keep: Tensor | None,
-    pivots: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    coefficients: Tensor,
+    features: str,
     score_multiplier: float,
     half_steps: int,
     starts_on_x: bool,
-) -> Tensor:
-    return asap_meaning.row_mass(
-        q, k, keep, pivots, score_multiplier, half_steps, starts_on_x
-    )
+) -> tuple[Tensor, Tensor]:
+    twin = cpu_dual if q.device.type == "cpu" else asap_meaning
+    return twin.dual_and_row_mass(
+        q, k, keep, bias, parameters, coefficients, features, score_multiplier, half_steps,
+        starts_on_x,
+    )  # fmt: skip
 
 
 @sinkhorn.register_fake
@@ -179,9 +184,9 @@ def _(
     return _float_like(q, q if side == "source" else k)
 
 
-@row_mass.register_fake
-def _(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
-    return _float_like(q, q)
+@dual_and_row_mass.register_fake
+def _(q: Tensor, k: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    return _float_like(q, k), _float_like(q, q)
 
 
 def _float_like(q: Tensor, points: Tensor) -> Tensor:
@@ -189,16 +194,16 @@ def _float_like(q: Tensor, points: Tensor) -> Tensor:
     return q.new_empty(points.shape[:3], dtype=dtype)
 
 
-def _differentiate(operator: Any, meaning: Callable[..., Tensor]) -> None:
+def _differentiate(operator: Any, meaning: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
     """Register the gradient of `meaning`, recomputed in backward: only inputs are saved."""
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A list of tensors (fitted parameters) is a constant: nothing in it is differentiated.
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.layout = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if constant is None else constant[0] for constant in ctx.layout]
         with torch.enable_grad():
@@ -208,9 +213,17 @@ def _differentiate(operator: Any, meaning: Callable[..., Tensor]) -> None:
             ]
             output = meaning(*leaves)
         wanted = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        # An output that depends on nothing differentiable (n / N) has no gradient to give.
+        pairs = [
+            (own, grad)
+            for own, grad in zip(outputs, output_grads, strict=True)
+            if own.requires_grad and grad is not None
+        ]
         grads = torch.autograd.grad(
-            output, [leaves[i] for i in wanted], grad, allow_unused=True
-        )
+            [own for own, _ in pairs], [leaves[i] for i in wanted], [grad for _, grad in pairs],
+            allow_unused=True,
+        )  # fmt: skip
         result: list[Any] = [
             [None] * len(x) if _is_tensor_list(x) else None for x in inputs
         ]
@@ -230,4 +243,4 @@ _differentiate(sinkhorn_attention, sinkhorn_meaning.sinkhorn_attention)
 _differentiate(asap, asap_meaning.asap)
 _differentiate(asap_attention, asap_meaning.asap_attention)
 _differentiate(dual, asap_meaning.dual)
-_differentiate(row_mass, asap_meaning.row_mass)
+_differentiate(dual_and_row_mass, asap_meaning.dual_and_row_mass)

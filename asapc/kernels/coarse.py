@@ -1,0 +1,156 @@
+"""CPU twin of features/coarse.py: the coarse loop in the linear domain, a few heads at a time.
+
+K = exp(S - rowmax) [N, R] is formed once per head; every half-step is then one product with a vector
+while K is in cache. Heads whose scores are too wide for that run the formula in the log domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from asapc.features import coarse
+from asapc.features.clouds import Budget, Clouds
+from asapc.kernels.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker, without_gil
+
+
+def dual_and_mass(
+    clouds: Clouds, pivots: Tensor, budget: Budget, want_mass: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The coarse column u + |x|^2 / 2 [B, H, N], and features.coarse.row_mass [B, H, M] if wanted.
+
+    Without gradients.
+    """
+    batch, heads, queries, dim = clouds.x.shape
+    others = clouds.y.shape[2]
+    column = clouds.x.new_empty(batch * heads, queries)
+    mass = clouds.x.new_empty(batch * heads, others) if want_mass else None
+    x, y = clouds.x.flatten(0, 1), clouds.y.flatten(0, 1)
+    count = pivots.shape[1]
+    z = pivots.to(x).repeat(batch, 1, 1)
+    largest = max(queries, others) * max(count, dim) * x.element_size()
+    group = max(1, min(TILE_BYTES // max(1, largest), -(-batch * heads // torch.get_num_threads())))
+
+    def work(starts: Iterator[int]) -> None:
+        for start in starts:
+            part = slice(start, min(start + group, batch * heads))
+            example = torch.arange(part.start, part.stop) // heads
+            x_keep = None if clouds.x_keep is None else clouds.x_keep[example]
+            y_keep = None if clouds.y_keep is None else clouds.y_keep[example]
+            own_column, own_mass, safe = _coarse(
+                x[part], y[part], z[part], x_keep, y_keep, budget.half_steps, budget.starts_on_x,
+                want_mass, SAFE_ROW_RANGE[x.dtype],
+            )  # fmt: skip
+            if not safe:
+                own_column, own_mass = _log_domain(x[part], y[part], z[part], x_keep, y_keep, budget)
+            column[part] = own_column
+            if mass is not None:
+                mass[part] = own_mass
+
+    if column.numel():
+        each_worker(work, range(0, batch * heads, group))
+    shape = (batch, heads, queries)
+    return column.view(shape), None if mass is None else mass.view(batch, heads, others)
+
+
+def contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:
+    """Coarse column times its coefficient [1|H, 1]: [B, H, N], uncentred."""
+    return dual_and_mass(clouds, pivots, budget, False)[0] * weights
+
+
+def _log_domain(
+    x: Tensor, y: Tensor, z: Tensor, x_keep: Tensor | None, y_keep: Tensor | None, budget: Budget
+) -> tuple[Tensor, Tensor]:
+    """One head at a time, since every one has its own pivots."""
+    columns, masses = [], []
+    for i in range(len(x)):
+        own = Clouds(
+            x[None, None, i], y[None, None, i],
+            None if x_keep is None else x_keep[i : i + 1],
+            None if y_keep is None else y_keep[i : i + 1],
+        )  # fmt: skip
+        columns.append(coarse.columns(own, z[i : i + 1], budget)[:, 0, :, 0])
+        masses.append(coarse.row_mass(own, z[i : i + 1], budget)[:, 0])
+    return torch.cat(columns), torch.cat(masses)
+
+
+@without_gil
+def _coarse(
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    x_keep: Tensor | None,
+    y_keep: Tensor | None,
+    half_steps: int,
+    starts_on_x: bool,
+    want_mass: bool,
+    safe_range: float,
+) -> tuple[Tensor, Tensor, bool]:
+    """G heads: column [G, N], mass [G, M], and whether the linear domain held their scores.
+
+    x: [G, N, D]; y: [G, M, D]; z: [G, R, D]; x_keep: [G, N]; y_keep: [G, M].
+    """
+    groups, queries = x.size(0), x.size(1)
+    norms = z.square().sum(-1).unsqueeze(1) * 0.5  # [G, 1, R]
+    distance = torch.baddbmm(norms, y, z.transpose(1, 2), alpha=-1.0)
+    # 1 where nearest and 0 elsewhere, in place: a comparison and its conversion cost ten times more.
+    member = distance.sub_(distance.amin(-1, keepdim=True)).sign_().neg_().add_(1.0)
+    ties = member.sum(-1, keepdim=True)
+    if y_keep is not None:
+        member.mul_(y_keep.unsqueeze(-1) / ties)
+    elif float(ties.sum().item()) > float(ties.numel()):
+        member.div_(ties)
+    counts = member.sum(1, keepdim=True)  # [G, 1, R]
+    active = counts.sum(-1, keepdim=True)
+    if y_keep is None:
+        centre = y.mean(1, keepdim=True)
+    else:
+        centre = torch.bmm(y_keep.unsqueeze(1).to(y.dtype), y) / active.clamp(min=1.0)
+    local = y - centre
+    each = member.transpose(1, 2)
+    size = counts.clamp(min=1e-30).transpose(1, 2)
+    offset = torch.bmm(each, local) / size
+    spread = torch.bmm(each, local.square_()).div_(size).sub_(offset.square()).clamp_(min=0.0)
+    squares = x.square()
+    scores = torch.bmm(x, (centre + offset).transpose(1, 2))  # [G, N, R]
+    scores.baddbmm_(squares, spread.transpose(1, 2), alpha=0.5)
+    half_norms = squares.sum(-1) * 0.5
+
+    top = scores.amax(-1, keepdim=True)
+    if not bool(((top - scores.amin(-1, keepdim=True)).max() <= safe_range).item()):
+        return half_norms, counts, False
+    kernel = scores.sub_(top).exp_()
+    # What has no mass takes part in no product, and its total must not be 0: it would divide.
+    no_x = (active == 0).to(x.dtype).expand(groups, 1, queries)
+    no_y = torch.zeros_like(counts)
+    mass_x = torch.full((groups, 1, 1), float(queries), dtype=x.dtype)
+    if x_keep is not None:
+        kernel *= x_keep.unsqueeze(-1)
+        no_x = torch.maximum(no_x, (~x_keep).unsqueeze(1).to(x.dtype))
+        mass_x = x_keep.sum(-1)[:, None, None].to(x.dtype)
+        no_y = (mass_x == 0).to(x.dtype).expand_as(counts)
+    # Masses n_c, scaled to the mass of x so that the scalings do not drift over many half-steps.
+    weights = counts * (mass_x / active.clamp(min=1.0))
+    # A vector times a matrix is the fast order, and the loop needs it both ways.
+    transposed = kernel.transpose(1, 2).contiguous()
+    a = (top - top.amax(1, keepdim=True)).exp_().transpose(1, 2)  # u = 0
+    b = torch.ones_like(counts)
+    on_x = starts_on_x
+    for _ in range(half_steps):
+        if on_x:
+            a = torch.baddbmm(no_x, weights * b, transposed).reciprocal_()
+        else:
+            b = torch.baddbmm(no_y, a, kernel).reciprocal_()
+        on_x = not on_x
+    column = half_norms
+    if half_steps > 0:
+        column = column + a.squeeze(1).log() - top.squeeze(-1)
+    if not want_mass:
+        return column, counts, True
+    masses = b * torch.bmm(a, kernel)  # b (K' a): 1 where one more half-step would change nothing
+    total = (masses * counts).sum(-1, keepdim=True)
+    scale = active / torch.where(total > 0, total, torch.ones_like(total))
+    masses = masses * scale * (mass_x / float(queries))
+    return column, torch.bmm(member, masses.transpose(1, 2)).squeeze(-1), True
