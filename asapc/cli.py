@@ -110,6 +110,44 @@ def calibrate(
 
 
 @app.command()
+def study(
+    model: Model,
+    data: Data,
+    grid: Annotated[str, typer.Option(metavar="GRID", help="YAML: blocks of ways to try.")],
+    out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    test: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Data to measure on; else a part of --data.")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Examples to measure on, at most.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples a batch.")] = 32,
+    weights: Weights = None,
+    kwargs: Kwargs = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Fit and measure a grid of ways to amortise one model, side by side."""
+
+    def body(run: Session) -> None:
+        from asapc.study import load_grid
+
+        blocks = load_grid(grid)
+        from asapc.formats.load import load_teacher
+        from asapc.report.tables import study_tables
+        from asapc.study import study as run_study
+
+        teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+        result = run_study(
+            teacher, data, blocks, out, run.progress,
+            test=test, max_test_examples=examples, batch_size=batch_size,
+        )  # fmt: skip
+        run.show(result, study_tables)
+        run.note(f"wrote {out}: study.json, study.csv, study.md")
+
+    return session.run(body, json=json, quiet=quiet, debug=debug)
+
+
+@app.command()
 def compile(
     model: Model,
     calibration: Annotated[

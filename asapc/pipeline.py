@@ -31,7 +31,7 @@ from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.teacher import TeacherDuals
 from asapc.data import Batch, DataSource, open_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
-from asapc.features.predictor import Amortised, closure_plan
+from asapc.features.predictor import closure_plan
 from asapc.fidelity import (
     AttentionFidelity,
     OutputFidelity,
@@ -59,7 +59,12 @@ from asapc.operators.sinkhorn import (
     sinkhorn_attention,
 )
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
-from asapc.passes.rewrite import amortise, operator_calls, predicted_duals, site_function
+from asapc.passes.rewrite import (
+    amortised_programs,
+    operator_calls,
+    predicted_duals,
+    site_function,
+)
 from asapc.passes.select import Choice, choose, needs_fit
 from asapc.passes.verify import largest_difference, tensor_outputs
 from asapc.progress import Progress
@@ -123,9 +128,9 @@ def calibrate(
     each site is fitted in a pass of its own behind the layers that are already amortised, on the
     activations it will really see.
     """
-    source = open_data(data, _signature(teacher))
-    analysis = analyse(teacher, _first_batch(source))
-    _require_sites(analysis)
+    source = open_data(data, forward_signature(teacher))
+    analysis = analyse(teacher, first_batch(source))
+    require_sites(analysis)
     _note_left_alone(analysis, progress)
     recipe.check_patterns(site.name for site in analysis.sites)
     statistics: dict[str, SiteStatistics] = {}
@@ -149,7 +154,7 @@ def calibrate(
             select=lambda content: split_of(content) == "calibration",
             limit=recipe.max_examples,
         )
-        tap = Tap(analysis.model, _amortised_programs(analysis, fitted))
+        tap = Tap(analysis.model, _behind_fitted(analysis, fitted))
         label = "calibrating" if not sequential else f"calibrating {names[0]}"
         seen = []
         for batch in progress.track(batches, label, _batch_count(source, recipe)):
@@ -195,10 +200,10 @@ def compile(
             help="run `asapc calibrate` on this model",
         )
     recipe = recipe or Recipe.from_dict(calibration.recipe, where=f"{calibration_path}: recipe")
-    source = open_data(data or _data_file(calibration.data, "compile"), _signature(teacher))
-    example = _first_batch(source)
+    source = open_data(data or _data_file(calibration.data, "compile"), forward_signature(teacher))
+    example = first_batch(source)
     analysis = analyse(teacher, example, recipe.drop_attention_maps)
-    _require_sites(analysis)
+    require_sites(analysis)
     _note_left_alone(analysis, progress)
     recipe.check_patterns(site.name for site in analysis.sites)
     _check_calibration(analysis, calibration, recipe, calibration_path)
@@ -211,13 +216,13 @@ def compile(
         )
         for index, site in enumerate(progress.track(analysis.sites, "selecting", None))
     ]  # fmt: skip
-    compiled = _rewrite(analysis, [choice.amortised for choice in choices])
+    compiled = amortised_programs(analysis.lifted, [choice.amortised for choice in choices])
     _verify_finite(Runner(analysis.model, compiled)(example), teacher)
 
     manifest = {
         "teacher": {"source": teacher.source, "fingerprint": teacher.fingerprint},
         "capture": analysis.capture.kind,
-        "call": call_of(example.args, example.kwargs, list(_signature(teacher).parameters)),
+        "call": call_of(example.args, example.kwargs, list(forward_signature(teacher).parameters)),
         "data": source.source,
         "fit_seconds": calibration.fit_seconds,
         "calibration_order": calibration.order,
@@ -305,7 +310,7 @@ def report(
         },
         "sites": [site.result() for site in sites],
         "refused": artifact.manifest["refused"],
-        "environment": _environment(),
+        "environment": environment(),
         "gate": {"passed": True, "checks": []},
     }
 
@@ -340,14 +345,14 @@ def bench(
     return {
         "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
         "sites": sites,
-        "environment": _environment(),
+        "environment": environment(),
     }
 
 
 # Steps of the commands above
 
 
-def _signature(teacher: Teacher) -> inspection.Signature:
+def forward_signature(teacher: Teacher) -> inspection.Signature:
     if teacher.model is not None:
         return inspection.signature(teacher.model.forward)
     assert teacher.program is not None
@@ -358,7 +363,7 @@ def _signature(teacher: Teacher) -> inspection.Signature:
 
 def _example(teacher: Teacher, data: str | None) -> Batch:
     if data is not None:
-        return _first_batch(open_data(data, _signature(teacher)))
+        return first_batch(open_data(data, forward_signature(teacher)))
     built_in = example_inputs(teacher)
     if built_in is None:
         raise InputError(
@@ -368,13 +373,13 @@ def _example(teacher: Teacher, data: str | None) -> Batch:
     return Batch((), dict(built_in), None, [0] * EXAMPLE_BATCH)
 
 
-def _first_batch(source: DataSource) -> Batch:
+def first_batch(source: DataSource) -> Batch:
     for batch in source.batches(EXAMPLE_BATCH):
         return batch
     raise InputError(f"{source.source}: the data must hold examples", got="none")
 
 
-def _require_sites(analysis: Analysis) -> None:
+def require_sites(analysis: Analysis) -> None:
     if analysis.sites:
         return
     reasons = "; ".join(f"{left.name}: {left.reason}" for left in analysis.left_alone[:4])
@@ -499,24 +504,12 @@ def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
         )
 
 
-def _rewrite(analysis: Analysis, choices: Sequence[Amortised | None]) -> list[Program]:
-    """The lifted programs with the i-th site amortised where choices[i] says how."""
-    compiled, start = [], 0
-    for program in analysis.lifted:
-        count = len(operator_calls(program.graph))
-        own = dict(enumerate(choices[start : start + count]))
-        chosen = {index: choice for index, choice in own.items() if choice is not None}
-        compiled.append(amortise(program, chosen) if chosen else program)
-        start += count
-    return compiled
-
-
-def _amortised_programs(
+def _behind_fitted(
     analysis: Analysis, fitted: Mapping[str, SiteCalibration]
 ) -> list[Program]:
     """The lifted programs with every fitted site amortised."""
     own = [fitted.get(site.name) for site in analysis.sites]
-    return _rewrite(analysis, [site.amortised if site else None for site in own])
+    return amortised_programs(analysis.lifted, [site.amortised if site else None for site in own])
 
 
 def _verify_finite(output: Any, teacher: Teacher) -> None:
@@ -760,7 +753,7 @@ def _largest(values: torch.Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     return {
         "asapc": _version(),
         "torch": torch.__version__,

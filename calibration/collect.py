@@ -22,7 +22,7 @@ from asapc.recipe import Recipe
 
 # Score entries per piece of a batch: 8 MB of float64, so that the teacher's loop runs in cache.
 _PIECE = 2**20
-KL_BYTES = 2**29  # activations a KL fit keeps per dual; examples beyond this only enter the start
+KL_BYTES = 2**27  # activations a KL fit keeps per dual; examples beyond this only enter the start
 
 
 class SiteStatistics:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,34 @@ def amortise(lifted: Program, choices: dict[int, Amortised]) -> Program:
     return Program(
         lifted.name, graph, lifted.args, lifted.kwargs, lifted.dynamic_shapes, lifted.early_stop
     )
+
+
+def amortised_programs(
+    lifted: Sequence[Program], choices: Sequence[Amortised | None]
+) -> list[Program]:
+    """The lifted programs with the i-th site, counted through all of them, amortised by choices[i]."""
+    compiled, start = [], 0
+    for program in lifted:
+        count = len(operator_calls(program.graph))
+        own = dict(enumerate(choices[start : start + count]))
+        chosen = {index: choice for index, choice in own.items() if choice is not None}
+        compiled.append(amortise(program, chosen) if chosen else program)
+        start += count
+    return compiled
+
+
+def shortened_programs(lifted: Sequence[Program], half_steps: int) -> list[Program]:
+    """The lifted programs with every loop cut to `half_steps`, the baseline of every study."""
+    shortened = []
+    for program in lifted:
+        graph, _ = _copied(program.graph)
+        for operands in operator_calls(graph):
+            arguments = list(operands.call.args)
+            arguments[-3] = half_steps
+            operands.call.args = tuple(arguments)
+        graph.recompile()
+        shortened.append(replace(program, graph=graph))
+    return shortened
 
 
 def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised) -> Node:

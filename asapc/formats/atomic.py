@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from asapc.errors import InputError
 
 # A folder is only ever replaced if it carries one of these, or nothing at all.
-MARKERS = ("calibration.json", "manifest.json")
+MARKERS = ("calibration.json", "manifest.json", "study.json")
 _CANNOT_WRITE = {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _HELP = "choose an output folder on a writable disk with free space"
 

@@ -247,6 +247,37 @@ def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
     return tables + _latency_table(_list(bench, "sites"))
 
 
+def study_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Baselines, then every row by attention error."""
+    baseline = {"sites": len(_list(result, "sites")), **_mapping(result, "baseline")}
+    shown = ("examples", "map_examples", "batch")
+    baseline.update({name: result.get(name) for name in shown})
+    rows = sorted(_list(result, "rows"), key=lambda row: row.get("attention_rel_l2") or math.inf)
+    columns = (
+        "", "features", "side", "closures|", "fit", "shared", "examples|", "attention l2|",
+        "worst|", "plan KL|", "output RMSE|", "agreement|", "accuracy|", "site ms|", "predict ms|",
+        "fit s|",
+    )  # fmt: skip
+    keys = (
+        "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "output_rmse",
+        "prediction_agreement", "accuracy_compiled", "site_ms", "predict_ms", "fit_seconds",
+    )  # fmt: skip
+    cells = tuple(
+        (
+            "*" if row.get("pareto") else "",
+            str(row.get("features")),
+            str(row.get("side") or "-"),
+            number(row.get("closures")) + (" rescaled" if row.get("rescaled") else ""),
+            str(row.get("fit") or "-"),
+            str(row.get("coefficients") or "-"),
+            number(row.get("examples")),
+            *(_share(row.get(k)) if k in SHARES else number(row.get(k)) for k in keys),
+        )
+        for row in rows
+    )
+    return [_model_table("Baseline", baseline), Table("Rows", columns, cells)]
+
+
 def comparison_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     """The demo's closing table: usual loop, lossless, amortised."""
     return Table(

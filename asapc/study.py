@@ -1,0 +1,408 @@
+"""A study: a grid of ways to amortise one model, fitted and measured side by side.
+
+A grid file lists blocks; a block maps recipe keys to values, and a list of values multiplies:
+
+    blocks:
+      - {features: [[sliced:32, norm], [coarse:32, gaussian]], closures: [1, 3]}
+      - {side: key, closures: [1, 2], fit: [ls, kl], max_examples: 512}
+      - {half_steps: [3, 5]}            # no fit: the teacher's own loop, cut short
+
+Every block is one pass over the calibration split for all its rows, and one over the examples they
+are measured on, which calibration has not seen. Results are written after each block, so that a
+stopped study keeps the blocks it has finished.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
+from asapc.calibration.teacher import TeacherDuals
+from asapc.data import Batch, DataSource, open_data, split_of
+from asapc.errors import InputError
+from asapc.features.predictor import Amortised, closure_plan
+from asapc.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
+from asapc.formats.atomic import replace_folder
+from asapc.formats.load import Teacher
+from asapc.ir import Convention, OutputFactor, Program, SiteTensors
+from asapc.operators.sinkhorn import sinkhorn
+from asapc.passes.analyse import Analysis, Site, analyse
+from asapc.passes.rewrite import amortised_programs, shortened_programs
+from asapc.passes.select import apply_amortised, apply_lossless, predict
+from asapc.passes.verify import tensor_outputs
+from asapc.pipeline import environment, first_batch, forward_signature, require_sites
+from asapc.progress import Progress
+from asapc.recipe import Recipe
+from asapc.runner import Runner, Tap
+from asapc.timing import interleaved_medians
+from asapc.yaml_file import read_yaml_mapping
+
+MAP_EXAMPLES = 128  # attention maps are compared on so many examples; outputs on all
+GRID_KEYS = ("features", "side", "closures", "fit", "coefficients", "ridge", "ridge_mode", "max_examples")
+COLUMNS = (
+    "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "examples",
+    "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "row_err", "col_err", "output_rmse",
+    "prediction_agreement", "accuracy_compiled", "accuracy_drop", "site_ms", "predict_ms",
+    "fit_seconds", "r2", "pareto",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way: a recipe to fit, or half_steps to cut the teacher's loop to."""
+
+    recipe: Recipe | None
+    half_steps: int | None = None
+
+    def describe(self) -> dict[str, Any]:
+        if self.recipe is None:
+            return {"features": f"Sinkhorn, {self.half_steps} half-steps"}
+        return {
+            "features": " ".join(self.recipe.features),
+            "side": self.recipe.side,
+            "fit": self.recipe.fit,
+            "coefficients": self.recipe.coefficients,
+            "ridge": self.recipe.ridge,
+        }
+
+
+def load_grid(path: str | Path) -> list[list[Row]]:
+    """The blocks of a grid file.  Raises InputError naming the block and the key."""
+    blocks = read_yaml_mapping(path, "grid").get("blocks")
+    if not isinstance(blocks, list) or not blocks:
+        raise InputError(f"grid {path}: needs `blocks`, a list with at least one entry")
+    return [_rows(block, f"grid {path}: block {i}") for i, block in enumerate(blocks, 1)]
+
+
+def _rows(block: Any, where: str) -> list[Row]:
+    if not isinstance(block, Mapping) or not block:
+        raise InputError(f"{where} must be a mapping of recipe keys to values", got=repr(block))
+    if "half_steps" in block:
+        values = _listed("half_steps", block["half_steps"])
+        if len(block) > 1 or not all(type(v) is int and v >= 1 for v in values):
+            raise InputError(
+                f"{where}: half_steps stands alone, with integers >= 1", got=repr(dict(block))
+            )
+        return [Row(None, value) for value in values]
+    for key in block:
+        if key not in GRID_KEYS:
+            raise InputError(
+                f"{where}: unknown key {key!r}", help=f"allowed: half_steps, {', '.join(GRID_KEYS)}"
+            )
+    choices = [[(key, value) for value in _listed(key, given)] for key, given in block.items()]
+    rows = []
+    for combination in itertools.product(*choices):
+        recipe = Recipe.from_dict({"operator": "asap", **dict(combination)}, where=where)
+        rows.append(Row(recipe.for_site("")))
+    return rows
+
+
+def _listed(key: str, value: Any) -> list[Any]:
+    """A value, or the values of a list; `features` is a list itself."""
+    if not isinstance(value, list):
+        return [value]
+    nested = key != "features" or (bool(value) and all(isinstance(v, list) for v in value))
+    return value if nested else [value]
+
+
+def study(
+    teacher: Teacher,
+    data: str,
+    grid: Sequence[Sequence[Row]],
+    out: str | Path,
+    progress: Progress,
+    *,
+    test: str | None = None,
+    max_test_examples: int = 512,
+    batch_size: int = 32,
+) -> dict[str, Any]:
+    """Fit and measure every row; writes study.json, study.csv and study.md into `out`.
+
+    test: data to measure on; without it, the part of `data` that calibration never sees.
+    """
+    signature = forward_signature(teacher)
+    source = open_data(data, signature)
+    analysis = analyse(teacher, first_batch(source), drop_maps=True)
+    require_sites(analysis)
+    bench = _Bench(analysis, source, test, signature, max_test_examples, batch_size, progress)
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
+    for number, block in enumerate(grid, 1):
+        rows += bench.block(block, f"block {number}/{len(grid)}")
+        result = {
+            "model": teacher.source,
+            "sites": [site.name for site in analysis.sites],
+            "examples": bench.examples,
+            "map_examples": min(MAP_EXAMPLES, bench.examples),
+            "batch": batch_size,
+            "baseline": bench.baseline,
+            "rows": mark_pareto(rows),
+            "environment": environment(),
+        }
+        with replace_folder(out) as folder:
+            _write(folder, result)
+    return result
+
+
+class _Bench:
+    """What the blocks share: the model, its data, and the teacher's side of every comparison."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        source: DataSource,
+        test: str | None,
+        signature: Any,
+        max_test_examples: int,
+        batch_size: int,
+        progress: Progress,
+    ) -> None:
+        self.analysis = analysis
+        self.source = source
+        self.batch_size = batch_size
+        self.progress = progress
+        self.tap = Tap(analysis.model, analysis.lifted)
+        self.batches, self.teacher_out, self.seen = self._test(test, signature, max_test_examples)
+        self.examples = sum(len(batch) for batch in self.batches)
+        own = OutputFidelity()
+        for batch, output in zip(self.batches, self.teacher_out, strict=True):
+            own.update(output, output, batch.labels)
+        self.baseline = {
+            "accuracy_teacher": own.metrics().get("accuracy_teacher"),
+            **self._site_times(),
+        }
+
+    def _test(
+        self, test: str | None, signature: Any, limit: int
+    ) -> tuple[list[Batch], list[Any], list[list[SiteTensors]]]:
+        """Batches, the lossless outputs, and what the sites see on the first MAP_EXAMPLES examples."""
+        source = self.source if test is None else open_data(test, signature)
+        select = (lambda content: split_of(content) == "gate") if test is None else None
+        batches, outputs, seen, examples = [], [], [], 0
+        for batch in self.progress.track(
+            source.batches(self.batch_size, select=select, limit=limit), "teacher", None
+        ):
+            output, tensors = self.tap(batch)
+            batches.append(batch)
+            outputs.append(_first_output(output))
+            if examples < MAP_EXAMPLES:
+                seen.append(tensors)
+            examples += len(batch)
+        if not batches:
+            raise InputError(f"{source.source}: the study needs examples to measure on", got="none")
+        return batches, outputs, seen
+
+    def _site_times(self) -> dict[str, float]:
+        """Milliseconds a site and batch, mean over sites: the usual loop, lossless, softmax."""
+        totals = {"usual_loop_ms": 0.0, "lossless_ms": 0.0, "softmax_ms": 0.0}
+        for site, t in zip(self.analysis.sites, self.seen[0], strict=True):
+            convention = site.convention
+            times = interleaved_medians(
+                {
+                    "usual_loop_ms": lambda t=t, c=convention: _usual_loop(c, t),
+                    "lossless_ms": lambda t=t, c=convention: apply_lossless(c, t, t.k),
+                    "softmax_ms": lambda t=t, c=convention: _softmax(c, t),
+                },
+                repeats=5,
+            )
+            for name, value in times.items():
+                totals[name] += value["median_ms"] / len(self.analysis.sites)
+        return totals
+
+    def block(self, rows: Sequence[Row], label: str) -> list[dict[str, Any]]:
+        fitted = self._fit([row for row in rows if row.recipe is not None], label)
+        results = []
+        for row in self.progress.track(rows, f"{label}: measuring", len(rows)):
+            start = dict.fromkeys(COLUMNS)
+            if row.recipe is None:
+                assert row.half_steps is not None
+                results.append({**start, **row.describe(), **self._cut_short(row.half_steps)})
+            else:
+                results.append({**start, **row.describe(), **self._measure(*fitted[id(row)])})
+        return results
+
+    def _fit(
+        self, rows: Sequence[Row], label: str
+    ) -> dict[int, tuple[list[Amortised], dict[str, Any]]]:
+        """One pass over the calibration split for all rows, each up to its own max_examples."""
+        statistics: list[dict[str, SiteStatistics]] = []
+        for row in rows:
+            assert row.recipe is not None
+            statistics.append(
+                {site.name: _statistics(site, row.recipe) for site in self.analysis.sites}
+            )
+        most = max((row.recipe.max_examples for row in rows if row.recipe), default=0)
+        batches = self.source.batches(
+            self.batch_size, select=lambda content: split_of(content) == "calibration", limit=most
+        )
+        seen = 0
+        for batch in self.progress.track(batches if rows else [], f"{label}: calibrating", None):
+            _, tensors = self.tap(batch)
+            for site, own in zip(self.analysis.sites, tensors, strict=True):
+                check_finite(site.name, own)
+                for piece in pieces(own):
+                    duals = TeacherDuals(piece, site.convention)
+                    for row, fits in zip(rows, statistics, strict=True):
+                        if row.recipe is not None and seen < row.recipe.max_examples:
+                            start = time.perf_counter()
+                            fits[site.name].add(duals)
+                            fits[site.name].seconds += time.perf_counter() - start
+            seen += len(batch)
+        fitted = {}
+        for row, fits in zip(rows, statistics, strict=True):
+            sites = list(finish(fits).values())
+            facts = {
+                "fit_seconds": sum(site.fit_seconds for site in sites),
+                "r2": min(r2 for site in sites for quality in site.quality for r2 in quality.r2),
+                "examples": sites[0].examples,
+                "closures": sites[0].amortised.plan.closures,
+                "rescaled": sites[0].amortised.plan.rescaled,
+                "fit_converged": all(c for s in sites for q in s.quality for c in q.converged),
+            }
+            fitted[id(row)] = ([site.amortised for site in sites], facts)
+        return fitted
+
+    def _measure(self, amortised: Sequence[Amortised], facts: dict[str, Any]) -> dict[str, Any]:
+        sites = self.analysis.sites
+        own = [
+            {
+                **self._maps(site, index, lambda c, t, v, a=a: apply_amortised(c, a, t, v)),
+                **self._times(site.convention, a, self.seen[0][index]),
+            }
+            for index, (site, a) in enumerate(zip(sites, amortised, strict=True))
+        ]
+        programs = amortised_programs(self.analysis.lifted, list(amortised))
+        return {**facts, **_mean(own), **self._outputs(programs)}
+
+    def _cut_short(self, half_steps: int) -> dict[str, Any]:
+        sites = self.analysis.sites
+        own = []
+        for index, site in enumerate(sites):
+            short = replace(site.convention, half_steps=half_steps)
+            measured = self._maps(site, index, lambda c, t, v, s=short: apply_lossless(s, t, v))
+            t = self.seen[0][index]
+            times = interleaved_medians({"": lambda t=t, s=short: apply_lossless(s, t, t.k)}, repeats=5)
+            own.append({**measured, "site_ms": times[""]["median_ms"]})
+        programs = shortened_programs(self.analysis.lifted, half_steps)
+        return {**_mean(own), **self._outputs(programs)}
+
+    def _maps(self, site: Site, index: int, apply: Any) -> dict[str, float]:
+        """Attention in units where rows sum to about 1; outputs with the keys as values."""
+        units = replace(site.convention, output_factor=OutputFactor(queries=1))
+        attention, output = AttentionFidelity(), TensorFidelity()
+        for tensors in self.seen:
+            t = tensors[index]
+            with torch.no_grad():
+                exact, own = apply_lossless(units, t, None), apply(units, t, None)
+                attention.update(exact, own, t.keep)
+                keys = t.k if t.keep is None else t.k.masked_fill(~t.keep[:, None, :, None], 0.0)
+                output.update(exact @ keys, own @ keys)
+        return {**attention.metrics(), "output_rmse": output.metrics()["output_rmse"]}
+
+    def _times(self, convention: Convention, own: Amortised, t: SiteTensors) -> dict[str, float]:
+        """Milliseconds of the site with its prediction, and of the prediction alone."""
+        times = interleaved_medians(
+            {
+                "site_ms": lambda: apply_amortised(convention, own, t, t.k),
+                "predict_ms": lambda: [predict(convention, p, t) for p in own.predictors],
+            },
+            repeats=5,
+        )
+        return {name: value["median_ms"] for name, value in times.items()}
+
+    def _outputs(self, programs: Sequence[Program]) -> dict[str, Any]:
+        runner, fidelity = Runner(self.analysis.model, programs), OutputFidelity()
+        for batch, exact in zip(self.batches, self.teacher_out, strict=True):
+            fidelity.update(exact, _first_output(runner(batch)), batch.labels)
+        metrics = fidelity.metrics()
+        names = ("prediction_agreement", "accuracy_compiled", "accuracy_drop")
+        return {name: metrics.get(name) for name in names}
+
+
+def _statistics(site: Site, recipe: Recipe) -> SiteStatistics:
+    plan = closure_plan(site.convention, recipe.closures, recipe.side)
+    if plan is None:
+        raise InputError(
+            f"study: {site.name}, a {site.convention.last_side}-ending loop of "
+            f"{site.convention.half_steps} half-steps, has no {recipe.side} dual "
+            f"{recipe.closures} or fewer closures before its end",
+            help="leave this combination out of the grid",
+        )
+    return SiteStatistics(site.name, site.convention, plan, recipe)
+
+
+def _usual_loop(convention: Convention, t: SiteTensors) -> Tensor:
+    terms = [1.0, 1.0, 0.0, 0.0]
+    rows_first = convention.first_side == "row"
+    return sinkhorn(
+        t.q, t.k, t.k, t.keep, t.bias, convention.score_multiplier, convention.half_steps,
+        rows_first, terms,
+    )  # fmt: skip
+
+
+def _softmax(convention: Convention, t: SiteTensors) -> Tensor:
+    mask = t.bias
+    if t.keep is not None:
+        allowed = torch.where(t.keep, 0.0, -torch.inf).to(t.q.dtype)[:, None, None, :]
+        mask = allowed if mask is None else mask + allowed
+    return torch.nn.functional.scaled_dot_product_attention(
+        t.q, t.k, t.k, attn_mask=mask, scale=convention.score_multiplier
+    )
+
+
+def _first_output(output: Any) -> Tensor:
+    return next(tensor for tensor in tensor_outputs(output) if tensor.numel())
+
+
+def _mean(sites: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Over sites; the worst example and head stays the worst."""
+    merged = {}
+    for name in sites[0]:
+        values = [site[name] for site in sites]
+        merged[name] = max(values) if name.endswith("_worst") else sum(values) / len(values)
+    return merged
+
+
+def mark_pareto(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """rows with `pareto`: no other row is at least as close and as fast, and better at one."""
+    points = [(row["attention_rel_l2"], row["site_ms"]) for row in rows]
+    marked = []
+    for row, (error, time_ms) in zip(rows, points, strict=True):
+        beaten = any(e <= error and t <= time_ms and (e, t) != (error, time_ms) for e, t in points)
+        marked.append({**row, "pareto": not beaten})
+    return marked
+
+
+def _write(folder: Path, result: Mapping[str, Any]) -> None:
+    (folder / "study.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(result["rows"])
+    (folder / "study.csv").write_text(text.getvalue(), encoding="utf-8")
+    (folder / "study.md").write_text(study_markdown(result), encoding="utf-8")
+
+
+def study_markdown(result: Mapping[str, Any]) -> str:
+    """The tables of a study; ends in a newline."""
+    from asapc.report.tables import study_tables
+    from asapc.report.text import markdown_table
+
+    blocks = [f"# Study of {result['model']}"]
+    blocks += [markdown_table(table) for table in study_tables(result)]
+    blocks.append(
+        "Sorted by attention l2, the mean over examples, heads and layers; * is on the Pareto front "
+        "of error and site time. Times are medians a site and batch, prediction included."
+    )
+    return "\n\n".join(blocks) + "\n"
