@@ -1,9 +1,13 @@
 """Coarse: the teacher's own finite loop on a small problem, R clusters in place of the points y.
 
-Every y with mass joins its nearest pivot, or shares itself between equally near ones. A cluster c of n_c points with mean m_c and variances
-s_c stands for n_c equal points, whose score with x_i is, to second order,
+Every y with mass joins its nearest pivot, or shares itself between equally near ones. A cluster c of n_c points with mean m_c and variance
+s_c (per dimension, the mean over dimensions) stands for n_c equal points, whose score with x_i is, to
+second order,
 
-    S_ic = x_i . m_c + sum_d x_id^2 s_cd / 2.
+    S_ic = x_i . m_c + |x_i|^2 s_c / 2.
+
+One variance a dimension gains nothing (within 0.001 of the attention error on the AG News teacher)
+and would cost as much as the rest again.
 
 From u = v = 0 the teacher's half-steps up to the predicted dual are run on the N x R problem,
 
@@ -112,9 +116,10 @@ def coarse_problem(clouds: Clouds, pivots: Tensor) -> CoarseProblem:
     local = y - centre
     share = member.transpose(-1, -2) / counts.clamp(min=torch.finfo(y.dtype).tiny)[..., None]
     offset = share @ local
-    variance = (share @ local.square() - offset.square()).clamp(min=0.0)
+    second = (share @ local.square().sum(-1, keepdim=True))[..., 0]
+    variance = (second - offset.square().sum(-1)).clamp(min=0.0) / y.shape[3]  # [B, H, R]
     scores = clouds.x @ (centre + offset).transpose(-1, -2)
-    scores = scores + clouds.x.square() @ (variance / 2).transpose(-1, -2)
+    scores = scores + clouds.cost_offset()[..., None] * variance[..., None, :]
     return CoarseProblem(scores, counts, member)
 
 

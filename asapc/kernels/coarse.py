@@ -96,12 +96,11 @@ def _coarse(
     norms = z.square().sum(-1).unsqueeze(1) * 0.5  # [G, 1, R]
     distance = torch.baddbmm(norms, y, z.transpose(1, 2), alpha=-1.0)
     # 1 where nearest and 0 elsewhere, in place: a comparison and its conversion cost ten times more.
-    member = distance.sub_(distance.amin(-1, keepdim=True)).sign_().neg_().add_(1.0)
-    ties = member.sum(-1, keepdim=True)
+    member = torch.rsub(distance.sub_(distance.amin(-1, keepdim=True)).sign_(), 1.0)
+    if float(member.sum().item()) > float(y.size(0) * y.size(1)):
+        member.div_(member.sum(-1, keepdim=True))  # equally near pivots share a point
     if y_keep is not None:
-        member.mul_(y_keep.unsqueeze(-1) / ties)
-    elif float(ties.sum().item()) > float(ties.numel()):
-        member.div_(ties)
+        member.mul_(y_keep.unsqueeze(-1))
     counts = member.sum(1, keepdim=True)  # [G, 1, R]
     active = counts.sum(-1, keepdim=True)
     if y_keep is None:
@@ -110,13 +109,15 @@ def _coarse(
         centre = torch.bmm(y_keep.unsqueeze(1).to(y.dtype), y) / active.clamp(min=1.0)
     local = y - centre
     each = member.transpose(1, 2)
-    size = counts.clamp(min=1e-30).transpose(1, 2)
-    offset = torch.bmm(each, local) / size
-    spread = torch.bmm(each, local.square_()).div_(size).sub_(offset.square()).clamp_(min=0.0)
-    squares = x.square()
-    scores = torch.bmm(x, (centre + offset).transpose(1, 2))  # [G, N, R]
-    scores.baddbmm_(squares, spread.transpose(1, 2), alpha=0.5)
-    half_norms = squares.sum(-1) * 0.5
+    size = counts.clamp(min=1e-30)
+    offset = torch.bmm(each, local).div_(size.transpose(1, 2))
+    second = torch.bmm(local.square_().sum(-1).unsqueeze(1), member) / size  # [G, 1, R]
+    spread = (second - offset.square().sum(-1).unsqueeze(1)).clamp_(min=0.0) / float(y.size(2))
+    half_norms = x.square().sum(-1) * 0.5
+    # half_norms (x) spread is a product of one column and one row.
+    scores = torch.baddbmm(
+        torch.bmm(half_norms.unsqueeze(-1), spread), x, (centre + offset).transpose(1, 2)
+    )  # [G, N, R]
 
     top = scores.amax(-1, keepdim=True)
     if not bool(((top - scores.amin(-1, keepdim=True)).max() <= safe_range).item()):

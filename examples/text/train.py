@@ -3,8 +3,8 @@
     python examples/text/train.py ag-news --out ag-news-teacher     T = 10, 128 tokens
     python examples/text/train.py imdb    --out imdb-teacher        T = 20, 256 tokens
 
---data is a folder with ag_news_train.csv.gz (columns label, text) and ag_news_test.csv.gz (label,
-title, description), or imdb_train.jsonl.gz and imdb_test.jsonl.gz (label, text).  Writes config.json
+--data is a folder with ag_news_train.csv.gz and ag_news_desc_train.csv.gz (columns label, text) and
+ag_news_test.csv.gz (label, title, description), or imdb_train.jsonl.gz and imdb_test.jsonl.gz (label, text).  Writes config.json
 and model.safetensors in half precision (a MODEL for asapc), vocabulary.txt, calibration.npz, whose
 texts come from the training file (only the tokens are used to fit), and test.npz, whose texts the
 teacher never saw.  Fixed seeds; the first two thirds of the epochs run 4 half-steps to save time.
@@ -74,8 +74,11 @@ def read_imdb(path: Path) -> Texts:
 def read(dataset: str, folder: Path) -> tuple[Texts, Texts]:
     """Training and test texts with their classes."""
     if dataset == "ag-news":
-        names = ("ag_news_train.csv.gz", "ag_news_test.csv.gz")
-        return read_ag_news(folder / names[0]), read_ag_news(folder / names[1])
+        # Titles with descriptions, and descriptions alone: two subsets of the official split.
+        both = [read_ag_news(folder / f"ag_news_{name}train.csv.gz") for name in ("", "desc_")]
+        texts = [words for words, _ in both]
+        classes = np.concatenate([classes for _, classes in both])
+        return (texts[0] + texts[1], classes), read_ag_news(folder / "ag_news_test.csv.gz")
     names = ("imdb_train.jsonl.gz", "imdb_test.jsonl.gz")
     return read_imdb(folder / names[0]), read_imdb(folder / names[1])
 
