@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,9 +211,9 @@ class _Bench:
             convention = site.convention
             times = interleaved_medians(
                 {
-                    "usual_loop_ms": lambda t=t, c=convention: _usual_loop(c, t),
-                    "lossless_ms": lambda t=t, c=convention: apply_lossless(c, t, t.k),
-                    "softmax_ms": lambda t=t, c=convention: _softmax(c, t),
+                    "usual_loop_ms": partial(_usual_loop, convention, t),
+                    "lossless_ms": partial(apply_lossless, convention, t, t.k),
+                    "softmax_ms": partial(_softmax, convention, t),
                 },
                 repeats=5,
             )
@@ -292,7 +293,7 @@ class _Bench:
             short = replace(site.convention, half_steps=half_steps)
             measured = self._maps(site, index, lambda c, t, v, s=short: apply_lossless(s, t, v))
             t = self.seen[0][index]
-            times = interleaved_medians({"": lambda t=t, s=short: apply_lossless(s, t, t.k)}, repeats=5)
+            times = interleaved_medians({"": partial(apply_lossless, short, t, t.k)}, repeats=5)
             own.append({**measured, "site_ms": times[""]["median_ms"]})
         programs = shortened_programs(self.analysis.lifted, half_steps)
         return {**_mean(own), **self._outputs(programs)}

@@ -1,8 +1,8 @@
 """Coarse: the teacher's own finite loop on a small problem, R clusters in place of the points y.
 
-Every y with mass joins its nearest pivot, or shares itself between equally near ones. A cluster c of n_c points with mean m_c and variance
-s_c (per dimension, the mean over dimensions) stands for n_c equal points, whose score with x_i is, to
-second order,
+Every y with mass joins its nearest pivot, or shares itself between equally near ones. A cluster c of
+n_c points with mean m_c and variance s_c (per dimension, the mean over dimensions) stands for n_c
+equal points, whose score with x_i is, to second order,
 
     S_ic = x_i . m_c + |x_i|^2 s_c / 2.
 

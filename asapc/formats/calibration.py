@@ -73,7 +73,8 @@ class Calibration:
 
     teacher: its fingerprint; recipe: as a mapping; capture: "whole" or "module";
     data: where the examples came from; order: "parallel" fits every site behind the teacher's own
-    layers, "sequential" behind the already amortised ones; seen_hashes: 64-bit content hashes of the examples used.
+    layers, "sequential" behind the already amortised ones; seen_hashes: 64-bit content hashes of the
+    examples used.
     """
 
     teacher: str

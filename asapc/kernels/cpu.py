@@ -21,6 +21,7 @@ from asapc.ir import Side
 from asapc.kernels.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker, without_gil
 from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
 
+
 @dataclass(frozen=True)
 class Loop:
     """What runs on a tile: `half_steps` closures, the first on `first_side`."""

@@ -87,7 +87,7 @@ class _LinearLoop(torch.autograd.Function):
         return attention.view(shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kernel, padded, attention, *scalings = ctx.saved_tensors
         a, b = list(scalings[: ctx.counts]), list(scalings[ctx.counts :])

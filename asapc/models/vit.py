@@ -145,7 +145,8 @@ class SinkformerViT(nn.Module):
     """Image classifier: patches, a [CLS] token, learnt positions, `depth` Sinkhorn layers, a head.
 
     image_size, patch_size: pixels, one number or (height, width).  dim_head: D; the score is
-    D^-1/2 q k^T.  mlp_dim: 0 leaves the feed-forward blocks out.  max_iter: half-steps T, rows first.  eps: epsilon.  pool: "cls" or "mean".
+    D^-1/2 q k^T.  mlp_dim: 0 leaves the feed-forward blocks out.  max_iter: half-steps T, rows first.
+    eps: epsilon.  pool: "cls" or "mean".
     Raises ValueError when the patches do not tile the image or pool is unknown.
     """
 
