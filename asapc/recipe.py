@@ -1,9 +1,9 @@
 """A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
 
     operator: auto            # auto | sinkhorn | asap
-    side: source              # source | key: whose dual is predicted; both: an ablation
-    closures: 3               # at most; the site's convention decides the parity. 0 with side: both
-    features: ["coarse:32", gaussian]   # families a dual is predicted from, see asapc.features
+    side: key                 # key | source: whose dual is predicted; both: an ablation
+    closures: 2               # at most; the site's convention decides the parity. 0 with side: both
+    features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
     fit: ls                   # ls | kl
     ridge: 1.0e-3
     ridge_mode: risk          # risk: lambda = regression rows * ridge | direct: lambda = ridge
@@ -59,9 +59,9 @@ class Recipe:
     """
 
     operator: Operator = "auto"
-    side: RecipeSide = "source"
-    closures: int = 3
-    features: tuple[str, ...] = ("coarse:32", "gaussian")
+    side: RecipeSide = "key"
+    closures: int = 2
+    features: tuple[str, ...] = ("coarse:32",)
     fit: Literal["ls", "kl"] = "ls"
     ridge: float = 1e-3
     ridge_mode: Literal["risk", "direct"] = "risk"
