@@ -13,12 +13,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import asapc
 from asapc import cli
 from asapc.errors import InputError, NoSiteError, VerificationError
+from asapc.features import Feature
+from asapc.features.clouds import Budget
+from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor
+from asapc.formats.calibration import FitQuality, SiteCalibration
+from asapc.ir import Convention
 
-COMMANDS = ("inspect", "calibrate", "compile", "report", "bench", "demo")
+COMMANDS = ("inspect", "calibrate", "study", "compile", "report", "bench", "demo")
 ARGUMENTS = {
     "inspect": ["inspect", "teacher"],
     "calibrate": ["calibrate", "teacher", "--data", "d.npz", "-o", "calib"],
@@ -51,13 +57,16 @@ REPORT = {
     "gate": {"passed": True, "checks": []},
 }
 MANIFEST = {"format_version": 1, "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}]}
-SITE = SimpleNamespace(
-    features=("sliced:32",),
-    closures=3,
+PLAN = ClosurePlan("key", 1, 20, rescaled=True)
+SITE = SiteCalibration(
+    Convention(20, "row", 0.5),
+    Amortised(
+        PLAN,
+        (DualPredictor("key", (Feature("norm"),), (None,), torch.ones(2, 1), Budget(20, False)),),
+    ),
+    (FitQuality("ls", r2=(0.9, 0.7), condition_number=(10.0, float("inf"))),),
     examples=8,
     tokens=512,
-    r2=(0.9,),
-    condition_number=(10.0,),
     fit_seconds=0.1,
 )
 
@@ -80,7 +89,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     pipeline = ModuleType("asapc.pipeline")
     inspection = SimpleNamespace(to_dict=lambda: INSPECTION)
     pipeline.inspect = stand_in("inspect", inspection)  # type: ignore[attr-defined]
-    calibration = SimpleNamespace(sites={"layers.0": SITE})
+    calibration = SimpleNamespace(sites={"layers.0": SITE}, order="parallel")
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
     pipeline.compile = stand_in("compile", MANIFEST)  # type: ignore[attr-defined]
     pipeline.report = stand_in("report", REPORT)  # type: ignore[attr-defined]
@@ -212,6 +221,24 @@ def test_a_bad_recipe_is_found_before_the_model_is_loaded(
     assert cli.main([*ARGUMENTS["calibrate"], "--recipe", "recipe.yaml"]) == 2
     assert capsys.readouterr().err.startswith("asapc: recipe recipe.yaml: unknown key 'closure'")
     assert not calls
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_calibrate_summarises_the_fit(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str], sequential: bool
+) -> None:
+    arguments = [*ARGUMENTS["calibrate"], "--json", *(["--sequential"] if sequential else [])]
+    assert cli.main(arguments) == 0
+    assert calls["calibrate"][0][-1] is sequential
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["model"], summary["order"]) == ("teacher", "parallel")
+    assert summary["sites"] == [
+        {
+            "name": "layers.0", "side": "key", "closures": 1, "rescaled": True, "features": ["norm"],
+            "fit": "ls", "coefficients": "per_head", "r2": 0.7, "condition_number": 10.0,
+            "fit_converged": None, "examples": 8, "tokens": 512, "fit_seconds": 0.1,
+        }
+    ]  # fmt: skip
 
 
 def test_compile_without_a_recipe_uses_that_of_the_calibration(calls: dict[str, Any]) -> None:

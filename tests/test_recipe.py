@@ -1,10 +1,13 @@
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 
+from asapc import recipe as recipe_module
 from asapc.errors import EXIT_BAD_INPUT, InputError
-from asapc.recipe import Recipe, load_recipe, parse_features
+from asapc.features import FAMILIES, Feature
+from asapc.recipe import MAX_CLOSURES, Recipe, load_recipe
 
 SHIPPED = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
 
@@ -30,17 +33,35 @@ def test_no_file_and_an_empty_file_are_the_default(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, "# nothing\n")) == Recipe()
 
 
+def test_the_documented_values_are_the_defaults() -> None:
+    """The YAML of the module's docstring is the default recipe, its example of `sites` aside."""
+    _, _, text = (recipe_module.__doc__ or "").partition("\n\n")
+    shown = yaml.safe_load(textwrap.dedent(text.partition("\n\n")[0]))
+    assert shown.pop("sites")
+    assert {"operator", "side", "closures", "features", "fit", "coefficients", "budget"} <= set(shown)
+    assert Recipe.from_dict(shown) == Recipe()
+
+
+def test_the_default_recipe_is_valid() -> None:
+    recipe = Recipe()
+    assert Recipe.from_dict(recipe.to_dict()) == recipe.for_site("any")
+    assert recipe.operator == "auto" and recipe.parsed_features()
+
+
 def test_yaml_round_trip_keeps_every_value(tmp_path: Path) -> None:
     recipe = Recipe(
         operator="asap",
+        side="key",
         closures=1,
-        features=("sliced:7",),
+        features=("sliced:7:axis", "norm", "coarse:4"),
+        fit="kl",
         ridge=1e-9,
-        coefficients="per_head",
+        ridge_mode="direct",
+        coefficients="shared",
         seed=3,
         budget={"attention_rel_l2": 1e-4},
         drop_attention_maps=True,
-        sites={"a.*": {"operator": "sinkhorn"}, "b": {"ridge": 0.5, "features": ("sliced:2",)}},
+        sites={"a.*": {"operator": "sinkhorn"}, "b": {"ridge": 0.5, "features": ("sliced:2:random",)}},
     )
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
 
@@ -84,26 +105,32 @@ def test_a_pattern_must_match_a_site() -> None:
         ("closure: 3", r"unknown key 'closure'(.|\n)*did you mean 'closures'"),
         ("operator: lot", "operator must be auto or sinkhorn or asap, got 'lot'"),
         ("operator: [asap]", "operator must be"),
-        ("closures: 4", "closures must be an integer from 1 to 3, got 4"),
-        ("closures: 0", "closures must be"),
+        ("closures: 51", f"closures must be an integer from 0 to {MAX_CLOSURES}, got 51"),
+        ("closures: -1", "closures must be"),
         ("closures: true", "closures must be .* got True"),
         ("closures: 2.0", "closures must be"),
         ('closures: "2"', "closures must be"),
         ("features: sliced:32", "features must be a list"),
         ("features: []", "features must be a list"),
-        ("features: [sliced]", "features: each entry must be sliced:L .* got 'sliced'"),
-        ("features: [sliced:0]", "features: each entry must be sliced:L"),
-        ("features: [sliced:-3]", "features: each entry must be sliced:L"),
-        ("features: [gaussian]", "features: each entry must be sliced:L"),
         ("features: [3]", "features must be a list"),
-        ("features: [sliced:8, sliced:16]", "takes one family"),
-        ("side: target", "side must be source, got 'target'"),
+        ("features: [sliced]", "features: sliced is written sliced:<1 to 4096>, .*random.* got"),
+        ("features: [sliced:0]", "features: sliced is written"),
+        ("features: [sliced:-3]", "features: sliced is written"),
+        ("features: [coarse]", "features: coarse is written coarse:<1 to 4096>, got 'coarse'"),
+        ("features: [coarse:8:axis]", "features: coarse is written"),
+        ("features: ['gaussian:8']", "features: gaussian takes no number"),
+        ("features: [slices:8]", "features: unknown feature family 'slices'"),
+        ("features: [norm, norm]", "features: each entry must be there once"),
+        ("features: [sliced:8, sliced:8:random]", "features: each entry must be there once"),
+        ("side: target", "side must be source or key or both, got 'target'"),
+        ("fit: l2", "fit must be ls or kl, got 'l2'"),
+        ("ridge_mode: relative", "ridge_mode must be risk or direct"),
         ("ridge: -1", "ridge must be a finite number >= 0, got -1"),
         ("ridge: .nan", "ridge must be a finite number"),
         ("ridge: .inf", "ridge must be a finite number"),
         ("ridge: small", "ridge must be a finite number .* got 'small'"),
         ("ridge:", "ridge must be a finite number .* got None"),
-        ("coefficients: shared", "coefficients must be pooled or per_head"),
+        ("coefficients: common", "coefficients must be per_head or pooled or shared"),
         ("seed: -1", "seed must be an integer"),
         ("budget: 0.05", "budget must be a mapping"),
         ("budget: {}", "budget must be a mapping"),
@@ -116,7 +143,8 @@ def test_a_pattern_must_match_a_site() -> None:
         ("sites: {a: sinkhorn}", "sites: a: overrides must be a mapping"),
         ("sites: {a: {}}", "sites: a: overrides must be a mapping"),
         ("sites: {a: {seed: 1}}", "sites: a: unknown key 'seed'"),
-        ("sites: {a: {closures: 9}}", "sites: a: closures must be an integer from 1 to 3"),
+        ("sites: {a: {closures: 99}}", "sites: a: closures must be an integer from 0 to"),
+        ("sites: {a: {features: [raw:1]}}", "sites: a: features: raw takes no number"),
         ("sites: {1: {closures: 1}}", "sites: a pattern must be text, got 1"),
         ("closures: 1\nclosures: 3", "'closures' appears twice"),
         ("sites: {a: {closures: 1}, a: {ridge: 1}}", "'a' appears twice"),
@@ -145,5 +173,41 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_recipe(binary)
 
 
-def test_parse_features() -> None:
-    assert parse_features("sliced:32") == ("sliced", 32)
+@pytest.mark.parametrize(
+    ("side", "closures", "allowed"),
+    [
+        ("both", 0, True),
+        ("both", 1, False),
+        ("both", 3, False),
+        ("source", 0, False),
+        ("key", 0, False),
+        ("source", 1, True),
+        ("key", 50, True),
+    ],
+)
+def test_no_closure_goes_with_both_duals_only(side: str, closures: int, allowed: bool) -> None:
+    for recipe in (
+        Recipe.from_dict({"side": side, "closures": closures}),
+        Recipe.from_dict({"sites": {"layers.*": {"side": side, "closures": closures}}}),
+    ):
+        if allowed:
+            own = recipe.for_site("layers.0")
+            assert (own.side, own.closures) == (side, closures)
+        else:
+            with pytest.raises(InputError, match=r"layers\.0: `side: both` goes with `closures: 0`"):
+                recipe.for_site("layers.0")
+
+
+def test_an_override_that_completes_the_pair_is_allowed() -> None:
+    recipe = Recipe.from_dict({"side": "both", "sites": {"layers.0": {"closures": 0}}})
+    assert recipe.for_site("layers.0").closures == 0
+    with pytest.raises(InputError, match=r"layers\.1"):
+        recipe.for_site("layers.1")
+
+
+def test_every_family_can_stand_in_a_recipe() -> None:
+    entries = [f"{name}:5" if family.counted else name for name, family in FAMILIES.items()]
+    recipe = Recipe.from_dict({"features": entries})
+    assert [feature.family for feature in recipe.parsed_features()] == list(FAMILIES)
+    assert recipe.parsed_features()[0] == Feature("sliced", 5, "random")
+    assert Recipe.from_dict({"features": list(recipe.features)}) == recipe
