@@ -8,14 +8,17 @@
     modules/<i>.<stage>.pt2  the three programs of each module (capture per module)
 
 The .pt2 files hold no weights. The three stages share one set of weights, so that a report and a
-benchmark need nothing but the folder (and, for a capture per module, the model around it).
+benchmark need nothing but the folder (and, for a capture per module, the model around it). A weight
+of program <i> is named <i>.NAME; where training after the replacement has moved the compiled
+program's away from the teacher's, the compiled one is graph.<i>.NAME.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,13 +105,51 @@ def write_artifact(
     if model is not None and manifest["capture"] == "module":
         for name, tensor in model.state_dict().items():
             tensors[_MODEL + name] = tensor.detach().contiguous().clone()
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    document = {"format_version": FORMAT_VERSION, **manifest, "programs": list(files.values())}
+    _finish(folder, document, tensors, seen_hashes)
+
+
+def write_refreshed(
+    folder: Path,
+    artifact: Artifact,
+    manifest: Mapping[str, Any],
+    weights: Mapping[tuple[int, str], Tensor],
+    seen_hashes: Collection[int],
+) -> None:
+    """Write the artefact with other weights in its compiled programs; teacher and lossless stay.
+
+    weights: by (number of the program, name). Whatever else the old folder holds, a report of the
+    old weights among it, is left behind.
+    """
+    tensors = read_safetensors(artifact.folder / "model.safetensors")
+    for (index, name), tensor in weights.items():
+        shared = any(
+            name in artifact.programs[stage][index].graph.state_dict()
+            for stage in STAGES
+            if stage != "graph"
+        )
+        own = f"graph.{index}.{name}" if shared else f"{index}.{name}"
+        tensors[own] = tensor.detach().contiguous().clone()
+    for entry in artifact.manifest["programs"]:
+        for stage in STAGES:
+            (folder / entry[stage]).parent.mkdir(exist_ok=True)
+            shutil.copyfile(_inside(artifact.folder, entry[stage]), folder / entry[stage])
+    shutil.copyfile(artifact.folder / "recipe.yaml", folder / "recipe.yaml")
+    _finish(folder, manifest, tensors, seen_hashes)
+
+
+def _finish(
+    folder: Path,
+    document: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    seen_hashes: Collection[int],
+) -> None:
     signed = [h - (1 << 64) if h >= 1 << 63 else h for h in sorted(set(seen_hashes))]
     tensors[_SEEN] = torch.tensor(signed, dtype=torch.int64)
     save_file(tensors, folder / "model.safetensors")
-    document = {"format_version": FORMAT_VERSION, **manifest, "programs": list(files.values())}
     text = json.dumps(document, indent=2, allow_nan=False)
     (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
-    (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     for written in folder.rglob("*"):
         written.chmod(0o755 if written.is_dir() else 0o644)
 
@@ -124,12 +165,9 @@ def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artif
     tensors = read_safetensors(place / "model.safetensors")
     programs: dict[Stage, list[Program]] = {stage: [] for stage in stages}
     for index, entry in enumerate(manifest["programs"]):
-        own = {
-            name.removeprefix(f"{index}."): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(f"{index}.")
-        }
+        shared = _under(tensors, f"{index}.")
         for stage in stages:
+            own = {**shared, **_under(tensors, f"{stage}.{index}.")}
             exported = load_program(_inside(place, entry[stage]), own)
             graph = exported.module(check_guards=False)
             for name in ("train", "eval"):  # a program has one mode: these may be called, not fail
@@ -137,10 +175,14 @@ def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artif
             assert isinstance(graph, GraphModule)
             programs[stage].append(Program(str(entry["name"]), graph, (), {}, None))
     seen = tensors.get(_SEEN, torch.empty(0, dtype=torch.int64)).tolist()
-    around = {n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)}
     return Artifact(
-        place, manifest, programs, frozenset(h & ((1 << 64) - 1) for h in seen), around
-    )
+        place, manifest, programs, frozenset(h & ((1 << 64) - 1) for h in seen),
+        _under(tensors, _MODEL),
+    )  # fmt: skip
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

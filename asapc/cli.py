@@ -175,6 +175,67 @@ def compile(
 
 
 @app.command()
+def refresh(
+    artifact: Artifact,
+    data: Data,
+    labels: Annotated[
+        bool, typer.Option("--labels", help="Train on the labels in DATA: cross entropy.")
+    ] = False,
+    distil: Annotated[
+        bool, typer.Option("--distil", help="Train on the teacher's predictions: KL, no labels.")
+    ] = False,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the calibration split.")] = 5,
+    learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 2e-4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Train these instead of the default; repeatable."),
+    ] = None,
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Examples to train on, at most; held in memory.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the order of the examples.")] = 0,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", metavar="OUT2", help="Folder to write, else OUT.")
+    ] = None,
+    model: Teacher = None,
+    weights: Weights = None,
+    kwargs: Kwargs = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Train coefficients, norms, projections and head of a compiled model for a few epochs."""
+
+    def body(run: Session) -> None:
+        from asapc.errors import InputError
+
+        if labels == distil:
+            raise InputError(
+                "refresh: exactly one of --labels and --distil must be given",
+                got="both" if labels else "none",
+                help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
+            )
+        from asapc import pipeline
+        from asapc.refresh import RefreshSettings
+        from asapc.report.tables import refresh_tables
+
+        settings = RefreshSettings(
+            "labels" if labels else "distil", epochs, learning_rate, batch_size,
+            tuple(parameters or ()), seed, examples,
+        )  # fmt: skip
+        entry = pipeline.refresh(
+            artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs,
+            progress=run.progress,
+        )  # fmt: skip
+        written = out or artifact
+        run.show({"artifact": written, **entry}, refresh_tables)
+        run.note(f"wrote {written}; next: asapc report {written} --data {data}")
+
+    return session.run(body, json=json, quiet=quiet, debug=debug)
+
+
+@app.command()
 def report(
     artifact: Artifact,
     data: OptionalData = None,

@@ -12,7 +12,7 @@ import itertools
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -28,6 +28,8 @@ from asapc.formats.user_code import UserCode
 
 Split = Literal["calibration", "selection", "gate"]
 Select = Callable[[int], bool]
+
+_PIECE = 256  # examples: a selection copies, so never a whole file at once
 
 DATA_GRAMMAR = (
     "give an .npz or .safetensors file with one array per argument of forward (and optional "
@@ -96,16 +98,23 @@ class DataSource(ABC):
                 left -= len(index)
             if not index:
                 continue
-            chosen = batch if len(index) == len(batch) else _rows(batch, index)
+            chosen = batch if len(index) == len(batch) else rows(batch, index)
             if pending is not None and _layout(pending) != _layout(chosen):
                 yield pending
                 pending = None
-            pending = chosen if pending is None else _joined(pending, chosen)
+            pending = chosen if pending is None else _joined([pending, chosen])
             while len(pending) > batch_size:
-                yield _rows(pending, range(batch_size))
-                pending = _rows(pending, range(batch_size, len(pending)))
+                yield rows(pending, range(batch_size))
+                pending = rows(pending, range(batch_size, len(pending)))
         if pending is not None:
             yield pending
+
+    def gather(self, *, select: Select | None = None, limit: int | None = None) -> list[Batch]:
+        """The examples batches() would yield, all in memory: one batch for each layout."""
+        groups: dict[Any, list[Batch]] = {}
+        for batch in self.batches(_PIECE, select=select, limit=limit):
+            groups.setdefault(_layout(batch), []).append(batch)
+        return [_joined(group) for group in groups.values()]
 
 
 class ArrayData(DataSource):
@@ -127,9 +136,8 @@ class ArrayData(DataSource):
         self.fingerprint = digest.hexdigest()
 
     def _batches(self) -> Iterator[Batch]:
-        piece = 256  # copied on selection, so not the whole file at once
-        for start in range(0, len(self._all), piece):
-            yield _rows(self._all, range(start, min(start + piece, len(self._all))))
+        for start in range(0, len(self._all), _PIECE):
+            yield rows(self._all, range(start, min(start + _PIECE, len(self._all))))
 
 
 class CallableData(DataSource):
@@ -442,7 +450,7 @@ def _content_hashes(tensors: Mapping[str, Tensor]) -> list[int]:
     return hashes
 
 
-def _rows(batch: Batch, index: list[int] | range) -> Batch:
+def rows(batch: Batch, index: list[int] | range) -> Batch:
     """The examples at index; a range gives views, a list copies."""
 
     def pick(value: Any) -> Any:
@@ -469,13 +477,16 @@ def _layout(batch: Batch) -> tuple[Any, ...]:
     return tuple(of(value) for value in batch.args), named, batch.labels is None
 
 
-def _joined(first: Batch, second: Batch) -> Batch:
-    def join(a: Any, b: Any) -> Any:
-        return torch.cat((a, b)) if isinstance(a, Tensor) else a
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """Batches of one layout as one."""
+    first = batches[0]
+
+    def join(values: list[Any]) -> Any:
+        return torch.cat(values) if isinstance(values[0], Tensor) else values[0]
 
     return Batch(
-        args=tuple(join(a, b) for a, b in zip(first.args, second.args, strict=True)),
-        kwargs={name: join(value, second.kwargs[name]) for name, value in first.kwargs.items()},
-        labels=join(first.labels, second.labels),
-        hashes=first.hashes + second.hashes,
+        args=tuple(join(list(values)) for values in zip(*(b.args for b in batches), strict=True)),
+        kwargs={name: join([b.kwargs[name] for b in batches]) for name in first.kwargs},
+        labels=join([b.labels for b in batches]),
+        hashes=[hash for b in batches for hash in b.hashes],
     )

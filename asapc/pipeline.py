@@ -26,6 +26,7 @@ from asapc.artifact import (
     read_artifact,
     signature_of,
     write_artifact,
+    write_refreshed,
 )
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.teacher import TeacherDuals
@@ -69,6 +70,7 @@ from asapc.passes.select import Choice, choose, needs_fit
 from asapc.passes.verify import largest_difference, tensor_outputs
 from asapc.progress import Progress
 from asapc.recipe import Recipe
+from asapc.refresh import RefreshSettings, train
 from asapc.runner import Runner, Tap
 from asapc.timing import interleaved_medians
 
@@ -242,8 +244,33 @@ def compile(
         write_artifact(
             folder, manifest, recipe, programs, [*calibration.seen_hashes, *seen], analysis.model
         )
-        _verify_round_trip(folder, analysis, programs, example)
+        _verify_written(folder, analysis.model, programs, example)
     return manifest
+
+
+def refresh(
+    artifact_path: str | Path,
+    data: str,
+    settings: RefreshSettings,
+    out: str | Path | None = None,
+    *,
+    model: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
+    artifact = read_artifact(artifact_path)
+    surrounding = _surrounding(artifact, model, weights, kwargs)
+    source = open_data(data, artifact.signature())
+    with replace_folder(artifact_path if out is None else out) as folder:
+        refreshed = train(artifact, surrounding, source, settings, progress)
+        write_refreshed(
+            folder, artifact, refreshed.manifest, refreshed.weights, refreshed.seen_hashes
+        )
+        _verify_written(folder, surrounding, artifact.programs, refreshed.example)
+    entry: dict[str, Any] = refreshed.manifest["refresh"]
+    return entry
 
 
 def report(
@@ -310,6 +337,7 @@ def report(
         },
         "sites": [site.result() for site in sites],
         "refused": artifact.manifest["refused"],
+        **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
         "environment": environment(),
         "gate": {"passed": True, "checks": []},
     }
@@ -522,17 +550,17 @@ def _verify_finite(output: Any, teacher: Teacher) -> None:
             )
 
 
-def _verify_round_trip(
+def _verify_written(
     folder: Path,
-    analysis: Analysis,
+    model: nn.Module | None,
     programs: Mapping[Stage, Sequence[Program]],
     example: Batch,
 ) -> None:
     """What was written computes what was verified."""
     written = read_artifact(folder)
     for stage, own in programs.items():
-        before = Runner(analysis.model, own)(example)
-        after = Runner(analysis.model, written.programs[stage])(example)
+        before = Runner(model, own)(example)
+        after = Runner(model, written.programs[stage])(example)
         error = largest_difference(before, after)
         if not error <= ROUND_TRIP_TOLERANCE:
             raise VerificationError(

@@ -19,16 +19,20 @@ class Runner:
 
     A whole-model program (name "") is called itself.  Programs of modules are put into `model` for
     the length of a call and taken out again: the user's model object is left as it was.
+    gradients: outputs can be differentiated, where the caller has not switched that off.
     """
 
-    def __init__(self, model: nn.Module | None, programs: Sequence[Program] = ()) -> None:
+    def __init__(
+        self, model: nn.Module | None, programs: Sequence[Program] = (), gradients: bool = False
+    ) -> None:
         self.model = model
+        self.gradients = gradients
         self.graphs: dict[str, nn.Module] = {p.name: p.graph for p in programs}
         if model is None and "" not in self.graphs:
             raise ValueError("a program of the whole model, or a model, is needed")
 
     def __call__(self, batch: Batch) -> Any:
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()):
             if "" in self.graphs:
                 return self.graphs[""](*batch.args, **batch.kwargs)
             assert self.model is not None

@@ -59,6 +59,14 @@ SITE_LABELS = {
     "row_bound": "row bound",
     "contraction_bound": "contraction",
 }
+REFRESH_LABELS = {
+    "best_epoch": "epoch kept",
+    "learning_rate": "learning rate",
+    "batch_size": "batch size",
+    "examples": "examples trained on",
+    "selection_examples": "examples selected on",
+    "parameters": "trained",
+}
 LATENCY_LABELS = {
     "latency_teacher_ms": "teacher ms",
     "latency_lossless_ms": "lossless ms",
@@ -66,7 +74,9 @@ LATENCY_LABELS = {
     "speedup_lossless": "lossless x",
     "speedup": "compiled x",
 }
-SHARES = ("prediction_agreement", "accuracy_teacher", "accuracy_compiled", "accuracy_drop")
+SHARES = (
+    "prediction_agreement", "accuracy_teacher", "accuracy_compiled", "accuracy_drop", "accuracy",
+)  # fmt: skip
 
 
 def number(value: Any, *, digits: int = 3) -> str:
@@ -131,6 +141,8 @@ def report_tables(report: Mapping[str, Any]) -> list[Table]:
             )
         )
     tables += refused_table(_list(report, "refused"))
+    if _mapping(report, "refresh"):
+        tables += refresh_tables(_mapping(report, "refresh"))
     tables += gate_table(_mapping(report, "gate"))
     environment = _mapping(report, "environment")
     if environment:
@@ -241,6 +253,28 @@ def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
     return [Table("Compiled", columns, rows), *refused_table(_list(manifest, "refused"))]
 
 
+def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
+    """How a compiled model was trained after the replacement, and what that changed."""
+    settings = {key: value for key, value in entry.items() if key not in ("before", "after", "earlier")}
+    if entry.get("best_epoch") == 0:
+        settings["best_epoch"] = "0: no epoch lowered the loss, the weights are unchanged"
+    if _list(entry, "earlier"):
+        settings["earlier refreshes"] = len(_list(entry, "earlier"))
+    rows = tuple((REFRESH_LABELS.get(key, key), _cell(value)) for key, value in settings.items())
+    before, after = _mapping(entry, "before"), _mapping(entry, "after")
+    changes = tuple(
+        (
+            MODEL_LABELS.get(key, key),
+            *((_share if key in SHARES else number)(side.get(key)) for side in (before, after)),
+        )
+        for key in before
+    )
+    return [
+        Table("Refresh: trained after the replacement", ("", ""), rows),
+        Table("Refresh: on the selection split", ("", "before|", "after|"), changes),
+    ]
+
+
 def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
     """Latencies and ratios, whole model and per site."""
     tables = [_model_table("Whole model", _mapping(bench, "model"))]
@@ -252,7 +286,7 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
     baseline = {"sites": len(_list(result, "sites")), **_mapping(result, "baseline")}
     shown = ("examples", "map_examples", "batch")
     baseline.update({name: result.get(name) for name in shown})
-    rows = sorted(_list(result, "rows"), key=lambda row: row.get("attention_rel_l2") or math.inf)
+    rows = sorted(_list(result, "rows"), key=lambda row: float(row["attention_rel_l2"]))
     columns = (
         "", "features", "side", "closures|", "fit", "shared", "examples|", "attention l2|",
         "worst|", "plan KL|", "output RMSE|", "agreement|", "accuracy|", "site ms|", "predict ms|",

@@ -1,0 +1,202 @@
+"""The study: a grid becomes rows, every row is fitted and measured, interrupted work is kept."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from asapc.cli import main
+from asapc.errors import EXIT_BAD_INPUT, InputError
+from asapc.models import ARCHITECTURES
+from asapc.study import Row, load_grid, mark_pareto, study_markdown
+
+TEXT = {
+    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
+    "num_classes": 3, "max_iter": 8,
+}  # fmt: skip
+GRID = """
+blocks:
+  - {half_steps: [2, 8]}
+  - features: [["coarse:12"], [gaussian, norm]]
+    side: [key]
+    closures: [1, 2]
+    max_examples: [16, 64]
+  - {features: ["sliced:8"], side: source, closures: 3, fit: [ls, kl], coefficients: [pooled, shared]}
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
+    blocks = load_grid(write(tmp_path / "grid.yaml", GRID))
+    assert [len(block) for block in blocks] == [2, 8, 4]
+    assert blocks[0] == [Row(None, 2), Row(None, 8)]
+    recipes = [row.recipe for row in blocks[1]]
+    assert {r.features for r in recipes if r} == {("coarse:12",), ("gaussian", "norm")}
+    assert {(r.closures, r.max_examples) for r in recipes if r} == {(1, 16), (1, 64), (2, 16), (2, 64)}
+    assert all(r is not None and r.operator == "asap" for r in recipes)
+    assert {(r.fit, r.coefficients) for r in (row.recipe for row in blocks[2]) if r} == {
+        ("ls", "pooled"), ("ls", "shared"), ("kl", "pooled"), ("kl", "shared"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "blocks"),
+        ("blocks: []", "blocks"),
+        ("blocks: [3]", "block 1"),
+        ("blocks: [{}]", "block 1"),
+        ("blocks: [{closure: 1}]", "'closure'"),
+        ("blocks: [{closures: [1, no]}]", "closures"),
+        ("blocks: [{half_steps: 0}]", "half_steps"),
+        ("blocks: [{half_steps: 3, closures: 1}]", "half_steps"),
+        ("blocks: [{features: [nonsense]}]", "nonsense"),
+        ("blocks: [{side: both, closures: 2}]", "both"),
+    ],
+)
+def test_a_bad_grid_names_the_place(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        load_grid(write(tmp_path / "grid.yaml", text))
+
+
+def test_pareto_keeps_what_nothing_beats() -> None:
+    points = [(0.1, 1.0), (0.05, 2.0), (0.05, 3.0), (0.2, 1.0), (0.01, 9.0), (0.1, 1.0)]
+    rows = mark_pareto([{"attention_rel_l2": e, "site_ms": t} for e, t in points])
+    assert [row["pareto"] for row in rows] == [True, True, False, False, True, True]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    torch.manual_seed(0)
+    model = ARCHITECTURES["sinkformer-text"](**TEXT)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "WQ" in name or "WK" in name:
+                parameter.mul_(3.0)
+    (folder / "teacher").mkdir()
+    save_file(model.state_dict(), folder / "teacher" / "model.safetensors")
+    config = json.dumps({"architecture": "sinkformer-text", **TEXT})
+    (folder / "teacher" / "config.json").write_text(config)
+    random = np.random.default_rng(0)
+    inputs = random.integers(1, 40, (160, 12))
+    for row, length in enumerate(random.integers(4, 13, 160)):
+        inputs[row, length:] = 0
+    np.savez(folder / "data.npz", inputs=inputs, labels=random.integers(0, 3, 160))
+    write(folder / "grid.yaml", GRID)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(work: Path) -> dict[str, Any]:
+    code = main(
+        ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--grid",
+         str(work / "grid.yaml"), "-o", str(work / "out"), "--quiet", "--batch-size", "16"]
+    )  # fmt: skip
+    assert code == 0
+    loaded: dict[str, Any] = json.loads((work / "out" / "study.json").read_text())
+    return loaded
+
+
+def test_every_row_is_measured(result: dict[str, Any]) -> None:
+    rows = result["rows"]
+    assert len(rows) == 14
+    short, whole = rows[:2]
+    assert short["attention_rel_l2"] > 0.05  # a loop cut short is another operator
+    assert whole["attention_rel_l2"] < 1e-5 and whole["prediction_agreement"] == 1.0
+    for row in rows[2:]:
+        assert 0 < row["attention_rel_l2"] < short["attention_rel_l2"]
+        assert row["site_ms"] > 0 and row["predict_ms"] > 0 and row["fit_seconds"] > 0
+        assert row["prediction_agreement"] is not None and row["accuracy_compiled"] is not None
+    assert any(row["pareto"] for row in rows)
+
+
+def test_pivots_for_every_token_beat_second_moments(result: dict[str, Any]) -> None:
+    def error(features: str, closures: int) -> float:
+        found = [
+            row["attention_rel_l2"] for row in result["rows"]
+            if (row["features"], row["closures"], row["examples"]) == (features, closures, 64)
+        ]  # fmt: skip
+        assert len(found) == 1
+        return float(found[0])
+
+    assert error("coarse:12", 2) < error("gaussian norm", 2)
+    assert error("coarse:12", 2) < error("coarse:12", 1)
+
+
+def test_calibration_sizes_and_sharing_are_kept_apart(result: dict[str, Any]) -> None:
+    assert {row["examples"] for row in result["rows"][2:10]} == {16, 64}
+    fitted = {(row["fit"], row["coefficients"]): row for row in result["rows"][10:]}
+    assert len(fitted) == 4
+    errors = {row["attention_rel_l2"] for row in fitted.values()}
+    assert len(errors) == 4  # four different fits
+
+
+def test_the_table_holds_every_row_sorted_by_error(work: Path, result: dict[str, Any]) -> None:
+    with (work / "out" / "study.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["attention_rel_l2"]) for row in rows] == pytest.approx(
+        [row["attention_rel_l2"] for row in result["rows"]]
+    )
+    text = study_markdown(result)
+    assert text == (work / "out" / "study.md").read_text()
+    assert text.count("| coarse:12 |") == 4 and "Sinkhorn, 2 half-steps" in text
+    assert text.index("Sinkhorn, 8") < text.index("coarse:12") < text.index("Sinkhorn, 2")
+
+
+def test_measuring_on_other_data(work: Path, tmp_path: Path) -> None:
+    grid = write(tmp_path / "grid.yaml", "blocks: [{half_steps: 2}]")
+    code = main(
+        ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--test",
+         str(work / "data.npz"), "--grid", str(grid), "-o", str(tmp_path / "out"), "--quiet",
+         "--examples", "40"]
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads((tmp_path / "out" / "study.json").read_text())["examples"] == 40
+
+
+def test_an_impossible_combination_is_refused_before_any_work(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = write(tmp_path / "grid.yaml", "blocks: [{side: source, closures: 0}]")
+    arguments = ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--grid",
+                 str(grid), "-o", str(tmp_path / "out"), "--quiet"]  # fmt: skip
+    assert main(arguments) == EXIT_BAD_INPUT
+    assert "both" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_finished_blocks_survive_a_failure(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asapc import study as module
+
+    grid = write(tmp_path / "grid.yaml", "blocks: [{half_steps: 2}, {features: [norm]}]")
+    finish, calls = module.finish, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return finish(*arguments)
+
+    monkeypatch.setattr(module, "finish", interrupted)
+    code = main(
+        ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--grid", str(grid),
+         "-o", str(tmp_path / "out"), "--quiet"]
+    )  # fmt: skip
+    assert code == 130
+    rows = json.loads((tmp_path / "out" / "study.json").read_text())["rows"]
+    assert [row["features"] for row in rows] == ["Sinkhorn, 2 half-steps"]
+
