@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
-from asapc.calibration.teacher import legal_closures, target_dual
-from asapc.features.sliced import cost_offset
-from asapc.ir import Convention, SiteTensors
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as meaning
 
@@ -39,7 +37,7 @@ def problem(
     return q, k, v, keep, bias
 
 
-def double(tensors: tuple[Any, ...]) -> list[Any]:
+def double(tensors: Sequence[Any]) -> list[Any]:
     return [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
 
 
@@ -75,19 +73,26 @@ def test_cpu_kernel_is_within_the_honest_error(
     assert float((wide - exact).abs().max()) <= 1e-9 * scale
 
 
-@pytest.mark.parametrize("closures", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("side", "closures"),
+    [*((side, closures) for side in ("source", "key") for closures in (1, 2, 3)), ("both", 0)],
+)
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_asap_kernel_is_within_the_honest_error(
-    shape: tuple[int, ...], masked: bool, closures: int
+    shape: tuple[int, ...], masked: bool, side: str, closures: int
 ) -> None:
-    tensors = problem(shape, spread=2.0, masked=masked)
-    q, k, v, keep, bias = tensors
-    dual = 3 * torch.randn(q.shape[:3])
+    tensors = problem(shape, spread=2.0, masked=masked, biased=shape[3] % 2 == 1)
+    q, k = tensors[:2]
+    duals: tuple[Tensor | None, ...] = (3 * torch.randn(q.shape[:3]), None)
+    if side == "key":
+        duals = (None, 3 * torch.randn(k.shape[:3]))
+    if closures == 0:
+        duals = (torch.randn(q.shape[:3]), torch.randn(k.shape[:3]))
     settings = (shape[4] ** -0.5, closures, ATTENTION)
-    exact = asap_meaning.asap(*double(tensors), dual.double(), *settings)
-    plain = asap_meaning.asap(q, k, v, keep, bias, dual, *settings)
-    kernel = ops.asap(q, k, v, keep, bias, dual, *settings)
+    exact = asap_meaning.asap(*double(tensors), *double(duals), *settings)
+    plain = asap_meaning.asap(*tensors, *duals, *settings)
+    kernel = ops.asap(*tensors, *duals, *settings)
     budget = 2 * float((plain - exact).abs().max()) + 1e-6 * max(1.0, float(exact.abs().max()))
     assert float((kernel - exact).abs().max()) <= budget
 
@@ -167,14 +172,23 @@ def test_permuting_tokens_permutes_the_attention(seed: int, n: int, half_steps: 
     torch.testing.assert_close(moved, dense[:, :, rows][..., columns])
 
 
-@given(seed=st.integers(0, 10**6), shift=st.floats(-50, 50), closures=st.integers(1, 4))
+@given(
+    seed=st.integers(0, 10**6),
+    shift=st.floats(-50, 50),
+    closures=st.integers(1, 4),
+    key_side=st.booleans(),
+)
 @settings(max_examples=40, deadline=None)
-def test_the_gauge_of_a_predicted_dual_is_free(seed: int, shift: float, closures: int) -> None:
+def test_the_gauge_of_a_predicted_dual_is_free(
+    seed: int, shift: float, closures: int, key_side: bool
+) -> None:
     g = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, 1, 7, 3, generator=g, dtype=torch.float64) for _ in range(2))
     dual = torch.randn(1, 1, 7, generator=g, dtype=torch.float64)
     maps = [
-        ops.asap_attention(q, k, None, None, d, 0.6, closures, ATTENTION)
+        ops.asap_attention(
+            q, k, None, None, *((None, d) if key_side else (d, None)), 0.6, closures, ATTENTION
+        )
         for d in (dual, dual + shift)
     ]
     torch.testing.assert_close(maps[0], maps[1])
@@ -195,48 +209,99 @@ def test_the_last_side_is_exact(seed: int, half_steps: int, rows_first: bool) ->
     assert float(plan[1, ..., 4:].abs().max()) == 0.0
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
-@pytest.mark.parametrize("half_steps", [9, 10], ids=["rows last", "columns last"])
-def test_exact_prediction_reproduces_the_finite_teacher(half_steps: int, masked: bool) -> None:
-    q, k, v, keep, _ = problem((2, 2, 24, 24, 8, 8), spread=2.0, masked=masked)
-    convention = Convention(half_steps, "row", 0.35)
-    exact = meaning.sinkhorn(
-        q.double(), k.double(), v.double(), keep, None, 0.35, half_steps, True, ATTENTION
-    )
-    tried = []
-    for wanted in range(1, 6):
-        closures = legal_closures(convention, wanted)
-        if closures is None or closures in tried:
-            continue
-        tried.append(closures)
-        dual = target_dual(SiteTensors(q, k, keep), convention, closures)
-        dual = (dual - cost_offset(q.double(), 0.35)).float()
-        own = ops.asap(q, k, v, keep, None, dual, 0.35, closures, ATTENTION)
-        assert float((own - exact).norm() / exact.norm()) < 1e-5
-    assert tried == ([2, 4] if half_steps % 2 else [1, 3, 5])
+DUALS = {
+    "nothing": (3, False, False),
+    "source alone": (0, True, False),
+    "key alone": (0, False, True),
+    "both": (1, True, True),
+    "none at all": (0, False, False),
+}
 
 
-CALLS = {
+@pytest.mark.parametrize("dense", [False, True], ids=["output", "map"])
+@pytest.mark.parametrize("module", [asap_meaning, ops], ids=["meaning", "registered"])
+@pytest.mark.parametrize(("closures", "source", "key"), DUALS.values(), ids=DUALS)
+def test_duals_that_do_not_fit_the_closures_are_refused(
+    closures: int, source: bool, key: bool, module: Any, dense: bool
+) -> None:
+    q, k, v, _, _ = problem((1, 2, 5, 4, 3, 6))
+    f = torch.zeros(1, 2, 5) if source else None
+    g = torch.zeros(1, 2, 4) if key else None
+    call = module.asap_attention if dense else module.asap
+    values = () if dense else (v,)
+    with pytest.raises(ValueError, match=f"{closures} closures start from {1 + (closures == 0)} dual"):
+        call(q, k, *values, None, None, f, g, 0.5, closures, ATTENTION)
+
+
+def test_two_duals_alone_are_the_plan_itself() -> None:
+    """closures = 0: A_ij = N exp(S_ij + f_i + g_j), no marginal repaired."""
+    q, k, v, keep, bias = problem((2, 2, 5, 7, 3, 4), masked=True, biased=True)
+    f, g = torch.randn(2, 2, 5), torch.randn(2, 2, 7)
+    scores = 0.4 * torch.einsum("bhnd,bhmd->bhnm", q, k) + bias
+    expected = 5 * torch.exp(scores + f[..., None] + g[:, :, None]) * keep[:, None, None]
+    found = ops.asap_attention(q, k, keep, bias, f, g, 0.4, 0, ATTENTION)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ops.asap(q, k, v, keep, bias, f, g, 0.4, 0, ATTENTION), expected @ v)
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sinkhorn": lambda q, k, v: ops.sinkhorn(q, k, v, None, None, 0.4, 5, True, ATTENTION),
     "sinkhorn_attention": lambda q, k, v: ops.sinkhorn_attention(
         q, k, None, None, 0.4, 5, True, ATTENTION
     ),
-    "asap": lambda q, k, v: ops.asap(q, k, v, None, None, q.sum(-1), 0.4, 3, ATTENTION),
-    "asap_attention": lambda q, k, v: ops.asap_attention(
-        q, k, None, None, q.sum(-1), 0.4, 3, ATTENTION
+    "asap source": lambda q, k, v: ops.asap(
+        q, k, v, None, None, q.sum(-1), None, 0.4, 3, ATTENTION
     ),
-    "sliced_dual": lambda q, k, v: ops.sliced_dual(
-        q, k, None, torch.eye(4).to(q), torch.ones(1, 4).to(q), 0.4
+    "asap key": lambda q, k, v: ops.asap(q, k, v, None, None, None, k.sum(-1), 0.4, 2, ATTENTION),
+    "asap key closure": lambda q, k, v: ops.asap(
+        q, k, v, None, None, None, k.sum(-1), 0.4, 1, ATTENTION
+    ),
+    "asap both": lambda q, k, v: ops.asap(
+        q, k, v, None, None, q.sum(-1), k.sum(-1), 0.4, 0, ATTENTION
+    ),
+    "asap_attention source": lambda q, k, v: ops.asap_attention(
+        q, k, None, None, q.sum(-1), None, 0.4, 3, ATTENTION
+    ),
+    "asap_attention key": lambda q, k, v: ops.asap_attention(
+        q, k, None, None, None, k.sum(-1), 0.4, 1, ATTENTION
     ),
 }
+VALUED = ("sinkhorn", "asap source", "asap key", "asap key closure", "asap both")
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_those_of_the_meaning(name: str) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    used = inputs if name in ("sinkhorn", "asap") else inputs[:2]
+    used = inputs if name in VALUED else inputs[:2]
     assert torch.autograd.gradcheck(lambda *x: CALLS[name](*x, *inputs[len(x) :]), used)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize(
+    ("source", "key", "closures"),
+    [(True, False, 1), (True, False, 3), (False, True, 1), (False, True, 2), (True, True, 0)],
+    ids=["source 1", "source 3", "key 1", "key 2", "both 0"],
+)
+def test_gradients_reach_duals_and_operands(
+    source: bool, key: bool, closures: int, masked: bool
+) -> None:
+    """Finite differences in float64 of everything ASAP is given that is a number."""
+    torch.manual_seed(1)
+    q, v = (torch.randn(2, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5))
+    k = torch.randn(2, 2, 5, 3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(1, 2, 4, 5, dtype=torch.float64, requires_grad=True)
+    f, g = (torch.randn(2, 2, n, dtype=torch.float64, requires_grad=True) for n in (4, 5))
+    keep = torch.tensor([[True, False, True, True, False], [True] * 5]) if masked else None
+    duals = [dual for dual, given in ((f, source), (g, key)) if given]
+
+    def output(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *duals: Tensor) -> Tensor:
+        given = list(duals)
+        both = (given.pop(0) if source else None, given.pop(0) if key else None)
+        result: Tensor = ops.asap(q, k, v, keep, bias, *both, 0.4, closures, ATTENTION)
+        return result
+
+    assert torch.autograd.gradcheck(output, (q, k, v, bias, *duals))
 
 
 def test_gradients_are_finite_where_keys_or_whole_examples_are_masked() -> None:
@@ -267,10 +332,13 @@ def test_operators_export_and_compile(name: str) -> None:
 
 
 def test_operators_pass_opcheck() -> None:
-    q, k, v, keep, _ = problem((2, 2, 6, 6, 4, 4), masked=True)
+    q, k, v, keep, bias = problem((2, 2, 6, 6, 4, 4), masked=True, biased=True)
     q.requires_grad_()
     torch.library.opcheck(ops.sinkhorn, (q, k, v, keep, None, 0.4, 4, True, ATTENTION))
-    torch.library.opcheck(ops.asap, (q, k, v, keep, None, torch.randn(2, 2, 6), 0.4, 3, ATTENTION))
+    f, g = torch.randn(2, 2, 6, requires_grad=True), torch.randn(2, 2, 6, requires_grad=True)
+    for source, key, closures, own in ((f, None, 3, bias), (None, g, 1, None), (f, g, 0, None)):
+        given = (keep, own, source, key, 0.4, closures, ATTENTION)
+        torch.library.opcheck(ops.asap, (q, k, v, *given))
 
 
 def test_the_callers_thread_count_is_left_alone() -> None:
