@@ -1,0 +1,300 @@
+"""benchmarks/fidelity.md from the results of `asapc study`, row by row next to the paper's tables.
+
+    python benchmarks/fidelity.py benchmarks/results/cpu > benchmarks/fidelity.md
+
+The folder holds <teacher>.json (study.json of benchmarks/grids/text.yaml or mnist.yaml) for the
+teachers imdb, agnews, mnist7 and mnist4, and <teacher>_accuracy.json (text_accuracy.yaml on the whole
+test set) for the text teachers. Teachers that are missing are left out, and said to be.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Study = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+
+def pooled(slices: int, closures: int) -> dict[str, Any]:
+    """The paper's default fit: least squares, heads pooled, 512 examples."""
+    return {
+        "features": f"sliced:{slices}:random", "side": "source", "closures": closures, "fit": "ls",
+        "coefficients": "pooled", "examples": 512,
+    }  # fmt: skip
+
+
+# Paper, Tables 1, F.1 and F.2 (IMDb, S = 20, N = 512): attention relative l2, output RMSE.
+IMDB = [
+    ("Sinkhorn, 3 half-steps", {"features": "Sinkhorn, 3 half-steps"}, 1.527, 0.068),
+    ("Sinkhorn, 5 half-steps", {"features": "Sinkhorn, 5 half-steps"}, 1.430, 0.060),
+    *(
+        (f"LS, {slices} slices, {closures} closure{'s' * (closures > 1)}",
+         pooled(slices, closures), error, rmse)
+        for closures, table in (
+            (1, {8: (0.483, 0.0278), 16: (0.425, 0.0241), 32: (0.364, 0.0201), 64: (0.322, 0.0177),
+                 128: (0.289, 0.0158)}),
+            (3, {8: (0.066, 0.0051), 16: (0.051, 0.0040), 32: (0.035, 0.0027), 64: (0.024, 0.0018),
+                 128: (0.018, 0.0014)}),
+        )
+        for slices, (error, rmse) in table.items()
+    ),
+    ("KL, 32 slices, 1 closure",
+     {**pooled(32, 1), "fit": "kl", "examples": 256}, 0.365, 0.020),
+    ("KL, 32 slices, 3 closures",
+     {**pooled(32, 3), "fit": "kl", "examples": 256}, 0.039, 0.003),
+    ("shared by all layers, 3 closures", {**pooled(32, 3), "coefficients": "shared"}, 0.051, 0.004),
+    ("raw projections, 3 closures", {"features": "raw"}, 0.077, 0.006),
+    ("rank displacement, 3 closures", {"features": "rank_displacement:32:random"}, 0.084, 0.006),
+    ("both duals, no closure", {"side": "both"}, 2.767, 0.297),
+]  # fmt: skip
+# Table F.3, calibration size at 32 slices.
+SIZES = [
+    (1, 128, None), (1, 512, 0.365), (1, 2048, 0.364), (3, 128, None), (3, 512, 0.035),
+    (3, 2048, 0.035),
+]  # fmt: skip
+# Table F.1: row and column errors.
+MARGINALS = [
+    ("Sinkhorn, 3 half-steps", {"features": "Sinkhorn, 3 half-steps"}, 3.3e-7, 0.833),
+    ("Sinkhorn, 5 half-steps", {"features": "Sinkhorn, 5 half-steps"}, 3.1e-7, 0.805),
+    ("LS, 32 slices, 1 closure",
+     pooled(32, 1), 0.514, 1.2e-7),
+    ("LS, 32 slices, 3 closures",
+     pooled(32, 3), 0.444, 1.3e-7),
+]  # fmt: skip
+# Table C.7: accuracy / agreement in percent.
+MNIST = {
+    "mnist7": [
+        ("Sinkhorn teacher, T = 5", None, 96.27, 100.0),
+        ("softmax replacement", {"features": "Sinkhorn, 1 half-steps"}, 13.89, 13.88),
+        ("Sinkhorn, 3 half-steps", {"features": "Sinkhorn, 3 half-steps"}, 76.86, 77.54),
+        ("ASAP: 256 slices, lse, token bias",
+         {"features": "sliced:256:random lse token_bias"}, 95.18, 97.27),
+    ],
+    "mnist4": [
+        ("Sinkhorn teacher, T = 5", None, 96.89, 100.0),
+        ("softmax replacement", {"features": "Sinkhorn, 1 half-steps"}, 10.77, 10.76),
+        ("Sinkhorn, 3 half-steps", {"features": "Sinkhorn, 3 half-steps"}, 90.75, 91.77),
+        ("ASAP: 256 slices, lse, token bias",
+         {"features": "sliced:256:random lse token_bias"}, 96.19, 97.96),
+    ],
+}  # fmt: skip
+
+
+def find(study: Study, wanted: Mapping[str, Any]) -> Row | None:
+    """The first row with these values."""
+    for row in study["rows"]:
+        if all(row.get(key) == value for key, value in wanted.items()):
+            return row
+    return None
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}"
+
+
+def verdict(ours: float, theirs: float | None) -> str:
+    if theirs is None:
+        return ""
+    return "better" if ours < theirs else ("equal" if ours == theirs else "WORSE")
+
+
+def name_of(row: Row) -> str:
+    if row["side"] is None:
+        return str(row["features"])
+    side = {"source": "queries' dual", "key": "keys' dual", "both": "both duals"}[row["side"]]
+    closures = f"{row['closures']} closure{'s' * (row['closures'] != 1)}"
+    return f"{side}, {closures}{', rescaled' if row['rescaled'] else ''}, {row['features']}"
+
+
+def paper_rows(study: Study) -> str:
+    rows = []
+    for label, wanted, error, rmse in IMDB:
+        row = find(study, wanted)
+        if row is not None:
+            own = row["attention_rel_l2"]
+            rows.append((label, figure(error), figure(own), verdict(own, error), figure(rmse),
+                         figure(row["output_rmse"]), figure(row["site_ms"])))  # fmt: skip
+    return table(
+        ("row", "paper: attention l2", "ours", "", "paper: output RMSE", "ours", "ours: ms"), rows
+    )
+
+
+def own_rows(study: Study) -> str:
+    """Per-head fits, by error."""
+    chosen = [
+        row for row in study["rows"]
+        if row["coefficients"] == "per_head" and row["ridge"] == 1e-3 and row["fit"] == "ls"
+    ]  # fmt: skip
+    chosen.sort(key=lambda row: row["attention_rel_l2"])
+    rows = [
+        (name_of(row), figure(row["attention_rel_l2"]), figure(row["attention_rel_l2_worst"]),
+         figure(row["output_rmse"]), percent(row["prediction_agreement"]), figure(row["site_ms"]),
+         figure(row["predict_ms"]), "*" if row["pareto"] else "")
+        for row in chosen
+    ]  # fmt: skip
+    columns = (
+        "ours", "attention l2", "worst", "output RMSE", "agreement %", "site ms", "of it predicting",
+        "Pareto",
+    )  # fmt: skip
+    return table(columns, rows)
+
+
+def marginals(study: Study) -> str:
+    rows = []
+    for label, wanted, row_err, col_err in MARGINALS:
+        row = find(study, wanted)
+        if row is not None:
+            own = figure(row["row_err"]), figure(row["col_err"])
+            rows.append((label, figure(row_err), own[0], figure(col_err), own[1]))
+    for wanted in (
+        {"features": "coarse:32", "side": "key", "closures": 2},
+        {"features": "coarse:32", "side": "key", "closures": 1},
+    ):
+        row = find(study, wanted)
+        if row is not None:
+            rows.append((name_of(row), "-", figure(row["row_err"]), "-", figure(row["col_err"])))
+    return table(("row", "paper: row error", "ours", "paper: column error", "ours"), rows)
+
+
+def sizes(study: Study) -> str:
+    rows = []
+    for closures, examples, error in SIZES:
+        row = find(study, {**pooled(32, closures), "examples": examples})
+        if row is not None:
+            label = f"{examples} examples, {closures} closure{'s' * (closures > 1)}"
+            own = figure(row["attention_rel_l2"]), figure(row["fit_seconds"])
+            rows.append((label, figure(error), *own))
+    return table(("32 slices", "paper: attention l2", "ours", "ours: fit s, all layers"), rows)
+
+
+def fits(study: Study) -> str:
+    rows = []
+    for row in study["rows"]:
+        if row["fit"] != "kl" or row["ridge"] == 1e-3:
+            continue
+        same = {key: row[key] for key in ("features", "side", "closures", "ridge", "examples")}
+        least = find(study, {**same, "fit": "ls"})
+        if least is not None:
+            pair = (least, row)
+            plan = (figure(own["plan_kl"], 4) for own in pair)
+            error = (figure(own["attention_rel_l2"], 4) for own in pair)
+            seconds = (figure(own["fit_seconds"]) for own in pair)
+            judged = verdict(row["plan_kl"], least["plan_kl"])
+            rows.append((name_of(row), *plan, judged, *error, *seconds))
+    columns = (
+        "the same features and examples", "plan KL: LS", "KL", "", "attention l2: LS", "KL",
+        "fit s: LS", "KL",
+    )  # fmt: skip
+    return table(columns, rows)
+
+
+def accuracies(study: Study) -> str:
+    baseline = study["baseline"]["accuracy_teacher"]
+    rows = [("teacher", "0", percent(baseline), "0", "100")]
+    for row in sorted(study["rows"], key=lambda row: row["attention_rel_l2"]):
+        rows.append((name_of(row), figure(row["attention_rel_l2"]), percent(row["accuracy_compiled"]),
+                     f"{100 * row['accuracy_drop']:+.2f}", percent(row["prediction_agreement"])))  # fmt: skip
+    return table(
+        (f"{study['examples']} test examples", "attention l2", "accuracy %", "drop, points", "agreement %"),
+        rows,
+    )
+
+
+def mnist(study: Study, teacher: str) -> str:
+    rows = []
+    for label, wanted, accuracy, agreement in MNIST[teacher]:
+        if wanted is None:
+            own, same = study["baseline"]["accuracy_teacher"], 1.0
+        else:
+            row = find(study, wanted)
+            if row is None:
+                continue
+            own, same = row["accuracy_compiled"], row["prediction_agreement"]
+        theirs = f"{accuracy:.2f} / {agreement:.2f}"
+        rows.append((label, theirs, f"{percent(own)} / {percent(same)}", ""))
+    known = {str(wanted["features"]) for _, wanted, _, _ in MNIST[teacher] if wanted}
+    others = [row for row in study["rows"] if row["features"] not in known and row["ridge"] == 1e-3]
+    for row in sorted(others, key=lambda row: row["attention_rel_l2"]):
+        ours = f"{percent(row['accuracy_compiled'])} / {percent(row['prediction_agreement'])}"
+        rows.append((name_of(row), "-", ours, figure(row["attention_rel_l2"])))
+    return table(("row", "paper: accuracy / agreement %", "ours", "ours: attention l2"), rows)
+
+
+def setting(study: Study) -> str:
+    base, machine = study["baseline"], study["environment"]
+    return (
+        f"Teacher accuracy {percent(base['accuracy_teacher'])} %. Maps compared on "
+        f"{study['map_examples']} examples, outputs on {study['examples']}, none of them calibrated on; mean over "
+        f"{len(study['sites'])} layer(s). A site and a batch of {study['batch']} take "
+        f"{figure(base['usual_loop_ms'])} ms in the usual PyTorch loop, {figure(base['lossless_ms'])} ms "
+        f"lossless, {figure(base['softmax_ms'])} ms as softmax attention ({machine['threads']} threads, "
+        f"torch {machine['torch']})."
+    )
+
+
+def text_section(title: str, study: Study, accuracy: Study | None, with_paper: bool) -> list[str]:
+    blocks = [f"## {title}", setting(study)]
+    if with_paper:
+        blocks += ["### The paper's rows (Tables 1, F.2, F.3)", paper_rows(study)]
+        blocks += ["### Marginal errors (Table F.1)", marginals(study)]
+        blocks += ["### Calibration size (Table F.3)", sizes(study)]
+    else:
+        blocks += ["### The paper's rows, on this teacher (its own are of IMDb)", paper_rows(study)]
+    blocks += ["### Ours, coefficients per head, 512 calibration examples", own_rows(study)]
+    blocks += ["### Least squares against KL", fits(study)]
+    if accuracy is not None:
+        theirs = (
+            "Table 1: teacher 87.34, ASAP-LS-0 87.29, ASAP-LS 87.36"
+            if with_paper
+            else "Table 4: teacher 90.12, ASAP-LS-0 89.61, ASAP-LS 90.03"
+        )
+        blocks += [f"### Accuracy ({theirs})", accuracies(accuracy)]
+    return blocks
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit("usage: python benchmarks/fidelity.py FOLDER   (see the first lines of this file)")
+    folder = Path(sys.argv[1])
+    studies = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    blocks = [
+        "# Fidelity, next to the paper's tables",
+        "Written by `python benchmarks/fidelity.py benchmarks/results/cpu`. The teachers are ours, "
+        "trained by `examples/text/train.py` and `examples/mnist/train.py` on the same data sets but "
+        "smaller than the paper's (3 layers of 3 heads, D = 32; the paper: 6 layers of 8 heads, and IMDb at N = 512), "
+        "so a row compares methods, not teachers: the same method can be closer or further here. `WORSE` "
+        "marks where ours is further from its teacher than the paper's row from its own.",
+    ]
+    if "imdb" in studies:
+        blocks += text_section("IMDb, T = 20, N = 256, padded", studies["imdb"],
+                               studies.get("imdb_accuracy"), True)  # fmt: skip
+    if "agnews" in studies:
+        blocks += text_section("AG News, T = 10, padded", studies["agnews"],
+                               studies.get("agnews_accuracy"), False)  # fmt: skip
+    for teacher, patch in (("mnist7", 7), ("mnist4", 4)):
+        if teacher in studies:
+            blocks += [f"## Shallow MNIST, patch {patch}, T = 5, row-ending (Table C.7)",
+                       setting(studies[teacher]), mnist(studies[teacher], teacher),
+                       "### Least squares against KL", fits(studies[teacher])]  # fmt: skip
+    missing = [name for name in ("imdb", "agnews", "mnist7", "mnist4") if name not in studies]
+    if missing:
+        blocks.append(f"Not measured: {', '.join(missing)}.")
+    print("\n\n".join(blocks))
+
+
+if __name__ == "__main__":
+    main()
