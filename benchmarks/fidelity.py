@@ -206,12 +206,12 @@ def accuracies(study: Study) -> str:
     baseline = study["baseline"]["accuracy_teacher"]
     rows = [("teacher", "0", percent(baseline), "0", "100")]
     for row in sorted(study["rows"], key=lambda row: row["attention_rel_l2"]):
-        rows.append((name_of(row), figure(row["attention_rel_l2"]), percent(row["accuracy_compiled"]),
-                     f"{100 * row['accuracy_drop']:+.2f}", percent(row["prediction_agreement"])))  # fmt: skip
-    return table(
-        (f"{study['examples']} test examples", "attention l2", "accuracy %", "drop, points", "agreement %"),
-        rows,
-    )
+        drop = f"{100 * row['accuracy_drop']:+.2f}"
+        same = percent(row["prediction_agreement"])
+        error = figure(row["attention_rel_l2"])
+        rows.append((name_of(row), error, percent(row["accuracy_compiled"]), drop, same))
+    first = f"{study['examples']} test examples"
+    return table((first, "attention l2", "accuracy %", "drop, points", "agreement %"), rows)
 
 
 def mnist(study: Study, teacher: str) -> str:
@@ -238,8 +238,8 @@ def setting(study: Study) -> str:
     base, machine = study["baseline"], study["environment"]
     return (
         f"Teacher accuracy {percent(base['accuracy_teacher'])} %. Maps compared on "
-        f"{study['map_examples']} examples, outputs on {study['examples']}, none of them calibrated on; mean over "
-        f"{len(study['sites'])} layer(s). A site and a batch of {study['batch']} take "
+        f"{study['map_examples']} examples, outputs on {study['examples']}, none of them calibrated "
+        f"on; mean over {len(study['sites'])} layer(s). A site and a batch of {study['batch']} take "
         f"{figure(base['usual_loop_ms'])} ms in the usual PyTorch loop, {figure(base['lossless_ms'])} ms "
         f"lossless, {figure(base['softmax_ms'])} ms as softmax attention ({machine['threads']} threads, "
         f"torch {machine['torch']})."
@@ -275,8 +275,9 @@ def main() -> None:
         "# Fidelity, next to the paper's tables",
         "Written by `python benchmarks/fidelity.py benchmarks/results/cpu`. The teachers are ours, "
         "trained by `examples/text/train.py` and `examples/mnist/train.py` on the same data sets but "
-        "smaller than the paper's (3 layers of 3 heads, D = 32; the paper: 6 layers of 8 heads, and IMDb at N = 512), "
-        "so a row compares methods, not teachers: the same method can be closer or further here. `WORSE` "
+        "smaller than the paper's (3 layers of 3 heads, D = 32; the paper: 6 layers of 8 heads, and "
+        "IMDb at N = 512), "
+        "so a row compares methods, not teachers: a method can be closer or further here. `WORSE` "
         "marks where ours is further from its teacher than the paper's row from its own.",
     ]
     if "imdb" in studies:
