@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Side
-from asapc.kernels import cpu
+from asapc.kernels import cpu, key_closure
 from asapc.kernels import dual as cpu_dual
-from asapc.kernels.key_closure import key_closure
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
 
@@ -76,7 +75,9 @@ def asap(
 ) -> Tensor:
     side = asap_meaning.first_closure(source_dual, target_dual, closures)
     if target_dual is not None and closures == 1 and q.shape[2] > 0 and k.shape[2] > 0:
-        return key_closure(q, k, v, keep, bias, target_dual, score_multiplier, output_factor)
+        return key_closure.key_closure(
+            q, k, v, keep, bias, target_dual, score_multiplier, output_factor
+        )
     if q.device.type != "cpu" or closures == 0:
         return asap_meaning.asap(
             q, k, v, keep, bias, source_dual, target_dual, score_multiplier, closures, output_factor
