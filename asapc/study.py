@@ -49,7 +49,7 @@ from asapc.runner import Runner, Tap
 from asapc.timing import interleaved_medians
 from asapc.yaml_file import read_yaml_mapping
 
-MAP_EXAMPLES = 128  # attention maps are compared on so many examples; outputs on all
+MAP_EXAMPLES = 64  # attention maps are compared on so many examples; outputs on all
 GRID_KEYS = ("features", "side", "closures", "fit", "coefficients", "ridge", "ridge_mode", "max_examples")
 COLUMNS = (
     "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "examples",
