@@ -1,7 +1,8 @@
 """CPU twin of features/coarse.py: the coarse loop in the linear domain, a few heads at a time.
 
 K = exp(S - rowmax) [N, R] is formed once per head; every half-step is then one product with a vector
-while K is in cache. Heads whose scores are too wide for that run the formula in the log domain.
+while K is in cache. Heads whose scores are too wide for that run again in float64, and those too wide
+for that run the formula in the log domain.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ def dual_and_mass(
             example = torch.arange(part.start, part.stop) // heads
             x_keep = None if clouds.x_keep is None else clouds.x_keep[example]
             y_keep = None if clouds.y_keep is None else clouds.y_keep[example]
-            own_column, own_mass, safe = _coarse(
-                x[part], y[part], z[part], x_keep, y_keep, budget.half_steps, budget.starts_on_x,
-                want_mass, SAFE_ROW_RANGE[x.dtype],
-            )  # fmt: skip
+            arguments = x[part], y[part], z[part], x_keep, y_keep
+            own_column, own_mass, safe = _group(*arguments, budget, want_mass)
+            if not safe and x.dtype == torch.float32:  # float64 holds eight times the range
+                arguments = x[part].double(), y[part].double(), z[part].double(), x_keep, y_keep
+                own_column, own_mass, safe = _group(*arguments, budget, want_mass)
             if not safe:
-                own_column, own_mass = _log_domain(x[part], y[part], z[part], x_keep, y_keep, budget)
+                own_column, own_mass = _log_domain(*arguments, budget)
             column[part] = own_column
             if mass is not None:
                 mass[part] = own_mass
@@ -58,6 +60,22 @@ def dual_and_mass(
 def contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:
     """Coarse column times its coefficient [1|H, 1]: [B, H, N], uncentred."""
     return dual_and_mass(clouds, pivots, budget, False)[0] * weights
+
+
+def _group(
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    x_keep: Tensor | None,
+    y_keep: Tensor | None,
+    budget: Budget,
+    want_mass: bool,
+) -> tuple[Tensor, Tensor, bool]:
+    result: tuple[Tensor, Tensor, bool] = _coarse(
+        x, y, z, x_keep, y_keep, budget.half_steps, budget.starts_on_x, want_mass,
+        SAFE_ROW_RANGE[x.dtype],
+    )  # fmt: skip
+    return result
 
 
 def _log_domain(
