@@ -119,16 +119,12 @@ def write_refreshed(
 ) -> None:
     """Write the artefact with other weights in its compiled programs; teacher and lossless stay.
 
-    weights: by (number of the program, name). Whatever else the old folder holds, a report of the
-    old weights among it, is left behind.
+    artifact: with its teacher read. weights: by (number of the program, name). Whatever else the old
+    folder holds, a report of the old weights among it, is left behind.
     """
     tensors = read_safetensors(artifact.folder / "model.safetensors")
     for (index, name), tensor in weights.items():
-        shared = any(
-            name in artifact.programs[stage][index].graph.state_dict()
-            for stage in STAGES
-            if stage != "graph"
-        )
+        shared = name in artifact.programs["teacher"][index].graph.state_dict()
         own = f"graph.{index}.{name}" if shared else f"{index}.{name}"
         tensors[own] = tensor.detach().contiguous().clone()
     for entry in artifact.manifest["programs"]:

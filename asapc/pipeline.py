@@ -260,7 +260,7 @@ def refresh(
     progress: Progress,
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
-    artifact = read_artifact(artifact_path)
+    artifact = read_artifact(artifact_path, ("graph", "teacher"))
     surrounding = _surrounding(artifact, model, weights, kwargs)
     source = open_data(data, artifact.signature())
     with replace_folder(artifact_path if out is None else out) as folder:
@@ -268,7 +268,8 @@ def refresh(
         write_refreshed(
             folder, artifact, refreshed.manifest, refreshed.weights, refreshed.seen_hashes
         )
-        _verify_written(folder, surrounding, artifact.programs, refreshed.example)
+        compiled: dict[Stage, Sequence[Program]] = {"graph": artifact.programs["graph"]}
+        _verify_written(folder, surrounding, compiled, refreshed.example)
     entry: dict[str, Any] = refreshed.manifest["refresh"]
     return entry
 
@@ -557,7 +558,7 @@ def _verify_written(
     example: Batch,
 ) -> None:
     """What was written computes what was verified."""
-    written = read_artifact(folder)
+    written = read_artifact(folder, list(programs))
     for stage, own in programs.items():
         before = Runner(model, own)(example)
         after = Runner(model, written.programs[stage])(example)

@@ -402,7 +402,7 @@ def fit(
             loss = objective.loss(scores, part)
             _require_finite(float(loss.detach()), tensors, f"in epoch {epoch}", settings)
             optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimiser.step()
         metrics = evaluate(runner, objective, selection, settings.batch_size)
         _require_finite(metrics["loss"], tensors, f"after epoch {epoch}", settings)

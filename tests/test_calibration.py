@@ -10,19 +10,26 @@ import shutil
 import pytest
 import torch
 
-from asapc.calibration.collect import SiteStatistics
-from asapc.calibration.teacher import legal_closures, source_dual, target_dual
+from asapc.calibration import collect, teacher
+from asapc.calibration.collect import SiteStatistics, finish
+from asapc.calibration.least_squares import NormalEquations
+from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
-from asapc.features.sliced import cost_offset, predict_dual, sliced_potentials
-from asapc.formats.calibration import Calibration, load_calibration, save_calibration
+from asapc.features import feature_columns
+from asapc.features.clouds import clouds_of
+from asapc.features.predictor import closure_plan
+from asapc.formats.calibration import (
+    Calibration,
+    SiteCalibration,
+    fit_facts,
+    load_calibration,
+    save_calibration,
+)
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.asap import asap_attention
-from asapc.operators.sinkhorn import (
-    factor_terms,
-    finite_duals,
-    score_matrix,
-    sinkhorn_attention,
-)
+from asapc.operators.sinkhorn import factor_terms, finite_duals, sinkhorn_attention
+from asapc.passes.select import apply_amortised
+from asapc.recipe import Recipe
 
 
 def convention(half_steps=10, first_side="row", **rest):
@@ -41,51 +48,110 @@ def site_tensors(seed=0, batch=3, heads=2, n=9, m=9, dim=4, masked=False, bias=F
     return SiteTensors(q, k, keep, extra)
 
 
-@pytest.mark.parametrize(
-    ("half_steps", "first_side", "wanted", "expected"),
-    [
-        (20, "row", 3, 3),  # ends on columns
-        (20, "row", 2, 1),
-        (20, "row", 1, 1),
-        (5, "row", 3, 2),  # ends on rows
-        (5, "row", 1, None),
-        (4, "column", 3, 2),  # ends on rows
-        (5, "column", 3, 3),  # ends on columns
-        (3, "column", 3, 1),  # a row step must come before the closures
-        (2, "row", 3, 1),
-        (1, "row", 3, None),
-        (1, "column", 3, None),
-        (2, "column", 3, None),
-        (20, "row", 0, None),
-    ],
-)
-def test_legal_closures(half_steps, first_side, wanted, expected):
-    assert legal_closures(convention(half_steps, first_side), wanted) == expected
+def statistics_of(batches, rule=None, name="layer", **fields):
+    """Statistics of one site; `fields` are those of its recipe."""
+    rule = rule or convention()
+    recipe = Recipe(**{"side": "source", "closures": 3, "features": ("sliced:4",), **fields})
+    plan = closure_plan(rule, recipe.closures, recipe.side)
+    statistics = SiteStatistics(name, rule, plan, recipe)
+    for batch in batches:
+        statistics.update(batch)
+    return statistics
+
+
+def fit(batches, rule=None, name="layer", **fields):
+    return finish({name: statistics_of(batches, rule, name, **fields)})[name]
+
+
+def coefficients_of(site, index=0):
+    return site.amortised.predictors[index].coefficients
+
+
+def regression_rows(site, batches, index=0):
+    """X [H, rows, F] and y [H, rows, 1] of one predicted dual, made from what was fitted."""
+    own = site.amortised.predictors[index]
+    multiplier = site.convention.score_multiplier
+    x, y = [], []
+    for batch in batches:
+        clouds = clouds_of(batch, multiplier, own.side)
+        x.append(feature_columns(own.features, own.parameters, clouds, own.budget).double())
+        target = TeacherDuals(batch, site.convention).target(own.budget.half_steps, own.side)
+        y.append(target[..., None])
+    rows, targets = torch.cat(x).transpose(0, 1), torch.cat(y).transpose(0, 1)
+    return rows.flatten(1, 2), targets.flatten(1, 2)
+
+
+def settings_of(rule):
+    return (rule.score_multiplier, rule.half_steps, rule.first_side == "row",
+            factor_terms(rule.output_factor))  # fmt: skip
+
+
+def double(tensors):
+    bias = None if tensors.bias is None else tensors.bias.double()
+    return tensors.q.double(), tensors.k.double(), tensors.keep, bias
+
+
+def cost_offset(tensors, side, multiplier=0.5):
+    wide = SiteTensors(tensors.q.double(), tensors.k.double(), tensors.keep)
+    return clouds_of(wide, multiplier, side).cost_offset()
+
+
+# Targets
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
 @pytest.mark.parametrize(("n", "m"), [(9, 9), (7, 10), (1, 1)], ids=["square", "cross", "one"])
 @pytest.mark.parametrize(
-    ("half_steps", "first_side", "closures"),
-    [(10, "row", 1), (10, "row", 3), (5, "row", 2), (5, "column", 3), (6, "column", 4)],
-)
+    ("half_steps", "first_side", "side", "closures"),
+    [
+        (10, "row", "source", 1), (10, "row", "source", 3), (5, "row", "source", 2),
+        (5, "column", "source", 3), (6, "column", "source", 4), (10, "row", "key", 2),
+        (5, "row", "key", 1), (5, "row", "key", 3), (6, "column", "key", 1),
+    ],
+)  # fmt: skip
 def test_exact_target_reproduces_the_finite_teacher(
-    half_steps, first_side, closures, n, m, masked, bias
+    half_steps, first_side, side, closures, n, m, masked, bias
 ):
-    """The rule of DESIGN section 4: c half-steps before the end, so c closures are exact."""
+    """The rule of DESIGN section 4: c half-steps before the end, so c closures are exact.
+
+    Centring and the change to cost coordinates are undone by a gauge and by |x|^2 / 2.
+    """
     tensors = site_tensors(n=n, m=m, masked=masked, bias=bias)
     rule = convention(half_steps, first_side)
-    target = target_dual(tensors, rule, closures)
-    assert target.dtype == torch.float64 and target.mean(-1).abs().max() < 1e-12
-    q, k = tensors.q.double(), tensors.k.double()
-    extra = None if tensors.bias is None else tensors.bias.double()
-    dual = target - cost_offset(q, 0.5)
+    plan = closure_plan(rule, closures, side)
+    assert plan.closures == closures and not plan.rescaled
+    target = TeacherDuals(tensors, rule).target(plan.half_steps, side)
+    assert target.dtype == torch.float64
+    keep = tensors.keep if side == "key" else None
+    if keep is not None:
+        assert float(target.masked_fill(keep[:, None], 0.0).abs().max()) == 0.0
+    assert float(target.sum(-1).abs().max()) < 1e-11
+    dual = target - cost_offset(tensors, side)
+    duals = (dual, None) if side == "source" else (None, dual)
     factor = factor_terms(rule.output_factor)
-    found = asap_attention(q, k, tensors.keep, extra, dual, 0.5, closures, factor)
-    exact = sinkhorn_attention(
-        q, k, tensors.keep, extra, 0.5, half_steps, first_side == "row", factor
+    found = asap_attention(*double(tensors), *duals, 0.5, closures, factor)
+    exact = sinkhorn_attention(*double(tensors), *settings_of(rule))
+    torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
+@pytest.mark.parametrize(("half_steps", "first_side"), [(10, "row"), (5, "row"), (5, "column")])
+def test_two_exact_targets_and_the_intercept_are_the_teacher(half_steps, first_side, masked):
+    """No closure finds the mean of f + g that centring drops: the intercept is that mean."""
+    tensors = site_tensors(n=7, m=10, masked=masked, bias=True)
+    rule = convention(half_steps, first_side)
+    duals = TeacherDuals(tensors, rule)
+    plan = closure_plan(rule, 0, "both")
+    f, g = (
+        duals.target(plan.budget(rule, side).half_steps, side) - cost_offset(tensors, side)
+        for side in plan.sides()
     )
+    shift = duals.intercept(plan.half_steps)
+    assert shift.shape == (3, 2)
+    factor = factor_terms(rule.output_factor)
+    found = asap_attention(*double(tensors), f + shift[..., None], g, 0.5, 0, factor)
+    exact = sinkhorn_attention(*double(tensors), *settings_of(rule))
     torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-10)
 
 
@@ -94,97 +160,229 @@ def test_exact_target_reproduces_the_finite_teacher(
 @pytest.mark.parametrize("first_side", ["row", "column"])
 def test_fast_loop_equals_the_log_domain(scale, masked, first_side):
     tensors = site_tensors(masked=masked, n=8, m=6)
-    scores = score_matrix(tensors.q.double() * scale, tensors.k.double(), tensors.keep, None, 0.5)
-    for half_steps in (1, 2, 7, 50):
-        fast = source_dual(scores, half_steps, first_side, tensors.keep)
-        slow = finite_duals(scores, half_steps, first_side, tensors.keep)[0]
-        torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-10)
+    tensors = dataclasses.replace(tensors, q=tensors.q * scale)
+    duals = TeacherDuals(tensors, convention(50, first_side))
+    fast = teacher._linear_history(duals.scores, duals.convention, tensors.keep)
+    assert (fast is not None) == (scale <= 15)
+    for half_steps in (0, 1, 2, 7, 50):
+        slow = finite_duals(duals.scores, half_steps, first_side, tensors.keep)
+        torch.testing.assert_close(duals.after(half_steps), slow, rtol=1e-11, atol=1e-10)
 
 
-def test_fully_masked_example_has_a_finite_target():
+@pytest.mark.parametrize("side", ["source", "key"])
+@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
+def test_masses_are_sums_of_the_plan_one_half_step_later(side, masked):
+    """The last half-step before the end that updates `side`; the next closes the other one."""
+    tensors = site_tensors(n=7, m=10, masked=masked)
+    at = 5 if side == "source" else 6
+    mass = TeacherDuals(tensors, convention(10)).mass(at, side)
+    later = convention(at + 1)
+    plan = sinkhorn_attention(*double(tensors), *settings_of(later)[:-1], [1.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(mass, plan.sum(-1 if side == "source" else -2), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("side", ["source", "key"])
+def test_fully_masked_example_has_a_finite_target(side):
     tensors = dataclasses.replace(
         site_tensors(), keep=torch.tensor([[True] * 9] * 2 + [[False] * 9])
     )
-    assert target_dual(tensors, convention(), 3).isfinite().all()
+    duals = TeacherDuals(tensors, convention())
+    assert duals.target(7, side).isfinite().all() and duals.intercept(10).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("half_steps", "closures"), [(10, 2), (5, 3), (2, 3), (1, 1), (10, 10), (10, 0)]
-)
-def test_impossible_closures_are_refused(half_steps, closures):
-    with pytest.raises(InputError, match="closures"):
-        target_dual(site_tensors(), convention(half_steps), closures)
-    with pytest.raises(InputError, match="closures"):
-        SiteStatistics("layer", convention(half_steps), closures=closures)
+# Statistics
+
+
+FITS = [("source", 3), ("source", 1), ("key", 2), ("key", 1)]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-@pytest.mark.parametrize("coefficients", ["pooled", "per_head"])
-def test_statistics_equal_a_direct_fit(coefficients, masked):
+@pytest.mark.parametrize("coefficients", ["pooled", "per_head", "shared"])
+@pytest.mark.parametrize(("side", "closures"), FITS)
+def test_statistics_equal_a_direct_fit(side, closures, coefficients, masked):
     batches = [site_tensors(seed, masked=masked, batch=4) for seed in range(3)]
-    statistics = SiteStatistics(
-        "layer",
-        convention(),
-        closures=3,
-        features=("sliced:6",),
-        coefficients=coefficients,
-        ridge=0,
+    features = ("sliced:3", "gaussian")
+    site = fit(
+        batches, side=side, closures=closures, features=features, coefficients=coefficients, ridge=0
     )
-    for batch in batches:
-        statistics.update(batch)
-    site = statistics.finish()
-    x = torch.cat([sliced_potentials(b.q, b.k, b.keep, site.theta, 0.5) for b in batches]).double()
-    y = torch.cat([target_dual(b, convention(), 3) for b in batches])
-    x, y = x.transpose(0, 1), y.transpose(0, 1)
-    groups = 1 if coefficients == "pooled" else 2
-    omega = torch.linalg.lstsq(x.reshape(groups, -1, 6), y.reshape(groups, -1, 1)).solution
-    torch.testing.assert_close(site.coefficients.double(), omega[..., 0], atol=1e-5, rtol=1e-5)
-    assert site.coefficients.shape == (groups, 6) and site.theta.shape == (6, 4)
-    assert (site.examples, site.tokens) == (12, 12 * 9 * 2 // groups)
-    assert len(site.r2) == groups and all(0 < r <= 1 for r in site.r2)
-    assert site.fit_seconds > 0
+    groups = 2 if coefficients == "per_head" else 1
+    rows, targets = regression_rows(site, batches)
+    omega = torch.linalg.lstsq(
+        rows.reshape(groups, -1, 6), targets.reshape(groups, -1, 1), driver="gelsd"
+    ).solution
+    torch.testing.assert_close(coefficients_of(site).double(), omega[..., 0], atol=2e-5, rtol=2e-5)
+    (own,) = site.amortised.predictors
+    assert own.coefficients.shape == (groups, 6) and own.coefficients.dtype == torch.float32
+    assert own.parameters[0].shape == (3, 4) and own.parameters[1] is None
+    points = sum(int(b.keep.sum()) for b in batches) if masked and side == "key" else 12 * 9
+    assert (site.examples, site.tokens) == (12, points * 2 // groups)
+    assert len(site.quality) == 1 and site.quality[0].fit == "ls"
+    assert len(site.quality[0].r2) == groups and all(0 < r <= 1 for r in site.quality[0].r2)
+    assert site.fit_seconds > 0 and site.sharing == coefficients
 
 
-def test_fit_improves_on_a_zero_dual():
+def test_both_sides_are_fitted_each_to_its_own_last_update():
+    batches = [site_tensors(seed, masked=True) for seed in range(3)]
+    site = fit(batches, convention(10), side="both", closures=0, features=("gaussian",), ridge=0)
+    source, key = site.amortised.predictors
+    assert (source.side, source.budget.half_steps) == ("source", 9)
+    assert (key.side, key.budget.half_steps) == ("key", 10)
+    for index in range(2):
+        rows, targets = regression_rows(site, batches, index)
+        omega = torch.linalg.lstsq(rows, targets, driver="gelsd").solution[..., 0]
+        found = coefficients_of(site, index).double()
+        torch.testing.assert_close(found, omega, atol=2e-5, rtol=2e-5)
+    expected = torch.cat([TeacherDuals(b, convention(10)).intercept(10) for b in batches]).mean(0)
+    torch.testing.assert_close(site.amortised.intercept, expected.float())
+    assert len(site.quality) == 2
+
+
+def test_the_ridge_is_per_row_or_lambda_itself():
+    batches = [site_tensors(seed) for seed in range(2)]
+    fields = {"features": ("norm", "gaussian"), "coefficients": "pooled"}
+    rows, targets = (t.flatten(0, 1) for t in regression_rows(fit(batches, **fields), batches))
+    for mode, penalty in (("risk", 0.3 * len(rows)), ("direct", 0.3)):
+        own = coefficients_of(fit(batches, ridge=0.3, ridge_mode=mode, **fields))[0]
+        gram = rows.T @ rows + penalty * torch.eye(rows.shape[1])
+        omega = torch.linalg.solve(gram, rows.T @ targets)[:, 0]
+        torch.testing.assert_close(own.double(), omega, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ls", "kl"])
+def test_shared_coefficients_are_those_of_all_rows_of_all_sites(kind):
+    """Two sites of different lengths and scales; each keeps its own slices and pivots."""
+    data = {
+        "layers.0": [site_tensors(seed, n=9) for seed in range(2)],
+        "layers.1": [site_tensors(seed + 9, n=6, m=8, masked=True) for seed in range(3)],
+    }
+    fields = {"features": ("coarse:3", "gaussian"), "coefficients": "shared", "ridge": 1e-2, "fit": kind}
+    statistics = {name: statistics_of(own, name=name, **fields) for name, own in data.items()}
+    sites = finish(statistics)
+    first, second = sites.values()
+    assert torch.equal(coefficients_of(first), coefficients_of(second))
+    assert coefficients_of(first).shape == (1, 4) and first.quality == second.quality
+    pivots = [site.amortised.predictors[0].parameters[0] for site in sites.values()]
+    assert not torch.equal(*pivots)
+    assert (first.examples, second.examples) == (6, 9)
+    assert (first.tokens, second.tokens) == (6 * 2 * 9, 9 * 2 * 6)
+    if kind == "kl":
+        assert first.quality[0].fit == "kl" and first.quality[0].converged == (True,)
+        return
+    equations = NormalEquations(4)
+    for name, own in data.items():
+        rows, targets = regression_rows(sites[name], own)
+        equations.add(rows[None], targets[None, ..., 0])
+    pooled = equations.solve(1e-2)
+    torch.testing.assert_close(
+        coefficients_of(first).double(), pooled.coefficients, atol=1e-5, rtol=1e-5
+    )
+    assert first.quality[0].r2 == pytest.approx(pooled.r2, abs=1e-5)
+
+
+def test_sites_with_different_columns_cannot_share():
+    wide = statistics_of([site_tensors(dim=6)], name="b", features=("raw",), coefficients="shared")
+    narrow = statistics_of([site_tensors()], name="a", features=("raw",), coefficients="shared")
+    with pytest.raises(InputError, match=r"shared needs as many.*got 4 at a, 6 at b"):
+        finish({"a": narrow, "b": wide})
+
+
+def test_sharing_leaves_other_sites_and_sides_alone():
+    """A site with its own coefficients, and a shared one of the key side, beside two shared ones."""
+    batches = [site_tensors(seed) for seed in range(2)]
+    fields = {"features": ("gaussian",), "coefficients": "shared"}
+    statistics = {
+        "a": statistics_of(batches, name="a", **fields),
+        "b": statistics_of(batches[:1], name="b", **fields),
+        "key": statistics_of(batches, name="key", side="key", closures=2, **fields),
+        "own": statistics_of(batches, name="own", features=("gaussian",)),
+    }
+    found = finish(statistics)
+    assert torch.equal(coefficients_of(found["a"]), coefficients_of(found["b"]))
+    alone = fit(batches, side="key", closures=2, **fields)
+    assert torch.equal(coefficients_of(found["key"]), coefficients_of(alone))
+    assert torch.equal(coefficients_of(found["own"]), coefficients_of(fit(batches, features=("gaussian",))))
+    assert not torch.equal(coefficients_of(found["a"]), coefficients_of(found["key"]))
+
+
+def test_kl_starts_from_least_squares_and_says_how_it_ended():
+    batches = [site_tensors(seed, masked=True) for seed in range(2)]
+    fields = {"features": ("coarse:3", "norm"), "ridge": 0.0}
+    squares, divergence = fit(batches, **fields), fit(batches, fit="kl", **fields)
+    quality = divergence.quality[0]
+    assert quality.fit == "kl" and quality.converged == (True, True)
+    assert len(quality.iterations) == 2 and max(quality.gradient_norm) < 1e-6
+    assert all(kl <= ls + 1e-12 for kl, ls in zip(quality.r2, squares.quality[0].r2, strict=True))
+    assert not torch.equal(coefficients_of(squares), coefficients_of(divergence))
+    assert fit_facts(divergence)["fit_converged"] is True
+    assert fit_facts(squares)["fit_converged"] is None
+
+
+@pytest.mark.parametrize("features", [("sliced:16",), ("gaussian",), ("coarse:8",)], ids=" ".join)
+@pytest.mark.parametrize(("side", "closures"), [("source", 1), ("key", 2)])
+def test_fit_improves_on_a_zero_dual(side, closures, features):
     """Keys on a wider cloud than queries: where both clouds agree, sliced potentials vanish."""
 
     def cloud(seed):
         tensors = site_tensors(seed, n=24, m=24)
         return dataclasses.replace(tensors, k=2 * tensors.k + 0.5)
 
-    statistics = SiteStatistics("layer", convention(), closures=1, features=("sliced:16",))
-    for seed in range(6):
-        statistics.update(cloud(seed))
-    site = statistics.finish()
-    q, k = cloud(99).q, cloud(99).k
-    factor = [1.0, 1.0, 0.0, 0.0]
-    exact = sinkhorn_attention(q, k, None, None, 0.5, 10, True, factor)
-    dual = predict_dual(q, k, None, site.theta, site.coefficients, 0.5)
-    fitted = asap_attention(q, k, None, None, dual, 0.5, 1, factor)
-    zero = asap_attention(q, k, None, None, torch.zeros_like(dual), 0.5, 1, factor)
-    assert (fitted - exact).norm() < 0.6 * (zero - exact).norm()
+    rule = convention(output_factor=dataclasses.replace(convention().output_factor, queries=1))
+    site = fit(
+        [cloud(seed) for seed in range(6)], rule, side=side, closures=closures, features=features
+    )
+    unseen = cloud(99)
+    exact = sinkhorn_attention(unseen.q, unseen.k, None, None, *settings_of(rule))
+    fitted = apply_amortised(rule, site.amortised, unseen, None)
+    zero = torch.zeros(3, 2, 24)
+    duals = (zero, None) if side == "source" else (None, zero)
+    plain = asap_attention(
+        unseen.q, unseen.k, None, None, *duals, 0.5, closures, [1.0, 1.0, 0.0, 0.0]
+    )
+    assert (fitted - exact).norm() < 0.6 * (plain - exact).norm()
 
 
-def test_pieces_and_resumption_change_nothing(monkeypatch):
-    options = {"closures": 3, "features": ("sliced:4",), "seed": 5}
-    whole = SiteStatistics("layer", convention(), **options)
-    first, second = site_tensors(0, masked=True), site_tensors(1, masked=True)
-    whole.update(first)
-    whole.update(second)
-    monkeypatch.setattr("asapc.calibration.collect._PIECE", 1)
-    killed = SiteStatistics("layer", convention(), **options)
-    killed.update(first)
-    resumed = SiteStatistics("layer", convention(), **options)
-    resumed.load_tensors(killed.to_tensors())
-    resumed.update(second)
-    torch.testing.assert_close(resumed.finish().coefficients, whole.finish().coefficients)
-    assert resumed.finish().examples == whole.finish().examples == 6
-    fresh = SiteStatistics("layer", convention(), **options)
-    fresh.load_tensors(SiteStatistics("layer", convention(), **options).to_tensors())
-    assert fresh.theta is None and fresh.examples == 0
+@pytest.mark.parametrize("fields", [
+    {"features": ("sliced:4",)},
+    {"features": ("coarse:4", "gaussian"), "side": "key", "closures": 2},
+    {"features": ("gaussian",), "side": "both", "closures": 0},
+], ids=["source", "key", "both"])  # fmt: skip
+def test_pieces_change_nothing(monkeypatch, fields):
+    batches = [site_tensors(0, masked=True), site_tensors(1, masked=True, bias=True)]
+    whole = statistics_of([], seed=5, **fields)
+    cut = statistics_of([], seed=5, **fields)
+    for dual, other in zip(whole.duals, cut.duals, strict=True):
+        dual.prepare(batches[0])  # else the first piece alone is the sample of the pivots
+        other.prepare(batches[0])
+    for batch in batches:
+        whole.update(batch)
+    monkeypatch.setattr(collect, "_PIECE", 1)
+    assert len(collect.pieces(batches[0])) == 3
+    for batch in batches:
+        cut.update(batch)
+    one, other = (finish({"layer": own})["layer"] for own in (whole, cut))
+    for index in range(len(one.amortised.predictors)):
+        one_own, other_own = coefficients_of(one, index), coefficients_of(other, index)
+        torch.testing.assert_close(one_own, other_own, rtol=1e-3, atol=1e-4)
+    assert (one.examples, one.tokens) == (other.examples, other.tokens)
+    if one.amortised.intercept is not None:
+        torch.testing.assert_close(one.amortised.intercept, other.amortised.intercept)
 
 
-def test_examples_without_active_keys_are_passed_over():
+def test_a_bias_of_every_example_goes_with_its_piece(monkeypatch):
+    tensors = site_tensors(batch=4, masked=True)
+    each = dataclasses.replace(tensors, bias=torch.randn(4, 1, 9, 9))
+    kept = torch.tensor([True, False, True, True])
+    keep = tensors.keep & kept[:, None]
+    monkeypatch.setattr(collect, "_PIECE", 1)
+    found = collect.pieces(dataclasses.replace(each, keep=keep))
+    assert len(found) == 3
+    for piece, index in zip(found, (0, 2, 3), strict=True):
+        assert torch.equal(piece.bias[0], each.bias[index])
+        assert torch.equal(piece.q[0], each.q[index]) and torch.equal(piece.keep[0], keep[index])
+
+
+@pytest.mark.parametrize(("side", "closures"), [("source", 3), ("key", 2)])
+def test_examples_without_active_keys_are_passed_over(side, closures):
     tensors = site_tensors(masked=True)
     assert tensors.keep is not None
     padded = SiteTensors(
@@ -192,16 +390,20 @@ def test_examples_without_active_keys_are_passed_over():
         torch.cat([tensors.k, tensors.k[:1]]),
         torch.cat([tensors.keep, torch.zeros(1, 9, dtype=torch.bool)]),
     )
-    options = {"closures": 3, "features": ("sliced:4",)}
-    plain, with_empty = (SiteStatistics("layer", convention(), **options) for _ in range(2))
-    plain.update(tensors)
-    with_empty.update(padded)
-    torch.testing.assert_close(plain.finish().coefficients, with_empty.finish().coefficients)
+    plain, with_empty = (
+        statistics_of([own], side=side, closures=closures) for own in (tensors, padded)
+    )
+    for found, expected in zip(
+        *(coefficients_of(finish({"a": own})["a"]) for own in (with_empty, plain)), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
     assert with_empty.examples == 3
 
 
-@pytest.mark.parametrize("kind", ["constant_q", "constant_k", "zero", "one_token", "one_key"])
-def test_degenerate_layers_fit_without_nan(kind):
+DEGENERATE = ("constant_q", "constant_k", "zero", "one_token", "one_key", "duplicated")
+
+
+def degenerate(kind):
     tensors = site_tensors(batch=20)
     q, k, keep = tensors.q, tensors.k, None
     if kind == "constant_q":
@@ -212,14 +414,38 @@ def test_degenerate_layers_fit_without_nan(kind):
         q, k = torch.zeros_like(q), torch.zeros_like(k)
     elif kind == "one_token":
         q, k = q[:, :, :1], k[:, :, :1]
+    elif kind == "duplicated":
+        q, k = (t[:, :, :3].repeat(1, 1, 3, 1) for t in (q, k))
     else:
         keep = torch.zeros(20, 9, dtype=torch.bool)
         keep[:, 4] = True
-    statistics = SiteStatistics("layer", convention(), closures=3, features=("sliced:4",), ridge=0)
-    statistics.update(SiteTensors(q, k, keep))
-    site = statistics.finish()
-    assert site.coefficients.isfinite().all()
-    assert all(math.isfinite(r) for r in site.r2)
+    return SiteTensors(q, k, keep)
+
+
+@pytest.mark.parametrize("kind", DEGENERATE)
+@pytest.mark.parametrize(
+    "features",
+    [("sliced:8",), ("gaussian",), ("coarse:4",), ("coarse:4", "gaussian", "norm", "active")],
+    ids=" ".join,
+)
+@pytest.mark.parametrize(
+    ("side", "closures"), [("source", 3), ("key", 2), ("key", 1), ("both", 0)]
+)
+def test_degenerate_layers_fit_without_nan(kind, features, side, closures):
+    """Finite coefficients without a ridge, and a finite map that keeps the teacher's last sums."""
+    tensors = degenerate(kind)
+    for ridge in (0.0, 1e-3):
+        site = fit([tensors], side=side, closures=closures, features=features, ridge=ridge)
+        for index, quality in enumerate(site.quality):
+            assert coefficients_of(site, index).isfinite().all()
+            assert all(math.isfinite(r) for r in quality.r2)
+        found = apply_amortised(site.convention, site.amortised, tensors, None)
+        assert found.isfinite().all()
+        if side != "both" and not site.amortised.plan.rescaled:
+            keys = found.shape[-1]
+            active = torch.ones(20, keys) if tensors.keep is None else tensors.keep.float()
+            expected = active[:, None].expand(-1, 2, -1) / keys
+            torch.testing.assert_close(found.sum(-2), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -227,105 +453,199 @@ def test_degenerate_layers_fit_without_nan(kind):
 def test_non_finite_activations_name_the_site(where, value):
     tensors = site_tensors(bias=True)
     getattr(tensors, where)[0, 1, 2, 3] = value
-    statistics = SiteStatistics("encoder.layer3", convention(), closures=3)
     with pytest.raises(InputError, match=r"encoder\.layer3: .* must be finite.*example 0"):
-        statistics.update(tensors)
+        statistics_of([tensors], name="encoder.layer3")
 
 
-def test_nan_behind_the_mask_is_harmless():
+@pytest.mark.parametrize("features", [("sliced:4",), ("coarse:4", "gaussian", "lse")], ids=" ".join)
+@pytest.mark.parametrize(("side", "closures"), FITS)
+def test_nan_behind_the_mask_is_harmless(side, closures, features):
     tensors = site_tensors(masked=True, batch=8)
     assert tensors.keep is not None
     poisoned = torch.where(tensors.keep[:, None, :, None], tensors.k, math.nan)
-    statistics = SiteStatistics("layer", convention(), closures=3, features=("sliced:4",))
-    statistics.update(dataclasses.replace(tensors, k=poisoned))
-    assert statistics.finish().coefficients.isfinite().all()
+    sites = [
+        fit([own], side=side, closures=closures, features=features)
+        for own in (tensors, dataclasses.replace(tensors, k=poisoned))
+    ]
+    torch.testing.assert_close(*(coefficients_of(site) for site in sites))
+    assert coefficients_of(sites[1]).isfinite().all()
+
+
+def test_activations_that_overflow_the_features_are_refused():
+    tensors = site_tensors()
+    huge = dataclasses.replace(tensors, q=tensors.q * 1e25)
+    with pytest.raises(InputError, match="layer: the (features norm overflow|teacher's duals must)"):
+        statistics_of([huge], features=("norm",))
 
 
 def test_too_few_tokens_and_no_data_name_the_site():
-    statistics = SiteStatistics("layer.0", convention(), closures=3, features=("sliced:64",))
+    fields = {"name": "layer.0", "features": ("sliced:64",), "coefficients": "pooled"}
     with pytest.raises(InputError, match=r"layer\.0: calibration saw no examples"):
-        statistics.finish()
-    statistics.update(site_tensors(batch=1))
+        fit([], **fields)
     with pytest.raises(InputError, match=r"layer\.0: .*64 coefficients.*got 18"):
-        statistics.finish()
+        fit([site_tensors(batch=1)], **fields)
+
+
+def test_a_value_per_position_needs_one_length():
+    long, short = site_tensors(n=9, batch=40), site_tensors(n=7, m=7, batch=40)
+    assert coefficients_of(fit([long], features=("token_bias",))).shape == (2, 9)
+    with pytest.raises(InputError, match=r"layer: .*one length, got 9 and 7 columns\n.*token_bias"):
+        statistics_of([long, short], features=("token_bias",))
+
+
+# The calibration folder
 
 
 def calibration(**changes):
     sites = {}
-    for name, kind in [("layers.0.attn", "pooled"), ("layers.1.attn", "per_head")]:
-        statistics = SiteStatistics(
-            name, convention(), closures=3, features=("sliced:4",), coefficients=kind
-        )
-        statistics.update(site_tensors())
-        sites[name] = statistics.finish()
-    base = Calibration("f" * 64, {"closures": 3}, "whole", sites, "d.npz", (0, 2**63, 2**64 - 1))
+    for name, fields in {
+        "layers.0.attn": {"coefficients": "pooled"},
+        "layers.1.attn": {"features": ("coarse:3", "norm", "sliced:2:axis"), "fit": "kl"},
+        "layers.2.attn": {"side": "key", "closures": 1, "features": ("coarse:3",)},
+        "layers.3.attn": {"side": "both", "closures": 0, "features": ("gaussian",)},
+    }.items():
+        sites[name] = fit([site_tensors(batch=8)], name=name, **fields)
+    base = Calibration(
+        "f" * 64, {"closures": 3}, "whole", sites, "d.npz", "sequential", (0, 2**63, 2**64 - 1)
+    )
     return dataclasses.replace(base, **changes)
 
 
-def assert_same(found, expected):
-    for name in ("teacher", "recipe", "capture", "data", "seen_hashes"):
-        assert getattr(found, name) == getattr(expected, name)
-    assert list(found.sites) == list(expected.sites)
-    for name, site in expected.sites.items():
-        for entry in dataclasses.fields(site):
-            left, right = getattr(found.sites[name], entry.name), getattr(site, entry.name)
-            same = torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-            assert same, entry.name
+@pytest.fixture(scope="module")
+def saved():
+    return calibration()
 
 
-def test_folder_round_trip(tmp_path):
-    saved = calibration()
+def flat(value):
+    """A dataclass, with everything in it, as nested lists; tensors become bytes."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), list(value.shape), value.contiguous().numpy().tobytes()]
+    if dataclasses.is_dataclass(value):
+        return [(f.name, flat(getattr(value, f.name))) for f in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        return [(key, flat(item)) for key, item in value.items()]
+    if isinstance(value, tuple):
+        return [flat(item) for item in value]
+    return value
+
+
+def test_folder_round_trip(saved, tmp_path):
     save_calibration(tmp_path / "calib", saved)
     assert sorted(p.name for p in (tmp_path / "calib").iterdir()) == [
         "calibration.json",
         "calibration.safetensors",
     ]
     shutil.move(tmp_path / "calib", tmp_path / "moved")
-    assert_same(load_calibration(tmp_path / "moved"), saved)
+    assert flat(load_calibration(tmp_path / "moved")) == flat(saved)
 
 
-def test_folder_round_trip_without_hashes_and_with_infinite_condition(tmp_path):
-    saved = calibration(seen_hashes=())
-    site = dataclasses.replace(saved.sites["layers.0.attn"], condition_number=(math.inf,))
-    saved = dataclasses.replace(saved, sites={"layers.0.attn": site})
+def test_a_loaded_calibration_computes_the_same(saved, tmp_path):
     save_calibration(tmp_path / "calib", saved)
+    unseen = site_tensors(77)
+    for name, site in load_calibration(tmp_path / "calib").sites.items():
+        found = apply_amortised(site.convention, site.amortised, unseen, None)
+        own = saved.sites[name]
+        assert isinstance(site, SiteCalibration)
+        assert torch.equal(found, apply_amortised(own.convention, own.amortised, unseen, None))
+
+
+def test_folder_round_trip_without_hashes_and_with_infinite_condition(saved, tmp_path):
+    site = saved.sites["layers.0.attn"]
+    quality = dataclasses.replace(site.quality[0], condition_number=(math.inf,))
+    site = dataclasses.replace(site, quality=(quality,))
+    own = dataclasses.replace(saved, sites={"layers.0.attn": site}, seen_hashes=())
+    save_calibration(tmp_path / "calib", own)
     json.loads((tmp_path / "calib" / "calibration.json").read_text(), parse_constant=pytest.fail)
-    assert_same(load_calibration(tmp_path / "calib"), saved)
+    assert flat(load_calibration(tmp_path / "calib")) == flat(own)
+    assert fit_facts(site)["condition_number"] is None
 
 
-def test_same_calibration_same_bytes(tmp_path):
-    saved = calibration()
+def test_same_calibration_same_bytes(saved, tmp_path):
     for name in ("a", "b"):
         save_calibration(tmp_path / name, saved)
     for name in ("calibration.json", "calibration.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_damaged_folders_are_one_clear_message(tmp_path):
+def test_no_calibration_folder(tmp_path):
     with pytest.raises(InputError, match="not a calibration folder"):
         load_calibration(tmp_path / "absent")
-    saved = calibration()
+
+
+def edited(*path, value=None):
+    """Sets (or, for None, removes) an entry of calibration.json."""
+
+    def change(folder):
+        place = folder / "calibration.json"
+        document = json.loads(place.read_text())
+        inner = document
+        for key in path[:-1]:
+            inner = inner[key]
+        if value is None:
+            del inner[path[-1]]
+        else:
+            inner[path[-1]] = value
+        place.write_text(json.dumps(document))
+
+    return change
+
+
+def retensored(name, change):
+    """Replaces a tensor by change(tensor), or removes it where that is None."""
+    from safetensors.torch import load_file, save_file
+
+    def apply(folder):
+        tensors = load_file(folder / "calibration.safetensors")
+        new = change(tensors.pop(name))
+        save_file(tensors if new is None else {**tensors, name: new}, folder / "calibration.safetensors")
+
+    return apply
+
+
+def overwritten(name, change):
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+FIRST, KEY, BOTH = (("sites", f"layers.{index}.attn") for index in (0, 2, 3))
+DAMAGE = {
+    "no tensors": (lambda f: (f / "calibration.safetensors").unlink(), "is missing"),
+    "short tensors": (overwritten("calibration.safetensors", lambda b: b[:-5]), "damaged"),
+    "short text": (overwritten("calibration.json", lambda b: b[:40]), "damaged"),
+    "no text": (overwritten("calibration.json", lambda b: b"\xff\xfe\x00"), "damaged"),
+    "a list": (overwritten("calibration.json", lambda b: b"[]"), "format_version must be 2"),
+    "old version": (edited("format_version", value=1), "format_version must be 2.*got 1"),
+    "no teacher": (edited("teacher"), "damaged"),
+    "no order": (edited("order"), "damaged"),
+    "bad order": (edited("order", value="random"), "expected parallel or sequential"),
+    "no such site": (edited("sites", "other", value={}), "damaged"),
+    "sites of another type": (edited("sites", value=[]), "damaged"),
+    "impossible plan": (edited(*FIRST, "plan", "closures", value=2), "plan does not fit"),
+    "plan of a later time": (edited(*FIRST, "plan", "half_steps", value=8), "plan does not fit"),
+    "other first side": (edited(*FIRST, "convention", "first_side", value="column"), "plan does not"),
+    "not rescaled": (edited(*KEY, "plan", "rescaled", value=False), "plan does not fit"),
+    "one dual of two": (edited(*BOTH, "duals", 0), "expected the duals"),
+    "unknown feature": (edited(*FIRST, "features", value=["slices:4"]), "unknown feature family"),
+    "unknown fit": (edited(*FIRST, "duals", 0, "fit", value="l1"), "expected ls or kl"),
+    "no coefficients": (retensored("layers.0.attn.source.coefficients", lambda t: None), "damaged"),
+    "flat coefficients": (
+        retensored("layers.0.attn.source.coefficients", torch.flatten), "expected two axes",
+    ),
+    "nan": (retensored("layers.0.attn.source.coefficients", lambda t: t * math.nan), "must be finite"),
+    "infinite pivots": (
+        retensored("layers.2.attn.key.parameter.0", lambda t: t * math.inf), "must be finite",
+    ),
+    "no pivots": (retensored("layers.2.attn.key.parameter.0", lambda t: None), "damaged"),
+    "no hashes": (retensored("seen_hashes", lambda t: None), "damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_are_one_clear_message(saved, tmp_path, damage):
     folder = tmp_path / "calib"
-
-    def damage(rule, action):
-        save_calibration(folder, saved)
-        action()
-        with pytest.raises(InputError, match=rule):
-            load_calibration(folder)
-
-    text, tensors = folder / "calibration.json", folder / "calibration.safetensors"
-
-    def edit(change):
-        document = json.loads(text.read_text())
-        change(document)
-        text.write_text(json.dumps(document))
-
-    damage("missing", tensors.unlink)
-    damage("damaged", lambda: tensors.write_bytes(tensors.read_bytes()[:-5]))
-    damage("damaged", lambda: text.write_text(text.read_text()[:40]))
-    damage("damaged", lambda: text.write_bytes(b"\xff\xfe\x00"))
-    damage("format_version must be 1", lambda: text.write_text("[]"))
-    damage("format_version must be 1", lambda: edit(lambda d: d.update(format_version=2)))
-    damage("damaged", lambda: edit(lambda d: d.pop("teacher")))
-    damage("damaged", lambda: edit(lambda d: d["sites"].update(other=d["sites"]["layers.0.attn"])))
-    damage("damaged", lambda: edit(lambda d: d.update(sites=[])))
+    save_calibration(folder, saved)
+    load_calibration(folder)
+    change, rule = DAMAGE[damage]
+    change(folder)
+    with pytest.raises(InputError, match=rule) as caught:
+        load_calibration(folder)
+    assert "asapc calibrate" in str(caught.value)

@@ -145,7 +145,7 @@ def test_report_measures_and_gates(
     assert model["examples"] > 10 and 0 <= model["accuracy_teacher"] <= 1
     assert model["lossless_max_abs_error"] < 1e-5 < model["max_abs_error"]
     site = report["sites"][0]
-    assert (site["operator"], site["closures"]) == ("asap", 3)
+    assert (site["operator"], site["closures"]) == ("asap", 2)  # the default: the keys' dual of a column-ending teacher
     metrics = site["metrics"]
     assert 0 < metrics["attention_rel_l2"] <= metrics["attention_rel_l2_worst"] < 1
     assert metrics["col_err"] < 1e-5  # the last closure makes the columns exact

@@ -1,0 +1,421 @@
+"""`asapc refresh`: training after the replacement, on small compiled models with crude coefficients."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import asapc
+import asapc.operators
+from asapc import refresh
+from asapc.artifact import read_artifact
+from asapc.cli import main
+from asapc.data import open_data, split_of
+from asapc.errors import EXIT_BAD_INPUT, InputError
+from asapc.passes.capture import export_graph
+from asapc.runner import Runner
+from asapc.session import EXIT_INTERRUPTED
+
+NET = """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        log_a = 6 * self.q(x) @ self.k(x).transpose(1, 2)
+        for step in range(4):
+            log_a = log_a - log_a.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
+        a = log_a.exp()
+        return self.out(a @ self.v(x)), a
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.norm = Attention(), nn.LayerNorm(8)
+        self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        y, a = self.mix(x)
+        x = self.norm(x + y)
+        x = x + self.inner(x).relu()
+        return (9 * self.head(x.mean(1))).softmax(-1), [a]
+
+
+class PerModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.head = Attention(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        y, a = self.attention(x)
+        return self.head(y.amax(1)), a.detach().numpy()
+"""
+COEFFICIENTS = "asapc_site_0_key_coefficients"
+CRUDE = "operator: asap\nside: key\nclosures: 2\nfeatures: [norm]\nbatch_size: 16\nmax_examples: 32\n"
+TRAINED = {COEFFICIENTS} | {
+    f"{layer}.{kind}" for layer in ("mix.out", "norm", "head") for kind in ("weight", "bias")
+}
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def refreshed(out: Path, data: Path, *arguments: object, mode: str = "--distil") -> dict[str, Any]:
+    assert run("refresh", out, "--data", data, mode, "--quiet", *arguments) == 0
+    entry: dict[str, Any] = json.loads((out / "manifest.json").read_text())["refresh"]
+    return entry
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def compiled(folder: Path, model: str, name: str) -> Path:
+    """The model compiled with one feature and coefficients of zero, which predict nothing."""
+    data, calibration, out = folder / "data.npz", folder / f"{name}-calib", folder / name
+    assert run("calibrate", model, "--data", data, "-o", calibration, "--recipe",
+               folder / "crude.yaml", "--quiet") == 0  # fmt: skip
+    assert run("compile", model, "--calibration", calibration, "-o", out, "--quiet") == 0
+    tensors = load_file(out / "model.safetensors")
+    for key in tensors:
+        if key.endswith("_coefficients"):
+            tensors[key] = torch.zeros_like(tensors[key])
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("refresh")
+    x = np.random.default_rng(0).standard_normal((120, 6, 8)).astype(np.float32)
+    np.savez(folder / "data.npz", x=x, labels=(x[:, :, 0].mean(1) > 0).astype(int))
+    np.savez(folder / "unlabelled.npz", x=x)
+    (folder / "net.py").write_text(NET)
+    (folder / "crude.yaml").write_text(CRUDE)
+    compiled(folder, f"{folder / 'net.py'}:Whole", "out")
+    return folder
+
+
+@pytest.fixture
+def out(work: Path, tmp_path: Path) -> Path:
+    """A copy of the compiled model."""
+    return Path(shutil.copytree(work / "out", tmp_path / "out"))
+
+
+def test_distilling_only_the_coefficients_lowers_the_divergence(work: Path, out: Path) -> None:
+    entry = refreshed(out, work / "unlabelled.npz", "--parameters", "asapc_site_*_coefficients",
+                      "--learning-rate", "0.1", "--epochs", 4)  # fmt: skip
+    assert entry["parameters"] == [COEFFICIENTS]
+    assert entry["outputs"] == "probabilities" and "accuracy" not in entry["after"]
+    assert entry["after"]["loss"] < 0.9 * entry["before"]["loss"]
+
+
+def test_report_shows_the_refresh_and_uses_no_example_it_saw(
+    work: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (out / "report.json").write_text("{}")
+    (out / "report.md").write_text("of the old weights")
+    entry = refreshed(out, work / "data.npz", "--epochs", 2)
+    assert not (out / "report.json").exists() and not (out / "report.md").exists()
+    assert set(entry["parameters"]) == TRAINED
+    assert entry["best_epoch"] > 0 and entry["after"]["loss"] < entry["before"]["loss"]
+
+    artifact = read_artifact(out)
+    source = open_data(str(work / "data.npz"), artifact.signature())
+    hashes = [hash for batch in source.batches(64) for hash in batch.hashes]
+    gate = [hash for hash in hashes if split_of(hash) == "gate"]
+    assert entry["examples"] == sum(split_of(hash) == "calibration" for hash in hashes)
+    assert artifact.seen_hashes == set(hashes) - set(gate)
+
+    capsys.readouterr()
+    assert run("report", out, "--json", "--quiet") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"]["examples"] == len(gate) > 0
+    assert report["refresh"] == entry
+    assert report["model"]["lossless_max_abs_error"] < 1e-5  # the teacher was not trained along
+    site = report["sites"][0]
+    assert site["metrics"]["r2"] is None and "trained since" in site["reason"]
+    text = (out / "report.md").read_text()
+    assert "Refresh: on the selection split" in text and COEFFICIENTS in text
+
+
+def test_labels_train_what_is_selected_and_nothing_else(work: Path, out: Path) -> None:
+    before = load_file(out / "model.safetensors")
+    entry = refreshed(out, work / "data.npz", "--learning-rate", "5e-3", "--epochs", 2,
+                      mode="--labels")  # fmt: skip
+    assert entry["mode"] == "labels" and entry["after"]["loss"] < entry["before"]["loss"]
+    assert set(entry["before"]) == {"loss", "prediction_agreement", "accuracy"}
+    after = load_file(out / "model.safetensors")
+    shared = {f"graph.0.{name}" for name in TRAINED - {COEFFICIENTS}}
+    assert set(after) - set(before) == shared
+    for name, tensor in before.items():
+        same = tensor.equal(after[name])
+        own = name == f"0.{COEFFICIENTS}" or name == "asapc.seen_hashes"
+        assert same != own, name
+    for name in shared:
+        assert not after[name].equal(before[name.removeprefix("graph.")]), name
+    for stage in ("teacher.pt2", "lossless.pt2", "graph.pt2", "recipe.yaml"):
+        assert (out / stage).read_bytes() == (work / "out" / stage).read_bytes(), stage
+
+    inputs = torch.from_numpy(np.load(work / "data.npz")["x"][:9])
+    with torch.no_grad():
+        teacher, exact, own_out = (
+            asapc.load(out, stage=stage)(inputs)[0] for stage in ("teacher", "lossless", "graph")
+        )
+        old = asapc.load(work / "out", stage="teacher")(inputs)[0]
+    assert teacher.equal(old) and float((exact - old).abs().max()) < 1e-5
+    assert float((own_out - old).abs().max()) > 1e-4
+
+
+def test_gradients_reach_every_coefficient(work: Path) -> None:
+    artifact = read_artifact(work / "out")
+    names = refresh.choose_parameters(artifact.programs["graph"], 0)
+    trained = refresh._parameters(artifact.programs["graph"], None, names)
+    assert {own.label for own in trained} == TRAINED
+    batch = next(open_data(str(work / "data.npz"), artifact.signature()).batches(16))
+    objective = refresh.Objective("labels", 0, True)
+    scores = objective.scores(Runner(None, artifact.programs["graph"], gradients=True)(batch))
+    objective.loss(scores, refresh.Part(batch, None)).backward()
+    for own in trained:
+        assert own.tensor.grad is not None and float(own.tensor.grad.abs().max()) > 0, own.label
+
+
+def test_the_same_seed_gives_the_same_bytes(work: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, seed in zip(folders, (3, 3, 4), strict=True):
+        assert run("refresh", work / "out", "--data", work / "data.npz", "--distil", "--epochs", 1,
+                   "--seed", seed, "-o", folder, "--quiet") == 0  # fmt: skip
+    first, second, other = map(files, folders)
+    assert first == second
+    assert first["model.safetensors"] != other["model.safetensors"]
+    again = refreshed(folders[0], work / "data.npz", "--epochs", 1)  # on top of a refresh
+    assert [one["seed"] for one in again["earlier"]] == [3]
+    assert again["before"]["loss"] == again["earlier"][0]["after"]["loss"]
+
+
+def test_an_epoch_that_is_worse_is_not_kept(
+    work: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert run("refresh", out, "--data", work / "data.npz", "--distil", "--learning-rate", "3",
+               "--epochs", 1) == 0  # fmt: skip
+    captured = capsys.readouterr()
+    assert "weights are unchanged" in captured.err and "weights are unchanged" in captured.out
+    assert "probabilities" in captured.err
+    entry = json.loads((out / "manifest.json").read_text())["refresh"]
+    assert entry["best_epoch"] == 0 and entry["before"] == entry["after"]
+    before, after = (load_file(f / "model.safetensors") for f in (work / "out", out))
+    for name, tensor in after.items():
+        if name != "asapc.seen_hashes":
+            assert tensor.equal(before[name.removeprefix("graph.")]), name
+
+
+def expect(
+    capsys: pytest.CaptureFixture[str], code: int, arguments: Sequence[object], *words: str
+) -> None:
+    capsys.readouterr()
+    assert run(*arguments) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and captured.out == ""
+    for word in words:
+        assert word in captured.err, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("exactly one of --labels and --distil", "none")),
+        (("--labels", "--distil"), ("exactly one of --labels and --distil", "both")),
+        (("--distil", "--learning-rate", "nan"), ("learning rate",)),
+        (("--distil", "--parameters", "tail.*"), ("'tail.*'", "must match a parameter")),
+        (("--distil", "--learning-rate", "1e30"), ("stay finite", "nothing was written")),
+        (("--distil", "--model", "x.py:y"), ("holds the whole model",)),
+    ],
+)
+def test_what_is_refused_leaves_the_artefact_alone(
+    work: Path, out: Path, capsys: pytest.CaptureFixture[str],
+    arguments: Sequence[str], words: Sequence[str],
+) -> None:  # fmt: skip
+    before = files(out.parent)
+    expect(capsys, EXIT_BAD_INPUT, ("refresh", out, "--data", work / "data.npz", *arguments), *words)
+    assert files(out.parent) == before
+
+
+def test_labels_that_are_missing_or_no_classes(
+    work: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("refresh", out, "--labels", "--data")
+    expect(capsys, EXIT_BAD_INPUT, (*command, work / "unlabelled.npz"), "array named labels", "--distil")
+    x = np.load(work / "data.npz")["x"]
+    np.savez(tmp_path / "d.npz", x=x, labels=np.full(len(x), 3))
+    expect(capsys, EXIT_BAD_INPUT, (*command, tmp_path / "d.npz"), "class numbers from 0 to 2", "got 3")
+    np.savez(tmp_path / "d.npz", x=x[:1], labels=np.zeros(1, dtype=int))
+    expect(capsys, EXIT_BAD_INPUT, (*command, tmp_path / "d.npz"), "split needs examples")
+    assert files(out) == files(work / "out")
+
+
+def test_an_interrupt_leaves_the_old_artefact(
+    work: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(refresh, "_copies", interrupted)
+    arguments = ("refresh", out, "--data", work / "data.npz", "--distil")
+    expect(capsys, EXIT_INTERRUPTED, arguments, "untouched")
+    assert files(out) == files(work / "out")
+    assert [entry.name for entry in out.parent.iterdir()] == ["out"]
+
+
+# What is trained, on graphs
+
+
+class Block(nn.Module):
+    """Attention with a given projection, a residual sum, a norm and a head of given layers."""
+
+    def __init__(self, out: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.out, self.norm, self.inner, self.head = out, nn.LayerNorm(8), nn.Linear(8, 8), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
+        y = torch.ops.asapc.sinkhorn(q, k, v, None, None, 0.3, 4, True, [1.0, 1.0, 0.0, 0.0])
+        x = x + self.out(y.squeeze(1))
+        x = self.norm(x)
+        x = x + self.inner(x)
+        result: Tensor = self.head(x.mean(1))
+        return result
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.shift = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.transpose(0, 1) / self.matrix.norm() + self.shift
+
+
+@pytest.mark.parametrize(
+    ("out", "head", "expected"),
+    [
+        (nn.Linear(8, 8), nn.Linear(8, 3), {"out.weight", "out.bias", "head.weight", "head.bias"}),
+        (nn.Identity(), nn.Linear(8, 3, bias=False), {"head.weight"}),
+        (
+            nn.Sequential(nn.Linear(8, 8, bias=False), nn.Dropout(0.0)),
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3), nn.Softmax(-1)),
+            {"out.0.weight", "head.2.weight", "head.2.bias"},
+        ),
+        (Times(), nn.LayerNorm(8), {"out.matrix", "head.weight", "head.bias"}),
+        (
+            nn.Identity(),
+            nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)),
+            {"head.bias", "head.parametrizations.weight.original0",
+             "head.parametrizations.weight.original1"},
+        ),
+    ],
+    ids=["plain", "no-projection", "mlp-head", "matmul", "weight-norm"],
+)  # fmt: skip
+def test_choice_on_graphs(out: nn.Module, head: nn.Module, expected: set[str]) -> None:
+    exported = export_graph(Block(out, head).eval(), (torch.randn(2, 5, 8),), {}, None)
+    graph = exported.module(check_guards=False)
+    assert refresh.trainable(graph, 0) == expected | {"norm.weight", "norm.bias"}  # type: ignore[arg-type]
+
+
+class TwoSites(nn.Module):
+    """One site closed from the keys' dual with its row masses, one from both duals and an intercept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("one", "two", "three", "intercept"):
+            self.register_buffer(name, torch.ones(1, 1))
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        factor = [1.0, 1.0, 0.0, 0.0]
+        key, mass = torch.ops.asapc.dual_and_row_mass(
+            q, k, None, None, [], self.one, "norm", 0.3, 6, False
+        )
+        y = torch.ops.asapc.asap(q, k, k, None, None, None, key, 0.3, 1, factor)
+        q = y * mass[..., None]
+        source, key = (
+            torch.ops.asapc.dual(q, k, None, None, [], omega, "norm", side, 0.3, 5, side == "source")
+            for omega, side in ((self.two, "source"), (self.three, "key"))
+        )
+        source = source + self.intercept
+        y = torch.ops.asapc.asap(q, k, k, None, None, source, key, 0.3, 0, factor)
+        result: Tensor = torch.ops.asapc.sinkhorn(y, k, k, None, None, 0.3, 4, True, factor)
+        return result
+
+
+def test_coefficients_are_found_site_by_site() -> None:
+    exported = export_graph(TwoSites(), (torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 4)), {}, None)
+    graph = exported.module(check_guards=False)
+    assert refresh.coefficients(graph) == [{"one"}, {"two", "three"}, set()]  # type: ignore[arg-type]
+
+
+# Class scores
+
+
+def test_log_probabilities_of_logits_probabilities_and_single_columns() -> None:
+    logits = torch.randn(6, 4, dtype=torch.float64)
+    assert not refresh.are_probabilities(logits)
+    exact = logits.log_softmax(-1)
+    assert refresh.are_probabilities(exact.exp())
+    for scores, probabilities in ((logits, False), (exact.exp(), True)):
+        own = refresh.log_probabilities(scores, probabilities)
+        assert torch.allclose(own, exact, rtol=0, atol=1e-12)
+    one = refresh.log_probabilities(logits[:, :1], False)
+    assert torch.allclose(one, refresh.log_probabilities(logits[:, :1].sigmoid(), True), atol=1e-12)
+    zero = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    loss = refresh.log_probabilities(zero, True)[0, 0]
+    loss.backward()
+    assert math.isfinite(float(loss.detach()))
+    assert zero.grad is not None and bool(zero.grad.isfinite().all())
+
+
+def test_class_scores_are_the_first_matrix() -> None:
+    assert refresh.scores_leaf((torch.randn(2, 3, 4), {"a": torch.randn(2, 3)})) == 1
+    with pytest.raises(InputError, match=r"\[2, 3, 4\]"):
+        refresh.scores_leaf([torch.randn(2, 3, 4)])
+
+
+# Capture per module
+
+def test_capture_per_module_trains_the_captured_modules(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, model = work / "data.npz", f"{work / 'net.py'}:PerModule"
+    out = compiled(work, model, "modules")
+    before = load_file(out / "model.safetensors")
+    command = ("refresh", out, "--data", data, "--distil", "--learning-rate", "1e-2")
+    expect(capsys, EXIT_BAD_INPUT, command, "--model")
+    assert run(*command, "--model", model) == 0
+    assert "logits" in capsys.readouterr().err
+    entry = json.loads((out / "manifest.json").read_text())["refresh"]
+    own = ("out.weight", "out.bias", COEFFICIENTS)
+    assert set(entry["parameters"]) == {f"attention.{name}" for name in own}
+    assert entry["best_epoch"] > 0 and entry["after"]["loss"] < entry["before"]["loss"]
+    after = load_file(out / "model.safetensors")
+    assert set(after) - set(before) == {"graph.0.out.weight", "graph.0.out.bias"}
+    changed = {n for n, t in before.items() if not t.equal(after[n])}
+    assert changed == {f"0.{COEFFICIENTS}", "asapc.seen_hashes"}
