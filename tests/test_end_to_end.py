@@ -20,7 +20,10 @@ from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_NO_SITE, EXIT_VERIFICATION
 from asapc.models import ARCHITECTURES
 
-ASAP = "operator: asap\nfeatures: ['sliced:8']\nbatch_size: 16\nmax_examples: 64\n"
+ASAP = (
+    "operator: asap\nside: source\nclosures: 3\nfeatures: ['sliced:8']\n"
+    "batch_size: 16\nmax_examples: 64\n"
+)
 TEXT = {
     "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
     "num_classes": 3, "max_iter": 8,
@@ -145,7 +148,7 @@ def test_report_measures_and_gates(
     assert model["examples"] > 10 and 0 <= model["accuracy_teacher"] <= 1
     assert model["lossless_max_abs_error"] < 1e-5 < model["max_abs_error"]
     site = report["sites"][0]
-    assert (site["operator"], site["closures"]) == ("asap", 2)  # the default: the keys' dual of a column-ending teacher
+    assert (site["operator"], site["closures"]) == ("asap", 3)
     metrics = site["metrics"]
     assert 0 < metrics["attention_rel_l2"] <= metrics["attention_rel_l2_worst"] < 1
     assert metrics["col_err"] < 1e-5  # the last closure makes the columns exact
@@ -314,6 +317,49 @@ def test_exported_program_as_teacher(work: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         assert float((asapc.load(out)(inputs)[0] - teacher(inputs)[0]).abs().max()) < 1e-5
 
+
+# Every form of amortised attention, from fit to a loaded model
+
+FORMS = {
+    "default": ({}, 2, False),
+    "row masses": ({"closures": 1, "features": ["coarse:4"]}, 1, True),
+    "kl, shared": ({"closures": 1, "side": "source", "features": ["coarse:4", "norm"], "fit": "kl",
+                    "coefficients": "shared"}, 1, False),
+    "both duals": ({"closures": 0, "side": "both", "features": ["gaussian"]}, 0, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "order"), [
+    ("default", "sequential"), ("row masses", "parallel"), ("kl, shared", "parallel"),
+    ("both duals", "sequential"),
+])  # fmt: skip
+def test_every_form_goes_the_whole_way(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, order: str
+) -> None:
+    keys, closures, rescaled = FORMS[form]
+    recipe = {"operator": "asap", "features": ["coarse:4"], "batch_size": 16, "max_examples": 64}
+    (tmp_path / "r.yaml").write_text(json.dumps({**recipe, **keys}))
+    extra = ["--sequential"] if order == "sequential" else []
+    calib, out = tmp_path / "calib", tmp_path / "out"
+    arguments = ("--data", work / "data.npz", "-o", calib, "--recipe", tmp_path / "r.yaml")
+    assert run("calibrate", work / "teacher", *arguments, "--quiet", *extra) == 0
+    assert run("compile", work / "teacher", "--calibration", calib, "-o", out, "--quiet") == 0
+    report = run_json(capsys, "report", out)
+    assert report["model"]["calibration_order"] == order
+    for site in report["sites"]:
+        assert (site["operator"], site["closures"]) == ("asap", closures)
+        metrics = site["metrics"]
+        if form != "both duals":  # far off without a closure, the reason for closures
+            assert 0 < metrics["attention_rel_l2"] < 0.7
+        exact = form != "both duals" and not rescaled  # the last closure's side
+        assert (metrics["col_err"] < 1e-5) == exact
+    inputs = batch(work / "data.npz", 6)
+    model = asapc.load(out)
+    with torch.no_grad():
+        together, alone = model(inputs)[0], model(inputs[2:3])[0]
+    torch.testing.assert_close(together[2:3], alone, rtol=0, atol=1e-5)
+    plan = json.loads((calib / "calibration.json").read_text())["sites"]["layers.0.mha"]["plan"]
+    assert plan["rescaled"] == rescaled
 
 
 # Bad input: one clear message, the right exit code, earlier output untouched

@@ -142,7 +142,7 @@ def load_calibration(folder: str | Path) -> Calibration:
             order=_one_of(document["order"], "parallel", "sequential"),
             seen_hashes=tuple(h & (2**64 - 1) for h in tensors[_HASHES].tolist()),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (InputError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise _broken(place, f"{type(error).__name__}: {error}") from error
 
 
