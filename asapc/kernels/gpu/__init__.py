@@ -1,0 +1,1 @@
+"""Triton twins of the operators: imported only when one of them is to run."""
