@@ -2,7 +2,8 @@
 
 K = exp(S - rowmax) is formed once per head; every half-step is then one matrix-vector product while
 K is in cache, and the output is diag(a) K (diag(b) v). Heads too small to fill the cache are stacked
-into one tile. Nothing larger than a tile per thread is allocated, unless the dense map is wanted.
+into one tile. A head too large to be kept at all is streamed (streaming.py). Nothing larger than one
+tile or RESIDENT_BYTES per thread is allocated, unless the dense map is wanted.
 
 Tiles run on worker threads that each compute serially: an intra-operator thread team would meet at
 a barrier after every half-step, which on a busy machine costs far more than the half-step itself.
@@ -18,7 +19,14 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Side
-from asapc.kernels.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker, without_gil
+from asapc.kernels.streaming import stream_head
+from asapc.kernels.workers import (
+    RESIDENT_BYTES,
+    SAFE_ROW_RANGE,
+    TILE_BYTES,
+    each_worker,
+    without_gil,
+)
 from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
 
 
@@ -81,7 +89,8 @@ def sinkhorn_loop(
         batch_of = torch.arange(start, stop) // heads
         tile_bias = None
         if full_bias is not None:
-            tile_bias = torch.stack([full_bias[i // heads, i % heads] for i in range(start, stop)])
+            own = [full_bias[i // heads, i % heads] for i in range(start, stop)]
+            tile_bias = own[0][None] if len(own) == 1 else torch.stack(own)
         tile_factor = factor
         if isinstance(factor, Tensor):
             tile_factor = factor.to(work_dtype).reshape(batch)[batch_of, None, None]
@@ -101,6 +110,7 @@ def sinkhorn_loop(
     rounds = math.ceil(batch * heads / (per_tile * torch.get_num_threads()))
     per_tile = math.ceil(batch * heads / (rounds * torch.get_num_threads()))  # equal shares
     plain = bounded and keep is None and bias is None and not isinstance(factor, Tensor)
+    plain = plain and queries * keys * out.element_size() <= RESIDENT_BYTES
 
     def work(starts: Iterator[int]) -> None:
         if not (plain and per_tile == 1 and flat_v is not None):
@@ -202,6 +212,20 @@ def _dense_tile(
     key_mass: float,
     bounded: bool,
 ) -> Tensor:
+    groups, queries, keys = len(scaled_q), scaled_q.shape[1], k.shape[1]
+    if v is not None and groups == 1 and queries * keys * k.element_size() > RESIDENT_BYTES:
+        return stream_head(
+            scaled_q[0],
+            k[0],
+            v[0],
+            None if bias is None else bias[0],
+            None if dual is None else dual[0],
+            None if key_bias is None else key_bias[0],
+            loop.half_steps,
+            loop.first_side == "row",
+            key_mass if _ends_on_columns(loop) else 1.0 / queries,
+            bounded,
+        )[None]
     if key_bias is None:
         scores = torch.bmm(scaled_q, k.transpose(1, 2))
     else:
