@@ -1,41 +1,49 @@
 """Attention alone: the usual PyTorch Sinkhorn loop against asapc's operators and against softmax.
 
     python benchmarks/attention.py                       # B4 H8 N512 D32 T20, float32
-    python benchmarks/attention.py --batch 1 --tokens 2048 --head-dim 64 --json
+    python benchmarks/attention.py --batch 1 --tokens 64 256 1024 2048 --head-dim 32 64 -o FOLDER
 
 Speed is printed only after parity: in float64 every operator must reproduce the usual loop, and in
-the timed dtype it may be at most twice as wrong as the usual loop is. The amortised operators are
-given the teacher's own duals there, so that they have an exact answer to be held to. Rows named after
-features include the prediction of the dual; their coefficients are arbitrary, which costs the same.
-Candidates take turns; figures are medians.
+the timed dtype it may be at most twice as wrong as the usual loop is. Each shape is checked on one
+example and at most PARITY_HEADS heads and PARITY_TOKENS tokens of it, with the teacher's own duals, so
+that the amortised operators have an exact answer to be held to. Rows named after features include the
+prediction of the dual; their coefficients are arbitrary, which costs the same. Candidates take turns;
+figures are medians. Extra memory is the peak of one call over what was held before it.
+
+With -o, attention.json, attention.md and attention.svg (if matplotlib is installed: the `bench` extra)
+are written there.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import math
 import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import asapc.operators  # noqa: F401 -- registers torch.ops.asapc
-from asapc.features import coarse
-from asapc.features.clouds import clouds_of
-from asapc.ir import SiteTensors
 from asapc.operators.sinkhorn import finite_duals, score_matrix
 from asapc.timing import interleaved_medians
 
 EXACT = 1e-9
 SLACK = 1e-6
 ROWS_FIRST = True
-
+PARITY_HEADS = 4
+PARITY_TOKENS = 4096
+USUAL = "usual loop"
+SOFTMAX = "softmax (SDPA)"
 
 FACTOR = [1.0, 1.0, 0.0, 0.0]  # attention = N * P
 SLICED = "sliced:32:random"
@@ -131,28 +139,45 @@ def softmax(problem: Problem) -> Tensor:
     return scaled_dot_product_attention(problem.q, problem.k, problem.v, scale=problem.scale)
 
 
-def make_problem(options: argparse.Namespace) -> Problem:
-    """Float64, seeded. Scores have standard deviation `spread`."""
-    generator = torch.Generator().manual_seed(options.seed)
-    shape = (options.batch, options.heads, options.tokens, options.head_dim)
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
-    q, k = q * options.spread**0.5, k * options.spread**0.5
-    theta = torch.randn(32, shape[-1], generator=generator, dtype=torch.float64)
-    theta = theta / theta.norm(dim=-1, keepdim=True)
-    scale = shape[-1] ** -0.5
-    scores = score_matrix(q, k, None, None, scale)
-    source, _ = finite_duals(scores, options.half_steps - 3, "row", None)
-    _, key = finite_duals(scores, options.half_steps - 2, "row", None)
-    f, key_last = finite_duals(scores, options.half_steps, "row", None)
-    plan = torch.exp(scores + f[..., :, None] + key_last[..., None, :])
-    row_sums = plan.sum(-1) * options.tokens
-    pivots = [
-        coarse.parameter(clouds_of(SiteTensors(q, k), scale, side), 32, "", options.seed).double()
-        for side in ("key", "source")
-    ]
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    half_steps: int
+
+    def for_parity(self) -> Shape:
+        heads, tokens = min(PARITY_HEADS, self.heads), min(PARITY_TOKENS, self.tokens)
+        return Shape(1, heads, tokens, self.head_dim, self.half_steps)
+
+    def __str__(self) -> str:
+        return f"B{self.batch} H{self.heads} N{self.tokens} D{self.head_dim} T{self.half_steps}"
+
+
+def make_problem(
+    shape: Shape, dtype: torch.dtype, device: str, spread: float, seed: int, with_duals: bool
+) -> Problem:
+    """Seeded; scores have standard deviation `spread`. Without duals, zeros stand in for them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    points = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
+    q, k, v = normal(*points) * spread**0.5, normal(*points) * spread**0.5, normal(*points)
+    theta = torch.nn.functional.normalize(normal(32, shape.head_dim), dim=-1)
+    scale = shape.head_dim**-0.5
+    pivots = [normal(shape.heads, 32, shape.head_dim) * (spread * scale) ** 0.5 for _ in range(2)]
+    source = key = key_last = row_sums = q.new_zeros(points[:3])
+    if with_duals:
+        scores = score_matrix(q, k, None, None, scale)
+        source, _ = finite_duals(scores, shape.half_steps - 3, "row", None)
+        _, key = finite_duals(scores, shape.half_steps - 2, "row", None)
+        f, key_last = finite_duals(scores, shape.half_steps, "row", None)
+        row_sums = torch.exp(scores + f[..., :, None] + key_last[..., None, :]).sum(-1) * shape.tokens
     tensors = (q, k, v, source, key, key_last, row_sums, theta, *pivots)
-    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
-    return Problem(*(t.to(device) for t in tensors), scale, options.half_steps)
+    return Problem(*tensors, scale, shape.half_steps)
 
 
 def error(result: Tensor, exact: Tensor) -> float:
@@ -164,8 +189,9 @@ def check_parity(problem: Problem, dtype: torch.dtype) -> dict[str, dict[str, fl
     """Errors of every operator in both dtypes.  Raises SystemExit if one is not exact enough."""
     exact = usual_loop(problem)
     timed = problem.to(dtype)
-    budget = 2 * error(usual_loop(timed), exact) + SLACK
-    errors = {"usual loop": {"float64": 0.0, "timed": error(usual_loop(timed), exact)}}
+    own = error(usual_loop(timed), exact)
+    budget = 2 * own + SLACK
+    errors = {USUAL: {"float64": 0.0, "timed": own}}
     candidates: dict[str, Callable[[Problem], Tensor]] = {
         "lossless": lossless,
         "source, 3": lambda p: closed(p, p.source, None, 3),
@@ -184,78 +210,190 @@ def check_parity(problem: Problem, dtype: torch.dtype) -> dict[str, dict[str, fl
     return errors
 
 
+def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tensor]]:
+    steps = t.half_steps
+    functions: dict[str, Callable[[], Tensor]] = {
+        USUAL: lambda: usual_loop(t),
+        "lossless": lambda: lossless(t),
+        "source, 3 closures, sliced:32": lambda: amortised(t, SLICED, "source", 3),
+        "source, 3 closures, coarse:32 gaussian": lambda: amortised(t, BOTH, "source", 3),
+        "source, 3 closures, dual given": lambda: closed(t, t.source, None, 3),
+        "source, 1 closure, dual given": lambda: closed(t, t.source, None, 1),
+        "key, 2 closures, coarse:32": lambda: amortised(t, COARSE, "key", 2),
+        "key, 2 closures, dual given": lambda: closed(t, None, t.key, 2),
+        "key, 1 closure, coarse:32": lambda: key_closure(t),
+        "key, 1 closure, dual given": lambda: closed(t, None, t.key_last, 1),
+        "predict sliced:32": lambda: predicted(t, SLICED, "source", steps - 3),
+        "predict coarse:32 gaussian": lambda: predicted(t, BOTH, "source", steps - 3),
+        "predict coarse:32": lambda: predicted(t, COARSE, "key", steps),
+        SOFTMAX: lambda: softmax(t),
+    }
+    if with_compile:
+        compiled = torch.compile(usual_loop, dynamic=False)
+        functions[f"{USUAL}, torch.compile"] = lambda: compiled(t)
+    return functions
+
+
+def extra_mib(function: Callable[[], Any], device: torch.device) -> float | None:
+    """MiB at the peak of one call over what was held before; None where that cannot be read."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return float(torch.cuda.max_memory_allocated() - before) / 2**20
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not (status.exists() and os.access(reset, os.W_OK)):
+        return None
+    reset.write_text("5")  # the recorded peak starts again from what is held now
+
+    def read(name: str) -> float:
+        line = next(x for x in status.read_text().splitlines() if x.startswith(name))
+        return float(line.split()[1]) / 1024
+
+    held = read("VmRSS")
+    function()
+    return max(0.0, read("VmHWM") - held)
+
+
+def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """Errors, times, ratios and memory of every candidate at one shape."""
+    dtype = getattr(torch, options.dtype)
+    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
+    check = make_problem(shape.for_parity(), torch.float64, device, options.spread, options.seed, True)
+    errors = check_parity(check, dtype)
+    del check
+    problem = make_problem(shape, dtype, device, options.spread, options.seed, False)
+    functions = candidates_of(problem, options.compile)
+    # Scores, the shifted plan and two temporaries of its log-sum-exp.
+    matrices = 4 * shape.batch * shape.heads * shape.tokens**2 * problem.q.element_size() / 2**30
+    skipped = {}
+    if matrices > options.max_memory:
+        skipped = {name: f"about {matrices:.1f} GiB" for name in functions if name.startswith(USUAL)}
+    kept = {name: own for name, own in functions.items() if name not in skipped}
+    times = interleaved_medians(kept, repeats=options.repeats, warmup=1)
+    usual = times.get(USUAL, {}).get("median_ms")
+    soft = times[SOFTMAX]["median_ms"]
+    rows = {
+        name: {
+            **found,
+            "usual_over_this": None if usual is None else usual / found["median_ms"],
+            "this_over_softmax": found["median_ms"] / soft,
+            "extra_mib": extra_mib(kept[name], problem.q.device),
+        }
+        for name, found in times.items()
+    }
+    return {
+        "shape": asdict(shape),
+        "dtype": options.dtype,
+        "max_abs_error": errors,
+        "rows": rows,
+        "skipped": skipped,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown, one shape."""
+    shape = Shape(**result["shape"])
+    worst = max(found["timed"] for found in result["max_abs_error"].values())
+    exact = max(found["float64"] for found in result["max_abs_error"].values())
+    lines = [
+        f"### {shape}, {result['dtype']}",
+        "",
+        f"Parity: max error {exact:.1e} in float64, {worst:.1e} in {result['dtype']} "
+        f"(the usual loop itself: {result['max_abs_error'][USUAL]['timed']:.1e}).",
+        "",
+        "| | median ms | quartiles | usual / this | this / softmax | extra MiB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in result["rows"].items():
+        usual = "-" if row["usual_over_this"] is None else f"{row['usual_over_this']:.1f}x"
+        memory = "-" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"
+        lines.append(
+            f"| {name} | {row['median_ms']:.2f} | {row['q1']:.2f}-{row['q3']:.2f} | {usual} | "
+            f"{row['this_over_softmax']:.2f} | {memory} |"
+        )
+    for name, why in result["skipped"].items():
+        lines.append(f"| {name} | not run: {why} | | | | |")
+    return "\n".join(lines)
+
+
+PLOTTED = (
+    USUAL, "lossless", "source, 3 closures, coarse:32 gaussian", "key, 2 closures, coarse:32",
+    "key, 1 closure, coarse:32", SOFTMAX,
+)  # fmt: skip
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> bool:
+    """Time over N, log-log, one panel for every other dimension. False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        s = result["shape"]
+        panels.setdefault(f"B{s['batch']} H{s['heads']} D{s['head_dim']}", []).append(result)
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, own) in zip(grid, panels.items(), strict=True):
+        for name in PLOTTED:
+            present = [r for r in own if name in r["rows"]]
+            points = [(r["shape"]["tokens"], r["rows"][name]["median_ms"]) for r in present]
+            axes.loglog(*zip(*sorted(points), strict=True), marker="o", label=name)
+        axes.set(title=title, xlabel="tokens N", ylabel="median ms")
+        axes.grid(True, which="both", alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.savefig(path)
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[32])
     parser.add_argument("--half-steps", type=int, default=20)
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of scores")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="also the usual loop under torch.compile")
+    parser.add_argument("--max-memory", type=float, default=3.0, help="GiB the usual loop may take")
     parser.add_argument("--cpu", action="store_true", help="even if there is an accelerator")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("-o", "--out", type=Path, help="folder for attention.{json,md,svg}")
     options = parser.parse_args()
     if options.half_steps % 2 or options.half_steps < 4:
         parser.error("--half-steps must be even (columns last) and at least 4")
 
-    with torch.no_grad():
-        problem = make_problem(options)
-        dtype = getattr(torch, options.dtype)
-        errors = check_parity(problem, dtype)
-        timed = problem.to(dtype)
-        t, steps = timed, timed.half_steps
-        functions: dict[str, Callable[[], Tensor]] = {
-            "usual loop": lambda: usual_loop(t),
-            "lossless": lambda: lossless(t),
-            "source, 3 closures, sliced:32": lambda: amortised(t, SLICED, "source", 3),
-            "source, 3 closures, coarse:32 gaussian": lambda: amortised(t, BOTH, "source", 3),
-            "source, 3 closures, dual given": lambda: closed(t, t.source, None, 3),
-            "source, 1 closure, dual given": lambda: closed(t, t.source, None, 1),
-            "key, 2 closures, coarse:32": lambda: amortised(t, COARSE, "key", 2),
-            "key, 2 closures, dual given": lambda: closed(t, None, t.key, 2),
-            "key, 1 closure, coarse:32": lambda: key_closure(t),
-            "key, 1 closure, dual given": lambda: closed(t, None, t.key_last, 1),
-            "predict sliced:32": lambda: predicted(t, SLICED, "source", steps - 3),
-            "predict coarse:32 gaussian": lambda: predicted(t, BOTH, "source", steps - 3),
-            "predict coarse:32": lambda: predicted(t, COARSE, "key", steps),
-            "softmax (SDPA)": lambda: softmax(t),
-        }
-        times = interleaved_medians(functions, repeats=options.repeats, warmup=1)
-
-    usual = times["usual loop"]["median_ms"]
-    ratios = {name: usual / found["median_ms"] for name, found in times.items()}
+    results = []
+    for head_dim, tokens in itertools.product(options.head_dim, options.tokens):
+        shape = Shape(options.batch, options.heads, tokens, head_dim, options.half_steps)
+        with torch.no_grad():
+            results.append(measure(shape, options))
+        if not options.json:
+            print(table(results[-1]), "\n", flush=True)
+    document = {"environment": environment(options.cpu), "results": results}
     if options.json:
-        result = {
-            "shape": {key: value for key, value in vars(options).items() if key != "json"},
-            "environment": environment(problem.q.device),
-            "max_abs_error": errors,
-            "times": times,
-            "ratio_to_usual_loop": ratios,
-        }
-        print(json.dumps(result, indent=2))
-        return
-    print(
-        f"B{options.batch} H{options.heads} N{options.tokens} D{options.head_dim} "
-        f"T{options.half_steps} {options.dtype}, {environment(problem.q.device)}"
-    )
-    for name, found in errors.items():
-        print(
-            f"  parity {name:12} max error {found['float64']:.1e} in float64, "
-            f"{found['timed']:.1e} in {options.dtype}"
-        )
-    print(f"{'':40} {'median ms':>10} {'quartiles':>17} {'usual / this':>13}")
-    for name, found in times.items():
-        quartiles = f"{found['q1']:.2f}-{found['q3']:.2f}"
-        print(f"{name:40} {found['median_ms']:10.2f} {quartiles:>17} {ratios[name]:12.1f}x")
+        print(json.dumps(document, indent=2))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "attention.json").write_text(json.dumps(document, indent=2) + "\n")
+        title = ["# Attention: time and memory", f"`{json.dumps(document['environment'])}`"]
+        text = "\n\n".join([*title, *map(table, results)]) + "\n"
+        (options.out / "attention.md").write_text(text)
+        if not plot(results, options.out / "attention.svg"):
+            print("no plot: matplotlib is not installed", file=sys.stderr)
 
 
-def environment(device: torch.device) -> dict[str, str | int]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+def environment(cpu: bool) -> dict[str, str | int]:
+    gpu = torch.cuda.is_available() and not cpu
     return {
-        "device": name,
+        "device": torch.cuda.get_device_name() if gpu else platform.machine(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count() or 0,
         "torch": torch.__version__,
