@@ -1,0 +1,200 @@
+"""Twin of operators/closures.py that never stores a score: O(N + M) memory, one pass over the tiles.
+
+    f_i = -log N - logsumexp_j (S_ij + g_j)        g_j = -log M - logsumexp_i (S_ij + f_i)
+
+Rows and columns are one kernel: points x get a new dual by a sum over points y, and q and k take
+these two roles. The sum is kept as a running maximum and a total relative to it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asapc.kernels.gpu.tiles import (
+    FLOAT32_PRECISION,
+    LN_2,
+    Tile,
+    block_of,
+    finite_or_zero,
+    is_half,
+    load_dual,
+    load_keep,
+    load_rows,
+    score_tile,
+    spread_bias,
+    strides_of,
+)
+
+
+def close_rows(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    g: Tensor | None,
+    score_multiplier: float,
+) -> Tensor:
+    """T_Q: f [B, H, N] float32 from the target dual g [B, H, M], None for 0; 0 without active keys.
+
+    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool; bias: broadcastable to [B, H, N, M].
+    """
+    bias = spread_bias(bias, q, k)
+    f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return _close(q, k, keep, bias, g, score_multiplier, f, keep_on_x=False)
+
+
+def close_columns(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    f: Tensor | None,
+    score_multiplier: float,
+) -> Tensor:
+    """T_K: g [B, H, M] float32 from the source dual f [B, H, N], None for 0; -inf on masked keys."""
+    bias = spread_bias(bias, q, k)
+    bias = None if bias is None else bias.transpose(2, 3)
+    g = torch.empty(k.shape[:3], dtype=torch.float32, device=q.device)
+    return _close(k, q, keep, bias, f, score_multiplier, g, keep_on_x=True)
+
+
+def tile_for(x: Tensor, y: Tensor, has_bias: bool) -> Tile:
+    """Sizes that compile without register spills for sm_90; a tile of a bias costs registers too."""
+    dim = x.shape[3]
+    if is_half(x, y):
+        limit_x, limit_y, limit_d, stages = (64 if has_bias else 128), 64, 256, 3
+    else:
+        limit_x, limit_y, limit_d, stages = 64, (32 if has_bias else 64), 32, 2
+    blocks = block_of(x.shape[2], limit_x), block_of(y.shape[2], limit_y), block_of(dim, limit_d)
+    return Tile(*blocks, num_warps=4, num_stages=stages)
+
+
+def _close(
+    x: Tensor,
+    y: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    dual: Tensor | None,
+    score_multiplier: float,
+    out: Tensor,
+    keep_on_x: bool,
+) -> Tensor:
+    """x: [B, H, X, D]; y: [B, H, Y, D]; bias: [B, H, X, Y]; dual: [B, H, Y]; out: [B, H, X]."""
+    batch, heads, count_x, dim = x.shape
+    if out.numel() == 0:
+        return out
+    tile = tile_for(x, y, bias is not None)
+    _half_step[(batch * heads * triton.cdiv(count_x, tile.x),)](
+        x, y, keep, bias, dual, out,
+        heads, count_x, y.shape[2], dim,
+        *x.stride(), *y.stride(), *strides_of(keep, 2), *strides_of(bias, 4), *strides_of(dual, 3),
+        score_multiplier * math.log2(math.e),
+        -math.log2(count_x),
+        HAS_KEEP=keep is not None,
+        KEEP_ON_X=keep_on_x,
+        HAS_BIAS=bias is not None,
+        HAS_DUAL=dual is not None,
+        AS_FLOAT32=not is_half(x, y),
+        PRECISION=FLOAT32_PRECISION,
+        BLOCK_X=tile.x,
+        BLOCK_Y=tile.y,
+        BLOCK_D=tile.d,
+        CHUNKED=dim > tile.d,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _half_step(
+    p_x: tl.tensor,
+    p_y: tl.tensor,
+    p_keep: tl.tensor,
+    p_bias: tl.tensor,
+    p_dual: tl.tensor,
+    p_out: tl.tensor,
+    heads: tl.tensor,
+    count_x: tl.tensor,
+    count_y: tl.tensor,
+    dim: tl.tensor,
+    stride_xb: tl.tensor,
+    stride_xh: tl.tensor,
+    stride_xn: tl.tensor,
+    stride_xd: tl.tensor,
+    stride_yb: tl.tensor,
+    stride_yh: tl.tensor,
+    stride_yn: tl.tensor,
+    stride_yd: tl.tensor,
+    stride_keep_b: tl.tensor,
+    stride_keep_n: tl.tensor,
+    stride_bias_b: tl.tensor,
+    stride_bias_h: tl.tensor,
+    stride_bias_x: tl.tensor,
+    stride_bias_y: tl.tensor,
+    stride_dual_b: tl.tensor,
+    stride_dual_h: tl.tensor,
+    stride_dual_n: tl.tensor,
+    scale: float,
+    log2_mass: float,
+    HAS_KEEP: tl.constexpr,
+    KEEP_ON_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DUAL: tl.constexpr,
+    AS_FLOAT32: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNKED: tl.constexpr,
+) -> None:
+    blocks = tl.cdiv(count_x, BLOCK_X)
+    i_bh = (tl.program_id(0) // blocks).to(tl.int64)
+    i_b = i_bh // heads
+    i_h = i_bh % heads
+    o_x = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
+    m_inside = o_x < count_x
+    p_x += i_b * stride_xb + i_h * stride_xh
+    p_y += i_b * stride_yb + i_h * stride_yh
+    if HAS_BIAS:
+        p_bias += i_b * stride_bias_b + i_h * stride_bias_h
+    if HAS_DUAL:
+        p_dual += i_b * stride_dual_b + i_h * stride_dual_h
+    m_x = m_inside
+    if HAS_KEEP:
+        p_keep += i_b * stride_keep_b
+        if KEEP_ON_X:
+            m_x = load_keep(p_keep, o_x, m_inside, stride_keep_n)
+    o_d = tl.arange(0, BLOCK_D)
+    b_x = load_rows(p_x, o_x, m_x, o_d, dim, stride_xn, stride_xd, AS_FLOAT32)
+    maximum = tl.full([BLOCK_X], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_X], tl.float32)
+    for start in range(0, count_y, BLOCK_Y):
+        o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
+        m_y = o_y < count_y
+        if HAS_KEEP and not KEEP_ON_X:
+            m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
+        logits = score_tile(
+            b_x, p_x, p_y, p_bias, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn,
+            stride_yd, stride_bias_x, stride_bias_y, scale, HAS_BIAS, AS_FLOAT32, PRECISION,
+            BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
+        )  # fmt: skip
+        if HAS_DUAL:
+            logits += load_dual(p_dual, o_y, m_y, stride_dual_n)[None, :]
+        logits = tl.where(m_y[None, :], logits, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+        shift = finite_or_zero(new_maximum)
+        total = total * tl.exp2(maximum - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+        maximum = new_maximum
+    result = (log2_mass - maximum - tl.log2(total)) * LN_2
+    if KEEP_ON_X:
+        result = tl.where(m_x, result, float("-inf"))
+    else:
+        # A row that sees no active key has plan 0 whatever its dual is.
+        result = tl.where(total == 0.0, 0.0, result)
+    tl.store(p_out + i_bh * count_x + o_x, result, mask=m_inside)

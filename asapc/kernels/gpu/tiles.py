@@ -1,0 +1,167 @@
+"""What the attention kernels share: how a tile of scores is formed, and how large a tile may be.
+
+Inside a kernel scores and duals are in units of log2, since the hardware exponential is exp2; at
+every interface they are natural logarithms. A point cloud is [B, H, count, dim] of any strides.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2.0))
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIM = 256
+MIN_BLOCK = 16  # of tl.dot, on every axis
+FLOAT32_PRECISION = "ieee"  # of tl.dot on float32 operands; tf32 would lose 13 bits of 24
+# Triton's interpreter multiplies bfloat16 as if its bits were integers; in float32 it is exact.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+class Tile(NamedTuple):
+    """x points of one program, y points of one step, the features of one product; the launch."""
+
+    x: int
+    y: int
+    d: int
+    num_warps: int
+    num_stages: int
+
+
+def block_of(count: int, limit: int) -> int:
+    """The power of two that holds `count`, from MIN_BLOCK to `limit`."""
+    return max(MIN_BLOCK, min(limit, triton.next_power_of_2(max(count, 1))))
+
+
+def is_half(*tensors: Tensor) -> bool:
+    """Whether a product of these runs in their own half precision: one dtype, and that not float32."""
+    return tensors[0].dtype != torch.float32 and all(t.dtype == tensors[0].dtype for t in tensors)
+
+
+def strides_of(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
+    return (0,) * axes if tensor is None else tensor.stride()
+
+
+def spread_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A view [B, H, N, M] of the bias: axes it does not have get stride 0."""
+    return None if bias is None else bias.broadcast_to((*q.shape[:3], k.shape[2]))
+
+
+def supported(q: Tensor, k: Tensor, v: Tensor | None, bias: Tensor | None) -> str | None:
+    """None where the attention kernels can run these inputs, else why not, in one sentence."""
+    given = {"q": q, "k": k, "v": v, "bias": bias}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"the GPU kernels compute in float32, and {name} is {tensor.dtype}"
+    for name, tensor in given.items():
+        if tensor is not None and name != "bias" and tensor.ndim != 4:
+            return f"the GPU kernels take a {name} of 4 axes, got {tensor.ndim}"
+        if tensor is not None and tensor.device != q.device:
+            return f"the GPU kernels take inputs of one device, and {name} is on {tensor.device}"
+    if q.shape[3] > MAX_DIM:
+        return f"the GPU kernels hold up to {MAX_DIM} features of a token, and D is {q.shape[3]}"
+    if v is not None and v.shape[3] > MAX_DIM:
+        return f"the GPU kernels hold up to {MAX_DIM} features of a token, and E is {v.shape[3]}"
+    return None
+
+
+@triton.jit
+def load_rows(
+    p_x: tl.tensor,
+    o_x: tl.tensor,
+    m_x: tl.tensor,
+    o_d: tl.tensor,
+    dim: tl.tensor,
+    stride_n: tl.tensor,
+    stride_d: tl.tensor,
+    AS_FLOAT32: tl.constexpr,
+) -> tl.tensor:
+    """Points o_x, features o_d: [BLOCK_X, BLOCK_D], 0 where masked, so that a NaN there is not read."""
+    mask = m_x[:, None] & (o_d < dim)[None, :]
+    tile = tl.load(p_x + o_x[:, None] * stride_n + o_d[None, :] * stride_d, mask=mask, other=0.0)
+    if AS_FLOAT32:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def product(a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+    """total + a b in float32; a and b have one dtype."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def score_tile(
+    b_x: tl.tensor,
+    p_x: tl.tensor,
+    p_y: tl.tensor,
+    p_bias: tl.tensor,
+    o_x: tl.tensor,
+    o_y: tl.tensor,
+    m_x: tl.tensor,
+    m_y: tl.tensor,
+    dim: tl.tensor,
+    stride_xn: tl.tensor,
+    stride_xd: tl.tensor,
+    stride_yn: tl.tensor,
+    stride_yd: tl.tensor,
+    stride_bias_x: tl.tensor,
+    stride_bias_y: tl.tensor,
+    scale: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    AS_FLOAT32: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNKED: tl.constexpr,
+) -> tl.tensor:
+    """scale x.y + log2(e) bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet.
+
+    b_x: the features of o_x [BLOCK_X, BLOCK_D]; where they are CHUNKED, BLOCK_D at a time are read.
+    """
+    o_d = tl.arange(0, BLOCK_D)
+    scores = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
+    if CHUNKED:
+        for start in range(0, dim, BLOCK_D):
+            x = load_rows(p_x, o_x, m_x, start + o_d, dim, stride_xn, stride_xd, AS_FLOAT32)
+            y = load_rows(p_y, o_y, m_y, start + o_d, dim, stride_yn, stride_yd, AS_FLOAT32)
+            scores = product(x, tl.trans(y), scores, PRECISION)
+    else:
+        y = load_rows(p_y, o_y, m_y, o_d, dim, stride_yn, stride_yd, AS_FLOAT32)
+        scores = product(b_x, tl.trans(y), scores, PRECISION)
+    scores = scores * scale
+    if HAS_BIAS:
+        places = p_bias + o_x[:, None] * stride_bias_x + o_y[None, :] * stride_bias_y
+        bias = tl.load(places, mask=m_x[:, None] & m_y[None, :], other=0.0)
+        scores += bias.to(tl.float32) * LOG2_E
+    return scores
+
+
+@triton.jit
+def load_keep(p_keep: tl.tensor, o_x: tl.tensor, m_x: tl.tensor, stride: tl.tensor) -> tl.tensor:
+    """Which points o_x [BLOCK_X] are inside the tensor and active."""
+    return m_x & (tl.load(p_keep + o_x * stride, mask=m_x, other=0) != 0)
+
+
+@triton.jit
+def load_dual(p_dual: tl.tensor, o_x: tl.tensor, m_x: tl.tensor, stride: tl.tensor) -> tl.tensor:
+    """A dual of the points o_x [BLOCK_X] in log2 units, 0 where masked."""
+    return tl.load(p_dual + o_x * stride, mask=m_x, other=0.0).to(tl.float32) * LOG2_E
+
+
+@triton.jit
+def finite_or_zero(maximum: tl.tensor) -> tl.tensor:
+    """What exponents are shifted by: -inf - (-inf) would be NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)

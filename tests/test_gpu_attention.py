@@ -1,0 +1,144 @@
+"""Triton kernels of the loop against operators/ in float64; without a GPU they run interpreted."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_env import DEVICE
+
+triton = pytest.importorskip("triton")
+
+from asapc.kernels.gpu import half_step  # noqa: E402
+from asapc.operators import closures  # noqa: E402
+from asapc.operators import sinkhorn as meaning  # noqa: E402
+
+SCALE = 0.4
+
+
+class Case:
+    """Inputs of one call: what the kernel gets, and the same numbers with masked keys emptied."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...] = (2, 2, 33, 70, 16, 16),
+        dtype: torch.dtype = torch.float32,
+        masked: bool = False,
+        bias: tuple[int, ...] | None = None,
+        spread: float = 1.0,
+        strided: bool = False,
+        seed: int = 0,
+    ) -> None:
+        b, h, n, m, d, e = shape
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator)
+
+        def points(count: int, dim: int) -> Tensor:
+            if strided:  # a slice of one projection, as models produce it, backwards in the features
+                return draw(b, count, 3, h, dim)[:, :, 1].transpose(1, 2).flip(3).to(dtype)
+            return draw(b, h, count, dim).to(dtype)
+
+        self.q, self.k, self.v = points(n, d) * spread, points(m, d), points(m, e)
+        if strided:
+            self.q = self.q[:, :1].expand(b, h, n, d)
+            self.k, self.v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in (self.k, self.v))
+        self.keep = None
+        if masked:  # the last example has no active key at all
+            self.keep = torch.rand(b, m, generator=generator) > 0.3
+            self.keep[:, 0] = True
+            self.keep[-1] = b == 1
+        self.bias = None if bias is None else draw(*bias, n, m).to(dtype)
+        self.f, self.g = 3 * draw(b, h, n), 3 * draw(b, h, m)
+
+    def given(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """q, k, v, keep, bias on the device, NaN where nothing may be read."""
+        k, v = self.k, self.v
+        if self.keep is not None:
+            hidden = ~self.keep[:, None, :, None]
+            k, v = k.masked_fill(hidden, math.nan), v.masked_fill(hidden, math.nan)
+        keep, bias = (None if t is None else t.to(DEVICE) for t in (self.keep, self.bias))
+        return self.q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), keep, bias
+
+    def dual(self, side: str) -> Tensor:
+        """A start dual, NaN on masked keys."""
+        if side == "source" or self.keep is None:
+            return (self.f if side == "source" else self.g).to(DEVICE)
+        return self.g.masked_fill(~self.keep[:, None], math.nan).to(DEVICE)
+
+    def scores(self, dtype: torch.dtype) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return meaning.score_matrix(self.q.to(dtype), self.k.to(dtype), self.keep, bias, SCALE)
+
+    def starts(self, dtype: torch.dtype, source: bool, target: bool) -> tuple[Tensor, Tensor]:
+        """f and g in `dtype`, zero where not asked for, -inf on masked keys."""
+        f, g = meaning.initial_duals(self.scores(dtype), self.keep)
+        return f + self.f.to(dtype) * source, g + self.g.to(dtype) * target
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "tails": {},
+    "half": {"dtype": torch.float16},
+    "bfloat": {"dtype": torch.bfloat16},
+    "masked": {"masked": True},
+    "masked half": {"masked": True, "dtype": torch.float16, "bias": (2, 1)},
+    "bias of examples": {"bias": (2, 1)},
+    "bias of heads, masked": {"bias": (1, 2), "masked": True},
+    "bias of all, bfloat": {"bias": (), "dtype": torch.bfloat16},
+    "strided": {"strided": True},
+    "strided half, masked": {"strided": True, "dtype": torch.bfloat16, "masked": True},
+    "one query": {"shape": (1, 2, 1, 20, 16, 16)},
+    "one key": {"shape": (1, 2, 20, 1, 16, 16)},
+    "one key, masked": {"shape": (2, 1, 20, 1, 16, 16), "masked": True},
+    "one of each": {"shape": (1, 1, 1, 1, 1, 1)},
+    "odd dims": {"shape": (1, 2, 17, 19, 5, 48)},
+    "odd dims, half": {"shape": (1, 2, 17, 19, 48, 5), "dtype": torch.float16},
+    "several tiles": {"shape": (1, 1, 65, 80, 72, 40)},
+    "huge": {"spread": 600.0, "masked": True},
+}
+
+
+def assert_honest(own: Tensor, exact: Tensor, rough: Tensor) -> None:
+    """At most twice as wrong as the meaning in float32, rounded to the kernel's own dtype."""
+    assert own.shape == exact.shape
+    own = own.cpu().double()
+    assert torch.equal(own.isinf(), exact.isinf()) and not bool(own.isnan().any())
+    finite = exact.isfinite()
+    if not bool(finite.any()):
+        return
+    honest = float((rough.double() - exact)[finite].abs().max())
+    rounding = 1e-6 * max(1.0, float(exact[finite].abs().max()))
+    assert float((own - exact)[finite].abs().max()) <= 2 * honest + rounding
+
+
+@pytest.mark.parametrize("start", [False, True], ids=["from zero", "from a dual"])
+@pytest.mark.parametrize("name", CASES)
+def test_half_steps(name: str, start: bool) -> None:
+    case = Case(**CASES[name])
+    q, k, _, keep, bias = case.given()
+    own_f = half_step.close_rows(q, k, keep, bias, case.dual("key") if start else None, SCALE)
+    own_g = half_step.close_columns(q, k, keep, bias, case.dual("source") if start else None, SCALE)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        scores = case.scores(dtype)
+        log_mu, log_nu = closures.log_marginals(*scores.shape[2:], case.keep, scores)
+        f, g = case.starts(dtype, start, start)
+        rows, columns = closures.close_rows(scores, g, log_mu), closures.close_columns(scores, f, log_nu)
+        results.append((rows, columns))
+    assert own_f.dtype == own_g.dtype == torch.float32
+    assert_honest(own_f, results[0][0], results[1][0])
+    assert_honest(own_g, results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7, 8, 8), (2, 0, 5, 7, 8, 8), (1, 2, 0, 7, 8, 8)])
+def test_half_steps_of_nothing(shape: tuple[int, ...]) -> None:
+    q, k, _, keep, bias = Case(shape).given()
+    assert half_step.close_rows(q, k, keep, bias, None, SCALE).shape == q.shape[:3]
