@@ -20,6 +20,8 @@ REPORT: dict[str, Any] = {
         {
             "name": "layers.0.fn",
             "operator": "asap",
+            "side": "source",
+            "features": ["coarse:32"],
             "reason": "fastest inside the budget",
             "convention": {
                 "half_steps": 20,
@@ -64,8 +66,8 @@ def test_markdown_golden() -> None:
         "|---|---|---:|---:|",
         "| layers.0.fn | asap | 0.0123 | - |",
         "| layers.0.fn | asap | 12.0 |",
-        "| layers.0.fn | asap | 3 | T=20, row first, column last, scale 0.250, factor M, key mask, "
-        "early stop | fastest inside the budget |",
+        "| layers.0.fn | asap | source, 3 closures, coarse:32 | T=20, row first, column last, "
+        "scale 0.250, factor M, key mask, early stop | fastest inside the budget |",
         "| layers.1.fn | refused | not Sinkhorn: rows only |",
         "| attention_rel_l2 | layers.0.fn | 0.0123 | <= 0.0100 | FAILED |",
         "| torch | 2.13.0 |",
