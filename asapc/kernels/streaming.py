@@ -136,7 +136,7 @@ def _log_domain(
     g = torch.zeros_like(key_bias)
     scores = k.new_empty((block, k.size(0)))
     rows_turn = rows_first
-    for step in range(half_steps):
+    for _ in range(half_steps):
         added = key_bias + g if rows_turn else key_bias
         top = torch.full_like(g, -float("inf"))
         total = torch.zeros_like(g)
