@@ -242,6 +242,7 @@ def report(
     gate: Annotated[
         str | None, typer.Option(metavar="FILE", help="YAML limits; exit 1 if one is not kept.")
     ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Examples measured, at most.")] = 512,
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
@@ -254,7 +255,7 @@ def report(
     def body(run: Session) -> int:
         from asapc.report.tables import report_tables
 
-        result = report_artifact(run, artifact, data, gate, model, weights, kwargs)
+        result = report_artifact(run, artifact, data, gate, model, weights, kwargs, examples)
         run.show(result, report_tables)
         run.note(f"wrote {Path(artifact) / 'report.json'} and report.md")
         if result["gate"]["passed"]:
@@ -398,6 +399,7 @@ def report_artifact(
     model: str | None = None,
     weights: str | None = None,
     kwargs: str | None = None,
+    examples: int = 512,
 ) -> dict[str, Any]:
     """Measure, check the gates and write report.json and report.md into the artefact."""
     from asapc import gates, pipeline
@@ -405,7 +407,13 @@ def report_artifact(
 
     limits = [] if gate is None else gates.load_gates(gate)
     result = pipeline.report(
-        artifact, data, model=model, weights=weights, kwargs=kwargs, progress=run.progress
+        artifact,
+        data,
+        model=model,
+        weights=weights,
+        kwargs=kwargs,
+        examples=examples,
+        progress=run.progress,
     )
     result["gate"] = gates.gate_result(result, limits)
     write_report(artifact, result)

@@ -8,12 +8,15 @@ is inf (0 where more is better), so that no limit is kept by accident.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from asapc.class_scores import are_probabilities, log_probabilities
+from asapc.passes.verify import tensor_outputs
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ class OutputFidelity:
 
         labels: [B] class numbers (or [B, 1]).  Raises ValueError if the structures differ.
         """
-        teacher, compiled = _float_tensors(teacher_out), _float_tensors(compiled_out)
+        teacher, compiled = tensor_outputs(teacher_out), tensor_outputs(compiled_out)
         if [t.shape for t in teacher] != [t.shape for t in compiled] or not teacher:
             raise ValueError("the two outputs must hold the same float tensors, at least one")
         index = next((i for i, t in enumerate(teacher) if t.dim() == 2), None)
@@ -185,8 +188,8 @@ class OutputFidelity:
             return
         exact, approximate = teacher[index].double(), compiled[index].double()
         if self._probabilities is None:
-            self._probabilities = _are_probabilities(exact) and _are_probabilities(approximate)
-        log_p, log_q = (_log_probabilities(x, self._probabilities) for x in (exact, approximate))
+            self._probabilities = are_probabilities(exact) and are_probabilities(approximate)
+        log_p, log_q = (log_probabilities(x, self._probabilities) for x in (exact, approximate))
         terms = torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q))
         self._kl += float(terms.sum())
         # Where a row holds a NaN, argmax would still name a class: no prediction, no agreement.
@@ -281,34 +284,6 @@ def _generalised_kl(exact: Tensor, approximate: Tensor) -> Tensor:
     ratio = exact.clamp(min=_TINY).log() - approximate.clamp(min=_TINY).log()
     # clamp lets a NaN through, so a broken map is not hidden.
     return (exact * ratio - exact + approximate).sum((-2, -1))
-
-
-def _are_probabilities(values: Tensor) -> bool:
-    if not bool(((values >= 0) & (values <= 1)).all()):
-        return False
-    return values.shape[1] == 1 or bool(((values.sum(-1) - 1).abs() < 1e-4).all())
-
-
-def _log_probabilities(values: Tensor, probabilities: bool) -> Tensor:
-    """[B, classes] log-probabilities; one column becomes the two classes of a binary output."""
-    if values.shape[1] == 1:
-        if not probabilities:
-            return torch.nn.functional.logsigmoid(torch.cat([-values, values], dim=1))
-        values = torch.cat([1 - values, values], dim=1)
-    return values.clamp(min=_TINY).log() if probabilities else torch.log_softmax(values, dim=-1)
-
-
-def _float_tensors(output: Any) -> list[Tensor]:
-    """The float tensors of an output in order; NumPy arrays count, other leaves do not."""
-    if isinstance(output, Tensor):
-        return [output.detach()] if output.is_floating_point() else []
-    if isinstance(output, Mapping):
-        return [tensor for value in output.values() for tensor in _float_tensors(value)]
-    if isinstance(output, Sequence) and not isinstance(output, (str, bytes)):
-        return [tensor for value in output for tensor in _float_tensors(value)]
-    if hasattr(output, "__array__") and hasattr(output, "dtype"):
-        return _float_tensors(torch.as_tensor(output))
-    return []
 
 
 def _or_inf(value: float) -> float:

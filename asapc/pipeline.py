@@ -7,15 +7,11 @@ command; data travels by value, and nothing is kept between calls.
 from __future__ import annotations
 
 import inspect as inspection
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from asapc.artifact import (
@@ -29,19 +25,11 @@ from asapc.artifact import (
     write_refreshed,
 )
 from asapc.calibration.collect import SiteStatistics, finish
-from asapc.calibration.teacher import TeacherDuals
 from asapc.data import Batch, DataSource, open_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.features.predictor import closure_plan
-from asapc.fidelity import (
-    AttentionFidelity,
-    OutputFidelity,
-    TensorFidelity,
-    contraction_bound,
-    dual_stability_factor,
-    row_error_bound,
-)
-from asapc.formats.atomic import replace_folder
+from asapc.fidelity import OutputFidelity
+from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.calibration import (
     Calibration,
     SiteCalibration,
@@ -50,32 +38,21 @@ from asapc.formats.calibration import (
     save_calibration,
 )
 from asapc.formats.load import Teacher, build_factory, example_inputs, load_teacher
-from asapc.ir import Convention, OutputFactor, Program, SiteTensors
-from asapc.operators.sinkhorn import (
-    factor_terms,
-    initial_duals,
-    run_half_steps,
-    score_matrix,
-    sinkhorn,
-    sinkhorn_attention,
-)
+from asapc.ir import Convention, Program, SiteTensors
+from asapc.measure import SiteFidelity, environment, time_model, time_site
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
-from asapc.passes.rewrite import (
-    amortised_programs,
-    operator_calls,
-    predicted_duals,
-    site_function,
-)
+from asapc.passes.rewrite import amortised_programs
 from asapc.passes.select import Choice, choose, needs_fit
 from asapc.passes.verify import largest_difference, tensor_outputs
 from asapc.progress import Progress
 from asapc.recipe import Recipe
 from asapc.refresh import RefreshSettings, train
 from asapc.runner import Runner, Tap
-from asapc.timing import interleaved_medians
 
 EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
 SELECTION_EXAMPLES = 128
+REPORT_EXAMPLES = 512
+FIT_KEYS = ("fit", "coefficients", "ridge", "ridge_mode", "seed", "max_examples")
 ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
 REPORT_FORMAT = 1
 
@@ -130,6 +107,7 @@ def calibrate(
     each site is fitted in a pass of its own behind the layers that are already amortised, on the
     activations it will really see.
     """
+    check_replaceable(out)
     source = open_data(data, forward_signature(teacher))
     analysis = analyse(teacher, first_batch(source))
     require_sites(analysis)
@@ -194,6 +172,7 @@ def compile(
     progress: Progress,
 ) -> dict[str, Any]:
     """Select an operator per site, rewrite, verify, write the artefact; returns its manifest."""
+    check_replaceable(out)
     calibration = load_calibration(calibration_path)
     if calibration.teacher != teacher.fingerprint:
         raise InputError(
@@ -281,9 +260,10 @@ def report(
     model: str | None = None,
     weights: str | None = None,
     kwargs: str | None = None,
+    examples: int = REPORT_EXAMPLES,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Fidelity and speed on examples that neither calibration nor selection has seen."""
+    """Fidelity and speed on up to `examples` examples that calibration and selection have not seen."""
     artifact = read_artifact(artifact_path)
     surrounding = _surrounding(artifact, model, weights, kwargs)
     source = open_data(
@@ -293,13 +273,13 @@ def report(
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
     tap = Tap(surrounding, artifact.programs["lossless"])
     outputs, lossless = OutputFidelity(), OutputFidelity()
-    sites = [_SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
-    examples = 0
+    sites = [SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
+    measured = 0
     first: Batch | None = None
     batches = source.batches(
         recipe.batch_size,
         select=lambda content: content not in artifact.seen_hashes,
-        limit=recipe.max_examples,
+        limit=examples,
     )
     for batch in progress.track(batches, "measuring fidelity", None):
         first = first or batch
@@ -309,7 +289,7 @@ def report(
         lossless.update(_comparable(teacher_out), _comparable(lossless_out), batch.labels)
         for site, seen in zip(sites, tensors, strict=True):
             site.update(seen)
-        examples += len(batch)
+        measured += len(batch)
     if first is None:
         raise InputError(
             f"{source.source}: the report needs examples that calibration has not seen",
@@ -317,9 +297,10 @@ def report(
             help="pass other data with --data",
         )
     progress.note("measuring latency")
-    timed = _time_model(runners, first)
+    timed = time_model(runners, first)
     fit_seconds = float(artifact.manifest["fit_seconds"])
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
+    fitted = any(entry["operator"] == "asap" for entry in artifact.manifest["sites"])
     exact = lossless.metrics()
     return {
         "format_version": REPORT_FORMAT,
@@ -327,14 +308,14 @@ def report(
             "source": artifact.manifest["teacher"]["source"],
             "capture": artifact.capture,
             "data": source.source,
-            "examples": examples,
+            "examples": measured,
             "batch": len(first),
             **outputs.metrics(),
             "lossless_max_abs_error": exact["max_abs_error"],
             **timed,
             "fit_seconds": fit_seconds,
             "calibration_order": artifact.manifest["calibration_order"],
-            "break_even_batches": fit_seconds / saved if saved > 0 else None,
+            "break_even_batches": fit_seconds / saved if fitted and saved > 0 else None,
         },
         "sites": [site.result() for site in sites],
         "refused": artifact.manifest["refused"],
@@ -366,10 +347,10 @@ def bench(
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
     _, tensors = Tap(surrounding, artifact.programs["lossless"])(batch)
     progress.note("timing the whole model")
-    whole = _time_model(runners, batch, repeats)
+    whole = time_model(runners, batch, repeats)
     sites = []
     for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites", None)):
-        measured = _time_site(artifact, index, tensors[index], repeats)
+        measured = time_site(artifact, index, tensors[index], repeats)
         sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
     return {
         "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
@@ -446,8 +427,11 @@ def _check_calibration(
     analysis: Analysis, calibration: Calibration, recipe: Recipe, place: str | Path
 ) -> None:
     """What was fitted must be what the recipe asks for, on the convention found now."""
+    with_recipe = Recipe.from_dict(calibration.recipe, where=f"{place}: recipe")
     for site in analysis.sites:
         own, fitted = recipe.for_site(site.name), calibration.sites.get(site.name)
+        then = with_recipe.for_site(site.name)
+        differing = [key for key in FIT_KEYS if getattr(then, key) != getattr(own, key)]
         if not needs_fit(own, site.convention):
             continue
         plan = closure_plan(site.convention, own.closures, own.side)
@@ -464,10 +448,8 @@ def _check_calibration(
                 f"was fitted for {was.closures} closures of the {was.side} dual on "
                 f"{', '.join(fitted.features)}"
             )
-        elif fitted.quality[0].fit != own.fit:
-            problem = f"was fitted with `fit: {fitted.quality[0].fit}`"
-        elif fitted.sharing != own.coefficients and site.heads > 1:
-            problem = f"was fitted with `coefficients: {fitted.sharing}`"
+        elif differing:
+            problem = f"was fitted with `{differing[0]}: {getattr(then, differing[0])}`"
         if problem is not None:
             raise InputError(
                 f"{place}: {site.name} {problem}",
@@ -638,163 +620,3 @@ def _read_recipe(artifact: Artifact) -> Mapping[str, Any]:
 def _comparable(output: Any) -> Any:
     """Without attention maps that were dropped: an empty tensor has nothing to compare."""
     return [tensor for tensor in tensor_outputs(output) if tensor.numel()][:1]
-
-
-def _time_model(
-    runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7
-) -> dict[str, float]:
-    calls: dict[str, Any] = {stage: partial(runner, batch) for stage, runner in runners.items()}
-    times = interleaved_medians(calls, repeats=repeats)
-    return _ratios(times["teacher"], times["lossless"], times["graph"])
-
-
-def _ratios(
-    teacher: Mapping[str, float], lossless: Mapping[str, float], compiled: Mapping[str, float]
-) -> dict[str, float]:
-    loop, better, own = (t["median_ms"] for t in (teacher, lossless, compiled))
-    return {
-        "latency_teacher_ms": loop,
-        "latency_lossless_ms": better,
-        "latency_compiled_ms": own,
-        "speedup": loop / own,
-        "speedup_lossless": loop / better,
-    }
-
-
-def _time_site(
-    artifact: Artifact, index: int, t: SiteTensors, repeats: int
-) -> dict[str, float]:
-    convention = Convention.from_dict(artifact.manifest["sites"][index]["convention"])
-    settings = (
-        convention.score_multiplier, convention.half_steps, convention.first_side == "row",
-        factor_terms(convention.output_factor),
-    )  # fmt: skip
-    graph, local = _graph_of_site(artifact, "graph", index)
-    values = t.k
-    own = site_function(graph, local)
-    functions: dict[str, Any] = {
-        "teacher": lambda: sinkhorn(t.q, t.k, values, t.keep, t.bias, *settings),
-        "lossless": lambda: torch.ops.asapc.sinkhorn(t.q, t.k, values, t.keep, t.bias, *settings),
-    }
-    if artifact.manifest["sites"][index]["operator"] != "sinkhorn":
-        functions["graph"] = lambda: own(t, values)
-    with torch.no_grad():
-        times = interleaved_medians(functions, repeats=repeats)
-    return _ratios(times["teacher"], times["lossless"], times.get("graph", times["lossless"]))
-
-
-def _graph_of_site(artifact: Artifact, stage: Stage, index: int) -> tuple[Any, int]:
-    """The graph that holds the index-th site of the artefact, and its number there."""
-    for program in artifact.programs[stage]:
-        count = len(operator_calls(program.graph))
-        if index < count:
-            return program.graph, index
-        index -= count
-    raise InputError(f"{artifact.folder}: the manifest lists more sites than the programs hold")
-
-
-class _SiteFidelity:
-    """Streams one site's activations through the teacher's loop and its compiled operator."""
-
-    def __init__(self, artifact: Artifact, index: int) -> None:
-        self.entry = artifact.manifest["sites"][index]
-        self.convention = Convention.from_dict(self.entry["convention"])
-        compiled, compiled_index = _graph_of_site(artifact, "graph", index)
-        units = factor_terms(OutputFactor(queries=1))  # rows sum to about 1, whatever the teacher's
-        self.compiled_site = site_function(compiled, compiled_index, units)
-        self.source, self.key = predicted_duals(compiled, compiled_index)
-        self.attention, self.output = AttentionFidelity(), TensorFidelity()
-        self.row_bound = self.contraction = self.stability = 0.0
-
-    def update(self, t: SiteTensors) -> None:
-        with torch.no_grad():
-            teacher, compiled = self._teacher_map(t), self.compiled_site(t, None)
-            self.attention.update(teacher, compiled, t.keep)
-            # The keys stand in for the values, whose distribution does not matter for a ratio.
-            keys = t.k if t.keep is None else t.k.masked_fill(~t.keep[:, None, :, None], 0.0)
-            self.output.update(teacher @ keys, compiled @ keys)
-            scores = score_matrix(
-                t.q.double(), t.k.double(), t.keep,
-                None if t.bias is None else t.bias.double(), self.convention.score_multiplier,
-            )  # fmt: skip
-            self.contraction = max(self.contraction, _largest(contraction_bound(scores, t.keep)))
-            if self.source is not None or self.key is not None:
-                self._certify(t, scores)
-
-    def _teacher_map(self, t: SiteTensors) -> torch.Tensor:
-        """The usual log-domain loop, in attention units: independent of the compiled kernels."""
-        c = self.convention
-        units = factor_terms(OutputFactor(queries=1))
-        first = c.first_side == "row"
-        return sinkhorn_attention(
-            t.q, t.k, t.keep, t.bias, c.score_multiplier, c.half_steps, first, units
-        )
-
-    def _certify(self, t: SiteTensors, scores: torch.Tensor) -> None:
-        plan = closure_plan(self.convention, self.entry["closures"], self.entry["side"])
-        assert plan is not None
-        true = TeacherDuals(t, self.convention).after(plan.half_steps)
-        for predict, dual, keep in ((self.source, true[0], None), (self.key, true[1], t.keep)):
-            if predict is not None:
-                own = predict(t).double()
-                self.stability = max(self.stability, _largest(dual_stability_factor(own, dual, keep)))
-        if self._has_row_bound() and self.source is not None:
-            f_hat = self.source(t).double()
-            _, empty = initial_duals(scores, t.keep)
-            _, g_0 = run_half_steps(scores, f_hat, empty, 1, "column", t.keep)
-            _, g_plus = run_half_steps(scores, f_hat, empty, 3, "column", t.keep)
-            self.row_bound = max(self.row_bound, _largest(row_error_bound(g_plus, g_0)))
-
-    def _has_row_bound(self) -> bool:
-        """The bound is the paper's for a source dual and three closures."""
-        return self.source is not None and self.entry["closures"] == 3
-
-    def result(self) -> dict[str, Any]:
-        metrics: dict[str, Any] = {
-            **self.attention.metrics(),
-            "output_rel_l2": self.output.metrics().get("output_rel_l2"),
-            "contraction_bound": self.contraction,
-        }
-        if self.source is not None or self.key is not None:
-            metrics["dual_stability"] = self.stability
-            metrics["r2"] = self.entry["r2"]
-            metrics["condition_number"] = self.entry["condition_number"]
-            if self._has_row_bound():
-                metrics["row_bound"] = self.row_bound
-        return {
-            "name": self.entry["name"],
-            "operator": self.entry["operator"],
-            "reason": self.entry["reason"],
-            "convention": self.entry["convention"],
-            "side": self.entry["side"],
-            "closures": self.entry["closures"],
-            "rescaled": self.entry["rescaled"],
-            "coefficients": self.entry["coefficients"],
-            "features": self.entry["features"],
-            "fit": self.entry["fit"],
-            "fit_converged": self.entry["fit_converged"],
-            "replay_error": self.entry["replay_error"],
-            "metrics": metrics,
-        }
-
-
-def _largest(values: torch.Tensor) -> float:
-    return float(values.max()) if values.numel() else 0.0
-
-
-def environment() -> dict[str, Any]:
-    return {
-        "asapc": _version(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": "cpu",
-    }
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("asapc")

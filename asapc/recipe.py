@@ -2,7 +2,7 @@
 
     operator: auto            # auto | sinkhorn | asap
     side: key                 # key | source: whose dual is predicted; both: an ablation
-    closures: 2               # at most; the site's convention decides the parity. 0 with side: both
+    closures: 1               # at most; the site's convention decides the parity. 0 with side: both
     features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
     fit: ls                   # ls | kl
     ridge: 1.0e-3
@@ -60,7 +60,7 @@ class Recipe:
 
     operator: Operator = "auto"
     side: RecipeSide = "key"
-    closures: int = 2
+    closures: int = 1
     features: tuple[str, ...] = ("coarse:32",)
     fit: Literal["ls", "kl"] = "ls"
     ridge: float = 1e-3
@@ -79,12 +79,17 @@ class Recipe:
         for pattern, overrides in self.sites.items():
             if fnmatchcase(name, pattern):
                 resolved = replace(resolved, **overrides)
-        if (resolved.side == "both") != (resolved.closures == 0):
-            raise InputError(
-                f"recipe: {name}: `side: both` goes with `closures: 0`, which predicts both duals",
-                got=f"side: {resolved.side}, closures: {resolved.closures}",
-            )
+        resolved.check_side(f"recipe: {name}")
         return resolved
+
+    def check_side(self, where: str) -> None:
+        """InputError unless `side: both` and `closures: 0` stand together, once overrides apply."""
+        if (self.side == "both") != (self.closures == 0):
+            raise InputError(
+                f"{where}: `side: both` goes with `closures: 0`, which predicts both duals",
+                got=f"side: {self.side}, closures: {self.closures}",
+                help="name both keys, or neither",
+            )
 
     def parsed_features(self) -> tuple[Feature, ...]:
         return tuple(Feature.parse(text) for text in self.features)

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from asapc.artifact import Artifact
+from asapc.class_scores import are_probabilities, log_probabilities
 from asapc.data import Batch, DataSource, Split, rows, split_of
 from asapc.errors import InputError
 from asapc.ir import Program
@@ -35,8 +36,6 @@ AFFINE = {
     aten.matmul.default, aten.einsum.default, aten.conv1d.default, aten.conv2d.default,
     aten.convolution.default,
 }  # fmt: skip
-SMALLEST = torch.finfo(torch.float32).tiny  # a probability, before its logarithm is taken
-ROUNDING = 1e-4  # of a sum of probabilities
 _SINCE = "; coefficients trained since"
 
 
@@ -439,23 +438,6 @@ def evaluate(
                 right += int((predicted == part.batch.labels).sum())
     metrics = {"loss": total / count, "prediction_agreement": agreed / count}
     return {**metrics, "accuracy": right / labelled} if labelled else metrics
-
-
-def log_probabilities(scores: Tensor, probabilities: bool) -> Tensor:
-    """[B, classes] log-probabilities in float64; a single column becomes the two classes it decides."""
-    wide = scores.double()
-    if wide.shape[1] == 1:
-        if not probabilities:
-            return torch.nn.functional.logsigmoid(torch.cat([-wide, wide], dim=1))
-        wide = torch.cat([1 - wide, wide], dim=1)
-    return wide.clamp(min=SMALLEST).log() if probabilities else torch.log_softmax(wide, dim=-1)
-
-
-def are_probabilities(scores: Tensor) -> bool:
-    """Whether every row is a distribution, or a single column within [0, 1]."""
-    if not bool(((scores >= 0) & (scores <= 1)).all()):
-        return False
-    return scores.shape[1] == 1 or bool(((scores.double().sum(-1) - 1).abs() < ROUNDING).all())
 
 
 def scores_leaf(output: Any) -> int:

@@ -30,19 +30,20 @@ from torch import Tensor
 
 from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
 from asapc.calibration.teacher import TeacherDuals
-from asapc.data import Batch, DataSource, open_data, split_of
+from asapc.data import Batch, DataSource, Split, open_data, split_of
 from asapc.errors import InputError
 from asapc.features.predictor import Amortised, closure_plan
 from asapc.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
-from asapc.formats.atomic import replace_folder
+from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.load import Teacher
 from asapc.ir import Convention, OutputFactor, Program, SiteTensors
+from asapc.measure import environment
 from asapc.operators.sinkhorn import sinkhorn
 from asapc.passes.analyse import Analysis, Site, analyse
 from asapc.passes.rewrite import amortised_programs, shortened_programs
 from asapc.passes.select import apply_amortised, apply_lossless, predict
 from asapc.passes.verify import tensor_outputs
-from asapc.pipeline import environment, first_batch, forward_signature, require_sites
+from asapc.pipeline import first_batch, forward_signature, require_sites
 from asapc.progress import Progress
 from asapc.recipe import Recipe
 from asapc.runner import Runner, Tap
@@ -52,10 +53,10 @@ from asapc.yaml_file import read_yaml_mapping
 MAP_EXAMPLES = 64  # attention maps are compared on so many examples; outputs on all
 GRID_KEYS = ("features", "side", "closures", "fit", "coefficients", "ridge", "ridge_mode", "max_examples")
 COLUMNS = (
-    "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "examples",
+    "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "ridge_mode", "examples",
     "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "row_err", "col_err", "output_rmse",
     "prediction_agreement", "accuracy_compiled", "accuracy_drop", "site_ms", "predict_ms",
-    "fit_seconds", "r2", "pareto",
+    "fit_seconds", "fit_converged", "r2", "pareto",
 )  # fmt: skip
 
 
@@ -75,12 +76,17 @@ class Row:
             "fit": self.recipe.fit,
             "coefficients": self.recipe.coefficients,
             "ridge": self.recipe.ridge,
+            "ridge_mode": self.recipe.ridge_mode,
         }
 
 
 def load_grid(path: str | Path) -> list[list[Row]]:
     """The blocks of a grid file.  Raises InputError naming the block and the key."""
-    blocks = read_yaml_mapping(path, "grid").get("blocks")
+    document = read_yaml_mapping(path, "grid")
+    blocks = document.get("blocks")
+    unknown = [str(key) for key in document if key != "blocks"]
+    if unknown:
+        raise InputError(f"grid {path}: unknown key {unknown[0]!r}", help="allowed: blocks")
     if not isinstance(blocks, list) or not blocks:
         raise InputError(f"grid {path}: needs `blocks`, a list with at least one entry")
     return [_rows(block, f"grid {path}: block {i}") for i, block in enumerate(blocks, 1)]
@@ -105,7 +111,8 @@ def _rows(block: Any, where: str) -> list[Row]:
     rows = []
     for combination in itertools.product(*choices):
         recipe = Recipe.from_dict({"operator": "asap", **dict(combination)}, where=where)
-        rows.append(Row(recipe.for_site("")))
+        recipe.check_side(where)
+        rows.append(Row(recipe))
     return rows
 
 
@@ -132,11 +139,13 @@ def study(
 
     test: data to measure on; without it, the part of `data` that calibration never sees.
     """
+    check_replaceable(out)
     signature = forward_signature(teacher)
     source = open_data(data, signature)
     analysis = analyse(teacher, first_batch(source), drop_maps=True)
     require_sites(analysis)
-    bench = _Bench(analysis, source, test, signature, max_test_examples, batch_size, progress)
+    most = max((row.recipe.max_examples for block in grid for row in block if row.recipe), default=0)
+    bench = _Bench(analysis, source, test, signature, max_test_examples, most, batch_size, progress)
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     for number, block in enumerate(grid, 1):
@@ -166,6 +175,7 @@ class _Bench:
         test: str | None,
         signature: Any,
         max_test_examples: int,
+        most_fitted: int,
         batch_size: int,
         progress: Progress,
     ) -> None:
@@ -174,7 +184,9 @@ class _Bench:
         self.batch_size = batch_size
         self.progress = progress
         self.tap = Tap(analysis.model, analysis.lifted)
-        self.batches, self.teacher_out, self.seen = self._test(test, signature, max_test_examples)
+        self.batches, self.teacher_out, self.seen = self._test(
+            test, signature, max_test_examples, most_fitted
+        )
         self.examples = sum(len(batch) for batch in self.batches)
         own = OutputFidelity()
         for batch, output in zip(self.batches, self.teacher_out, strict=True):
@@ -185,11 +197,15 @@ class _Bench:
         }
 
     def _test(
-        self, test: str | None, signature: Any, limit: int
+        self, test: str | None, signature: Any, limit: int, most_fitted: int
     ) -> tuple[list[Batch], list[Any], list[list[SiteTensors]]]:
         """Batches, the lossless outputs, and what the sites see on the first MAP_EXAMPLES examples."""
         source = self.source if test is None else open_data(test, signature)
-        select = (lambda content: split_of(content) == "gate") if test is None else None
+        fitted = set() if test is None else self._hashes("calibration", most_fitted)
+
+        def select(content: int) -> bool:
+            return split_of(content) == "gate" if test is None else content not in fitted
+
         batches, outputs, seen, examples = [], [], [], 0
         for batch in self.progress.track(
             source.batches(self.batch_size, select=select, limit=limit), "teacher", None
@@ -203,6 +219,13 @@ class _Bench:
         if not batches:
             raise InputError(f"{source.source}: the study needs examples to measure on", got="none")
         return batches, outputs, seen
+
+    def _hashes(self, split: Split, limit: int) -> set[int]:
+        """Of the examples that a fit of up to `limit` of them would use."""
+        batches = self.source.batches(
+            self.batch_size, select=lambda content: split_of(content) == split, limit=limit
+        )
+        return {content for batch in batches for content in batch.hashes} if limit else set()
 
     def _site_times(self) -> dict[str, float]:
         """Milliseconds a site and batch, mean over sites: the usual loop, lossless, softmax."""
@@ -252,6 +275,8 @@ class _Bench:
             _, tensors = self.tap(batch)
             for site, own in zip(self.analysis.sites, tensors, strict=True):
                 check_finite(site.name, own)
+                for fits in statistics:
+                    fits[site.name].prepare(own)
                 for piece in pieces(own):
                     duals = TeacherDuals(piece, site.convention)
                     for row, fits in zip(rows, statistics, strict=True):

@@ -50,13 +50,22 @@ class SiteStatistics:
         """
         start = time.perf_counter()
         check_finite(self.name, tensors)
+        self.prepare(tensors)
         for piece in pieces(tensors):
             with torch.no_grad():
                 self.add(TeacherDuals(piece, self.convention))
         self.seconds += time.perf_counter() - start
 
+    def prepare(self, tensors: SiteTensors) -> None:
+        """Make slices and pivots from a batch, unless an earlier one has made them."""
+        active = _active_examples(tensors)
+        if len(active):
+            sample = _select(tensors, active)
+            for dual in self.duals:
+                dual.prepare(sample)
+
     def add(self, teacher: TeacherDuals) -> None:
-        """Add one piece of a batch, with the teacher's duals on it."""
+        """Add one piece of a batch, with the teacher's duals on it; after prepare."""
         for dual in self.duals:
             dual.add(teacher)
         if self.plan.side == "both":
@@ -89,7 +98,7 @@ class DualFit:
 
 
 class _DualStatistics:
-    """One predicted dual: its parameters (made from the first piece), normal equations, KL pieces."""
+    """One predicted dual: its parameters (made from the first batch), normal equations, KL pieces."""
 
     def __init__(
         self,
@@ -108,18 +117,18 @@ class _DualStatistics:
         self.parameters: tuple[Tensor | None, ...] | None = None
         self.equations: NormalEquations | None = None
         self.kl: list[KlPiece] = []
+        self.kl_examples = 0
         self._kl_bytes = 0
 
     def prepare(self, tensors: SiteTensors) -> None:
-        """Slices and pivots from a sample of activations; the first batch, unless called before."""
+        if self.parameters is not None:
+            return
         sample = clouds_of(tensors, self.convention.score_multiplier, self.side)
         self.parameters = tuple(f.parameter(sample, self.recipe.seed) for f in self.features)
 
     def add(self, teacher: TeacherDuals) -> None:
         tensors = teacher.tensors
-        if self.parameters is None:
-            self.prepare(tensors)
-            assert self.parameters is not None
+        assert self.parameters is not None
         y = teacher.target(self.budget.half_steps, self.side)
         if not bool(y.isfinite().all()):
             raise InputError(
@@ -155,6 +164,7 @@ class _DualStatistics:
         )
         if self._kl_bytes + size <= KL_BYTES:
             self.kl.append(piece)
+            self.kl_examples += piece.columns.shape[0]
             self._kl_bytes += size
 
     def predictor(self, coefficients: Tensor) -> DualPredictor:
@@ -185,12 +195,14 @@ def check_finite(name: str, tensors: SiteTensors) -> None:
 
 def pieces(tensors: SiteTensors) -> list[SiteTensors]:
     """Examples with an active key, a few at a time so that their score matrices stay in cache."""
-    batch, heads, queries, _ = tensors.q.shape
-    index = torch.arange(batch, device=tensors.q.device)
-    if tensors.keep is not None:
-        index = index[tensors.keep.any(-1)]
+    _, heads, queries, _ = tensors.q.shape
     size = max(1, _PIECE // max(1, heads * queries * tensors.k.shape[2]))
-    return [_select(tensors, part) for part in index.split(size) if len(part)]
+    return [_select(tensors, part) for part in _active_examples(tensors).split(size) if len(part)]
+
+
+def _active_examples(tensors: SiteTensors) -> Tensor:
+    index = torch.arange(tensors.q.shape[0], device=tensors.q.device)
+    return index if tensors.keep is None else index[tensors.keep.any(-1)]
 
 
 def _select(tensors: SiteTensors, index: Tensor) -> SiteTensors:
@@ -277,6 +289,7 @@ def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, sta
         iterations=kl.iterations,
         gradient_norm=kl.gradient_norm,
         converged=kl.converged,
+        kl_examples=sum(dual.kl_examples for dual in duals),
     )
     return DualFit(kl.coefficients, quality)
 

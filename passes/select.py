@@ -23,7 +23,7 @@ from asapc.timing import interleaved_medians
 
 # A closure costs about a half-step: with so few of them the lossless loop is already as cheap.
 FEW_HALF_STEPS = 5
-WORTHWHILE = 0.9  # ASAP must take at most this share of the lossless time to be picked
+WORTHWHILE = 1.1  # an approximation must be this much faster than the exact loop to be picked
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ def choose(
         repeats=7,
     )
     lossless, asap = times["lossless"]["median_ms"], times["asap"]["median_ms"]
-    if asap > WORTHWHILE * lossless:
+    if lossless < WORTHWHILE * asap:
         return Choice(
             "sinkhorn",
-            f"asap takes {asap:.3g} ms here, the lossless loop {lossless:.3g} ms",
+            f"asap is {lossless / asap:.2f} x as fast as the lossless loop ({asap:.3g} and "
+            f"{lossless:.3g} ms), less than the {WORTHWHILE:g} x that an approximation must gain",
             None, error, lossless, asap,
         )
     return Choice(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import asapc
 import asapc.operators
-from asapc import refresh
+from asapc import class_scores, refresh
 from asapc.artifact import read_artifact
 from asapc.cli import main
 from asapc.data import open_data, split_of
@@ -378,16 +378,16 @@ def test_coefficients_are_found_site_by_site() -> None:
 
 def test_log_probabilities_of_logits_probabilities_and_single_columns() -> None:
     logits = torch.randn(6, 4, dtype=torch.float64)
-    assert not refresh.are_probabilities(logits)
+    assert not class_scores.are_probabilities(logits)
     exact = logits.log_softmax(-1)
-    assert refresh.are_probabilities(exact.exp())
+    assert class_scores.are_probabilities(exact.exp())
     for scores, probabilities in ((logits, False), (exact.exp(), True)):
-        own = refresh.log_probabilities(scores, probabilities)
+        own = class_scores.log_probabilities(scores, probabilities)
         assert torch.allclose(own, exact, rtol=0, atol=1e-12)
-    one = refresh.log_probabilities(logits[:, :1], False)
-    assert torch.allclose(one, refresh.log_probabilities(logits[:, :1].sigmoid(), True), atol=1e-12)
+    one = class_scores.log_probabilities(logits[:, :1], False)
+    assert torch.allclose(one, class_scores.log_probabilities(logits[:, :1].sigmoid(), True), atol=1e-12)
     zero = torch.tensor([[0.0, 1.0]], requires_grad=True)
-    loss = refresh.log_probabilities(zero, True)[0, 0]
+    loss = class_scores.log_probabilities(zero, True)[0, 0]
     loss.backward()
     assert math.isfinite(float(loss.detach()))
     assert zero.grad is not None and bool(zero.grad.isfinite().all())

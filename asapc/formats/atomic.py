@@ -28,10 +28,8 @@ def replace_folder(target: str | Path) -> Iterator[Path]:
     stays untouched. Raises InputError if the disk is read-only or full, or if `target` is a file or
     a folder with content that asapc did not write.
     """
-    final = Path(target).absolute()
-    if final.is_symlink():
-        final = final.resolve()
-    _check_replaceable(final)
+    final = _resolved(target)
+    check_replaceable(final)
     suffix = secrets.token_hex(4)
     partial = final.parent / f".{final.name}.{suffix}.partial"
     previous = final.parent / f".{final.name}.{suffix}.previous"
@@ -54,7 +52,9 @@ def replace_folder(target: str | Path) -> Iterator[Path]:
             shutil.rmtree(previous, ignore_errors=True)
 
 
-def _check_replaceable(final: Path) -> None:
+def check_replaceable(target: str | Path) -> None:
+    """Raises InputError if replace_folder would refuse `target`: to be asked before long work."""
+    final = _resolved(target)
     try:
         if not final.exists():
             return
@@ -71,6 +71,11 @@ def _check_replaceable(final: Path) -> None:
             got=f"a folder holding {sorted(names)[0]!r}",
             help="choose a new or empty output folder",
         )
+
+
+def _resolved(target: str | Path) -> Path:
+    final = Path(target).absolute()
+    return final.resolve() if final.is_symlink() else final
 
 
 def _swap(partial: Path, final: Path, previous: Path) -> None:

@@ -37,6 +37,7 @@ class FitQuality:
 
     fit: "ls" or "kl".  condition_number: of the normal equations, may be inf.  iterations,
     gradient_norm (mean over regression rows) and converged: of the KL fit, empty for "ls".
+    kl_examples: how many examples the KL fit has kept; the others enter only its starting point.
     """
 
     fit: str
@@ -45,6 +46,7 @@ class FitQuality:
     iterations: tuple[int, ...] = ()
     gradient_norm: tuple[float, ...] = ()
     converged: tuple[bool, ...] = ()
+    kl_examples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,7 @@ def _quality(dual: Mapping[str, Any]) -> FitQuality:
         iterations=tuple(int(x) for x in dual["iterations"]),
         gradient_norm=tuple(float(x) for x in dual["gradient_norm"]),
         converged=tuple(bool(x) for x in dual["converged"]),
+        kl_examples=None if dual["kl_examples"] is None else int(dual["kl_examples"]),
     )
 
 
@@ -272,7 +275,7 @@ def fit_facts(fitted: SiteCalibration | None) -> dict[str, Any]:
     """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
     if fitted is None:
         names = ("side", "closures", "rescaled", "features", "fit", "coefficients", "r2",
-                 "condition_number", "fit_converged", "examples")  # fmt: skip
+                 "condition_number", "fit_converged", "kl_examples", "examples")  # fmt: skip
         return dict.fromkeys(names)
     conditions = [c for quality in fitted.quality for c in quality.condition_number]
     finite = [c for c in conditions if c < float("inf")]
@@ -288,5 +291,6 @@ def fit_facts(fitted: SiteCalibration | None) -> dict[str, Any]:
         "r2": min(r2 for quality in fitted.quality for r2 in quality.r2),
         "condition_number": max(finite) if finite else None,
         "fit_converged": all(converged) if converged else None,
+        "kl_examples": fitted.quality[0].kl_examples,
         "examples": fitted.examples,
     }

@@ -29,7 +29,6 @@ def key_closure(
 ) -> Tensor:
     """Arguments and result as operators.asap.asap with closures = 1; half precision runs in float32."""
     wide_q, wide_k, wide_v = widen(q), widen(k), widen(v)
-    assert wide_q is not None and wide_k is not None and wide_v is not None
     dtype = torch.promote_types(wide_q.dtype, wide_v.dtype)
     mask = target_dual.to(dtype)[:, :, None, :]
     dead = None

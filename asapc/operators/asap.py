@@ -23,7 +23,6 @@ from asapc.features import Feature, coarse, predict_dual
 from asapc.features.clouds import Budget, Clouds, PredictedSide, clouds_of
 from asapc.ir import Side, SiteTensors
 from asapc.operators.sinkhorn import (
-    _wide,
     attention_map,
     initial_duals,
     run_half_steps,
@@ -50,7 +49,7 @@ def asap_attention(
     Raises ValueError on any other combination.
     """
     first_side = first_closure(source_dual, target_dual, closures)
-    scores = score_matrix(_wide(q), _wide(k), keep, widen(bias), score_multiplier)
+    scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
     f, g = initial_duals(scores, keep)
     if source_dual is not None:
         f = source_dual.to(scores.dtype)
@@ -76,10 +75,10 @@ def asap(
 ) -> Tensor:
     """A v for the ASAP attention map A: [B, H, N, E] in v's dtype.  Arguments as asap_attention."""
     attention = asap_attention(
-        _wide(q), _wide(k), keep, bias, source_dual, target_dual,
+        widen(q), widen(k), keep, bias, source_dual, target_dual,
         score_multiplier, closures, output_factor,
     )  # fmt: skip
-    return (attention @ _wide(v)).to(v.dtype)
+    return (attention @ widen(v)).to(v.dtype)
 
 
 def first_closure(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -94,6 +95,10 @@ def attention_map(
     return plan * (factor.to(plan.dtype) if isinstance(factor, Tensor) else factor)
 
 
+@overload
+def widen(tensor: Tensor) -> Tensor: ...
+@overload
+def widen(tensor: None) -> None: ...
 def widen(tensor: Tensor | None) -> Tensor | None:
     """Half precision is accumulated in float32; float32 and float64 stay."""
     if tensor is None or tensor.dtype in (torch.float32, torch.float64, torch.bool):
@@ -112,7 +117,7 @@ def sinkhorn_attention(
     output_factor: Sequence[float],
 ) -> Tensor:
     """Dense attention map of the finite loop, [B, H, N, M] in q's dtype."""
-    scores = score_matrix(_wide(q), _wide(k), keep, widen(bias), score_multiplier)
+    scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
     side: Side = "row" if rows_first else "column"
     f, g = finite_duals(scores, half_steps, side, keep)
     return attention_map(scores, f, g, output_factor, keep).to(q.dtype)
@@ -134,13 +139,7 @@ def sinkhorn(
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys;
     bias: broadcastable to [B, H, N, M] and already divided by epsilon.
     """
-    scores = score_matrix(_wide(q), _wide(k), keep, widen(bias), score_multiplier)
+    scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
     side: Side = "row" if rows_first else "column"
     f, g = finite_duals(scores, half_steps, side, keep)
-    return (attention_map(scores, f, g, output_factor, keep) @ _wide(v)).to(v.dtype)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    wide = widen(tensor)
-    assert wide is not None
-    return wide
+    return (attention_map(scores, f, g, output_factor, keep) @ widen(v)).to(v.dtype)

@@ -29,7 +29,7 @@ class Table:
 MODEL_LABELS = {
     "source": "model",
     "capture": "capture",
-    "examples": "examples (gate split)",
+    "examples": "examples, unseen in the fit",
     "batch": "batch size",
     "output_rmse": "output RMSE",
     "output_rel_l2": "output relative l2",
@@ -46,6 +46,12 @@ MODEL_LABELS = {
     "speedup": "speedup, compiled",
     "fit_seconds": "fit (s)",
     "break_even_batches": "batches until the fit has paid",
+    "lossless_max_abs_error": "largest output difference, lossless",
+    "calibration_order": "calibration order",
+    "map_examples": "examples, attention compared",
+    "usual_loop_ms": "site: usual loop (ms)",
+    "lossless_ms": "site: lossless (ms)",
+    "softmax_ms": "site: softmax attention (ms)",
 }
 SITE_LABELS = {
     "attention_rel_l2": "attention l2",
@@ -98,7 +104,7 @@ def number(value: Any, *, digits: int = 3) -> str:
 
 
 def convention_text(convention: Mapping[str, Any] | None) -> str:
-    """One line: "T=20 rows first, columns last, S=0.25 q k', factor M, key mask"."""
+    """One line: "T=20, row first, column last, scale 0.250, factor M, key mask"."""
     if not convention:
         return "-"
     parts = [
@@ -214,7 +220,8 @@ def fit_text(site: Mapping[str, Any]) -> str:
     if not site.get("fit"):
         return ""
     doubt = " NOT CONVERGED" if site.get("fit_converged") is False else ""
-    return f"{site['fit']} {site.get('coefficients')}{doubt}"
+    kept = f" on {site['kl_examples']} examples" if site.get("kl_examples") else ""
+    return f"{site['fit']} {site.get('coefficients')}{kept}{doubt}"
 
 
 def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
@@ -288,7 +295,7 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
     baseline.update({name: result.get(name) for name in shown})
     rows = sorted(_list(result, "rows"), key=lambda row: float(row["attention_rel_l2"]))
     columns = (
-        "", "features", "side", "closures|", "fit", "shared", "examples|", "attention l2|",
+        "", "features", "side", "closures|", "fit", "shared", "ridge|", "examples|", "attention l2|",
         "worst|", "plan KL|", "output RMSE|", "agreement|", "accuracy|", "site ms|", "predict ms|",
         "fit s|",
     )  # fmt: skip
@@ -304,6 +311,7 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
             number(row.get("closures")) + (" rescaled" if row.get("rescaled") else ""),
             str(row.get("fit") or "-"),
             str(row.get("coefficients") or "-"),
+            number(row.get("ridge")) + (" direct" if row.get("ridge_mode") == "direct" else ""),
             number(row.get("examples")),
             *(_share(row.get(k)) if k in SHARES else number(row.get(k)) for k in keys),
         )

@@ -1,0 +1,196 @@
+"""What report and bench measure on an artefact: fidelity of every site, run times, the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from asapc.artifact import Artifact, Stage
+from asapc.calibration.teacher import TeacherDuals
+from asapc.data import Batch
+from asapc.errors import InputError
+from asapc.features.predictor import closure_plan
+from asapc.fidelity import (
+    AttentionFidelity,
+    TensorFidelity,
+    contraction_bound,
+    dual_stability_factor,
+    row_error_bound,
+)
+from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.operators.sinkhorn import (
+    factor_terms,
+    initial_duals,
+    run_half_steps,
+    score_matrix,
+    sinkhorn,
+    sinkhorn_attention,
+)
+from asapc.passes.rewrite import operator_calls, predicted_duals, site_function
+from asapc.runner import Runner
+from asapc.timing import interleaved_medians
+
+
+def time_model(
+    runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7
+) -> dict[str, float]:
+    calls: dict[str, Any] = {stage: partial(runner, batch) for stage, runner in runners.items()}
+    times = interleaved_medians(calls, repeats=repeats)
+    return _ratios(times["teacher"], times["lossless"], times["graph"])
+
+
+def _ratios(
+    teacher: Mapping[str, float], lossless: Mapping[str, float], compiled: Mapping[str, float]
+) -> dict[str, float]:
+    loop, better, own = (t["median_ms"] for t in (teacher, lossless, compiled))
+    return {
+        "latency_teacher_ms": loop,
+        "latency_lossless_ms": better,
+        "latency_compiled_ms": own,
+        "speedup": loop / own,
+        "speedup_lossless": loop / better,
+    }
+
+
+def time_site(
+    artifact: Artifact, index: int, t: SiteTensors, repeats: int
+) -> dict[str, float]:
+    convention = Convention.from_dict(artifact.manifest["sites"][index]["convention"])
+    settings = (
+        convention.score_multiplier, convention.half_steps, convention.first_side == "row",
+        factor_terms(convention.output_factor),
+    )  # fmt: skip
+    graph, local = _graph_of_site(artifact, "graph", index)
+    values = t.k
+    own = site_function(graph, local)
+    functions: dict[str, Any] = {
+        "teacher": lambda: sinkhorn(t.q, t.k, values, t.keep, t.bias, *settings),
+        "lossless": lambda: torch.ops.asapc.sinkhorn(t.q, t.k, values, t.keep, t.bias, *settings),
+    }
+    if artifact.manifest["sites"][index]["operator"] != "sinkhorn":
+        functions["graph"] = lambda: own(t, values)
+    with torch.no_grad():
+        times = interleaved_medians(functions, repeats=repeats)
+    return _ratios(times["teacher"], times["lossless"], times.get("graph", times["lossless"]))
+
+
+def _graph_of_site(artifact: Artifact, stage: Stage, index: int) -> tuple[Any, int]:
+    """The graph that holds the index-th site of the artefact, and its number there."""
+    for program in artifact.programs[stage]:
+        count = len(operator_calls(program.graph))
+        if index < count:
+            return program.graph, index
+        index -= count
+    raise InputError(f"{artifact.folder}: the manifest lists more sites than the programs hold")
+
+
+class SiteFidelity:
+    """Streams one site's activations through the teacher's loop and its compiled operator."""
+
+    def __init__(self, artifact: Artifact, index: int) -> None:
+        self.entry = artifact.manifest["sites"][index]
+        self.convention = Convention.from_dict(self.entry["convention"])
+        compiled, compiled_index = _graph_of_site(artifact, "graph", index)
+        units = factor_terms(OutputFactor(queries=1))  # rows sum to about 1, whatever the teacher's
+        self.compiled_site = site_function(compiled, compiled_index, units)
+        self.source, self.key = predicted_duals(compiled, compiled_index)
+        self.attention, self.output = AttentionFidelity(), TensorFidelity()
+        self.row_bound = self.contraction = self.stability = 0.0
+
+    def update(self, t: SiteTensors) -> None:
+        with torch.no_grad():
+            teacher, compiled = self._teacher_map(t), self.compiled_site(t, None)
+            self.attention.update(teacher, compiled, t.keep)
+            # The keys stand in for the values, whose distribution does not matter for a ratio.
+            keys = t.k if t.keep is None else t.k.masked_fill(~t.keep[:, None, :, None], 0.0)
+            self.output.update(teacher @ keys, compiled @ keys)
+            scores = score_matrix(
+                t.q.double(), t.k.double(), t.keep,
+                None if t.bias is None else t.bias.double(), self.convention.score_multiplier,
+            )  # fmt: skip
+            self.contraction = max(self.contraction, _largest(contraction_bound(scores, t.keep)))
+            if self.source is not None or self.key is not None:
+                self._certify(t, scores)
+
+    def _teacher_map(self, t: SiteTensors) -> torch.Tensor:
+        """The usual log-domain loop, in attention units: independent of the compiled kernels."""
+        c = self.convention
+        units = factor_terms(OutputFactor(queries=1))
+        first = c.first_side == "row"
+        return sinkhorn_attention(
+            t.q, t.k, t.keep, t.bias, c.score_multiplier, c.half_steps, first, units
+        )
+
+    def _certify(self, t: SiteTensors, scores: torch.Tensor) -> None:
+        plan = closure_plan(self.convention, self.entry["closures"], self.entry["side"])
+        assert plan is not None
+        true = TeacherDuals(t, self.convention).after(plan.half_steps)
+        for predict, dual, keep in ((self.source, true[0], None), (self.key, true[1], t.keep)):
+            if predict is not None:
+                own = predict(t).double()
+                self.stability = max(self.stability, _largest(dual_stability_factor(own, dual, keep)))
+        if self._has_row_bound() and self.source is not None:
+            f_hat = self.source(t).double()
+            _, empty = initial_duals(scores, t.keep)
+            _, g_0 = run_half_steps(scores, f_hat, empty, 1, "column", t.keep)
+            _, g_plus = run_half_steps(scores, f_hat, empty, 3, "column", t.keep)
+            self.row_bound = max(self.row_bound, _largest(row_error_bound(g_plus, g_0)))
+
+    def _has_row_bound(self) -> bool:
+        """The bound is the paper's for a source dual and three closures."""
+        return self.source is not None and self.entry["closures"] == 3
+
+    def result(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = {
+            **self.attention.metrics(),
+            "output_rel_l2": self.output.metrics().get("output_rel_l2"),
+            "contraction_bound": self.contraction,
+        }
+        if self.source is not None or self.key is not None:
+            metrics["dual_stability"] = self.stability
+            metrics["r2"] = self.entry["r2"]
+            metrics["condition_number"] = self.entry["condition_number"]
+            if self._has_row_bound():
+                metrics["row_bound"] = self.row_bound
+        return {
+            "name": self.entry["name"],
+            "operator": self.entry["operator"],
+            "reason": self.entry["reason"],
+            "convention": self.entry["convention"],
+            "side": self.entry["side"],
+            "closures": self.entry["closures"],
+            "rescaled": self.entry["rescaled"],
+            "coefficients": self.entry["coefficients"],
+            "features": self.entry["features"],
+            "fit": self.entry["fit"],
+            "fit_converged": self.entry["fit_converged"],
+            "replay_error": self.entry["replay_error"],
+            "metrics": metrics,
+        }
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "asapc": _version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": "cpu",
+    }
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("asapc")
