@@ -16,7 +16,7 @@ from gpu_env import DEVICE
 
 triton = pytest.importorskip("triton")
 
-from asapc.kernels.gpu import half_step  # noqa: E402
+from asapc.kernels.gpu import apply, half_step  # noqa: E402
 from asapc.operators import closures  # noqa: E402
 from asapc.operators import sinkhorn as meaning  # noqa: E402
 
@@ -142,3 +142,47 @@ def test_half_steps(name: str, start: bool) -> None:
 def test_half_steps_of_nothing(shape: tuple[int, ...]) -> None:
     q, k, _, keep, bias = Case(shape).given()
     assert half_step.close_rows(q, k, keep, bias, None, SCALE).shape == q.shape[:3]
+
+
+def factors(case: Case) -> list[float]:
+    """N P; divided by the active keys where there is a mask."""
+    return [1.0, 1.0, 0.0, 0.0] if case.keep is None else [0.5, 0.0, 2.0, -1.0]
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the kernels round to `dtype`; Triton's interpreter cuts bfloat16 off instead."""
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        tensor = (tensor.float().view(torch.int32) & -65536).view(torch.float32)
+    return tensor.to(dtype)
+
+
+def plan_times_v(case: Case, f: Tensor, g: Tensor) -> Tensor:
+    """The meaning's output from f and g; in float32 as a half-precision product has it."""
+    plan = meaning.attention_map(case.scores(f.dtype), f, g, factors(case), case.keep)
+    if f.dtype == torch.float64 or case.v.dtype == torch.float32:
+        return plan @ case.v.to(f.dtype)
+    largest = plan.amax(-1, keepdim=True).clamp(min=1e-30)
+    return rounded(
+        (rounded(plan / largest, case.v.dtype).float() @ case.v.float()) * largest, case.v.dtype
+    )
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closes rows", "given f"])
+@pytest.mark.parametrize("name", CASES)
+def test_attend(name: str, closes: bool) -> None:
+    case = Case(**CASES[name])
+    q, k, v, keep, bias = case.given()
+    results = []
+    f, g = None, case.dual("key")
+    if not closes:  # duals of a loop's end: the plan they give has columns of mass 1 / M
+        f = case.dual("source")
+        g = half_step.close_columns(q, k, keep, bias, f, SCALE)
+    for dtype in (torch.float64, torch.float32):
+        scores = case.scores(dtype)
+        own_f, own_g = case.starts(dtype, True, True)
+        first = "row" if closes else "column"
+        own_f, own_g = meaning.run_half_steps(scores, own_f, own_g, 1, first, case.keep)
+        results.append(plan_times_v(case, own_f, own_g))
+    own = apply.attend(q, k, v, keep, bias, f, g, SCALE, factors(case))
+    assert own.dtype == v.dtype
+    assert_honest(own, *results)

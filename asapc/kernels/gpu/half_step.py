@@ -17,7 +17,6 @@ from torch import Tensor
 
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
-    LN_2,
     Tile,
     block_of,
     finite_or_zero,
@@ -93,8 +92,8 @@ def _close(
         x, y, keep, bias, dual, out,
         heads, count_x, y.shape[2], dim,
         *x.stride(), *y.stride(), *strides_of(keep, 2), *strides_of(bias, 4), *strides_of(dual, 3),
-        score_multiplier * math.log2(math.e),
-        -math.log2(count_x),
+        score_multiplier,
+        -math.log(count_x),
         HAS_KEEP=keep is not None,
         KEEP_ON_X=keep_on_x,
         HAS_BIAS=bias is not None,
@@ -141,7 +140,7 @@ def _half_step(
     stride_dual_h: tl.tensor,
     stride_dual_n: tl.tensor,
     scale: float,
-    log2_mass: float,
+    log_mass: float,
     HAS_KEEP: tl.constexpr,
     KEEP_ON_X: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -189,9 +188,9 @@ def _half_step(
         logits = tl.where(m_y[None, :], logits, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(logits, 1))
         shift = finite_or_zero(new_maximum)
-        total = total * tl.exp2(maximum - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+        total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(logits - shift[:, None]), 1)
         maximum = new_maximum
-    result = (log2_mass - maximum - tl.log2(total)) * LN_2
+    result = log_mass - maximum - tl.log(total)
     if KEEP_ON_X:
         result = tl.where(m_x, result, float("-inf"))
     else:

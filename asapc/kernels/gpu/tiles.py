@@ -1,13 +1,15 @@
 """What the attention kernels share: how a tile of scores is formed, and how large a tile may be.
 
-Inside a kernel scores and duals are in units of log2, since the hardware exponential is exp2; at
-every interface they are natural logarithms. A point cloud is [B, H, count, dim] of any strides.
+Scores and duals stay natural logarithms inside a kernel. In units of log2 the multiplication that
+precedes the hardware's exp2 would be saved, but exp2 is the narrower pipe, and three conversions of
+a score of 1e3 lose more digits than the whole loop in PyTorch. Clouds are [B, H, count, dim], any
+strides.
 """
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-LN_2 = tl.constexpr(math.log(2.0))
+from asapc.operators.sinkhorn import factor_value
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
@@ -53,6 +54,16 @@ def strides_of(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
 def spread_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """A view [B, H, N, M] of the bias: axes it does not have get stride 0."""
     return None if bias is None else bias.broadcast_to((*q.shape[:3], k.shape[2]))
+
+
+def split_factor(
+    output_factor: Sequence[float], queries: int, keys: int, keep: Tensor | None
+) -> tuple[float, Tensor | None]:
+    """The output factor as one number, or as float32 [B] where it counts active keys."""
+    factor = factor_value(output_factor, queries, keys, keep)
+    if isinstance(factor, Tensor):
+        return 1.0, factor.reshape(-1).float()
+    return factor, None
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor | None, bias: Tensor | None) -> str | None:
@@ -127,7 +138,7 @@ def score_tile(
     BLOCK_D: tl.constexpr,
     CHUNKED: tl.constexpr,
 ) -> tl.tensor:
-    """scale x.y + log2(e) bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet.
+    """scale x.y + bias: [BLOCK_X, BLOCK_Y] float32, nothing masked yet.
 
     b_x: the features of o_x [BLOCK_X, BLOCK_D]; where they are CHUNKED, BLOCK_D at a time are read.
     """
@@ -145,7 +156,7 @@ def score_tile(
     if HAS_BIAS:
         places = p_bias + o_x[:, None] * stride_bias_x + o_y[None, :] * stride_bias_y
         bias = tl.load(places, mask=m_x[:, None] & m_y[None, :], other=0.0)
-        scores += bias.to(tl.float32) * LOG2_E
+        scores += bias.to(tl.float32)
     return scores
 
 
@@ -157,8 +168,8 @@ def load_keep(p_keep: tl.tensor, o_x: tl.tensor, m_x: tl.tensor, stride: tl.tens
 
 @triton.jit
 def load_dual(p_dual: tl.tensor, o_x: tl.tensor, m_x: tl.tensor, stride: tl.tensor) -> tl.tensor:
-    """A dual of the points o_x [BLOCK_X] in log2 units, 0 where masked."""
-    return tl.load(p_dual + o_x * stride, mask=m_x, other=0.0).to(tl.float32) * LOG2_E
+    """A dual of the points o_x [BLOCK_X], 0 where masked."""
+    return tl.load(p_dual + o_x * stride, mask=m_x, other=0.0).to(tl.float32)
 
 
 @triton.jit
