@@ -157,6 +157,8 @@ def test_report_measures_and_gates(
     assert written["sites"][0]["name"] == site["name"]
     assert "layers.0.mha" in (compiled / "report.md").read_text()
 
+    assert run_json(capsys, "report", compiled, "--examples", 5)["model"]["examples"] == 5
+
     gates = work / "gates.yaml"
     gates.write_text(json.dumps({"attention_rel_l2": {"max": 1e-9}, "row_err": {"max": 10}}))
     assert run("report", compiled, "--gate", gates, "--quiet") == EXIT_GATE_FAILED
@@ -408,6 +410,25 @@ def test_compile_with_a_recipe_that_was_not_fitted(
     arguments = ("compile", work / "teacher", "--calibration", work / "calib", "-o",
                  tmp_path / "o", "--recipe", recipe)  # fmt: skip
     expect(capsys, EXIT_BAD_INPUT, arguments, "was fitted for", "asapc calibrate")
+    recipe.write_text(ASAP + "ridge: 1.0e+6\n")
+    expect(capsys, EXIT_BAD_INPUT, arguments, "was fitted with `ridge: 0.001`", "asapc calibrate")
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    data = tmp_path / "not_there.npz"  # would be the error if it were looked for
+    for command in ("calibrate", "study"):
+        extra = ("--grid", write_grid(tmp_path)) if command == "study" else ()
+        arguments = (command, work / "teacher", "--data", data, "-o", tmp_path / "mine", *extra)
+        expect(capsys, EXIT_BAD_INPUT, arguments, "replaces only folders that it wrote")
+
+
+def write_grid(folder: Path) -> Path:
+    (folder / "grid.yaml").write_text("blocks: [{half_steps: 3}]\n")
+    return folder / "grid.yaml"
 
 
 def test_fewer_examples_than_coefficients(

@@ -62,7 +62,8 @@ def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
         ("blocks: [{half_steps: 0}]", "half_steps"),
         ("blocks: [{half_steps: 3, closures: 1}]", "half_steps"),
         ("blocks: [{features: [nonsense]}]", "nonsense"),
-        ("blocks: [{side: both, closures: 2}]", "both"),
+        ("blocks: [{side: both, closures: 2}]", "block 1: `side: both`"),
+        ("seed: 3\nblocks: [{half_steps: 3}]", "unknown key 'seed'"),
     ],
 )
 def test_a_bad_grid_names_the_place(tmp_path: Path, text: str, named: str) -> None:
@@ -156,14 +157,16 @@ def test_the_table_holds_every_row_sorted_by_error(work: Path, result: dict[str,
 
 
 def test_measuring_on_other_data(work: Path, tmp_path: Path) -> None:
-    grid = write(tmp_path / "grid.yaml", "blocks: [{half_steps: 2}]")
+    """None of the examples that a fit may use is measured on, also where the files are the same."""
+    text = "blocks: [{half_steps: 2}, {features: [norm], max_examples: 64}]"
+    grid = write(tmp_path / "grid.yaml", text)
     code = main(
         ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--test",
          str(work / "data.npz"), "--grid", str(grid), "-o", str(tmp_path / "out"), "--quiet",
-         "--examples", "40"]
+         "--examples", "999"]
     )  # fmt: skip
     assert code == 0
-    assert json.loads((tmp_path / "out" / "study.json").read_text())["examples"] == 40
+    assert json.loads((tmp_path / "out" / "study.json").read_text())["examples"] == 160 - 64
 
 
 def test_an_impossible_combination_is_refused_before_any_work(
