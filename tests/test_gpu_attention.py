@@ -16,7 +16,8 @@ from gpu_env import DEVICE
 
 triton = pytest.importorskip("triton")
 
-from asapc.kernels.gpu import apply, half_step  # noqa: E402
+from asapc.kernels.cpu import Loop  # noqa: E402
+from asapc.kernels.gpu import apply, half_step, resident, sinkhorn  # noqa: E402
 from asapc.operators import closures  # noqa: E402
 from asapc.operators import sinkhorn as meaning  # noqa: E402
 
@@ -186,3 +187,79 @@ def test_attend(name: str, closes: bool) -> None:
     own = apply.attend(q, k, v, keep, bias, f, g, SCALE, factors(case))
     assert own.dtype == v.dtype
     assert_honest(own, *results)
+
+
+LOOPS = {  # half-steps, first side, from a dual
+    "R": (1, "row", True),
+    "C": (1, "column", False),
+    "RC from g": (2, "row", True),
+    "CR": (2, "column", False),
+    "RCR": (3, "row", False),
+    "CRC from f": (3, "column", True),
+    "RCRC": (4, "row", False),
+    "CRCR from f": (4, "column", True),
+    "RCRCR from g": (5, "row", True),
+    "CRCRC": (5, "column", False),
+    "RCRCRC": (6, "row", False),
+    "nothing": (0, "row", True),
+}
+
+
+def assert_loop(case: Case, runner: Any, half_steps: int, first: Any, start: bool) -> None:
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        f, g = case.starts(dtype, start and first == "column", start and first == "row")
+        f, g = meaning.run_half_steps(case.scores(dtype), f, g, half_steps, first, case.keep)
+        results.append(plan_times_v(case, f, g))
+    dual = case.dual("key" if first == "row" else "source") if start else None
+    own = runner(*case.given(), dual, Loop(SCALE, half_steps, first, factors(case)))
+    assert own.dtype == case.v.dtype
+    assert_honest(own, *results)
+
+
+RUNNERS = {"resident": resident.resident_loop, "streaming": sinkhorn.streaming_loop}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(name: str, runner: str) -> None:
+    assert_loop(Case((1, 2, 20, 17, 8, 8), masked=True), RUNNERS[runner], *LOOPS[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resident_loop_on_hostile_inputs(name: str) -> None:
+    assert_loop(Case(**CASES[name]), resident.resident_loop, 3, "row", False)
+    assert_loop(Case(**CASES[name]), resident.resident_loop, 3, "column", True)
+
+
+@pytest.mark.parametrize("name", ["strided half, masked", "bias of heads, masked", "huge", "one key"])
+def test_streaming_loop_on_hostile_inputs(name: str) -> None:
+    assert_loop(Case(**CASES[name]), sinkhorn.streaming_loop, 3, "column", True)
+
+
+def test_heads_beyond_the_limit_are_streamed() -> None:
+    case = Case((1, 1, 5, sinkhorn.RESIDENT_LIMIT + 1, 8, 8))
+    assert_loop(case, sinkhorn.sinkhorn_loop, 2, "column", False)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7, 8, 8), (2, 2, 5, 0, 8, 8), (2, 2, 0, 7, 8, 8)], ids=str)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_loops_of_nothing(runner: str, shape: tuple[int, ...]) -> None:
+    case = Case(shape)
+    for half_steps in (2, 3):
+        loop = Loop(SCALE, half_steps, "row", factors(case))
+        out = RUNNERS[runner](*case.given(), None, loop)
+        assert out.shape == case.q.shape[:3] + case.v.shape[3:]
+        assert float(out.abs().sum()) == 0.0
+
+
+def test_refusals_say_why() -> None:
+    q, k, v, _, _ = Case((1, 1, 4, 4, 8, 8)).given()
+    assert sinkhorn.supported(q, k, v, None) is None
+    assert sinkhorn.supported(q.half(), k, v.bfloat16(), torch.zeros(4, 4)) is None
+    assert "q is torch.float64" in str(sinkhorn.supported(q.double(), k, v, None))
+    assert "bias is torch.float64" in str(sinkhorn.supported(q, k, v, torch.zeros(4, 4).double()))
+    wide = torch.zeros(1, 1, 4, 257)
+    assert "D is 257" in str(sinkhorn.supported(wide, wide, v, None))
+    assert "E is 257" in str(sinkhorn.supported(q, k, wide, None))
+    assert "4 axes" in str(sinkhorn.supported(q[0], k, v, None))

@@ -29,8 +29,8 @@ from asapc.kernels.gpu.tiles import (
     load_rows,
     product,
     score_tile,
-    spread_bias,
     split_factor,
+    spread_bias,
     strides_of,
 )
 

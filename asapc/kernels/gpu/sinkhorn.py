@@ -1,0 +1,64 @@
+"""GPU twin of kernels.cpu.sinkhorn_loop: the finite loop without the N x M scores in memory.
+
+Small heads run in one launch; larger ones stream the tiles once a half-step. A row closure at the
+end is fused with the product by v, so T half-steps cost T passes when the loop ends on rows and
+T + 1 when it ends on columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asapc.kernels.cpu import Loop
+from asapc.kernels.gpu.apply import attend
+from asapc.kernels.gpu.half_step import close_columns, close_rows
+from asapc.kernels.gpu.resident import RESIDENT_LIMIT, fits, resident_loop
+from asapc.kernels.gpu.tiles import supported
+
+__all__ = ["RESIDENT_LIMIT", "sinkhorn_loop", "streaming_loop", "supported"]
+
+
+def sinkhorn_loop(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    dual: Tensor | None,
+    loop: Loop,
+) -> Tensor:
+    """A v [B, H, N, E] in v's dtype.  Where `supported` is None; arguments as kernels.cpu's.
+
+    dual: where the loop starts, None for zero: the source dual [B, H, N] where columns are closed
+    first, the target dual [B, H, M] where rows are.
+    """
+    run = resident_loop if fits(q, k) else streaming_loop
+    return run(q, k, v, keep, bias, dual, loop)
+
+
+def streaming_loop(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    dual: Tensor | None,
+    loop: Loop,
+) -> Tensor:
+    """The same in O(N + M) memory beside the output, for any N and M."""
+    rows_first = loop.first_side == "row"
+    f, g = (None, dual) if rows_first else (dual, None)
+    rows_turn = rows_first
+    closes_rows = loop.half_steps > 0 and rows_first == (loop.half_steps % 2 == 1)
+    for _ in range(loop.half_steps - closes_rows):
+        if rows_turn:
+            f = close_rows(q, k, keep, bias, g, loop.score_multiplier)
+        else:
+            g = close_columns(q, k, keep, bias, f, loop.score_multiplier)
+        rows_turn = not rows_turn
+    if closes_rows:
+        f = None
+    elif f is None:
+        f = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
+    return attend(q, k, v, keep, bias, f, g, loop.score_multiplier, loop.output_factor)
