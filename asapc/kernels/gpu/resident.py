@@ -22,8 +22,8 @@ from asapc.kernels.gpu.tiles import (
     load_rows,
     product,
     score_tile,
-    spread_bias,
     split_factor,
+    spread_bias,
     strides_of,
 )
 
@@ -56,10 +56,11 @@ def resident_loop(
     before = loop.half_steps - closes_rows
     factor, factors = split_factor(loop.output_factor, queries, keys, keep)
     block_x, block_y = block_of(queries, RESIDENT_LIMIT), block_of(keys, RESIDENT_LIMIT)
+    points = block_x * block_y
     half = is_half(q, k)
     block_d = block_of(dim, 128 if half else 32)
     # For sm_90 these compile without spills. A float32 product loads all its rows into registers.
-    block_e = block_of(value_dim, 64 if is_half(v) else (32 if block_x * block_y > 8192 else 16))
+    block_e = block_of(value_dim, 64 if is_half(v) else (32 if points > 8192 else 16))
     _resident[(batch * heads,)](
         q, k, v, keep, bias, dual, factors, out,
         heads, queries, keys, dim, value_dim,
@@ -82,7 +83,7 @@ def resident_loop(
         BLOCK_D=block_d,
         BLOCK_E=block_e,
         CHUNKED=dim > block_d,
-        num_warps=max(1, min(8 if half else 16, block_x * block_y // 1024)),
+        num_warps=max(1, min(8, points // 1024) if half else min(16, points // 512)),
         num_stages=1,
     )  # fmt: skip
     return out
