@@ -11,17 +11,21 @@ log 2 throughout. It is always in the log domain: no host decision, no range it 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
 from asapc.kernels.gpu.launch import keep_arguments, padded
-from asapc.kernels.gpu.tiles import LN_2, LOG2_E
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2.0))
 MAX_PIVOTS = 128
 MAX_DIM = 256
 RESIDENT = 16384  # entries of S that a program holds in registers: 64 a thread
+STREAMED = 8192  # entries of S that it reads at once where it does not
 
 
 def dual_and_mass(
@@ -53,7 +57,7 @@ def dual_and_mass(
     _moments[grid](*y_side, num_y=num_y, **sizes, num_warps=8 if width * deep <= 16384 else 16)
 
     resident = padded(num_x) * width <= RESIDENT
-    block_x = padded(num_x) if resident else max(16, 8192 // width)
+    block_x = padded(num_x) if resident else max(16, STREAMED // width)
     scratch = column if resident else x.new_empty(batch * heads * num_x * (width + 1))
     steps = budget.half_steps
     x_steps = (steps + 1) // 2 if budget.starts_on_x else steps // 2

@@ -1,0 +1,179 @@
+"""Triton twins of operators.asap.dual and dual_and_row_mass.
+
+Families with a kernel run it, the others their plain meaning on the device; `_finish` centres the
+sum and goes to score coordinates in one launch. `supported` says which calls these functions take.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asapc.features import Feature
+from asapc.features.clouds import Budget, Clouds
+from asapc.kernels.gpu import coarse, gaussian, sliced
+from asapc.kernels.gpu.launch import keep_arguments, padded
+from asapc.operators.asap import active_share, clouds_from, feature_list
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# family -> (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred
+Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor]
+CONTRIBUTIONS: dict[str, Contribution] = {
+    "coarse": coarse.contribution,
+    "gaussian": gaussian.contribution,
+    "sliced": sliced.contribution,
+}
+
+
+def supported(q: Tensor, k: Tensor, features: str) -> str | None:
+    """None where dual and dual_and_row_mass can run these inputs, else why not, in one sentence."""
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.dtype not in DTYPES:
+            return f"the GPU kernels compute in float32, and {name} is {tensor.dtype}"
+        if tensor.ndim != 4:
+            return f"the GPU kernels take a {name} of 4 axes, got {tensor.ndim}"
+        if tensor.device != q.device:
+            return f"the GPU kernels take inputs of one device, and {name} is on {tensor.device}"
+        if tensor.shape[2] == 0:
+            return f"the GPU kernels take at least one token, and {name} has none"
+    if q.shape[3] > coarse.MAX_DIM:
+        return f"the GPU kernels hold up to {coarse.MAX_DIM} features of a token, and D is {q.shape[3]}"
+    for feature in map(Feature.parse, features.split()):
+        if feature.family == "coarse" and feature.count > coarse.MAX_PIVOTS:
+            return f"the GPU kernels hold up to {coarse.MAX_PIVOTS} pivots, and {feature} has more"
+    return None
+
+
+def dual(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    coefficients: Tensor,
+    features: str,
+    side: str,
+    score_multiplier: float,
+    half_steps: int,
+    starts_on_x: bool,
+) -> Tensor:
+    """Arguments and result as operators.asap.dual, on `supported` inputs; without gradients."""
+    with torch.no_grad(), torch.cuda.device_of(q):
+        clouds = clouds_from(q, k, keep, bias, score_multiplier, side)
+        listed = list(zip(*feature_list(features, parameters), strict=True))
+        return _predicted(clouds, listed, coefficients, Budget(half_steps, starts_on_x), {})
+
+
+def dual_and_row_mass(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    coefficients: Tensor,
+    features: str,
+    score_multiplier: float,
+    half_steps: int,
+    starts_on_x: bool,
+) -> tuple[Tensor, Tensor]:
+    """As operators.asap.dual_and_row_mass; the coarse loop runs once for both."""
+    with torch.no_grad(), torch.cuda.device_of(q):
+        clouds = clouds_from(q, k, keep, bias, score_multiplier, "key")
+        listed = list(zip(*feature_list(features, parameters), strict=True))
+        budget = Budget(half_steps, starts_on_x)
+        first = next((i for i, (own, _) in enumerate(listed) if own.family == "coarse"), None)
+        if first is None:
+            return _predicted(clouds, listed, coefficients, budget, {}), active_share(clouds)
+        pivots = listed[first][1]
+        assert pivots is not None
+        column, mass = coarse.dual_and_mass(clouds, pivots, budget, want_mass=True)
+        assert mass is not None
+        return _predicted(clouds, listed, coefficients, budget, {first: column}), mass
+
+
+def _predicted(
+    clouds: Clouds,
+    listed: Sequence[tuple[Feature, Tensor | None]],
+    coefficients: Tensor,
+    budget: Budget,
+    known: Mapping[int, Tensor],
+) -> Tensor:
+    """known: features of one column that are there already, [B, H, N] each."""
+    total: Tensor | None = None
+    used = 0
+    for index, (feature, parameter) in enumerate(listed):
+        width = feature.width(clouds)
+        weights = coefficients[:, used : used + width].to(clouds.x.dtype)
+        used += width
+        fast = CONTRIBUTIONS.get(feature.family)
+        if index in known:
+            own = known[index] * weights
+        elif fast is not None:
+            own = fast(clouds, parameter, weights, budget)
+        else:
+            columns = feature.columns(clouds, parameter, budget)
+            own = (columns @ weights[:, :, None])[..., 0]
+        total = own if total is None else total + own
+    return finish(torch.zeros_like(clouds.x[..., 0]) if total is None else total, clouds)
+
+
+def finish(total: Tensor, clouds: Clouds) -> Tensor:
+    """centre(total) - |x|^2 / 2: [B, H, N], a predicted dual in score coordinates."""
+    x = clouds.x
+    batch, heads, num_x, dim = x.shape
+    out = x.new_empty(batch, heads, num_x)
+    if out.numel() == 0:
+        return out
+    deep = padded(dim)
+    _finish[(batch * heads,)](
+        total, *total.stride(), x, *x.stride(), *keep_arguments(clouds.x_keep, x),
+        out, num_x, dim, heads, KEEP=clouds.x_keep is not None, DEEP=deep,
+        BLOCK_ALL=min(1024, padded(num_x)), BLOCK=min(max(16, 4096 // deep), padded(num_x)),
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _finish(
+    p_total, stride_tb, stride_th, stride_tn, p_x, stride_xb, stride_xh, stride_xn, stride_xd,
+    p_keep, stride_kb, stride_kn, p_out, num_x, dim, heads,
+    KEEP: tl.constexpr, DEEP: tl.constexpr, BLOCK_ALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The mean over the points with mass is subtracted from them, the others become 0."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_b, i_h = i_bh // heads, i_bh % heads
+    p_total += i_b * stride_tb + i_h * stride_th
+    p_x += i_b * stride_xb + i_h * stride_xh
+    p_keep += i_b * stride_kb
+    b_sum = tl.zeros([BLOCK_ALL], tl.float32)
+    b_count = tl.zeros([BLOCK_ALL], tl.float32)
+    for start in range(0, num_x, BLOCK_ALL):
+        o_n = start + tl.arange(0, BLOCK_ALL).to(tl.int64)
+        m_n = o_n < num_x
+        if KEEP:
+            m_n = m_n & (tl.load(p_keep + o_n * stride_kn, mask=m_n, other=0) != 0)
+        b_sum += tl.load(p_total + o_n * stride_tn, mask=m_n, other=0.0)
+        b_count += m_n.to(tl.float32)
+    mean = tl.sum(b_sum, 0) / tl.maximum(tl.sum(b_count, 0), 1.0)
+    o_d = tl.arange(0, DEEP)
+    for start in range(0, num_x, BLOCK):
+        o_n = start + tl.arange(0, BLOCK).to(tl.int64)
+        m_n = o_n < num_x
+        b_x = tl.load(
+            p_x + o_n[:, None] * stride_xn + o_d[None, :] * stride_xd,
+            mask=m_n[:, None] & (o_d < dim)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        m_mass = m_n
+        if KEEP:
+            m_mass = m_n & (tl.load(p_keep + o_n * stride_kn, mask=m_n, other=0) != 0)
+        b_own = tl.load(p_total + o_n * stride_tn, mask=m_mass, other=0.0)
+        b_own = tl.where(m_mass, b_own - mean, 0.0)
+        tl.store(p_out + i_bh * num_x + o_n, b_own - tl.sum(b_x * b_x, 1) * 0.5, mask=m_n)

@@ -1,0 +1,261 @@
+"""Triton twins of the predicted duals against their meaning in float64."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_env import DEVICE
+
+triton = pytest.importorskip("triton")
+
+from asapc.features import Feature  # noqa: E402
+from asapc.features.clouds import Budget, Clouds  # noqa: E402
+from asapc.features.gaussian import brenier_potential  # noqa: E402
+from asapc.kernels.gpu import coarse, dual, gaussian, sliced  # noqa: E402
+from asapc.operators import asap as meaning  # noqa: E402
+
+ALL = "coarse:5 gaussian sliced:3"
+
+
+def points(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def parameters_of(features: str, heads: int, dim: int, seed: int = 7) -> list[Tensor]:
+    made = []
+    for name, _, count in (own.partition(":") for own in features.split()):
+        if name == "coarse":
+            made.append(points(heads, int(count), dim, seed=seed))
+        elif name in ("sliced", "rank_displacement"):
+            made.append(torch.nn.functional.normalize(points(int(count), dim, seed=seed), dim=-1))
+    return made
+
+
+def width_of(features: str, dim: int) -> int:
+    fixed = {"coarse": 1, "gaussian": 3, "raw": dim, "norm": 1, "lse": 1, "active": 1}
+    named = (own.partition(":") for own in features.split())
+    return sum(fixed[name] if name in fixed else int(count) for name, _, count in named)
+
+
+def double(value: Any) -> Any:
+    if isinstance(value, list):
+        return [double(own) for own in value]
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def assert_honest(
+    q: Tensor,
+    k: Tensor,
+    features: str,
+    keep: Tensor | None = None,
+    bias: Tensor | None = None,
+    parameters: list[Tensor] | None = None,
+    score_multiplier: float = 0.4,
+    half_steps: int = 5,
+    starts_on_x: bool = True,
+    sides: tuple[str, ...] = ("source", "key"),
+    per_head: bool = True,
+) -> None:
+    """Either side's dual and the row masses: at most twice as wrong as the meaning in float32."""
+    heads, dim = q.shape[1], q.shape[3]
+    if parameters is None:
+        parameters = parameters_of(features, heads, dim)
+    weights = points(heads if per_head else 1, width_of(features, dim), seed=3)
+    assert dual.supported(q, k, features) is None
+    head = (q, k, keep, bias, parameters, weights, features)
+    for side in sides:
+        if side == "key":
+            name, tail = "dual_and_row_mass", (score_multiplier, half_steps, starts_on_x)
+        else:
+            name, tail = "dual", (side, score_multiplier, half_steps, starts_on_x)
+        reference = getattr(meaning, name)
+        exact = reference(*map(double, head), *tail)
+        honest = reference(*head, *tail)
+        own = getattr(dual, name)(*head, *tail)
+        if side == "source":
+            exact, honest, own = (exact,), (honest,), (own,)
+        for part, e, h, o in zip((side, "mass"), exact, honest, own, strict=False):
+            assert o.shape == e.shape and o.dtype == torch.float32
+            if not e.numel():
+                continue
+            assert bool(o.isfinite().all())
+            budget = 2 * error(h, e) + 1e-6 * max(1.0, float(e.abs().max()))
+            assert error(o, e) <= budget, (part, error(o, e), budget)
+
+
+def error(own: Tensor, exact: Tensor) -> float:
+    return float((own - exact).abs().max())
+
+
+@pytest.fixture(params=[True, False], ids=["S in registers", "S in memory"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(coarse, "RESIDENT", 0)
+        monkeypatch.setattr(coarse, "STREAMED", 256)  # 16 rows a block
+
+
+@pytest.mark.parametrize("starts_on_x", [True, False], ids=["x first", "y first"])
+@pytest.mark.parametrize("half_steps", range(10))
+def test_coarse_after_any_number_of_half_steps(half_steps: int, starts_on_x: bool) -> None:
+    q, k = points(1, 2, 19, 5), points(1, 2, 13, 5, seed=1)
+    arguments = {"half_steps": half_steps, "starts_on_x": starts_on_x, "sides": ("key",)}
+    assert_honest(q, k, "coarse:4", **arguments)
+
+
+@pytest.mark.parametrize("half_steps", [0, 3, 4], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+def test_coarse_of_several_blocks(half_steps: int, masked: bool, layout: None) -> None:
+    q, k = points(2, 1, 35, 48), points(2, 1, 39, 48, seed=1)
+    keep = torch.arange(39, device=DEVICE) < torch.tensor([[30], [39]], device=DEVICE)
+    mask = keep if masked else None
+    assert_honest(q, k, "coarse:20", mask, half_steps=half_steps, starts_on_x=half_steps != 4)
+
+
+@pytest.mark.parametrize("features", ["coarse:5", "gaussian", "sliced:3"])
+def test_masked_keys_hold_nan(features: str) -> None:
+    """One example open, one with gaps, one with a single key, one with none: self-attention."""
+    q, k = points(4, 1, 9, 5), points(4, 1, 9, 5, seed=1)
+    keep = torch.tensor([[1] * 9, [1, 0, 1, 1, 0, 1, 1, 0, 0], [0] * 8 + [1], [0] * 9], device=DEVICE) > 0
+    k[(~keep)[:, None].expand(4, 1, 9)] = math.nan
+    clean = k.nan_to_num()
+    assert_honest(q, clean, features, keep)
+    arguments = (keep, None, parameters_of(features, 1, 5), points(1, width_of(features, 5)), features)
+    for side in ("source", "key"):
+        settings = (*arguments, side, 0.4, 4, True)
+        torch.testing.assert_close(dual.dual(q, k, *settings), dual.dual(q, clean, *settings))
+
+
+@pytest.mark.parametrize("features", ["coarse:5", "gaussian", "sliced:3"])
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 6), (7, 1), (17, 18)], ids=str)
+def test_lengths(features: str, lengths: tuple[int, int]) -> None:
+    q, k = points(1, 1, lengths[0], 4), points(1, 1, lengths[1], 4, seed=1)
+    assert_honest(q, k, features)
+
+
+def test_masks_of_either_cloud_with_unequal_lengths() -> None:
+    """The clouds an operator call does not make: both masked at once."""
+    x, y = points(2, 1, 9, 5), points(2, 1, 7, 5, seed=1)
+    x_keep = torch.arange(9, device=DEVICE) < torch.tensor([[6], [9]], device=DEVICE)
+    y_keep = torch.arange(7, device=DEVICE) >= torch.tensor([[2], [0]], device=DEVICE)
+    clouds, exact = Clouds(x, y, x_keep, y_keep), Clouds(x.double(), y.double(), x_keep, y_keep)
+    pivots, theta = points(1, 3, 5, seed=2), points(2, 5, seed=3)
+    budget = Budget(4, False)
+    for name, kernel, parameter, weights in (
+        ("coarse", coarse, pivots, [[1.0]]),
+        ("sliced", sliced, theta, [[0.7, -0.4]]),
+        ("gaussian", gaussian, None, [[0.0, 1.0, 0.0]]),
+    ):
+        omega = torch.tensor(weights, device=DEVICE)
+        columns = Feature(name).columns
+        e = exact.centre((columns(exact, double(parameter), budget) @ omega[0].double()[:, None])[..., 0])
+        h = clouds.centre((columns(clouds, parameter, budget) @ omega[0][:, None])[..., 0])
+        own = clouds.centre(kernel.contribution(clouds, parameter, omega, budget))
+        assert error(own, e) <= 2 * error(h, e) + 1e-6 * max(1.0, float(e.abs().max())), name
+
+
+def test_duplicated_tokens_and_pivots() -> None:
+    """Pivots 0 and 2 are one, and so are 1, 3 and 4: they share their points."""
+    q = points(1, 2, 12, 5)[:, :, [0, 0, 1, 2, 2, 2, 3, 4, 5]]
+    k = points(1, 2, 6, 5, seed=1)[:, :, [0] * 7]
+    pivots = points(2, 2, 5, seed=2)[:, [0, 1, 0, 1, 1]]
+    theta = torch.nn.functional.normalize(points(3, 5, seed=4), dim=-1)
+    assert_honest(q, k, ALL, parameters=[pivots, theta])
+
+
+def test_equal_pivots_at_equal_distance_share_a_point() -> None:
+    y = torch.tensor([[1.0, 1.0], [3.0, 0.0], [1.0, -1.0]], device=DEVICE)[None, None]
+    pivots = torch.eye(2, device=DEVICE)[None]
+    x, budget = points(1, 1, 3, 2), Budget(3, True)
+    _, mass = coarse.dual_and_mass(Clouds(x, y), pivots, budget, want_mass=True)
+    _, expected = coarse.dual_and_mass(Clouds(x, y), pivots.flip(1), budget, want_mass=True)
+    torch.testing.assert_close(mass, expected)
+    assert_honest(y, x, "coarse:2", parameters=[pivots], score_multiplier=1.0, sides=("key",))
+
+
+def test_an_empty_cluster() -> None:
+    pivots = torch.cat([points(2, 3, 5), torch.full((2, 2, 5), 1e3, device=DEVICE)], 1)
+    q, k = points(1, 2, 11, 5, seed=1), points(1, 2, 14, 5, seed=2)
+    q, k = q - q.mean(-1, keepdim=True), k - k.mean(-1, keepdim=True)  # nothing points to (1 .. 1)
+    assert_honest(q, k, "coarse:5", parameters=[pivots], half_steps=6, starts_on_x=False)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4), (2, 0, 5, 4)], ids=str)
+def test_empty_batch(shape: tuple[int, ...]) -> None:
+    assert_honest(points(*shape), points(*shape), ALL)
+
+
+@pytest.mark.parametrize("features", ["coarse:5", "gaussian", "sliced:2"])
+def test_huge_scores(features: str) -> None:
+    q, k = points(1, 2, 17, 5) * 30, points(1, 2, 12, 5, seed=1) * 30
+    assert_honest(q, k, features, score_multiplier=1.0, half_steps=9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_widened(dtype: torch.dtype) -> None:
+    q, k = points(1, 1, 9, 5).to(dtype), points(1, 1, 9, 5, seed=1).to(dtype)
+    keep = torch.arange(9, device=DEVICE)[None] < 7
+    given, tail = parameters_of(ALL, 1, 5), (ALL, "key", -0.4, 4, False)
+    weights = points(1, 7)
+    own = dual.dual(q, k, keep, None, given, weights, *tail)
+    wide = dual.dual(q.float(), k.float(), keep, None, given, weights, *tail)
+    assert torch.equal(own, wide)
+    if dtype == torch.bfloat16:
+        assert_honest(q, k, ALL, keep, score_multiplier=-0.4)
+
+
+def test_strides_and_pooled_coefficients() -> None:
+    """q and k as views of one [B, N, 2 H D] tensor, pivots as a view of pivots of more heads."""
+    packed = points(1, 11, 2, 2, 5)
+    q, k = (packed[:, :, i].transpose(1, 2) for i in range(2))
+    pivots = points(4, 6, 10, seed=2)[::2, :4, ::2]
+    theta = points(5, 3, seed=3).T
+    keep = torch.rand(11, 1, device=DEVICE).T > 0.3
+    assert_honest(q, k, "coarse:4 sliced:3", keep, parameters=[pivots, theta], per_head=False)
+    assert_honest(q.flip(2), k[:, :, ::2], "gaussian", per_head=False)
+
+
+def test_families_without_a_kernel() -> None:
+    q, k = points(2, 2, 9, 5), points(2, 2, 9, 5, seed=1)
+    keep = torch.arange(9, device=DEVICE) < torch.tensor([[9], [4]], device=DEVICE)
+    features = "raw norm lse coarse:3 rank_displacement:2 active coarse:2"
+    bias = points(2, 1, 9, 9, seed=5)
+    assert_honest(q, k, features, keep, bias)
+    assert_honest(q, k, "norm lse", keep)
+
+
+def test_beyond_the_tiles_the_meaning_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_honest(points(1, 2, 6, 65), points(1, 2, 5, 65, seed=1), "gaussian")
+    monkeypatch.setattr(sliced, "MAX_POINTS", 8)
+    assert_honest(points(2, 2, 9, 5), points(2, 2, 5, 5, seed=1), "sliced:3")
+
+
+def test_the_square_root_degrades_gently() -> None:
+    """|Sx Sy| of 1e12, far more than float32 resolves beside 1/4."""
+    x, y = points(1, 1, 9, 5) * 1e3, points(1, 1, 12, 5, seed=1) * 1e3
+    clouds, exact = Clouds(x, y), Clouds(x.double(), y.double())
+    weights = torch.tensor([[0.0, 1.0, 0.0]], device=DEVICE)
+    own = clouds.centre(gaussian.contribution(clouds, None, weights, Budget(1, True)))
+    expected = exact.centre(brenier_potential(exact))
+    assert error(own, expected) <= 1e-4 * float(expected.abs().max())
+
+
+def test_unsupported_inputs_say_why() -> None:
+    q = points(1, 1, 4, 8)
+    assert dual.supported(q, q, "coarse:128 gaussian sliced:40:axis norm") is None
+    for given, features, word in (
+        (q.double(), "norm", "float64"),
+        (q[0], "norm", "axes"),
+        (q[:, :, :0], "norm", "token"),
+        (points(1, 1, 2, 257), "norm", "257"),
+        (q, "norm coarse:129", "coarse:129"),
+    ):
+        reason = dual.supported(given, given, features)
+        assert reason is not None and word in reason
