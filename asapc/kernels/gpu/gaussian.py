@@ -51,7 +51,7 @@ def contribution(clouds: Clouds, parameter: None, weights: Tensor, budget: Budge
         **masks, STEPS=STEPS, DEEP=deep, BLOCK=16, PRECISION="ieee", num_warps=warps,
     )  # fmt: skip
     block = min(64, padded(num_x))
-    _potential[(triton.cdiv(num_x, block), batch * heads)](
+    _potential[(batch * heads, triton.cdiv(num_x, block))](
         x, *x.stride(), *keep_arguments(clouds.x_real, x), matrices,
         weights, weights.stride(0) if weights.shape[0] > 1 else 0, weights.stride(1),
         out, num_x, dim, heads,
@@ -203,10 +203,10 @@ def _potential(
     REAL: tl.constexpr, DEEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """w_0 |x|^2 / 2 + w_1 beta(x) + w_2 active for a block of rows; grid (blocks, B H)."""
-    i_bh = tl.program_id(1).to(tl.int64)
+    """w_0 |x|^2 / 2 + w_1 beta(x) + w_2 active for a block of rows; grid (B H, blocks)."""
+    i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // heads, i_bh % heads
-    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    o_n = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_d = tl.arange(0, DEEP)
     p_matrix += i_bh * ((DEEP + 2) * DEEP)
     p_x += i_b * stride_xb + i_h * stride_xh

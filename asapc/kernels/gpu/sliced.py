@@ -40,14 +40,14 @@ def contribution(clouds: Clouds, theta: Tensor, weights: Tensor, budget: Budget)
     lines_y = _lines(y, theta)
     width_x, width_y = padded(num_x), padded(num_y)
     block = max(1, min(triton.next_power_of_2(slices), SORTED // max(width_x, width_y)))
-    _potentials[(triton.cdiv(slices, block), batch * heads)](
+    _potentials[(batch * heads, triton.cdiv(slices, block))](
         lines_x, lines_y, *keep_arguments(clouds.x_keep, x), *keep_arguments(clouds.y_keep, x),
         num_x, num_y, slices, heads,
         X_KEEP=clouds.x_keep is not None, Y_KEEP=clouds.y_keep is not None, PAIRED=num_x == num_y,
         BLOCK_L=block, BLOCK_X=width_x, BLOCK_Y=width_y, num_warps=8 if block * width_x > 1024 else 4,
     )  # fmt: skip
     wide = min(128, width_x)
-    _weigh[(triton.cdiv(num_x, wide), batch * heads)](
+    _weigh[(batch * heads, triton.cdiv(num_x, wide))](
         lines_x, weights, weights.stride(0) if weights.shape[0] > 1 else 0, weights.stride(1),
         out, num_x, slices, heads, BLOCK_L=16, BLOCK_N=wide, num_warps=4,
     )  # fmt: skip
@@ -60,7 +60,7 @@ def _lines(points: Tensor, theta: Tensor) -> Tensor:
     slices = theta.shape[0]
     lines = points.new_empty(batch, heads, slices, count)
     block_l, block_n = min(32, padded(slices)), min(64, padded(count))
-    grid = (triton.cdiv(slices, block_l) * triton.cdiv(count, block_n), batch * heads)
+    grid = (batch * heads, triton.cdiv(slices, block_l) * triton.cdiv(count, block_n))
     _project[grid](
         points, *points.stride(), theta, *theta.stride(), lines, count, slices, dim, heads,
         BLOCK_L=block_l, BLOCK_N=block_n, BLOCK_D=16, PRECISION="ieee", num_warps=4,
@@ -74,9 +74,9 @@ def _project(
     count, slices, dim, heads,
     BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """lines [B H, L, N] = theta a'; grid (blocks of N times blocks of L, B H)."""
-    i_bh = tl.program_id(1).to(tl.int64)
-    i_block = tl.program_id(0)
+    """lines [B H, L, N] = theta a'; grid (B H, blocks of N times blocks of L)."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1)
     blocks_n = tl.cdiv(count, BLOCK_N)
     p_a += (i_bh // heads) * stride_ab + (i_bh % heads) * stride_ah
     o_n = ((i_block % blocks_n) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -122,16 +122,16 @@ def _potentials(
     X_KEEP: tl.constexpr, Y_KEEP: tl.constexpr, PAIRED: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
 ):  # fmt: skip
-    """The potentials of BLOCK_L slices in place of their projections p_x; grid (blocks of L, B H).
+    """The potentials of BLOCK_L slices in place of their projections p_x; grid (B H, blocks of L).
 
     p_x: [B H, L, N]; p_y: [B H, L, M]. The sorted clouds go back to these buffers, where every
     thread then finds its neighbours and quantiles.
     """
-    i_bh = tl.program_id(1).to(tl.int64)
+    i_bh = tl.program_id(0).to(tl.int64)
     i_b = i_bh // heads
     p_x += i_bh * slices * num_x
     p_y += i_bh * slices * num_y
-    o_l = tl.program_id(0).to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+    o_l = tl.program_id(1).to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
     m_l = (o_l < slices)[:, None]
     o_x = tl.arange(0, BLOCK_X)
     o_y = tl.arange(0, BLOCK_Y)
@@ -184,11 +184,11 @@ def _weigh(
     p_lines, p_weights, stride_wh, stride_wl, p_out, num_x, slices, heads,
     BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """sum_l w_l f_l: [B H, N]; grid (blocks of N, B H)."""
-    i_bh = tl.program_id(1).to(tl.int64)
+    """sum_l w_l f_l: [B H, N]; grid (B H, blocks of N)."""
+    i_bh = tl.program_id(0).to(tl.int64)
     p_lines += i_bh * slices * num_x
     p_weights += (i_bh % heads) * stride_wh
-    o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < num_x
     b_out = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, slices, BLOCK_L):
