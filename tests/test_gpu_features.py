@@ -125,12 +125,7 @@ def test_masked_keys_hold_nan(features: str) -> None:
     q, k = points(4, 1, 9, 5), points(4, 1, 9, 5, seed=1)
     keep = torch.tensor([[1] * 9, [1, 0, 1, 1, 0, 1, 1, 0, 0], [0] * 8 + [1], [0] * 9], device=DEVICE) > 0
     k[(~keep)[:, None].expand(4, 1, 9)] = math.nan
-    clean = k.nan_to_num()
-    assert_honest(q, clean, features, keep)
-    arguments = (keep, None, parameters_of(features, 1, 5), points(1, width_of(features, 5)), features)
-    for side in ("source", "key"):
-        settings = (*arguments, side, 0.4, 4, True)
-        torch.testing.assert_close(dual.dual(q, k, *settings), dual.dual(q, clean, *settings))
+    assert_honest(q, k, features, keep)  # the errors compared would be nan if it leaked
 
 
 @pytest.mark.parametrize("features", ["coarse:5", "gaussian", "sliced:3"])
@@ -198,17 +193,14 @@ def test_huge_scores(features: str) -> None:
     assert_honest(q, k, features, score_multiplier=1.0, half_steps=9)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_widened(dtype: torch.dtype) -> None:
-    q, k = points(1, 1, 9, 5).to(dtype), points(1, 1, 9, 5, seed=1).to(dtype)
+def test_half_precision_is_widened() -> None:
+    q, k = points(1, 1, 9, 5).bfloat16(), points(1, 1, 9, 5, seed=1).bfloat16()
     keep = torch.arange(9, device=DEVICE)[None] < 7
-    given, tail = parameters_of(ALL, 1, 5), (ALL, "key", -0.4, 4, False)
-    weights = points(1, 7)
-    own = dual.dual(q, k, keep, None, given, weights, *tail)
-    wide = dual.dual(q.float(), k.float(), keep, None, given, weights, *tail)
-    assert torch.equal(own, wide)
-    if dtype == torch.bfloat16:
-        assert_honest(q, k, ALL, keep, score_multiplier=-0.4)
+    assert_honest(q, k, ALL, keep, score_multiplier=-0.4)
+    tail = (keep, None, [points(1, 3, 5)], points(1, 1), "coarse:3", "key", 0.4, 4, False)
+    for dtype in (torch.bfloat16, torch.float16):
+        own = dual.dual(q.to(dtype), k.to(dtype), *tail)
+        assert torch.equal(own, dual.dual(q.to(dtype).float(), k.to(dtype).float(), *tail))
 
 
 def test_strides_and_pooled_coefficients() -> None:

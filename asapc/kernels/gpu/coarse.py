@@ -214,13 +214,13 @@ def _moments(
 
 
 @triton.jit
-def _close_x(b_scores, b_weight, total):
+def _close_x(b_scores, b_weight):
     """u = -LSE_c(S + log n_c + v_c) [BLOCK_X], 0 where no y carries mass."""
     b_logit = b_scores + b_weight[None, :]
     b_top = tl.max(b_logit, 1)
-    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)  # no y carries mass
     b_sum = tl.sum(tl.exp2(b_logit - b_top[:, None]), 1)
-    return tl.where(total > 0, -(b_top + tl.log2(tl.where(b_sum > 0, b_sum, 1.0))), 0.0)
+    return -(b_top + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)))
 
 
 @triton.jit
@@ -316,7 +316,7 @@ def _loop(
                 b_scores = tl.load(
                     p_scores + o_n[:, None] * WIDTH + o_r[None, :], mask=m_n[:, None], other=0.0
                 )
-            b_u = _close_x(b_scores, b_weight, total)
+            b_u = _close_x(b_scores, b_weight)
             b_top, b_sum = _add_rows(b_scores + b_u[:, None], m_x, b_top, b_sum)
         b_v = -(b_top + tl.log2(b_sum))
 
@@ -334,7 +334,7 @@ def _loop(
             b_half = tl.load(p_half + o_n, mask=m_n, other=0.0)
         b_u = tl.zeros([BLOCK_X], tl.float32)
         if HAS_X:
-            b_u = _close_x(b_scores, b_weight, total)
+            b_u = _close_x(b_scores, b_weight)
         tl.store(p_column + o_n, b_u * LN_2 + b_half, mask=m_n)
         if MASS:
             b_top, b_sum = _add_rows(b_scores + b_u[:, None], m_x, b_top, b_sum)
