@@ -33,7 +33,7 @@ import asapc.operators as _operators  # registers torch.ops.asapc, which the pro
 from asapc.errors import InputError
 from asapc.formats.load import read_safetensors
 from asapc.formats.pt2 import load_program, save_program
-from asapc.ir import Program
+from asapc.ir import Convention, Program
 from asapc.passes.capture import export_graph
 from asapc.recipe import Recipe
 
@@ -129,8 +129,9 @@ def write_refreshed(
         tensors[own] = tensor.detach().contiguous().clone()
     for entry in artifact.manifest["programs"]:
         for stage in STAGES:
-            (folder / entry[stage]).parent.mkdir(exist_ok=True)
-            shutil.copyfile(_inside(artifact.folder, entry[stage]), folder / entry[stage])
+            target = _inside(folder, entry[stage])
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(_inside(artifact.folder, entry[stage]), target)
     shutil.copyfile(artifact.folder / "recipe.yaml", folder / "recipe.yaml")
     _finish(folder, manifest, tensors, seen_hashes)
 
@@ -201,14 +202,72 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             got=version,
             help="compile again with this version of asapc",
         )
-    for key in ("capture", "call", "programs", "sites", "refused"):
-        if key not in manifest:
-            raise InputError(f"{path}: must have {key!r}", help="compile again")
-    for entry in manifest["programs"]:
-        if not isinstance(entry, dict) or not {"name", *STAGES} <= set(entry):
-            raise InputError(f"{path}: every program must name its files", got=entry)
     checked: dict[str, Any] = manifest
+    _check_manifest(path, checked)
     return checked
+
+
+_SITE_KEYS = (
+    "name", "operator", "reason", "convention", "replay_error", "side", "closures", "rescaled",
+    "coefficients", "features", "fit", "fit_converged", "r2", "condition_number",
+)  # fmt: skip
+
+
+def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises InputError where a key that the rest relies on is missing or of another type."""
+
+    def require(holds: bool, rule: str, got: Any) -> None:
+        if not holds:
+            text = json.dumps(got)
+            raise InputError(
+                f"{path}: {rule}", got=text if len(text) < 80 else text[:77] + "...",
+                help="compile again",
+            )  # fmt: skip
+
+    def is_dict(value: Any, *keys: str) -> bool:
+        return isinstance(value, dict) and set(keys) <= set(value)
+
+    def are_names(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(x, str) and x.isidentifier() for x in value)
+
+    keys = ("capture", "call", "programs", "sites", "refused", "teacher", "data", "fit_seconds",
+            "calibration_order")  # fmt: skip
+    for key in keys:
+        require(key in manifest, f"must have {key!r}", sorted(manifest))
+    require(manifest["capture"] in ("whole", "module"), "capture is whole or module", manifest["capture"])
+    call = manifest["call"]
+    named = is_dict(call, "args", "kwargs") and are_names(call["args"]) and are_names(call["kwargs"])
+    require(named, "call lists the names of arguments", call)
+    teacher = manifest["teacher"]
+    require(is_dict(teacher, "source", "fingerprint"), "teacher has a source", teacher)
+    seconds = manifest["fit_seconds"]
+    require(isinstance(seconds, int | float) and seconds >= 0, "fit_seconds is a number", seconds)
+    require(is_dict(manifest.get("refresh", {})), "refresh is a mapping", manifest.get("refresh"))
+
+    programs = manifest["programs"]
+    require(isinstance(programs, list) and bool(programs), "programs is a list", programs)
+    files = []
+    for entry in programs:
+        require(is_dict(entry, "name", *STAGES), "every program names its files", entry)
+        require(isinstance(entry["name"], str), "a program's name is text", entry)
+        for stage in STAGES:
+            _inside(path.parent, entry[stage])
+            require(str(entry[stage]).endswith(".pt2"), "a program is a .pt2 file", entry)
+            files.append(entry[stage])
+    require(len(set(files)) == len(files), "every program has a file of its own", files)
+
+    sites = manifest["sites"]
+    require(isinstance(sites, list) and bool(sites), "sites is a list", sites)
+    for site in sites:
+        require(is_dict(site, *_SITE_KEYS), f"a site has the keys {', '.join(_SITE_KEYS)}", site)
+        try:
+            own = Convention.from_dict(site["convention"])
+            require(own.first_side in ("row", "column"), "first_side is row or column", own.first_side)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            require(False, "a site has a convention", site["convention"])
+    refused = manifest["refused"]
+    listed = isinstance(refused, list) and all(is_dict(x, "name", "status", "reason") for x in refused)
+    require(listed, "refused lists names with a reason", refused)
 
 
 def _inside(folder: Path, relative: Any) -> Path:

@@ -194,7 +194,9 @@ def refresh(
     examples: Annotated[
         int | None, typer.Option(min=1, help="Examples to train on, at most; held in memory.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the order of the examples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of the order of the examples.")
+    ] = 0,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT2", help="Folder to write, else OUT.")
     ] = None,
@@ -272,6 +274,9 @@ def bench(
     artifact: Artifact,
     data: OptionalData = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which kernel each site runs, and why.")
+    ] = False,
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
@@ -292,6 +297,7 @@ def bench(
             weights=weights,
             kwargs=kwargs,
             repeats=repeats,
+            explain=explain,
             progress=run.progress,
         )
         run.show(result, bench_tables)

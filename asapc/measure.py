@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from asapc.fidelity import (
     row_error_bound,
 )
 from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.kernels.dispatch import explained
 from asapc.operators.sinkhorn import (
     factor_terms,
     initial_duals,
@@ -55,6 +57,14 @@ def _ratios(
         "speedup": loop / own,
         "speedup_lossless": loop / better,
     }
+
+
+def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[str, Any]]:
+    """Which kernels the compiled site runs on these tensors, in order, and why."""
+    own = site_function(*_graph_of_site(artifact, "graph", index))
+    with torch.no_grad(), explained() as choices:
+        own(t, t.k)
+    return [asdict(choice) for choice in choices]
 
 
 def time_site(

@@ -39,7 +39,7 @@ from asapc.formats.calibration import (
 )
 from asapc.formats.load import Teacher, build_factory, example_inputs, load_teacher
 from asapc.ir import Convention, Program, SiteTensors
-from asapc.measure import SiteFidelity, environment, time_model, time_site
+from asapc.measure import SiteFidelity, environment, explain_site, time_model, time_site
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
 from asapc.passes.rewrite import amortised_programs
 from asapc.passes.select import Choice, choose, needs_fit
@@ -333,11 +333,13 @@ def bench(
     weights: str | None = None,
     kwargs: str | None = None,
     repeats: int = 10,
+    explain: bool = False,
     progress: Progress,
 ) -> dict[str, Any]:
     """Median latencies of teacher, lossless and compiled: the whole model and every site.
 
     A site's teacher is the usual log-domain PyTorch loop on the site's own activations.
+    explain: also which kernels each compiled site runs, and why.
     """
     artifact = read_artifact(artifact_path)
     surrounding = _surrounding(artifact, model, weights, kwargs)
@@ -352,6 +354,8 @@ def bench(
     for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites", None)):
         measured = time_site(artifact, index, tensors[index], repeats)
         sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
+        if explain:
+            sites[-1]["kernels"] = explain_site(artifact, index, tensors[index])
     return {
         "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
         "sites": sites,

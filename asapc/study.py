@@ -17,7 +17,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +45,8 @@ from asapc.passes.verify import tensor_outputs
 from asapc.pipeline import first_batch, forward_signature, require_sites
 from asapc.progress import Progress
 from asapc.recipe import Recipe
+from asapc.report.tables import study_tables
+from asapc.report.text import json_text, markdown_table
 from asapc.runner import Runner, Tap
 from asapc.timing import interleaved_medians
 from asapc.yaml_file import read_yaml_mapping
@@ -120,6 +121,8 @@ def _listed(key: str, value: Any) -> list[Any]:
     """A value, or the values of a list; `features` is a list itself."""
     if not isinstance(value, list):
         return [value]
+    if not value:
+        raise InputError(f"grid: {key} must have a value", got="[]")
     nested = key != "features" or (bool(value) and all(isinstance(v, list) for v in value))
     return value if nested else [value]
 
@@ -145,6 +148,7 @@ def study(
     analysis = analyse(teacher, first_batch(source), drop_maps=True)
     require_sites(analysis)
     most = max((row.recipe.max_examples for block in grid for row in block if row.recipe), default=0)
+    _check_cut_short(grid, analysis)
     bench = _Bench(analysis, source, test, signature, max_test_examples, most, batch_size, progress)
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
@@ -163,6 +167,16 @@ def study(
         with replace_folder(out) as folder:
             _write(folder, result)
     return result
+
+
+def _check_cut_short(grid: Sequence[Sequence[Row]], analysis: Analysis) -> None:
+    fewest = min(site.convention.half_steps for site in analysis.sites)
+    for row in itertools.chain(*grid):
+        if row.half_steps is not None and row.half_steps > fewest:
+            raise InputError(
+                f"study: half_steps cuts the teacher's loop of {fewest} half-steps short",
+                got=row.half_steps,
+            )
 
 
 class _Bench:
@@ -404,6 +418,7 @@ def mark_pareto(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """rows with `pareto`: no other row is at least as close and as fast, and better at one."""
     points = [(row["attention_rel_l2"], row["site_ms"]) for row in rows]
     marked = []
+    points = [(e if e == e else float("inf"), t) for e, t in points]  # a nan beats nothing
     for row, (error, time_ms) in zip(rows, points, strict=True):
         beaten = any(e <= error and t <= time_ms and (e, t) != (error, time_ms) for e, t in points)
         marked.append({**row, "pareto": not beaten})
@@ -411,7 +426,7 @@ def mark_pareto(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _write(folder: Path, result: Mapping[str, Any]) -> None:
-    (folder / "study.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    (folder / "study.json").write_text(json_text(result) + "\n", encoding="utf-8")
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -422,9 +437,6 @@ def _write(folder: Path, result: Mapping[str, Any]) -> None:
 
 def study_markdown(result: Mapping[str, Any]) -> str:
     """The tables of a study; ends in a newline."""
-    from asapc.report.tables import study_tables
-    from asapc.report.text import markdown_table
-
     blocks = [f"# Study of {result['model']}"]
     blocks += [markdown_table(table) for table in study_tables(result)]
     blocks.append(

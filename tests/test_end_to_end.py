@@ -176,6 +176,12 @@ def test_bench_times_model_and_sites(compiled: Path, capsys: pytest.CaptureFixtu
             assert entry[key] > 0
         ratio = entry["latency_teacher_ms"] / entry["latency_compiled_ms"]
         assert entry["speedup"] == pytest.approx(ratio)
+        assert "kernels" not in entry
+    result = run_json(capsys, "bench", compiled, "--repeats", 1, "--explain")
+    kernels = result["sites"][0]["kernels"]
+    assert [kernel["operator"] for kernel in kernels] == ["dual", "asap"]
+    assert kernels[1]["kernel"].startswith("CPU, heads stacked, linear domain")
+    assert kernels[1]["shape"] == "B16 H2 N12 M12 D8"
 
 
 def test_moved_artefact_loads_in_a_fresh_process_without_training_code(
@@ -506,6 +512,60 @@ def test_manifest_cannot_point_outside_its_folder(
     manifest["programs"][0]["graph"] = "../elsewhere.pt2"
     (out / "manifest.json").write_text(json.dumps(manifest))
     expect(capsys, EXIT_BAD_INPUT, ("report", out), "inside the folder")
+
+
+TAMPERED: dict[str, Any] = {
+    "no programs": {"programs": []},
+    "programs of another type": {"programs": None},
+    "no call": {"call": None},
+    "positional arguments by number": {"call": {"args": 3, "kwargs": []}},
+    "an argument with a blank": {"call": {"args": ["a b"], "kwargs": []}},
+    "no sites": {"sites": []},
+    "sites by name": {"sites": ["layers.0.mha"]},
+    "a fit time in words": {"fit_seconds": "long"},
+    "no teacher": {"teacher": None},
+    "another capture": {"capture": "half"},
+    "refresh in words": {"refresh": "yes"},
+    "refused by name": {"refused": ["a"]},
+}
+
+
+@pytest.mark.parametrize("change", TAMPERED)
+def test_tampered_manifest_is_one_clear_message(
+    compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(compiled, out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps({**manifest, **TAMPERED[change]}))
+    expect(capsys, EXIT_BAD_INPUT, ("report", out), "manifest.json", "compile again")
+
+
+@pytest.mark.parametrize("key", ["convention", "features", "closures"])
+def test_a_manifest_site_without_what_it_needs(
+    compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(compiled, out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["sites"][0][key]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    expect(capsys, EXIT_BAD_INPUT, ("report", out), "a site has", "compile again")
+
+
+def test_refresh_writes_nothing_where_a_manifest_points(
+    work: Path, compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stage, place in (("lossless", tmp_path / "evil" / "x.pt2"), ("lossless", "manifest.json")):
+        out = tmp_path / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(compiled, out)
+        manifest = json.loads((out / "manifest.json").read_text())
+        manifest["programs"][0][stage] = str(place)
+        (out / "manifest.json").write_text(json.dumps(manifest))
+        arguments = ("refresh", out, "--data", work / "data.npz", "--distil")
+        expect(capsys, EXIT_BAD_INPUT, arguments, "manifest")
+        assert not (tmp_path / "evil").exists()
 
 
 def test_code_named_by_an_artefact_is_never_run(

@@ -15,6 +15,7 @@ from asapc.features import MAX_COUNT, Feature, feature_columns, lse, predict_dua
 from asapc.features import rank_displacement as displacement
 from asapc.features.clouds import Budget, Clouds
 from asapc.kernels import sliced as kernel
+from asapc.operators.asap import dual
 
 E = torch.float64
 BUDGET = Budget(4, True)
@@ -556,3 +557,21 @@ def test_kernel_sort_keeps_every_bit():
     assert torch.equal(values[0], row.sort().values)
     assert torch.equal(row[order[0]], values[0])
     assert torch.equal(order[0].sort().values, torch.arange(4099))
+
+
+def test_one_broken_example_does_not_break_the_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 2, 8, 4, generator=generator)
+    q[1] = math.nan
+    tail = ([], torch.ones(1, 3), "gaussian", "source", 0.5, 3, True)
+    for function in (torch.ops.asapc.dual, dual):
+        own = function(q, q.nan_to_num(), None, None, *tail)
+        alone = function(q[:1], q[:1], None, None, *tail)
+        assert bool(own[1].isnan().all())
+        torch.testing.assert_close(own[:1], alone)
+
+
+def test_lse_of_an_empty_batch() -> None:
+    q = torch.randn(0, 2, 8, 4)
+    own = torch.ops.asapc.dual(q, q, None, None, [], torch.ones(1, 1), "lse", "key", 0.5, 3, True)
+    assert own.shape == (0, 2, 8)

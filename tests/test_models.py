@@ -12,7 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asapc.models import ARCHITECTURES, SinkformerText, SinkformerViT
-from asapc.models.sinkhorn import PADDED_SCORE, sinkhorn_attention
+from asapc.models.sinkhorn import (
+    PADDED_SCORE,
+    sinkhorn_attention,
+    trainable_sinkhorn_attention,
+)
 from asapc.models.text import sinusoid_table
 from asapc.models.vit import Patches
 
@@ -310,3 +314,31 @@ def test_shipped_digits_teacher() -> None:
             right += int((model(**batch.kwargs)[0].argmax(-1) == batch.labels).sum())
             total += len(batch)
     assert total > 80 and right / total > 0.9
+
+
+@pytest.mark.parametrize("max_iter", [1, 2, 5, 50])
+@pytest.mark.parametrize("active", [16, 3], ids=["open", "padded"])
+def test_the_trainable_loop_is_the_teachers_and_so_are_its_gradients(
+    max_iter: int, active: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = 2 * torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=generator)
+    weights = torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=generator)
+    scores[..., active:] = PADDED_SCORE
+    results, gradients = [], []
+    for function in (sinkhorn_attention, trainable_sinkhorn_attention):
+        leaf = scores.clone().requires_grad_()
+        results.append(function(leaf, max_iter, 0.7))
+        (results[-1] * weights).sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad[..., :active])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
+    single = trainable_sinkhorn_attention(scores.float(), max_iter, 0.7)
+    assert float((single - results[0]).detach().abs().max()) < 1e-5
+
+
+def test_the_trainable_loop_leaves_wide_scores_to_the_log_domain() -> None:
+    scores = torch.linspace(0, 400, 64).view(1, 1, 8, 8) * torch.tensor([1.0, -1.0]).repeat(4)
+    own, exact = trainable_sinkhorn_attention(scores, 6, 1.0), sinkhorn_attention(scores, 6, 1.0)
+    assert torch.equal(own, exact)

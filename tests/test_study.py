@@ -60,6 +60,8 @@ def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
         ("blocks: [{closure: 1}]", "'closure'"),
         ("blocks: [{closures: [1, no]}]", "closures"),
         ("blocks: [{half_steps: 0}]", "half_steps"),
+        ("blocks: [{half_steps: []}]", "half_steps must have a value"),
+        ("blocks: [{closures: []}]", "closures must have a value"),
         ("blocks: [{half_steps: 3, closures: 1}]", "half_steps"),
         ("blocks: [{features: [nonsense]}]", "nonsense"),
         ("blocks: [{side: both, closures: 2}]", "block 1: `side: both`"),
@@ -69,6 +71,22 @@ def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
 def test_a_bad_grid_names_the_place(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(InputError, match=named):
         load_grid(write(tmp_path / "grid.yaml", text))
+
+
+def test_a_row_that_failed_is_not_on_the_front() -> None:
+    points = [(float("nan"), 1.0), (0.1, 1.0)]
+    rows = mark_pareto([{"attention_rel_l2": e, "site_ms": t} for e, t in points])
+    assert [row["pareto"] for row in rows] == [False, True]
+
+
+def test_a_loop_cannot_be_cut_longer(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = write(tmp_path / "grid.yaml", "blocks: [{half_steps: [3, 9]}]")
+    arguments = ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--grid",
+                 str(grid), "-o", str(tmp_path / "out"), "--quiet"]  # fmt: skip
+    assert main(arguments) == EXIT_BAD_INPUT
+    assert "loop of 8 half-steps" in capsys.readouterr().err
 
 
 def test_pareto_keeps_what_nothing_beats() -> None:

@@ -23,6 +23,7 @@ from asapc.features.clouds import Budget, Clouds
 
 JITTER = 1e-6  # share of the trace added to Sy, which may be singular
 STEPS = 30  # Newton-Schulz steps at most; scaled ones take 7 to 12
+TRACED_STEPS = 14
 CONVERGED = {torch.float32: 1e-4, torch.float64: 1e-10}  # largest entry of Z Y - I
 
 
@@ -86,16 +87,19 @@ def square_root(matrix: Tensor, floor: float = 0.0) -> Tensor:
     y, z = matrix / norm, eye.expand_as(matrix)
     low = (floor / norm).detach() if floor > 0 else torch.ones_like(norm)  # 1: no scaling
     tolerance = CONVERGED[matrix.dtype]
+    # A traced graph cannot look at its values: it takes as many steps as converge in float32.
+    traced = torch.compiler.is_compiling()
     error = torch.full_like(norm, torch.inf)
-    for _ in range(STEPS):
+    for _ in range(TRACED_STEPS if traced else STEPS):
         product = z @ y
         error = (product - eye).abs().amax((-2, -1), keepdim=True)
-        if bool((error <= tolerance).all()):
+        if not traced and bool((error <= tolerance).all()):
             return y * norm.sqrt()
         scale, low = newton_schulz_scale(low)
         step = (3 * eye - scale * product) / 2 * scale.sqrt()
         y, z = y @ step, step @ z
-    return torch.where(error <= tolerance, y * norm.sqrt(), _eigen_root(matrix))
+    root = y * norm.sqrt()
+    return root if traced else torch.where(error <= tolerance, root, _eigen_root(matrix))
 
 
 def newton_schulz_scale(low: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,5 +113,8 @@ def newton_schulz_scale(low: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eigen_root(matrix: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp(min=0.0).sqrt()[..., None, :]) @ vectors.transpose(-1, -2)
+    broken = ~matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)  # eigh would raise
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    values, vectors = torch.linalg.eigh(torch.where(broken, eye, matrix))
+    root = (vectors * values.clamp(min=0.0).sqrt()[..., None, :]) @ vectors.transpose(-1, -2)
+    return root.masked_fill(broken, torch.nan)

@@ -24,6 +24,8 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     bias = clouds.bias
     if bias is not None:
         bias = bias.expand(batch, heads, num_x, clouds.y.shape[2])
+    if batch == 0:
+        return clouds.x[..., :1]
     rows = [
         _closure(
             clouds.x[example],

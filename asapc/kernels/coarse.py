@@ -154,7 +154,14 @@ def _coarse(
     weights = counts * (mass_x / active.clamp(min=1.0))
     # A vector times a matrix is the fast order, and the loop needs it both ways.
     transposed = kernel.transpose(1, 2).contiguous()
-    a = (top - top.amax(1, keepdim=True)).exp_().transpose(1, 2)  # u = 0
+    highest = top
+    if x_keep is not None:  # only points with mass: the others' scores may lie far above theirs
+        highest = top.masked_fill(~x_keep.unsqueeze(-1), -float("inf"))
+    highest = highest.amax(1, keepdim=True)
+    highest.masked_fill_(highest == -float("inf"), 0.0)
+    a = (top - highest).exp_().transpose(1, 2)  # u = 0
+    if x_keep is not None:
+        a.masked_fill_(~x_keep.unsqueeze(1), 1.0)
     b = torch.ones_like(counts)
     on_x = starts_on_x
     for _ in range(half_steps):

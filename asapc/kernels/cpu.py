@@ -19,14 +19,9 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Side
+from asapc.kernels import workers
 from asapc.kernels.streaming import stream_head
-from asapc.kernels.workers import (
-    RESIDENT_BYTES,
-    SAFE_ROW_RANGE,
-    TILE_BYTES,
-    each_worker,
-    without_gil,
-)
+from asapc.kernels.workers import SAFE_ROW_RANGE, each_worker, without_gil
 from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
 
 
@@ -106,11 +101,11 @@ def sinkhorn_loop(
             bounded,
         ).mul_(tile_factor)
 
-    per_tile = max(1, TILE_BYTES // (queries * keys * out.element_size()))
+    per_tile = max(1, workers.TILE_BYTES // (queries * keys * out.element_size()))
     rounds = math.ceil(batch * heads / (per_tile * torch.get_num_threads()))
     per_tile = math.ceil(batch * heads / (rounds * torch.get_num_threads()))  # equal shares
     plain = bounded and keep is None and bias is None and not isinstance(factor, Tensor)
-    plain = plain and queries * keys * out.element_size() <= RESIDENT_BYTES
+    plain = plain and queries * keys * out.element_size() <= workers.RESIDENT_BYTES
 
     def work(starts: Iterator[int]) -> None:
         if not (plain and per_tile == 1 and flat_v is not None):
@@ -139,7 +134,7 @@ def _ends_on_columns(loop: Loop) -> bool:
 
 def _block_rows(kernel: Tensor) -> int:
     """How many rows of K [N, M] stay in cache from one product to the next."""
-    return max(1, TILE_BYTES // (kernel.shape[1] * kernel.element_size()))
+    return max(1, workers.TILE_BYTES // (kernel.shape[1] * kernel.element_size()))
 
 
 def _centred(dual: Tensor, keep: Tensor | None) -> tuple[Tensor, float]:
@@ -185,8 +180,6 @@ def _tile(
         return _dense_tile(scaled_q, k, v, keep, bias, dual, key_bias, loop, key_mass, bounded)
     # One head: drop its masked keys instead of multiplying them by zero.
     active = keep[0].nonzero().squeeze(1)
-    if len(active) == 0:
-        return scaled_q.new_zeros((1, scaled_q.shape[1], k.shape[1] if v is None else v.shape[2]))
     active_v = None if v is None else v[:, active]
     active_bias = None if bias is None else bias[:, :, active]
     active_key_bias = None if key_bias is None else key_bias[:, active]
@@ -213,7 +206,7 @@ def _dense_tile(
     bounded: bool,
 ) -> Tensor:
     groups, queries, keys = len(scaled_q), scaled_q.shape[1], k.shape[1]
-    if v is not None and groups == 1 and queries * keys * k.element_size() > RESIDENT_BYTES:
+    if v is not None and groups == 1 and queries * keys * k.element_size() > workers.RESIDENT_BYTES:
         return stream_head(
             scaled_q[0],
             k[0],
@@ -275,14 +268,18 @@ def _scale_one(
     kernel: [N, M], without masked keys; a: [N]; mass: that of each row or column of the last side,
     the other side's is gauge.  A row half-step and the column half-step after it read K once, by
     blocks of `block` rows that stay in cache between the two.
+
+    Rows are closed to 1 and columns to N/M: with equal totals the gauge stays, while 1 and 1 would
+    let a grow by N/M with every pair of half-steps, out of range after some dozens.
     """
+    share = float(kernel.size(0)) / float(kernel.size(1))
     a = a.clone()
     b = torch.ones_like(kernel[0])
     total = torch.empty_like(b)
     step = 0
     if not rows_first and half_steps > 0:
         torch.mv(kernel.t(), a, out=b)
-        b.reciprocal_()
+        b.reciprocal_().mul_(share)
         step = 1
     while step + 1 < half_steps:
         total.zero_()
@@ -293,11 +290,14 @@ def _scale_one(
             a_part.reciprocal_()
             torch.addmv(total, part.t(), a_part, out=total)
         torch.reciprocal(total, out=b)
+        b.mul_(share)
         step += 2
     if step < half_steps:
         torch.mv(kernel, b, out=a)
         a.reciprocal_()
-    a *= mass
+        a *= mass
+    else:
+        a *= mass / share
     if v is None:
         return kernel.mul_(a.unsqueeze(1)).mul_(b)
     return torch.mm(kernel, b.unsqueeze(1) * v).mul_(a.unsqueeze(1))
@@ -345,6 +345,7 @@ def _scale_group(
     """The same for several heads at once, kernel: [G, N, M], a: [G, N], masked keys in place.
 
     K is 0 on masked keys, so that the plan is 0 there whatever b is; totals of 0 must not divide.
+    keep: [G, M], with an active key in every head.
     Batched products run three times faster as vector x matrix than as matrix x vector, which pays
     for a transposed copy from the second row half-step on.
     """
@@ -354,21 +355,22 @@ def _scale_group(
     a = a.unsqueeze(1)  # [G, 1, N]
     b = torch.ones_like(kernel[:, :1])  # [G, 1, M]
     masked = None if keep is None else ~keep.unsqueeze(1)
-    empty = None if keep is None else ~keep.any(-1)[:, None, None]
+    share = torch.full_like(kernel[:, :1, :1], float(kernel.size(1)) / float(kernel.size(2)))
+    if keep is not None:
+        share = float(kernel.size(1)) / keep.sum(-1, dtype=kernel.dtype)[:, None, None]
     rows_turn = rows_first
     for _ in range(half_steps):
         if rows_turn:
-            a = torch.bmm(b, transposed)
-            if empty is not None:
-                a.masked_fill_(empty, 1.0)
-            a.reciprocal_()
+            a = torch.bmm(b, transposed).reciprocal_()
         else:
             b = torch.bmm(a, kernel)
             if masked is not None:
                 b.masked_fill_(masked, 1.0)
-            b.reciprocal_()
+            b.reciprocal_().mul_(share)
         rows_turn = not rows_turn
     a = a.transpose(1, 2) * mass
+    if rows_turn:  # the last half-step closed columns
+        a = a / share
     if v is None:
         return kernel.mul_(a).mul_(b)
     return torch.bmm(kernel, b.transpose(1, 2) * v).mul_(a)

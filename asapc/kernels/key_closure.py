@@ -27,15 +27,15 @@ def key_closure(
     score_multiplier: float,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """Arguments and result as operators.asap.asap with closures = 1; half precision runs in float32."""
+    """Arguments and result as operators.asap.asap with closures = 1; half precision runs in float32.
+
+    keep: with an active key in every example (operators.sinkhorn.open_empty).
+    """
     wide_q, wide_k, wide_v = widen(q), widen(k), widen(v)
     dtype = torch.promote_types(wide_q.dtype, wide_v.dtype)
     mask = target_dual.to(dtype)[:, :, None, :]
-    dead = None
     if keep is not None:
-        # Nothing attends where no key is active: softmax would give nan there, the plan is 0.
-        dead = ~keep.any(-1)[:, None, None, None]
-        mask = mask.masked_fill(~(keep[:, None, None, :] | dead), -math.inf)
+        mask = mask.masked_fill(~keep[:, None, None, :], -math.inf)
     if bias is not None:
         mask = mask + bias.to(dtype)
     keys, values = wide_k.to(dtype), wide_v.to(dtype)
@@ -47,6 +47,4 @@ def key_closure(
     )
     factor = factor_value(output_factor, q.shape[2], k.shape[2], keep)
     out = out * (factor.to(dtype) if isinstance(factor, Tensor) else factor) / q.shape[2]
-    if dead is not None:
-        out = out.masked_fill(dead, 0.0)
     return out.to(v.dtype)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asapc.kernels.workers import SAFE_ROW_RANGE, TILE_BYTES, without_gil
+from asapc.kernels import workers
+from asapc.kernels.workers import SAFE_ROW_RANGE, without_gil
 
 
 def stream_head(
@@ -30,7 +31,7 @@ def stream_head(
     row or column of the last side; bounded: exp(S) is known to be safe.
     """
     key_bias = torch.zeros_like(k[:, 0]) if key_bias is None else key_bias
-    block = max(1, TILE_BYTES // (k.shape[0] * k.element_size()))
+    block = max(1, workers.TILE_BYTES // (k.shape[0] * k.element_size()))
     arguments = (scaled_q, k, v, bias, dual, key_bias, half_steps, rows_first, mass, block)
     top = torch.zeros_like(scaled_q[:, 0])
     if not bounded:
@@ -77,7 +78,11 @@ def _linear(
     block: int,
     top: Tensor,
 ) -> Tensor:
-    """a = 1 / K b and b = 1 / K'a with K = exp(S - top), `block` rows of it at a time."""
+    """a = 1 / K b and b = N / (M K'a) with K = exp(S - top), `block` rows of it at a time.
+
+    The totals of rows and columns are equal, as in cpu._scale_one.
+    """
+    share = float(scaled_q.size(0)) / float(k.size(0))
     # One more channel subtracts the top within the product.
     shifted_q = torch.cat([scaled_q, -top.unsqueeze(1)], 1)
     transposed = torch.cat([k, torch.ones_like(k[:, :1])], 1).t()
@@ -111,8 +116,10 @@ def _linear(
             else:
                 torch.mm(part, weighted, out=out[start : start + block])
         if not closes_columns:
-            return out.mul_((a * mass).unsqueeze(1))
+            scale = mass if closes_rows else mass / share
+            return out.mul_((a * scale).unsqueeze(1))
         torch.reciprocal(total, out=b)
+        b.mul_(share)
         left -= 2 if closes_rows else 1
         rows_turn = True
 

@@ -73,6 +73,8 @@ class _LinearLoop(torch.autograd.Function):
         shape = scores.shape
         kernel = ((scores.flatten(0, -3) - top) / epsilon).exp_()  # [G, N, M]
         group = max(1, MAPS_AT_ONCE // max(1, kernel.shape[1] * kernel.shape[2]))
+        # Columns are closed to N/n, the rows' total shared out, so that the scalings do not drift.
+        share = kernel.shape[1] / (~padded).sum(-1, keepdim=True).clamp(min=1).to(kernel.dtype)
         a = [kernel.new_ones(len(kernel), 1, kernel.shape[1])]  # every value the scalings take
         b = [kernel.new_ones(len(kernel), 1, kernel.shape[2])]
         for half_step in range(max_iter):
@@ -80,16 +82,18 @@ class _LinearLoop(torch.autograd.Function):
                 a.append(_products(kernel, b[-1], True, group).reciprocal_())
             else:
                 total = _products(kernel, a[-1], False, group)
-                b.append(total.masked_fill_(padded, 1.0).reciprocal_())
+                b.append(total.masked_fill_(padded, 1.0).reciprocal_().mul_(share))
         attention = kernel * a[-1].transpose(1, 2) * b[-1]
-        ctx.save_for_backward(kernel, padded, attention, *a, *b)
+        if max_iter % 2 == 0:
+            attention /= share
+        ctx.save_for_backward(kernel, padded, share, attention, *a, *b)
         ctx.counts, ctx.max_iter, ctx.epsilon, ctx.group = len(a), max_iter, epsilon, group
         return attention.view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kernel, padded, attention, *scalings = ctx.saved_tensors
+        kernel, padded, share, attention, *scalings = ctx.saved_tensors
         a, b = list(scalings[: ctx.counts]), list(scalings[ctx.counts :])
         flow = grad.reshape(attention.shape) * attention  # A dA, which is also S's direct gradient
         grad_a = flow.sum(-1).unsqueeze(1) / a[-1]  # [G, 1, N]
@@ -103,8 +107,8 @@ class _LinearLoop(torch.autograd.Function):
                 right.append(b[-1])
                 grad_b = grad_b + _products(kernel, grad_total, False, ctx.group)
                 grad_a = torch.zeros_like(grad_a)
-            else:  # b = 1 / (K' a)
-                grad_total = (-grad_b * b.pop().square()).masked_fill_(padded, 0.0)
+            else:  # b = share / (K' a)
+                grad_total = (-grad_b * b.pop().square() / share).masked_fill_(padded, 0.0)
                 left.append(a[-1])
                 right.append(grad_total)
                 grad_a = grad_a + _products(kernel, grad_total, True, ctx.group)

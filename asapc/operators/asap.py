@@ -24,7 +24,9 @@ from asapc.features.clouds import Budget, Clouds, PredictedSide, clouds_of
 from asapc.ir import Side, SiteTensors
 from asapc.operators.sinkhorn import (
     attention_map,
+    clean_values,
     initial_duals,
+    open_empty,
     run_half_steps,
     score_matrix,
     widen,
@@ -49,6 +51,9 @@ def asap_attention(
     Raises ValueError on any other combination.
     """
     first_side = first_closure(source_dual, target_dual, closures)
+    source_dual = None if source_dual is None else open_dual(source_dual, keep)
+    target_dual = None if target_dual is None else open_dual(target_dual, keep)
+    q, keep, bias = open_empty(q, keep, bias)
     scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
     f, g = initial_duals(scores, keep)
     if source_dual is not None:
@@ -78,7 +83,13 @@ def asap(
         widen(q), widen(k), keep, bias, source_dual, target_dual,
         score_multiplier, closures, output_factor,
     )  # fmt: skip
-    return (attention @ widen(v)).to(v.dtype)
+    _, opened, _ = open_empty(q, keep, None)
+    return (attention @ widen(clean_values(v, opened))).to(v.dtype)
+
+
+def open_dual(dual: Tensor, keep: Tensor | None) -> Tensor:
+    """A dual [B, H, N or M] with 0 on examples without an active key, see open_empty."""
+    return dual if keep is None else dual.masked_fill(~keep.any(-1)[:, None, None], 0.0)
 
 
 def first_closure(

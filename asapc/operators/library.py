@@ -1,7 +1,7 @@
-"""Registration of the operators as torch.ops.asapc.*: CPU kernels, fakes and gradients.
+"""Registration of the operators as torch.ops.asapc.*: kernels, fakes and gradients.
 
-The plain functions in operators/ are the meaning. On the CPU the registered operators run
-kernels/; on any other device they run the meaning itself. Gradients differentiate the meaning.
+The plain functions in operators/ are the meaning, kernels/ their fast twins; kernels/dispatch.py says
+which of them runs. Gradients differentiate the meaning.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Side
-from asapc.kernels import cpu, key_closure
+from asapc.kernels import cpu, dispatch, key_closure
 from asapc.kernels import dual as cpu_dual
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
@@ -31,13 +31,14 @@ def sinkhorn(
     rows_first: bool,
     output_factor: Sequence[float],
 ) -> Tensor:
-    if q.device.type != "cpu":
+    backend = dispatch.attention_backend("sinkhorn", q, k, v, keep, bias, score_multiplier)
+    if backend == "plain":
         return sinkhorn_meaning.sinkhorn(
             q, k, v, keep, bias, score_multiplier, half_steps, rows_first, output_factor
         )
     side: Side = "row" if rows_first else "column"
     loop = cpu.Loop(score_multiplier, half_steps, side, output_factor)
-    return cpu.sinkhorn_loop(q, k, v, keep, bias, None, loop)
+    return _loop(backend, q, k, v, keep, bias, None, loop)
 
 
 @torch.library.custom_op("asapc::sinkhorn_attention", mutates_args=())
@@ -51,13 +52,16 @@ def sinkhorn_attention(
     rows_first: bool,
     output_factor: Sequence[float],
 ) -> Tensor:
-    if q.device.type != "cpu":
+    backend = dispatch.attention_backend(
+        "sinkhorn_attention", q, k, None, keep, bias, score_multiplier
+    )
+    if backend == "plain":
         return sinkhorn_meaning.sinkhorn_attention(
             q, k, keep, bias, score_multiplier, half_steps, rows_first, output_factor
         )
     side: Side = "row" if rows_first else "column"
     loop = cpu.Loop(score_multiplier, half_steps, side, output_factor)
-    return cpu.sinkhorn_loop(q, k, None, keep, bias, None, loop)
+    return _loop(backend, q, k, None, keep, bias, None, loop)
 
 
 @torch.library.custom_op("asapc::asap", mutates_args=())
@@ -75,16 +79,20 @@ def asap(
 ) -> Tensor:
     side = asap_meaning.first_closure(source_dual, target_dual, closures)
     if target_dual is not None and closures == 1 and q.shape[2] > 0 and k.shape[2] > 0:
+        dispatch.note_softmax(q, k)
+        opened_dual = asap_meaning.open_dual(target_dual, keep)
+        q, keep, bias = sinkhorn_meaning.open_empty(q, keep, bias)
         return key_closure.key_closure(
-            q, k, v, keep, bias, target_dual, score_multiplier, output_factor
+            q, k, v, keep, bias, opened_dual, score_multiplier, output_factor
         )
-    if q.device.type != "cpu" or closures == 0:
+    backend = dispatch.attention_backend("asap", q, k, v, keep, bias, score_multiplier)
+    if backend == "plain" or closures == 0:
         return asap_meaning.asap(
             q, k, v, keep, bias, source_dual, target_dual, score_multiplier, closures, output_factor
         )
     loop = cpu.Loop(score_multiplier, closures, side, output_factor)
     start = source_dual if side == "column" else target_dual
-    return cpu.sinkhorn_loop(q, k, v, keep, bias, start, loop)
+    return _loop(backend, q, k, v, keep, bias, start, loop)
 
 
 @torch.library.custom_op("asapc::asap_attention", mutates_args=())
@@ -100,13 +108,44 @@ def asap_attention(
     output_factor: Sequence[float],
 ) -> Tensor:
     side = asap_meaning.first_closure(source_dual, target_dual, closures)
-    if q.device.type != "cpu" or closures == 0:
+    backend = dispatch.attention_backend("asap_attention", q, k, None, keep, bias, score_multiplier)
+    if backend == "plain" or closures == 0:
         return asap_meaning.asap_attention(
             q, k, keep, bias, source_dual, target_dual, score_multiplier, closures, output_factor
         )
     loop = cpu.Loop(score_multiplier, closures, side, output_factor)
     start = source_dual if side == "column" else target_dual
-    return cpu.sinkhorn_loop(q, k, None, keep, bias, start, loop)
+    return _loop(backend, q, k, None, keep, bias, start, loop)
+
+
+def _loop(
+    backend: dispatch.Backend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    start: Tensor | None,
+    loop: cpu.Loop,
+) -> Tensor:
+    start = None if start is None else asap_meaning.open_dual(start, keep)
+    q, keep, bias = sinkhorn_meaning.open_empty(q, keep, bias)
+    v = None if v is None else sinkhorn_meaning.clean_values(v, keep)
+    if backend == "gpu" and v is not None:
+        from asapc.kernels.gpu.sinkhorn import sinkhorn_loop
+
+        return sinkhorn_loop(q, k, v, keep, bias, start, loop)
+    return cpu.sinkhorn_loop(q, k, v, keep, bias, start, loop)
+
+
+def _dual_twin(backend: dispatch.Backend) -> Any:
+    if backend == "plain":
+        return asap_meaning
+    if backend == "gpu":
+        from asapc.kernels.gpu import dual as gpu_dual
+
+        return gpu_dual
+    return cpu_dual
 
 
 @torch.library.custom_op("asapc::dual", mutates_args=())
@@ -123,11 +162,12 @@ def dual(
     half_steps: int,
     starts_on_x: bool,
 ) -> Tensor:
-    twin = cpu_dual.dual if q.device.type == "cpu" else asap_meaning.dual
-    return twin(
+    twin = _dual_twin(dispatch.dual_backend("dual", q, k, features))
+    result: Tensor = twin.dual(
         q, k, keep, bias, parameters, coefficients, features, side, score_multiplier, half_steps,
         starts_on_x,
     )  # fmt: skip
+    return result
 
 
 @torch.library.custom_op("asapc::dual_and_row_mass", mutates_args=())
@@ -143,11 +183,12 @@ def dual_and_row_mass(
     half_steps: int,
     starts_on_x: bool,
 ) -> tuple[Tensor, Tensor]:
-    twin = cpu_dual if q.device.type == "cpu" else asap_meaning
-    return twin.dual_and_row_mass(
+    twin = _dual_twin(dispatch.dual_backend("dual_and_row_mass", q, k, features))
+    result: tuple[Tensor, Tensor] = twin.dual_and_row_mass(
         q, k, keep, bias, parameters, coefficients, features, score_multiplier, half_steps,
         starts_on_x,
     )  # fmt: skip
+    return result
 
 
 @sinkhorn.register_fake

@@ -16,6 +16,27 @@ from asapc.ir import OutputFactor, Side
 from asapc.operators.closures import close_columns, close_rows, log_marginals
 
 
+def open_empty(
+    q: Tensor, keep: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q, keep and bias with every key of an example that has no active one active, at score 0.
+
+    Teachers mask by a finite score such as -1e9: where all scores are equal, attention is uniform.
+    """
+    if keep is None:
+        return q, keep, bias
+    empty = ~keep.any(-1)
+    here = empty[:, None, None, None]
+    if bias is not None:
+        bias = torch.where(here, 0.0, bias)
+    return q.masked_fill(here, 0.0), keep | empty[:, None], bias
+
+
+def clean_values(v: Tensor, keep: Tensor | None) -> Tensor:
+    """v with 0 at masked keys, where 0 * nan would be nan.  v: [B, H, M, E]."""
+    return v if keep is None else v.masked_fill(~keep[:, None, :, None], 0.0)
+
+
 def score_matrix(
     q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, score_multiplier: float
 ) -> Tensor:
@@ -117,6 +138,7 @@ def sinkhorn_attention(
     output_factor: Sequence[float],
 ) -> Tensor:
     """Dense attention map of the finite loop, [B, H, N, M] in q's dtype."""
+    q, keep, bias = open_empty(q, keep, bias)
     scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
     side: Side = "row" if rows_first else "column"
     f, g = finite_duals(scores, half_steps, side, keep)
@@ -139,7 +161,9 @@ def sinkhorn(
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys;
     bias: broadcastable to [B, H, N, M] and already divided by epsilon.
     """
+    q, keep, bias = open_empty(q, keep, bias)
     scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
     side: Side = "row" if rows_first else "column"
     f, g = finite_duals(scores, half_steps, side, keep)
-    return (attention_map(scores, f, g, output_factor, keep) @ widen(v)).to(v.dtype)
+    attention = attention_map(scores, f, g, output_factor, keep)
+    return (attention @ widen(clean_values(v, keep))).to(v.dtype)

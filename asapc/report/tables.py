@@ -285,7 +285,15 @@ def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
 def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
     """Latencies and ratios, whole model and per site."""
     tables = [_model_table("Whole model", _mapping(bench, "model"))]
-    return tables + _latency_table(_list(bench, "sites"))
+    tables += _latency_table(_list(bench, "sites"))
+    rows = tuple(
+        (str(site.get("name")), *(str(kernel[key]) for key in ("operator", "shape", "kernel", "reason")))
+        for site in _list(bench, "sites")
+        for kernel in site.get("kernels", ())
+    )
+    if rows:
+        tables.append(Table("Kernels", ("site", "operator", "shape", "kernel", "because"), rows))
+    return tables
 
 
 def study_tables(result: Mapping[str, Any]) -> list[Table]:

@@ -1,0 +1,152 @@
+"""Which kernel runs an operator, and why: the one place that decides, for operators/library.py to
+follow and for `asapc bench --explain` to print.
+
+A kernel that cannot run is a reported fallback to the plain PyTorch meaning, never a crash. Triton is
+imported only when a tensor on a GPU asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from asapc.kernels import workers
+from asapc.operators.sinkhorn import score_matrix, widen
+
+Backend = Literal["cpu", "gpu", "plain"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """operator: registered name; shape: B x H x N x M x D; kernel: what ran; reason: why that one."""
+
+    operator: str
+    shape: str
+    dtype: str
+    kernel: str
+    reason: str
+
+
+_listening: ContextVar[list[Choice] | None] = ContextVar("asapc_choices", default=None)
+
+
+@contextmanager
+def explained() -> Iterator[list[Choice]]:
+    """Collects a Choice from every operator that runs inside, in this thread."""
+    choices: list[Choice] = []
+    token = _listening.set(choices)
+    try:
+        yield choices
+    finally:
+        _listening.reset(token)
+
+
+def attention_backend(
+    operator: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    score_multiplier: float,
+) -> Backend:
+    """Of the finite loop and of closures.  v: None where the dense map is wanted."""
+    choices = _listening.get()
+    if q.device.type == "cpu":
+        if choices is not None:
+            path = _cpu_path(q, k, v, keep, bias, score_multiplier)
+            choices.append(_choice(operator, q, k, *path))
+        return "cpu"
+    reason = _why_no_gpu(q)
+    if reason is None and v is None:
+        reason = "the dense attention map is wanted"
+    if reason is None:
+        from asapc.kernels.gpu.tiles import supported
+
+        reason = supported(q, k, v, bias)
+    if choices is not None:
+        kernel = "Triton" if reason is None else "plain PyTorch"
+        choices.append(_choice(operator, q, k, kernel, reason or "the tensors are on a GPU"))
+    return "gpu" if reason is None else "plain"
+
+
+def dual_backend(operator: str, q: Tensor, k: Tensor, features: str) -> Backend:
+    """Of a predicted dual."""
+    choices = _listening.get()
+    if q.device.type == "cpu":
+        if choices is not None:
+            choices.append(_choice(operator, q, k, f"CPU, {features}", "the tensors are on the CPU"))
+        return "cpu"
+    reason = _why_no_gpu(q)
+    if reason is None:
+        from asapc.kernels.gpu.dual import supported
+
+        reason = supported(q, k, features)
+    if choices is not None:
+        kernel = f"Triton, {features}" if reason is None else "plain PyTorch"
+        choices.append(_choice(operator, q, k, kernel, reason or "the tensors are on a GPU"))
+    return "gpu" if reason is None else "plain"
+
+
+def note_softmax(q: Tensor, k: Tensor) -> None:
+    """One closure from the keys' dual, which torch's own attention runs."""
+    choices = _listening.get()
+    if choices is not None:
+        reason = "one closure from the keys' dual is softmax attention with a key bias"
+        choices.append(_choice("asap", q, k, "scaled_dot_product_attention", reason))
+
+
+def _choice(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> Choice:
+    batch, heads, queries, dim = q.shape
+    shape = f"B{batch} H{heads} N{queries} M{k.shape[2]} D{dim}"
+    return Choice(operator, shape, str(q.dtype).removeprefix("torch."), kernel, reason)
+
+
+@cache
+def _triton_missing() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    return None
+
+
+def _why_no_gpu(q: Tensor) -> str | None:
+    if q.device.type != "cuda":
+        return f"there are no kernels for {q.device.type} devices"
+    return _triton_missing()
+
+
+def _cpu_path(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    score_multiplier: float,
+) -> tuple[str, str]:
+    """Measures the scores, which the kernel itself avoids: this is for people to read."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    size = q.shape[2] * k.shape[2] * dtype.itemsize
+    mib = f"a head's scores take {size / 2**20:.2f} MiB"
+    if v is not None and size > workers.RESIDENT_BYTES:
+        path, why = "streamed", f"{mib}, more than the {workers.RESIDENT_BYTES >> 20} that are kept"
+    elif 2 * size > workers.TILE_BYTES:
+        path, why = "one head a tile", f"{mib}: two would leave no room in a private cache"
+    else:
+        path, why = "heads stacked", f"{mib}, several fit a private cache"
+    scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
+    top = scores.amax(-1)
+    low = scores if keep is None else scores.masked_fill(~keep[:, None, None, :], torch.inf)
+    reach = float((top - low.amin(-1)).nan_to_num(0.0).amax()) if scores.numel() else 0.0
+    safe = workers.SAFE_ROW_RANGE[dtype]
+    if reach > safe:
+        return f"CPU, {path}, log domain", f"{why}; a row of scores spans {reach:.0f} > {safe:.0f}"
+    return f"CPU, {path}, linear domain", f"{why}; rows of scores span at most {reach:.1f}"
