@@ -60,7 +60,7 @@ def resident_loop(
     half = is_half(q, k)
     block_d = block_of(dim, 128 if half else 32)
     # For sm_90 these compile without spills. A float32 product loads all its rows into registers.
-    block_e = block_of(value_dim, 64 if is_half(v) else (32 if points > 8192 else 16))
+    block_e = block_of(value_dim, 64 if is_half(v) else (32 if block_y > 64 else 16))
     _resident[(batch * heads,)](
         q, k, v, keep, bias, dual, factors, out,
         heads, queries, keys, dim, value_dim,

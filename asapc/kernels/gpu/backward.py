@@ -1,0 +1,473 @@
+"""Gradients of the closures, the apply and the loop, from tiles computed again: O(T (N + M)) memory.
+
+Every gradient is a sum over a matrix of slopes dL/dS_ij that is never stored. Where f and g are the
+duals around one half-step and P = exp(S + f + g) is the plan it closed,
+
+    rows closed     dL/dS_ij = -N df_i P_ij        columns closed     dL/dS_ij = -M dg_j P_ij
+    applied         dL/dS_ij = factor <dout_i, v_j> P_ij
+
+and the sums of these over i or j are the gradient of the other dual, which the half-step before it
+takes on. The duals' gradients alone run through the chain; with all of them known, one pass over the
+tiles sums every half-step's slopes at once into dq, and one into dk and dv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from asapc.ir import Side
+from asapc.kernels.cpu import Loop
+from asapc.kernels.gpu.apply import attend_and_dual
+from asapc.kernels.gpu.half_step import close_columns, close_rows
+from asapc.kernels.gpu.sinkhorn import sinkhorn_loop
+from asapc.kernels.gpu.tiles import (
+    FLOAT32_PRECISION,
+    block_of,
+    is_half,
+    load_dual,
+    load_keep,
+    load_rows,
+    product,
+    score_tile,
+    split_factor,
+    spread_bias,
+    strides_of,
+    supported,
+)
+
+
+class Inputs(NamedTuple):
+    """What scores are made of.  q: [B, H, N, D]; k: [B, H, M, D]; shapes as in operators/."""
+
+    q: Tensor
+    k: Tensor
+    keep: Tensor | None
+    bias: Tensor | None
+    score_multiplier: float
+
+
+class Output(NamedTuple):
+    """The apply.  grad: [B, H, N, E], of its result; v: [B, H, M, E]."""
+
+    grad: Tensor
+    v: Tensor
+    factor: Sequence[float]
+
+
+class Terms(NamedTuple):
+    """Half-steps whose slopes are (row_i + column_j) exp(S + f_i + g_j), stacked: [T, B, H, N or M].
+
+    The first one's duals are also those of the apply.
+    """
+
+    f: Tensor
+    g: Tensor
+    row: Tensor
+    column: Tensor
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor | None = None
+    f: Tensor | None = None
+    g: Tensor | None = None
+
+
+def backward_supported(q: Tensor, k: Tensor, v: Tensor | None, bias: Tensor | None) -> str | None:
+    """None where the gradients can be computed here, else why not, in one sentence."""
+    if bias is not None and bias.requires_grad:
+        return "the GPU kernels give no gradient of a score bias"
+    return supported(q, k, v, bias)
+
+
+def close_rows_backward(inputs: Inputs, f: Tensor, g: Tensor | None, grad_f: Tensor) -> Gradients:
+    """Of f = close_rows(g): gradients of q, k and g [B, H, M], from that of f [B, H, N]."""
+    terms = one_term(inputs, f, g, "row", grad_f)
+    dq, _, _ = _slopes(inputs, terms, None, "row", points=True)
+    dk, _, dg = _slopes(inputs, terms, None, "column", points=True, sums=True)
+    return Gradients(_given(dq), _given(dk), g=dg)
+
+
+def close_columns_backward(inputs: Inputs, f: Tensor | None, g: Tensor, grad_g: Tensor) -> Gradients:
+    """Of g = close_columns(f): gradients of q, k and f [B, H, N], from that of g [B, H, M]."""
+    terms = one_term(inputs, f, g, "column", grad_g)
+    dq, _, df = _slopes(inputs, terms, None, "row", points=True, sums=True)
+    dk, _, _ = _slopes(inputs, terms, None, "column", points=True)
+    return Gradients(_given(dq), _given(dk), f=df)
+
+
+def attend_backward(inputs: Inputs, output: Output, f: Tensor | None, g: Tensor | None) -> Gradients:
+    """Of out = attend(f, g): gradients of q, k, v, g and, unless None closed the rows, of f."""
+    if f is None:
+        out, f = _attend_again(inputs, output, g)
+        terms = one_term(inputs, f, g, "row", _row_products(output, out))
+        dq, _, df = _slopes(inputs, terms, output, "row", points=True)
+    else:
+        terms = one_term(inputs, f, g, "row", None)
+        dq, _, df = _slopes(inputs, terms, output, "row", points=True, sums=True)
+    dk, dv, dg = _slopes(inputs, terms, output, "column", points=True, values=True, sums=True)
+    return Gradients(_given(dq), _given(dk), dv, df, dg)
+
+
+def sinkhorn_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    dual: Tensor | None,
+    loop: Loop,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the start dual (None where none is given) for `sinkhorn_loop`."""
+    inputs = Inputs(q, k, keep, bias, loop.score_multiplier)
+    output = Output(grad_out, v, loop.output_factor)
+    rows_first = loop.first_side == "row"
+    sides: list[Side] = [
+        "row" if (step % 2 == 0) == rows_first else "column" for step in range(loop.half_steps)
+    ]
+    f, g = zero_duals(inputs)
+    if dual is not None:
+        f, g = (f, dual.float()) if rows_first else (dual.float(), g)
+    pairs, out = [], None
+    for step, side in enumerate(sides):
+        if side == "column":
+            g = close_columns(q, k, keep, bias, f, loop.score_multiplier)
+        elif step + 1 < len(sides):
+            f = close_rows(q, k, keep, bias, g, loop.score_multiplier)
+        else:
+            out, f = _attend_again(inputs, output, g)
+        pairs.append((f, g))
+    grad = None  # of the dual that the step at hand has made; then of the other, which it was made from
+    terms: list[Terms] = []
+    for step in reversed(range(len(sides))):
+        side, pair = sides[step], pairs[step]
+        applied = output if step + 1 == len(sides) else None
+        if out is not None and applied is not None:
+            grad = _row_products(output, out)
+        elif applied is not None:
+            grad = _slopes(inputs, one_term(inputs, *pair, side, None), output, side, sums=True)[2]
+        terms.append(one_term(inputs, *pair, side, grad))
+        if step > 0 or dual is not None:
+            other: Side = "column" if side == "row" else "row"
+            grad = _slopes(inputs, terms[-1], applied, other, sums=True)[2]
+    if not sides:
+        terms.append(one_term(inputs, f, g, "row", None))
+        started: Side = "column" if rows_first else "row"
+        grad = _slopes(inputs, terms[0], output, started, sums=True)[2]
+    stacked = Terms(*(torch.cat(parts) for parts in zip(*terms, strict=True)))
+    dq, _, _ = _slopes(inputs, stacked, output, "row", points=True)
+    dk, dv, _ = _slopes(inputs, stacked, output, "column", points=True, values=True)
+    grad_dual = None if dual is None else _given(grad).to(dual.dtype)
+    return _given(dq), _given(dk), _given(dv), grad_dual
+
+
+class SinkhornLoop(torch.autograd.Function):
+    """`sinkhorn_loop` with its gradient: only the inputs are kept for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor | None,
+        bias: Tensor | None,
+        dual: Tensor | None,
+        loop: Loop,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, keep, bias, dual)
+        ctx.loop = loop
+        return sinkhorn_loop(q, k, v, keep, bias, dual, loop)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.needs_input_grad[4]:
+            raise NotImplementedError("asapc: the GPU kernels give no gradient of a score bias")
+        q, k, v, keep, bias, dual = ctx.saved_tensors
+        dq, dk, dv, grad_dual = sinkhorn_backward(grad_out, q, k, v, keep, bias, dual, ctx.loop)
+        return dq, dk, dv, None, None, grad_dual, None
+
+
+def zero_duals(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    shapes = inputs.q.shape[:3], inputs.k.shape[:3]
+    f, g = (torch.zeros(shape, dtype=torch.float32, device=inputs.q.device) for shape in shapes)
+    return f, g
+
+
+def one_term(
+    inputs: Inputs, f: Tensor | None, g: Tensor | None, closed: Side, grad: Tensor | None
+) -> Terms:
+    """The half-step that closed a side with the plan exp(S + f + g); grad: of its new dual, None 0."""
+    zero_f, zero_g = zero_duals(inputs)
+    row, column = zero_f, zero_g
+    if grad is not None and closed == "row":
+        row = grad.float() * -inputs.q.shape[2]
+    elif grad is not None:
+        column = grad.float() * -inputs.k.shape[2]
+    own_f, own_g = (zero_f if f is None else f.float()), (zero_g if g is None else g.float())
+    return Terms(own_f[None], own_g[None], row[None], column[None])
+
+
+def _attend_again(inputs: Inputs, output: Output, g: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, k, keep, bias, score_multiplier = inputs
+    return attend_and_dual(q, k, output.v, keep, bias, g, score_multiplier, output.factor)
+
+
+def _row_products(output: Output, out: Tensor) -> Tensor:
+    """df_i of the apply: sum_j factor <dout_i, v_j> P_ij = <dout_i, out_i>: [B, H, N]."""
+    return (output.grad.float() * out).sum(-1)
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _slopes(
+    inputs: Inputs,
+    terms: Terms,
+    output: Output | None,
+    side: Side,
+    points: bool = False,
+    values: bool = False,
+    sums: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """One pass over the tiles of the slopes, for each row or each column: dq or dk, dv, their sums.
+
+    points: dq [B, H, N, D] or dk [B, H, M, D]; values: dv [B, H, M, E], of columns alone; sums:
+    [B, H, N] or [B, H, M] float32, the gradient of the dual of that side.
+    """
+    q, k, keep, bias, score_multiplier = inputs
+    bias = spread_bias(bias, q, k)
+    rows = side == "row"
+    x, y = (q, k) if rows else (k, q)
+    u_x, u_y, factor, factors = None, None, 1.0, None
+    if output is not None:
+        u_x, u_y = (output.grad, output.v) if rows else (output.v, output.grad)
+        factor, factors = split_factor(output.factor, q.shape[2], k.shape[2], keep)
+    if bias is not None and not rows:
+        bias = bias.transpose(2, 3)
+    dual_x, dual_y = (terms.f, terms.g) if rows else (terms.g, terms.f)
+    coef_x, coef_y = (terms.row, terms.column) if rows else (terms.column, terms.row)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if points else None
+    du = None
+    if values and u_x is not None:
+        du = torch.empty(u_x.shape, dtype=u_x.dtype, device=x.device)
+    total = torch.empty(x.shape[:3], dtype=torch.float32, device=x.device) if sums else None
+    batch, heads, count_x, dim = x.shape
+    if batch * heads * count_x == 0:
+        return dx, du, total
+    value_dim = 0 if u_x is None else u_x.shape[3]
+    half = is_half(x, y)
+    half_values = u_x is not None and u_y is not None and is_half(u_x, u_y)
+    wide = max(dim, value_dim) > (128 if half else 64)
+    block_x = block_of(count_x, 32 if wide else 64)
+    block_y = block_of(y.shape[2], 32)
+    block_d, block_e = block_of(dim, 128 if half else 32), block_of(value_dim, 128 if half_values else 32)
+    _slope_sums[(batch * heads * triton.cdiv(count_x, block_x),)](
+        x, y, u_x, u_y, keep, bias,
+        *(t.contiguous() for t in (dual_x, dual_y, coef_x, coef_y)),
+        factors, dx, du, total,
+        heads, count_x, y.shape[2], dim, value_dim, len(terms.f), dual_x[0].numel(), dual_y[0].numel(),
+        *x.stride(), *y.stride(), *strides_of(u_x, 4), *strides_of(u_y, 4), *strides_of(keep, 2),
+        *strides_of(bias, 4),
+        score_multiplier,
+        factor,
+        HAS_KEEP=keep is not None,
+        KEEP_ON_X=not rows,
+        HAS_BIAS=bias is not None,
+        HAS_OUTPUT=output is not None,
+        HAS_FACTORS=factors is not None,
+        WANT_POINTS=points,
+        WANT_VALUES=du is not None,
+        WANT_SUMS=sums,
+        AS_FLOAT32=not half,
+        VALUES_AS_FLOAT32=not half_values,
+        # A plan of N M entries and its slopes leave the range of float16, not that of tf32.
+        WIDEN_POINTS=y.dtype != torch.bfloat16,
+        WIDEN_VALUES=u_y is None or u_y.dtype != torch.bfloat16,
+        PRECISION=FLOAT32_PRECISION,
+        POINTS_PRECISION="tf32" if y.dtype == torch.float16 else FLOAT32_PRECISION,
+        VALUES_PRECISION="tf32" if half_values else FLOAT32_PRECISION,
+        BLOCK_X=block_x,
+        BLOCK_Y=block_y,
+        BLOCK_D=block_d,
+        BLOCK_E=block_e,
+        ALL_D=block_of(dim, 256),
+        ALL_E=block_of(value_dim, 256),
+        CHUNKED=dim > block_d,
+        CHUNKED_VALUES=value_dim > block_e,
+        num_warps=8 if max(dim, value_dim) > (64 if half else 32) else 4,
+        num_stages=2,
+    )  # fmt: skip
+    return dx, du, total
+
+
+@triton.jit
+def _slope_sums(
+    p_x: tl.tensor,
+    p_y: tl.tensor,
+    p_ux: tl.tensor,
+    p_uy: tl.tensor,
+    p_keep: tl.tensor,
+    p_bias: tl.tensor,
+    p_dual_x: tl.tensor,
+    p_dual_y: tl.tensor,
+    p_coef_x: tl.tensor,
+    p_coef_y: tl.tensor,
+    p_factors: tl.tensor,
+    p_dx: tl.tensor,
+    p_du: tl.tensor,
+    p_sums: tl.tensor,
+    heads: tl.tensor,
+    count_x: tl.tensor,
+    count_y: tl.tensor,
+    dim: tl.tensor,
+    value_dim: tl.tensor,
+    terms: tl.tensor,
+    step_x: tl.tensor,
+    step_y: tl.tensor,
+    stride_xb: tl.tensor,
+    stride_xh: tl.tensor,
+    stride_xn: tl.tensor,
+    stride_xd: tl.tensor,
+    stride_yb: tl.tensor,
+    stride_yh: tl.tensor,
+    stride_yn: tl.tensor,
+    stride_yd: tl.tensor,
+    stride_uxb: tl.tensor,
+    stride_uxh: tl.tensor,
+    stride_uxn: tl.tensor,
+    stride_uxd: tl.tensor,
+    stride_uyb: tl.tensor,
+    stride_uyh: tl.tensor,
+    stride_uyn: tl.tensor,
+    stride_uyd: tl.tensor,
+    stride_keep_b: tl.tensor,
+    stride_keep_n: tl.tensor,
+    stride_bias_b: tl.tensor,
+    stride_bias_h: tl.tensor,
+    stride_bias_x: tl.tensor,
+    stride_bias_y: tl.tensor,
+    scale: float,
+    factor: float,
+    HAS_KEEP: tl.constexpr,
+    KEEP_ON_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    WANT_POINTS: tl.constexpr,
+    WANT_VALUES: tl.constexpr,
+    WANT_SUMS: tl.constexpr,
+    AS_FLOAT32: tl.constexpr,
+    VALUES_AS_FLOAT32: tl.constexpr,
+    WIDEN_POINTS: tl.constexpr,
+    WIDEN_VALUES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    POINTS_PRECISION: tl.constexpr,
+    VALUES_PRECISION: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ALL_D: tl.constexpr,
+    ALL_E: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    CHUNKED_VALUES: tl.constexpr,
+) -> None:
+    blocks = tl.cdiv(count_x, BLOCK_X)
+    i_bh = (tl.program_id(0) // blocks).to(tl.int64)
+    i_b = i_bh // heads
+    i_h = i_bh % heads
+    o_x = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
+    m_inside = o_x < count_x
+    p_x += i_b * stride_xb + i_h * stride_xh
+    p_y += i_b * stride_yb + i_h * stride_yh
+    p_dual_x += i_bh * count_x
+    p_coef_x += i_bh * count_x
+    p_dual_y += i_bh * count_y
+    p_coef_y += i_bh * count_y
+    if HAS_BIAS:
+        p_bias += i_b * stride_bias_b + i_h * stride_bias_h
+    m_x = m_inside
+    if HAS_KEEP:
+        p_keep += i_b * stride_keep_b
+        if KEEP_ON_X:
+            m_x = load_keep(p_keep, o_x, m_inside, stride_keep_n)
+    if HAS_FACTORS:
+        factor = tl.load(p_factors + i_b)
+    o_d = tl.arange(0, BLOCK_D)
+    o_all_d = tl.arange(0, ALL_D)
+    o_all_e = tl.arange(0, ALL_E)
+    b_x = load_rows(p_x, o_x, m_x, o_d, dim, stride_xn, stride_xd, AS_FLOAT32)
+    if HAS_OUTPUT:
+        p_ux += i_b * stride_uxb + i_h * stride_uxh
+        p_uy += i_b * stride_uyb + i_h * stride_uyh
+        o_e = tl.arange(0, BLOCK_E)
+        b_u = load_rows(p_ux, o_x, m_x, o_e, value_dim, stride_uxn, stride_uxd, VALUES_AS_FLOAT32)
+        b_applied_x = load_dual(p_dual_x, o_x, m_x, 1)
+    if WANT_POINTS:
+        b_dx = tl.zeros([BLOCK_X, ALL_D], tl.float32)
+    if WANT_VALUES:
+        b_du = tl.zeros([BLOCK_X, ALL_E], tl.float32)
+    b_sums = tl.zeros([BLOCK_X], tl.float32)
+    for start in range(0, count_y, BLOCK_Y):
+        o_y = start + tl.arange(0, BLOCK_Y).to(tl.int64)
+        m_y = o_y < count_y
+        if HAS_KEEP and not KEEP_ON_X:
+            m_y = load_keep(p_keep, o_y, m_y, stride_keep_n)
+        m_tile = m_x[:, None] & m_y[None, :]
+        scores = score_tile(
+            b_x, p_x, p_y, p_bias, o_x, o_y, m_x, m_y, dim, stride_xn, stride_xd, stride_yn,
+            stride_yd, stride_bias_x, stride_bias_y, scale, HAS_BIAS, AS_FLOAT32, PRECISION,
+            BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
+        )  # fmt: skip
+        scores = tl.where(m_tile, scores, float("-inf"))
+        slopes = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
+        if HAS_OUTPUT:
+            plan = tl.exp(scores + b_applied_x[:, None] + load_dual(p_dual_y, o_y, m_y, 1)[None, :])
+            slopes = plan * score_tile(
+                b_u, p_ux, p_uy, p_bias, o_x, o_y, m_x, m_y, value_dim, stride_uxn, stride_uxd,
+                stride_uyn, stride_uyd, stride_bias_x, stride_bias_y, factor, False,
+                VALUES_AS_FLOAT32, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_E, CHUNKED_VALUES,
+            )  # fmt: skip
+            if WANT_VALUES:
+                b_uy = load_rows(p_uy, o_y, m_y, o_all_e, value_dim, stride_uyn, stride_uyd, WIDEN_VALUES)
+                b_du = product(plan.to(b_uy.dtype), b_uy, b_du, VALUES_PRECISION)
+        p_term_x, p_term_y = p_dual_x, p_dual_y
+        p_slope_x, p_slope_y = p_coef_x, p_coef_y
+        for _ in range(terms):
+            b_dual_x = load_dual(p_term_x, o_x, m_x, 1)
+            b_dual_y = load_dual(p_term_y, o_y, m_y, 1)
+            b_coef_x = load_dual(p_slope_x, o_x, m_x, 1)
+            b_coef_y = load_dual(p_slope_y, o_y, m_y, 1)
+            weights = tl.exp(scores + b_dual_x[:, None] + b_dual_y[None, :])
+            slopes += weights * (b_coef_x[:, None] + b_coef_y[None, :])
+            p_term_x += step_x
+            p_term_y += step_y
+            p_slope_x += step_x
+            p_slope_y += step_y
+        b_sums += tl.sum(slopes, 1)
+        if WANT_POINTS:
+            b_y = load_rows(p_y, o_y, m_y, o_all_d, dim, stride_yn, stride_yd, WIDEN_POINTS)
+            b_dx = product(slopes.to(b_y.dtype), b_y, b_dx, POINTS_PRECISION)
+    if WANT_SUMS:
+        tl.store(p_sums + i_bh * count_x + o_x, b_sums, mask=m_inside)
+    if WANT_POINTS:
+        places = p_dx + (i_bh * count_x + o_x)[:, None] * dim + o_all_d[None, :]
+        mask = m_inside[:, None] & (o_all_d < dim)[None, :]
+        tl.store(places, (b_dx * scale).to(p_dx.dtype.element_ty), mask=mask)
+    if WANT_VALUES:
+        places = p_du + (i_bh * count_x + o_x)[:, None] * value_dim + o_all_e[None, :]
+        mask = m_inside[:, None] & (o_all_e < value_dim)[None, :]
+        tl.store(places, (b_du * factor).to(p_du.dtype.element_ty), mask=mask)

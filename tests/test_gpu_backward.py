@@ -1,0 +1,202 @@
+"""Gradients of the Triton kernels against autograd of operators/ in float64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_env import DEVICE
+
+pytest.importorskip("triton")
+
+from test_gpu_attention import CASES, LOOPS, SCALE, Case, factors
+
+from asapc.kernels.cpu import Loop
+from asapc.kernels.gpu import backward, half_step
+from asapc.operators import closures
+from asapc.operators import sinkhorn as meaning
+
+HOSTILE = {  # smaller, and still of two tiles
+    name: {"shape": (2, 2 if "heads" in name else 1, 18, 37, 16, 16), **case}
+    for name, case in CASES.items()
+    if name not in ("several tiles", "masked half", "bias of examples", "one of each")
+}
+# The plan and its slopes are rounded to the inputs' precision; the interpreter cuts bfloat16 off.
+STEPS = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+def leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).detach().clone().requires_grad_()
+
+
+class Reference:
+    """The meaning's gradients of (q, k, v, f, g) for one dtype, by autograd."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case = case
+        self.leaves = [leaf(t, dtype) for t in (case.q, case.k, case.v, case.f, case.g)]
+        q, k, self.v, self.f, self.g = self.leaves
+        bias = None if case.bias is None else case.bias.to(dtype)
+        self.scores = meaning.score_matrix(q, k, case.keep, bias, SCALE)
+        self.log_mu, self.log_nu = closures.log_marginals(*self.scores.shape[2:], case.keep, self.scores)
+
+    def starts(self, source: bool, target: bool) -> tuple[Tensor, Tensor]:
+        f, g = meaning.initial_duals(self.scores, self.case.keep)
+        if target:  # not masked_fill(g + 0): the gradient of a masked key's dual is 0
+            g = self.g if self.case.keep is None else torch.where(self.case.keep[:, None], self.g, g)
+        return (self.f if source else f), g
+
+    def out(self, f: Tensor, g: Tensor) -> Tensor:
+        plan = meaning.attention_map(self.scores, f, g, factors(self.case), self.case.keep)
+        return plan @ self.v
+
+    def gradients(self, result: Tensor, grad: Tensor) -> list[Tensor]:
+        masked = torch.where(result.isfinite(), result, 0.0)
+        found = torch.autograd.grad(masked, self.leaves, grad.to(result), allow_unused=True)
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(self.leaves, found, strict=True)]
+
+
+def assert_honest(own: Sequence[Tensor | None], both: list[list[Tensor]], case: Case) -> None:
+    """Those of (q, k, v, f, g) that are given: at most twice as wrong as autograd in float32.
+
+    Besides, exp(S + f + g) is no better than the float32 S, f and g it is of, and where a small
+    gradient is what larger ones leave, it is no better than those.
+    """
+    exact, rough = both
+    scores = case.scores(torch.float32)
+    reach = sum(float(t[t.isfinite()].abs().max()) for t in (scores, case.f, case.g))
+    scale = max(1.0, *(float(t.abs().max()) for t in exact))
+    step = (STEPS[case.q.dtype] + 2.0**-23 * reach) * scale
+    for mine, true, reference in zip(own, exact, rough, strict=True):
+        if mine is None:
+            continue
+        assert mine.shape == true.shape and bool(mine.isfinite().all())
+        honest = float((reference.to(mine.dtype).double() - true).abs().max())
+        assert float((mine.cpu().double() - true).abs().max()) <= 2 * honest + step
+
+
+def upstream(*size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(7))
+
+
+def both(
+    case: Case,
+    start: tuple[bool, bool],
+    grad: Tensor,
+    steps: Callable[[Reference, Tensor, Tensor], Tensor],
+) -> list[list[Tensor]]:
+    """Gradients of what `steps` makes of (reference, f, g), in float64 and in float32."""
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        reference = Reference(case, dtype)
+        results.append(reference.gradients(steps(reference, *reference.starts(*start)), grad))
+    return results
+
+
+def inputs_of(case: Case) -> tuple[backward.Inputs, Tensor]:
+    q, k, v, keep, bias = case.given()
+    return backward.Inputs(q, k, keep, bias, SCALE), v
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_half_steps(name: str) -> None:
+    case = Case(**HOSTILE[name])
+    inputs, _ = inputs_of(case)
+    q, k, keep, bias, _ = inputs
+    grad_f, grad_g = upstream(*case.q.shape[:3]), upstream(*case.k.shape[:3])
+    f, g = case.dual("source"), case.dual("key")
+
+    own_f = half_step.close_rows(q, k, keep, bias, g, SCALE)
+    own = backward.close_rows_backward(inputs, own_f, g, grad_f.to(DEVICE))
+    results = both(
+        case, (False, True), grad_f,
+        lambda ref, _, g: closures.close_rows(ref.scores, g, ref.log_mu),
+    )  # fmt: skip
+    assert own.g is not None and own.f is None
+    assert_honest(own, results, case)
+
+    own_g = half_step.close_columns(q, k, keep, bias, f, SCALE)
+    own = backward.close_columns_backward(inputs, f, own_g, grad_g.to(DEVICE))
+    results = both(
+        case, (True, False), grad_g,
+        lambda ref, f, _: closures.close_columns(ref.scores, f, ref.log_nu),
+    )  # fmt: skip
+    assert own.f is not None and own.g is None
+    assert_honest(own, results, case)
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closes rows", "given f"])
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name != "huge"])
+def test_attend(name: str, closes: bool) -> None:
+    case = Case(**HOSTILE[name])
+    case.f, case.g = case.f - 6, case.g - 6  # plans of about 1 where nothing closes them
+    if case.q.dtype != torch.float32:
+        case.f, case.g = case.f / 3, case.g / 3
+    inputs, v = inputs_of(case)
+    grad = upstream(*case.q.shape[:3], case.v.shape[3]).to(case.v.dtype)
+    f = None if closes else case.dual("source")
+    own = backward.attend_backward(
+        inputs, backward.Output(grad.to(DEVICE), v, factors(case)), f, case.dual("key")
+    )
+
+    def steps(ref: Reference, f: Tensor, g: Tensor) -> Tensor:
+        return ref.out(closures.close_rows(ref.scores, g, ref.log_mu) if closes else f, g)
+
+    assert (own.f is None) == closes and own.g is not None and own.v is not None
+    assert_honest(own, both(case, (not closes, True), grad, steps), case)
+
+
+def assert_loop(case: Case, half_steps: int, first: Any, start: bool) -> None:
+    q, k, v, keep, bias = case.given()
+    dual = case.dual("key" if first == "row" else "source") if start else None
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)] + ([dual.requires_grad_()] if start else [])
+    loop = Loop(SCALE, half_steps, first, factors(case))
+    own_out = backward.SinkhornLoop.apply(*leaves[:3], keep, bias, dual, loop)
+    grad = upstream(*own_out.shape).to(case.v.dtype)
+    own = torch.autograd.grad(own_out, leaves, grad.to(DEVICE))
+
+    def steps(ref: Reference, f: Tensor, g: Tensor) -> Tensor:
+        return ref.out(*meaning.run_half_steps(ref.scores, f, g, half_steps, first, case.keep))
+
+    results = both(case, (start and first == "column", start and first == "row"), grad, steps)
+    grad_dual = own[3] if start else None
+    assert all(mine.dtype == q.dtype for mine in own[:3])
+    of_duals = [grad_dual, None] if first == "column" else [None, grad_dual]
+    assert_honest([*own[:3], *of_duals], results, case)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(name: str) -> None:
+    assert_loop(Case((1, 2, 20, 17, 8, 8), masked=True), *LOOPS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name != "huge"])
+def test_loops_on_hostile_inputs(name: str) -> None:
+    assert_loop(Case(**HOSTILE[name]), 3, "column", True)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7, 8, 8), (2, 2, 5, 0, 8, 8), (2, 2, 0, 7, 8, 8)], ids=str)
+def test_loops_of_nothing(shape: tuple[int, ...]) -> None:
+    case = Case(shape)
+    q, k, v, _, _ = case.given()
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = backward.SinkhornLoop.apply(*leaves, None, None, None, Loop(SCALE, 3, "row", factors(case)))
+    for own, tensor in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+        assert own.shape == tensor.shape and float(own.abs().sum()) == 0.0
+
+
+def test_a_gradient_of_the_bias_is_refused() -> None:
+    case = Case((1, 1, 4, 4, 8, 8), bias=(1, 1))
+    q, k, v, _, bias = case.given()
+    assert bias is not None and backward.backward_supported(q, k, v, bias) is None
+    assert "bias" in str(backward.backward_supported(q, k, v, bias.requires_grad_()))
+    out = backward.SinkhornLoop.apply(q, k, v, None, bias, None, Loop(SCALE, 3, "row", factors(case)))
+    with pytest.raises(NotImplementedError, match="bias"):
+        out.sum().backward()
