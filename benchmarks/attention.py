@@ -26,6 +26,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import asapc.operators  # noqa: F401 -- registers torch.ops.asapc
-from asapc.operators.sinkhorn import finite_duals, score_matrix
+from asapc.operators.sinkhorn import finite_duals, score_matrix, widen
 from asapc.timing import interleaved_medians
 
 EXACT = 1e-9
@@ -72,13 +73,18 @@ class Problem:
     half_steps: int
 
     def to(self, dtype: torch.dtype) -> Problem:
-        values = (getattr(self, item.name) for item in fields(self))
-        return Problem(*(x.to(dtype) if isinstance(x, Tensor) else x for x in values))
+        """Tokens in dtype; duals and directions in float32 at least."""
+        wide = torch.promote_types(dtype, torch.float32)
+        kinds = {"q": dtype, "k": dtype, "v": dtype}
+        values = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return Problem(
+            *(x.to(kinds.get(name, wide)) if isinstance(x, Tensor) else x for name, x in values)
+        )
 
 
 def usual_loop(problem: Problem) -> Tensor:
     """As published Sinkformer code runs it: log domain, a fresh full matrix every half-step."""
-    scores = problem.q @ problem.k.transpose(-1, -2) * problem.scale
+    scores = widen(problem.q) @ widen(problem.k).transpose(-1, -2) * problem.scale
     rows, columns = scores.shape[-2:]
     u = scores.new_zeros(scores.shape[:-1])
     v = scores.new_zeros((*scores.shape[:-2], columns))
@@ -89,7 +95,33 @@ def usual_loop(problem: Problem) -> Tensor:
         else:
             v = -math.log(columns) - torch.logsumexp(plan, dim=-2) + v
     attention = torch.exp(scores + u.unsqueeze(-1) + v.unsqueeze(-2)) * rows
-    return attention @ problem.v
+    return (attention @ widen(problem.v)).to(problem.v.dtype)
+
+
+def flash_sinkhorn(problem: Problem) -> Tensor:
+    """FlashSinkhorn, head by head as its interface asks: T / 2 alternating pairs, then the plan times v.
+
+    It iterates to a converged plan and has no finite convention of its own, but from zero potentials
+    its alternating updates are these half-steps; half the squared distance costs the same plan.
+    """
+    from flash_sinkhorn.kernels.apply_flash import apply_plan_mat_flashstyle
+    from flash_sinkhorn.sinkhorn_solvers import sinkhorn_flashstyle_alternating
+
+    root, tokens = problem.scale**0.5, problem.q.shape[2]
+    mass = problem.q.new_full((tokens,), 1 / tokens, dtype=torch.float32)
+    exact = problem.q.dtype == torch.float32
+    settings: dict[str, Any] = {"eps": 1.0, "cost_scale": 0.5, "allow_tf32": not exact}
+    out = torch.empty_like(problem.v)
+    for index in itertools.product(range(problem.q.shape[0]), range(problem.q.shape[1])):
+        x, y = problem.q[index].float() * root, problem.k[index].float() * root
+        f, g = sinkhorn_flashstyle_alternating(
+            x, y, mass, mass, n_iters=problem.half_steps // 2, **settings
+        )
+        f, g = f - x.square().sum(-1) / 2, g - y.square().sum(-1) / 2
+        values = problem.v[index].float()
+        plan = apply_plan_mat_flashstyle(x, y, f, g, mass.log(), mass.log(), values, axis=1, **settings)
+        out[index] = plan * tokens
+    return out
 
 
 def lossless(problem: Problem) -> Tensor:
@@ -158,14 +190,18 @@ class Shape:
 def make_problem(
     shape: Shape, dtype: torch.dtype, device: str, spread: float, seed: int, with_duals: bool
 ) -> Problem:
-    """Seeded; scores have standard deviation `spread`. Without duals, zeros stand in for them."""
+    """Float64, of tokens that `dtype` holds, seeded; scores have standard deviation `spread`.
+
+    Without duals, zeros stand in for them.
+    """
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, dtype=torch.float64).to(device, dtype)
+    def normal(*sizes: int) -> Tensor:  # numbers that dtype holds
+        return torch.randn(sizes, generator=generator).to(device, dtype).double()
 
     points = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
-    q, k, v = normal(*points) * spread**0.5, normal(*points) * spread**0.5, normal(*points)
+    q, k, v = normal(*points), normal(*points), normal(*points)
+    q, k = ((t * spread**0.5).to(dtype).double() for t in (q, k))
     theta = torch.nn.functional.normalize(normal(32, shape.head_dim), dim=-1)
     scale = shape.head_dim**-0.5
     pivots = [normal(shape.heads, 32, shape.head_dim) * (spread * scale) ** 0.5 for _ in range(2)]
@@ -228,6 +264,8 @@ def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tens
         "predict coarse:32": lambda: predicted(t, COARSE, "key", steps),
         SOFTMAX: lambda: softmax(t),
     }
+    if t.q.is_cuda and find_spec("flash_sinkhorn") is not None:
+        functions["FlashSinkhorn, head by head"] = lambda: flash_sinkhorn(t)
     if with_compile:
         compiled = torch.compile(usual_loop, dynamic=False)
         functions[f"{USUAL}, torch.compile"] = lambda: compiled(t)
@@ -262,10 +300,10 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """Errors, times, ratios and memory of every candidate at one shape."""
     dtype = getattr(torch, options.dtype)
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
-    check = make_problem(shape.for_parity(), torch.float64, device, options.spread, options.seed, True)
+    check = make_problem(shape.for_parity(), dtype, device, options.spread, options.seed, True)
     errors = check_parity(check, dtype)
     del check
-    problem = make_problem(shape, dtype, device, options.spread, options.seed, False)
+    problem = make_problem(shape, dtype, device, options.spread, options.seed, False).to(dtype)
     functions = candidates_of(problem, options.compile)
     # Scores, the shifted plan and two temporaries of its log-sum-exp.
     matrices = 4 * shape.batch * shape.heads * shape.tokens**2 * problem.q.element_size() / 2**30

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
@@ -56,6 +55,8 @@ def _kmeans(rows: np.ndarray, count: int, generator: np.random.Generator) -> np.
     if len(distinct) <= count:
         filler = np.repeat(distinct[:1] if len(distinct) else np.zeros((1, rows.shape[1])), count, 0)
         return np.concatenate([distinct, filler])[:count]
+    from scipy.cluster.vq import kmeans2  # for fitting only: a compiled model does without SciPy
+
     centres, _ = kmeans2(rows, count, iter=20, minit="++", missing="warn", seed=generator)
     return np.asarray(centres)
 
