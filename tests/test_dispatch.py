@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
-from asapc.kernels import cpu, dispatch, workers
+from asapc.kernels import dispatch
+from asapc.kernels.cpu import sinkhorn as cpu
+from asapc.kernels.cpu import workers
 from asapc.kernels.dispatch import explained
 
 ATTENTION = [1.0, 1.0, 0.0, 0.0]

@@ -14,7 +14,7 @@ from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature, feature_columns, lse, predict_dual, sliced, token_bias
 from asapc.features import rank_displacement as displacement
 from asapc.features.clouds import Budget, Clouds
-from asapc.kernels import sliced as kernel
+from asapc.kernels.cpu import sliced as kernel
 from asapc.operators.asap import dual
 
 E = torch.float64
@@ -519,7 +519,7 @@ def test_kernel_stays_on_the_calling_thread_for_a_single_tile(monkeypatch):
         raise AssertionError("a worker was asked for")
 
     clouds, theta = case(0, 8, 8), theta_for(0)
-    monkeypatch.setattr("asapc.kernels.workers._workers", refuse)
+    monkeypatch.setattr("asapc.kernels.cpu.workers._workers", refuse)
     kernel.contribution(clouds, theta, torch.ones(1, 3), BUDGET)
 
 

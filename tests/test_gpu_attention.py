@@ -16,8 +16,8 @@ from gpu_env import DEVICE
 
 triton = pytest.importorskip("triton")
 
-from asapc.kernels.cpu import Loop  # noqa: E402
 from asapc.kernels.gpu import apply, half_step, resident, sinkhorn  # noqa: E402
+from asapc.kernels.loop import Loop  # noqa: E402
 from asapc.operators import closures  # noqa: E402
 from asapc.operators import sinkhorn as meaning  # noqa: E402
 

@@ -18,9 +18,11 @@ pytest.importorskip("triton")
 
 from test_gpu_attention import CASES, LOOPS, SCALE, Case, factors
 
-from asapc.kernels.cpu import Loop
+from asapc.kernels import dispatch
 from asapc.kernels.gpu import backward, half_step
-from asapc.operators import closures
+from asapc.kernels.loop import Loop
+from asapc.operators import asap as asap_meaning
+from asapc.operators import closures, library
 from asapc.operators import sinkhorn as meaning
 
 HOSTILE = {  # smaller, and still of two tiles
@@ -156,11 +158,9 @@ def test_attend(name: str, closes: bool) -> None:
 def assert_loop(case: Case, half_steps: int, first: Any, start: bool) -> None:
     q, k, v, keep, bias = case.given()
     dual = case.dual("key" if first == "row" else "source") if start else None
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)] + ([dual.requires_grad_()] if start else [])
     loop = Loop(SCALE, half_steps, first, factors(case))
-    own_out = backward.SinkhornLoop.apply(*leaves[:3], keep, bias, dual, loop)
-    grad = upstream(*own_out.shape).to(case.v.dtype)
-    own = torch.autograd.grad(own_out, leaves, grad.to(DEVICE))
+    grad = upstream(*q.shape[:3], v.shape[3]).to(case.v.dtype)
+    own = backward.sinkhorn_backward(grad.to(DEVICE), q, k, v, keep, bias, dual, loop)
 
     def steps(ref: Reference, f: Tensor, g: Tensor) -> Tensor:
         return ref.out(*meaning.run_half_steps(ref.scores, f, g, half_steps, first, case.keep))
@@ -186,17 +186,68 @@ def test_loops_on_hostile_inputs(name: str) -> None:
 def test_loops_of_nothing(shape: tuple[int, ...]) -> None:
     case = Case(shape)
     q, k, v, _, _ = case.given()
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = backward.SinkhornLoop.apply(*leaves, None, None, None, Loop(SCALE, 3, "row", factors(case)))
-    for own, tensor in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+    loop = Loop(SCALE, 3, "row", factors(case))
+    grads = backward.sinkhorn_backward(torch.ones_like(q), q, k, v, None, None, None, loop)
+    for own, tensor in zip(grads[:3], (q, k, v), strict=True):
+        assert own is not None
         assert own.shape == tensor.shape and float(own.abs().sum()) == 0.0
 
 
-def test_a_gradient_of_the_bias_is_refused() -> None:
-    case = Case((1, 1, 4, 4, 8, 8), bias=(1, 1))
-    q, k, v, _, bias = case.given()
-    assert bias is not None and backward.backward_supported(q, k, v, bias) is None
-    assert "bias" in str(backward.backward_supported(q, k, v, bias.requires_grad_()))
-    out = backward.SinkhornLoop.apply(q, k, v, None, bias, None, Loop(SCALE, 3, "row", factors(case)))
-    with pytest.raises(NotImplementedError, match="bias"):
-        out.sum().backward()
+# The registered operators, whose gradients are these kernels' on a GPU
+
+
+@pytest.fixture
+def gpu_chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As if the tensors were on a GPU; lists the operators that ask."""
+    asked: list[str] = []
+
+    def backend(operator: str, *_: Any) -> str:
+        asked.append(operator)
+        return "gpu"
+
+    monkeypatch.setattr(dispatch, "attention_backend", backend)
+    monkeypatch.setattr(library, "_on_cpu", lambda tensor: False)
+    return asked
+
+
+CALLS: dict[str, tuple[str, Any]] = {
+    "sinkhorn": ("sinkhorn", lambda keep, f, g: (keep, None, SCALE, 4, True, [1.0, 1.0, 0.0, 0.0])),
+    "source": ("asap", lambda keep, f, g: (keep, None, f, None, SCALE, 3, [1.0, 1.0, 0.0, 0.0])),
+    "key": ("asap", lambda keep, f, g: (keep, None, None, g, SCALE, 1, [1.0, 1.0, 0.0, 0.0])),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+def test_registered_gradients(gpu_chosen: list[str], name: str, masked: bool) -> None:
+    """One example has no active key: nothing flows to its queries and keys, and v gets 1 / M."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(3))
+    f, g = torch.randn(2, 2, 9, generator=generator), torch.randn(2, 2, 9, generator=generator)
+    keep = None
+    if masked:
+        keep = torch.arange(9)[None].expand(2, 9) < torch.tensor([[5], [0]])
+    operator, tail = CALLS[name]
+    reference = meaning.sinkhorn if operator == "sinkhorn" else asap_meaning.asap
+    weights = torch.randn(2, 2, 9, 8, generator=generator)
+    found = []
+    own_function = getattr(torch.ops.asapc, operator)
+    dual = {"sinkhorn": [], "source": [3], "key": [4]}[name]
+    for function, dtype in ((own_function, torch.float32), (reference, torch.float64)):
+        leaves = [t.to(DEVICE, dtype).requires_grad_() for t in (q, k, v, f, g)]
+        out = function(*leaves[:3], *tail(None if keep is None else keep.to(DEVICE), *leaves[3:]))
+        used = [*leaves[:3], *(leaves[i] for i in dual)]
+        found.append(torch.autograd.grad(out, used, weights.to(DEVICE, dtype)))
+    for own, exact in zip(*found, strict=True):
+        torch.testing.assert_close(own.double(), exact, rtol=1e-4, atol=1e-5)
+    assert gpu_chosen.count(operator) >= 1
+
+
+def test_a_gradient_of_the_bias_is_the_meanings(gpu_chosen: list[str]) -> None:
+    q = torch.randn(1, 2, 6, 8, device=DEVICE)
+    bias = torch.zeros(1, 2, 6, 6, device=DEVICE, requires_grad=True)
+    out = torch.ops.asapc.sinkhorn(q, q, q, None, bias, SCALE, 4, True, [1.0, 1.0, 0.0, 0.0])
+    (own,) = torch.autograd.grad(out.square().sum(), bias)
+    exact = meaning.sinkhorn(q, q, q, None, bias, SCALE, 4, True, [1.0, 1.0, 0.0, 0.0])
+    (expected,) = torch.autograd.grad(exact.square().sum(), bias)
+    torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)

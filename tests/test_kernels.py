@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
-from asapc.kernels import workers
+from asapc.kernels.cpu import workers
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as meaning
 
@@ -324,7 +324,7 @@ FIRST = """
 import importlib.util, os, pkgutil, sys, traceback, torch, asapc
 
 names, failed = [], []
-for package in ("asapc.features", "asapc.kernels", "asapc.operators"):
+for package in ("asapc.features", "asapc.kernels", "asapc.kernels.cpu", "asapc.operators"):
     # By finders: importing a package to list it would spoil what is tested.
     places = importlib.util.find_spec(package).submodule_search_locations
     names += [f"{package}.{found.name}" for found in pkgutil.iter_modules(places)]
@@ -339,7 +339,7 @@ for name in names:
             os._exit(1)
     if os.waitpid(child, 0)[1]:
         failed.append(name)
-assert "asapc.operators" not in sys.modules and "asapc.kernels.cpu" in names
+assert "asapc.operators" not in sys.modules and "asapc.kernels.cpu.sinkhorn" in names
 raise SystemExit(f"cannot be imported first: {failed}" if failed else 0)
 """
 

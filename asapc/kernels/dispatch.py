@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asapc.kernels import workers
+from asapc.kernels.cpu import workers
 from asapc.operators.sinkhorn import score_matrix, widen
 
 Backend = Literal["cpu", "gpu", "plain"]

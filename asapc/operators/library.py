@@ -1,7 +1,7 @@
 """Registration of the operators as torch.ops.asapc.*: kernels, fakes and gradients.
 
 The plain functions in operators/ are the meaning, kernels/ their fast twins; kernels/dispatch.py says
-which of them runs. Gradients differentiate the meaning.
+which of them runs. Gradients differentiate the meaning, except where the GPU kernels have their own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Side
-from asapc.kernels import cpu, dispatch, key_closure
-from asapc.kernels import dual as cpu_dual
+from asapc.kernels import dispatch, key_closure
+from asapc.kernels.cpu import dual as cpu_dual
+from asapc.kernels.cpu.sinkhorn import sinkhorn_loop
+from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
 
@@ -37,7 +39,7 @@ def sinkhorn(
             q, k, v, keep, bias, score_multiplier, half_steps, rows_first, output_factor
         )
     side: Side = "row" if rows_first else "column"
-    loop = cpu.Loop(score_multiplier, half_steps, side, output_factor)
+    loop = Loop(score_multiplier, half_steps, side, output_factor)
     return _loop(backend, q, k, v, keep, bias, None, loop)
 
 
@@ -60,7 +62,7 @@ def sinkhorn_attention(
             q, k, keep, bias, score_multiplier, half_steps, rows_first, output_factor
         )
     side: Side = "row" if rows_first else "column"
-    loop = cpu.Loop(score_multiplier, half_steps, side, output_factor)
+    loop = Loop(score_multiplier, half_steps, side, output_factor)
     return _loop(backend, q, k, None, keep, bias, None, loop)
 
 
@@ -90,7 +92,7 @@ def asap(
         return asap_meaning.asap(
             q, k, v, keep, bias, source_dual, target_dual, score_multiplier, closures, output_factor
         )
-    loop = cpu.Loop(score_multiplier, closures, side, output_factor)
+    loop = Loop(score_multiplier, closures, side, output_factor)
     start = source_dual if side == "column" else target_dual
     return _loop(backend, q, k, v, keep, bias, start, loop)
 
@@ -113,7 +115,7 @@ def asap_attention(
         return asap_meaning.asap_attention(
             q, k, keep, bias, source_dual, target_dual, score_multiplier, closures, output_factor
         )
-    loop = cpu.Loop(score_multiplier, closures, side, output_factor)
+    loop = Loop(score_multiplier, closures, side, output_factor)
     start = source_dual if side == "column" else target_dual
     return _loop(backend, q, k, None, keep, bias, start, loop)
 
@@ -126,16 +128,16 @@ def _loop(
     keep: Tensor | None,
     bias: Tensor | None,
     start: Tensor | None,
-    loop: cpu.Loop,
+    loop: Loop,
 ) -> Tensor:
     start = None if start is None else asap_meaning.open_dual(start, keep)
     q, keep, bias = sinkhorn_meaning.open_empty(q, keep, bias)
     v = None if v is None else sinkhorn_meaning.clean_values(v, keep)
     if backend == "gpu" and v is not None:
-        from asapc.kernels.gpu.sinkhorn import sinkhorn_loop
+        from asapc.kernels.gpu import sinkhorn as gpu
 
-        return sinkhorn_loop(q, k, v, keep, bias, start, loop)
-    return cpu.sinkhorn_loop(q, k, v, keep, bias, start, loop)
+        return gpu.sinkhorn_loop(q, k, v, keep, bias, start, loop)
+    return sinkhorn_loop(q, k, v, keep, bias, start, loop)
 
 
 def _dual_twin(backend: dispatch.Backend) -> Any:
@@ -236,8 +238,100 @@ def _float_like(q: Tensor, points: Tensor) -> Tensor:
     return q.new_empty(points.shape[:3], dtype=dtype)
 
 
-def _differentiate(operator: Any, meaning: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
-    """Register the gradient of `meaning`, recomputed in backward: only inputs are saved."""
+@torch.library.custom_op("asapc::loop_gradients", mutates_args=())
+def loop_gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    start: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of A v with respect to q, k, v and start (empty without one), by the GPU kernels."""
+    from asapc.kernels.gpu.backward import sinkhorn_backward
+
+    side: Side = "row" if rows_first else "column"
+    loop = Loop(score_multiplier, half_steps, side, output_factor)
+    opened = None if start is None else asap_meaning.open_dual(start, keep)
+    open_q, open_keep, open_bias = sinkhorn_meaning.open_empty(q, keep, bias)
+    values = sinkhorn_meaning.clean_values(v, open_keep)
+    dq, dk, dv, dual_grad = sinkhorn_backward(
+        grad_out, open_q, k, values, open_keep, open_bias, opened, loop
+    )
+    if keep is not None:
+        dq = dq.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
+    if dual_grad is None:
+        return dq, dk, dv, q.new_empty(0)
+    return dq, dk, dv, asap_meaning.open_dual(dual_grad, keep)
+
+
+@loop_gradients.register_fake
+def _(
+    _grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _keep: Tensor | None,
+    _bias: Tensor | None,
+    start: Tensor | None,
+    *_rest: Any,
+) -> tuple[Tensor, ...]:
+    own = q.new_empty(0) if start is None else torch.empty_like(start)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), own
+
+
+# The inputs of an operator as a loop: the position of the dual it starts from, None for zero, and
+# the half-steps, whether rows come first and the output factor.
+LoopOf = Callable[[Sequence[Any]], tuple[int | None, int, bool, Sequence[float]]]
+
+
+def _sinkhorn_as_loop(inputs: Sequence[Any]) -> tuple[int | None, int, bool, Sequence[float]]:
+    return None, inputs[6], inputs[7], inputs[8]
+
+
+def _asap_as_loop(inputs: Sequence[Any]) -> tuple[int | None, int, bool, Sequence[float]]:
+    return (5 if inputs[6] is None else 6), inputs[8], inputs[5] is None, inputs[9]
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _by_kernels(
+    operator: str, inputs: Sequence[Any], needed: Sequence[bool], grad: Tensor, loop_of: LoopOf
+) -> tuple[Any, ...] | None:
+    """Gradients of q, k, v and the dual; None where the kernels do not have them."""
+    start, half_steps, rows_first, factor = loop_of(inputs)
+    q, k, v, keep, bias = inputs[:5]
+    if half_steps == 0 or needed[4] or _on_cpu(q):
+        return None
+    multiplier = inputs[5] if start is None else inputs[7]
+    if dispatch.attention_backend(operator, q, k, v, keep, bias, multiplier) != "gpu":
+        return None
+    dual = None if start is None else inputs[start]
+    *own, dual_grad = loop_gradients(
+        grad, q, k, v, keep, bias, dual, multiplier, half_steps, rows_first, factor
+    )
+    result: list[Any] = [*own, *[None] * (len(inputs) - 3)]
+    if start is not None:
+        result[start] = dual_grad
+    return tuple(x if need else None for x, need in zip(result, needed, strict=True))
+
+
+def _differentiate(
+    operator: Any,
+    meaning: Callable[..., Tensor | tuple[Tensor, ...]],
+    loop_of: LoopOf | None = None,
+) -> None:
+    """Register the gradient, recomputed in backward: only inputs are saved.
+
+    loop_of: of an operator whose gradient the GPU kernels may have.
+    """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A list of tensors (fitted parameters) is a constant: nothing in it is differentiated.
@@ -248,6 +342,11 @@ def _differentiate(operator: Any, meaning: Callable[..., Tensor | tuple[Tensor, 
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if constant is None else constant[0] for constant in ctx.layout]
+        if loop_of is not None:
+            name, needed = meaning.__name__, ctx.needs_input_grad
+            found = _by_kernels(name, inputs, needed, output_grads[0], loop_of)
+            if found is not None:
+                return found
         with torch.enable_grad():
             leaves = [
                 x.detach().requires_grad_(bool(needed)) if isinstance(x, Tensor) else x
@@ -280,9 +379,9 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(x, Tensor) for x in value)
 
 
-_differentiate(sinkhorn, sinkhorn_meaning.sinkhorn)
+_differentiate(sinkhorn, sinkhorn_meaning.sinkhorn, _sinkhorn_as_loop)
 _differentiate(sinkhorn_attention, sinkhorn_meaning.sinkhorn_attention)
-_differentiate(asap, asap_meaning.asap)
+_differentiate(asap, asap_meaning.asap, _asap_as_loop)
 _differentiate(asap_attention, asap_meaning.asap_attention)
 _differentiate(dual, asap_meaning.dual)
 _differentiate(dual_and_row_mass, asap_meaning.dual_and_row_mass)

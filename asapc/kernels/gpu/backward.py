@@ -14,19 +14,16 @@ tiles sums every half-step's slopes at once into dq, and one into dk and dv.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from asapc.ir import Side
-from asapc.kernels.cpu import Loop
 from asapc.kernels.gpu.apply import attend_and_dual
 from asapc.kernels.gpu.half_step import close_columns, close_rows
-from asapc.kernels.gpu.sinkhorn import sinkhorn_loop
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
     block_of,
@@ -39,8 +36,8 @@ from asapc.kernels.gpu.tiles import (
     split_factor,
     spread_bias,
     strides_of,
-    supported,
 )
+from asapc.kernels.loop import Loop
 
 
 class Inputs(NamedTuple):
@@ -79,13 +76,6 @@ class Gradients(NamedTuple):
     v: Tensor | None = None
     f: Tensor | None = None
     g: Tensor | None = None
-
-
-def backward_supported(q: Tensor, k: Tensor, v: Tensor | None, bias: Tensor | None) -> str | None:
-    """None where the gradients can be computed here, else why not, in one sentence."""
-    if bias is not None and bias.requires_grad:
-        return "the GPU kernels give no gradient of a score bias"
-    return supported(q, k, v, bias)
 
 
 def close_rows_backward(inputs: Inputs, f: Tensor, g: Tensor | None, grad_f: Tensor) -> Gradients:
@@ -168,34 +158,6 @@ def sinkhorn_backward(
     dk, dv, _ = _slopes(inputs, stacked, output, "column", points=True, values=True)
     grad_dual = None if dual is None else _given(grad).to(dual.dtype)
     return _given(dq), _given(dk), _given(dv), grad_dual
-
-
-class SinkhornLoop(torch.autograd.Function):
-    """`sinkhorn_loop` with its gradient: only the inputs are kept for backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keep: Tensor | None,
-        bias: Tensor | None,
-        dual: Tensor | None,
-        loop: Loop,
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, keep, bias, dual)
-        ctx.loop = loop
-        return sinkhorn_loop(q, k, v, keep, bias, dual, loop)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.needs_input_grad[4]:
-            raise NotImplementedError("asapc: the GPU kernels give no gradient of a score bias")
-        q, k, v, keep, bias, dual = ctx.saved_tensors
-        dq, dk, dv, grad_dual = sinkhorn_backward(grad_out, q, k, v, keep, bias, dual, ctx.loop)
-        return dq, dk, dv, None, None, grad_dual, None
 
 
 def zero_duals(inputs: Inputs) -> tuple[Tensor, Tensor]:

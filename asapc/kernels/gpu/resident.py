@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asapc.kernels.cpu import Loop
 from asapc.kernels.gpu.tiles import (
     FLOAT32_PRECISION,
     block_of,
@@ -26,6 +25,7 @@ from asapc.kernels.gpu.tiles import (
     spread_bias,
     strides_of,
 )
+from asapc.kernels.loop import Loop
 
 RESIDENT_LIMIT = 128
 
@@ -43,7 +43,7 @@ def resident_loop(
     dual: Tensor | None,
     loop: Loop,
 ) -> Tensor:
-    """A v [B, H, N, E] in v's dtype, for N and M that fit.  Arguments as kernels.cpu.sinkhorn_loop."""
+    """A v [B, H, N, E] in v's dtype, for N and M that fit.  Arguments as kernels.cpu.sinkhorn's."""
     batch, heads, queries, dim = q.shape
     keys, value_dim = k.shape[2], v.shape[3]
     out = torch.empty((batch, heads, queries, value_dim), dtype=v.dtype, device=q.device)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asapc.kernels.cpu import Loop
 from asapc.kernels.gpu.apply import attend
 from asapc.kernels.gpu.half_step import close_columns, close_rows
 from asapc.kernels.gpu.resident import RESIDENT_LIMIT, fits, resident_loop
 from asapc.kernels.gpu.tiles import supported
+from asapc.kernels.loop import Loop
 
 __all__ = ["RESIDENT_LIMIT", "sinkhorn_loop", "streaming_loop", "supported"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asapc.features import gaussian
 from asapc.features.clouds import Budget, Clouds
-from asapc.kernels.workers import TILE_BYTES, each_worker, without_gil
+from asapc.kernels.cpu.workers import TILE_BYTES, each_worker, without_gil
 
 
 def contribution(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:

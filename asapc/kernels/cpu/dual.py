@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asapc.features import Feature
 from asapc.features.clouds import Budget, Clouds
-from asapc.kernels import coarse, gaussian, sliced
+from asapc.kernels.cpu import coarse, gaussian, sliced
 from asapc.operators.asap import active_share, clouds_from, feature_list
 
 # family -> (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asapc.kernels import workers
-from asapc.kernels.workers import SAFE_ROW_RANGE, without_gil
+from asapc.kernels.cpu import workers
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, without_gil
 
 
 def stream_head(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asapc.features import coarse
 from asapc.features.clouds import Budget, Clouds
-from asapc.kernels.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker, without_gil
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker, without_gil
 
 
 def dual_and_mass(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.sliced import potentials
-from asapc.kernels.workers import TILE_BYTES, each_worker
+from asapc.kernels.cpu.workers import TILE_BYTES, each_worker
 
 _INDEX_BITS = (1 << 28) - 1
 

@@ -12,27 +12,16 @@ a barrier after every half-step, which on a busy machine costs far more than the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from asapc.ir import Side
-from asapc.kernels import workers
-from asapc.kernels.streaming import stream_head
-from asapc.kernels.workers import SAFE_ROW_RANGE, each_worker, without_gil
+from asapc.kernels.cpu import workers
+from asapc.kernels.cpu.streaming import stream_head
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker, without_gil
+from asapc.kernels.loop import Loop
 from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
-
-
-@dataclass(frozen=True)
-class Loop:
-    """What runs on a tile: `half_steps` closures, the first on `first_side`."""
-
-    score_multiplier: float
-    half_steps: int
-    first_side: Side
-    output_factor: Sequence[float]
 
 
 def sinkhorn_loop(
