@@ -15,7 +15,7 @@ from torch import Tensor
 from asapc.ir import Side
 from asapc.kernels import dispatch, key_closure
 from asapc.kernels.cpu import dual as cpu_dual
-from asapc.kernels.cpu.sinkhorn import sinkhorn_loop
+from asapc.kernels.cpu import sinkhorn as cpu_sinkhorn
 from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
@@ -137,7 +137,7 @@ def _loop(
         from asapc.kernels.gpu import sinkhorn as gpu
 
         return gpu.sinkhorn_loop(q, k, v, keep, bias, start, loop)
-    return sinkhorn_loop(q, k, v, keep, bias, start, loop)
+    return cpu_sinkhorn.sinkhorn_loop(q, k, v, keep, bias, start, loop)
 
 
 def _dual_twin(backend: dispatch.Backend) -> Any:
