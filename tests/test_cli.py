@@ -340,6 +340,8 @@ def test_ctrl_c_is_one_line_in_a_real_process(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        # A shell's background jobs ignore SIGINT, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 240
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
