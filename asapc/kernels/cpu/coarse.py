@@ -113,13 +113,16 @@ def _coarse(
     groups, queries = x.size(0), x.size(1)
     norms = z.square().sum(-1).unsqueeze(1) * 0.5  # [G, 1, R]
     distance = torch.baddbmm(norms, y, z.transpose(1, 2), alpha=-1.0)
-    # 1 where nearest and 0 elsewhere, in place: a comparison and its conversion cost ten times more.
-    member = torch.rsub(distance.sub_(distance.amin(-1, keepdim=True)).sign_(), 1.0)
-    if float(member.sum().item()) > float(y.size(0) * y.size(1)):
+    # 1 where nearest and 0 elsewhere; written as numbers, for a mask and its conversion cost more.
+    nearest = distance.amin(-1, keepdim=True)
+    member = torch.eq(distance, nearest, out=torch.empty_like(distance))
+    counts = member.sum(1, keepdim=True)  # [G, 1, R]
+    if float(counts.sum().item()) > float(y.size(0) * y.size(1)):
         member.div_(member.sum(-1, keepdim=True))  # equally near pivots share a point
+        counts = member.sum(1, keepdim=True)
     if y_keep is not None:
         member.mul_(y_keep.unsqueeze(-1))
-    counts = member.sum(1, keepdim=True)  # [G, 1, R]
+        counts = member.sum(1, keepdim=True)
     active = counts.sum(-1, keepdim=True)
     if y_keep is None:
         centre = y.mean(1, keepdim=True)
@@ -129,18 +132,22 @@ def _coarse(
     each = member.transpose(1, 2)
     size = counts.clamp(min=1e-30)
     offset = torch.bmm(each, local).div_(size.transpose(1, 2))
-    second = torch.bmm(local.square_().sum(-1).unsqueeze(1), member) / size  # [G, 1, R]
+    squares = torch.linalg.vector_norm(local, dim=-1).square_().unsqueeze(1)
+    second = torch.bmm(squares, member) / size  # [G, 1, R]
     spread = (second - offset.square().sum(-1).unsqueeze(1)).clamp_(min=0.0) / float(y.size(2))
-    half_norms = x.square().sum(-1) * 0.5
-    # half_norms (x) spread is a product of one column and one row.
-    scores = torch.baddbmm(
-        torch.bmm(half_norms.unsqueeze(-1), spread), x, (centre + offset).transpose(1, 2)
-    )  # [G, N, R]
-
-    top = scores.amax(-1, keepdim=True)
-    if not bool(((top - scores.amin(-1, keepdim=True)).max() <= safe_range).item()):
-        return half_norms, counts, False
-    kernel = scores.sub_(top).exp_()
+    half_norms = torch.linalg.vector_norm(x, dim=-1).square_() * 0.5  # half the time of square, sum
+    means = centre + offset
+    scores = torch.bmm(x, means.transpose(1, 2)).addcmul_(half_norms.unsqueeze(-1), spread)  # [G, N, R]
+    # |S| <= |x| |m| + |x|^2 s / 2: where that is small enough, no row has to be looked at.
+    largest = half_norms.max()
+    reach = (2.0 * largest * means.square().sum(-1).max()).sqrt() + largest * spread.max()
+    top = torch.zeros_like(half_norms).unsqueeze(-1)
+    if not bool((2.0 * reach <= safe_range).item()):
+        top = scores.amax(-1, keepdim=True)
+        if not bool(((top - scores.amin(-1, keepdim=True)).max() <= safe_range).item()):
+            return half_norms, counts, False
+        scores.sub_(top)
+    kernel = scores.exp_()
     # What has no mass takes part in no product, and its total must not be 0: it would divide.
     no_x = (active == 0).to(x.dtype).expand(groups, 1, queries)
     no_y = torch.zeros_like(counts)

@@ -95,7 +95,9 @@ def _linear(
 
     rows_turn = rows_first
     left = half_steps
-    while True:
+    scale = mass
+    applied = False
+    while not applied:
         closes_rows = rows_turn and left > 0
         closes_columns = left > (1 if closes_rows else 0)
         total.zero_()
@@ -115,13 +117,15 @@ def _linear(
                 torch.addmv(total, part.t(), a_part, out=total)
             else:
                 torch.mm(part, weighted, out=out[start : start + block])
-        if not closes_columns:
+        if closes_columns:
+            torch.reciprocal(total, out=b)
+            b.mul_(share)
+            left -= 2 if closes_rows else 1
+            rows_turn = True
+        else:
             scale = mass if closes_rows else mass / share
-            return out.mul_((a * scale).unsqueeze(1))
-        torch.reciprocal(total, out=b)
-        b.mul_(share)
-        left -= 2 if closes_rows else 1
-        rows_turn = True
+            applied = True
+    return out.mul_((a * scale).unsqueeze(1))
 
 
 @without_gil
