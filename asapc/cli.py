@@ -277,6 +277,13 @@ def bench(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say which kernel each site runs, and why.")
     ] = False,
+    tune: Annotated[
+        bool | None,
+        typer.Option(
+            "--tune/--no-tune",
+            help="Measure tile sizes for this machine and remember them, or leave them aside.",
+        ),
+    ] = None,
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
@@ -298,6 +305,7 @@ def bench(
             kwargs=kwargs,
             repeats=repeats,
             explain=explain,
+            tune=tune,
             progress=run.progress,
         )
         run.show(result, bench_tables)

@@ -39,7 +39,15 @@ from asapc.formats.calibration import (
 )
 from asapc.formats.load import Teacher, build_factory, example_inputs, load_teacher
 from asapc.ir import Convention, Program, SiteTensors
-from asapc.measure import SiteFidelity, environment, explain_site, time_model, time_site
+from asapc.kernels.thresholds import without_cache
+from asapc.measure import (
+    SiteFidelity,
+    environment,
+    explain_site,
+    time_model,
+    time_site,
+    tune_site,
+)
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
 from asapc.passes.rewrite import amortised_programs
 from asapc.passes.select import Choice, choose, needs_fit
@@ -334,13 +342,19 @@ def bench(
     kwargs: str | None = None,
     repeats: int = 10,
     explain: bool = False,
+    tune: bool | None = None,
     progress: Progress,
 ) -> dict[str, Any]:
     """Median latencies of teacher, lossless and compiled: the whole model and every site.
 
     A site's teacher is the usual log-domain PyTorch loop on the site's own activations.
-    explain: also which kernels each compiled site runs, and why.
+    explain: also which kernels each compiled site runs, and why. tune: True measures tile sizes for
+    every site first and keeps the best in the tuning cache; False leaves that cache aside.
     """
+    if tune is False:
+        with without_cache():
+            return bench(artifact_path, data, model=model, weights=weights, kwargs=kwargs,
+                         repeats=repeats, explain=explain, progress=progress)  # fmt: skip
     artifact = read_artifact(artifact_path)
     surrounding = _surrounding(artifact, model, weights, kwargs)
     source = open_data(data or _data_file(artifact.manifest["data"], "bench"), artifact.signature())
@@ -348,6 +362,11 @@ def bench(
     batch = next(source.batches(recipe.batch_size))
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
     _, tensors = Tap(surrounding, artifact.programs["lossless"])(batch)
+    tuned = []
+    if tune:
+        indices = range(len(artifact.manifest["sites"]))
+        for index in progress.track(indices, "tuning sites", len(indices)):
+            tuned.append(tune_site(artifact, index, tensors[index], repeats))
     progress.note("timing the whole model")
     whole = time_model(runners, batch, repeats)
     sites = []
@@ -356,6 +375,8 @@ def bench(
         sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
         if explain:
             sites[-1]["kernels"] = explain_site(artifact, index, tensors[index])
+        if tuned:
+            sites[-1]["tuned"] = tuned[index]
     return {
         "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
         "sites": sites,

@@ -17,6 +17,7 @@ are written there.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import itertools
 import json
@@ -275,6 +276,7 @@ def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tens
 def extra_mib(function: Callable[[], Any], device: torch.device) -> float | None:
     """MiB at the peak of one call over what was held before; None where that cannot be read."""
     gc.collect()
+    release_free_memory()  # else a call would be served, unseen, from what an earlier one has freed
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -294,6 +296,13 @@ def extra_mib(function: Callable[[], Any], device: torch.device) -> float | None
     held = read("VmRSS")
     function()
     return max(0.0, read("VmHWM") - held)
+
+
+def release_free_memory() -> None:
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library need not be glibc
+        if trim is not None:
+            trim(0)
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:

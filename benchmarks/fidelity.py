@@ -51,7 +51,8 @@ IMDB = [
      {**pooled(32, 3), "fit": "kl", "examples": 256}, 0.039, 0.003),
     ("shared by all layers, 3 closures", {**pooled(32, 3), "coefficients": "shared"}, 0.051, 0.004),
     ("raw projections, 3 closures", {"features": "raw", "closures": 3}, 0.077, 0.006),
-    ("rank displacement, 3 closures", {"features": "rank_displacement:32:random", "closures": 3}, 0.084, 0.006),
+    ("rank displacement, 3 closures",
+     {"features": "rank_displacement:32:random", "closures": 3}, 0.084, 0.006),
     ("both duals, no closure", {"side": "both"}, 2.767, 0.297),
 ]  # fmt: skip
 # Table F.3, calibration size at 32 slices.
@@ -297,7 +298,8 @@ def main() -> None:
             blocks += [f"## Shallow MNIST, patch {patch}, T = 5, row-ending (Table C.7)",
                        setting(studies[teacher]), mnist(studies[teacher], teacher),
                        "### Least squares against KL", fits(studies[teacher])]  # fmt: skip
-    wanted = ("mnist7", "mnist4", *(f"{name}{part}" for name in TEXT for part in ("", "_paper", "_accuracy")))
+    parts = [name + part for name in TEXT for part in ("", "_paper", "_accuracy")]
+    wanted = ("mnist7", "mnist4", *parts)
     missing = [name for name in wanted if name not in studies]
     if missing:
         blocks.append(f"Not measured: {', '.join(missing)}.")

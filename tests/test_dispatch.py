@@ -10,8 +10,8 @@ import torch
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels import dispatch
 from asapc.kernels.cpu import sinkhorn as cpu
-from asapc.kernels.cpu import workers
 from asapc.kernels.dispatch import explained
+from asapc.kernels.thresholds import Thresholds, using
 
 ATTENTION = [1.0, 1.0, 0.0, 0.0]
 
@@ -33,8 +33,6 @@ def sinkhorn(n: int, spread: float = 1.0, dtype: torch.dtype = torch.float32) ->
 def test_the_cpu_path_is_the_one_that_runs(
     monkeypatch: pytest.MonkeyPatch, n: int, resident: int, tile: int, spread: float, path: str
 ) -> None:
-    monkeypatch.setattr(workers, "RESIDENT_BYTES", resident)
-    monkeypatch.setattr(workers, "TILE_BYTES", tile)
     streamed: list[int] = []
     groups: list[int] = []
     stream_head, own_tile = cpu.stream_head, cpu._tile
@@ -49,7 +47,7 @@ def test_the_cpu_path_is_the_one_that_runs(
 
     monkeypatch.setattr(cpu, "stream_head", count_streamed)
     monkeypatch.setattr(cpu, "_tile", count_groups)
-    with explained() as choices:
+    with using(Thresholds(tile, resident)), explained() as choices:
         sinkhorn(n, spread)
     assert [(c.operator, c.kernel) for c in choices] == [("sinkhorn", f"CPU, {path}")]
     assert bool(streamed) == ("streamed" in path)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels.cpu import workers
+from asapc.kernels.thresholds import Thresholds, using
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as meaning
 
@@ -24,11 +26,11 @@ HALF_STEPS = 7
 
 
 @pytest.fixture(params=["kept", "streamed"])
-def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """K of a head kept, or formed again block by block: a few rows at these sizes."""
-    if request.param == "streamed":
-        monkeypatch.setattr(workers, "RESIDENT_BYTES", 0)
-        monkeypatch.setattr(workers, "TILE_BYTES", 1 << 10)
+    streamed = Thresholds(tile_bytes=1 << 10, resident_bytes=0)
+    with using(streamed) if request.param == "streamed" else nullcontext():
+        yield
 
 
 def double(value: Any) -> Any:

@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asapc.kernels.cpu import workers
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
+from asapc.kernels.thresholds import thresholds
 from asapc.operators.sinkhorn import score_matrix, widen
 
 Backend = Literal["cpu", "gpu", "plain"]
@@ -136,9 +137,11 @@ def _cpu_path(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     size = q.shape[2] * k.shape[2] * dtype.itemsize
     mib = f"a head's scores take {size / 2**20:.2f} MiB"
-    if v is not None and size > workers.RESIDENT_BYTES:
-        path, why = "streamed", f"{mib}, more than the {workers.RESIDENT_BYTES >> 20} that are kept"
-    elif 2 * size > workers.TILE_BYTES:
+    limits = thresholds(q, k)
+    if v is not None and size > limits.resident_bytes:
+        kept = f"{limits.resident_bytes / 2**20:g}"
+        path, why = "streamed", f"{mib}, more than the {kept} MiB that are kept"
+    elif 2 * size > limits.tile_bytes:
         path, why = "one head a tile", f"{mib}: two would leave no room in a private cache"
     else:
         path, why = "heads stacked", f"{mib}, several fit a private cache"
@@ -146,7 +149,7 @@ def _cpu_path(
     top = scores.amax(-1)
     low = scores if keep is None else scores.masked_fill(~keep[:, None, None, :], torch.inf)
     reach = float((top - low.amin(-1)).nan_to_num(0.0).amax()) if scores.numel() else 0.0
-    safe = workers.SAFE_ROW_RANGE[dtype]
+    safe = SAFE_ROW_RANGE[dtype]
     if reach > safe:
         return f"CPU, {path}, log domain", f"{why}; a row of scores spans {reach:.0f} > {safe:.0f}"
     return f"CPU, {path}, linear domain", f"{why}; rows of scores span at most {reach:.1f}"

@@ -291,6 +291,14 @@ def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
         for site in _list(bench, "sites")
         for kernel in site.get("kernels", ())
     )
+    keys = ("tile_bytes", "resident_bytes", "gain")
+    tuned = tuple(
+        (str(site.get("name")), *(number(site["tuned"][key]) for key in keys))
+        for site in _list(bench, "sites")
+        if "tuned" in site
+    )
+    if tuned:
+        tables.append(Table("Tuned", ("site", "tile bytes|", "kept bytes|", "gain|"), tuned))
     if rows:
         tables.append(Table("Kernels", ("site", "operator", "shape", "kernel", "because"), rows))
     return tables

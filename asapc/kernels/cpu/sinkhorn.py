@@ -3,7 +3,7 @@
 K = exp(S - rowmax) is formed once per head; every half-step is then one matrix-vector product while
 K is in cache, and the output is diag(a) K (diag(b) v). Heads too small to fill the cache are stacked
 into one tile. A head too large to be kept at all is streamed (streaming.py). Nothing larger than one
-tile or RESIDENT_BYTES per thread is allocated, unless the dense map is wanted.
+tile or `resident_bytes` (thresholds.py) per thread is allocated, unless the dense map is wanted.
 
 Tiles run on worker threads that each compute serially: an intra-operator thread team would meet at
 a barrier after every half-step, which on a busy machine costs far more than the half-step itself.
@@ -17,10 +17,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from asapc.kernels.cpu import workers
 from asapc.kernels.cpu.streaming import stream_head
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker, without_gil
 from asapc.kernels.loop import Loop
+from asapc.kernels.thresholds import Thresholds, thresholds
 from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
 
 
@@ -40,6 +40,7 @@ def sinkhorn_loop(
     """
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
+    limits = thresholds(q, k)
     out_dtype = q.dtype if v is None else v.dtype
     work_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     width = keys if v is None else v.shape[3]
@@ -88,13 +89,14 @@ def sinkhorn_loop(
             None if key_bias is None else key_bias[part],
             loop,
             bounded,
+            limits,
         ).mul_(tile_factor)
 
-    per_tile = max(1, workers.TILE_BYTES // (queries * keys * out.element_size()))
+    per_tile = max(1, limits.tile_bytes // (queries * keys * out.element_size()))
     rounds = math.ceil(batch * heads / (per_tile * torch.get_num_threads()))
     per_tile = math.ceil(batch * heads / (rounds * torch.get_num_threads()))  # equal shares
     plain = bounded and keep is None and bias is None and not isinstance(factor, Tensor)
-    plain = plain and queries * keys * out.element_size() <= workers.RESIDENT_BYTES
+    plain = plain and queries * keys * out.element_size() <= limits.resident_bytes
 
     def work(starts: Iterator[int]) -> None:
         if not (plain and per_tile == 1 and flat_v is not None):
@@ -104,7 +106,7 @@ def sinkhorn_loop(
         mass = float(factor) / (keys if _ends_on_columns(loop) else queries)
         # One buffer for all heads: fresh pages for each would cost as much as the exponentials.
         kernel = torch.empty((queries, keys), dtype=work_dtype)
-        block = _block_rows(kernel)
+        block = _block_rows(kernel, limits)
         for head in starts:
             flat_out[head] = _bounded_head(
                 scaled_q[head], flat_k[head], flat_v[head],
@@ -121,9 +123,9 @@ def _ends_on_columns(loop: Loop) -> bool:
     return (loop.first_side == "column") == (loop.half_steps % 2 == 1)
 
 
-def _block_rows(kernel: Tensor) -> int:
+def _block_rows(kernel: Tensor, limits: Thresholds) -> int:
     """How many rows of K [N, M] stay in cache from one product to the next."""
-    return max(1, workers.TILE_BYTES // (kernel.shape[1] * kernel.element_size()))
+    return max(1, limits.tile_bytes // (kernel.shape[1] * kernel.element_size()))
 
 
 def _centred(dual: Tensor, keep: Tensor | None) -> tuple[Tensor, float]:
@@ -158,6 +160,7 @@ def _tile(
     key_bias: Tensor | None,
     loop: Loop,
     bounded: bool,
+    limits: Thresholds,
 ) -> Tensor:
     """One tile, not yet multiplied by the output factor: [G, N, E], or [G, N, M] without v.
 
@@ -166,7 +169,9 @@ def _tile(
     """
     key_mass = 1.0 / k.shape[1]  # padded keys count: nu_j = 1/M on active keys
     if keep is None or len(keep) > 1:
-        return _dense_tile(scaled_q, k, v, keep, bias, dual, key_bias, loop, key_mass, bounded)
+        return _dense_tile(
+            scaled_q, k, v, keep, bias, dual, key_bias, loop, key_mass, bounded, limits
+        )
     # One head: drop its masked keys instead of multiplying them by zero.
     active = keep[0].nonzero().squeeze(1)
     active_v = None if v is None else v[:, active]
@@ -174,7 +179,7 @@ def _tile(
     active_key_bias = None if key_bias is None else key_bias[:, active]
     result = _dense_tile(
         scaled_q, k[:, active], active_v, None, active_bias, dual, active_key_bias, loop,
-        key_mass, bounded,
+        key_mass, bounded, limits,
     )  # fmt: skip
     if v is not None:
         return result
@@ -193,9 +198,10 @@ def _dense_tile(
     loop: Loop,
     key_mass: float,
     bounded: bool,
+    limits: Thresholds,
 ) -> Tensor:
     groups, queries, keys = len(scaled_q), scaled_q.shape[1], k.shape[1]
-    if v is not None and groups == 1 and queries * keys * k.element_size() > workers.RESIDENT_BYTES:
+    if v is not None and groups == 1 and queries * keys * k.element_size() > limits.resident_bytes:
         return stream_head(
             scaled_q[0],
             k[0],
@@ -207,6 +213,7 @@ def _dense_tile(
             loop.first_side == "row",
             key_mass if _ends_on_columns(loop) else 1.0 / queries,
             bounded,
+            max(1, limits.tile_bytes // (keys * k.element_size())),
         )[None]
     if key_bias is None:
         scores = torch.bmm(scaled_q, k.transpose(1, 2))
@@ -237,7 +244,7 @@ def _dense_tile(
     mass = key_mass if _ends_on_columns(loop) else 1.0 / kernel.shape[1]
     if len(kernel) == 1:
         values = None if v is None else v[0]
-        block = _block_rows(kernel[0])
+        block = _block_rows(kernel[0], limits)
         return _scale_one(kernel[0], a[0], values, loop.half_steps, rows_first, mass, block)[None]
     return _scale_group(kernel, a, v, keep, loop.half_steps, rows_first, mass)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asapc.kernels.cpu import workers
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, without_gil
 
 
@@ -24,14 +23,14 @@ def stream_head(
     rows_first: bool,
     mass: float,
     bounded: bool,
+    block: int,
 ) -> Tensor:
     """mass * diag(a) K diag(b) v [N, E] after `half_steps` half-steps.
 
     scaled_q: [N, D]; k: [M, D]; v: [M, E]; bias: [N, M]; dual: [N]; key_bias: [M]; mass: that of each
-    row or column of the last side; bounded: exp(S) is known to be safe.
+    row or column of the last side; bounded: exp(S) is known to be safe; block: rows of K at a time.
     """
     key_bias = torch.zeros_like(k[:, 0]) if key_bias is None else key_bias
-    block = max(1, workers.TILE_BYTES // (k.shape[0] * k.element_size()))
     arguments = (scaled_q, k, v, bias, dual, key_bias, half_steps, rows_first, mass, block)
     top = torch.zeros_like(scaled_q[:, 0])
     if not bounded:

@@ -26,12 +26,14 @@ from asapc.kernels.gpu.tiles import (
     strides_of,
 )
 from asapc.kernels.loop import Loop
+from asapc.kernels.thresholds import thresholds
 
-RESIDENT_LIMIT = 128
+RESIDENT_LIMIT = 128  # what the tiles are written for; the thresholds may ask for less
 
 
 def fits(q: Tensor, k: Tensor) -> bool:
-    return max(q.shape[2], k.shape[2]) <= RESIDENT_LIMIT
+    longest = max(q.shape[2], k.shape[2])
+    return longest <= min(RESIDENT_LIMIT, thresholds(q, k).resident_tokens)
 
 
 def resident_loop(
