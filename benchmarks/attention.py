@@ -8,7 +8,9 @@ the timed dtype it may be at most twice as wrong as the usual loop is. Each shap
 example and at most PARITY_HEADS heads and PARITY_TOKENS tokens of it, with the teacher's own duals, so
 that the amortised operators have an exact answer to be held to. Rows named after features include the
 prediction of the dual; their coefficients are arbitrary, which costs the same. Candidates take turns;
-figures are medians. Extra memory is the peak of one call over what was held before it.
+figures are medians. Extra memory is the peak of one call over what was held before it. The floor is the
+products alone (scores and output once, a matrix-vector product a half-step; no exponentials, no
+prediction) at the rate of one large matrix product in the same run.
 
 With -o, attention.json, attention.md and attention.svg (if matplotlib is installed: the `bench` extra)
 are written there.
@@ -154,11 +156,11 @@ def predicted(p: Problem, features: str, side: str, half_steps: int) -> Tensor:
     )  # fmt: skip
 
 
-def key_closure(p: Problem) -> Tensor:
+def key_closure(p: Problem, features: str, pivots: Tensor) -> Tensor:
     """One closure from a predicted target dual, rows rescaled: what `side: key, closures: 1` runs."""
     coefficients = torch.full((1, 1), 0.5, dtype=torch.float32)
     dual, mass = torch.ops.asapc.dual_and_row_mass(
-        p.q, p.k, None, None, [p.query_pivots], coefficients, COARSE, p.scale, p.half_steps, False
+        p.q, p.k, None, None, [pivots], coefficients, features, p.scale, p.half_steps, False
     )
     return rescaled(p, dual, mass)
 
@@ -258,7 +260,8 @@ def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tens
         "source, 1 closure, dual given": lambda: closed(t, t.source, None, 1),
         "key, 2 closures, coarse:32": lambda: amortised(t, COARSE, "key", 2),
         "key, 2 closures, dual given": lambda: closed(t, None, t.key, 2),
-        "key, 1 closure, coarse:32": lambda: key_closure(t),
+        "key, 1 closure, coarse:32": lambda: key_closure(t, COARSE, t.query_pivots),
+        "key, 1 closure, coarse:16": lambda: key_closure(t, "coarse:16", t.query_pivots[:, :16]),
         "key, 1 closure, dual given": lambda: closed(t, None, t.key_last, 1),
         "predict sliced:32": lambda: predicted(t, SLICED, "source", steps - 3),
         "predict coarse:32 gaussian": lambda: predicted(t, BOTH, "source", steps - 3),
@@ -271,6 +274,28 @@ def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tens
         compiled = torch.compile(usual_loop, dynamic=False)
         functions[f"{USUAL}, torch.compile"] = lambda: compiled(t)
     return functions
+
+
+def floor_flops(name: str, shape: Shape) -> float | None:
+    """Of the products a form cannot do without; None for a prediction alone."""
+    if name.startswith("predict"):
+        return None
+    if name == SOFTMAX or name.startswith("key, 1"):
+        half_steps = 0
+    elif name.startswith(("source", "key")):
+        half_steps = int(name.split()[1])
+    else:
+        half_steps = shape.half_steps
+    scores = float(shape.batch * shape.heads * shape.tokens**2)
+    return scores * (4 * shape.head_dim + 2 * half_steps)
+
+
+def product_rate(dtype: torch.dtype, device: str) -> float:
+    """Floating-point operations a second of one large matrix product."""
+    size = 4096 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    times = interleaved_medians({"product": lambda: a @ b}, repeats=5)
+    return 2.0 * size**3 / times["product"]["median_ms"] * 1e3
 
 
 def extra_mib(function: Callable[[], Any], device: torch.device) -> float | None:
@@ -323,11 +348,18 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     times = interleaved_medians(kept, repeats=options.repeats, warmup=1)
     usual = times.get(USUAL, {}).get("median_ms")
     soft = times[SOFTMAX]["median_ms"]
+    rate = product_rate(dtype, device)
+
+    def of_floor(name: str) -> float | None:
+        flops = floor_flops(name, shape)
+        return None if flops is None else flops / rate * 1e3 / times[name]["median_ms"]
+
     rows = {
         name: {
             **found,
             "usual_over_this": None if usual is None else usual / found["median_ms"],
             "this_over_softmax": found["median_ms"] / soft,
+            "of_floor": of_floor(name),
             "extra_mib": extra_mib(kept[name], problem.q.device),
         }
         for name, found in times.items()
@@ -352,18 +384,19 @@ def table(result: dict[str, Any]) -> str:
         f"Parity: max error {exact:.1e} in float64, {worst:.1e} in {result['dtype']} "
         f"(the usual loop itself: {result['max_abs_error'][USUAL]['timed']:.1e}).",
         "",
-        "| | median ms | quartiles | usual / this | this / softmax | extra MiB |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| | median ms | quartiles | usual / this | this / softmax | of the floor | extra MiB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in result["rows"].items():
         usual = "-" if row["usual_over_this"] is None else f"{row['usual_over_this']:.1f}x"
+        share = "-" if row["of_floor"] is None else f"{100 * row['of_floor']:.0f} %"
         memory = "-" if row["extra_mib"] is None else f"{row['extra_mib']:.1f}"
         lines.append(
             f"| {name} | {row['median_ms']:.2f} | {row['q1']:.2f}-{row['q3']:.2f} | {usual} | "
-            f"{row['this_over_softmax']:.2f} | {memory} |"
+            f"{row['this_over_softmax']:.2f} | {share} | {memory} |"
         )
     for name, why in result["skipped"].items():
-        lines.append(f"| {name} | not run: {why} | | | | |")
+        lines.append(f"| {name} | not run: {why} | | | | | |")
     return "\n".join(lines)
 
 
