@@ -1,0 +1,165 @@
+"""The coarse and gaussian predictors: closed forms, and their CPU twins against the meaning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import asapc.operators  # noqa: F401  registers torch.ops.asapc
+from asapc.calibration.teacher import TeacherDuals
+from asapc.features.gaussian import brenier_matrix, brenier_potential, square_root
+from asapc.features.predictor import closure_plan
+from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.operators import asap as meaning
+
+SCALE = 0.4
+
+
+def convention(half_steps: int, first_side: str) -> Convention:
+    return Convention(
+        half_steps=half_steps,
+        first_side=first_side,  # type: ignore[arg-type]
+        score_multiplier=SCALE,
+        output_factor=OutputFactor(queries=1),
+        mask="key",
+        bias=False,
+        early_stop=False,
+    )
+
+
+def site(n: int, m: int, masked: bool, seed: int = 0, spread: float = 1.0) -> SiteTensors:
+    generator = torch.Generator().manual_seed(seed)
+    q = spread * torch.randn(2, 2, n, 4, dtype=torch.float64, generator=generator)
+    k = torch.randn(2, 2, m, 4, dtype=torch.float64, generator=generator)
+    keep = None
+    if masked:
+        keep = torch.arange(m) < torch.tensor([[m - 3], [2]])
+    return SiteTensors(q, k, keep)
+
+
+def centred(values: Tensor, keep: Tensor | None) -> Tensor:
+    """Minus the mean over points with mass, 0 elsewhere."""
+    weight = torch.ones_like(values) if keep is None else keep[:, None, :].to(values.dtype)
+    finite = torch.where(weight > 0, values, 0.0)
+    mean = finite.sum(-1, keepdim=True) / weight.expand_as(values).sum(-1, keepdim=True)
+    return (finite - mean) * (weight > 0)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize("first_side", ["row", "column"])
+@pytest.mark.parametrize(("side", "closures"), [("source", 1), ("source", 2), ("key", 1), ("key", 2)])
+def test_a_cluster_for_every_point_gives_the_teachers_dual(
+    side: str, closures: int, first_side: str, masked: bool
+) -> None:
+    """Without spread within clusters the coarse problem is the teacher's own."""
+    own = site(7, 9, masked)
+    rule = convention(11 if first_side == "row" else 12, first_side)
+    for half_steps in (rule.half_steps, rule.half_steps - 1):
+        plan = closure_plan(convention(half_steps, first_side), closures, side)  # type: ignore[arg-type]
+        if plan is not None and plan.closures == closures:
+            break
+    assert plan is not None
+    used = convention(half_steps, first_side)
+    budget = plan.budget(used, plan.sides()[0])
+    points = own.k if side == "source" else own.q
+    if masked and side == "source":
+        points = points.masked_fill(~own.keep[:, None, :, None], 0.0)  # type: ignore[index]
+    root = SCALE**0.5
+    f, g = TeacherDuals(own, used).after(budget.half_steps)
+    exact = f if side == "source" else g
+    keep = own.keep if side == "key" else None
+    for example in range(2):  # every example has its own points, hence its own pivots
+        one = slice(example, example + 1)
+        arguments = (
+            own.q[one], own.k[one], None if own.keep is None else own.keep[one], None,
+            [points[example] * root], torch.ones(1, 1), "coarse:9", side, SCALE,
+            budget.half_steps, budget.starts_on_x,
+        )  # fmt: skip
+        wanted = centred(exact[one], None if keep is None else keep[one])
+        for function in (meaning.dual, torch.ops.asapc.dual):
+            found = function(*arguments)
+            found = centred(found, None if keep is None else keep[one])
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+def test_row_masses_of_a_cluster_for_every_point_are_the_teachers(masked: bool) -> None:
+    own = site(7, 9, masked)
+    used = convention(12, "row")
+    plan = closure_plan(used, 1, "key")
+    assert plan is not None and plan.rescaled
+    budget = plan.budget(used, "key")
+    exact = TeacherDuals(own, used).after(12)
+    scores = SCALE * own.q @ own.k.transpose(-1, -2)
+    rows = torch.exp(scores + exact[0][..., None] + exact[1][..., None, :]).sum(-1) * 7
+    for example in range(2):
+        one = slice(example, example + 1)
+        arguments = (
+            own.q[one], own.k[one], None if own.keep is None else own.keep[one], None,
+            [own.q[example] * SCALE**0.5], torch.ones(1, 1), "coarse:7", SCALE,
+            budget.half_steps, budget.starts_on_x,
+        )  # fmt: skip
+        for function in (meaning.dual_and_row_mass, torch.ops.asapc.dual_and_row_mass):
+            torch.testing.assert_close(function(*arguments)[1], rows[one], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (4.0, 0.25), (1e-6, 9.0), (100.0, 1e4)])
+def test_the_brenier_matrix_of_round_gaussians(a: float, b: float) -> None:
+    """A = b / (sqrt(a b + 1/4) + 1/2) I; for large clouds sqrt(b / a), the unregularised map."""
+    eye = torch.eye(5, dtype=torch.float64)
+    found = brenier_matrix(a * eye, b * eye)
+    torch.testing.assert_close(found, eye * b / ((a * b + 0.25) ** 0.5 + 0.5), rtol=1e-4, atol=1e-12)
+    if a * b > 1e5:
+        torch.testing.assert_close(found, eye * (b / a) ** 0.5, rtol=1e-2, atol=0)
+
+
+def test_the_gaussian_potential_solves_the_gaussian_problem() -> None:
+    """On clouds sampled densely from Gaussians it is the converged dual, up to its gauge."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, 1500, 1, dtype=torch.float64, generator=generator) * 1.3 + 0.5
+    y = torch.randn(1, 1, 1500, 1, dtype=torch.float64, generator=generator) * 0.8 - 1.0
+    tensors = SiteTensors(x, y)
+    used = Convention(400, "row", 1.0, OutputFactor(queries=1), "none", False, False)
+    f, _ = TeacherDuals(tensors, used).after(400)
+    from asapc.features.clouds import Clouds
+
+    found = -brenier_potential(Clouds(x, y))  # in score coordinates: the dual less |x|^2 / 2
+    difference = centred(found, None) - centred(f, None)
+    assert float(difference.square().mean().sqrt()) < 0.02 * float(centred(f, None).std())
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e4, 1e10])
+def test_square_roots_of_wide_spectra(condition: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis, _ = torch.linalg.qr(torch.randn(3, 6, 6, dtype=torch.float64, generator=generator))
+    values = torch.logspace(0, torch.tensor(condition).log10().item(), 6, dtype=torch.float64)
+    matrix = (basis * values) @ basis.transpose(-1, -2)
+    root = square_root(matrix, floor=1.0)
+    torch.testing.assert_close(root @ root, matrix, rtol=1e-8, atol=1e-8 * condition)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("spread", [1.0, 30.0, 1e3], ids=["narrow", "wide", "huge"])
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize("side", ["source", "key"])
+@pytest.mark.parametrize("features", ["coarse:5", "gaussian", "coarse:3 gaussian norm"])
+def test_cpu_twins_are_within_the_honest_error(
+    features: str, side: str, masked: bool, spread: float, dtype: torch.dtype
+) -> None:
+    """Narrow scores stay in the linear domain, wide ones go to float64, huge ones to logarithms."""
+    own = site(33, 20, masked, seed=3, spread=spread)
+    generator = torch.Generator().manual_seed(1)
+    count = int(features.split(":")[1].split()[0]) if "coarse" in features else 0
+    pivots = [torch.randn(2, count, 4, generator=generator) * SCALE**0.5] if count else []
+    columns = {"coarse:5": 1, "gaussian": 3, "coarse:3 gaussian norm": 5}[features]
+    weights = torch.rand(1, columns, generator=generator)
+    for half_steps, starts_on_x in ((1, True), (8, False), (9, True)):
+        tail = (None, pivots, weights, features, side, SCALE, half_steps, starts_on_x)
+        exact = meaning.dual(own.q, own.k, own.keep, *tail)
+        q, k = own.q.to(dtype), own.k.to(dtype)
+        honest = (meaning.dual(q, k, own.keep, *tail).double() - exact).abs().max()
+        found = torch.ops.asapc.dual(q, k, own.keep, *tail)
+        scale = max(1.0, float(exact.abs().max()))
+        rounding = 1e-6 if dtype == torch.float32 else 1e-12
+        assert float((found.double() - exact).abs().max()) <= 2 * float(honest) + rounding * scale
