@@ -8,9 +8,10 @@ the timed dtype it may be at most twice as wrong as the usual loop is. Each shap
 example and at most PARITY_HEADS heads and PARITY_TOKENS tokens of it, with the teacher's own duals, so
 that the amortised operators have an exact answer to be held to. Rows named after features include the
 prediction of the dual; their coefficients are arbitrary, which costs the same. Candidates take turns;
-figures are medians. Extra memory is the peak of one call over what was held before it. The floor is the
-products alone (scores and output once, a matrix-vector product a half-step; no exponentials, no
-prediction) at the rate of one large matrix product in the same run.
+figures are medians. Extra memory is the peak of one call over what was held before it, the first call
+at this size in a process of its own. The floor is the products alone (scores and output once, a
+matrix-vector product a half-step; no exponentials, no prediction) at the rate of one large matrix
+product in the same run.
 
 With -o, attention.json, attention.md and attention.svg (if matplotlib is installed: the `bench` extra)
 are written there.
@@ -19,13 +20,13 @@ are written there.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import itertools
 import json
 import math
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -53,6 +54,13 @@ FACTOR = [1.0, 1.0, 0.0, 0.0]  # attention = N * P
 SLICED = "sliced:32:random"
 COARSE = "coarse:32"
 BOTH = "coarse:32 gaussian"
+
+
+# The rows whose memory is measured and whose times are plotted.
+MEASURED = (
+    USUAL, "lossless", "source, 3 closures, coarse:32 gaussian", "key, 2 closures, coarse:32",
+    "key, 1 closure, coarse:32", SOFTMAX,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -301,7 +309,6 @@ def product_rate(dtype: torch.dtype, device: str) -> float:
 def extra_mib(function: Callable[[], Any], device: torch.device) -> float | None:
     """MiB at the peak of one call over what was held before; None where that cannot be read."""
     gc.collect()
-    release_free_memory()  # else a call would be served, unseen, from what an earlier one has freed
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -323,11 +330,28 @@ def extra_mib(function: Callable[[], Any], device: torch.device) -> float | None
     return max(0.0, read("VmHWM") - held)
 
 
-def release_free_memory() -> None:
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library need not be glibc
-        if trim is not None:
-            trim(0)
+def memory_of(name: str, shape: Shape, options: argparse.Namespace) -> float | None:
+    """extra_mib of one candidate in this process, which has run it on a few tokens only."""
+    dtype = getattr(torch, options.dtype)
+    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
+    few = Shape(shape.batch, shape.heads, 64, shape.head_dim, shape.half_steps)
+    for own in (few, shape):
+        problem = make_problem(own, dtype, device, options.spread, options.seed, False).to(dtype)
+        extra = extra_mib(candidates_of(problem, False)[name], problem.q.device)
+    return extra
+
+
+def memory_elsewhere(name: str, shape: Shape, options: argparse.Namespace) -> float | None:
+    """memory_of in a new process: an allocator serves a later call, unseen, from what is free."""
+    command = [
+        sys.executable, __file__, "--batch", str(shape.batch), "--heads", str(shape.heads),
+        "--tokens", str(shape.tokens), "--head-dim", str(shape.head_dim),
+        "--half-steps", str(shape.half_steps), "--spread", str(options.spread),
+        "--dtype", options.dtype, "--memory-of", name, *(["--cpu"] if options.cpu else []),
+    ]  # fmt: skip
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    value: float | None = json.loads(found)
+    return value
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
@@ -360,7 +384,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
             "usual_over_this": None if usual is None else usual / found["median_ms"],
             "this_over_softmax": found["median_ms"] / soft,
             "of_floor": of_floor(name),
-            "extra_mib": extra_mib(kept[name], problem.q.device),
+            "extra_mib": memory_elsewhere(name, shape, options) if name in MEASURED else None,
         }
         for name, found in times.items()
     }
@@ -400,12 +424,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-PLOTTED = (
-    USUAL, "lossless", "source, 3 closures, coarse:32 gaussian", "key, 2 closures, coarse:32",
-    "key, 1 closure, coarse:32", SOFTMAX,
-)  # fmt: skip
-
-
 def plot(results: list[dict[str, Any]], path: Path) -> bool:
     """Time over N, log-log, one panel for every other dimension. False without matplotlib."""
     try:
@@ -419,7 +437,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> bool:
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, own) in zip(grid, panels.items(), strict=True):
-        for name in PLOTTED:
+        for name in MEASURED:
             present = [r for r in own if name in r["rows"]]
             points = [(r["shape"]["tokens"], r["rows"][name]["median_ms"]) for r in present]
             axes.loglog(*zip(*sorted(points), strict=True), marker="o", label=name)
@@ -445,10 +463,18 @@ def main() -> None:
     parser.add_argument("--max-memory", type=float, default=3.0, help="GiB the usual loop may take")
     parser.add_argument("--cpu", action="store_true", help="even if there is an accelerator")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # see memory_elsewhere
     parser.add_argument("-o", "--out", type=Path, help="folder for attention.{json,md,svg}")
     options = parser.parse_args()
     if options.half_steps % 2 or options.half_steps < 4:
         parser.error("--half-steps must be even (columns last) and at least 4")
+
+    if options.memory_of is not None:
+        tokens, head_dim = options.tokens[0], options.head_dim[0]
+        shape = Shape(options.batch, options.heads, tokens, head_dim, options.half_steps)
+        with torch.no_grad():
+            print(json.dumps(memory_of(options.memory_of, shape, options)))
+        return
 
     results = []
     for head_dim, tokens in itertools.product(options.head_dim, options.tokens):
