@@ -64,6 +64,13 @@ def test_one_closure_from_the_keys_dual_is_torchs_attention() -> None:
     assert [c.kernel for c in choices] == ["scaled_dot_product_attention", "CPU, norm"]
 
 
+def test_two_duals_without_a_closure_are_the_plain_meaning() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    with explained() as choices:
+        torch.ops.asapc.asap(q, q, q, None, None, q[..., 0], q[..., 1], 0.5, 0, ATTENTION)
+    assert [(c.kernel, "ablation" in c.reason) for c in choices] == [("plain PyTorch", True)]
+
+
 def test_nothing_is_collected_outside() -> None:
     with explained() as choices:
         pass
@@ -76,7 +83,10 @@ def test_other_devices_fall_back_and_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     with explained() as choices:
         assert dispatch.attention_backend("sinkhorn", q, q, q, None, None, 1.0) == "plain"
         assert dispatch.dual_backend("dual", q, q, "norm") == "plain"
-    assert all(c.kernel == "plain PyTorch" and "meta devices" in c.reason for c in choices)
+        arguments = ("asap", q, q, q, None, None, 1.0)
+        assert dispatch.attention_backend(*arguments, closures=1, from_key=True) == "softmax"
+        assert dispatch.attention_backend(*arguments, closures=2, from_key=True) == "plain"
+    assert all("meta devices" in c.reason for c in choices)
 
 
 def test_importing_asapc_does_not_import_triton() -> None:

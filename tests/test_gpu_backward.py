@@ -201,7 +201,7 @@ def gpu_chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """As if the tensors were on a GPU; lists the operators that ask."""
     asked: list[str] = []
 
-    def backend(operator: str, *_: Any) -> str:
+    def backend(operator: str, *_: Any, **_names: Any) -> str:
         asked.append(operator)
         return "gpu"
 

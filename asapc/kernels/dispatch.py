@@ -21,7 +21,7 @@ from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.thresholds import thresholds
 from asapc.operators.sinkhorn import score_matrix, widen
 
-Backend = Literal["cpu", "gpu", "plain"]
+Backend = Literal["cpu", "gpu", "softmax", "plain"]
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,31 @@ def attention_backend(
     keep: Tensor | None,
     bias: Tensor | None,
     score_multiplier: float,
+    closures: int | None = None,
+    from_key: bool = False,
 ) -> Backend:
-    """Of the finite loop and of closures.  v: None where the dense map is wanted."""
+    """Of the finite loop and of closures.
+
+    v: None where the dense map is wanted.  closures, from_key: their number and whether they start
+    from the keys' dual; None for the teacher's own loop. One of them is softmax attention with a key
+    bias, which torch runs wherever Triton does not.
+    """
     choices = _listening.get()
-    if q.device.type == "cpu":
+    one_pass = closures == 1 and from_key and v is not None
+    softmax = "one closure from the keys' dual is softmax attention with a key bias"
+
+    def choose(backend: Backend, kernel: str, reason: str) -> Backend:
         if choices is not None:
-            path = _cpu_path(q, k, v, keep, bias, score_multiplier)
-            choices.append(_choice(operator, q, k, *path))
-        return "cpu"
+            choices.append(_choice(operator, q, k, kernel, reason))
+        return backend
+
+    if closures == 0:
+        return choose("plain", "plain PyTorch", "no closure: two duals alone are an ablation")
+    if q.device.type == "cpu":
+        if one_pass:
+            return choose("softmax", "scaled_dot_product_attention", softmax)
+        measured = ("", "") if choices is None else _cpu_path(q, k, v, keep, bias, score_multiplier)
+        return choose("cpu", *measured)
     reason = _why_no_gpu(q)
     if reason is None and v is None:
         reason = "the dense attention map is wanted"
@@ -72,10 +89,11 @@ def attention_backend(
         from asapc.kernels.gpu.tiles import supported
 
         reason = supported(q, k, v, bias)
-    if choices is not None:
-        kernel = "Triton" if reason is None else "plain PyTorch"
-        choices.append(_choice(operator, q, k, kernel, reason or "the tensors are on a GPU"))
-    return "gpu" if reason is None else "plain"
+    if reason is None:
+        return choose("gpu", "Triton", "the tensors are on a GPU")
+    if one_pass:
+        return choose("softmax", "scaled_dot_product_attention", f"{softmax}; {reason}")
+    return choose("plain", "plain PyTorch", reason)
 
 
 def dual_backend(operator: str, q: Tensor, k: Tensor, features: str) -> Backend:
@@ -94,14 +112,6 @@ def dual_backend(operator: str, q: Tensor, k: Tensor, features: str) -> Backend:
         kernel = f"Triton, {features}" if reason is None else "plain PyTorch"
         choices.append(_choice(operator, q, k, kernel, reason or "the tensors are on a GPU"))
     return "gpu" if reason is None else "plain"
-
-
-def note_softmax(q: Tensor, k: Tensor) -> None:
-    """One closure from the keys' dual, which torch's own attention runs."""
-    choices = _listening.get()
-    if choices is not None:
-        reason = "one closure from the keys' dual is softmax attention with a key bias"
-        choices.append(_choice("asap", q, k, "scaled_dot_product_attention", reason))
 
 
 def _choice(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> Choice:

@@ -80,15 +80,17 @@ def asap(
     output_factor: Sequence[float],
 ) -> Tensor:
     side = asap_meaning.first_closure(source_dual, target_dual, closures)
-    if target_dual is not None and closures == 1 and q.shape[2] > 0 and k.shape[2] > 0:
-        dispatch.note_softmax(q, k)
+    some = q.shape[2] > 0 and k.shape[2] > 0
+    backend = dispatch.attention_backend(
+        "asap", q, k, v, keep, bias, score_multiplier, closures, side == "row" and some
+    )
+    if backend == "softmax" and target_dual is not None:
         opened_dual = asap_meaning.open_dual(target_dual, keep)
         q, keep, bias = sinkhorn_meaning.open_empty(q, keep, bias)
         return key_closure.key_closure(
             q, k, v, keep, bias, opened_dual, score_multiplier, output_factor
         )
-    backend = dispatch.attention_backend("asap", q, k, v, keep, bias, score_multiplier)
-    if backend == "plain" or closures == 0:
+    if backend == "plain":
         return asap_meaning.asap(
             q, k, v, keep, bias, source_dual, target_dual, score_multiplier, closures, output_factor
         )
@@ -110,8 +112,10 @@ def asap_attention(
     output_factor: Sequence[float],
 ) -> Tensor:
     side = asap_meaning.first_closure(source_dual, target_dual, closures)
-    backend = dispatch.attention_backend("asap_attention", q, k, None, keep, bias, score_multiplier)
-    if backend == "plain" or closures == 0:
+    backend = dispatch.attention_backend(
+        "asap_attention", q, k, None, keep, bias, score_multiplier, closures, side == "row"
+    )
+    if backend == "plain":
         return asap_meaning.asap_attention(
             q, k, keep, bias, source_dual, target_dual, score_multiplier, closures, output_factor
         )
