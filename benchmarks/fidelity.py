@@ -2,7 +2,7 @@
 
     python benchmarks/fidelity.py benchmarks/results/cpu > benchmarks/fidelity.md
 
-The folder holds study.json files by name (and attention.json of benchmarks/attention.py): <teacher>.json (of benchmarks/grids/text.yaml or mnist.yaml)
+The folder holds study.json files by name: <teacher>.json (of benchmarks/grids/text.yaml or mnist.yaml)
 for the teachers imdb, agnews, mnist7 and mnist4, and for the text teachers <teacher>_paper.json
 (text_paper.yaml) and <teacher>_accuracy.json (text_accuracy.yaml, on the test set). What is missing is
 left out, and said to be.
