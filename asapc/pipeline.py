@@ -39,7 +39,7 @@ from asapc.formats.calibration import (
 )
 from asapc.formats.load import Teacher, build_factory, example_inputs, load_teacher
 from asapc.ir import Convention, Program, SiteTensors
-from asapc.kernels.thresholds import without_cache
+from asapc.kernels.thresholds import key_of, without_cache
 from asapc.measure import (
     SiteFidelity,
     environment,
@@ -362,11 +362,15 @@ def bench(
     batch = next(source.batches(recipe.batch_size))
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
     _, tensors = Tap(surrounding, artifact.programs["lossless"])(batch)
-    tuned = []
+    tuned: dict[int, dict[str, Any]] = {}
     if tune:
+        by_key: dict[str, dict[str, Any]] = {}  # sites of one shape share an entry of the cache
         indices = range(len(artifact.manifest["sites"]))
         for index in progress.track(indices, "tuning sites", len(indices)):
-            tuned.append(tune_site(artifact, index, tensors[index], repeats))
+            key = key_of(tensors[index].q, tensors[index].k)
+            if key not in by_key:
+                by_key[key] = tune_site(artifact, index, tensors[index], repeats)
+            tuned[index] = by_key[key]
     progress.note("timing the whole model")
     whole = time_model(runners, batch, repeats)
     sites = []
