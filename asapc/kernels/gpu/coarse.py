@@ -23,7 +23,6 @@ from asapc.kernels.gpu.launch import keep_arguments, padded
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 MAX_PIVOTS = 128
-MAX_DIM = 256
 RESIDENT = 16384  # entries of S that a program holds in registers: 64 a thread
 STREAMED = 8192  # entries of S that it reads at once where it does not
 

@@ -7,121 +7,29 @@ sum and goes to score coordinates in one launch. `supported` says which calls th
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asapc.features import Feature
-from asapc.features.clouds import Budget, Clouds
-from asapc.kernels.gpu import coarse, gaussian, sliced
+from asapc.features.clouds import Clouds
+from asapc.kernels.dual import Backend
+from asapc.kernels.gpu import coarse, gaussian, sliced, tiles
 from asapc.kernels.gpu.launch import keep_arguments, padded
-from asapc.operators.asap import active_share, clouds_from, feature_list
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-# family -> (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred
-Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor]
-CONTRIBUTIONS: dict[str, Contribution] = {
-    "coarse": coarse.contribution,
-    "gaussian": gaussian.contribution,
-    "sliced": sliced.contribution,
-}
 
 
 def supported(q: Tensor, k: Tensor, features: str) -> str | None:
     """None where dual and dual_and_row_mass can run these inputs, else why not, in one sentence."""
+    reason = tiles.supported(q, k, None, None)
+    if reason is not None:
+        return reason
     for name, tensor in (("q", q), ("k", k)):
-        if tensor.dtype not in DTYPES:
-            return f"the GPU kernels compute in float32, and {name} is {tensor.dtype}"
-        if tensor.ndim != 4:
-            return f"the GPU kernels take a {name} of 4 axes, got {tensor.ndim}"
-        if tensor.device != q.device:
-            return f"the GPU kernels take inputs of one device, and {name} is on {tensor.device}"
         if tensor.shape[2] == 0:
             return f"the GPU kernels take at least one token, and {name} has none"
-    if q.shape[3] > coarse.MAX_DIM:
-        return f"the GPU kernels hold up to {coarse.MAX_DIM} features of a token, and D is {q.shape[3]}"
     for feature in map(Feature.parse, features.split()):
         if feature.family == "coarse" and feature.count > coarse.MAX_PIVOTS:
             return f"the GPU kernels hold up to {coarse.MAX_PIVOTS} pivots, and {feature} has more"
     return None
-
-
-def dual(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    coefficients: Tensor,
-    features: str,
-    side: str,
-    score_multiplier: float,
-    half_steps: int,
-    starts_on_x: bool,
-) -> Tensor:
-    """Arguments and result as operators.asap.dual, on `supported` inputs; without gradients."""
-    with torch.no_grad(), torch.cuda.device_of(q):
-        clouds = clouds_from(q, k, keep, bias, score_multiplier, side)
-        listed = list(zip(*feature_list(features, parameters), strict=True))
-        return _predicted(clouds, listed, coefficients, Budget(half_steps, starts_on_x), {})
-
-
-def dual_and_row_mass(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Tensor],
-    coefficients: Tensor,
-    features: str,
-    score_multiplier: float,
-    half_steps: int,
-    starts_on_x: bool,
-) -> tuple[Tensor, Tensor]:
-    """As operators.asap.dual_and_row_mass; the coarse loop runs once for both."""
-    with torch.no_grad(), torch.cuda.device_of(q):
-        clouds = clouds_from(q, k, keep, bias, score_multiplier, "key")
-        listed = list(zip(*feature_list(features, parameters), strict=True))
-        budget = Budget(half_steps, starts_on_x)
-        first = next((i for i, (own, _) in enumerate(listed) if own.family == "coarse"), None)
-        if first is None:
-            return _predicted(clouds, listed, coefficients, budget, {}), active_share(clouds)
-        pivots = listed[first][1]
-        assert pivots is not None
-        column, mass = coarse.dual_and_mass(clouds, pivots, budget, want_mass=True)
-        assert mass is not None
-        return _predicted(clouds, listed, coefficients, budget, {first: column}), mass
-
-
-def _predicted(
-    clouds: Clouds,
-    listed: Sequence[tuple[Feature, Tensor | None]],
-    coefficients: Tensor,
-    budget: Budget,
-    known: Mapping[int, Tensor],
-) -> Tensor:
-    """known: features of one column that are there already, [B, H, N] each."""
-    total: Tensor | None = None
-    used = 0
-    for index, (feature, parameter) in enumerate(listed):
-        width = feature.width(clouds)
-        weights = coefficients[:, used : used + width].to(clouds.x.dtype)
-        used += width
-        fast = CONTRIBUTIONS.get(feature.family)
-        if index in known:
-            own = known[index] * weights
-        elif fast is not None:
-            own = fast(clouds, parameter, weights, budget)
-        else:
-            columns = feature.columns(clouds, parameter, budget)
-            own = (columns @ weights[:, :, None])[..., 0]
-        total = own if total is None else total + own
-    return finish(torch.zeros_like(clouds.x[..., 0]) if total is None else total, clouds)
 
 
 def finish(total: Tensor, clouds: Clouds) -> Tensor:
@@ -177,3 +85,16 @@ def _finish(
         b_own = tl.load(p_total + o_n * stride_tn, mask=m_mass, other=0.0)
         b_own = tl.where(m_mass, b_own - mean, 0.0)
         tl.store(p_out + i_bh * num_x + o_n, b_own - tl.sum(b_x * b_x, 1) * 0.5, mask=m_n)
+
+
+_BACKEND = Backend(
+    {
+        "coarse": coarse.contribution,
+        "gaussian": gaussian.contribution,
+        "sliced": sliced.contribution,
+    },
+    coarse.dual_and_mass,
+    finish,
+)
+dual = _BACKEND.dual  # on `supported` inputs
+dual_and_row_mass = _BACKEND.dual_and_row_mass

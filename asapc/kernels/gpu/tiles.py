@@ -8,7 +8,6 @@ strides.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,9 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from asapc.operators.sinkhorn import factor_value
-
-LOG2_E = tl.constexpr(math.log2(math.e))
-LN_2 = tl.constexpr(math.log(2.0))
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256

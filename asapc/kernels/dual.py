@@ -1,0 +1,103 @@
+"""A predicted dual from the fast paths of one backend: what kernels/cpu/dual.py and gpu/dual.py share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.features import Feature
+from asapc.features.clouds import Budget, Clouds
+from asapc.operators.asap import active_share, clouds_from, feature_list
+
+# (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred
+Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """contributions: the families that have a fast path, the others run their plain meaning.
+
+    dual_and_mass: of the coarse family.  finish: (total [B, H, N], clouds) -> centre(total) - |x|^2 / 2.
+    """
+
+    contributions: Mapping[str, Contribution]
+    dual_and_mass: Callable[[Clouds, Tensor, Budget, bool], tuple[Tensor, Tensor | None]]
+    finish: Callable[[Tensor, Clouds], Tensor]
+
+    def dual(
+        self,
+        q: Tensor,
+        k: Tensor,
+        keep: Tensor | None,
+        bias: Tensor | None,
+        parameters: Sequence[Tensor],
+        coefficients: Tensor,
+        features: str,
+        side: str,
+        score_multiplier: float,
+        half_steps: int,
+        starts_on_x: bool,
+    ) -> Tensor:
+        """Arguments and result as operators.asap.dual; without gradients."""
+        with torch.no_grad(), torch.cuda.device_of(q):
+            clouds = clouds_from(q, k, keep, bias, score_multiplier, side)
+            listed = list(zip(*feature_list(features, parameters), strict=True))
+            return self._predicted(clouds, listed, coefficients, Budget(half_steps, starts_on_x), {})
+
+    def dual_and_row_mass(
+        self,
+        q: Tensor,
+        k: Tensor,
+        keep: Tensor | None,
+        bias: Tensor | None,
+        parameters: Sequence[Tensor],
+        coefficients: Tensor,
+        features: str,
+        score_multiplier: float,
+        half_steps: int,
+        starts_on_x: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As operators.asap.dual_and_row_mass; the coarse loop runs once for both."""
+        with torch.no_grad(), torch.cuda.device_of(q):
+            clouds = clouds_from(q, k, keep, bias, score_multiplier, "key")
+            listed = list(zip(*feature_list(features, parameters), strict=True))
+            budget = Budget(half_steps, starts_on_x)
+            first = next((i for i, (own, _) in enumerate(listed) if own.family == "coarse"), None)
+            if first is None:
+                predicted = self._predicted(clouds, listed, coefficients, budget, {})
+                return predicted, active_share(clouds)
+            pivots = listed[first][1]
+            assert pivots is not None
+            column, mass = self.dual_and_mass(clouds, pivots, budget, True)
+            assert mass is not None
+            return self._predicted(clouds, listed, coefficients, budget, {first: column}), mass
+
+    def _predicted(
+        self,
+        clouds: Clouds,
+        listed: Sequence[tuple[Feature, Tensor | None]],
+        coefficients: Tensor,
+        budget: Budget,
+        known: Mapping[int, Tensor],
+    ) -> Tensor:
+        """known: features of one column that are there already, [B, H, N] each."""
+        total: Tensor | None = None
+        used = 0
+        for index, (feature, parameter) in enumerate(listed):
+            width = feature.width(clouds)
+            weights = coefficients[:, used : used + width].to(clouds.x.dtype)
+            used += width
+            fast = self.contributions.get(feature.family)
+            if index in known:
+                own = known[index] * weights
+            elif fast is not None:
+                own = fast(clouds, parameter, weights, budget)
+            else:
+                columns = feature.columns(clouds, parameter, budget)
+                own = (columns @ weights[:, :, None])[..., 0]
+            total = own if total is None else total + own
+        return self.finish(torch.zeros_like(clouds.x[..., 0]) if total is None else total, clouds)
