@@ -118,6 +118,15 @@ class Feature:
         return FAMILIES[self.family].columns(clouds, parameter, budget)
 
 
+def feature_list(
+    features: str, parameters: Sequence[Tensor]
+) -> tuple[list[Feature], list[Tensor | None]]:
+    """Recipe entries separated by spaces, and their parameters with None where there is none."""
+    parsed = [Feature.parse(text) for text in features.split()]
+    given = iter(parameters)
+    return parsed, [next(given) if feature.has_parameter else None for feature in parsed]
+
+
 def feature_columns(
     features: Sequence[Feature],
     parameters: Sequence[Tensor | None],

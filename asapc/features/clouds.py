@@ -83,5 +83,28 @@ class Budget:
     starts_on_x: bool
 
 
+def clouds_from(
+    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, score_multiplier: float, side: str
+) -> Clouds:
+    """Clouds of an operator call."""
+    return clouds_of(SiteTensors(q, k, keep, bias), score_multiplier, _side(side))
+
+
+def active_share(clouds: Clouds) -> Tensor:
+    """n / N of the points x for every y: [B, H, M]."""
+    share = torch.ones_like(clouds.y[..., 0])
+    if clouds.x_keep is None:
+        return share
+    return share * clouds.x_keep.to(share.dtype).mean(-1)[:, None, None]
+
+
 def widen(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _side(side: str) -> PredictedSide:
+    if side == "source":
+        return "source"
+    if side == "key":
+        return "key"
+    raise ValueError(f"side must be source or key, got {side!r}")

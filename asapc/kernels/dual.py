@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.features import Feature
-from asapc.features.clouds import Budget, Clouds
-from asapc.operators.asap import active_share, clouds_from, feature_list
+from asapc.features import Feature, feature_list
+from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
 
 # (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred
 Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor]

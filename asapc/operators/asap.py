@@ -16,12 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from asapc.features import Feature, coarse, predict_dual
-from asapc.features.clouds import Budget, Clouds, PredictedSide, clouds_of
-from asapc.ir import Side, SiteTensors
+from asapc.features import coarse, feature_list, predict_dual
+from asapc.features.clouds import Budget, active_share, clouds_from
+from asapc.ir import Side
 from asapc.operators.sinkhorn import (
     attention_map,
     clean_values,
@@ -158,35 +157,3 @@ def first_pivots(features: str, parameters: Sequence[Tensor]) -> Tensor | None:
         if feature.family == "coarse":
             return parameter
     return None
-
-
-def active_share(clouds: Clouds) -> Tensor:
-    """n / N of the points x for every y: [B, H, M]."""
-    share = torch.ones_like(clouds.y[..., 0])
-    if clouds.x_keep is None:
-        return share
-    return share * clouds.x_keep.to(share.dtype).mean(-1)[:, None, None]
-
-
-def feature_list(
-    features: str, parameters: Sequence[Tensor]
-) -> tuple[list[Feature], list[Tensor | None]]:
-    """Recipe entries separated by spaces, and their parameters with None where there is none."""
-    parsed = [Feature.parse(text) for text in features.split()]
-    given = iter(parameters)
-    return parsed, [next(given) if feature.has_parameter else None for feature in parsed]
-
-
-def _side(side: str) -> PredictedSide:
-    if side == "source":
-        return "source"
-    if side == "key":
-        return "key"
-    raise ValueError(f"side must be source or key, got {side!r}")
-
-
-def clouds_from(
-    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, score_multiplier: float, side: str
-) -> Clouds:
-    """Clouds of an operator call."""
-    return clouds_of(SiteTensors(q, k, keep, bias), score_multiplier, _side(side))
