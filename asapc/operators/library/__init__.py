@@ -1,0 +1,8 @@
+"""Registration of the operators as torch.ops.asapc.*: kernels, fakes and gradients.
+
+The plain functions in operators/ are the meaning, kernels/ their fast twins; kernels/dispatch.py says
+which of them runs.
+"""
+
+from asapc.operators.library import duals as duals
+from asapc.operators.library import loops as loops
