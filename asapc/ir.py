@@ -68,6 +68,7 @@ class Convention:
     def to_dict(self) -> dict[str, Any]:
         """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
         return {
+            "operator": "sinkhorn",
             "half_steps": self.half_steps,
             "first_side": self.first_side,
             "last_side": self.last_side,
@@ -94,17 +95,117 @@ class Convention:
 
 
 @dataclass(frozen=True)
+class EspConvention:
+    """The exact sliced-plan map an ESP teacher computes (ESPFormer, Algorithm 1).
+
+    softsort_temperature: t of SoftSort, in squared units of the projections; None for exact sorting.
+    inverse_temperature:  tau of the slice weights softmax(-tau D_l).
+    squared_cost:         D_l sums |q - k|^2 (the paper) instead of |q - k| (the released code).
+    mean_cost:            D_l is divided by the number of queries.
+    slices:               L, number of learnt or frozen directions; None for the coordinate axes.
+    output_factor:        multiplies the map, whose rows otherwise sum to 1.
+    mask:                 "key" if a mask takes padded tokens out of the sort.
+    """
+
+    softsort_temperature: float | None
+    inverse_temperature: float
+    squared_cost: bool = False
+    mean_cost: bool = False
+    slices: int | None = None
+    output_factor: float = 1.0
+    mask: Mask = "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"operator": "esp_hard" if self.softsort_temperature is None else "esp_soft",
+                **asdict(self)}  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> EspConvention:
+        """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
+        temperature, slices = data["softsort_temperature"], data["slices"]
+        return cls(
+            None if temperature is None else float(temperature), float(data["inverse_temperature"]),
+            bool(data["squared_cost"]), bool(data["mean_cost"]),
+            None if slices is None else int(slices), float(data["output_factor"]), data["mask"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HalfPlan:
+    """One of the two entropic problems of a LOT layer, tokens against pivots.
+
+    half_steps, tokens_first: the finite loop from zero duals.  score_multiplier: of token . pivot.
+    """
+
+    half_steps: int
+    tokens_first: bool
+    score_multiplier: float
+
+
+@dataclass(frozen=True)
+class LotConvention:
+    """The exact glued plan a LOT teacher computes (LOTFormer, Eqs. 1-4).
+
+    queries, keys: the plans between queries and pivots and between pivots and keys.
+    pivots:        R, the rank.
+    output_factor: of the glued plan, whose entries sum to 1; queries and keys count active tokens.
+    mask:          "key" if a mask takes the mass of padded tokens away.
+    """
+
+    queries: HalfPlan
+    keys: HalfPlan
+    pivots: int
+    output_factor: OutputFactor = field(default_factory=lambda: OutputFactor(queries=1))
+    mask: Mask = "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
+        return {
+            "operator": "lot",
+            "queries": asdict(self.queries),
+            "keys": asdict(self.keys),
+            "pivots": self.pivots,
+            "output_factor": str(self.output_factor),
+            "output_factor_terms": asdict(self.output_factor),
+            "mask": self.mask,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LotConvention:
+        """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
+        return cls(
+            HalfPlan(**data["queries"]), HalfPlan(**data["keys"]), int(data["pivots"]),
+            OutputFactor(**data["output_factor_terms"]), data["mask"],
+        )  # fmt: skip
+
+
+AnyConvention = Convention | EspConvention | LotConvention
+
+
+def convention_from_dict(data: Mapping[str, Any]) -> AnyConvention:
+    """Inverse of every to_dict. Raises KeyError or TypeError on a malformed mapping."""
+    kinds: dict[str, type[AnyConvention]] = {
+        "sinkhorn": Convention, "esp_soft": EspConvention, "esp_hard": EspConvention,
+        "lot": LotConvention,
+    }  # fmt: skip
+    return kinds[data.get("operator", "sinkhorn")].from_dict(data)
+
+
+@dataclass(frozen=True)
 class SiteTensors:
     """What one attention site sees on one batch.
 
     q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool (True = active key) or None;
     bias: broadcastable to [B, H, N, M], in units of epsilon, or None.
+    query_keep: [B, N] bool, the queries that carry mass, or None for all. A Sinkhorn layer's padded
+    queries keep theirs; those of ESP and LOT layers do not.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     keep: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    query_keep: torch.Tensor | None = None
 
 
 @dataclass

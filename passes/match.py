@@ -10,18 +10,28 @@ and biases (see probe.py). Only the two products are recognised by their operato
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from asapc.ir import Convention, Program
+from asapc.passes.cut import Cut, depends_on_data, evaluate, is_tensor, reaches
 from asapc.passes.probe import EXACT, Fit, NoFit, Sample, identify
+from asapc.passes.products import (
+    BARRIERS,
+    Product,
+    canonical_shape,
+    is_vector,
+    merged_heads,
+    product_of,
+    same,
+    site_name,
+)
 
 aten = torch.ops.aten
 
@@ -29,42 +39,12 @@ PROBE_SPREADS = (1.0, 3.0, 6.0)  # standard deviations of the probed scores, in 
 PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dynamic
 PROBE_BATCH = 2
 MASKED_BELOW = -1e4  # an additive score below this removes the key in every published code
-# Data passing through one of these has left the region between two products of one attention.
-BARRIERS = {
-    aten.linear.default, aten.addmm.default, aten.mm.default, aten.layer_norm.default,
-    aten.embedding.default, aten.conv1d.default, aten.conv2d.default, aten.batch_norm.default,
-    aten.native_layer_norm.default, aten.convolution.default, aten.rms_norm.default,
-}  # fmt: skip
 NORMALISERS = {
     aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default,
     aten.logsumexp.default, aten.exp.default,
 }  # fmt: skip
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 FUSED = {aten.scaled_dot_product_attention.default}
-VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
-    aten.contiguous.default, aten.flatten.using_ints, aten.detach.default, aten.alias.default,
-    aten.unflatten.int, aten.to.dtype, aten._to_copy.default,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Product:
-    """A batched product left [*, X, C] x right [*, Y, C] in canonical index order.
-
-    Permutations bring the graph's own operands into canonical order; None means they already are.
-    right_transposed: the graph's right operand is [*, C, Y].
-    """
-
-    node: Node
-    left: Node
-    right: Node
-    right_transposed: bool
-    left_order: tuple[int, ...] | None = None
-    right_order: tuple[int, ...] | None = None
-    out_order: tuple[int, ...] | None = None
-
-
 @dataclass(frozen=True)
 class KeyMask:
     """A node that masks keys: bool with the given polarity, or additive with very low entries."""
@@ -138,9 +118,9 @@ def match(program: Program) -> list[AttentionSite | Refusal]:
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in FUSED:
             reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
-            results.append((order[node], Refusal(_site_name(program, node), reason, node.name)))
+            results.append((order[node], Refusal(site_name(program, node), reason, node.name)))
     results.extend(
-        (order[node], Refusal(_site_name(program, node), reason, node.name))
+        (order[node], Refusal(site_name(program, node), reason, node.name))
         for node, reason in _unattended(graph)
     )
     unique: dict[str, int] = {}
@@ -182,12 +162,12 @@ def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
     products = {
         node: product
         for node in graph.graph.nodes
-        if (product := _product(node)) is not None
+        if (product := product_of(node)) is not None
     }
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     regions: dict[Node, list[Region]] = {}
     for value in products.values():
-        if _is_vector(value):
+        if is_vector(value):
             continue
         sources = _sources(value.left, products)
         for source in sorted(sources, key=order.__getitem__, reverse=True):
@@ -217,59 +197,6 @@ def _one_score_per_value(
     return kept
 
 
-def _product(node: Node) -> Product | None:
-    if node.op != "call_function" or not _is_tensor(node):
-        return None
-    if node.target in (aten.matmul.default, aten.bmm.default):
-        left, right = node.args[0], node.args[1]
-        if not isinstance(left, Node) or not isinstance(right, Node) or left is right:
-            return None
-        batched = min(_rank(left), _rank(right)) >= 3 and _rank(node) == _rank(left)
-        return Product(node, left, right, right_transposed=True) if batched else None
-    if node.target is aten.einsum.default:
-        return _einsum_product(node)
-    return None
-
-
-def _einsum_product(node: Node) -> Product | None:
-    equation, operands = node.args[0], node.args[1]
-    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)):
-        return None
-    equation = equation.replace(" ", "")
-    if len(operands) != 2 or "->" not in equation or "..." in equation:
-        return None
-    inputs, out = equation.split("->")
-    left, right = inputs.split(",")
-    batch = [c for c in out if c in left and c in right]
-    contracted = [c for c in left if c in right and c not in out]
-    only_left = [c for c in left if c not in right]
-    only_right = [c for c in right if c not in left]
-    if not (len(contracted) == len(only_left) == len(only_right) == 1) or not batch:
-        return None
-    if sorted(out) != sorted([*batch, *only_left, *only_right]):
-        return None
-    x, y, c = only_left[0], only_right[0], contracted[0]
-    order = [ch for ch in left if ch in batch]
-    first, second = operands
-    assert isinstance(first, Node) and isinstance(second, Node)
-    return Product(
-        node,
-        first,
-        second,
-        right_transposed=False,
-        left_order=tuple(left.index(ch) for ch in [*order, x, c]),
-        right_order=tuple(right.index(ch) for ch in [*order, y, c]),
-        out_order=tuple(out.index(ch) for ch in [*order, x, y]),
-    )
-
-
-def _is_vector(product: Product) -> bool:
-    """A matrix-vector product: a step of an exp-domain loop, never the value product."""
-    shape = _canonical_shape(product.right, product.right_order)
-    width = shape[-1] if product.right_transposed else shape[-2]
-    return isinstance(width, int) and width == 1
-
-
 def _sources(attention: Node, products: dict[Node, Product]) -> list[Node]:
     """Products of the same size as `attention` that it is computed from, without a layer between."""
     found: list[Node] = []
@@ -277,7 +204,7 @@ def _sources(attention: Node, products: dict[Node, Product]) -> list[Node]:
     stack = [attention]
     while stack:
         node = stack.pop()
-        if node in seen or not _is_tensor(node) or node.target in BARRIERS:
+        if node in seen or not is_tensor(node) or node.target in BARRIERS:
             continue
         seen.add(node)
         if node in products and node is not attention and _same_matrix(node, attention):
@@ -290,14 +217,7 @@ def _sources(attention: Node, products: dict[Node, Product]) -> list[Node]:
 
 def _same_matrix(first: Node, second: Node) -> bool:
     a, b = first.meta["val"], second.meta["val"]
-    return len(a.shape) >= 3 and bool(_same(a.numel(), b.numel()))
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equal as expressions; never adds a guard."""
-    left = a.node.expr if isinstance(a, torch.SymInt) else a
-    right = b.node.expr if isinstance(b, torch.SymInt) else b
-    return bool(left == right)
+    return len(a.shape) >= 3 and bool(same(a.numel(), b.numel()))
 
 
 def _region(score: Product, value: Product, order: dict[Node, int]) -> Region | None:
@@ -307,7 +227,7 @@ def _region(score: Product, value: Product, order: dict[Node, int]) -> Region | 
     for node in score.node.graph.nodes:
         if order[node] <= order[score.node] or order[node] > order[attention]:
             continue
-        if _is_tensor(node) and any(n in downstream for n in node.all_input_nodes):
+        if is_tensor(node) and any(n in downstream for n in node.all_input_nodes):
             downstream.add(node)
     if attention not in downstream:
         return None
@@ -324,7 +244,7 @@ def _region(score: Product, value: Product, order: dict[Node, int]) -> Region | 
     inputs: list[Node] = []
     for node in sorted(inside, key=order.__getitem__):
         for source in node.all_input_nodes:
-            outside = source not in inside and source is not score.node and _is_tensor(source)
+            outside = source not in inside and source is not score.node and is_tensor(source)
             if outside and source not in inputs and not _is_constant(source):
                 inputs.append(source)
     return Region(score, value, attention, tuple(sorted(inside, key=order.__getitem__)),
@@ -339,40 +259,14 @@ def _is_constant(node: Node) -> bool:
     value = node.meta["val"]
     if value.dtype == torch.bool and value.numel() != 1:
         return False
-    if _depends_on_data(node) or _depends_on_parameter(node):
+    if depends_on_data(node) or _depends_on_parameter(node):
         return False
     example = node.meta.get("example")
     return example is None or example.numel() == 0 or bool((example == example.flatten()[0]).all())
 
 
-def _depends_on_data(node: Node) -> bool:
-    return _reaches(node, lambda n: n.op == "placeholder")
-
-
 def _depends_on_parameter(node: Node) -> bool:
-    return _reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1)
-
-
-def _reaches(node: Node, wanted: Any) -> bool:
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current in seen or not _is_tensor(current):
-            continue
-        seen.add(current)
-        if wanted(current):
-            return True
-        if current.target not in SHAPE_ONLY:
-            stack.extend(current.all_input_nodes)
-    return False
-
-
-SHAPE_ONLY = {
-    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default,
-    aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
-    aten.new_full.default, aten.new_empty.default,
-}  # fmt: skip
+    return reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1)
 
 
 def _unattended(graph: GraphModule) -> list[tuple[Node, str]]:
@@ -380,8 +274,8 @@ def _unattended(graph: GraphModule) -> list[tuple[Node, str]]:
     owned = {region.value.node for regions in find_regions(graph).values() for region in regions}
     found = []
     for node in graph.graph.nodes:
-        product = _product(node)
-        if product is None or node in owned or _is_vector(product):
+        product = product_of(node)
+        if product is None or node in owned or is_vector(product):
             continue
         operands = (product.left, product.right)
         if any(_is_normalised(operand) for operand in operands):
@@ -394,10 +288,10 @@ def _is_normalised(node: Node) -> bool:
     stack = [node]
     while stack:
         current = stack.pop()
-        if current in seen or not _is_tensor(current) or current.target in BARRIERS:
+        if current in seen or not is_tensor(current) or current.target in BARRIERS:
             continue
         seen.add(current)
-        if _product(current) is not None and current is not node:
+        if product_of(current) is not None and current is not node:
             continue
         if current.target in NORMALISERS:
             return True
@@ -414,16 +308,17 @@ class _Experiment:
 
     def __init__(self, program: Program, region: Region) -> None:
         self.region = region
-        self.symbols = _symbol_hints(program.graph)
-        self.module, self.sizes = _extract(program.graph, region)
+        self.cut = Cut(
+            program.graph, [region.score.node, *region.inputs], region.attention, region.inside
+        )
 
     def dims(self, lengths: dict[Any, int]) -> tuple[int, ...]:
         """The score product's canonical shape under an assignment of symbols."""
-        shape = _canonical_shape(self.region.score.node, self.region.score.out_order)
-        return tuple(_evaluate(size, lengths) for size in shape)
+        shape = canonical_shape(self.region.score.node, self.region.score.out_order)
+        return tuple(evaluate(size, lengths) for size in shape)
 
     def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
-        return tuple(_evaluate(size, lengths) for size in node.meta["val"].shape)
+        return self.cut.shape_of(node, lengths)
 
     def run(
         self, scores: Tensor, inputs: Sequence[Tensor], lengths: dict[Any, int]
@@ -433,88 +328,24 @@ class _Experiment:
         order = self.region.score.out_order
         if order is not None:
             own = scores.permute([order.index(i) for i in range(len(order))])
-        sizes = [_evaluate(node.meta["val"], lengths) for node in self.sizes]
-        with torch.no_grad():
-            result: Tensor = self.module(own.contiguous(), *inputs, *sizes)
+        result = self.cut.run([own.contiguous(), *inputs], lengths)
         if self.region.value.left_order is not None:
             result = result.permute(self.region.value.left_order)
         return result.reshape(scores.shape).to(torch.float64)
 
     def lengths(self, assigned: dict[Any, int] | None = None) -> dict[Any, int]:
-        return {**self.symbols, **(assigned or {})}
-
-
-def _extract(graph: GraphModule, region: Region) -> tuple[GraphModule, list[Node]]:
-    """A GraphModule (scores, *inputs, *sizes) -> attention, every float32 promoted to float64."""
-    cut = {region.score.node, *region.inputs}
-    needed: set[Node] = set()
-    stack = [region.attention]
-    sizes: list[Node] = []
-    while stack:
-        node = stack.pop()
-        if node in needed or node in cut:
-            continue
-        needed.add(node)
-        if node.target is aten.sym_size.int and node.args[0] not in region.inside:
-            sizes.append(node)
-            continue
-        stack.extend(node.all_input_nodes)
-    copy = Graph()
-    env: dict[Node, Node] = {}
-    for index, node in enumerate([region.score.node, *region.inputs, *sizes]):
-        env[node] = copy.placeholder(f"input_{index}")
-    for node in graph.graph.nodes:
-        if node in needed and node not in env:
-            env[node] = copy.node_copy(node, env.__getitem__)
-            new = env[node]
-            new.args = torch.fx.node.map_aggregate(new.args, _promote)
-            new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)
-    copy.output(env[region.attention])
-    module = GraphModule(graph, copy)
-    for node in list(copy.nodes):
-        if node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(module)
-            if isinstance(value, Tensor) and value.dtype in HALF_OR_SINGLE:
-                name = f"promoted_{node.name}"
-                module.register_buffer(name, value.detach().double())
-                node.target = name
-    module.recompile()
-    return module, sizes
-
-
-HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _promote(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in HALF_OR_SINGLE else value
-
-
-def _symbol_hints(graph: GraphModule) -> dict[Any, int]:
-    hints: dict[Any, int] = {}
-    for node in graph.graph.nodes:
-        value = node.meta.get("val")
-        dims = value.shape if isinstance(value, Tensor) else [value]
-        for size in dims:
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                hints[size.node.expr] = int(size.node.hint)
-    return hints
-
-
-def _evaluate(size: Any, lengths: dict[Any, int]) -> int:
-    if isinstance(size, torch.SymInt):
-        return int(size.node.expr.xreplace(lengths))
-    return int(size)
+        return self.cut.lengths(assigned)
 
 
 def _examine(program: Program, region: Region) -> AttentionSite | Refusal:
     """Run the experiments on one region."""
-    name = _site_name(program, region.value.node)
+    name = site_name(program, region.value.node)
 
     def refuse(reason: str, node: Node | None = None) -> Refusal:
         return Refusal(name, reason, (node or region.attention).name)
 
     used_outside = _used_outside(region)
-    shape = _canonical_shape(region.score.node, region.score.out_order)
+    shape = canonical_shape(region.score.node, region.score.out_order)
     if len(shape) not in (3, 4):
         return refuse(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
     try:
@@ -541,7 +372,7 @@ def _examine(program: Program, region: Region) -> AttentionSite | Refusal:
         bias=bias is not None,
         early_stop=program.early_stop,
     )
-    head_dim = _canonical_shape(region.score.left, region.score.left_order)[-1]
+    head_dim = canonical_shape(region.score.left, region.score.left_order)[-1]
     return AttentionSite(
         name, convention, region.score, region.value, region.attention, heads,
         int(head_dim), mask, bias, fit.error,
@@ -550,7 +381,7 @@ def _examine(program: Program, region: Region) -> AttentionSite | Refusal:
 
 def _probe_lengths(region: Region, experiment: _Experiment) -> dict[Any, int]:
     """Small, different lengths for every dynamic dimension of the scores."""
-    shape = _canonical_shape(region.score.node, region.score.out_order)
+    shape = canonical_shape(region.score.node, region.score.out_order)
     assigned: dict[Any, int] = {}
     for index, size in enumerate(shape):
         if not isinstance(size, torch.SymInt):
@@ -754,7 +585,7 @@ def _lengths_to_try(
     experiment: _Experiment, lengths: dict[Any, int], region: Region
 ) -> list[dict[Any, int]]:
     """The probe lengths, and a second set with every dynamic length moved, where there is one."""
-    shape = _canonical_shape(region.score.node, region.score.out_order)
+    shape = canonical_shape(region.score.node, region.score.out_order)
     symbols = {
         symbol
         for size in shape[-2:]
@@ -790,7 +621,7 @@ def _used_outside(region: Region) -> Node | None:
         if node is region.attention:
             continue
         for user in node.users:
-            if user not in inside and _is_tensor(user) and _is_live(user):
+            if user not in inside and is_tensor(user) and _is_live(user):
                 return node
             if user.op == "output":
                 return node
@@ -813,55 +644,17 @@ def _is_live(node: Node) -> bool:
 
 def _heads(region: Region) -> int:
     """H: the second of four dimensions, or what a [B, H, N, D] -> [B*H, N, D] view merged, else 1."""
-    shape = _canonical_shape(region.score.node, region.score.out_order)
+    shape = canonical_shape(region.score.node, region.score.out_order)
     if len(shape) == 4:
         return int(shape[1])
-    heads = {_merged_heads(operand) for operand in (region.score.left, region.score.right)}
+    heads = {merged_heads(operand) for operand in (region.score.left, region.score.right)}
     return heads.pop() if len(heads) == 1 else 1
-
-
-def _merged_heads(node: Node) -> int:
-    while node.target in VIEWS or node.target is aten.transpose.int or (
-        node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
-    ):
-        source = node.args[0]
-        if not isinstance(source, Node) or not _is_tensor(source):
-            return 1
-        before, after = source.meta["val"].shape, node.meta["val"].shape
-        if len(before) == 4 and len(after) == 3 and isinstance(before[1], int):
-            merged = before[0] * before[1]
-            return int(before[1]) if _same(merged, after[0]) else 1
-        node = source
-    return 1
 
 
 def _merged(node: Node, region: Region) -> bool:
     """Whether a mask's leading dimension is batch times heads: it feeds a three-dimensional value."""
     consumers = [user for user in node.users if user in set(region.inside)]
     return any(len(user.meta["val"].shape) == 3 for user in consumers)
-
-
-def _canonical_shape(node: Node, order: tuple[int, ...] | None) -> list[Any]:
-    shape = list(node.meta["val"].shape)
-    return shape if order is None else [shape[i] for i in order]
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
-
-
-def _rank(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, Tensor) else 0
-
-
-def _site_name(program: Program, node: Node) -> str:
-    """The dotted name of the module the node was traced in, the program's own name in front."""
-    stack = node.meta.get("nn_module_stack") or {}
-    inner = ""
-    for path, _ in stack.values():
-        inner = str(path)
-    return ".".join(part for part in (program.name, inner) if part) or "model"
 
 
 __all__ = [

@@ -23,7 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Program, SiteTensors
 from asapc.operators.sinkhorn import factor_terms
-from asapc.passes.match import AttentionSite, KeyMask, Product, ScoreBias
+from asapc.passes.match import AttentionSite, KeyMask, ScoreBias
+from asapc.passes.products import Product
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten

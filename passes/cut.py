@@ -1,0 +1,193 @@
+"""Cut: a part of a graph as a float64 function of the tensors that enter it.
+
+A matcher never reads what a teacher's code says: it cuts the part out, feeds it tensors of its own
+choosing and looks at what comes back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+
+SHAPE_ONLY = {
+    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default,
+    aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default, aten.new_empty.default,
+}  # fmt: skip
+HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Cut:
+    """(inputs, masks) -> output, every lower precision promoted to float64.
+
+    inputs: tensors whose values are chosen; masks: boolean data tensors that enter besides.
+    inside: what is computed from the inputs; sizes of anything else are numbers from outside.
+    """
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        inputs: Sequence[Node],
+        output: Node,
+        inside: Container[Node],
+        masks: Sequence[Node] = (),
+    ) -> None:
+        self.inputs, self.masks, self.output = tuple(inputs), tuple(masks), output
+        self.symbols = symbol_hints(graph)
+        self.module, self.sizes = _extract(graph, [*inputs, *masks], output, inside)
+
+    def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
+        """The node's shape under an assignment of symbols."""
+        return tuple(evaluate(size, lengths) for size in node.meta["val"].shape)
+
+    def lengths(self, assigned: dict[Any, int] | None = None) -> dict[Any, int]:
+        return {**self.symbols, **(assigned or {})}
+
+    def run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Tensor:
+        """The output for inputs and masks in their own layouts."""
+        sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
+        with torch.no_grad():
+            result: Tensor = self.module(*tensors, *sizes)
+        return result
+
+
+def separate(output: Node, inputs: Sequence[Node]) -> tuple[set[Node], list[Node]] | None:
+    """(what lies between inputs and output, masks that enter besides); None if other data enters."""
+    downstream = descendants(inputs)
+    between: set[Node] = set()
+    masks: list[Node] = []
+    seen: set[Node] = set()
+    stack = [output]
+    while stack:
+        node = stack.pop()
+        if node in seen or node in inputs or not is_tensor(node):
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            return None
+        if node in downstream:
+            between.add(node)
+        elif node.meta["val"].dtype == torch.bool and depends_on_data(node):
+            masks.append(node)
+            continue
+        if node.target not in SHAPE_ONLY:
+            stack.extend(node.all_input_nodes)
+    return between, masks
+
+
+def descendants(nodes: Sequence[Node]) -> set[Node]:
+    """Everything computed from the nodes, without them."""
+    found: set[Node] = set()
+    stack = [user for node in nodes for user in node.users]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.users)
+    return found
+
+
+def depends_on_data(node: Node) -> bool:
+    """Whether values, not only shapes, of the model's inputs enter."""
+    return reaches(node, lambda n: n.op == "placeholder")
+
+
+def reaches(node: Node, wanted: Any) -> bool:
+    """Whether the node is computed from the values of a wanted one."""
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in seen or not is_tensor(current):
+            continue
+        seen.add(current)
+        if wanted(current):
+            return True
+        if current.target not in SHAPE_ONLY:
+            stack.extend(current.all_input_nodes)
+    return False
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def constant_value(graph: GraphModule, node: Node) -> Tensor | None:
+    """The float64 value of a tensor computed from parameters alone, None if it cannot be run."""
+    try:
+        module, sizes = _extract(graph, [], node, ())
+        if sizes:
+            return None
+        with torch.no_grad():
+            value: Tensor = module()
+    except Exception:  # the graph is the user's code: a constant that cannot be run is none
+        return None
+    return value.double()
+
+
+def _extract(
+    graph: GraphModule, cut: Sequence[Node], output: Node, inside: Container[Node]
+) -> tuple[GraphModule, list[Node]]:
+    """A GraphModule (*cut, *sizes) -> output, every lower precision promoted to float64."""
+    needed: set[Node] = set()
+    stack = [output]
+    sizes: list[Node] = []
+    while stack:
+        node = stack.pop()
+        if node in needed or node in cut:
+            continue
+        needed.add(node)
+        if node.target is aten.sym_size.int and node.args[0] not in inside:
+            sizes.append(node)
+            continue
+        stack.extend(node.all_input_nodes)
+    copy = Graph()
+    env: dict[Node, Node] = {}
+    for index, node in enumerate([*cut, *sizes]):
+        env[node] = copy.placeholder(f"input_{index}")
+    for node in graph.graph.nodes:
+        if node in needed and node not in env:
+            env[node] = copy.node_copy(node, env.__getitem__)
+            new = env[node]
+            new.args = torch.fx.node.map_aggregate(new.args, _promote)
+            new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)
+    copy.output(env[output])
+    module = GraphModule(graph, copy)
+    for node in list(copy.nodes):
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(module)
+            if isinstance(value, Tensor) and value.dtype in HALF_OR_SINGLE:
+                name = f"promoted_{node.name}"
+                module.register_buffer(name, value.detach().double())
+                node.target = name
+    module.recompile()
+    return module, sizes
+
+
+def _promote(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in HALF_OR_SINGLE else value
+
+
+def symbol_hints(graph: GraphModule) -> dict[Any, int]:
+    """What every dynamic size was in the captured example."""
+    hints: dict[Any, int] = {}
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        dims = value.shape if isinstance(value, Tensor) else [value]
+        for size in dims:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                hints[size.node.expr] = int(size.node.hint)
+    return hints
+
+
+def evaluate(size: Any, lengths: dict[Any, int]) -> int:
+    if isinstance(size, torch.SymInt):
+        return int(size.node.expr.xreplace(lengths))
+    return int(size)

@@ -1,0 +1,138 @@
+"""Products: batched matrix products of a graph in one canonical form, however they were written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from asapc.ir import Program
+from asapc.passes.cut import is_tensor
+
+aten = torch.ops.aten
+
+# Data passing through one of these has left the region between two products of one attention.
+BARRIERS = {
+    aten.linear.default, aten.addmm.default, aten.mm.default, aten.layer_norm.default,
+    aten.embedding.default, aten.conv1d.default, aten.conv2d.default, aten.batch_norm.default,
+    aten.native_layer_norm.default, aten.convolution.default, aten.rms_norm.default,
+}  # fmt: skip
+VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
+    aten.contiguous.default, aten.flatten.using_ints, aten.detach.default, aten.alias.default,
+    aten.unflatten.int, aten.to.dtype, aten._to_copy.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Product:
+    """A batched product left [*, X, C] x right [*, Y, C] in canonical index order.
+
+    Permutations bring the graph's own operands into canonical order; None means they already are.
+    right_transposed: the graph's right operand is [*, C, Y].
+    """
+
+    node: Node
+    left: Node
+    right: Node
+    right_transposed: bool
+    left_order: tuple[int, ...] | None = None
+    right_order: tuple[int, ...] | None = None
+    out_order: tuple[int, ...] | None = None
+
+
+def product_of(node: Node) -> Product | None:
+    if node.op != "call_function" or not is_tensor(node):
+        return None
+    if node.target in (aten.matmul.default, aten.bmm.default):
+        left, right = node.args[0], node.args[1]
+        if not isinstance(left, Node) or not isinstance(right, Node) or left is right:
+            return None
+        batched = min(rank_of(left), rank_of(right)) >= 3 and rank_of(node) == rank_of(left)
+        return Product(node, left, right, right_transposed=True) if batched else None
+    if node.target is aten.einsum.default:
+        return _einsum_product(node)
+    return None
+
+
+def _einsum_product(node: Node) -> Product | None:
+    equation, operands = node.args[0], node.args[1]
+    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)):
+        return None
+    equation = equation.replace(" ", "")
+    if len(operands) != 2 or "->" not in equation or "..." in equation:
+        return None
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    batch = [c for c in out if c in left and c in right]
+    contracted = [c for c in left if c in right and c not in out]
+    only_left = [c for c in left if c not in right]
+    only_right = [c for c in right if c not in left]
+    if not (len(contracted) == len(only_left) == len(only_right) == 1) or not batch:
+        return None
+    if sorted(out) != sorted([*batch, *only_left, *only_right]):
+        return None
+    x, y, c = only_left[0], only_right[0], contracted[0]
+    order = [ch for ch in left if ch in batch]
+    first, second = operands
+    assert isinstance(first, Node) and isinstance(second, Node)
+    return Product(
+        node,
+        first,
+        second,
+        right_transposed=False,
+        left_order=tuple(left.index(ch) for ch in [*order, x, c]),
+        right_order=tuple(right.index(ch) for ch in [*order, y, c]),
+        out_order=tuple(out.index(ch) for ch in [*order, x, y]),
+    )
+
+
+def is_vector(product: Product) -> bool:
+    """A matrix-vector product: a step of an exp-domain loop, never the value product."""
+    shape = canonical_shape(product.right, product.right_order)
+    width = shape[-1] if product.right_transposed else shape[-2]
+    return isinstance(width, int) and width == 1
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal as expressions; never adds a guard."""
+    left = a.node.expr if isinstance(a, torch.SymInt) else a
+    right = b.node.expr if isinstance(b, torch.SymInt) else b
+    return bool(left == right)
+
+
+def merged_heads(node: Node) -> int:
+    while node.target in VIEWS or node.target is aten.transpose.int or (
+        node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+    ):
+        source = node.args[0]
+        if not isinstance(source, Node) or not is_tensor(source):
+            return 1
+        before, after = source.meta["val"].shape, node.meta["val"].shape
+        if len(before) == 4 and len(after) == 3 and isinstance(before[1], int):
+            merged = before[0] * before[1]
+            return int(before[1]) if same(merged, after[0]) else 1
+        node = source
+    return 1
+
+
+def canonical_shape(node: Node, order: tuple[int, ...] | None) -> list[Any]:
+    shape = list(node.meta["val"].shape)
+    return shape if order is None else [shape[i] for i in order]
+
+
+def rank_of(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def site_name(program: Program, node: Node) -> str:
+    """The dotted name of the module the node was traced in, the program's own name in front."""
+    stack = node.meta.get("nn_module_stack") or {}
+    inner = ""
+    for path, _ in stack.values():
+        inner = str(path)
+    return ".".join(part for part in (program.name, inner) if part) or "model"
