@@ -1,0 +1,73 @@
+"""asapc::lot and asapc::lot_attention, which returns the map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.operators import lot as meaning
+from asapc.operators.library.gradients import differentiate
+
+
+@torch.library.custom_op("asapc::lot", mutates_args=())
+def lot(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    return meaning.lot(
+        q, k, v, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
+        query_half_steps, queries_first, key_half_steps, keys_first, output_factor,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("asapc::lot_attention", mutates_args=())
+def lot_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    return meaning.lot_attention(
+        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
+        query_half_steps, queries_first, key_half_steps, keys_first, output_factor,
+    )  # fmt: skip
+
+
+@lot.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
+    return v.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@lot_attention.register_fake
+def _(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
+    return q.new_empty((*q.shape[:3], k.shape[2]))
+
+
+differentiate(lot, meaning.lot)
+differentiate(lot_attention, meaning.lot_attention)

@@ -1,0 +1,220 @@
+"""LOT attention: queries to pivots, pivots to keys, glued (LOTFormer, Eqs. 1-4).
+
+    S1_ri = query_multiplier z_r.q_i               Gamma1: the finite loop between pivots and queries
+    S2_rj = key_multiplier z_r.k_j + key_bias_rj   Gamma2: the finite loop between pivots and keys
+    A     = factor * Gamma1' diag(1 / sigma) Gamma2,  applied as Gamma1' ((Gamma2 v) / sigma)
+
+Both loops start from zero duals. Active queries weigh mu_i = 1/n_q, active keys nu_j = 1/n_k, padded
+tokens nothing: a dual of theirs is -inf from the start, so that no pivot ever sees them. Time and
+memory are linear in the number of tokens; A itself is formed only by `lot_attention`.
+
+Plain PyTorch in the log domain, any dtype, differentiable in every tensor. kernels/cpu/lot.py is the
+fast twin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asapc.operators.closures import close_columns, close_rows
+
+
+def lot(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """A v: [B, H, N, E] in v's dtype, 0 at padded queries and where an example has no active key.
+
+    q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
+    on active tokens; key_bias: [B|1, H|1, 1|R, M], in units of epsilon: positions p_j added to the keys
+    are z_r.p_j; pivots: [H, R, D]; pivot_mass: sigma [H, R], rows sum to 1 (a pivot of mass 0 takes
+    no part).  queries_first, keys_first: the first half-step is on the tokens' side, not the pivots'.
+    output_factor: (coefficient, a, b, 0) for factor = coefficient n_q^a n_k^b, active tokens counted.
+    Source: LOTFormer, Eq. 4.
+    """
+    if k.shape[2] == 0 or q.shape[2] == 0:
+        return v.new_zeros((*q.shape[:3], v.shape[3]))
+    first, second = _plans(
+        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
+        query_half_steps, queries_first, key_half_steps, keys_first,
+    )  # fmt: skip
+    values = second @ _clean(v, keep).to(second.dtype)  # [B, H, R, E]
+    out = first.transpose(-1, -2) @ (values * _inverse(pivot_mass, values)[..., None])
+    out = out * token_factor(output_factor, q, k, keep, query_keep)
+    return _masked(out, keep, query_keep).to(v.dtype)
+
+
+def lot_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """The dense map A: [B, H, N, M] in q's dtype, 0 on padded tokens.  Arguments as `lot`."""
+    if k.shape[2] == 0 or q.shape[2] == 0:
+        return q.new_zeros((*q.shape[:3], k.shape[2]))
+    first, second = _plans(
+        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
+        query_half_steps, queries_first, key_half_steps, keys_first,
+    )  # fmt: skip
+    dense = first.transpose(-1, -2) @ (second * _inverse(pivot_mass, second)[..., None])
+    dense = dense * token_factor(output_factor, q, k, keep, query_keep)
+    return _masked(dense, keep, query_keep).to(q.dtype)
+
+
+def _plans(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gamma1 [B, H, R, N] and Gamma2 [B, H, R, M]."""
+    dtype = work_dtype(q)
+    first_scores = pivot_scores(q, query_keep, None, pivots, query_multiplier, dtype)
+    second_scores = pivot_scores(k, keep, key_bias, pivots, key_multiplier, dtype)
+    return (
+        pivot_plan(first_scores, query_keep, pivot_mass, query_half_steps, queries_first),
+        pivot_plan(second_scores, keep, pivot_mass, key_half_steps, keys_first),
+    )
+
+
+def pivot_scores(
+    tokens: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    pivots: Tensor,
+    multiplier: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """S_ri = multiplier z_r.x_i + bias_ri: [B, H, R, N] in dtype; padded tokens score 0.
+
+    tokens: [B, H, N, D]; keep: [B, N]; bias: [B|1, H|1, 1|R, N]; pivots: [H, R, D].
+    """
+    points = _clean(tokens, keep).to(dtype)
+    scores = (pivots.to(dtype) * multiplier) @ points.transpose(-1, -2)
+    if bias is None:
+        return scores
+    if keep is not None:
+        bias = bias.masked_fill(~keep[:, None, None, :], 0.0)
+    return scores + bias.to(dtype)
+
+
+def pivot_plan(
+    scores: Tensor, keep: Tensor | None, pivot_mass: Tensor, half_steps: int, tokens_first: bool
+) -> Tensor:
+    """Gamma [B, H, R, N] after `half_steps` half-steps from zero duals; 0 on padded tokens.
+
+    scores: [B, H, R, N]; keep: [B, N]; pivot_mass: [H, R].  Where no token is active all are: the
+    caller masks what comes of it.  Source: LOTFormer, Eqs. 1 and 2, a finite number of half-steps.
+    """
+    log_sigma = _log(pivot_mass.to(scores.dtype))  # [H, R]
+    log_mass = token_log_mass(keep, scores)  # [N] or [B, 1, N]
+    # -inf on what carries no mass, else 0; f of the pivots [B, H, R], g of the tokens [B, H, N].
+    f = torch.where(torch.isneginf(log_sigma), log_sigma, 0.0).expand(scores.shape[:3])
+    g = torch.where(torch.isneginf(log_mass), log_mass, 0.0).expand(*scores.shape[:2], -1)
+    tokens_turn = tokens_first
+    for _ in range(half_steps):
+        if tokens_turn:
+            g = close_columns(scores, f, log_mass)
+        else:
+            f = close_rows(scores, g, log_sigma)
+        tokens_turn = not tokens_turn
+    return torch.exp(scores + f[..., :, None] + g[..., None, :])
+
+
+def token_log_mass(keep: Tensor | None, scores: Tensor) -> Tensor:
+    """log(1 / n) on the n active tokens, -inf on the others: [N], or [B, 1, N] with keep [B, N]."""
+    count = scores.shape[-1]
+    if keep is None:
+        return scores.new_full((count,), -math.log(count))
+    opened = keep | ~keep.any(-1, keepdim=True)
+    log_count = opened.sum(-1, keepdim=True).to(scores.dtype).log()
+    return torch.where(opened, -log_count, -math.inf)[:, None, :]
+
+
+def token_factor(
+    output_factor: Sequence[float],
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+) -> float | Tensor:
+    """coefficient n_q^a n_k^b, a count of at least 1: a float, or [B, 1, 1, 1] where a mask enters."""
+    coefficient, query_power, key_power, _ = output_factor
+    value: float | Tensor = coefficient
+    for tokens, mask, power in ((q, query_keep, query_power), (k, keep, key_power)):
+        if power == 0:
+            continue
+        if mask is None:
+            value = value * float(tokens.shape[2]) ** power
+        else:
+            counts = mask.sum(-1).clamp(min=1).to(torch.float64)[:, None, None, None]
+            value = value * counts**power
+    return value.to(work_dtype(q)) if isinstance(value, Tensor) else value
+
+
+def work_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _clean(tokens: Tensor, keep: Tensor | None) -> Tensor:
+    """0 at padded tokens, whatever they hold.  tokens: [B, H, N, D]."""
+    return tokens if keep is None else tokens.masked_fill(~keep[:, None, :, None], 0.0)
+
+
+def _masked(out: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> Tensor:
+    """0 in padded rows, and in every row of an example without an active key.  out: [B, H, N, ...]."""
+    if query_keep is not None:
+        out = out.masked_fill(~query_keep[:, None, :, None], 0.0)
+    if keep is not None:
+        out = out.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
+    return out
+
+
+def _log(mass: Tensor) -> Tensor:
+    """log, with -inf at 0 and no gradient there."""
+    positive = mass > 0
+    return torch.where(positive, torch.where(positive, mass, 1.0).log(), -math.inf)
+
+
+def _inverse(pivot_mass: Tensor, like: Tensor) -> Tensor:
+    """1 / sigma [H, R] in like's dtype, 0 where sigma is 0."""
+    positive = pivot_mass > 0
+    mass = torch.where(positive, pivot_mass, 1.0).to(like.dtype)
+    return torch.where(positive, mass.reciprocal(), 0.0)
