@@ -1,0 +1,135 @@
+"""What LOTFormer puts around its transport: summary tokens and a depthwise convolution on values.
+
+A [CLS] token (with a distillation token, the first two) gathers from the whole sequence by softmax,
+while the other tokens stay doubly stochastic among themselves (LOTFormer, 4.3). Plain PyTorch, made of
+operators that export: a rewritten graph may hold them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from asapc.operators.sinkhorn import clean_values, widen
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+Powers = Sequence[float | Tensor]
+
+
+def summary_tokens(
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    count: int,
+    multiplier: float,
+    powers: Powers | None = None,
+) -> Tensor:
+    """[B, H, N, E]: the first `count` rows by summary_rows over all keys, the others by `attend`.
+
+    attend(q, k, v, keep, query_keep) sees the other tokens alone, for instance torch.ops.asapc.lot with
+    its settings bound.  q, k: [B, H, N, D]; v: [B, H, N, E]; keep, query_keep: [B, N] bool.
+    """
+    query_head = None if query_keep is None else query_keep[:, :count]
+    rows = summary_rows(q[:, :, :count], k, v, keep, query_head, multiplier, powers)
+    others = attend(
+        q[:, :, count:],
+        k[:, :, count:],
+        v[:, :, count:],
+        None if keep is None else keep[:, count:],
+        None if query_keep is None else query_keep[:, count:],
+    )
+    return torch.cat([rows, others], dim=2)
+
+
+def summary_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    multiplier: float,
+    powers: Powers | None = None,
+) -> Tensor:
+    """summary_attention times v: [B, H, c, E] in v's dtype.  v: [B, H, M, E]."""
+    attention = summary_attention(widen(q), widen(k), keep, query_keep, multiplier, powers)
+    return (attention @ clean_values(v, keep).to(attention.dtype)).to(v.dtype)
+
+
+def summary_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    multiplier: float,
+    powers: Powers | None = None,
+) -> Tensor:
+    """Attention of c summary tokens over every key: [B, H, c, M] in q's dtype.
+
+        softmax_j(multiplier q.k_j)                                                  without powers
+        softmax_j((m q+.k+ + m q-.k-)^p_same + (m q+.k- + m q-.k+)^p_opposite)       polarised
+
+    with x+ = relu(x), x- = relu(-x), m = multiplier and powers = (p_same, p_opposite), numbers or tensors
+    that broadcast to [B, H, c, M].  q: [B, H, c, D]; k: [B, H, M, D]; keep: [B, M]; query_keep: [B, c].
+    Rows are 0 at padded queries and where no key is active.  Source: LOTFormer, 4.3.
+    """
+    points, keys = widen(clean_values(q, query_keep)), widen(clean_values(k, keep)).transpose(-1, -2)
+    points = points * multiplier
+    if powers is None:
+        logits = points @ keys
+    else:
+        logits = _polarised(points, keys, *powers)
+    if keep is not None:
+        some = keep.any(-1, keepdim=True)
+        logits = logits.masked_fill(~(keep | ~some)[:, None, None, :], -torch.inf)
+        attention = torch.softmax(logits, -1).masked_fill(~some[:, :, None, None], 0.0)
+    else:
+        attention = torch.softmax(logits, -1)
+    if query_keep is not None:
+        attention = attention.masked_fill(~query_keep[:, None, :, None], 0.0)
+    return attention.to(q.dtype)
+
+
+def _polarised(
+    points: Tensor, keys: Tensor, same_power: float | Tensor, opposite_power: float | Tensor
+) -> Tensor:
+    """points: [..., c, D]; keys: [..., D, M].  Bases are sums of products of non-negative numbers."""
+    signs = torch.cat([points.relu(), (-points).relu()], -1)
+    same = torch.cat([keys.relu(), (-keys).relu()], -2)
+    opposite = torch.cat([(-keys).relu(), keys.relu()], -2)
+    return torch.pow(signs @ same, same_power) + torch.pow(signs @ opposite, opposite_power)
+
+
+def depthwise_values(
+    v: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None,
+    grid: tuple[int, int] | None = None,
+    skip: int = 0,
+) -> Tensor:
+    """DWConv(v), every channel by itself, zeros beyond the ends: [B, H, M, E].
+
+    weight: [C, 1, k] over the order of tokens, or [C, 1, k_h, k_w] over a grid (rows, columns) that
+    they fill row by row, with C = H E, or C = E where heads share it: what torch.nn.Conv1d and Conv2d
+    hold.  bias: [C].  skip: that many first tokens, such as [CLS], pass through as they are.
+    keep: [B, M]; padded tokens count as 0 and come out as 0.  Source: LOTFormer, 4.2.
+    """
+    values = clean_values(v, keep)
+    first, rest = values[:, :, :skip], values[:, :, skip:]
+    batch, heads, tokens, width = rest.shape
+    channels = weight.shape[0]
+    # [B, H, M, E] -> [B, H E, M], or [B H, E, M] where heads share the weights
+    flat = rest.transpose(-1, -2).reshape(batch * heads * width // channels, channels, tokens)
+    if grid is None:
+        out = functional.conv1d(flat, weight, bias, padding="same", groups=channels)
+    else:
+        image = flat.unflatten(-1, grid)
+        out = functional.conv2d(image, weight, bias, padding="same", groups=channels).flatten(2)
+    out = out.reshape(batch, heads, width, tokens).transpose(-1, -2)
+    return clean_values(torch.cat([first, out], dim=2), keep)
