@@ -5,5 +5,6 @@ which of them runs.
 """
 
 from asapc.operators.library import duals as duals
+from asapc.operators.library import esp as esp
 from asapc.operators.library import loops as loops
 from asapc.operators.library import lot as lot

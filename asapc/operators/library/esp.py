@@ -1,0 +1,124 @@
+"""asapc::esp_soft, asapc::esp_hard, their `_attention` twins and the released hard map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.operators import esp as meaning
+from asapc.operators.library.gradients import differentiate
+
+
+@torch.library.custom_op("asapc::esp_soft", mutates_args=())
+def esp_soft(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    softsort_temperature: float,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    return meaning.esp_soft(
+        q, k, v, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
+        mean_cost, output_factor,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("asapc::esp_soft_attention", mutates_args=())
+def esp_soft_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    softsort_temperature: float,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    return meaning.esp_soft_attention(
+        q, k, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
+        mean_cost, output_factor,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("asapc::esp_released_hard_attention", mutates_args=())
+def esp_released_hard_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    softsort_temperature: float,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    return meaning.esp_released_hard_attention(
+        q, k, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
+        mean_cost, output_factor,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("asapc::esp_hard", mutates_args=())
+def esp_hard(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    return meaning.esp_hard(
+        q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
+        output_factor,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("asapc::esp_hard_attention", mutates_args=())
+def esp_hard_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    return meaning.esp_hard_attention(
+        q, k, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost, output_factor
+    )
+
+
+def _fake_output(q: Tensor, _k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
+    return v.new_empty((*q.shape[:3], v.shape[3]))
+
+
+def _fake_map(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
+    return q.new_empty((*q.shape[:3], k.shape[2]))
+
+
+for _operator in (esp_soft, esp_hard):
+    _operator.register_fake(_fake_output)
+for _operator in (esp_soft_attention, esp_released_hard_attention, esp_hard_attention):
+    _operator.register_fake(_fake_map)
+
+differentiate(esp_soft, meaning.esp_soft)
+differentiate(esp_soft_attention, meaning.esp_soft_attention)
+differentiate(esp_hard, meaning.esp_hard)
+differentiate(esp_hard_attention, meaning.esp_hard_attention)
