@@ -33,7 +33,7 @@ import asapc.operators as _operators  # registers torch.ops.asapc, which the pro
 from asapc.errors import InputError
 from asapc.formats.load import read_safetensors
 from asapc.formats.pt2 import load_program, save_program
-from asapc.ir import Convention, Program
+from asapc.ir import Convention, Program, convention_from_dict
 from asapc.passes.capture import export_graph
 from asapc.recipe import Recipe
 
@@ -261,8 +261,10 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     for site in sites:
         require(is_dict(site, *_SITE_KEYS), f"a site has the keys {', '.join(_SITE_KEYS)}", site)
         try:
-            own = Convention.from_dict(site["convention"])
-            require(own.first_side in ("row", "column"), "first_side is row or column", own.first_side)
+            own = convention_from_dict(site["convention"])
+            if isinstance(own, Convention):
+                first = own.first_side
+                require(first in ("row", "column"), "first_side is row or column", first)
         except (KeyError, TypeError, ValueError, AttributeError):
             require(False, "a site has a convention", site["convention"])
     refused = manifest["refused"]

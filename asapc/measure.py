@@ -23,7 +23,7 @@ from asapc.fidelity import (
     dual_stability_factor,
     row_error_bound,
 )
-from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.ir import Convention, SiteTensors, convention_from_dict
 from asapc.kernels.dispatch import explained
 from asapc.kernels.thresholds import (
     Thresholds,
@@ -33,16 +33,8 @@ from asapc.kernels.thresholds import (
     using,
     without_cache,
 )
-from asapc.operators.sinkhorn import (
-    factor_terms,
-    initial_duals,
-    run_half_steps,
-    score_matrix,
-    sinkhorn,
-    sinkhorn_attention,
-)
-from asapc.passes.rewrite import operator_calls, predicted_duals, site_function
-from asapc.passes.select import apply_lossless
+from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix
+from asapc.passes.calls import operator_calls, predicted_duals, site_function
 from asapc.runner import Runner
 from asapc.timing import interleaved_medians
 
@@ -74,12 +66,11 @@ WORTH_KEEPING = 0.97  # of the shipped sizes' time: a smaller gain is noise
 
 
 def tune_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> dict[str, Any]:
-    """Time the lossless loop on these tensors with other tile sizes; the best goes into the cache.
+    """Time the lossless operator on these tensors with other tile sizes; the best goes into the cache.
 
     On the CPU: the GPU kernels have one size to choose, and hold it in registers or not.
     """
-    entry = artifact.manifest["sites"][index]
-    convention = Convention.from_dict(entry["convention"])
+    lossless = site_function(*_graph_of_site(artifact, "lossless", index))
     with without_cache():
         start = thresholds(t.q, t.k)
     size = t.q.shape[2] * t.k.shape[2] * 4
@@ -89,7 +80,7 @@ def tune_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> d
 
     def call(limits: Thresholds) -> Any:
         with using(limits):
-            return apply_lossless(convention, t, t.k)
+            return lossless(t, t.k)
 
     with torch.no_grad():
         times = interleaved_medians(
@@ -117,23 +108,22 @@ def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[st
 def time_site(
     artifact: Artifact, index: int, t: SiteTensors, repeats: int
 ) -> dict[str, float]:
-    convention = Convention.from_dict(artifact.manifest["sites"][index]["convention"])
-    settings = (
-        convention.score_multiplier, convention.half_steps, convention.first_side == "row",
-        factor_terms(convention.output_factor),
-    )  # fmt: skip
-    graph, local = _graph_of_site(artifact, "graph", index)
-    values = t.k
-    own = site_function(graph, local)
+    """Medians of the plain PyTorch meaning (the usual loop), the lossless and the compiled operator."""
+    lossless = _graph_of_site(artifact, "lossless", index)
     functions: dict[str, Any] = {
-        "teacher": lambda: sinkhorn(t.q, t.k, values, t.keep, t.bias, *settings),
-        "lossless": lambda: torch.ops.asapc.sinkhorn(t.q, t.k, values, t.keep, t.bias, *settings),
+        "teacher": partial(site_function(*lossless, plain=True), t, t.k),
+        "lossless": partial(site_function(*lossless), t, t.k),
     }
-    if artifact.manifest["sites"][index]["operator"] != "sinkhorn":
-        functions["graph"] = lambda: own(t, values)
+    if not _is_lossless(artifact.manifest["sites"][index]):
+        own = site_function(*_graph_of_site(artifact, "graph", index))
+        functions["graph"] = partial(own, t, t.k)
     with torch.no_grad():
         times = interleaved_medians(functions, repeats=repeats)
     return _ratios(times["teacher"], times["lossless"], times.get("graph", times["lossless"]))
+
+
+def _is_lossless(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["operator"] == entry["convention"]["operator"])
 
 
 def _graph_of_site(artifact: Artifact, stage: Stage, index: int) -> tuple[Any, int]:
@@ -147,46 +137,44 @@ def _graph_of_site(artifact: Artifact, stage: Stage, index: int) -> tuple[Any, i
 
 
 class SiteFidelity:
-    """Streams one site's activations through the teacher's loop and its compiled operator."""
+    """Streams one site's activations through the teacher's meaning and its compiled operator."""
 
     def __init__(self, artifact: Artifact, index: int) -> None:
         self.entry = artifact.manifest["sites"][index]
-        self.convention = Convention.from_dict(self.entry["convention"])
-        compiled, compiled_index = _graph_of_site(artifact, "graph", index)
-        units = factor_terms(OutputFactor(queries=1))  # rows sum to about 1, whatever the teacher's
-        self.compiled_site = site_function(compiled, compiled_index, units)
-        self.source, self.key = predicted_duals(compiled, compiled_index)
+        self.convention = convention_from_dict(self.entry["convention"])
+        compiled = _graph_of_site(artifact, "graph", index)
+        # Rows sum to about 1, whatever the teacher's factor; plain: independent of the kernels.
+        self.compiled_site = site_function(*compiled, unit=True)
+        self.teacher_site = site_function(
+            *_graph_of_site(artifact, "lossless", index), unit=True, plain=True
+        )
+        self.source, self.key = predicted_duals(*compiled)
         self.attention, self.output = AttentionFidelity(), TensorFidelity()
         self.row_bound = self.contraction = self.stability = 0.0
 
     def update(self, t: SiteTensors) -> None:
         with torch.no_grad():
-            teacher, compiled = self._teacher_map(t), self.compiled_site(t, None)
+            teacher, compiled = self.teacher_site(t, None), self.compiled_site(t, None)
             self.attention.update(teacher, compiled, t.keep)
             # The keys stand in for the values, whose distribution does not matter for a ratio.
             keys = t.k if t.keep is None else t.k.masked_fill(~t.keep[:, None, :, None], 0.0)
             self.output.update(teacher @ keys, compiled @ keys)
-            scores = score_matrix(
-                t.q.double(), t.k.double(), t.keep,
-                None if t.bias is None else t.bias.double(), self.convention.score_multiplier,
-            )  # fmt: skip
-            self.contraction = max(self.contraction, _largest(contraction_bound(scores, t.keep)))
-            if self.source is not None or self.key is not None:
-                self._certify(t, scores)
+            if isinstance(self.convention, Convention):
+                self._bound(t, self.convention)
 
-    def _teacher_map(self, t: SiteTensors) -> torch.Tensor:
-        """The usual log-domain loop, in attention units: independent of the compiled kernels."""
-        c = self.convention
-        units = factor_terms(OutputFactor(queries=1))
-        first = c.first_side == "row"
-        return sinkhorn_attention(
-            t.q, t.k, t.keep, t.bias, c.score_multiplier, c.half_steps, first, units
-        )
+    def _bound(self, t: SiteTensors, convention: Convention) -> None:
+        scores = score_matrix(
+            t.q.double(), t.k.double(), t.keep, None if t.bias is None else t.bias.double(),
+            convention.score_multiplier,
+        )  # fmt: skip
+        self.contraction = max(self.contraction, _largest(contraction_bound(scores, t.keep)))
+        if self.source is not None or self.key is not None:
+            self._certify(t, scores, convention)
 
-    def _certify(self, t: SiteTensors, scores: torch.Tensor) -> None:
-        plan = closure_plan(self.convention, self.entry["closures"], self.entry["side"])
+    def _certify(self, t: SiteTensors, scores: torch.Tensor, convention: Convention) -> None:
+        plan = closure_plan(convention, self.entry["closures"], self.entry["side"])
         assert plan is not None
-        true = TeacherDuals(t, self.convention).after(plan.half_steps)
+        true = TeacherDuals(t, convention).after(plan.half_steps)
         for predict, dual, keep in ((self.source, true[0], None), (self.key, true[1], t.keep)):
             if predict is not None:
                 own = predict(t).double()
@@ -206,8 +194,9 @@ class SiteFidelity:
         metrics: dict[str, Any] = {
             **self.attention.metrics(),
             "output_rel_l2": self.output.metrics().get("output_rel_l2"),
-            "contraction_bound": self.contraction,
         }
+        if isinstance(self.convention, Convention):
+            metrics["contraction_bound"] = self.contraction
         if self.source is not None or self.key is not None:
             metrics["dual_stability"] = self.stability
             metrics["r2"] = self.entry["r2"]

@@ -49,7 +49,7 @@ from asapc.measure import (
     tune_site,
 )
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
-from asapc.passes.rewrite import amortised_programs
+from asapc.passes.rewrite import rewritten_programs
 from asapc.passes.select import Choice, choose, needs_fit
 from asapc.passes.verify import largest_difference, tensor_outputs
 from asapc.progress import Progress
@@ -124,8 +124,10 @@ def calibrate(
     statistics: dict[str, SiteStatistics] = {}
     for site in analysis.sites:
         own = recipe.for_site(site.name)
+        if not needs_fit(site.convention, own):
+            continue
         plan = closure_plan(site.convention, own.closures, own.side)
-        if needs_fit(own, site.convention) and plan is not None:
+        if plan is not None:
             statistics[site.name] = SiteStatistics(site.name, site.convention, plan, own)
     rounds = [[name] for name in statistics] if sequential else [list(statistics)]
     if sequential and any(own.recipe.coefficients == "shared" for own in statistics.values()):
@@ -205,7 +207,7 @@ def compile(
         )
         for index, site in enumerate(progress.track(analysis.sites, "selecting", None))
     ]  # fmt: skip
-    compiled = amortised_programs(analysis.lifted, [choice.amortised for choice in choices])
+    compiled = rewritten_programs(analysis.lifted, [choice.replacement for choice in choices])
     _verify_finite(Runner(analysis.model, compiled)(example), teacher)
 
     manifest = {
@@ -461,7 +463,7 @@ def _check_calibration(
         own, fitted = recipe.for_site(site.name), calibration.sites.get(site.name)
         then = with_recipe.for_site(site.name)
         differing = [key for key in FIT_KEYS if getattr(then, key) != getattr(own, key)]
-        if not needs_fit(own, site.convention):
+        if not needs_fit(site.convention, own):
             continue
         plan = closure_plan(site.convention, own.closures, own.side)
         if plan is None:
@@ -499,7 +501,7 @@ def _selection(
     analysis: Analysis, source: DataSource, recipe: Recipe, progress: Progress
 ) -> tuple[list[list[SiteTensors]], list[int]]:
     """What every site sees on the selection split, and the hashes of the examples used."""
-    needed = any(needs_fit(recipe.for_site(s.name), s.convention) for s in analysis.sites)
+    needed = any(needs_fit(s.convention, recipe.for_site(s.name)) for s in analysis.sites)
     tap = Tap(analysis.model, analysis.lifted)
     seen: list[int] = []
     tensors: list[list[SiteTensors]] = []
@@ -549,7 +551,7 @@ def _behind_fitted(
 ) -> list[Program]:
     """The lifted programs with every fitted site amortised."""
     own = [fitted.get(site.name) for site in analysis.sites]
-    return amortised_programs(analysis.lifted, [site.amortised if site else None for site in own])
+    return rewritten_programs(analysis.lifted, [site.amortised if site else None for site in own])
 
 
 def _verify_finite(output: Any, teacher: Teacher) -> None:

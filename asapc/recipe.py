@@ -1,6 +1,6 @@
 """A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
 
-    operator: auto            # auto | sinkhorn | asap
+    operator: auto            # auto | lossless | sinkhorn | asap | esp_hard | lot
     side: key                 # key | source: whose dual is predicted; both: an ablation
     closures: 1               # at most; the site's convention decides the parity. 0 with side: both
     features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
@@ -8,7 +8,7 @@
     ridge: 1.0e-3
     ridge_mode: risk          # risk: lambda = regression rows * ridge | direct: lambda = ridge
     coefficients: per_head    # per_head | pooled over heads | shared by heads and sites
-    budget: {attention_rel_l2: 0.05}
+    budget: {attention_rel_l2: 0.05, prediction_change: 0.01}
     sites:
       "transformer.layers.0.*": {operator: sinkhorn}
 
@@ -24,17 +24,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from asapc.errors import InputError
 from asapc.features import Feature
 from asapc.features.predictor import RecipeSide
 from asapc.yaml_file import read_yaml_mapping
 
-Operator = Literal["auto", "sinkhorn", "asap"]
+Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
 
 MAX_CLOSURES = 50
-BUDGET_METRICS = ("attention_rel_l2",)
+DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_change": 0.01}
 SITE_KEYS = (
     "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients", "budget"
 )  # fmt: skip
@@ -44,7 +44,8 @@ SITE_KEYS = (
 class Recipe:
     """Every field has a default; `Recipe()` is the recipe used when none is given.
 
-    operator:            "auto" measures and picks inside the budget; the others are forced.
+    operator:            "auto" measures and picks inside the budget; the others are forced. "lossless"
+                         is the site's own operator, "sinkhorn" that of a Sinkhorn site.
     side:                which dual is predicted: "source" the queries', "key" the keys'.
     closures:            most half-steps after the predicted dual (fewer if the parity asks for it).
     features:            entries `family`, `family:count` or `family:count:kind`.
@@ -52,7 +53,8 @@ class Recipe:
     ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
     coefficients:        one vector for each head, for all heads of a site, or for all sites.
     seed:                directions and any sampling.
-    budget:              largest allowed value of a fidelity metric, worst site.
+    budget:              largest allowed attention_rel_l2 of the worst site, and share of predictions
+                         that exact sorting instead of a soft one may change.
     drop_attention_maps: leave out attention maps the teacher returned.
     batch_size, max_examples: how calibration data is streamed.
     sites:               glob pattern on site names -> overrides, later patterns win.
@@ -67,7 +69,7 @@ class Recipe:
     ridge_mode: Literal["risk", "direct"] = "risk"
     coefficients: Literal["per_head", "pooled", "shared"] = "per_head"
     seed: int = 0
-    budget: Mapping[str, float] = field(default_factory=lambda: {"attention_rel_l2": 0.05})
+    budget: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_BUDGET))
     drop_attention_maps: bool = False
     batch_size: int = 32
     max_examples: int = 512
@@ -211,11 +213,14 @@ def _budget(value: Any, where: str) -> dict[str, float]:
             f"{where} must be a mapping such as {{attention_rel_l2: 0.05}}", got=repr(value)
         )
     for key in value:
-        if key not in BUDGET_METRICS:
+        if key not in DEFAULT_BUDGET:
             raise InputError(
-                f"{where}: unknown metric {key!r}", help=f"allowed: {', '.join(BUDGET_METRICS)}"
+                f"{where}: unknown metric {key!r}", help=f"allowed: {', '.join(DEFAULT_BUDGET)}"
             )
-    return {key: _number(limit, f"{where}: {key}", positive=True) for key, limit in value.items()}
+    given = {
+        key: _number(limit, f"{where}: {key}", positive=True) for key, limit in value.items()
+    }
+    return DEFAULT_BUDGET | given
 
 
 def _sites(value: Any, where: str) -> dict[str, dict[str, Any]]:
@@ -237,7 +242,7 @@ def _sites(value: Any, where: str) -> dict[str, dict[str, Any]]:
 
 
 _PARSERS: dict[str, Any] = {
-    "operator": _choice("auto", "sinkhorn", "asap"),
+    "operator": _choice(*get_args(Operator)),
     "side": _choice("source", "key", "both"),
     "closures": _integer(0, MAX_CLOSURES),
     "features": _features,

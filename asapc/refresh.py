@@ -24,7 +24,7 @@ from asapc.class_scores import are_probabilities, log_probabilities
 from asapc.data import Batch, DataSource, Split, rows, split_of
 from asapc.errors import InputError
 from asapc.ir import Program
-from asapc.passes.rewrite import AMORTISED, LOSSLESS, operator_calls
+from asapc.passes.calls import FORMS, operator_calls
 from asapc.progress import Progress
 from asapc.runner import Runner
 
@@ -249,7 +249,8 @@ def coefficients(graph: GraphModule) -> list[set[str]]:
     found = []
     for operands in operator_calls(graph):
         names: set[str] = set()
-        duals = operands.call.args[-5:-3] if operands.call.target in AMORTISED else ()
+        amortised = FORMS[operands.call.target].operator == "asap"
+        duals = operands.settings[:2] if amortised else ()
         for dual in duals:
             while isinstance(dual, Node) and dual.target not in DUALS:
                 dual = dual.args[0]  # an intercept that is added, or one of two outputs
@@ -294,7 +295,7 @@ def projection(call: Node, constants: Constants) -> set[str]:
             own = _affine(user, constants)
             names |= own
             sums = user.target is aten.add.Tensor and len(_data(user, constants)) > 1
-            if not own and not sums and user.target not in NORMS | LOSSLESS | AMORTISED | DUALS:
+            if not own and not sums and user.target not in NORMS | DUALS | FORMS.keys():
                 stack.append(user)
     return names
 
@@ -307,7 +308,7 @@ def head(output: Node, constants: Constants) -> set[str]:
         node = stack.pop()
         own = _affine(node, constants)
         names |= own
-        if own or node.target in NORMS | LOSSLESS | AMORTISED:
+        if own or node.target in NORMS | FORMS.keys():
             continue
         for source in _data(node, constants):
             if source not in seen:

@@ -11,7 +11,7 @@ from torch import nn
 
 from asapc.data import Batch
 from asapc.ir import Program, SiteTensors
-from asapc.passes.rewrite import operator_calls, tapped
+from asapc.passes.calls import operator_calls, tapped
 
 
 class Runner:

@@ -39,7 +39,7 @@ from asapc.ir import Convention, OutputFactor, Program, SiteTensors
 from asapc.measure import environment
 from asapc.operators.sinkhorn import sinkhorn
 from asapc.passes.analyse import Analysis, Site, analyse
-from asapc.passes.rewrite import amortised_programs, shortened_programs
+from asapc.passes.rewrite import rewritten_programs, shortened_programs
 from asapc.passes.select import apply_amortised, apply_lossless, predict
 from asapc.passes.verify import tensor_outputs
 from asapc.pipeline import first_batch, forward_signature, require_sites
@@ -148,6 +148,7 @@ def study(
     analysis = analyse(teacher, first_batch(source), drop_maps=True)
     require_sites(analysis)
     most = max((row.recipe.max_examples for block in grid for row in block if row.recipe), default=0)
+    _check_loops(analysis)
     _check_cut_short(grid, analysis)
     bench = _Bench(analysis, source, test, signature, max_test_examples, most, batch_size, progress)
     rows: list[dict[str, Any]] = []
@@ -169,8 +170,18 @@ def study(
     return result
 
 
+def _check_loops(analysis: Analysis) -> None:
+    for site in analysis.sites:
+        if not isinstance(site.convention, Convention):
+            raise InputError(
+                "study: every site must be a Sinkhorn layer, whose dual can be predicted",
+                got=f"{site.name}, which is {site.convention.to_dict()['operator']}",
+                help="`asapc compile` and `asapc report` measure ESP and LOT layers",
+            )
+
+
 def _check_cut_short(grid: Sequence[Sequence[Row]], analysis: Analysis) -> None:
-    fewest = min(site.convention.half_steps for site in analysis.sites)
+    fewest = min(site.loop.half_steps for site in analysis.sites)
     for row in itertools.chain(*grid):
         if row.half_steps is not None and row.half_steps > fewest:
             raise InputError(
@@ -245,7 +256,7 @@ class _Bench:
         """Milliseconds a site and batch, mean over sites: the usual loop, lossless, softmax."""
         totals = {"usual_loop_ms": 0.0, "lossless_ms": 0.0, "softmax_ms": 0.0}
         for site, t in zip(self.analysis.sites, self.seen[0], strict=True):
-            convention = site.convention
+            convention = site.loop
             times = interleaved_medians(
                 {
                     "usual_loop_ms": partial(_usual_loop, convention, t),
@@ -292,7 +303,7 @@ class _Bench:
                 for fits in statistics:
                     fits[site.name].prepare(own)
                 for piece in pieces(own):
-                    duals = TeacherDuals(piece, site.convention)
+                    duals = TeacherDuals(piece, site.loop)
                     for row, fits in zip(rows, statistics, strict=True):
                         if row.recipe is not None and seen < row.recipe.max_examples:
                             start = time.perf_counter()
@@ -318,18 +329,18 @@ class _Bench:
         own = [
             {
                 **self._maps(site, index, lambda c, t, v, a=a: apply_amortised(c, a, t, v)),
-                **self._times(site.convention, a, self.seen[0][index]),
+                **self._times(site.loop, a, self.seen[0][index]),
             }
             for index, (site, a) in enumerate(zip(sites, amortised, strict=True))
         ]
-        programs = amortised_programs(self.analysis.lifted, list(amortised))
+        programs = rewritten_programs(self.analysis.lifted, list(amortised))
         return {**facts, **_mean(own), **self._outputs(programs)}
 
     def _cut_short(self, half_steps: int) -> dict[str, Any]:
         sites = self.analysis.sites
         own = []
         for index, site in enumerate(sites):
-            short = replace(site.convention, half_steps=half_steps)
+            short = replace(site.loop, half_steps=half_steps)
             measured = self._maps(site, index, lambda c, t, v, s=short: apply_lossless(s, t, v))
             t = self.seen[0][index]
             times = interleaved_medians({"": partial(apply_lossless, short, t, t.k)}, repeats=5)
@@ -339,7 +350,7 @@ class _Bench:
 
     def _maps(self, site: Site, index: int, apply: Any) -> dict[str, float]:
         """Attention in units where rows sum to about 1; outputs with the keys as values."""
-        units = replace(site.convention, output_factor=OutputFactor(queries=1))
+        units = replace(site.loop, output_factor=OutputFactor(queries=1))
         attention, output = AttentionFidelity(), TensorFidelity()
         for tensors in self.seen:
             t = tensors[index]
@@ -371,15 +382,15 @@ class _Bench:
 
 
 def _statistics(site: Site, recipe: Recipe) -> SiteStatistics:
-    plan = closure_plan(site.convention, recipe.closures, recipe.side)
+    plan = closure_plan(site.loop, recipe.closures, recipe.side)
     if plan is None:
         raise InputError(
-            f"study: {site.name}, a {site.convention.last_side}-ending loop of "
-            f"{site.convention.half_steps} half-steps, has no {recipe.side} dual "
+            f"study: {site.name}, a {site.loop.last_side}-ending loop of "
+            f"{site.loop.half_steps} half-steps, has no {recipe.side} dual "
             f"{recipe.closures} or fewer closures before its end",
             help="leave this combination out of the grid",
         )
-    return SiteStatistics(site.name, site.convention, plan, recipe)
+    return SiteStatistics(site.name, site.loop, plan, recipe)
 
 
 def _usual_loop(convention: Convention, t: SiteTensors) -> Tensor:

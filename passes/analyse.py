@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 from asapc.data import Batch
 from asapc.errors import VerificationError
 from asapc.formats.load import Teacher
-from asapc.ir import Convention, Program
+from asapc.ir import AnyConvention, Convention, Program
+from asapc.passes.calls import operator_calls, site_function
 from asapc.passes.capture import Capture, capture
-from asapc.passes.match import AttentionSite, match
-from asapc.passes.rewrite import lift, site_function
+from asapc.passes.lift import lift
+from asapc.passes.match import AnySite, LotSite, Refusal, match
 from asapc.passes.verify import largest_difference
 from asapc.runner import Runner, Tap
 
@@ -35,10 +36,16 @@ class Site:
     """A site that replays: its convention, heads, and the replay error on real activations."""
 
     name: str
-    convention: Convention
+    convention: AnyConvention
     heads: int
     head_dim: int
     replay_error: float
+
+    @property
+    def loop(self) -> Convention:
+        """The finite loop of a Sinkhorn site."""
+        assert isinstance(self.convention, Convention)
+        return self.convention
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class LeftAlone:
     status: Literal["refused", "kept"]
     reason: str
     replay_error: float | None = None
-    convention: Convention | None = None
+    convention: AnyConvention | None = None
     heads: int | None = None
     head_dim: int | None = None
 
@@ -85,13 +92,13 @@ def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis
     lifted: list[Program] = []
     regions: list[str] = []
     for program in captured.programs:
-        matched: list[AttentionSite] = []
+        matched: list[AnySite] = []
         for outcome in match(program):
             regions.append(outcome.name)
-            if isinstance(outcome, AttentionSite):
-                matched.append(outcome)
-            else:
+            if isinstance(outcome, Refusal):
                 left.append(LeftAlone(outcome.name, "refused", outcome.reason))
+            else:
+                matched.append(outcome)
         errors = _replay(program, matched)
         for site, error in zip(matched, errors, strict=True):
             if error <= REPLAY_TOLERANCE:
@@ -126,37 +133,59 @@ def _program(teacher: Teacher) -> ExportedProgram:
     return teacher.program
 
 
-def _replay(program: Program, sites: Sequence[AttentionSite]) -> list[float]:
-    """Largest error of each operator's map against the teacher's own, relative to its largest entry."""
+def _replay(program: Program, sites: Sequence[AnySite]) -> list[float]:
+    """Largest error of each operator against the teacher's own code, relative to its largest entry.
+
+    Maps are compared where there are any: a LOT layer has none, so what it gives is compared.
+    """
     if not sites:
         return []
-    lifted = lift(program, list(sites))
-    wanted = {site.attention for site in sites}
-    maps: dict[Node, Tensor] = {}
-
-    class Recorder(Interpreter):
-        def run_node(self, n: Node) -> Any:
-            value = super().run_node(n)
-            if n in wanted:
-                maps[n] = value
-            return value
-
+    lifted = lift(program, sites)
+    calls = operator_calls(lifted.graph)
     flat = pytree.tree_leaves((program.args, program.kwargs))
     whole = Program("", lifted.graph, program.args, program.kwargs, None)
     with torch.no_grad():
-        Recorder(program.graph).run(*flat, enable_io_processing=False)
+        theirs = _values_of(program, [_observed(site) for site in sites], flat)
+        ours = _values_of(lifted, [o.call for o in calls], flat)
         _, seen = Tap(None, [whole])(Batch(program.args, program.kwargs, None, []))
         errors = []
         for index, site in enumerate(sites):
-            teacher = maps[site.attention]
-            if site.value.left_order is not None:
-                teacher = teacher.permute(site.value.left_order)
-            own = site_function(lifted.graph, index)(seen[index], None).reshape(teacher.shape)
+            teacher, order = theirs[_observed(site)], _order(site)
+            if order is not None:
+                teacher = teacher.permute(order)
+            if isinstance(site, LotSite):
+                own = ours[calls[index].call]
+            else:
+                own = site_function(lifted.graph, index)(seen[index], None)
+            own = own.reshape(teacher.shape)
             scale = float(teacher.abs().max()) if teacher.numel() else 1.0
             difference = float((own.double() - teacher.double()).abs().max()) if own.numel() else 0.0
             error = difference / max(scale, 1e-30)
             errors.append(float("inf") if error != error else error)
     return errors
+
+
+def _observed(site: AnySite) -> Node:
+    return site.outer.node if isinstance(site, LotSite) else site.attention
+
+
+def _order(site: AnySite) -> tuple[int, ...] | None:
+    return site.outer.out_order if isinstance(site, LotSite) else site.value.left_order
+
+
+def _values_of(program: Program, wanted: Sequence[Node], inputs: Sequence[Any]) -> dict[Node, Tensor]:
+    """What the nodes hold on the inputs."""
+    values: dict[Node, Tensor] = {}
+
+    class Recorder(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if n in wanted:
+                values[n] = value
+            return value
+
+    Recorder(program.graph).run(*inputs, enable_io_processing=False)
+    return values
 
 
 def _whole_replay(

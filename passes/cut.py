@@ -41,7 +41,7 @@ class Cut:
     ) -> None:
         self.inputs, self.masks, self.output = tuple(inputs), tuple(masks), output
         self.symbols = symbol_hints(graph)
-        self.module, self.sizes = _extract(graph, [*inputs, *masks], output, inside)
+        self.module, self.shells, self.sizes = _extract(graph, [*inputs, *masks], output, inside)
 
     def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
         """The node's shape under an assignment of symbols."""
@@ -53,8 +53,9 @@ class Cut:
     def run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Tensor:
         """The output for inputs and masks in their own layouts."""
         sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
+        shells = [torch.zeros(self.shape_of(x, lengths), dtype=torch.float64) for x in self.shells]
         with torch.no_grad():
-            result: Tensor = self.module(*tensors, *sizes)
+            result: Tensor = self.module(*tensors, *shells, *sizes)
         return result
 
 
@@ -67,19 +68,30 @@ def separate(output: Node, inputs: Sequence[Node]) -> tuple[set[Node], list[Node
     stack = [output]
     while stack:
         node = stack.pop()
-        if node in seen or node in inputs or not is_tensor(node):
+        if node in seen or node in inputs or not holds_tensors(node):
             continue
         seen.add(node)
         if node.op == "placeholder":
             return None
         if node in downstream:
             between.add(node)
-        elif node.meta["val"].dtype == torch.bool and depends_on_data(node):
-            masks.append(node)
+        elif _is_bool(node) and depends_on_data(node):
+            root = mask_root(node)
+            if root not in masks:
+                masks.append(root)
             continue
         if node.target not in SHAPE_ONLY:
             stack.extend(node.all_input_nodes)
     return between, masks
+
+
+def mask_root(node: Node) -> Node:
+    """The boolean tensor that a mask is a view or a negation of."""
+    while True:
+        sources = [n for n in node.all_input_nodes if is_tensor(n)]
+        if len(sources) != 1 or sources[0].meta["val"].dtype != torch.bool:
+            return node
+        node = sources[0]
 
 
 def descendants(nodes: Sequence[Node]) -> set[Node]:
@@ -94,6 +106,18 @@ def descendants(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
+def ancestors(*nodes: Node) -> set[Node]:
+    """The nodes and everything they are computed from."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
 def depends_on_data(node: Node) -> bool:
     """Whether values, not only shapes, of the model's inputs enter."""
     return reaches(node, lambda n: n.op == "placeholder")
@@ -105,7 +129,7 @@ def reaches(node: Node, wanted: Any) -> bool:
     stack = [node]
     while stack:
         current = stack.pop()
-        if current in seen or not is_tensor(current):
+        if current in seen or not holds_tensors(current):
             continue
         seen.add(current)
         if wanted(current):
@@ -119,11 +143,22 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
+def holds_tensors(node: Node) -> bool:
+    """A tensor, or several from one operator (a sort, a split)."""
+    value = node.meta.get("val")
+    several = isinstance(value, (tuple, list)) and any(isinstance(x, Tensor) for x in value)
+    return several or isinstance(value, Tensor)
+
+
+def _is_bool(node: Node) -> bool:
+    return is_tensor(node) and node.meta["val"].dtype == torch.bool
+
+
 def constant_value(graph: GraphModule, node: Node) -> Tensor | None:
     """The float64 value of a tensor computed from parameters alone, None if it cannot be run."""
     try:
-        module, sizes = _extract(graph, [], node, ())
-        if sizes:
+        module, shells, sizes = _extract(graph, [], node, ())
+        if sizes or shells:
             return None
         with torch.no_grad():
             value: Tensor = module()
@@ -134,23 +169,33 @@ def constant_value(graph: GraphModule, node: Node) -> Tensor | None:
 
 def _extract(
     graph: GraphModule, cut: Sequence[Node], output: Node, inside: Container[Node]
-) -> tuple[GraphModule, list[Node]]:
-    """A GraphModule (*cut, *sizes) -> output, every lower precision promoted to float64."""
+) -> tuple[GraphModule, list[Node], list[Node]]:
+    """A GraphModule (*cut, *shells, *sizes) -> output, every lower precision promoted to float64.
+
+    shells: tensors from elsewhere of which only the shape enters; sizes: numbers from elsewhere.
+    """
     needed: set[Node] = set()
     stack = [output]
+    shells: list[Node] = []
     sizes: list[Node] = []
     while stack:
         node = stack.pop()
-        if node in needed or node in cut:
+        if node in needed or node in cut or node in shells:
             continue
         needed.add(node)
+        like = node.all_input_nodes[0] if node.target in SHAPE_ONLY and node.all_input_nodes else None
+        if like is not None and like not in inside and like not in cut and depends_on_data(like):
+            if like not in shells:
+                shells.append(like)
+            stack.extend(n for n in node.all_input_nodes if n is not like)
+            continue
         if node.target is aten.sym_size.int and node.args[0] not in inside:
             sizes.append(node)
             continue
         stack.extend(node.all_input_nodes)
     copy = Graph()
     env: dict[Node, Node] = {}
-    for index, node in enumerate([*cut, *sizes]):
+    for index, node in enumerate([*cut, *shells, *sizes]):
         env[node] = copy.placeholder(f"input_{index}")
     for node in graph.graph.nodes:
         if node in needed and node not in env:
@@ -168,7 +213,7 @@ def _extract(
                 module.register_buffer(name, value.detach().double())
                 node.target = name
     module.recompile()
-    return module, sizes
+    return module, shells, sizes
 
 
 def _promote(value: Any) -> Any:

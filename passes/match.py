@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from asapc.ir import Convention, Program
+from asapc.ir import Convention, EspConvention, Program
 from asapc.passes.cut import Cut, depends_on_data, evaluate, is_tensor, reaches
+from asapc.passes.match_esp import EspSite, match_esp
+from asapc.passes.match_lot import LotSite, match_lot
 from asapc.passes.probe import EXACT, Fit, NoFit, Sample, identify
 from asapc.passes.products import (
     BARRIERS,
+    KeyMask,
     Product,
     canonical_shape,
     is_vector,
@@ -45,15 +48,6 @@ NORMALISERS = {
 }  # fmt: skip
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 FUSED = {aten.scaled_dot_product_attention.default}
-@dataclass(frozen=True)
-class KeyMask:
-    """A node that masks keys: bool with the given polarity, or additive with very low entries."""
-
-    node: Node
-    true_means_masked: bool | None  # None: additive
-    merged: bool  # leading dimension is batch times heads
-
-
 @dataclass(frozen=True)
 class ScoreBias:
     """A node added to the scores with a coefficient, in units of epsilon."""
@@ -99,13 +93,24 @@ class Region:
     inputs: tuple[Node, ...]  # masks and biases: tensors from outside that are more than constants
 
 
-def match(program: Program) -> list[AttentionSite | Refusal]:
+AnySite = AttentionSite | EspSite | LotSite
+
+
+def match(program: Program) -> list[AnySite | Refusal]:
     """All attention-like regions of a program in graph order, each matched or refused."""
     graph = program.graph
-    results: list[tuple[int, AttentionSite | Refusal]] = []
+    results: list[tuple[int, AnySite | Refusal]] = []
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     _record_examples(program)
-    candidates = find_regions(graph)
+    owned: set[Node] = set()  # inside a site that has been found
+    likely: list[EspConvention] = []
+    glued = match_lot(program)
+    for node, site in glued:
+        if isinstance(site, LotSite):
+            owned |= {*site.inside, node}
+            results.append((order[node], site))
+    reasons = {node: site for node, site in glued if isinstance(site, str)}
+    candidates = {s: r for s, r in find_regions(graph).items() if s not in owned}
     for score, regions in candidates.items():
         outcomes: list[AttentionSite | Refusal] = []
         for region in regions:
@@ -113,22 +118,47 @@ def match(program: Program) -> list[AttentionSite | Refusal]:
             outcomes.append(outcome)
             if isinstance(outcome, AttentionSite):
                 break
-        chosen = next((o for o in outcomes if isinstance(o, AttentionSite)), outcomes[0])
-        results.append((order[score], chosen))
+        chosen = next((o for o in outcomes if isinstance(o, AttentionSite)), None)
+        if chosen is not None:
+            results.append((order[score], chosen))
+            continue
+        value = regions[0].value
+        sliced = match_esp(program, value, likely)
+        if isinstance(sliced, EspSite):
+            owned |= {*sliced.inside, value.node}
+            likely.append(sliced.convention)
+            results.append((order[value.node], sliced))
+            continue
+        refusal = outcomes[0]
+        assert isinstance(refusal, Refusal)
+        better = sliced or reasons.get(value.node)
+        results.append((order[score], refusal if better is None else replace(refusal, reason=better)))
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in FUSED:
             reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
             results.append((order[node], Refusal(site_name(program, node), reason, node.name)))
+    left: list[tuple[Node, str]] = []
+    for product, reason in _unattended(graph):
+        if product.node in owned:
+            continue
+        sliced = match_esp(program, product, likely)
+        if isinstance(sliced, EspSite):
+            owned |= {*sliced.inside, product.node}
+            likely.append(sliced.convention)
+            results.append((order[product.node], sliced))
+        else:
+            left.append((product.node, sliced or reasons.get(product.node) or reason))
     results.extend(
         (order[node], Refusal(site_name(program, node), reason, node.name))
-        for node, reason in _unattended(graph)
+        for node, reason in left
+        if node not in owned
     )
     unique: dict[str, int] = {}
-    named: list[AttentionSite | Refusal] = []
-    for _, outcome in sorted(results, key=lambda pair: pair[0]):
-        count = unique[outcome.name] = unique.get(outcome.name, 0) + 1
-        name = outcome.name if count == 1 else f"{outcome.name}#{count}"
-        named.append(replace(outcome, name=name))
+    named: list[AnySite | Refusal] = []
+    for _, result in sorted(results, key=lambda pair: pair[0]):
+        count = unique[result.name] = unique.get(result.name, 0) + 1
+        name = result.name if count == 1 else f"{result.name}#{count}"
+        named.append(replace(result, name=name))
     return named
 
 
@@ -269,7 +299,7 @@ def _depends_on_parameter(node: Node) -> bool:
     return reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1)
 
 
-def _unattended(graph: GraphModule) -> list[tuple[Node, str]]:
+def _unattended(graph: GraphModule) -> list[tuple[Product, str]]:
     """Normalised weights that multiply something but do not come from a product of two activations."""
     owned = {region.value.node for regions in find_regions(graph).values() for region in regions}
     found = []
@@ -279,7 +309,7 @@ def _unattended(graph: GraphModule) -> list[tuple[Node, str]]:
             continue
         operands = (product.left, product.right)
         if any(_is_normalised(operand) for operand in operands):
-            found.append((node, "not attention: its scores are not a product of queries and keys"))
+            found.append((product, "not attention: its scores are not a product of queries and keys"))
     return found
 
 
@@ -658,5 +688,6 @@ def _merged(node: Node, region: Region) -> bool:
 
 
 __all__ = [
-    "EXACT", "AttentionSite", "KeyMask", "Product", "Refusal", "ScoreBias", "find_regions", "match",
+    "EXACT", "AnySite", "AttentionSite", "EspSite", "KeyMask", "LotSite", "Product", "Refusal",
+    "ScoreBias", "find_regions", "match",
 ]  # fmt: skip

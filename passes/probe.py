@@ -207,3 +207,11 @@ def _output_factor(samples: Sequence[Sample], last: Side) -> OutputFactor | NoFi
             if all(abs(ratio - target) <= 1e-5 * abs(target) for ratio in ratios):
                 return OutputFactor(1.0 if unit else target, a, b, d)
     return NoFit("the mass of the attention depends on the batch in no known way")
+
+
+def snapped(value: float) -> float:
+    """A number that somebody wrote down, if it is within 1e-7 of one of six digits."""
+    if value == 0.0 or not math.isfinite(value):
+        return value
+    rounded = float(f"{value:.6g}")
+    return rounded if abs(rounded - value) <= 1e-7 * abs(value) else value

@@ -44,6 +44,15 @@ class Product:
     out_order: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class KeyMask:
+    """A node that masks keys: bool with the given polarity, or additive with very low entries."""
+
+    node: Node
+    true_means_masked: bool | None  # None: additive
+    merged: bool  # leading dimension is batch times heads
+
+
 def product_of(node: Node) -> Product | None:
     if node.op != "call_function" or not is_tensor(node):
         return None

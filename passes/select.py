@@ -9,37 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from asapc.errors import InputError
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.fidelity import AttentionFidelity
 from asapc.formats.calibration import SiteCalibration
-from asapc.ir import Convention, SiteTensors
+from asapc.ir import AnyConvention, Convention, EspConvention, LotConvention, SiteTensors
 from asapc.operators.sinkhorn import factor_terms
+from asapc.passes.rewrite import Hardened, Replacement
 from asapc.recipe import Recipe
 from asapc.timing import interleaved_medians
 
 # A closure costs about a half-step: with so few of them the lossless loop is already as cheap.
+REPLACEMENTS: dict[str, tuple[str, ...]] = {
+    "sinkhorn": ("asap", "lot", "esp_hard"), "esp_soft": ("esp_hard",), "esp_hard": (), "lot": (),
+}  # fmt: skip
 FEW_HALF_STEPS = 5
 WORTHWHILE = 1.1  # an approximation must be this much faster than the exact loop to be picked
 
 
 @dataclass(frozen=True)
 class Choice:
-    """operator "sinkhorn" or "asap", why, and what was measured on the selection split."""
+    """The operator a site becomes, why, and what was measured on the selection split."""
 
     operator: str
     reason: str
-    amortised: Amortised | None = None
+    replacement: Replacement | None = None
     attention_rel_l2: float | None = None
     lossless_ms: float | None = None
     asap_ms: float | None = None
 
 
-def needs_fit(recipe: Recipe, convention: Convention) -> bool:
+def needs_fit(convention: AnyConvention, recipe: Recipe) -> TypeGuard[Convention]:
     """Whether calibration has anything to fit: asap is named, or auto and the loop is long."""
+    if not isinstance(convention, Convention):
+        return False
     if recipe.operator == "auto":
         return convention.half_steps > FEW_HALF_STEPS
     return recipe.operator == "asap"
@@ -47,13 +55,29 @@ def needs_fit(recipe: Recipe, convention: Convention) -> bool:
 
 def choose(
     recipe: Recipe,
-    convention: Convention,
+    convention: AnyConvention,
     calibration: SiteCalibration | None,
     batches: Sequence[SiteTensors],
 ) -> Choice:
-    """The operator of one site, from its activations on the selection split."""
-    if recipe.operator == "sinkhorn":
-        return Choice("sinkhorn", "the recipe asks for it")
+    """The operator of one site, from its activations on the selection split.
+
+    Exact instead of soft sorting is decided for the whole model, see pipeline.compile.
+    Raises InputError if the recipe names an operator that this kind of site cannot become.
+    """
+    own = convention.to_dict()["operator"]
+    if recipe.operator not in ("auto", "lossless", own, *REPLACEMENTS[own]):
+        raise InputError(
+            f"recipe: a site of the kind {own} can become {' or '.join((own, *REPLACEMENTS[own]))}",
+            got=f"operator: {recipe.operator}",
+            help="name sites of different kinds under `sites`, each with its own operator",
+        )
+    if recipe.operator in ("lossless", own):
+        return Choice(own, "the recipe asks for it")
+    if isinstance(convention, LotConvention) or own == "esp_hard":
+        return Choice(own, "the same map from a faster kernel: nothing is approximated")
+    if isinstance(convention, EspConvention):
+        forced = recipe.operator == "esp_hard"
+        return Choice("esp_hard", "the recipe asks for it" if forced else "exact sorting", Hardened())
     if recipe.operator == "auto" and convention.half_steps <= FEW_HALF_STEPS:
         return Choice("sinkhorn", f"{convention.half_steps} half-steps cost as much as the closures")
     if calibration is None:

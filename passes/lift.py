@@ -1,0 +1,309 @@
+"""Lift: matched regions become operator calls that compute the same.
+
+before: q k^T -> [masks, bias, the loop] -> A v
+after:  torch.ops.asapc.sinkhorn(q, k, v, keep, bias, ...), esp_soft(...), lot(...)
+
+If the model also returns the attention map, the map is computed densely by the operator's
+`_attention` twin and the value product stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from asapc.ir import Program
+from asapc.operators.sinkhorn import factor_terms
+from asapc.passes.match import MASKED_BELOW, AnySite, AttentionSite, EspSite, ScoreBias
+from asapc.passes.match_lot import LotSite, Points
+from asapc.passes.products import KeyMask, Product
+from asapc.passes.verify import check_graph
+
+aten = torch.ops.aten
+
+
+def lift(program: Program, sites: Sequence[AnySite], drop_maps: bool = False) -> Program:
+    """Every matched region becomes one lossless operator call; what it replaces is removed."""
+    graph, nodes = copied(program.graph)
+    for index, site in enumerate(sites):
+        if isinstance(site, EspSite):
+            _lift_esp(graph, index, site, nodes, drop_maps)
+        elif isinstance(site, LotSite):
+            _lift_lot(graph, index, site, nodes)
+        else:
+            _lift_loop(graph.graph, site, nodes, drop_maps)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    check_graph(graph, "lift", [site.name for site in sites])
+    return Program(
+        program.name, graph, program.args, program.kwargs, program.dynamic_shapes,
+        program.early_stop,
+    )  # fmt: skip
+
+
+def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
+    """A copy that shares parameters but no nodes, and the map from old nodes to new ones."""
+    fresh = Graph(tracer_cls=graph.graph._tracer_cls)
+    nodes: dict[Node, Node] = {}
+    output = fresh.graph_copy(graph.graph, nodes)
+    fresh.output(output)
+    old_output = graph.graph.output_node()
+    fresh.output_node().meta = copy.copy(old_output.meta)
+    fresh.set_codegen(copy.copy(graph.graph._codegen))
+    return GraphModule(graph, fresh), nodes
+
+
+def _lift_loop(graph: Graph, site: AttentionSite, nodes: dict[Node, Node], drop_maps: bool) -> None:
+    attention, value = nodes[site.attention], nodes[site.value.node]
+    score = _moved(site.score, nodes)
+    product = _moved(site.value, nodes)
+    convention = site.convention
+    dense = any(user is not value for user in attention.users) and not drop_maps
+    anchor = attention.next if dense else value
+    with graph.inserting_before(anchor):
+        q = _canonical(graph, score.left, score.left_order, site.heads)
+        k_node = score.right
+        if score.right_transposed:
+            k_node = graph.call_function(aten.transpose.int, (k_node, -1, -2))
+        k = _canonical(graph, k_node, score.right_order, site.heads)
+        batch = _batch(graph, nodes, site) if site.mask else None
+        keep = _keep(graph, site.mask, nodes, site.heads, batch) if site.mask and batch else None
+        bias = _bias(graph, site.bias, nodes, site) if site.bias else None
+        settings = (
+            convention.score_multiplier,
+            convention.half_steps,
+            convention.first_side == "row",
+            factor_terms(convention.output_factor),
+        )
+    _place(
+        graph, "sinkhorn", (q, k), (keep, bias, *settings), site, product, attention, value, anchor, dense
+    )
+
+
+def _lift_esp(
+    graph: GraphModule, index: int, site: EspSite, nodes: dict[Node, Node], drop_maps: bool
+) -> None:
+    attention, value = nodes[site.attention], nodes[site.value.node]
+    product, convention, own = _moved(site.value, nodes), site.convention, graph.graph
+    dense = any(user is not value for user in attention.users) and not drop_maps
+    anchor = attention.next if dense else value
+    with own.inserting_before(anchor):
+        q, k = (_canonical(own, nodes[x], None, site.heads, _rank(x)) for x in (site.q, site.k))
+        keep = query_keep = None
+        if site.mask is not None:
+            keep = _keep(own, site.mask, nodes, site.heads, _batch_of(own, q))
+            query_keep = keep  # one mask enters: tokens attend to each other
+        theta = None if site.slices is None else _buffer(graph, index, "slices", site.slices)
+        tau = torch.tensor([convention.inverse_temperature], dtype=torch.float64)
+        weights = _buffer(graph, index, "inverse_temperature", tau)
+        soft = () if convention.softsort_temperature is None else (convention.softsort_temperature,)
+        settings = (
+            theta, weights, *soft, convention.squared_cost, convention.mean_cost,
+            convention.output_factor,
+        )  # fmt: skip
+    name = "esp_soft" if soft else "esp_hard"
+    rest = (keep, query_keep, *settings)
+    _place(own, name, (q, k), rest, site, product, attention, value, anchor, dense)
+
+
+def _place(
+    graph: Graph,
+    name: str,
+    clouds: tuple[Node, Node],
+    rest: tuple[Any, ...],
+    site: AttentionSite | EspSite,
+    product: Product,
+    attention: Node,
+    value: Node,
+    anchor: Node,
+    dense: bool,
+) -> None:
+    """The operator call instead of A v, or of A where the map is used otherwise too.
+
+    anchor: what the call's other operands stand before; a user of the map may stand before A v.
+    """
+    others = [user for user in attention.users if user is not value]
+    if dense:
+        with graph.inserting_before(anchor):
+            target = getattr(torch.ops.asapc, f"{name}_attention").default
+            call = graph.call_function(target, (*clouds, *rest))
+            result = _original_layout(graph, call, attention, product.left_order, site.heads)
+        attention.replace_all_uses_with(result, delete_user_cb=lambda user: user is not call)
+        return
+    with graph.inserting_before(value):
+        v = _values(graph, product, site.value, site.heads)
+        apply = getattr(torch.ops.asapc, name).default
+        call = graph.call_function(apply, (*clouds, v, *rest))
+        result = _original_layout(graph, call, value, product.out_order, site.heads)
+    value.replace_all_uses_with(result)
+    if others:  # maps are dropped: an empty one keeps the structure of the output
+        with graph.inserting_before(value):
+            empty = graph.call_function(aten.slice.Tensor, (call, 0, 0, 0))
+        attention.replace_all_uses_with(empty, delete_user_cb=lambda user: user in others)
+
+
+def _lift_lot(graph: GraphModule, index: int, site: LotSite, nodes: dict[Node, Node]) -> None:
+    own, outer, c = graph.graph, nodes[site.outer.node], site.convention
+    inner, product = _moved(site.inner, nodes), _moved(site.outer, nodes)
+    with own.inserting_before(outer):
+        q, k = (_points(own, x, nodes, site.heads) for x in (site.q, site.k))
+        keep, query_keep = (
+            None if mask is None else _keep(own, mask, nodes, site.heads, _batch_of(own, q))
+            for mask in (site.mask, site.query_mask)
+        )
+        v = _values(own, inner, site.inner, site.heads)
+        pivots = _buffer(graph, index, "pivots", site.pivots.float())
+        mass = _buffer(graph, index, "pivot_mass", site.mass.float())
+        call = own.call_function(
+            torch.ops.asapc.lot.default,
+            (q, k, v, keep, query_keep, None, pivots, mass, c.queries.score_multiplier,
+             c.keys.score_multiplier, c.queries.half_steps, c.queries.tokens_first,
+             c.keys.half_steps, c.keys.tokens_first, factor_terms(c.output_factor)),
+        )  # fmt: skip
+        result = _original_layout(own, call, outer, product.out_order, site.heads)
+    outer.replace_all_uses_with(result)
+
+
+def _points(graph: Graph, points: Points, nodes: dict[Node, Node], heads: int) -> Node:
+    return _canonical(graph, nodes[points.node], points.order, heads, len(points.order))
+
+
+def _values(graph: Graph, moved: Product, original: Product, heads: int) -> Node:
+    """The right operand of a value product as [B, H, M, E]."""
+    node = moved.right
+    if not moved.right_transposed and moved.right_order is not None:
+        node = graph.call_function(aten.permute.default, (node, list(moved.right_order)))
+        node = graph.call_function(aten.transpose.int, (node, -1, -2))
+    return _canonical(graph, node, None, heads, _rank(original.right))
+
+
+def _buffer(graph: GraphModule, index: int, what: str, value: Tensor) -> Node:
+    name = f"asapc_site_{index}_{what}"
+    graph.register_buffer(name, value)
+    return graph.graph.get_attr(name)
+
+
+def _batch_of(graph: Graph, q: Node) -> Node:
+    return graph.call_function(aten.sym_size.int, (q, 0))
+
+
+def _moved(product: Product, nodes: dict[Node, Node]) -> Product:
+    return Product(
+        nodes[product.node], nodes[product.left], nodes[product.right], product.right_transposed,
+        product.left_order, product.right_order, product.out_order,
+    )  # fmt: skip
+
+
+def _rank(node: Node) -> int:
+    return int(node.meta["val"].dim())
+
+
+def _canonical(
+    graph: Graph, node: Node, order: tuple[int, ...] | None, heads: int, rank: int | None = None
+) -> Node:
+    """An operand as [B, H, X, C]: permuted, and heads split off or added where there are three axes."""
+    if order is not None and list(order) != sorted(order):
+        node = graph.call_function(aten.permute.default, (node, list(order)))
+    if (rank if rank is not None else (len(order) if order is not None else _known_rank(node))) == 4:
+        return node
+    if heads == 1:
+        return graph.call_function(aten.unsqueeze.default, (node, 1))
+    return graph.call_function(aten.unflatten.int, (node, 0, [-1, heads]))
+
+
+def _known_rank(node: Node) -> int:
+    """Rank of a node, through the views that this pass inserts."""
+    while "val" not in node.meta:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node = source
+    return _rank(node)
+
+
+def _original_layout(
+    graph: Graph, call: Node, replaced: Node, order: tuple[int, ...] | None, heads: int
+) -> Node:
+    """The operator's [B, H, X, Y] in the layout of the node it replaces."""
+    result = call
+    if _rank(replaced) == 3:
+        if heads == 1:
+            result = graph.call_function(aten.squeeze.dim, (result, 1))
+        else:
+            result = graph.call_function(aten.flatten.using_ints, (result, 0, 1))
+    if order is not None and list(order) != sorted(order):
+        inverse = [order.index(axis) for axis in range(len(order))]
+        result = graph.call_function(aten.permute.default, (result, inverse))
+    return result
+
+
+def _keep(
+    graph: Graph, mask: KeyMask, nodes: dict[Node, Node], heads: int, batch: Node
+) -> Node:
+    """[B, M] bool, True on active keys, from the mask node wherever it entered."""
+    node, value = _narrowest(mask.node), None
+    value = node.meta["val"]
+    keep = nodes[node]
+    if mask.merged and value.dim() == 3:
+        if heads > 1:
+            keep = graph.call_function(aten.unflatten.int, (keep, 0, [-1, heads]))
+        else:
+            keep = graph.call_function(aten.unsqueeze.default, (keep, 1))
+        rank = 4
+    else:
+        rank = value.dim()
+    while rank > 2:
+        keep = graph.call_function(aten.select.int, (keep, 1, 0))
+        rank -= 1
+    if rank == 1:
+        keep = graph.call_function(aten.unsqueeze.default, (keep, 0))
+    if mask.true_means_masked is None:
+        keep = graph.call_function(aten.gt.Scalar, (keep, MASKED_BELOW))
+    elif mask.true_means_masked:
+        keep = graph.call_function(aten.logical_not.default, (keep,))
+    return graph.call_function(aten.expand.default, (keep, [batch, -1]))
+
+
+def _narrowest(node: Node) -> Node:
+    """The [B, M] tensor a repeated key mask was spread from, so that [B, H, N, M] is never built."""
+    current = node
+    while True:
+        source = current.args[0] if current.args else None
+        spreads = (aten.repeat.default, aten.expand.default, aten.unsqueeze.default)
+        if current.target not in spreads or not isinstance(source, Node):
+            break
+        current = source
+    reached = current.meta["val"]
+    if reached.dim() != 2 or node.meta["val"].dim() < 3:
+        return node
+    keys = node.meta["val"].shape[-1]
+    batch = node.meta["val"].shape[0]
+    same = all(
+        str(a) == str(b) for a, b in zip(reached.shape, (batch, keys), strict=True)
+    )
+    return current if same else node
+
+
+def _batch(graph: Graph, nodes: dict[Node, Node], site: AttentionSite) -> Node:
+    order = site.score.left_order
+    left = nodes[site.score.left]
+    axis = 0 if order is None else order[0]
+    size = graph.call_function(aten.sym_size.int, (left, axis))
+    if _rank(site.score.left) == 3 and site.heads > 1:
+        size = graph.call_function(operator.floordiv, (size, site.heads))
+    return size
+
+
+def _bias(graph: Graph, bias: ScoreBias, nodes: dict[Node, Node], site: AttentionSite) -> Node:
+    """Broadcastable to [B, H, N, M], in units of epsilon."""
+    node, rank = nodes[bias.node], _rank(bias.node)
+    if bias.merged and rank == 3:
+        node = _canonical(graph, node, None, site.heads, rank)
+    if abs(bias.coefficient - 1.0) > 1e-9:
+        node = graph.call_function(aten.mul.Tensor, (node, bias.coefficient))
+    return node
