@@ -106,15 +106,16 @@ def descendants(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
-def ancestors(*nodes: Node) -> set[Node]:
-    """The nodes and everything they are computed from."""
+def ancestors(*nodes: Node, until: Container[Any] = ()) -> set[Node]:
+    """The nodes and everything they are computed from; operators in `until` are the last on their way."""
     found: set[Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack.extend(node.all_input_nodes)
+            if node.target not in until:
+                stack.extend(node.all_input_nodes)
     return found
 
 

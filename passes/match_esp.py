@@ -43,6 +43,11 @@ PROBE_BATCH = 2
 SORTS = {
     aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.topk.default,
 }  # fmt: skip
+# A layer's queries and keys are made by linear maps of what one of these gives.
+LAYERS = {
+    aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default,
+    aten.batch_norm.default, aten.embedding.default, aten.conv1d.default, aten.conv2d.default,
+}  # fmt: skip
 LARGEST_LENGTH = 512  # a fixed length beyond this would be probed with gigabytes of plans
 
 
@@ -91,12 +96,12 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
     """The latest two tensors of points that everything before the map depends on, both sorted."""
     attention = value.left
     queries, keys = canonical_shape(attention, value.left_order)[-2:]
-    above = ancestors(attention)
+    above = ancestors(attention, until=LAYERS)
     sorts = [node for node in above if node.target in SORTS]
     if not sorts:
         return None
     order = {node: index for index, node in enumerate(attention.graph.nodes)}
-    sorted_later = ancestors(*sorts)
+    sorted_later = ancestors(*sorts, until=LAYERS)
 
     def points(node: Node, length: Any) -> bool:
         shape = node.meta["val"].shape

@@ -184,9 +184,9 @@ def _temperature(
         method="bounded", options={"xatol": 1e-11, "maxiter": 80},
     )  # fmt: skip
     temperature = 10.0 ** float(found.x)
-    snapped = snapped(temperature)
-    if residual(snapped) <= max(residual(temperature), DISTINCT**4):
-        temperature = snapped
+    round_number = snapped(temperature)
+    if residual(round_number) <= max(residual(temperature), DISTINCT**4):
+        temperature = round_number
     return temperature, math.sqrt(residual(temperature))
 
 

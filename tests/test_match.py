@@ -15,10 +15,10 @@ import attention_zoo as zoo
 
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
 from asapc.errors import InputError
-from asapc.passes.capture import capture
-from asapc.passes.match import AttentionSite, match
 from asapc.passes.calls import operator_calls
+from asapc.passes.capture import capture
 from asapc.passes.lift import lift
+from asapc.passes.match import AttentionSite, match
 from asapc.passes.verify import largest_difference
 
 

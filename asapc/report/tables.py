@@ -107,19 +107,46 @@ def convention_text(convention: Mapping[str, Any] | None) -> str:
     """One line: "T=20, row first, column last, scale 0.250, factor M, key mask"."""
     if not convention:
         return "-"
-    parts = [
-        f"T={convention.get('half_steps')}",
-        f"{convention.get('first_side')} first",
-        f"{convention.get('last_side')} last",
-        f"scale {number(convention.get('score_multiplier'))}",
-        f"factor {convention.get('output_factor')}",
-    ]
+    parts = _CONVENTION_TEXTS[convention.get("operator", "sinkhorn")](convention)
     if convention.get("mask", "none") != "none":
         parts.append(f"{convention['mask']} mask")
     parts += [text for text, key in _FLAGS if convention.get(key)]
     return ", ".join(parts)
 
 
+def _loop_text(c: Mapping[str, Any]) -> list[str]:
+    return [
+        f"T={c.get('half_steps')}", f"{c.get('first_side')} first", f"{c.get('last_side')} last",
+        f"scale {number(c.get('score_multiplier'))}", f"factor {c.get('output_factor')}",
+    ]  # fmt: skip
+
+
+def _sliced_text(c: Mapping[str, Any]) -> list[str]:
+    temperature = c.get("softsort_temperature")
+    slices = c.get("slices")
+    cost = "squared distance" if c.get("squared_cost") else "distance"
+    return [
+        "exact sorting" if temperature is None else f"SoftSort t={number(temperature)}",
+        "axis-aligned slices" if slices is None else f"{slices} slices",
+        f"tau={number(c.get('inverse_temperature'))} of the {'mean' if c.get('mean_cost') else 'summed'}"
+        f" {cost}",
+        f"factor {number(c.get('output_factor'))}",
+    ]  # fmt: skip
+
+
+def _glued_text(c: Mapping[str, Any]) -> list[str]:
+    parts = [f"{c.get('pivots')} pivots"]
+    for side in ("queries", "keys"):
+        half = c.get(side) or {}
+        first = side if half.get("tokens_first") else "pivots"
+        scale = number(half.get("score_multiplier"))
+        parts.append(f"{side}: T={half.get('half_steps')}, {first} first, scale {scale}")
+    return [*parts, f"factor {c.get('output_factor')}"]
+
+
+_CONVENTION_TEXTS = {
+    "sinkhorn": _loop_text, "esp_soft": _sliced_text, "esp_hard": _sliced_text, "lot": _glued_text,
+}  # fmt: skip
 _FLAGS = (("bias", "bias"), ("early stop", "early_stop"))
 
 
