@@ -7,7 +7,7 @@ imported only when a tensor on a GPU asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -112,6 +112,22 @@ def dual_backend(operator: str, q: Tensor, k: Tensor, features: str) -> Backend:
         kernel = f"Triton, {features}" if reason is None else "plain PyTorch"
         choices.append(_choice(operator, q, k, kernel, reason or "the tensors are on a GPU"))
     return "gpu" if reason is None else "plain"
+
+
+def token_backend(
+    operator: str, q: Tensor, k: Tensor, v: Tensor | None, describe: Callable[[], tuple[str, str]]
+) -> Backend:
+    """Of operators without an N x M matrix.  v: None where the dense map is wanted.
+
+    describe: what the CPU kernel runs and why; called only where that is collected.
+    """
+    choices = _listening.get()
+    reason = None if q.device.type == "cpu" else f"there are no kernels for {q.device.type} devices"
+    if v is None:
+        reason = "the dense attention map is wanted"
+    if choices is not None:
+        choices.append(_choice(operator, q, k, *(("plain PyTorch", reason) if reason else describe())))
+    return "plain" if reason else "cpu"
 
 
 def _choice(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> Choice:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asapc.kernels import dispatch
+from asapc.kernels.cpu import lot as cpu_lot
 from asapc.operators import lot as meaning
 from asapc.operators.library.gradients import differentiate
 
@@ -30,10 +32,18 @@ def lot(
     keys_first: bool,
     output_factor: Sequence[float],
 ) -> Tensor:
-    return meaning.lot(
+    def describe() -> tuple[str, str]:
+        return cpu_lot.describe(
+            q, k, keep, query_keep, key_bias, pivots, query_multiplier, key_multiplier,
+            min(query_half_steps, key_half_steps),
+        )  # fmt: skip
+
+    twin: Any = meaning if dispatch.token_backend("lot", q, k, v, describe) == "plain" else cpu_lot
+    result: Tensor = twin.lot(
         q, k, v, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
         query_half_steps, queries_first, key_half_steps, keys_first, output_factor,
     )  # fmt: skip
+    return result
 
 
 @torch.library.custom_op("asapc::lot_attention", mutates_args=())
@@ -53,6 +63,7 @@ def lot_attention(
     keys_first: bool,
     output_factor: Sequence[float],
 ) -> Tensor:
+    dispatch.token_backend("lot_attention", q, k, None, lambda: ("", ""))
     return meaning.lot_attention(
         q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
         query_half_steps, queries_first, key_half_steps, keys_first, output_factor,

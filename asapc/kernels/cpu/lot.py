@@ -1,0 +1,503 @@
+"""CPU twin of operators/lot.py: both loops in the linear domain, N x R numbers of one head at a time.
+
+K = exp(S) [N, R] is formed once per side of a head; a sweep over its blocks, which stay in cache, does a
+half-step of the tokens, the half-step of the pivots after it and, the last time, the product with the
+values. Padded tokens are left out. Heads too small to fill the cache are stacked into one tile; where
+there are fewer heads than threads, the threads share the tokens of each.
+
+What a loop runs in is decided by its scores before they are exponentiated: float32 as they are, float32
+less each token's largest, the same in float64, and beyond that the log domain of the meaning. Extra
+memory is one K and one row of scalings per thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker, without_gil
+from asapc.kernels.thresholds import thresholds
+from asapc.operators import lot as meaning
+
+SHARED_TOKENS = 2048  # per thread; fewer are not worth meeting after every sweep
+
+# The tokens of an example that take part: all (None), the first so many, or those at these places.
+Chosen = int | Tensor | None
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two loops, of all heads.  x: [B, H, N, D] tokens; keep: [B, N]; bias: [B, H, N, 1|R].
+
+    z: [H, D, R], the pivots times the score multiplier; sigma: [H, 1, R].
+    """
+
+    x: Tensor
+    keep: Tensor | None
+    bias: Tensor | None
+    z: Tensor
+    sigma: Tensor
+    half_steps: int
+    tokens_first: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The same of G heads.  x: [G, N, D]; absent: [G, N], True on padded tokens; bias: [G, N, 1|R].
+
+    z: [G, D, R]; sigma: [G, 1, R]; count: [G, 1, 1] or [1, 1, 1], the tokens that take part.
+    """
+
+    x: Tensor
+    absent: Tensor | None
+    bias: Tensor | None
+    z: Tensor
+    sigma: Tensor
+    count: Tensor
+    half_steps: int
+    tokens_first: bool
+
+
+@dataclass
+class Workspace:
+    """Of one thread, or of all of them where they share a head.
+
+    block: tokens at a time; shared: whether threads share a head; kept: memory for K. Fresh pages for
+    every head would cost as much as the exponentials.
+    """
+
+    block: int
+    shared: bool
+    kept: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    def kernel(self, heads: int, tokens: int, pivots: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised [heads, tokens, pivots]."""
+        size = heads * tokens * pivots
+        if dtype not in self.kept or self.kept[dtype].numel() < size:
+            self.kept[dtype] = torch.empty(size, dtype=dtype)
+        return self.kept[dtype][:size].view(heads, tokens, pivots)
+
+    def each(self, tokens: int, work: Callable[..., Result], *arguments: Any) -> list[Result]:
+        """Results of work(*arguments, start, stop) over all tokens, by one thread or shared out."""
+        if not self.shared or tokens == 0:
+            return [work(*arguments, 0, tokens)]
+        size = max(self.block, -(-tokens // torch.get_num_threads()))
+        results = []
+
+        def run(starts: Iterator[int]) -> None:
+            for start in starts:
+                results.append(work(*arguments, start, min(start + size, tokens)))
+
+        each_worker(run, range(0, tokens, size))
+        return results
+
+
+def lot(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """A v [B, H, N, E].  Arguments as operators.lot.lot."""
+    batch, heads, queries, dim = q.shape
+    keys, width = v.shape[2:]
+    dtype, padded = meaning.work_dtype(q), query_keep is not None
+    out = q.new_empty((batch, heads, queries, width), dtype=dtype)
+    if padded or out.numel() == 0 or keys == 0:
+        out.zero_()
+    if out.numel() == 0 or keys == 0:
+        return out.to(v.dtype)
+    z, sigma = pivots.to(dtype).transpose(-1, -2), pivot_mass.to(dtype).unsqueeze(1)
+    query_z, key_z = ((z * by).contiguous() for by in (query_multiplier, key_multiplier))
+    bias = None
+    if key_bias is not None:
+        bias = key_bias.expand(batch, heads, -1, -1).transpose(-1, -2)
+    key_side = Side(k, keep, bias, key_z, sigma, key_half_steps, keys_first)
+    query_side = Side(q, query_keep, None, query_z, sigma, query_half_steps, queries_first)
+    # Sweeps work with plans of mass n, the tokens that take part: counts 1 / n_q n_k less here.
+    coefficient, query_power, key_power, _ = output_factor
+    powers = (coefficient, query_power - 1.0, key_power - 1.0, 0.0)
+    factor = torch.as_tensor(meaning.token_factor(powers, q, k, keep, query_keep), dtype=dtype)
+    factor = factor.expand(batch, heads, 1, 1)
+
+    group, shared = _layout(q, k, pivots)
+    widest = max(pivots.shape[1], dim, width)
+    block = max(64, thresholds(q, k).tile_bytes // (widest * out.element_size()))
+    some_keys = [None] * batch if group > 1 else _chosen(keep, batch)
+    some_queries = [None] * batch if group > 1 else _chosen(query_keep, batch)
+
+    def work(starts: Iterator[int]) -> None:
+        space = Workspace(block, shared)
+        for start in starts:
+            stop = min(start + group, batch * heads)
+            own = Heads(
+                range(start // heads, -(-stop // heads)),
+                range(0, heads) if group > heads else range(start % heads, (stop - 1) % heads + 1),
+            )
+            chosen = some_keys[own.examples.start]
+            tile = own.tile(key_side, chosen)
+            mixed = _gather(tile, _clean(own.of(v, chosen), tile.absent), space)
+            mixed = mixed.to(dtype) * own.of(factor, None)
+            chosen = some_queries[own.examples.start]
+            tile = own.tile(query_side, chosen)
+            target = out.view(batch * heads, queries, width)[start:stop]
+            if isinstance(chosen, Tensor):
+                rows = target.new_empty((1, len(chosen), width))
+                _spread(tile, mixed, rows, space)
+                target.index_copy_(1, chosen, rows)
+            else:
+                _spread(tile, mixed, target[:, :chosen], space)
+
+    starts = range(0, batch * heads, group)
+    if shared:
+        with torch.no_grad():
+            work(iter(starts))
+    else:
+        each_worker(work, starts)
+    return out.to(v.dtype)
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    half_steps: int,
+) -> tuple[str, str]:
+    """What the tile of the widest scores runs, and why.  half_steps: the fewer of both sides.
+
+    Measures the scores, which the kernel itself does tile by tile: this is for people to read.
+    """
+    if q.numel() == 0 or k.numel() == 0:
+        return "CPU", "there is nothing to compute"
+    group, shared = _layout(q, k, pivots)
+    dtype = meaning.work_dtype(q)
+    tokens, size = max(q.shape[2], k.shape[2]), dtype.itemsize
+    kept = f"a head's K takes {tokens * pivots.shape[1] * size / 2**20:.2f} MiB"
+    if shared:
+        layout, why = "threads share a head", f"fewer heads than threads, {tokens} tokens"
+    elif group == 1:
+        layout, why = "one head a tile", f"{kept}: two would leave no room in a private cache"
+    else:
+        layout, why = "heads stacked", f"{kept}, several fit a private cache"
+    if half_steps == 0:
+        return f"CPU, {layout}, log domain", f"{why}; without a half-step nothing is scaled"
+    largest = span = 0.0
+    sides = ((q, query_keep, None, query_multiplier), (k, keep, key_bias, key_multiplier))
+    for x, mask, bias, multiplier in sides:
+        scores = meaning.pivot_scores(x, mask, bias, pivots, multiplier, dtype)
+        if scores.numel():
+            largest = max(largest, float(scores.abs().max()))
+            span = max(span, float((scores.amax(-2) - scores.amin(-2)).max()))
+    found = f"scores reach {largest:.1f}, those of a token span {span:.1f}"
+    safe = SAFE_ROW_RANGE[dtype]
+    if largest <= safe / 2:
+        domain = "linear domain"
+    elif span <= safe:
+        domain = "linear domain, shifted"
+    elif span <= SAFE_ROW_RANGE[torch.float64]:
+        domain = "linear domain, shifted, float64"
+    else:
+        domain = "log domain"
+    return f"CPU, {layout}, {domain}", f"{why}; {found}"
+
+
+def _layout(q: Tensor, k: Tensor, pivots: Tensor) -> tuple[int, bool]:
+    """Heads in a tile (whole examples, or equal parts of one) and whether threads share a head."""
+    batch, heads, queries, _ = q.shape
+    threads, tokens = torch.get_num_threads(), max(queries, k.shape[2])
+    # A tile's K stays in cache from sweep to sweep; its tokens pass by once.
+    of_one = tokens * pivots.shape[1] * meaning.work_dtype(q).itemsize
+    most = min(thresholds(q, k).tile_bytes // of_one, -(-batch * heads // threads))
+    if most >= heads:
+        group = most // heads * heads
+    else:
+        group = max(count for count in range(1, max(1, most) + 1) if heads % count == 0)
+    return group, batch * heads < threads and tokens >= threads * SHARED_TOKENS
+
+
+def _chosen(keep: Tensor | None, batch: int) -> Sequence[Chosen]:
+    if keep is None:
+        return [None] * batch
+    counts = keep.sum(-1)
+    at_start = (keep == (torch.arange(keep.shape[1]) < counts[:, None])).all(-1).tolist()
+    return [
+        count if first else own.nonzero().squeeze(1)
+        for own, count, first in zip(keep, counts.tolist(), at_start, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one tile: all heads of some examples, or some heads of one."""
+
+    examples: range
+    heads: range
+
+    def __len__(self) -> int:
+        return len(self.examples) * len(self.heads)
+
+    def of(self, x: Tensor, chosen: Chosen) -> Tensor:
+        """[B, H, N, D] -> [G, N, D], copied only where it has to be."""
+        if len(self) == 1:
+            one = x[self.examples.start, self.heads.start].unsqueeze(0)
+            if isinstance(chosen, Tensor):
+                return one.index_select(1, chosen)
+            return one if chosen is None else one[:, :chosen]
+        if len(self.examples) > 1:
+            return x[self.examples.start : self.examples.stop].flatten(0, 1)
+        return x[self.examples.start, self.heads.start : self.heads.stop]
+
+    def tile(self, side: Side, chosen: Chosen) -> Tile:
+        x = self.of(side.x, chosen)
+        bias = None if side.bias is None else self.of(side.bias, chosen)
+        z, sigma = (t[self.heads.start : self.heads.stop] for t in (side.z, side.sigma))
+        if len(self.examples) > 1:
+            z, sigma = (t.repeat(len(self.examples), 1, 1) for t in (z, sigma))
+        absent = None
+        count = x.new_full((1, 1, 1), float(x.shape[1]), dtype=z.dtype)
+        if len(self) > 1 and side.keep is not None:
+            keep = side.keep[self.examples.start : self.examples.stop]
+            keep = keep.repeat_interleave(len(self.heads), 0)
+            absent = ~keep
+            count = keep.sum(-1)[:, None, None].to(z.dtype)
+            x = _clean(x, absent)
+            bias = None if bias is None else _clean(bias, absent)
+        return Tile(x, absent, bias, z, sigma, count, side.half_steps, side.tokens_first)
+
+
+def _clean(x: Tensor, absent: Tensor | None) -> Tensor:
+    return x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)
+
+
+def _gather(tile: Tile, values: Tensor, space: Workspace) -> Tensor:
+    """diag(1 / sigma) P v [G, R, E], P [G, R, N] the plan of mass n.  values: [G, N, E]."""
+    for dtype, shifted in _domains(tile):
+        found = _linear(tile, dtype, shifted, values, None, None, space)
+        if found is not None:
+            return found
+    plan = _log_domain(tile)
+    return (plan @ values.to(plan.dtype)) * _inverse(tile.sigma).transpose(1, 2)
+
+
+def _spread(tile: Tile, mixed: Tensor, out: Tensor, space: Workspace) -> None:
+    """P' mixed, written to out [G, N, E].  mixed: [G, R, E]."""
+    for dtype, shifted in _domains(tile):
+        if _linear(tile, dtype, shifted, None, mixed, out, space) is not None:
+            return
+    plan = _log_domain(tile)
+    out.copy_(plan.transpose(1, 2) @ mixed)
+
+
+def _domains(tile: Tile) -> list[tuple[torch.dtype, bool]]:
+    """In which the linear domain is tried: dtype, and whether each token's largest score is taken off.
+
+    Without a half-step there is no gauge, which a shift needs.
+    """
+    if tile.half_steps == 0:
+        return []
+    if tile.z.dtype == torch.float64:
+        return [(torch.float64, False), (torch.float64, True)]
+    return [(torch.float32, False), (torch.float32, True), (torch.float64, True)]
+
+
+def _log_domain(tile: Tile) -> Tensor:
+    """P [G, R, N] of mass n as the meaning has it."""
+    scores = (tile.x.to(tile.z.dtype) @ tile.z).transpose(1, 2)
+    if tile.bias is not None:
+        scores = scores + tile.bias.transpose(1, 2)
+    if scores.shape[2] == 0:
+        return scores
+    keep = None if tile.absent is None else ~tile.absent
+    plan = meaning.pivot_plan(
+        scores[:, None], keep, tile.sigma, tile.half_steps, tile.tokens_first
+    )[:, 0]
+    return plan * tile.count  # also 0 where no token is active
+
+
+def _inverse(sigma: Tensor) -> Tensor:
+    return torch.where(sigma > 0, sigma, torch.inf).reciprocal()
+
+
+def _sweeps(half_steps: int, tokens_first: bool) -> list[tuple[bool, bool]]:
+    """The half-steps as pairs (tokens, then pivots)."""
+    pairs = [] if tokens_first else [(False, True)]
+    left = half_steps - len(pairs)
+    return pairs + [(True, index + 1 < left) for index in range(0, left, 2)]
+
+
+def _linear(
+    tile: Tile,
+    dtype: torch.dtype,
+    shifted: bool,
+    values: Tensor | None,
+    mixed: Tensor | None,
+    out: Tensor | None,
+    space: Workspace,
+) -> Tensor | None:
+    """P = diag(b) K' diag(a) of mass n in one domain; None where the scores do not fit it.
+
+    With values: diag(1 / sigma) P v [G, R, E].  With mixed: P' mixed into out.
+    Tokens are closed to mass 1, a = 1 / K b, and pivots to n sigma, b = n sigma / K'a: totals are equal,
+    so that the scalings do not drift.
+    """
+    groups, tokens, _ = tile.x.shape
+    z, sigma, count = tile.z.to(dtype), tile.sigma.to(dtype), tile.count.to(dtype)
+    kernel = space.kernel(groups, tokens, z.shape[2], dtype)
+    a = torch.ones((groups, 1, tokens), dtype=dtype)
+    density = _inverse(sigma) * count  # b / sigma
+    sweeps = _sweeps(tile.half_steps, tile.tokens_first)
+    if mixed is not None and sweeps[-1][1]:
+        sweeps.append((False, False))  # the output needs the last b
+    safe = SAFE_ROW_RANGE[dtype]
+    own = (tile.x, tile.bias, tile.absent, z, kernel, a)
+    if shifted:
+        if not all(space.each(tokens, _open_shifted, *own, safe, space.block)):
+            return None
+        if tokens:
+            top = a.amax(-1, keepdim=True)
+            a.sub_(top.masked_fill_(top == -torch.inf, 0.0)).exp_()
+    result = density
+    for index, (closes_tokens, closes_pivots) in enumerate(sweeps):
+        opens = index == 0 and not shifted
+        last = index == len(sweeps) - 1
+        b = density * sigma
+        weights = b.transpose(1, 2) * mixed if last and mixed is not None else None
+        parts = space.each(
+            tokens, _sweep, *own, b, values if last else None, weights, out, opens, closes_tokens,
+            closes_pivots, safe, space.block,
+        )  # fmt: skip
+        if not all(fits for fits, _, _ in parts):
+            return None
+        if closes_pivots:
+            total = _sum([total for _, total, _ in parts])
+            density = count / total.clamp_(min=torch.finfo(dtype).tiny)  # 0 / 0 without any token
+        result = _sum([gathered for _, _, gathered in parts])
+    return result if values is None else result * density.transpose(1, 2)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+@without_gil
+def _open_shifted(
+    x: Tensor,
+    bias: Tensor | None,
+    absent: Tensor | None,
+    z: Tensor,
+    kernel: Tensor,
+    a: Tensor,
+    safe: float,
+    block: int,
+    first: int,
+    end: int,
+) -> bool:
+    """K = exp(S - top) [G, N, R] and a = top [G, 1, N] (-inf on padded tokens) of tokens first .. end.
+
+    top: a token's largest score.  False, early, where a token's scores span more than `safe`.
+    """
+    for start in range(first, end, block):
+        stop = min(start + block, end)
+        part = kernel[:, start:stop]
+        torch.bmm(x[:, start:stop].to(z.dtype), z, out=part)
+        if bias is not None:
+            part += bias[:, start:stop]
+        top = part.amax(-1, keepdim=True)
+        if not bool(((top - part.amin(-1, keepdim=True)).max() <= safe).item()):
+            return False
+        part.sub_(top).exp_()
+        if absent is not None:
+            missing = absent[:, start:stop].unsqueeze(-1)
+            part.masked_fill_(missing, 0.0)
+            top.masked_fill_(missing, -float("inf"))
+        a[:, :, start:stop] = top.transpose(1, 2)
+    return True
+
+
+@without_gil
+def _sweep(
+    x: Tensor,
+    bias: Tensor | None,
+    absent: Tensor | None,
+    z: Tensor,
+    kernel: Tensor,
+    a: Tensor,
+    b: Tensor,
+    values: Tensor | None,
+    weights: Tensor | None,
+    out: Tensor | None,
+    opens: bool,
+    closes_tokens: bool,
+    closes_pivots: bool,
+    safe: float,
+    block: int,
+    first: int,
+    end: int,
+) -> tuple[bool, Tensor, Tensor]:
+    """One pass over tokens first .. end, `block` at a time:
+
+        K = exp(S)           if it `opens`; ends at once, with False, where |S| > safe / 2
+        a = 1 / K b          if it closes tokens
+        K'a                  [G, 1, R], returned if it closes pivots
+        K' diag(a) values    [G, R, E], returned
+        diag(a) K weights    to out [G, N, E]
+
+    K is spent where it meets values or weights.  kernel: [G, N, R]; a: [G, 1, N]; b: [G, 1, R].
+    """
+    total = torch.zeros_like(b)
+    gathered = total
+    if values is not None:
+        gathered = b.new_zeros((b.size(0), b.size(2), values.size(2)))
+    for start in range(first, end, block):
+        stop = min(start + block, end)
+        part = kernel[:, start:stop]
+        if opens:
+            torch.bmm(x[:, start:stop].to(z.dtype), z, out=part)
+            if bias is not None:
+                part += bias[:, start:stop]
+            low, high = torch.aminmax(part)
+            if not bool((torch.maximum(high, -low) <= safe * 0.5).item()):
+                return False, total, gathered
+            part.exp_()
+            if absent is not None:
+                part.masked_fill_(absent[:, start:stop].unsqueeze(-1), 0.0)
+        a_part = a[:, :, start:stop]
+        if closes_tokens:
+            torch.bmm(b, part.transpose(1, 2), out=a_part)
+            if absent is not None:  # a padded token's total is 0, which would divide
+                a_part.masked_fill_(absent[:, start:stop].unsqueeze(1), 1.0)
+            a_part.reciprocal_()
+        if closes_pivots:
+            total.baddbmm_(a_part, part)
+        if values is not None:
+            part.mul_(a_part.transpose(1, 2))
+            gathered.baddbmm_(part.transpose(1, 2), values[:, start:stop].to(z.dtype))
+        if weights is not None and out is not None:
+            part.mul_(a_part.transpose(1, 2))
+            if out.dtype == part.dtype:
+                torch.bmm(part, weights, out=out[:, start:stop])
+            else:
+                out[:, start:stop] = torch.bmm(part, weights)
+    return True, total, gathered
