@@ -24,6 +24,7 @@ from asapc.artifact import (
     write_artifact,
     write_refreshed,
 )
+from asapc.audit import SoftToHard, settle_exact_sorting, soft_sites
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.data import Batch, DataSource, open_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
@@ -207,6 +208,7 @@ def compile(
         )
         for index, site in enumerate(progress.track(analysis.sites, "selecting", None))
     ]  # fmt: skip
+    choices, switch = _settled(analysis, choices, source, recipe)
     compiled = rewritten_programs(analysis.lifted, [choice.replacement for choice in choices])
     _verify_finite(Runner(analysis.model, compiled)(example), teacher)
 
@@ -225,6 +227,7 @@ def compile(
             {"name": left.name, "status": left.status, "reason": left.reason}
             for left in analysis.left_alone
         ],
+        **({} if switch is None else {"soft_to_hard": switch}),
     }
     programs: dict[Stage, Sequence[Program]] = {
         "graph": compiled, "lossless": analysis.lifted, "teacher": analysis.capture.programs,
@@ -284,6 +287,7 @@ def report(
     tap = Tap(surrounding, artifact.programs["lossless"])
     outputs, lossless = OutputFidelity(), OutputFidelity()
     sites = [SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
+    audit = _audit(artifact, surrounding)
     measured = 0
     first: Batch | None = None
     batches = source.batches(
@@ -299,6 +303,8 @@ def report(
         lossless.update(_comparable(teacher_out), _comparable(lossless_out), batch.labels)
         for site, seen in zip(sites, tensors, strict=True):
             site.update(seen)
+        if audit is not None:
+            audit.update(batch)
         measured += len(batch)
     if first is None:
         raise InputError(
@@ -329,6 +335,7 @@ def report(
         },
         "sites": [site.result() for site in sites],
         "refused": artifact.manifest["refused"],
+        **({} if audit is None else {"soft_to_hard": audit.result(first)}),
         **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
         "environment": environment(),
         "gate": {"passed": True, "checks": []},
@@ -525,6 +532,28 @@ def _selection(
             help="15 % of the examples are used for selection, chosen by content",
         )
     return tensors, seen
+
+
+def _settled(
+    analysis: Analysis, choices: Sequence[Choice], source: DataSource, recipe: Recipe
+) -> tuple[list[Choice], dict[str, Any] | None]:
+    """The choices, with exact sorting where predictions on the selection split allow it."""
+    recipes = [recipe.for_site(site.name) for site in analysis.sites]
+    selection = source.batches(
+        recipe.batch_size,
+        select=lambda content: split_of(content) == "selection",
+        limit=min(recipe.max_examples, SELECTION_EXAMPLES),
+    )
+    return settle_exact_sorting(analysis.model, analysis.lifted, choices, recipes, selection)
+
+
+def _audit(artifact: Artifact, model: nn.Module | None) -> SoftToHard | None:
+    """For an artefact whose teacher sorts softly."""
+    lossless = artifact.programs["lossless"]
+    if not soft_sites(lossless):
+        return None
+    refreshed = artifact.programs["graph"] if "refresh" in artifact.manifest else None
+    return SoftToHard(model, lossless, refreshed)
 
 
 def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
