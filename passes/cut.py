@@ -71,10 +71,10 @@ def separate(output: Node, inputs: Sequence[Node]) -> tuple[set[Node], list[Node
         if node in seen or node in inputs or not holds_tensors(node):
             continue
         seen.add(node)
-        if node.op == "placeholder":
-            return None
         if node in downstream:
             between.add(node)
+        elif node.op == "placeholder" and not _is_bool(node):
+            return None
         elif _is_bool(node) and depends_on_data(node):
             root = mask_root(node)
             if root not in masks:

@@ -28,6 +28,7 @@ from asapc.passes.products import (
     BARRIERS,
     KeyMask,
     Product,
+    Unidentified,
     canonical_shape,
     is_vector,
     merged_heads,
@@ -109,7 +110,7 @@ def match(program: Program) -> list[AnySite | Refusal]:
         if isinstance(site, LotSite):
             owned |= {*site.inside, node}
             results.append((order[node], site))
-    reasons = {node: site for node, site in glued if isinstance(site, str)}
+    unknown = {node: site for node, site in glued if isinstance(site, Unidentified)}
     candidates = {s: r for s, r in find_regions(graph).items() if s not in owned}
     for score, regions in candidates.items():
         outcomes: list[AttentionSite | Refusal] = []
@@ -131,8 +132,11 @@ def match(program: Program) -> list[AnySite | Refusal]:
             continue
         refusal = outcomes[0]
         assert isinstance(refusal, Refusal)
-        better = sliced or reasons.get(value.node)
-        results.append((order[score], refusal if better is None else replace(refusal, reason=better)))
+        better = sliced or unknown.get(value.node)
+        if better is not None:
+            owned |= better.inside
+            refusal = replace(refusal, reason=better.reason)
+        results.append((order[score], refusal))
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in FUSED:
             reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
@@ -146,8 +150,11 @@ def match(program: Program) -> list[AnySite | Refusal]:
             owned |= {*sliced.inside, product.node}
             likely.append(sliced.convention)
             results.append((order[product.node], sliced))
-        else:
-            left.append((product.node, sliced or reasons.get(product.node) or reason))
+            continue
+        better = sliced or unknown.get(product.node)
+        if better is not None:
+            owned |= better.inside - {product.node}
+        left.append((product.node, reason if better is None else better.reason))
     results.extend(
         (order[node], Refusal(site_name(program, node), reason, node.name))
         for node, reason in left

@@ -25,10 +25,11 @@ from asapc.passes.cut import (
     separate,
 )
 from asapc.passes.probe import STABILISED, NoFit
-from asapc.passes.probe_esp import EspSample, error_of, identify_esp
+from asapc.passes.probe_esp import NO_TEMPERATURE, EspSample, error_of, identify_esp
 from asapc.passes.products import (
     KeyMask,
     Product,
+    Unidentified,
     canonical_shape,
     merged_heads,
     rank_of,
@@ -74,9 +75,11 @@ class EspSite:
 
 def match_esp(
     program: Program, value: Product, likely: Sequence[EspConvention] = ()
-) -> EspSite | str | None:
-    """The sliced plan that is multiplied by the values here; a reason why its convention is not known;
-    or None where nothing is sorted.  likely: conventions of other layers, tried first."""
+) -> EspSite | Unidentified | None:
+    """The sliced plan that is multiplied by the values here, or None where nothing is sorted.
+
+    likely: conventions of other layers, tried first.
+    """
     graph = program.graph
     attention = value.left
     if rank_of(attention) not in (3, 4):
@@ -86,10 +89,11 @@ def match_esp(
         return None
     pair, between, masks = found
     try:
-        return _examine(graph, program, value, pair, between, masks, likely)
+        outcome = _examine(graph, program, value, pair, between, masks, likely)
     except Exception as error:  # the region is the user's code: whatever it raises is a reason
         line = str(error).splitlines()[0][:200] if str(error) else ""
-        return f"the region cannot be run on its own: {type(error).__name__}: {line}"
+        outcome = f"the region cannot be run on its own: {type(error).__name__}: {line}"
+    return Unidentified(outcome, frozenset(between)) if isinstance(outcome, str) else outcome
 
 
 def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] | None:
@@ -164,7 +168,10 @@ def _examine(
         if fits:
             break
     if not fits:
-        return reasons[0] if reasons else "not a sliced plan: its rows are not the queries'"
+        # The reason of the attempt that came furthest: with the clouds the other way round, or the mask
+        # the other way, not even the plans are there.
+        further = [reason for reason in reasons if NO_TEMPERATURE not in reason]
+        return (further + reasons or ["not a sliced plan: its rows are not the queries'"])[0]
     _, fit, swapped, hidden = min(fits, key=lambda own: own[0])
     q, k = (pair[1], pair[0]) if swapped else pair
     mask: KeyMask | None = None

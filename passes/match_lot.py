@@ -7,7 +7,7 @@ after:  LotSite with queries, keys, values and everything the operator needs, or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from asapc.ir import LotConvention, OutputFactor, Program
 from asapc.operators.lot import lot as lot_meaning
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.cut import Cut, ancestors, constant_value, depends_on_data, is_tensor, separate
-from asapc.passes.probe import STABILISED, NoFit
-from asapc.passes.probe_lot import NO_PIVOTS, HalfFit, identify_half
+from asapc.passes.probe import STABILISED, NoFit, snapped
+from asapc.passes.probe_lot import HalfFit, identify_half
 from asapc.passes.products import (
     BARRIERS,
     KeyMask,
     Product,
+    Unidentified,
     canonical_shape,
     merged_heads,
     product_of,
@@ -38,6 +39,7 @@ PROBE_LENGTHS = (11, 14)
 PROBE_BATCH = 2
 CONTRACTIONS = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
+    aten.cdist.default, aten._cdist_forward.default,
 }  # fmt: skip
 TURNS = {aten.transpose.int, aten.permute.default}
 
@@ -84,19 +86,19 @@ class _Candidate:
     masks: tuple[list[Node], list[Node], list[Node]]
 
 
-def match_lot(program: Program) -> list[tuple[Node, LotSite | str]]:
-    """Every pair of chained products with a plan against pivots on each side: (outer node, outcome).
-
-    Chained products whose scores have nothing to do with parameters are not listed.
-    """
-    results: list[tuple[Node, LotSite | str]] = []
+def match_lot(program: Program) -> list[tuple[Node, LotSite | Unidentified]]:
+    """Every pair of chained products with a plan against pivots on each side: (outer node, outcome)."""
+    results: list[tuple[Node, LotSite | Unidentified]] = []
     for candidate in _candidates(program.graph):
         try:
             outcome = _examine(program, candidate)
         except Exception as error:  # the region is the user's code: whatever it raises is a reason
             line = str(error).splitlines()[0][:200] if str(error) else ""
             outcome = f"the region cannot be run on its own: {type(error).__name__}: {line}"
-        if outcome is not None:
+        if isinstance(outcome, str):
+            inside = frozenset().union(*candidate.between)
+            results.append((candidate.outer.node, Unidentified(outcome, inside)))
+        else:
             results.append((candidate.outer.node, outcome))
     return results
 
@@ -257,13 +259,13 @@ def _raw(tokens: Tensor, points: Points, cut: Cut, lengths: dict[Any, int]) -> T
     return ordered.permute([points.order.index(i) for i in range(len(shape))]).contiguous()
 
 
-def _examine(program: Program, own: _Candidate) -> LotSite | str | None:
+def _examine(program: Program, own: _Candidate) -> LotSite | str:
     graph = program.graph
     masked = bool(own.masks[2])
     for name, masks in zip(("query", "key"), own.masks[:2], strict=True):
         if len(masks) > 1:
             return f"two masks enter the {name} plan ({masks[0].name} and {masks[1].name})"
-    reason: str | None = None
+    reason = ""
     for hidden in (True, False) if masked else (True,):
         experiment = _Experiment(graph, own, hidden)
         sizes = [experiment.lengths(0), experiment.lengths(5)]
@@ -274,8 +276,6 @@ def _examine(program: Program, own: _Candidate) -> LotSite | str | None:
             pivots, masses = _parameters(graph, own.between[side], points, shapes[0])
             fit = identify_half(experiment.plan(side, sizes), shapes, pivots, masses)
             if isinstance(fit, NoFit):
-                if fit.reason == NO_PIVOTS:
-                    break
                 error = "" if fit.error is None else f"; relative error {fit.error:.2g}"
                 reason = reason or f"{('query', 'key')[side]} plan: {fit.reason}{error}"
                 break
@@ -294,8 +294,10 @@ def _glued(
     keys: HalfFit,
 ) -> LotSite | str:
     """Both plans are known: the factor in front, and whether the whole is what they make."""
-    if not torch.allclose(queries.pivots, keys.pivots) or not torch.allclose(queries.mass, keys.mass):
+    shared = _on_pivots(keys, queries.pivots)
+    if shared is None or not torch.allclose(queries.mass, keys.mass):
         return "the query and the key plan have different pivots or masses"
+    keys = shared
     generator = torch.Generator().manual_seed(2)
     masks = own.masks[0] or own.masks[1]
     rows: list[tuple[Tensor, Tensor, int, int, float]] = []
@@ -333,6 +335,17 @@ def _glued(
         heads, int(node.meta["val"].shape[-1]), mask, query_mask, queries.pivots, queries.mass,
         max(error, queries.error, keys.error),
     )  # fmt: skip
+
+
+def _on_pivots(fit: HalfFit, pivots: Tensor) -> HalfFit | None:
+    """The same plan from other pivots, a multiple of its own; None if they are not."""
+    if fit.pivots.shape != pivots.shape:
+        return None
+    ratio = float((fit.pivots * pivots).sum() / pivots.square().sum())
+    if not torch.allclose(fit.pivots, ratio * pivots):
+        return None
+    half = replace(fit.half, score_multiplier=snapped(fit.half.score_multiplier * ratio))
+    return replace(fit, half=half, pivots=pivots)
 
 
 def _reference(

@@ -32,6 +32,7 @@ from asapc.passes.probe import EXACT, STABILISED, NoFit, snapped
 
 SPREADS = (1.0, 4.0, 0.25, 1e-2, 1e-4)  # of the coordinates: a temperature shows where t ~ spread^2
 TEMPERATURES = np.logspace(-12, 4, 33)
+NO_TEMPERATURE = "not a sliced plan: no temperature makes it a mixture of the slices' plans"
 DISTINCT = 1e-6  # residual below which the slices' plans explain the map
 
 
@@ -92,7 +93,7 @@ def identify_esp(
             best = (residual, temperature, slices)
     if best is None or not best[0] <= DISTINCT:
         return NoFit(
-            "not a sliced plan: no temperature makes it a mixture of the slices' plans",
+            NO_TEMPERATURE,
             None if best is None else best[0],
         )
     fits = [

@@ -19,7 +19,6 @@ from asapc.ir import HalfPlan
 from asapc.operators.closures import close_columns, close_rows, log_marginals
 from asapc.passes.probe import EXACT, MAX_HALF_STEPS, STABILISED, NoFit, Sample, score_multiplier, snapped
 
-NO_PIVOTS = "not a plan against pivots: no parameter of the layer gives its scores"
 SPREADS = (1.0, 3.0, 6.0)  # standard deviations of the scores, in units of epsilon
 
 
@@ -75,7 +74,7 @@ def identify_half(
             if fit is not None and (best is None or fit.error < best.error):
                 best = fit
     if best is None:
-        return NoFit(NO_PIVOTS)
+        return NoFit("no parameter of the layer gives its scores as inner products")
     if not best.error <= STABILISED:
         return NoFit("not a finite loop between tokens and pivots", best.error)
     return best

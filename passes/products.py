@@ -53,6 +53,14 @@ class KeyMask:
     merged: bool  # leading dimension is batch times heads
 
 
+@dataclass(frozen=True)
+class Unidentified:
+    """A region of a known kind that has no known convention: why, and what belongs to it."""
+
+    reason: str
+    inside: frozenset[Node]
+
+
 def product_of(node: Node) -> Product | None:
     if node.op != "call_function" or not is_tensor(node):
         return None
@@ -107,10 +115,22 @@ def is_vector(product: Product) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal as expressions; never adds a guard."""
-    left = a.node.expr if isinstance(a, torch.SymInt) else a
-    right = b.node.expr if isinstance(b, torch.SymInt) else b
-    return bool(left == right)
+    """Equal as expressions, or wherever they are tried; never adds a guard."""
+    left, right = (x.node.expr if isinstance(x, torch.SymInt) else x for x in (a, b))
+    if left == right:
+        return True
+    symbols = {s for x in (left, right) for s in getattr(x, "free_symbols", ())}
+    if not symbols:
+        return False
+    for start in (0, 3):  # other large primes: nothing else makes n^2 // n and n equal
+        values = dict(zip(sorted(symbols, key=str), PRIMES[start:] * len(symbols), strict=False))
+        first, second = (x.xreplace(values) if hasattr(x, "xreplace") else x for x in (left, right))
+        if int(first) != int(second):
+            return False
+    return True
+
+
+PRIMES = [1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049]
 
 
 def merged_heads(node: Node) -> int:

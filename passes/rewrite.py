@@ -25,6 +25,7 @@ from asapc.passes.lift import copied
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
+TEMPERATURE = -4  # place of SoftSort's temperature among the arguments of a soft call
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,49 @@ def _replacement(graph: GraphModule, index: int, o: Operands, choice: Replacemen
 
 def _hardened_call(graph: GraphModule, o: Operands, choice: Hardened) -> Node:
     """esp_soft(q, k, [v], keep, query_keep, slices, tau, t, ...) with its sorts hard."""
-    call, ops = graph.graph.call_function, torch.ops.asapc
-    values, rest = o.values, list(o.settings)
+    call = graph.graph.call_function
     if choice.kind == "exact":
-        del rest[2]  # the temperature of SoftSort
-        if values is None:
-            return call(ops.esp_hard_attention.default, (o.q, o.k, o.keep, o.query_keep, *rest))
-        return call(ops.esp_hard.default, (o.q, o.k, values, o.keep, o.query_keep, *rest))
-    dense = call(ops.esp_released_hard_attention.default, (o.q, o.k, o.keep, o.query_keep, *rest))
-    return dense if values is None else call(aten.matmul.default, (dense, values))
+        return call(*_exact(o))
+    arguments = (o.q, o.k, o.keep, o.query_keep, *o.settings)
+    dense = call(torch.ops.asapc.esp_released_hard_attention.default, arguments)
+    return dense if o.values is None else call(aten.matmul.default, (dense, o.values))
+
+
+def _exact(o: Operands) -> tuple[Any, tuple[Any, ...]]:
+    """The exact operator and its arguments: those of the soft one without a temperature."""
+    ops = torch.ops.asapc
+    target = ops.esp_hard_attention.default if o.values is None else ops.esp_hard.default
+    arguments = list(o.call.args)
+    del arguments[TEMPERATURE]
+    return target, tuple(arguments)
+
+
+def soft_calls(graph: GraphModule) -> list[Operands]:
+    """The calls that sort softly, in graph order."""
+    return [o for o in operator_calls(graph) if FORMS[o.call.target].operator == "esp_soft"]
+
+
+def temperature_of(o: Operands) -> float:
+    """t of a soft call."""
+    value = o.call.args[TEMPERATURE]
+    assert isinstance(value, float)
+    return value
+
+
+def heat(graph: GraphModule, temperatures: Sequence[float]) -> None:
+    """Set the temperature of every soft call, in place."""
+    for o, t in zip(soft_calls(graph), temperatures, strict=True):
+        arguments = list(o.call.args)
+        arguments[TEMPERATURE] = float(t)
+        o.call.args = tuple(arguments)
+    graph.recompile()
+
+
+def harden(graph: GraphModule) -> None:
+    """Every soft sort becomes exact, in place: nodes keep their names, as a signature may need them."""
+    for o in soft_calls(graph):
+        o.call.target, o.call.args = _exact(o)
+    graph.recompile()
 
 
 def _distilled_call(graph: GraphModule, index: int, o: Operands, choice: Distilled) -> Node:

@@ -287,6 +287,145 @@ class Mixed(nn.Module):
         return self.softmax(x + self.sinkhorn(x))
 
 
+def soft_sort(x: Tensor, temperature: float) -> Tensor:
+    ordered = x.sort(dim=-1, descending=True).values
+    return torch.softmax(-((ordered.unsqueeze(-1) - x.unsqueeze(-2)) ** 2) / temperature, -1)
+
+
+class SlicedSoft(_Projected):
+    """Published style: every slice's plan at once, Euclidean costs, axis-aligned slices."""
+
+    def weights(self, plans: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        cost = (torch.cdist(q, k).unsqueeze(2) * plans).sum((-1, -2))
+        return torch.softmax(-0.3 * cost, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        first, second = (soft_sort(p.transpose(-1, -2), 0.1) for p in (q, k))
+        plans = torch.matmul(first.transpose(-1, -2), second)
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+class SlicedLearnt(SlicedSoft):
+    """Learnt slices, queries scaled first, squared costs by inner products, their mean, einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slicer = nn.Linear(8, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        q, k = 0.5 * q, 0.5 * k
+        a, b = (soft_sort(self.slicer(p).transpose(-1, -2), 1e-3) for p in (q, k))
+        plans = torch.einsum("bhlri,bhlrj->bhlij", a, b)
+        cost = (q**2).sum(-1)[..., :, None] + (k**2).sum(-1)[..., None, :] - 2 * q @ k.transpose(-1, -2)
+        total = torch.einsum("bhij,bhlij->bhl", cost, plans) / q.shape[2]
+        return self.merge(torch.einsum("bhl,bhlij->bhij", torch.softmax(-2 * total, -1), plans) @ v)
+
+
+class SlicedMasked(SlicedSoft):
+    """Padded tokens (True means padded) are sorted last, matched with each other and left out."""
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        hidden = padded[:, None, None, :]
+        sides = []
+        for points in (q, k):
+            values = points.transpose(-1, -2).masked_fill(hidden, -1e4)
+            ordered = values.sort(dim=-1, descending=True).values
+            logits = -((ordered.unsqueeze(-1) - values.unsqueeze(-2)) ** 2) / 0.1
+            active = (ordered > -1e3).unsqueeze(-1)
+            sides.append(torch.softmax(logits.masked_fill(hidden.unsqueeze(-2), -1e30), -1) * active)
+        plans = sides[0].transpose(-1, -2) @ sides[1]
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+class SlicedHard(SlicedSoft):
+    """Exact sorting: permutation matrices from argsort."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        n = x.shape[1]
+        first, second = (
+            torch.zeros(*p.shape[:2], p.shape[3], n, n).scatter(
+                -1, p.transpose(-1, -2).argsort(dim=-1, descending=True).unsqueeze(-1), 1.0
+            )
+            for p in (q, k)
+        )
+        plans = torch.matmul(first.transpose(-1, -2), second)
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+class SlicedByNorm(SlicedSoft):
+    """Weights that do not follow the transport cost: no known convention."""
+
+    def weights(self, plans: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.softmax(q.mean(2), -1)
+
+
+class Glued(_Projected):
+    """Published style: potentials, learnt pivots and masses, both plans formed, then the values."""
+
+    half_steps, epsilon = 5, 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pivots = nn.Parameter(torch.randn(self.heads, 5, 8))
+        self.masses = nn.Parameter(torch.randn(self.heads, 5))
+
+    def plan(self, scores: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+        u, w = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+        for step in range(self.half_steps):
+            if step % 2 == 0:
+                u = log_a - torch.logsumexp(scores + w.unsqueeze(-2), -1)
+            else:
+                w = log_b - torch.logsumexp(scores + u.unsqueeze(-1), -2)
+        return torch.exp(scores + u.unsqueeze(-1) + w.unsqueeze(-2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        n, scale = x.shape[1], 8**-0.5 / self.epsilon
+        sigma = torch.softmax(self.masses, -1)
+        uniform = torch.full_like(q[..., 0], 1.0 / n).log()
+        first = self.plan(scale * q @ self.pivots.transpose(-1, -2), uniform, sigma.log())
+        second = self.plan(scale * self.pivots @ k.transpose(-1, -2), sigma.log(), uniform)
+        return self.merge(n * ((first / sigma[:, None, :]) @ (second @ v)))
+
+
+class GluedMasked(Glued):
+    """Padding by masses (True means active); pivots shared by the heads' code through einsum."""
+
+    half_steps = 6
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scale = 8**-0.5 / self.epsilon
+        sigma = torch.softmax(self.masses, -1)
+        count = keep.sum(-1).to(x.dtype)
+        uniform = (-count.log())[:, None, None].expand(-1, self.heads, x.shape[1])
+        uniform = uniform.masked_fill(~keep[:, None, :], -1e30)
+        first = self.plan(scale * torch.einsum("bhnd,hrd->bhnr", q, self.pivots), uniform, sigma.log())
+        second = self.plan(scale * torch.einsum("bhmd,hrd->bhmr", k, self.pivots), uniform, sigma.log())
+        values = torch.einsum("bhmr,bhme->bhre", second, v) / sigma[..., None]
+        return self.merge(count[:, None, None, None] * torch.matmul(first, values))
+
+
+class GluedByDistance(Glued):
+    """Costs that are no inner product: not supported, and said so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        sigma = torch.softmax(self.masses, -1)
+        uniform = torch.full_like(q[..., 0], 1.0 / x.shape[1]).log()
+        pivots = self.pivots.expand(x.shape[0], -1, -1, -1)
+        first = self.plan(-torch.cdist(q, pivots), uniform, sigma.log())
+        second = self.plan(-torch.cdist(pivots, k), sigma.log(), uniform)
+        return self.merge((first / sigma[:, None, :]) @ (second @ v))
+
+
 def inputs_for(module: nn.Module, seed: int = 0) -> tuple[Any, ...]:
     """A small example call for any module above."""
     torch.manual_seed(seed)
@@ -296,7 +435,9 @@ def inputs_for(module: nn.Module, seed: int = 0) -> tuple[Any, ...]:
         ids[0, 7:] = 0
         ids[1, 3:] = 0
         return x, ids
-    if isinstance(module, Alternating):
+    if isinstance(module, SlicedMasked):
+        return x, torch.arange(10) >= torch.tensor([[10], [7], [4]])
+    if isinstance(module, Alternating | GluedMasked):
         keep = torch.ones(3, 10, dtype=torch.bool)
         keep[0, 6:] = False
         return x, keep

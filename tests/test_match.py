@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import attention_zoo as zoo
 
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
 from asapc.errors import InputError
+from asapc.ir import EspConvention, HalfPlan, LotConvention, OutputFactor, Program
 from asapc.passes.calls import operator_calls
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
-from asapc.passes.match import AttentionSite, match
+from asapc.passes.match import AttentionSite, EspSite, LotSite, match
 from asapc.passes.verify import largest_difference
 
 
@@ -40,7 +42,22 @@ MATCHED: dict[str, tuple[Any, ...]] = {
     "Cross": (7, "row", 0.6, "none", False, False),
     "AdditiveMask": (6, "row", 0.5, "key", False, False),
 }
+# name -> convention
+SLICED = {
+    "SlicedSoft": EspConvention(0.1, 0.3),
+    "SlicedLearnt": EspConvention(1e-3, 2.0, squared_cost=True, mean_cost=True, slices=5),
+    "SlicedMasked": EspConvention(0.1, 0.3, mask="key"),
+    "SlicedHard": EspConvention(None, 0.3),
+}
+GLUED = {
+    "Glued": LotConvention(HalfPlan(5, True, 1.0), HalfPlan(5, False, 0.5**0.5), 5, OutputFactor()),
+    "GluedMasked": LotConvention(
+        HalfPlan(6, True, 0.5**0.5), HalfPlan(6, True, 0.5**0.5), 5, OutputFactor(), "key"
+    ),
+}
 REFUSED = {
+    "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
+    "GluedByDistance": "no parameter of the layer gives its scores as inner products",
     "Softmax": "not Sinkhorn: rows only",
     "Fused": "not Sinkhorn: rows only",
     "Causal": "differs between queries",
@@ -70,6 +87,55 @@ def test_sinkhorn_is_recognised_and_replaced(name: str) -> None:
         inputs = zoo.inputs_for(model, seed)
         with torch.no_grad():
             assert largest_difference(model(*inputs), lifted.graph(*inputs)) < 2e-6
+
+
+def replays(model: nn.Module, program: Program, site: Any, tolerance: float) -> None:
+    lifted = lift(program, [site])
+    assert len(operator_calls(lifted.graph)) == 1
+    for seed in (0, 5):
+        inputs = zoo.inputs_for(model, seed)
+        with torch.no_grad():
+            assert largest_difference(model(*inputs), lifted.graph(*inputs)) < tolerance
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_sliced_plans_are_recognised_and_replaced(name: str) -> None:
+    model = build(name)
+    program = capture(model, zoo.inputs_for(model), {}).programs[0]
+    outcomes = match(program)
+    assert len(outcomes) == 1 and isinstance(outcomes[0], EspSite), outcomes
+    site = outcomes[0]
+    found, expected = site.convention, SLICED[name]
+    assert replace(found, softsort_temperature=None, inverse_temperature=0.0) == replace(
+        expected, softsort_temperature=None, inverse_temperature=0.0
+    )
+    if expected.softsort_temperature is None:
+        assert found.softsort_temperature is None
+    else:
+        assert found.softsort_temperature == pytest.approx(expected.softsort_temperature, rel=1e-6)
+    assert found.inverse_temperature == pytest.approx(expected.inverse_temperature, rel=1e-6)
+    assert (site.heads, site.head_dim) == (2, 8) and site.probe_error < 1e-8
+    replays(model, program, site, 2e-6)
+
+
+@pytest.mark.parametrize("name", GLUED)
+def test_glued_plans_are_recognised_and_replaced(name: str) -> None:
+    model = build(name)
+    program = capture(model, zoo.inputs_for(model), {}).programs[0]
+    outcomes = match(program)
+    assert len(outcomes) == 1 and isinstance(outcomes[0], LotSite), outcomes
+    site = outcomes[0]
+    found, expected = site.convention, GLUED[name]
+    for own, right in ((found.queries, expected.queries), (found.keys, expected.keys)):
+        assert (own.half_steps, own.tokens_first) == (right.half_steps, right.tokens_first)
+        assert own.score_multiplier == pytest.approx(right.score_multiplier, rel=1e-6)
+    assert (found.pivots, found.mask, found.output_factor) == (
+        expected.pivots, expected.mask, expected.output_factor,
+    )  # fmt: skip
+    assert torch.allclose(site.pivots.float(), model.pivots)
+    assert torch.allclose(site.mass.float(), torch.softmax(model.masses, -1))
+    assert (site.heads, site.head_dim) == (2, 8) and site.probe_error < 1e-9
+    replays(model, program, site, 2e-6)
 
 
 @pytest.mark.parametrize("name", REFUSED)
