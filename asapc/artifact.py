@@ -116,22 +116,30 @@ def write_refreshed(
     manifest: Mapping[str, Any],
     weights: Mapping[tuple[int, str], Tensor],
     seen_hashes: Collection[int],
+    edit: Callable[[GraphModule], None] | None = None,
 ) -> None:
     """Write the artefact with other weights in its compiled programs; teacher and lossless stay.
 
-    artifact: with its teacher read. weights: by (number of the program, name). Whatever else the old
+    artifact: with all its stages read. weights: by (number of the program, name). edit: changes a
+    compiled program's graph in place, its inputs, outputs and shapes excepted. Whatever else the old
     folder holds, a report of the old weights among it, is left behind.
     """
     tensors = read_safetensors(artifact.folder / "model.safetensors")
     for (index, name), tensor in weights.items():
-        shared = name in artifact.programs["teacher"][index].graph.state_dict()
+        others = [artifact.programs[stage][index].graph for stage in ("lossless", "teacher")]
+        shared = any(name in graph.state_dict() for graph in others)
         own = f"graph.{index}.{name}" if shared else f"{index}.{name}"
         tensors[own] = tensor.detach().contiguous().clone()
     for entry in artifact.manifest["programs"]:
         for stage in STAGES:
             target = _inside(folder, entry[stage])
             target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(_inside(artifact.folder, entry[stage]), target)
+            if stage == "graph" and edit is not None:
+                exported = load_program(_inside(artifact.folder, entry[stage]))
+                edit(exported.graph_module)
+                save_program(exported, target)
+            else:
+                shutil.copyfile(_inside(artifact.folder, entry[stage]), target)
     shutil.copyfile(artifact.folder / "recipe.yaml", folder / "recipe.yaml")
     _finish(folder, manifest, tensors, seen_hashes)
 

@@ -31,8 +31,8 @@ from asapc.timing import interleaved_medians
 
 def soft_sites(programs: Sequence[Program]) -> list[int]:
     """Which sites, counted through all programs, sort softly."""
-    calls = [o for program in programs for o in operator_calls(program.graph)]
-    return [i for i, o in enumerate(calls) if FORMS[o.call.target].operator == "esp_soft"]
+    calls = [o.call.target for program in programs for o in operator_calls(program.graph)]
+    return [index for index, target in enumerate(calls) if FORMS[target].operator == "esp_soft"]
 
 
 def hardened(programs: Sequence[Program], hard: Hardened, sites: Sequence[int]) -> list[Program]:

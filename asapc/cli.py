@@ -184,6 +184,9 @@ def refresh(
     distil: Annotated[
         bool, typer.Option("--distil", help="Train on the teacher's predictions: KL, no labels.")
     ] = False,
+    anneal: Annotated[
+        bool, typer.Option("--anneal", help="Cool soft sorts of ESP layers down to exact ones.")
+    ] = False,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the calibration split.")] = 5,
     learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 2e-4,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
@@ -207,7 +210,10 @@ def refresh(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Train coefficients, norms, projections and head of a compiled model for a few epochs."""
+    """Train coefficients, norms, projections and head of a compiled model for a few epochs.
+
+    With --anneal: train everything while soft sorts become exact.
+    """
 
     def body(run: Session) -> None:
         from asapc.errors import InputError
@@ -224,7 +230,7 @@ def refresh(
 
         settings = RefreshSettings(
             "labels" if labels else "distil", epochs, learning_rate, batch_size,
-            tuple(parameters or ()), seed, examples,
+            tuple(parameters or ()), seed, examples, anneal,
         )  # fmt: skip
         entry = pipeline.refresh(
             artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs,

@@ -252,14 +252,15 @@ def refresh(
     progress: Progress,
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
-    artifact = read_artifact(artifact_path, ("graph", "teacher"))
+    artifact = read_artifact(artifact_path)
     surrounding = _surrounding(artifact, model, weights, kwargs)
     source = open_data(data, artifact.signature())
     with replace_folder(artifact_path if out is None else out) as folder:
         refreshed = train(artifact, surrounding, source, settings, progress)
         write_refreshed(
-            folder, artifact, refreshed.manifest, refreshed.weights, refreshed.seen_hashes
-        )
+            folder, artifact, refreshed.manifest, refreshed.weights, refreshed.seen_hashes,
+            refreshed.edit,
+        )  # fmt: skip
         compiled: dict[Stage, Sequence[Program]] = {"graph": artifact.programs["graph"]}
         _verify_written(folder, surrounding, compiled, refreshed.example)
     entry: dict[str, Any] = refreshed.manifest["refresh"]

@@ -4,13 +4,16 @@ Gradients flow through the closures into the fitted coefficients and the layers 
 trained is read off the graph: the coefficients of every predicted dual (a token bias is among them),
 the layer norms, the projection each attention output meets, and the head. All else stays as it was.
 Source: ASAP, Appendix E.4 (five supervised epochs at learning rate 2e-4).
+
+With annealing, soft sorts are cooled down meanwhile and become exact (asapc.anneal). Then everything
+is trained that a gradient reaches, as it is the queries and keys that have to move apart.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,12 +22,14 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from asapc.anneal import LOWEST, Annealing
 from asapc.artifact import Artifact
 from asapc.class_scores import are_probabilities, log_probabilities
 from asapc.data import Batch, DataSource, Split, rows, split_of
 from asapc.errors import InputError
 from asapc.ir import Program
 from asapc.passes.calls import FORMS, operator_calls
+from asapc.passes.rewrite import harden
 from asapc.progress import Progress
 from asapc.runner import Runner
 
@@ -44,7 +49,8 @@ class RefreshSettings:
     """mode: "labels" is cross entropy on the data's labels, "distil" KL(teacher || compiled).
 
     patterns: of parameter names, instead of the choice from the graph; examples: at most, of each
-    split, None for all.
+    split, None for all. anneal: cool soft sorts by the factor gamma from stage to stage, and make them
+    exact at the end.
     """
 
     mode: Literal["labels", "distil"]
@@ -54,16 +60,19 @@ class RefreshSettings:
     patterns: tuple[str, ...] = ()
     seed: int = 0
     examples: int | None = None
+    anneal: bool = False
+    gamma: float = 0.8
 
 
 @dataclass(frozen=True)
 class Refreshed:
-    """What write_refreshed needs. weights: by (number of the program, name)."""
+    """What write_refreshed needs. weights: by (number of the program, name); edit: of the graphs."""
 
     manifest: dict[str, Any]
     weights: dict[tuple[int, str], Tensor]
     seen_hashes: frozenset[int]
     example: Batch
+    edit: Callable[[GraphModule], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,13 +129,16 @@ def train(
     """Train on the calibration split; keep the epoch with the lowest loss on the selection split.
 
     model: the model around captured modules, whose own weights stay as they are. The gate split is
-    not read. Trains the artefact's compiled programs in place.
+    not read. Trains the artefact's compiled programs in place. An annealed model is kept as it is at
+    the end, and measured with its sorts exact throughout.
     """
     check_settings(settings)
     programs = artifact.programs["graph"]
     teacher = Runner(model, artifact.programs["teacher"])
     compiled = Runner(model, programs, gradients=True)
     training = _examples(source, "calibration", settings)
+    steps = settings.epochs * _steps(training, settings.batch_size)
+    annealing = Annealing(programs, settings.gamma, steps) if settings.anneal else None
     selection = _examples(source, "selection", settings)
     example = rows(selection[0], range(min(len(selection[0]), settings.batch_size)))
     leaf = scores_leaf(teacher(example))
@@ -141,14 +153,18 @@ def train(
     else:
         _check_labels([*training, *selection], measured, source.source)
 
-    names = choose_parameters(programs, leaf, settings.patterns)
-    trained = _parameters(programs, model, names)
-    progress.note(f"training {len(trained)} tensors on {_count(training)} examples")
     objective = Objective(settings.mode, leaf, probabilities)
-    before, best = fit(compiled, objective, parts, measured, trained, settings, progress)
+    if annealing is not None and not settings.patterns:
+        trained = _parameters(programs, model, parameters_of(programs))
+        trained = with_gradient(compiled, objective, _rows(parts[0], range(len(example))), trained)
+    else:
+        names = choose_parameters(programs, leaf, settings.patterns)
+        trained = _parameters(programs, model, names)
+    progress.note(f"training {len(trained)} tensors on {_count(training)} examples")
+    before, best = fit(compiled, objective, parts, measured, trained, settings, progress, annealing)
     if best.epoch == 0:
         progress.note("no epoch lowered the loss on the selection split: the weights are unchanged")
-    entry = {
+    entry: dict[str, Any] = {
         "mode": settings.mode,
         "epochs": settings.epochs,
         "best_epoch": best.epoch,
@@ -163,17 +179,29 @@ def train(
         "before": before,
         "after": best.metrics,
     }
+    if annealing is not None:
+        soft = evaluate(teacher, objective, measured, settings.batch_size)
+        entry["anneal"] = {
+            "gamma": settings.gamma, "from": annealing.temperatures(), "to": LOWEST,
+        }  # fmt: skip
+        entry["soft_to_hard"] = {
+            name: {"accuracy": own.get("accuracy"), "prediction_change": 1 - own["prediction_agreement"]}
+            for name, own in (("soft", soft), ("before", before), ("after", best.metrics))
+        }
     hashes = {hash for batch in (*training, *selection) for hash in batch.hashes}
     return Refreshed(
         _manifest(artifact, entry, {(own.program, own.name) for own in trained}),
         {(own.program, own.name): own.tensor.detach() for own in trained},
         artifact.seen_hashes | hashes,
         example,
+        None if annealing is None else harden,
     )
 
 
 def check_settings(settings: RefreshSettings) -> None:
-    """Raises InputError for a learning rate that is none."""
+    """Raises InputError for a learning rate or a cooling factor that is none."""
+    if not 0 < settings.gamma < 1:
+        raise InputError("refresh: gamma must be between 0 and 1", got=settings.gamma)
     if not (math.isfinite(settings.learning_rate) and settings.learning_rate > 0):
         raise InputError(
             "refresh: the learning rate must be positive and finite", got=settings.learning_rate
@@ -357,6 +385,31 @@ def _parameters(
     return trained
 
 
+def parameters_of(programs: Sequence[Program]) -> list[tuple[int, str]]:
+    """(program, name) of every floating parameter; buffers, a site's own constants too, are none."""
+    return [
+        (index, name)
+        for index, program in enumerate(programs)
+        for name, tensor in program.graph.named_parameters()
+        if tensor.is_floating_point()
+    ]
+
+
+def with_gradient(
+    runner: Runner, objective: Objective, part: Part, trained: Sequence[Trained]
+) -> list[Trained]:
+    """Those that a gradient of the loss on these examples reaches; the others stay as they are."""
+    scores = objective.scores(runner(part.batch))
+    if not scores.requires_grad:
+        return list(trained)  # fit says so
+    objective.loss(scores, part).backward()
+    kept = [own for own in trained if own.tensor.grad is not None]
+    for own in trained:
+        own.tensor.requires_grad_(own.tensor.grad is not None)
+        own.tensor.grad = None
+    return kept
+
+
 # Training
 
 
@@ -377,21 +430,31 @@ def fit(
     trained: Sequence[Trained],
     settings: RefreshSettings,
     progress: Progress,
+    annealing: Annealing | None = None,
 ) -> tuple[dict[str, float], Best]:
     """(metrics before, best epoch); leaves the best epoch's weights in place.
 
+    With annealing the last epoch is the best, all metrics are those of exact sorts, and these are in
+    place afterwards.
     Raises InputError where the loss or a weight stops being finite.
     """
     tensors = [own.tensor for own in trained]
     optimiser = torch.optim.Adam(tensors, lr=settings.learning_rate)
     generator = torch.Generator().manual_seed(settings.seed)
-    before = evaluate(runner, objective, selection, settings.batch_size)
+    measured = runner
+    if annealing is not None:
+        measured = annealing.hard(runner.model)
+    before = evaluate(measured, objective, selection, settings.batch_size)
     _require_finite(before["loss"], tensors, "before training", settings)
     best = Best(0, before, _copies(tensors))
-    steps = sum(math.ceil(len(part.batch) / settings.batch_size) for part in training)
+    steps = _steps([part.batch for part in training], settings.batch_size)
     for epoch in range(1, settings.epochs + 1):
-        shuffled = _shuffled(training, settings.batch_size, generator)
-        for part in progress.track(shuffled, f"epoch {epoch}/{settings.epochs}", steps):
+        shuffled = progress.track(
+            _shuffled(training, settings.batch_size, generator), f"epoch {epoch}/{settings.epochs}", steps
+        )
+        for number, part in enumerate(shuffled, (epoch - 1) * steps):
+            if annealing is not None:
+                annealing.step(number)
             scores = objective.scores(runner(part.batch))
             if not scores.requires_grad:
                 raise InputError(
@@ -404,10 +467,10 @@ def fit(
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
-        metrics = evaluate(runner, objective, selection, settings.batch_size)
+        metrics = evaluate(measured, objective, selection, settings.batch_size)
         _require_finite(metrics["loss"], tensors, f"after epoch {epoch}", settings)
         progress.note(f"epoch {epoch}: {_line(metrics)} (before: {_line(before)})")
-        if metrics["loss"] < best.metrics["loss"]:
+        if annealing is not None or metrics["loss"] < best.metrics["loss"]:
             best = Best(epoch, metrics, _copies(tensors))
         if epoch == 1:
             idle = [own.label for own in trained if own.tensor.grad is None]
@@ -416,6 +479,8 @@ def fit(
     with torch.no_grad():
         for tensor, weight in zip(tensors, best.weights, strict=True):
             tensor.copy_(weight)
+    if annealing is not None:
+        annealing.harden()
     return before, best
 
 
@@ -544,6 +609,11 @@ def _check_labels(batches: Sequence[Batch], measured: Sequence[Part], place: str
             )
 
 
+def _steps(batches: Sequence[Batch], batch_size: int) -> int:
+    """Training steps of one epoch."""
+    return sum(math.ceil(len(batch) / batch_size) for batch in batches)
+
+
 def _count(batches: Sequence[Batch]) -> int:
     return sum(len(batch) for batch in batches)
 
@@ -569,9 +639,28 @@ def _manifest(
             _refreshed_site(site) if names & trained else site
             for site, names in zip(manifest["sites"], own, strict=True)
         ]
+    if "anneal" in entry:
+        manifest["sites"] = [
+            _annealed_site(site, entry) if site["operator"] == "esp_soft" else site
+            for site in manifest["sites"]
+        ]
+        manifest["soft_to_hard"] = {
+            "prediction_change": entry["soft_to_hard"]["after"]["prediction_change"],
+            "examples": entry["selection_examples"],
+            "switched": True,
+        }
     return {**manifest, "refresh": entry}
 
 
 def _refreshed_site(site: dict[str, Any]) -> dict[str, Any]:
     reason = str(site["reason"]).removesuffix(_SINCE) + _SINCE
     return {**site, "reason": reason, "r2": None, "selection_attention_rel_l2": None}
+
+
+def _annealed_site(site: dict[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    before, after = (entry["soft_to_hard"][own]["prediction_change"] for own in ("before", "after"))
+    reason = (
+        f"annealed: exact sorting changes {after:.2%} of {entry['selection_examples']} predictions, "
+        f"and {before:.2%} before"
+    )
+    return {**site, "operator": "esp_hard", "reason": reason}

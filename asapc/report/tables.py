@@ -173,6 +173,7 @@ def report_tables(report: Mapping[str, Any]) -> list[Table]:
                 ),
             )
         )
+    tables += soft_to_hard_tables(_mapping(report, "soft_to_hard"))
     tables += refused_table(_list(report, "refused"))
     if _mapping(report, "refresh"):
         tables += refresh_tables(_mapping(report, "refresh"))
@@ -182,6 +183,23 @@ def report_tables(report: Mapping[str, Any]) -> list[Table]:
         rows = tuple((str(key), _cell(value)) for key, value in environment.items())
         tables.append(Table("Environment", ("", ""), rows))
     return tables
+
+
+def soft_to_hard_tables(audit: Mapping[str, Any]) -> list[Table]:
+    """What making sorts exact does to the whole model; none for a model without soft sorts."""
+    rows = tuple(
+        (
+            str(variant.get("name")),
+            *(_share(variant.get(key)) for key in ("accuracy", "prediction_change")),
+            *(number(variant.get(key)) for key in ("row_err", "col_err", "entropy")),
+            number(variant.get("examples_per_second")),
+        )
+        for variant in _list(audit, "variants")
+    )
+    columns = (
+        "sorts", "accuracy|", "predictions changed|", "row err|", "col err|", "entropy|", "examples/s|",
+    )  # fmt: skip
+    return [Table("Soft to hard: the model by how it sorts", columns, rows)] if rows else []
 
 
 def gate_table(gate: Mapping[str, Any]) -> list[Table]:
@@ -289,7 +307,8 @@ def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
 
 def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
     """How a compiled model was trained after the replacement, and what that changed."""
-    settings = {key: value for key, value in entry.items() if key not in ("before", "after", "earlier")}
+    apart = ("before", "after", "earlier", "soft_to_hard")
+    settings = {key: value for key, value in entry.items() if key not in apart}
     if entry.get("best_epoch") == 0:
         settings["best_epoch"] = "0: no epoch lowered the loss, the weights are unchanged"
     if _list(entry, "earlier"):
@@ -303,9 +322,16 @@ def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
         )
         for key in before
     )
+    audit = _mapping(entry, "soft_to_hard")
+    sorts = tuple(
+        (name, *(_share(_mapping(audit, key).get(own)) for own in ("accuracy", "prediction_change")))
+        for name, key in (("soft", "soft"), ("exact, before", "before"), ("exact, annealed", "after"))
+    )
+    columns = ("sorts", "accuracy|", "predictions changed|")
     return [
         Table("Refresh: trained after the replacement", ("", ""), rows),
         Table("Refresh: on the selection split", ("", "before|", "after|"), changes),
+        *([Table("Refresh: from soft to hard, selection split", columns, sorts)] if audit else []),
     ]
 
 
