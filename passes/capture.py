@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asapc.errors import InputError
 from asapc.ir import Program
+from asapc.passes.einsum import split_einsums
 
 
 @dataclass
@@ -129,6 +130,7 @@ def program_of(
         warnings.simplefilter("ignore")
         graph = functional(exported).module(check_guards=False)
     assert isinstance(graph, GraphModule)
+    split_einsums(graph)
     return Program(name, graph, args, kwargs, _dynamic_shapes(args, kwargs))
 
 
@@ -175,6 +177,7 @@ def _export(
         exported = export_graph(module, args, kwargs, shapes)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
+    split_einsums(graph)
     return Program(name, graph, args, kwargs, shapes, early_stop=budget.stopped)
 
 
@@ -235,7 +238,7 @@ def _capture_modules(
 
     A site needs two activation products, q k^T and A v, so modules with fewer are not tried.
     """
-    from asapc.passes.match import find_regions
+    from asapc.passes.match import holds_attention
 
     stack: list[str] = []
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -273,7 +276,7 @@ def _capture_modules(
         except Exception as error:  # its parent may still cover it; else it is reported
             failed[name] = _first_line(error)
             continue
-        if find_regions(program.graph):
+        if holds_attention(program.graph):
             found.append(program)
     order = list(modules)
     covered = [program.name for program in found]

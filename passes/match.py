@@ -193,6 +193,11 @@ def _record_examples(program: Program) -> None:
             Recorder(program.graph).run(*flat, enable_io_processing=False)
 
 
+def holds_attention(graph: GraphModule) -> bool:
+    """Whether anything in a graph would be matched or refused."""
+    return bool(find_regions(graph) or _unattended(graph))
+
+
 def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
     """Candidate regions by score product: a product whose result, through anything but a layer,
     becomes the left operand of another product of the same [N, M]."""
@@ -696,5 +701,6 @@ def _merged(node: Node, region: Region) -> bool:
 
 __all__ = [
     "EXACT", "AnySite", "AttentionSite", "EspSite", "KeyMask", "LotSite", "Product", "Refusal",
-    "ScoreBias", "find_regions", "match",
+    "ScoreBias", "find_regions",
+    "holds_attention", "match",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from asapc.ir import LotConvention, OutputFactor, Program
 from asapc.operators.lot import lot as lot_meaning
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.cut import Cut, ancestors, constant_value, depends_on_data, is_tensor, separate
-from asapc.passes.probe import STABILISED, NoFit, snapped
+from asapc.passes.probe import EXACT, STABILISED, NoFit, snapped
 from asapc.passes.probe_lot import HalfFit, identify_half
 from asapc.passes.products import (
     BARRIERS,
@@ -41,7 +41,7 @@ CONTRACTIONS = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
     aten.cdist.default, aten._cdist_forward.default,
 }  # fmt: skip
-TURNS = {aten.transpose.int, aten.permute.default}
+TURNS = {aten.transpose.int, aten.permute.default, aten.mT.default, aten.adjoint.default}
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def _glued(
             active = k.shape[2] if padded is None else int((~padded).sum())
             rows.append((unit, observed, q.shape[2], k.shape[2], float(active)))
     factor, error = _factor(rows)
-    if factor is None or not error <= STABILISED:
+    if not error <= STABILISED:
         return f"not the glued plan of its two halves; relative error {error:.2g}"
     mask, query_mask = (
         KeyMask(own.masks[i][0], experiment.hidden, False) if own.masks[i] else None for i in (1, 0)
@@ -362,10 +362,10 @@ def _reference(
 
 def _factor(
     rows: Sequence[tuple[Tensor, Tensor, int, int, float]]
-) -> tuple[OutputFactor | None, float]:
+) -> tuple[OutputFactor, float]:
     """The monomial in N, M, n that leads from the glued plan to the output, and its error."""
     powers = ((1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 1), (1, 1, -1), (0, 2, -1), (1, 1, 0))
-    best: tuple[OutputFactor | None, float] = (None, float("inf"))
+    tried: list[tuple[OutputFactor, float]] = []
     for unit_coefficient in (True, False):  # where N never changes, a factor of one wins over c N
         for a, b, c in powers:
             scaled = [
@@ -378,11 +378,9 @@ def _factor(
                 float((own * coefficient - seen).abs().max() / seen.abs().max().clamp(min=1e-300))
                 for own, seen in scaled
             )
-            if error < best[1]:
-                best = (OutputFactor(coefficient, a, b, c), error)
-        if best[1] <= STABILISED:
-            return best
-    return best
+            tried.append((OutputFactor(coefficient, a, b, c), error))
+    enough = max(EXACT, 4 * min(error for _, error in tried))
+    return next(own for own in tried if own[1] <= enough)  # the simplest of those that are as good
 
 
 def _parameters(

@@ -413,6 +413,30 @@ class GluedMasked(Glued):
         return self.merge(count[:, None, None, None] * torch.matmul(first, values))
 
 
+class GluedAtOnce(Glued):
+    """The three factors in one einsum, the factor inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        sigma = torch.softmax(self.masses, -1)
+        uniform = torch.full_like(q[..., 0], 1.0 / x.shape[1]).log()
+        first = self.plan(0.5 * (q @ self.pivots.mT), uniform, sigma.log())
+        second = self.plan(0.5 * (self.pivots @ k.mT), sigma.log(), uniform)
+        first = x.shape[1] * first / sigma[:, None]
+        return self.merge(torch.einsum("bhnr,bhrm,bhme->bhne", first, second, v))
+
+
+class SlicedNumpy(nn.Module):
+    """An attention module of its own, beside code that cannot be exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = SlicedSoft()
+
+    def forward(self, x: Tensor) -> np.ndarray[Any, Any]:
+        return self.attention(x).detach().numpy()
+
+
 class GluedByDistance(Glued):
     """Costs that are no inner product: not supported, and said so."""
 

@@ -51,6 +51,9 @@ SLICED = {
 }
 GLUED = {
     "Glued": LotConvention(HalfPlan(5, True, 1.0), HalfPlan(5, False, 0.5**0.5), 5, OutputFactor()),
+    "GluedAtOnce": LotConvention(
+        HalfPlan(5, True, 0.5), HalfPlan(5, False, 0.5), 5, OutputFactor(queries=1)
+    ),
     "GluedMasked": LotConvention(
         HalfPlan(6, True, 0.5**0.5), HalfPlan(6, True, 0.5**0.5), 5, OutputFactor(), "key"
     ),
@@ -154,6 +157,14 @@ def test_a_model_that_returns_numpy_is_captured_by_module() -> None:
     for program in result.programs:
         (site,) = match(program)
         assert isinstance(site, AttentionSite) and site.name == program.name
+
+
+def test_a_sliced_layer_is_captured_by_module() -> None:
+    model = build("SlicedNumpy")
+    result = capture(model, zoo.inputs_for(model), {})
+    assert result.kind == "module" and [p.name for p in result.programs] == ["attention"]
+    (site,) = match(result.programs[0])
+    assert isinstance(site, EspSite) and site.name == "attention"
 
 
 def test_capture_leaves_the_model_and_torch_as_they_were() -> None:

@@ -59,7 +59,7 @@ def test_yaml_round_trip_keeps_every_value(tmp_path: Path) -> None:
         ridge_mode="direct",
         coefficients="shared",
         seed=3,
-        budget={"attention_rel_l2": 1e-4},
+        budget={"attention_rel_l2": 1e-4, "prediction_change": 0.02},
         drop_attention_maps=True,
         sites={"a.*": {"operator": "sinkhorn"}, "b": {"ridge": 0.5, "features": ("sliced:2:random",)}},
     )
@@ -70,7 +70,7 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
     assert isinstance(yaml.safe_load("1e-3"), str)  # why the recipe has to convert
     recipe = load_recipe(write(tmp_path, "ridge: 1e-3\nbudget: {attention_rel_l2: 1e-2}\n"))
     assert recipe.ridge == 1e-3
-    assert recipe.budget == {"attention_rel_l2": 1e-2}
+    assert recipe.budget == {"attention_rel_l2": 1e-2, "prediction_change": 0.01}  # one default kept
 
 
 def test_later_patterns_win_and_the_rest_is_inherited() -> None:
@@ -103,7 +103,7 @@ def test_a_pattern_must_match_a_site() -> None:
     ("text", "message"),
     [
         ("closure: 3", r"unknown key 'closure'(.|\n)*did you mean 'closures'"),
-        ("operator: lot", "operator must be auto or sinkhorn or asap, got 'lot'"),
+        ("operator: lots", "operator must be auto or lossless or sinkhorn or asap or esp_hard or lot"),
         ("operator: [asap]", "operator must be"),
         ("closures: 51", f"closures must be an integer from 0 to {MAX_CLOSURES}, got 51"),
         ("closures: -1", "closures must be"),

@@ -1,0 +1,63 @@
+"""Einsum: a product of several operands becomes a chain of products of two.
+
+before: einsum("nr,rm,me->ne", a, b, v)
+after:  einsum("nr,re->ne", a, einsum("rm,me->re", b, v))
+
+Matching looks for products of two. The chain starts at the right, where values stand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from asapc.passes.verify import check_graph
+
+aten = torch.ops.aten
+
+
+def split_einsums(graph: GraphModule) -> bool:
+    """Split every einsum of three operands or more, in place; whether there was one.
+
+    An equation with an ellipsis or an index that is repeated within one operand stays as it is.
+    """
+    changed = False
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target is aten.einsum.default:
+            changed |= _split(graph, node)
+    if changed:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        check_graph(graph, "split_einsums")
+    return changed
+
+
+def _split(graph: GraphModule, node: Node) -> bool:
+    equation, operands = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
+    if len(operands) < 3 or "->" not in equation or "." in equation:
+        return False
+    terms, out = equation.split("->")
+    labels = terms.split(",")
+    if any(len(set(own)) != len(own) for own in labels):
+        return False
+    sizes = {
+        letter: size
+        for own, operand in zip(labels, operands, strict=True)
+        for letter, size in zip(own, operand.meta["val"].shape, strict=True)
+    }
+    label, result = labels.pop(), operands.pop()
+    with graph.graph.inserting_before(node):
+        while labels:
+            left, operand = labels.pop(), operands.pop()
+            wanted = {*out, *"".join(labels)}
+            kept = "".join(x for x in dict.fromkeys(left + label) if x in wanted)
+            if not labels:
+                kept = out
+            step = graph.graph.call_function(
+                aten.einsum.default, (f"{left},{label}->{kept}", [operand, result])
+            )
+            step.meta = dict(node.meta)
+            step.meta["val"] = node.meta["val"].new_empty([sizes[x] for x in kept])
+            label, result = kept, step
+    node.replace_all_uses_with(result)
+    return True
