@@ -56,7 +56,7 @@ def lot(
         query_half_steps, queries_first, key_half_steps, keys_first,
     )  # fmt: skip
     values = second @ _clean(v, keep).to(second.dtype)  # [B, H, R, E]
-    out = first.transpose(-1, -2) @ (values * _inverse(pivot_mass, values)[..., None])
+    out = first.transpose(-1, -2) @ values
     out = out * token_factor(output_factor, q, k, keep, query_keep)
     return _masked(out, keep, query_keep).to(v.dtype)
 
@@ -84,7 +84,7 @@ def lot_attention(
         q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
         query_half_steps, queries_first, key_half_steps, keys_first,
     )  # fmt: skip
-    dense = first.transpose(-1, -2) @ (second * _inverse(pivot_mass, second)[..., None])
+    dense = first.transpose(-1, -2) @ second
     dense = dense * token_factor(output_factor, q, k, keep, query_keep)
     return _masked(dense, keep, query_keep).to(q.dtype)
 
@@ -104,13 +104,13 @@ def _plans(
     key_half_steps: int,
     keys_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gamma1 [B, H, R, N] and Gamma2 [B, H, R, M]."""
+    """Gamma1 [B, H, R, N] and diag(1 / sigma) Gamma2 [B, H, R, M]."""
     dtype = work_dtype(q)
     first_scores = pivot_scores(q, query_keep, None, pivots, query_multiplier, dtype)
     second_scores = pivot_scores(k, keep, key_bias, pivots, key_multiplier, dtype)
     return (
-        pivot_plan(first_scores, query_keep, pivot_mass, query_half_steps, queries_first),
-        pivot_plan(second_scores, keep, pivot_mass, key_half_steps, keys_first),
+        pivot_plan(first_scores, query_keep, pivot_mass, query_half_steps, queries_first, False),
+        pivot_plan(second_scores, keep, pivot_mass, key_half_steps, keys_first, True),
     )
 
 
@@ -136,17 +136,26 @@ def pivot_scores(
 
 
 def pivot_plan(
-    scores: Tensor, keep: Tensor | None, pivot_mass: Tensor, half_steps: int, tokens_first: bool
+    scores: Tensor,
+    keep: Tensor | None,
+    pivot_mass: Tensor,
+    half_steps: int,
+    tokens_first: bool,
+    over_mass: bool,
 ) -> Tensor:
     """Gamma [B, H, R, N] after `half_steps` half-steps from zero duals; 0 on padded tokens.
 
-    scores: [B, H, R, N]; keep: [B, N]; pivot_mass: [H, R].  Where no token is active all are: the
-    caller masks what comes of it.  Source: LOTFormer, Eqs. 1 and 2, a finite number of half-steps.
+    scores: [B, H, R, N]; keep: [B, N]; pivot_mass: [H, R].  over_mass: diag(1 / sigma) Gamma, which
+    holds where sigma itself is too small for 1 / sigma.  Where no token is active all are: the caller
+    masks what comes of it.  Source: LOTFormer, Eqs. 1 and 2, a finite number of half-steps.
     """
-    log_sigma = _log(pivot_mass.to(scores.dtype))  # [H, R]
+    pivot_mass = pivot_mass.to(scores.dtype)
+    massless = pivot_mass <= 0
+    finite = torch.where(massless, 1.0, pivot_mass).log()  # log 0 would have no gradient
+    log_sigma = torch.where(massless, -math.inf, finite)  # [H, R]
     log_mass = token_log_mass(keep, scores)  # [N] or [B, 1, N]
     # -inf on what carries no mass, else 0; f of the pivots [B, H, R], g of the tokens [B, H, N].
-    f = torch.where(torch.isneginf(log_sigma), log_sigma, 0.0).expand(scores.shape[:3])
+    f = torch.where(massless, -math.inf, torch.zeros_like(finite)).expand(scores.shape[:3])
     g = torch.where(torch.isneginf(log_mass), log_mass, 0.0).expand(*scores.shape[:2], -1)
     tokens_turn = tokens_first
     for _ in range(half_steps):
@@ -155,6 +164,8 @@ def pivot_plan(
         else:
             f = close_rows(scores, g, log_sigma)
         tokens_turn = not tokens_turn
+    if over_mass:
+        f = f - finite
     return torch.exp(scores + f[..., :, None] + g[..., None, :])
 
 
@@ -205,16 +216,3 @@ def _masked(out: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> Tens
     if keep is not None:
         out = out.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
     return out
-
-
-def _log(mass: Tensor) -> Tensor:
-    """log, with -inf at 0 and no gradient there."""
-    positive = mass > 0
-    return torch.where(positive, torch.where(positive, mass, 1.0).log(), -math.inf)
-
-
-def _inverse(pivot_mass: Tensor, like: Tensor) -> Tensor:
-    """1 / sigma [H, R] in like's dtype, 0 where sigma is 0."""
-    positive = pivot_mass > 0
-    mass = torch.where(positive, pivot_mass, 1.0).to(like.dtype)
-    return torch.where(positive, mass.reciprocal(), 0.0)

@@ -277,7 +277,7 @@ class Heads:
             z, sigma = (t.repeat(len(self.examples), 1, 1) for t in (z, sigma))
         absent = None
         count = x.new_full((1, 1, 1), float(x.shape[1]), dtype=z.dtype)
-        if len(self) > 1 and side.keep is not None:
+        if chosen is None and side.keep is not None:
             keep = side.keep[self.examples.start : self.examples.stop]
             keep = keep.repeat_interleave(len(self.heads), 0)
             absent = ~keep
@@ -297,8 +297,8 @@ def _gather(tile: Tile, values: Tensor, space: Workspace) -> Tensor:
         found = _linear(tile, dtype, shifted, values, None, None, space)
         if found is not None:
             return found
-    plan = _log_domain(tile)
-    return (plan @ values.to(plan.dtype)) * _inverse(tile.sigma).transpose(1, 2)
+    plan = _log_domain(tile, True)
+    return plan @ values.to(plan.dtype)
 
 
 def _spread(tile: Tile, mixed: Tensor, out: Tensor, space: Workspace) -> None:
@@ -306,7 +306,7 @@ def _spread(tile: Tile, mixed: Tensor, out: Tensor, space: Workspace) -> None:
     for dtype, shifted in _domains(tile):
         if _linear(tile, dtype, shifted, None, mixed, out, space) is not None:
             return
-    plan = _log_domain(tile)
+    plan = _log_domain(tile, False)
     out.copy_(plan.transpose(1, 2) @ mixed)
 
 
@@ -322,8 +322,8 @@ def _domains(tile: Tile) -> list[tuple[torch.dtype, bool]]:
     return [(torch.float32, False), (torch.float32, True), (torch.float64, True)]
 
 
-def _log_domain(tile: Tile) -> Tensor:
-    """P [G, R, N] of mass n as the meaning has it."""
+def _log_domain(tile: Tile, over_mass: bool) -> Tensor:
+    """P [G, R, N] of mass n as the meaning has it, or diag(1 / sigma) P."""
     scores = (tile.x.to(tile.z.dtype) @ tile.z).transpose(1, 2)
     if tile.bias is not None:
         scores = scores + tile.bias.transpose(1, 2)
@@ -331,13 +331,9 @@ def _log_domain(tile: Tile) -> Tensor:
         return scores
     keep = None if tile.absent is None else ~tile.absent
     plan = meaning.pivot_plan(
-        scores[:, None], keep, tile.sigma, tile.half_steps, tile.tokens_first
+        scores[:, None], keep, tile.sigma, tile.half_steps, tile.tokens_first, over_mass
     )[:, 0]
     return plan * tile.count  # also 0 where no token is active
-
-
-def _inverse(sigma: Tensor) -> Tensor:
-    return torch.where(sigma > 0, sigma, torch.inf).reciprocal()
 
 
 def _sweeps(half_steps: int, tokens_first: bool) -> list[tuple[bool, bool]]:
@@ -366,7 +362,7 @@ def _linear(
     z, sigma, count = tile.z.to(dtype), tile.sigma.to(dtype), tile.count.to(dtype)
     kernel = space.kernel(groups, tokens, z.shape[2], dtype)
     a = torch.ones((groups, 1, tokens), dtype=dtype)
-    density = _inverse(sigma) * count  # b / sigma
+    b = count * (sigma > 0)
     sweeps = _sweeps(tile.half_steps, tile.tokens_first)
     if mixed is not None and sweeps[-1][1]:
         sweeps.append((False, False))  # the output needs the last b
@@ -378,11 +374,10 @@ def _linear(
         if tokens:
             top = a.amax(-1, keepdim=True)
             a.sub_(top.masked_fill_(top == -torch.inf, 0.0)).exp_()
-    result = density
+    result, density = b, count / sigma  # density: b / sigma
     for index, (closes_tokens, closes_pivots) in enumerate(sweeps):
         opens = index == 0 and not shifted
         last = index == len(sweeps) - 1
-        b = density * sigma
         weights = b.transpose(1, 2) * mixed if last and mixed is not None else None
         parts = space.each(
             tokens, _sweep, *own, b, values if last else None, weights, out, opens, closes_tokens,
@@ -393,8 +388,11 @@ def _linear(
         if closes_pivots:
             total = _sum([total for _, total, _ in parts])
             density = count / total.clamp_(min=torch.finfo(dtype).tiny)  # 0 / 0 without any token
+            b = density * sigma
         result = _sum([gathered for _, _, gathered in parts])
-    return result if values is None else result * density.transpose(1, 2)
+    if values is None:
+        return result
+    return result * density.masked_fill_(sigma <= 0, 0.0).transpose(1, 2)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -1,0 +1,463 @@
+"""LOT operators: goldens, closed forms, hostile shapes, the CPU kernel within the honest error."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import asapc.operators  # noqa: F401  registers torch.ops.asapc
+from asapc.kernels.cpu import lot as cpu
+from asapc.kernels.dispatch import explained
+from asapc.operators import lot as meaning
+from asapc.operators import tokens
+
+GOLDEN = Path(__file__).parent / "golden"
+COUNTED = [1.0, 1.0, 0.0, 0.0]  # n_q Gamma1 diag(1 / sigma) Gamma2
+ops = torch.ops.asapc
+
+
+def test_goldens() -> None:
+    tensors = load_file(GOLDEN / "lot.safetensors")
+    for case in json.loads((GOLDEN / "lot.json").read_text()):
+        own = {key: tensors[f"{case['name']}.{key}"] for key in ("q", "k", "v", "output")}
+        pivots, mass = (tensors[f"{case['name']}.{key}"] for key in ("pivots", "pivot_mass"))
+        multiplier, steps = own["q"].shape[-1] ** -0.5 / case["epsilon"], case["half_steps"]
+        settings = (multiplier, multiplier, steps, True, steps, False, COUNTED)
+        out = ops.lot(own["q"], own["k"], own["v"], None, None, None, pivots, mass, *settings)
+        torch.testing.assert_close(out, own["output"], rtol=0, atol=2e-6)
+
+
+# An independent reference, token by token, in float64 and the linear domain.
+
+
+def plan(
+    points: Tensor, active: list[int], pivots: Tensor, sigma: Tensor, multiplier: float, bias: Tensor,
+    half_steps: int, tokens_first: bool,
+) -> Tensor:  # fmt: skip
+    """Gamma [R, N] of one head.  points: [N, D]; bias: [R, N]."""
+    kernel = torch.zeros(len(pivots), len(points), dtype=torch.float64)
+    for i in active:
+        kernel[:, i] = torch.exp(multiplier * (pivots @ points[i]) + bias[:, i])
+    a, b = torch.ones(len(points)).double(), torch.ones(len(pivots)).double()
+    for step in range(half_steps):
+        if (step % 2 == 0) == tokens_first:
+            for i in active:
+                a[i] = 1 / len(active) / float(kernel[:, i] @ b)
+        else:
+            b = sigma / (kernel @ a)
+    return b[:, None] * kernel * a
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
+    key_bias: Tensor | None, pivots: Tensor, mass: Tensor, query_multiplier: float,
+    key_multiplier: float, query_half_steps: int, queries_first: bool, key_half_steps: int,
+    keys_first: bool, output_factor: Sequence[float],
+) -> Tensor:  # fmt: skip
+    q, k, v, pivots, mass = (t.double() for t in (q, k, v, pivots, mass))
+    (batch, heads, queries, _), keys, count = q.shape, k.shape[2], pivots.shape[1]
+    bias = torch.zeros(batch, heads, count, keys).double()
+    if key_bias is not None:
+        bias = bias + key_bias.double()
+    out = torch.zeros(batch, heads, queries, v.shape[3]).double()
+    for e in range(batch):
+        rows = range(queries) if query_keep is None else query_keep[e].nonzero().flatten().tolist()
+        columns = range(keys) if keep is None else keep[e].nonzero().flatten().tolist()
+        if not len(rows) or not len(columns):
+            continue
+        factor = output_factor[0] * len(rows) ** output_factor[1] * len(columns) ** output_factor[2]
+        for h in range(heads):
+            own = (pivots[h], mass[h])
+            first = plan(
+                q[e, h], list(rows), *own, query_multiplier, torch.zeros(count, queries),
+                query_half_steps, queries_first,
+            )  # fmt: skip
+            second = plan(
+                k[e, h], list(columns), *own, key_multiplier, bias[e, h], key_half_steps, keys_first
+            )
+            values = second[:, columns] @ v[e, h, columns]
+            out[e, h, rows] = factor * first[:, rows].T @ (values / mass[h][:, None])
+    return out
+
+
+def problem(
+    shape: tuple[int, ...], *, spread: float = 1.0, masked: bool = False, biased: bool = False
+) -> list[Any]:
+    """Arguments of lot up to pivot_mass, for (B, H, N, M, D, E, R).
+
+    Padded rows hold NaN and inf. Masked, the second example has one active key, the third no key, the
+    fourth no query; the fifth is padded at its end, as most data is.
+    """
+    b, h, n, m, d, e, r = shape
+    g = torch.Generator().manual_seed(b + 10 * n + 100 * m)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=g)
+
+    q, k, v = normal(b, h, n, d) * spread, normal(b, h, m, d) * spread, normal(b, h, m, e)
+    keep = query_keep = None
+    if masked:
+        keep, query_keep = torch.rand(b, m, generator=g) > 0.4, torch.rand(b, n, generator=g) > 0.4
+        keep[1:2] = torch.arange(m) == m - 1
+        keep[2:3], query_keep[3:4] = False, False
+        keep[4:5], query_keep[4:5] = torch.arange(m) <= m // 2, torch.arange(n) <= n // 2
+        q = q.masked_fill(~query_keep[:, None, :, None], math.nan)
+        k = k.masked_fill(~keep[:, None, :, None], math.inf)
+        v = v.masked_fill(~keep[:, None, :, None], math.nan)
+    bias = None
+    if biased:
+        bias = normal(1, h, r, m) if n % 2 else normal(b, 1, 1, m)
+    return [q, k, v, keep, query_keep, bias, normal(h, r, d), torch.softmax(normal(h, r), -1)]
+
+
+def double(tensors: Sequence[Any]) -> list[Any]:
+    return [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).abs().max())
+
+
+SHAPES = {
+    "tails": (5, 2, 17, 31, 8, 5, 4),
+    "one token": (2, 1, 1, 1, 4, 3, 2),
+    "one key": (3, 2, 5, 1, 4, 4, 3),
+    "one query": (3, 1, 1, 9, 4, 4, 3),
+    "one pivot": (2, 2, 6, 7, 4, 4, 1),
+    "more pivots than tokens": (2, 2, 3, 4, 4, 4, 9),
+}
+STEPS = {
+    "released": (5, True, 5, False),
+    "even": (4, True, 6, False),
+    "other sides": (3, False, 2, True),
+    "one": (1, True, 1, False),
+    "one, other sides": (1, False, 1, True),
+    "none": (0, True, 0, False),
+}
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_meaning_and_kernel_are_the_formula(
+    shape: tuple[int, ...], masked: bool, steps: tuple[int, bool, int, bool]
+) -> None:
+    arguments = problem(shape, masked=masked, biased=shape[3] % 2 == 1)
+    settings = (0.5, 0.6, *steps, [1.3, 1.0, -0.5, 0.0])
+    exact = reference(*arguments, *settings)
+    scale = max(1.0, float(exact.abs().max()))
+    assert error(meaning.lot(*double(arguments), *settings), exact) <= 1e-12 * scale
+    assert error(ops.lot(*double(arguments), *settings), exact) <= 1e-12 * scale
+    budget = 2 * error(meaning.lot(*arguments, *settings), exact) + 1e-6 * scale
+    assert error(ops.lot(*arguments, *settings), exact) <= budget
+    dense = ops.lot_attention(*double(arguments[:2]), *double(arguments[3:]), *settings)
+    v = arguments[2].double()
+    if masked:
+        v = v.masked_fill(~arguments[3][:, None, :, None], 0.0)
+    assert error(dense @ v, exact) <= 1e-12 * scale
+
+
+PATHS = {
+    "heads stacked": ((5, 4, 60, 50, 8, 8, 4), 2),
+    "one head a tile": ((5, 1, 5000, 4500, 4, 4, 16), 1),
+    "threads share a head": ((1, 1, 5000, 4500, 4, 4, 16), 2),
+}
+# The span of a token's scores, and what float32 inputs run in.
+DOMAINS = {
+    10.0: "linear domain",
+    30.0: "linear domain, shifted",
+    250.0: "linear domain, shifted, float64",
+    2000.0: "log domain",
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize(("span", "domain"), DOMAINS.items(), ids=DOMAINS.values())
+@pytest.mark.parametrize("path", PATHS)
+def test_kernel_is_within_the_honest_error_on_every_path(
+    monkeypatch: pytest.MonkeyPatch, path: str, span: float, domain: str, masked: bool
+) -> None:
+    """And what `explained` says is what runs."""
+    shape, threads = PATHS[path]
+    arguments = problem(shape, masked=masked, biased=True)
+    q, k, _, keep, query_keep, _, pivots, _ = arguments
+    pivots += 1.5  # scores larger than they span
+    multipliers = []
+    for x, mask in ((q, query_keep), (k, keep)):
+        scores = meaning.pivot_scores(x, mask, None, pivots, 1.0, torch.float32)
+        multipliers.append(span / float((scores.amax(-2) - scores.amin(-2)).max()))
+    settings = (*multipliers, 3, True, 3, False, COUNTED)
+    logs = []
+    log_domain = cpu._log_domain
+    monkeypatch.setattr(cpu, "_log_domain", lambda *a: logs.append(1) or log_domain(*a))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with explained() as choices:
+            out = ops.lot(*arguments, *settings)
+    finally:
+        torch.set_num_threads(before)
+    assert [choice.kernel for choice in choices] == [f"CPU, {path}, {domain}"]
+    assert bool(logs) == (domain == "log domain")
+    exact = meaning.lot(*double(arguments), *settings)
+    budget = 2 * error(meaning.lot(*arguments, *settings), exact) + 1e-6 * float(exact.abs().max())
+    assert error(out, exact) <= budget
+    if masked:
+        assert bool(out.isfinite().all())
+
+
+def test_a_single_pivot_gives_the_mean_of_the_active_values() -> None:
+    q, k, v, keep, query_keep, _, z, sigma = problem((5, 2, 7, 9, 4, 3, 1), masked=True)
+    out = ops.lot(q, k, v, keep, query_keep, None, z, sigma, 0.5, 0.5, 5, True, 5, True, COUNTED)
+    for e in range(5):
+        rows, columns = query_keep[e], keep[e]
+        expected = torch.zeros(2, 7, 3)
+        if columns.any():
+            expected[:, rows] = v[e][:, columns].mean(1, keepdim=True)
+        torch.testing.assert_close(out[e], expected)
+
+
+def test_sharp_pivots_on_the_tokens_are_a_permutation() -> None:
+    """Pivots, queries and keys at the same far-apart points: every query takes its own point's key."""
+    points = torch.eye(6)[None, None] * 3
+    order = torch.tensor([3, 1, 5, 0, 4, 2])
+    v = torch.randn(1, 1, 6, 4)
+    settings = (20.0, 20.0, 6, True, 6, False, COUNTED)
+    out = ops.lot(
+        points, points[:, :, order], v, None, None, None, points[0], torch.full((1, 6), 1 / 6), *settings
+    )
+    torch.testing.assert_close(out, v[:, :, order.argsort()])
+
+
+def test_the_map_is_doubly_stochastic_and_of_low_rank() -> None:
+    q, k, *_, z, sigma = problem((2, 3, 20, 20, 8, 4, 3))
+    dense = ops.lot_attention(
+        q.double(), k.double(), None, None, None, z, sigma, 0.3, 0.3, 200, True, 200, False, COUNTED
+    )
+    torch.testing.assert_close(dense.sum(-1), torch.ones(2, 3, 20).double())
+    torch.testing.assert_close(dense.sum(-2), torch.ones(2, 3, 20).double())
+    assert int(torch.linalg.matrix_rank(dense, rtol=1e-10).max()) == 3
+
+
+def test_duplicated_tokens_share_alike() -> None:
+    q, k, *_, z, sigma = problem((1, 2, 6, 5, 4, 3, 3))
+    q[:, :, 3], k[:, :, 2] = q[:, :, 1], k[:, :, 4]
+    dense = ops.lot_attention(q, k, None, None, None, z, sigma, 0.5, 0.5, 5, True, 5, False, COUNTED)
+    torch.testing.assert_close(dense[:, :, 3], dense[:, :, 1])
+    torch.testing.assert_close(dense[..., 2], dense[..., 4])
+
+
+def test_positions_on_keys_are_a_key_bias() -> None:
+    """z.(k + p) = z.k + z.p, and a bias that all pivots share is forgotten once keys are closed."""
+    q, k, v, *_, z, sigma = problem((2, 2, 6, 7, 4, 3, 3))
+    positions = torch.randn(7, 4)
+    settings = (z, sigma, 0.5, 0.5, 5, True, 5, False, COUNTED)
+    added = ops.lot(q, k + positions, v, None, None, None, *settings)
+    bias = 0.5 * torch.einsum("hrd,md->hrm", z, positions)[None]
+    torch.testing.assert_close(ops.lot(q, k, v, None, None, bias, *settings), added)
+    settings = (z, sigma, 0.5, 0.5, 5, True, 5, True, COUNTED)
+    own = ops.lot(q, k, v, None, None, None, *settings)
+    shared = ops.lot(q, k, v, None, None, torch.randn(2, 1, 1, 7), *settings)
+    torch.testing.assert_close(shared, own)
+
+
+def test_a_pivot_without_mass_takes_no_part() -> None:
+    arguments = double(problem((2, 2, 6, 7, 4, 3, 3)))
+    z, sigma = arguments[6], arguments[7]
+    more = [torch.cat([z, torch.randn(2, 1, 4)], 1), torch.cat([sigma, torch.zeros(2, 1)], 1)]
+    for steps in STEPS.values():
+        settings = (0.5, 0.5, *steps, COUNTED)
+        own = ops.lot(*arguments, *settings)
+        for operator in (ops.lot, meaning.lot):
+            torch.testing.assert_close(operator(*arguments[:6], *more, *settings), own)
+
+
+def test_huge_scores_with_zero_spread_and_tiny_masses() -> None:
+    """Far offsets scale away; a mass that float32 barely holds does not divide by zero."""
+    arguments = problem((1, 2, 30, 30, 4, 3, 3), biased=False)
+    arguments[1] = arguments[1] + 500.0
+    arguments[7] = torch.tensor([[1.0, 1e-38, 1e-30], [0.5, 0.5, 1e-44]])
+    settings = (0.5, 0.5, 5, True, 5, False, COUNTED)
+    exact = meaning.lot(*double(arguments), *settings)
+    budget = 2 * error(meaning.lot(*arguments, *settings), exact) + 1e-6 * float(exact.abs().max())
+    assert error(ops.lot(*arguments, *settings), exact) <= budget
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 5, 4), (2, 2, 0, 4), (2, 2, 5, 0)], ids=str)
+def test_nothing_in_nothing_out(sizes: tuple[int, ...]) -> None:
+    shape = (*sizes, 3, 6, 2)
+    arguments = problem(shape)
+    arguments[0].requires_grad_()
+    settings = (0.5, 0.5, 5, True, 5, False, COUNTED)
+    with explained():
+        out = ops.lot(*arguments, *settings)
+    assert out.shape == (*shape[:3], shape[5])
+    assert not out.any()
+    out.sum().backward()
+    dense = ops.lot_attention(*arguments[:2], *arguments[3:], *settings)
+    assert dense.shape == shape[:4]
+
+
+def test_non_contiguous_inputs() -> None:
+    for shape in ((3, 4, 6, 6, 4, 4, 3), (2, 2, 5000, 5000, 4, 4, 32)):
+        arguments = problem(shape, masked=True)
+        strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in arguments[:3]]
+        settings = (0.5, 0.5, 3, True, 3, False, COUNTED)
+        own = ops.lot(*strided, *arguments[3:], *settings)
+        torch.testing.assert_close(own, ops.lot(*arguments, *settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    q, k, v, *rest = problem((2, 2, 40, 40, 8, 8, 4))
+    arguments = [q.to(dtype), k.to(dtype), v.to(dtype), *rest]
+    settings = (0.35, 0.35, 5, True, 5, False, COUNTED)
+    own = ops.lot(*arguments, *settings)
+    exact = meaning.lot(*double(arguments), *settings)
+    assert own.dtype == dtype
+    assert error(own, exact) <= torch.finfo(dtype).eps * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+def test_gradients(steps: tuple[int, bool, int, bool], masked: bool) -> None:
+    """Finite differences in float64 of everything that is a number, mass logits included."""
+    shape = (4, 1, 3, 4, 2, 1, 2)
+    q, k, v, keep, query_keep, bias, z, sigma = double(problem(shape, biased=True))
+    if masked:
+        _, _, _, keep, query_keep, *_ = problem(shape, masked=True)
+    numbers = [t.requires_grad_() for t in (q, k, v, bias, z, sigma.log())]
+    settings = (0.5, 0.6, *steps, [1.0, 1.0, 0.5, 0.0])
+
+    def output(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, z: Tensor, logits: Tensor) -> Tensor:
+        mass = torch.softmax(logits, -1)
+        result: Tensor = ops.lot(q, k, v, keep, query_keep, bias, z, mass, *settings)
+        return result
+
+    assert torch.autograd.gradcheck(output, numbers, fast_mode=True)
+
+
+def test_gradients_are_finite_where_padded_rows_are_not() -> None:
+    arguments = problem((5, 2, 6, 7, 4, 3, 3), masked=True)
+    numbers = [arguments[i].requires_grad_() for i in (0, 1, 2, 6, 7)]
+    ops.lot(*arguments, 0.5, 0.5, 5, True, 5, False, COUNTED).square().sum().backward()
+    for tensor in numbers:
+        assert tensor.grad is not None and bool(tensor.grad.isfinite().all())
+        assert float(tensor.grad.abs().max()) > 0
+
+
+class Layer(torch.nn.Module):
+    """[CLS] by polarised softmax, the others by LOT on convolved values."""
+
+    def __init__(self, dense: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = dense
+        self.pivots = torch.nn.Parameter(torch.randn(2, 3, 4))
+        self.logits = torch.nn.Parameter(torch.randn(2, 3))
+        self.convolution = torch.nn.Conv1d(8, 8, 3, padding=1, groups=8)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        settings = (self.pivots, self.logits.softmax(-1), 0.5, 0.5, 5, True, 5, False, COUNTED)
+        if self.dense:
+            result: Tensor = ops.lot_attention(q, k, keep, keep, None, *settings)
+            return result * 2.0
+        v = tokens.depthwise_values(v, self.convolution.weight, self.convolution.bias, keep, skip=1)
+
+        def others(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor | None) -> Tensor:
+            result: Tensor = ops.lot(q, k, v, keep, rows, None, *settings)
+            return result
+
+        return tokens.summary_tokens(others, q, k, v, keep, keep, 1, 0.5, (1.5, 2.0)) * 2.0
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["output", "map"])
+def test_operators_export_and_compile(dense: bool) -> None:
+    layer = Layer(dense)
+
+    def inputs(batch: int, count: int) -> tuple[Tensor, ...]:
+        keep = torch.arange(count) < torch.arange(count - batch + 1, count + 1)[:, None]
+        return (*(torch.randn(batch, 2, count, 4) for _ in range(3)), keep)
+
+    own = inputs(2, 6)
+    dims = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}
+    shapes = (dims, dims, dims, {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO})
+    exported = torch.export.export(layer, own, dynamic_shapes=shapes).module()
+    for arguments in (own, inputs(3, 9)):
+        torch.testing.assert_close(exported(*arguments), layer(*arguments))
+    compiled = torch.compile(layer, backend="aot_eager")
+    out = compiled(*own)
+    torch.testing.assert_close(out, layer(*own))
+    out.sum().backward()
+    assert layer.pivots.grad is not None and float(layer.pivots.grad.abs().max()) > 0
+
+
+def test_operators_pass_opcheck() -> None:
+    q, k, v, _, _, bias, z, sigma = problem((2, 2, 6, 7, 4, 4, 3), biased=True)
+    keep = torch.arange(7) < torch.tensor([[7], [4]])
+    settings = (0.4, 0.4, 4, True, 3, False, COUNTED)
+    q.requires_grad_()
+    torch.library.opcheck(ops.lot, (q, k, v, keep, None, bias, z, sigma, *settings))
+
+
+# Summary tokens and the convolution on values.
+
+
+@pytest.mark.parametrize("powers", [None, (1.5, 2.0)], ids=["softmax", "polarised"])
+def test_summary_rows_gather_from_the_whole_sequence(powers: tuple[float, float] | None) -> None:
+    q, k, v, keep, query_keep, *_ = double(problem((5, 2, 9, 9, 4, 3, 2), masked=True))
+
+    def nothing(q: Tensor, *_rest: Any) -> Tensor:
+        return q.new_zeros(*q.shape[:3], 3)
+
+    out = tokens.summary_tokens(nothing, q, k, v, keep, query_keep, 2, 0.7, powers)
+    expected = torch.zeros(5, 2, 9, 3).double()
+    for e, h, i in torch.cartesian_prod(torch.arange(5), torch.arange(2), torch.arange(2)).tolist():
+        columns = keep[e].nonzero().flatten()
+        if not query_keep[e, i] or not len(columns):
+            continue
+        logits = []
+        for j in columns:
+            x, y = q[e, h, i] * 0.7, k[e, h, j]
+            if powers is None:
+                logits.append(float(x @ y))
+                continue
+            same = x.clamp(min=0) @ y.clamp(min=0) + (-x).clamp(min=0) @ (-y).clamp(min=0)
+            opposite = x.clamp(min=0) @ (-y).clamp(min=0) + (-x).clamp(min=0) @ y.clamp(min=0)
+            logits.append(float(same ** powers[0] + opposite ** powers[1]))
+        expected[e, h, i] = torch.tensor(logits).double().softmax(0) @ v[e, h, columns]
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own channels", "heads share"])
+@pytest.mark.parametrize("grid", [None, (3, 4)], ids=["1-D", "2-D"])
+def test_depthwise_values(grid: tuple[int, int] | None, shared: bool) -> None:
+    """Against the sum over neighbours: padded tokens count as 0, [CLS] passes through."""
+    torch.manual_seed(0)
+    v = torch.randn(2, 3, 13, 2).double()
+    keep = torch.arange(13) < torch.tensor([[13], [9]])
+    v[1, :, 9:] = math.nan
+    channels, size = (2 if shared else 6), ((3,) if grid is None else (3, 3))
+    weight, bias = torch.randn(channels, 1, *size).double(), torch.randn(channels).double()
+    out = tokens.depthwise_values(v, weight, bias, keep, grid, skip=1)
+    clean = v.masked_fill(~keep[:, None, :, None], 0.0)
+    torch.testing.assert_close(out[:, :, 0], clean[:, :, 0])
+    rows, columns = (1, 12) if grid is None else grid
+    kernel = weight.unsqueeze(2) if grid is None else weight
+    for b, h, e, i in torch.cartesian_prod(*(torch.arange(n) for n in (2, 3, 2, 12))).tolist():
+        channel = e if shared else 2 * h + e
+        total = bias[channel] if keep[b, 1 + i] else torch.zeros(()).double()
+        for down in range(kernel.shape[2]):
+            for right in range(3):
+                y, x = i // columns + down - kernel.shape[2] // 2, i % columns + right - 1
+                if 0 <= y < rows and 0 <= x < columns and keep[b, 1 + i]:
+                    total = total + kernel[channel, 0, down, right] * clean[b, h, 1 + y * columns + x, e]
+        assert abs(float(out[b, h, 1 + i, e] - total)) < 1e-12
