@@ -46,6 +46,7 @@ MATCHED: dict[str, tuple[Any, ...]] = {
 SLICED = {
     "SlicedSoft": EspConvention(0.1, 0.3),
     "SlicedLearnt": EspConvention(1e-3, 2.0, squared_cost=True, mean_cost=True, slices=5),
+    "SlicedWithMaps": EspConvention(0.1, 0.3),
     "SlicedMasked": EspConvention(0.1, 0.3, mask="key"),
     "SlicedHard": EspConvention(None, 0.3),
 }
