@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from asapc.ir import Program
+from asapc.ir import LotConvention, Program
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.match import MASKED_BELOW, AnySite, AttentionSite, EspSite, ScoreBias
 from asapc.passes.match_lot import LotSite, Points
@@ -164,10 +164,18 @@ def _lift_lot(graph: GraphModule, index: int, site: LotSite, nodes: dict[Node, N
             torch.ops.asapc.lot.default,
             (q, k, v, keep, query_keep, None, pivots, mass, c.queries.score_multiplier,
              c.keys.score_multiplier, c.queries.half_steps, c.queries.tokens_first,
-             c.keys.half_steps, c.keys.tokens_first, factor_terms(c.output_factor)),
+             c.keys.half_steps, c.keys.tokens_first, _lot_factor(c)),
         )  # fmt: skip
         result = _original_layout(own, call, outer, product.out_order, site.heads)
     outer.replace_all_uses_with(result)
+
+
+def _lot_factor(c: LotConvention) -> list[float]:
+    """N^a M^b n^c as the operator's n_q^a n_k^b N^c; where a mask enters, tokens attend to each other."""
+    own = c.output_factor
+    if c.mask == "none":
+        return [own.coefficient, float(own.queries), float(own.keys + own.active), 0.0]
+    return [own.coefficient, float(own.active), 0.0, float(own.queries + own.keys)]
 
 
 def _points(graph: Graph, points: Points, nodes: dict[Node, Node], heads: int) -> Node:

@@ -425,6 +425,20 @@ class GluedMasked(Glued):
         return self.merge(count[:, None, None, None] * torch.matmul(first, values))
 
 
+class GluedInside(Glued):
+    """Padding by masses, and all tokens, padded ones too, counted in the factor inside the product."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        sigma = torch.softmax(self.masses, -1)
+        mass = keep.to(x.dtype) / keep.sum(-1, keepdim=True)
+        uniform = mass.clamp(min=1e-300).log()[:, None].expand(-1, self.heads, -1)
+        uniform = torch.where(keep[:, None], uniform, -torch.inf)
+        first = self.plan(0.5 * (q @ self.pivots.mT), uniform, sigma.log())
+        second = self.plan(0.5 * (k @ self.pivots.mT), uniform, sigma.log()).mT
+        return self.merge(first @ (x.shape[1] * (second @ v) / sigma[..., None]))
+
+
 class GluedAtOnce(Glued):
     """The three factors in one einsum, the factor inside."""
 
@@ -473,7 +487,7 @@ def inputs_for(module: nn.Module, seed: int = 0) -> tuple[Any, ...]:
         return x, ids
     if isinstance(module, SlicedMasked):
         return x, torch.arange(10) >= torch.tensor([[10], [7], [4]])
-    if isinstance(module, Alternating | GluedMasked):
+    if isinstance(module, Alternating | GluedMasked | GluedInside):
         keep = torch.ones(3, 10, dtype=torch.bool)
         keep[0, 6:] = False
         return x, keep

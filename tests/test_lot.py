@@ -16,6 +16,7 @@ from torch import Tensor
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels.cpu import lot as cpu
 from asapc.kernels.dispatch import explained
+from asapc.models import ARCHITECTURES, LOTFormerText
 from asapc.operators import lot as meaning
 from asapc.operators import tokens
 
@@ -73,7 +74,8 @@ def reference(
         columns = range(keys) if keep is None else keep[e].nonzero().flatten().tolist()
         if not len(rows) or not len(columns):
             continue
-        factor = output_factor[0] * len(rows) ** output_factor[1] * len(columns) ** output_factor[2]
+        coefficient, a, b, c = output_factor
+        factor = coefficient * len(rows) ** a * len(columns) ** b * queries**c
         for h in range(heads):
             own = (pivots[h], mass[h])
             first = plan(
@@ -151,7 +153,7 @@ def test_meaning_and_kernel_are_the_formula(
     shape: tuple[int, ...], masked: bool, steps: tuple[int, bool, int, bool]
 ) -> None:
     arguments = problem(shape, masked=masked, biased=shape[3] % 2 == 1)
-    settings = (0.5, 0.6, *steps, [1.3, 1.0, -0.5, 0.0])
+    settings = (0.5, 0.6, *steps, [1.3, 1.0, -0.5, 0.3])
     exact = reference(*arguments, *settings)
     scale = max(1.0, float(exact.abs().max()))
     assert error(meaning.lot(*double(arguments), *settings), exact) <= 1e-12 * scale
@@ -461,3 +463,52 @@ def test_depthwise_values(grid: tuple[int, int] | None, shared: bool) -> None:
                 if 0 <= y < rows and 0 <= x < columns and keep[b, 1 + i]:
                     total = total + kernel[channel, 0, down, right] * clean[b, h, 1 + y * columns + x, e]
         assert abs(float(out[b, h, 1 + i, e] - total)) < 1e-12
+
+
+# The built-in classifier.
+
+
+def small_text(**settings: Any) -> LOTFormerText:
+    torch.manual_seed(0)
+    config = {
+        "vocab_size": 20, "seq_len": 9, "d_model": 8, "n_layers": 2, "n_heads": 2, "d_ff": 16,
+        "n_pivots": 3, "eps": 0.5,
+    }  # fmt: skip
+    return LOTFormerText(**{**config, **settings}).eval()
+
+
+@pytest.mark.parametrize("n_iters", [1, 2, 5])
+def test_the_layer_is_the_operator(n_iters: int) -> None:
+    mha = small_text(n_iters=n_iters).double().layers[0].mha
+    q, k, v, keep, *_ = double(problem((2, 2, 9, 9, 4, 4, 3), masked=True))
+    q, k, v = (t.nan_to_num(1.0, 2.0) for t in (q, k, v))  # published code lets NaN through
+    torch.nn.init.normal_(mha.mass_logits)
+    sigma = torch.softmax(mha.mass_logits, -1)
+    settings = (1.0, 1.0, n_iters, True, n_iters, False, COUNTED)  # scale / eps = 4^-1/2 / 0.5
+    expected = ops.lot(q, k, v, keep, keep, None, mha.pivots, sigma, *settings)
+    torch.testing.assert_close(mha.glued(q, k, v, ~keep), expected)
+
+
+@pytest.mark.parametrize("cls", ["none", "softmax", "polarised"])
+@pytest.mark.parametrize("kernel_size", [0, 3])
+def test_padding_changes_nothing(cls: str, kernel_size: int) -> None:
+    model = small_text(cls=cls, kernel_size=kernel_size)
+    tokens = model.example_inputs(3)["inputs"]
+    probabilities = model(tokens)
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(3))
+    for row, own in zip(tokens, probabilities, strict=True):
+        torch.testing.assert_close(model(row[None, : int(row.ne(0).sum())])[0], own)
+
+
+def test_a_text_of_padding_alone_trains() -> None:
+    model = small_text(cls="softmax", kernel_size=3).train()
+    model(torch.zeros(2, 9, dtype=torch.long)).log().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_built_in_architecture_and_its_errors() -> None:
+    assert ARCHITECTURES["lotformer-text"] is LOTFormerText
+    with pytest.raises(ValueError, match="n_heads must divide d_model"):
+        small_text(n_heads=3)
+    with pytest.raises(ValueError, match='cls must be "none"'):
+        small_text(cls="mean")

@@ -52,6 +52,9 @@ SLICED = {
 }
 GLUED = {
     "Glued": LotConvention(HalfPlan(5, True, 1.0), HalfPlan(5, False, 0.5**0.5), 5, OutputFactor()),
+    "GluedInside": LotConvention(
+        HalfPlan(5, True, 0.5), HalfPlan(5, True, 0.5), 5, OutputFactor(queries=1), "key"
+    ),
     "GluedAtOnce": LotConvention(
         HalfPlan(5, True, 0.5), HalfPlan(5, False, 0.5), 5, OutputFactor(queries=1)
     ),

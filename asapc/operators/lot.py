@@ -46,7 +46,8 @@ def lot(
     on active tokens; key_bias: [B|1, H|1, 1|R, M], in units of epsilon: positions p_j added to the keys
     are z_r.p_j; pivots: [H, R, D]; pivot_mass: sigma [H, R], rows sum to 1 (a pivot of mass 0 takes
     no part).  queries_first, keys_first: the first half-step is on the tokens' side, not the pivots'.
-    output_factor: (coefficient, a, b, 0) for factor = coefficient n_q^a n_k^b, active tokens counted.
+    output_factor: (coefficient, a, b, c) for factor = coefficient n_q^a n_k^b N^c; n counts active
+    tokens, N all queries.
     Source: LOTFormer, Eq. 4.
     """
     if k.shape[2] == 0 or q.shape[2] == 0:
@@ -186,9 +187,9 @@ def token_factor(
     keep: Tensor | None,
     query_keep: Tensor | None,
 ) -> float | Tensor:
-    """coefficient n_q^a n_k^b, a count of at least 1: a float, or [B, 1, 1, 1] where a mask enters."""
-    coefficient, query_power, key_power, _ = output_factor
-    value: float | Tensor = coefficient
+    """coefficient n_q^a n_k^b N^c, counts at least 1: a float, or [B, 1, 1, 1] where a mask enters."""
+    coefficient, query_power, key_power, length_power = output_factor
+    value: float | Tensor = coefficient * float(max(1, q.shape[2])) ** length_power
     for tokens, mask, power in ((q, query_keep, query_power), (k, keep, key_power)):
         if power == 0:
             continue

@@ -132,8 +132,8 @@ def lot(
     key_side = Side(k, keep, bias, key_z, sigma, key_half_steps, keys_first)
     query_side = Side(q, query_keep, None, query_z, sigma, query_half_steps, queries_first)
     # Sweeps work with plans of mass n, the tokens that take part: counts 1 / n_q n_k less here.
-    coefficient, query_power, key_power, _ = output_factor
-    powers = (coefficient, query_power - 1.0, key_power - 1.0, 0.0)
+    coefficient, query_power, key_power, length_power = output_factor
+    powers = (coefficient, query_power - 1.0, key_power - 1.0, length_power)
     factor = torch.as_tensor(meaning.token_factor(powers, q, k, keep, query_keep), dtype=dtype)
     factor = factor.expand(batch, heads, 1, 1)
 
