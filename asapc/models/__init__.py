@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from asapc.models.lot import LOTFormerText
 from asapc.models.text import SinkformerText
 from asapc.models.vit import SinkformerViT
 
@@ -11,6 +12,7 @@ from asapc.models.vit import SinkformerViT
 ARCHITECTURES: dict[str, type[nn.Module]] = {
     "sinkformer-vit": SinkformerViT,
     "sinkformer-text": SinkformerText,
+    "lotformer-text": LOTFormerText,
 }
 
-__all__ = ["ARCHITECTURES", "SinkformerText", "SinkformerViT"]
+__all__ = ["ARCHITECTURES", "LOTFormerText", "SinkformerText", "SinkformerViT"]

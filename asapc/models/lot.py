@@ -1,0 +1,202 @@
+"""LOTFormer text classifier: attention through learnt pivots, linear in the number of tokens.
+
+The blocks of models/text.py with the attention of LOTFormer, as its research code would write it: two
+finite loops in the log domain, both plans formed, then the values. Padded tokens have marginal zero.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from asapc.models.text import PositionWiseFeedForward, sinusoid_table
+from asapc.operators.tokens import summary_rows
+
+Cls = Literal["none", "softmax", "polarised"]
+
+
+def finite_plan(scores: Tensor, log_a: Tensor, log_b: Tensor, w: Tensor, n_iters: int) -> Tensor:
+    """Plan [..., N, M] after n_iters half-steps, rows first.
+
+    scores: [..., N, M]; log_a: [..., N] and log_b: [..., M], logarithms of the marginals; w: [..., M],
+    the dual to start from: 0, and -inf where the marginal is zero, which rows shall not see.
+    """
+    u = torch.zeros_like(log_a)
+    for step in range(n_iters):
+        if step % 2 == 0:
+            u = log_a - torch.logsumexp(scores + w.unsqueeze(-2), dim=-1)
+        else:
+            w = log_b - torch.logsumexp(scores + u.unsqueeze(-1), dim=-2)
+    return torch.exp(scores + u.unsqueeze(-1) + w.unsqueeze(-2))
+
+
+class LOTAttention(nn.Module):
+    """x: [B, N, d_model], padded: [B, N] bool -> [B, N, d_model]
+
+    n_iters: half-steps of each loop; the first of Gamma1 closes queries, the first of Gamma2 pivots.
+    kernel_size: of a depthwise convolution of the values over tokens, 0 for none.  cls: how the first
+    token gathers from all others, which leave it out.  Source: LOTFormer, Eqs. 1-4, 4.2, 4.3.
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, n_pivots: int, n_iters: int, eps: float, kernel_size: int,
+        cls: Cls, cls_power: float,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        dim = d_model // n_heads
+        self.n_heads = n_heads
+        self.n_iters = n_iters
+        self.scale = dim**-0.5
+        self.eps = eps
+        self.cls = cls
+        self.cls_powers = (cls_power, cls_power) if cls == "polarised" else None
+        self.WV = nn.Linear(d_model, d_model)
+        self.WQ = nn.Linear(d_model, d_model)
+        self.WK = nn.Linear(d_model, d_model)
+        self.linear = nn.Linear(d_model, d_model)
+        self.pivots = nn.Parameter(torch.randn(n_heads, n_pivots, dim))
+        self.mass_logits = nn.Parameter(torch.zeros(n_heads, n_pivots))
+        self.convolution: nn.Conv1d | None = None
+        if kernel_size:
+            self.convolution = nn.Conv1d(
+                d_model, d_model, kernel_size, padding="same", groups=d_model
+            )
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[B, N, H * D] -> [B, H, N, D]"""
+        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+
+    def convolved(self, x: Tensor) -> Tensor:
+        """[B, N, d_model], every channel by itself; [CLS] as it is."""
+        if self.convolution is None:
+            return x
+        first, rest = (x[:, :0], x) if self.cls == "none" else (x[:, :1], x[:, 1:])
+        return torch.cat([first, self.convolution(rest.transpose(1, 2)).transpose(1, 2)], dim=1)
+
+    def glued(self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor) -> Tensor:
+        """n Gamma1 diag(1 / sigma) (Gamma2 v), n active tokens: [B, H, N, D]."""
+        count = (~padded).sum(-1).to(q.dtype)[:, None, None]  # [B, 1, 1]
+        hidden = torch.zeros_like(q[..., 0]).masked_fill(padded[:, None, :], -math.inf)  # [B, H, N]
+        log_mu = hidden - count.log()
+        sigma = torch.softmax(self.mass_logits, dim=-1)
+        log_sigma = sigma.log().expand(len(q), -1, -1)  # [B, H, R]
+        factor = self.scale / self.eps
+        first_scores = q @ self.pivots.transpose(-1, -2) * factor  # [B, H, N, R]
+        second_scores = self.pivots @ k.transpose(-1, -2) * factor  # [B, H, R, N]
+        start = torch.zeros_like(log_sigma)
+        first = finite_plan(first_scores, log_mu, log_sigma, start, self.n_iters)
+        second = finite_plan(second_scores, log_sigma, log_mu, hidden, self.n_iters)
+        values = (second @ v) / sigma.unsqueeze(-1)
+        return (first @ values) * count.unsqueeze(-1)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        values = self.convolved(self.WV(x).masked_fill(padded.unsqueeze(-1), 0.0))
+        q, k, v = self.heads(self.WQ(x)), self.heads(self.WK(x)), self.heads(values)
+        if self.cls == "none":
+            out = self.glued(q, k, v, padded)
+        else:
+            row = summary_rows(q[:, :, :1], k, v, ~padded, None, self.scale, self.cls_powers)
+            others = self.glued(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], padded[:, 1:])
+            out = torch.cat([row, others], dim=2)
+        out = self.linear(out.transpose(1, 2).flatten(2))
+        return out
+
+
+class LOTEncoderLayer(nn.Module):
+    """Attention and feed-forward, each followed by a norm of the residual sum."""
+
+    def __init__(self, mha: LOTAttention, d_model: int, d_ff: int, dropout: float) -> None:
+        super().__init__()
+        self.mha = mha
+        self.dropout1 = nn.Dropout(dropout)
+        self.layernorm1 = nn.LayerNorm(d_model, eps=1e-6)
+        self.ffn = PositionWiseFeedForward(d_model, d_ff)
+        self.dropout2 = nn.Dropout(dropout)
+        self.layernorm2 = nn.LayerNorm(d_model, eps=1e-6)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        x = self.layernorm1(x + self.dropout1(self.mha(x, padded)))
+        out: Tensor = self.layernorm2(x + self.dropout2(self.ffn(x)))
+        return out
+
+
+class LOTFormerText(nn.Module):
+    """Text classifier over padded token ids.  A text of nothing but padding counts as it is.
+
+    seq_len: longest input.  pad_id: the padding token.  n_pivots: R.  n_iters: half-steps of each loop.
+    eps: epsilon.  kernel_size: of the convolution of values, odd, 0 for none.  cls: "none" pools the
+    maximum over tokens; "softmax" and "polarised" classify a learnt first token that gathers from all
+    by softmax, of logits raised to cls_power where polarised.
+    Raises ValueError when n_heads does not divide d_model or cls is unknown.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_len: int,
+        d_model: int = 512,
+        n_layers: int = 6,
+        n_heads: int = 8,
+        d_ff: int = 2048,
+        pad_id: int = 0,
+        num_classes: int = 2,
+        dropout: float = 0.0,
+        n_pivots: int = 32,
+        n_iters: int = 5,
+        eps: float = 1.0,
+        kernel_size: int = 0,
+        cls: Cls = "none",
+        cls_power: float = 2.0,
+    ) -> None:
+        super().__init__()
+        if d_model % n_heads:
+            raise ValueError(f"n_heads must divide d_model, got {n_heads} and {d_model}")
+        if cls not in ("none", "softmax", "polarised"):
+            raise ValueError(f'cls must be "none", "softmax" or "polarised", got {cls!r}')
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.pad_id = pad_id
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.pos_embedding = nn.Embedding.from_pretrained(
+            sinusoid_table(seq_len + 1, d_model), freeze=True
+        )
+        self.cls_token = nn.Parameter(torch.randn(d_model)) if cls != "none" else None
+        layers = []
+        for _ in range(n_layers):
+            mha = LOTAttention(d_model, n_heads, n_pivots, n_iters, eps, kernel_size, cls, cls_power)
+            layers.append(LOTEncoderLayer(mha, d_model, d_ff, dropout))
+        self.layers = nn.ModuleList(layers)
+        self.linear = nn.Linear(d_model, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """inputs: [B, N] token ids.  Returns probabilities [B, classes].
+
+        Row 0 of the position table belongs to padding; tokens count from 1.
+        """
+        padded = inputs.eq(self.pad_id)  # [B, N]
+        positions = torch.arange(1, inputs.shape[1] + 1, device=inputs.device)
+        positions = positions.expand_as(inputs).masked_fill(padded, 0)
+        x = self.embedding(inputs) + self.pos_embedding(positions)  # [B, N, d_model]
+        padded = padded & ~padded.all(dim=-1, keepdim=True)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(len(x), 1, -1), x], dim=1)
+            padded = nn.functional.pad(padded, (1, 0), value=False)
+        for layer in self.layers:
+            x = layer(x, padded)
+        if self.cls_token is not None:
+            pooled = x[:, 0]
+        else:
+            pooled = x.masked_fill(padded.unsqueeze(-1), -math.inf).amax(dim=1)
+        return torch.softmax(self.linear(pooled), dim=-1)
+
+    def example_inputs(self, batch: int) -> dict[str, Tensor]:
+        """Deterministic random token ids, every row but the first padded at its end."""
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.vocab_size, (batch, self.seq_len), generator=generator)
+        tokens = torch.where(tokens == self.pad_id, (tokens + 1) % self.vocab_size, tokens)
+        lengths = self.seq_len - torch.arange(batch) * (self.seq_len // (2 * batch))
+        padded = torch.arange(self.seq_len) >= lengths.unsqueeze(1)
+        return {"inputs": tokens.masked_fill(padded, self.pad_id)}
