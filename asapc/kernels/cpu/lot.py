@@ -88,14 +88,14 @@ class Workspace:
         if not self.shared or tokens == 0:
             return [work(*arguments, 0, tokens)]
         size = max(self.block, -(-tokens // torch.get_num_threads()))
-        results = []
+        results: dict[int, Result] = {}
 
         def run(starts: Iterator[int]) -> None:
             for start in starts:
-                results.append(work(*arguments, start, min(start + size, tokens)))
+                results[start] = work(*arguments, start, min(start + size, tokens))
 
         each_worker(run, range(0, tokens, size))
-        return results
+        return [results[start] for start in sorted(results)]  # whoever came first: the same sums
 
 
 def lot(
