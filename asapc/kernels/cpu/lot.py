@@ -2,8 +2,9 @@
 
 K = exp(S) [N, R] is formed once per side of a head; a sweep over its blocks, which stay in cache, does a
 half-step of the tokens, the half-step of the pivots after it and, the last time, the product with the
-values. Padded tokens are left out. Heads too small to fill the cache are stacked into one tile; where
-there are fewer heads than threads, the threads share the tokens of each.
+values. Padded tokens are left out. Heads too small to fill the cache are stacked into one tile (heads of
+several examples with their padded tokens, as zeros); where there are fewer heads than threads, the threads
+share the tokens of each.
 
 What a loop runs in is decided by its scores before they are exponentiated: float32 as they are, float32
 less each token's largest, the same in float64, and beyond that the log domain of the meaning. Extra
@@ -49,7 +50,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Tile:
-    """The same of G heads.  x: [G, N, D]; absent: [G, N], True on padded tokens; bias: [G, N, 1|R].
+    """The same of G heads.  x: [G, N, D]; absent: [G, 1, N], 1 on padded tokens; bias: [G, N, 1|R].
 
     z: [G, D, R]; sigma: [G, 1, R]; count: [G, 1, 1] or [1, 1, 1], the tokens that take part.
     """
@@ -137,11 +138,11 @@ def lot(
     factor = torch.as_tensor(meaning.token_factor(powers, q, k, keep, query_keep), dtype=dtype)
     factor = factor.expand(batch, heads, 1, 1)
 
-    group, shared = _layout(q, k, pivots)
+    group, shared = _layout(q, k, pivots, keep is not None or query_keep is not None)
     widest = max(pivots.shape[1], dim, width)
     block = max(64, thresholds(q, k).tile_bytes // (widest * out.element_size()))
-    some_keys = [None] * batch if group > 1 else _chosen(keep, batch)
-    some_queries = [None] * batch if group > 1 else _chosen(query_keep, batch)
+    some_keys = _chosen(None if group > heads else keep, batch)
+    some_queries = _chosen(None if group > heads else query_keep, batch)
 
     def work(starts: Iterator[int]) -> None:
         space = Workspace(block, shared)
@@ -153,13 +154,16 @@ def lot(
             )
             chosen = some_keys[own.examples.start]
             tile = own.tile(key_side, chosen)
-            mixed = _gather(tile, _clean(own.of(v, chosen), tile.absent), space)
+            values = own.of(v, chosen)
+            if tile.absent is not None:
+                values = _clean(values, tile.absent)
+            mixed = _gather(tile, values, space)
             mixed = mixed.to(dtype) * own.of(factor, None)
             chosen = some_queries[own.examples.start]
             tile = own.tile(query_side, chosen)
             target = out.view(batch * heads, queries, width)[start:stop]
             if isinstance(chosen, Tensor):
-                rows = target.new_empty((1, len(chosen), width))
+                rows = target.new_empty((len(own), len(chosen), width))
                 _spread(tile, mixed, rows, space)
                 target.index_copy_(1, chosen, rows)
             else:
@@ -191,7 +195,7 @@ def describe(
     """
     if q.numel() == 0 or k.numel() == 0:
         return "CPU", "there is nothing to compute"
-    group, shared = _layout(q, k, pivots)
+    group, shared = _layout(q, k, pivots, keep is not None or query_keep is not None)
     dtype = meaning.work_dtype(q)
     tokens, size = max(q.shape[2], k.shape[2]), dtype.itemsize
     kept = f"a head's K takes {tokens * pivots.shape[1] * size / 2**20:.2f} MiB"
@@ -223,17 +227,20 @@ def describe(
     return f"CPU, {layout}, {domain}", f"{why}; {found}"
 
 
-def _layout(q: Tensor, k: Tensor, pivots: Tensor) -> tuple[int, bool]:
+def _layout(q: Tensor, k: Tensor, pivots: Tensor, padded: bool) -> tuple[int, bool]:
     """Heads in a tile (whole examples, or equal parts of one) and whether threads share a head."""
     batch, heads, queries, _ = q.shape
     threads, tokens = torch.get_num_threads(), max(queries, k.shape[2])
     # A tile's K stays in cache from sweep to sweep; its tokens pass by once.
     of_one = tokens * pivots.shape[1] * meaning.work_dtype(q).itemsize
-    most = min(thresholds(q, k).tile_bytes // of_one, -(-batch * heads // threads))
-    if most >= heads:
-        group = most // heads * heads
-    else:
+    tile_bytes = thresholds(q, k).tile_bytes
+    most = min(tile_bytes // of_one, -(-batch * heads // threads))
+    if most < heads:
         group = max(count for count in range(1, max(1, most) + 1) if heads % count == 0)
+    elif padded and 2 * heads * of_one >= tile_bytes:
+        group = heads  # the padded tokens of one example can be left out, those of several cannot
+    else:
+        group = most // heads * heads
     return group, batch * heads < threads and tokens >= threads * SHARED_TOKENS
 
 
@@ -260,14 +267,12 @@ class Heads:
 
     def of(self, x: Tensor, chosen: Chosen) -> Tensor:
         """[B, H, N, D] -> [G, N, D], copied only where it has to be."""
-        if len(self) == 1:
-            one = x[self.examples.start, self.heads.start].unsqueeze(0)
-            if isinstance(chosen, Tensor):
-                return one.index_select(1, chosen)
-            return one if chosen is None else one[:, :chosen]
         if len(self.examples) > 1:
             return x[self.examples.start : self.examples.stop].flatten(0, 1)
-        return x[self.examples.start, self.heads.start : self.heads.stop]
+        own = x[self.examples.start, self.heads.start : self.heads.stop]
+        if isinstance(chosen, Tensor):
+            return own.index_select(1, chosen)
+        return own if chosen is None else own[:, :chosen]
 
     def tile(self, side: Side, chosen: Chosen) -> Tile:
         x = self.of(side.x, chosen)
@@ -279,16 +284,25 @@ class Heads:
         count = x.new_full((1, 1, 1), float(x.shape[1]), dtype=z.dtype)
         if chosen is None and side.keep is not None:
             keep = side.keep[self.examples.start : self.examples.stop]
-            keep = keep.repeat_interleave(len(self.heads), 0)
-            absent = ~keep
-            count = keep.sum(-1)[:, None, None].to(z.dtype)
+            keep = keep.repeat_interleave(len(self.heads), 0).unsqueeze(1)
+            absent = (~keep).to(z.dtype)
+            count = keep.sum(-1, keepdim=True).to(z.dtype)
             x = _clean(x, absent)
             bias = None if bias is None else _clean(bias, absent)
         return Tile(x, absent, bias, z, sigma, count, side.half_steps, side.tokens_first)
 
 
-def _clean(x: Tensor, absent: Tensor | None) -> Tensor:
-    return x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _clean(x: Tensor, absent: Tensor) -> Tensor:
+    """0 at padded tokens, NaN included.  x: [G, N, D]; absent: [G, 1, N].
+
+    On bits: masked_fill takes four times as long where the mask is broadcast.
+    """
+    bits = _BITS[x.element_size()]
+    mask = absent.transpose(1, 2).to(bits).sub_(1)  # -1, all bits, on active tokens
+    return x.view(bits).bitwise_and(mask).view(x.dtype)
 
 
 def _gather(tile: Tile, values: Tensor, space: Workspace) -> Tensor:
@@ -329,7 +343,7 @@ def _log_domain(tile: Tile, over_mass: bool) -> Tensor:
         scores = scores + tile.bias.transpose(1, 2)
     if scores.shape[2] == 0:
         return scores
-    keep = None if tile.absent is None else ~tile.absent
+    keep = None if tile.absent is None else tile.absent[:, 0] == 0
     plan = meaning.pivot_plan(
         scores[:, None], keep, tile.sigma, tile.half_steps, tile.tokens_first, over_mass
     )[:, 0]
@@ -367,10 +381,13 @@ def _linear(
     if mixed is not None and sweeps[-1][1]:
         sweeps.append((False, False))  # the output needs the last b
     safe = SAFE_ROW_RANGE[dtype]
-    own = (tile.x, tile.bias, tile.absent, z, kernel, a)
+    absent = None if tile.absent is None else tile.absent.to(dtype)
+    own = (tile.x, tile.bias, absent, z, kernel, a)
     if shifted:
         if not all(space.each(tokens, _open_shifted, *own, safe, space.block)):
             return None
+        if absent is not None:
+            a.masked_fill_(absent > 0, -torch.inf)
         if tokens:
             top = a.amax(-1, keepdim=True)
             a.sub_(top.masked_fill_(top == -torch.inf, 0.0)).exp_()
@@ -412,7 +429,7 @@ def _open_shifted(
     first: int,
     end: int,
 ) -> bool:
-    """K = exp(S - top) [G, N, R] and a = top [G, 1, N] (-inf on padded tokens) of tokens first .. end.
+    """K = exp(S - top) [G, N, R], 0 on padded tokens, and a = top [G, 1, N] of tokens first .. end.
 
     top: a token's largest score.  False, early, where a token's scores span more than `safe`.
     """
@@ -427,9 +444,7 @@ def _open_shifted(
             return False
         part.sub_(top).exp_()
         if absent is not None:
-            missing = absent[:, start:stop].unsqueeze(-1)
-            part.masked_fill_(missing, 0.0)
-            top.masked_fill_(missing, -float("inf"))
+            part.mul_(1.0 - absent[:, :, start:stop].transpose(1, 2))
         a[:, :, start:stop] = top.transpose(1, 2)
     return True
 
@@ -480,12 +495,12 @@ def _sweep(
                 return False, total, gathered
             part.exp_()
             if absent is not None:
-                part.masked_fill_(absent[:, start:stop].unsqueeze(-1), 0.0)
+                part.mul_(1.0 - absent[:, :, start:stop].transpose(1, 2))
         a_part = a[:, :, start:stop]
         if closes_tokens:
             torch.bmm(b, part.transpose(1, 2), out=a_part)
             if absent is not None:  # a padded token's total is 0, which would divide
-                a_part.masked_fill_(absent[:, start:stop].unsqueeze(1), 1.0)
+                a_part.add_(absent[:, :, start:stop])
             a_part.reciprocal_()
         if closes_pivots:
             total.baddbmm_(a_part, part)
