@@ -2,9 +2,9 @@
 
 K = exp(S) [N, R] is formed once per side of a head; a sweep over its blocks, which stay in cache, does a
 half-step of the tokens, the half-step of the pivots after it and, the last time, the product with the
-values. Padded tokens are left out. Heads too small to fill the cache are stacked into one tile (heads of
-several examples with their padded tokens, as zeros); where there are fewer heads than threads, the threads
-share the tokens of each.
+values. Padded tokens are left out. Heads too small to fill the cache are stacked into one tile, those of
+several examples with their padded tokens, as zeros; where there are fewer heads than threads, the
+threads share the tokens of each.
 
 What a loop runs in is decided by its scores before they are exponentiated: float32 as they are, float32
 less each token's largest, the same in float64, and beyond that the log domain of the meaning. Extra
