@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 
+from asapc.models.esp import ESPFormerViT
 from asapc.models.lot import LOTFormerText
 from asapc.models.text import SinkformerText
 from asapc.models.vit import SinkformerViT
 
 # config.json is {"architecture": a key below, **constructor arguments}
 ARCHITECTURES: dict[str, type[nn.Module]] = {
+    "espformer-vit": ESPFormerViT,
     "sinkformer-vit": SinkformerViT,
     "sinkformer-text": SinkformerText,
     "lotformer-text": LOTFormerText,
 }
 
-__all__ = ["ARCHITECTURES", "LOTFormerText", "SinkformerText", "SinkformerViT"]
+__all__ = ["ARCHITECTURES", "ESPFormerViT", "LOTFormerText", "SinkformerText", "SinkformerViT"]

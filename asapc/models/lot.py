@@ -82,7 +82,7 @@ class LOTAttention(nn.Module):
         hidden = torch.zeros_like(q[..., 0]).masked_fill(padded[:, None, :], -math.inf)  # [B, H, N]
         log_mu = hidden - count.log()
         sigma = torch.softmax(self.mass_logits, dim=-1)
-        log_sigma = sigma.log().expand(len(q), -1, -1)  # [B, H, R]
+        log_sigma = sigma.log()  # [H, R]
         factor = self.scale / self.eps
         first_scores = q @ self.pivots.transpose(-1, -2) * factor  # [B, H, N, R]
         second_scores = self.pivots @ k.transpose(-1, -2) * factor  # [B, H, R, N]

@@ -6,7 +6,7 @@ State-dict names and the forward pass equal those of the released Sinkformers co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import torch
@@ -68,7 +68,7 @@ class SinkhornAttention(nn.Module):
 class PreNormAttention(nn.Module):
     """norm, then attention; the residual is added outside."""
 
-    def __init__(self, dim: int, fn: SinkhornAttention) -> None:
+    def __init__(self, dim: int, fn: nn.Module) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.fn = fn
@@ -110,21 +110,12 @@ class Transformer(nn.Module):
     """x: [B, N, dim] -> ([B, N, dim], one attention [B, H, N, N] per layer)"""
 
     def __init__(
-        self,
-        dim: int,
-        depth: int,
-        heads: int,
-        dim_head: int,
-        mlp_dim: int,
-        dropout: float,
-        max_iter: int,
-        eps: float,
+        self, dim: int, depth: int, mlp_dim: int, dropout: float, attention: Callable[[], nn.Module]
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
         for _ in range(depth):
-            attention = SinkhornAttention(dim, heads, dim_head, dropout, max_iter, eps)
-            blocks: list[nn.Module] = [PreNormAttention(dim, attention)]
+            blocks: list[nn.Module] = [PreNormAttention(dim, attention())]
             if mlp_dim > 0:
                 blocks.append(PreNormFeedForward(dim, FeedForward(dim, mlp_dim, dropout)))
             self.layers.append(nn.ModuleList(blocks))
@@ -141,13 +132,70 @@ class Transformer(nn.Module):
         return x, maps
 
 
-class SinkformerViT(nn.Module):
-    """Image classifier: patches, a [CLS] token, learnt positions, `depth` Sinkhorn layers, a head.
+class ViT(nn.Module):
+    """Image classifier: patches, a [CLS] token, learnt positions, layers of some attention, a head.
 
-    image_size, patch_size: pixels, one number or (height, width).  dim_head: D; the score is
-    D^-1/2 q k^T.  mlp_dim: 0 leaves the feed-forward blocks out.  max_iter: half-steps T, rows first.
-    eps: epsilon.  pool: "cls" or "mean".
+    image_size, patch_size: pixels, one number or (height, width).  mlp_dim: 0 leaves the feed-forward
+    blocks out.  pool: "cls" or "mean".  attention: makes one layer's.
     Raises ValueError when the patches do not tile the image or pool is unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int | Sequence[int],
+        patch_size: int | Sequence[int],
+        num_classes: int,
+        dim: int,
+        depth: int,
+        mlp_dim: int,
+        pool: Literal["cls", "mean"],
+        channels: int,
+        dropout: float,
+        emb_dropout: float,
+        attention: Callable[[], nn.Module],
+    ) -> None:
+        super().__init__()
+        image_height, image_width = _pair(image_size)
+        p1, p2 = _pair(patch_size)
+        if image_height % p1 or image_width % p2:
+            raise ValueError(
+                f"patches of {p1} x {p2} do not tile an image of {image_height} x {image_width}"
+            )
+        if pool not in ("cls", "mean"):
+            raise ValueError(f'pool must be "cls" or "mean", got {pool!r}')
+        self.image_shape = (channels, image_height, image_width)
+        self.pool = pool
+        num_patches = (image_height // p1) * (image_width // p2)
+        self.to_patch_embedding = nn.Sequential(
+            Patches((p1, p2)), nn.Linear(channels * p1 * p2, dim)
+        )
+        self.pos_embedding = nn.Parameter(torch.randn(1, num_patches + 1, dim))
+        self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
+        self.dropout = nn.Dropout(emb_dropout)
+        self.transformer = Transformer(dim, depth, mlp_dim, dropout, attention)
+        self.mlp_head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
+
+    def classify(self, img: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """img: [B, C, height, width].  Returns logits [B, classes] and the attention maps."""
+        x = self.to_patch_embedding(img)  # [B, N - 1, dim]
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
+        x = self.dropout(x + self.pos_embedding[:, : x.shape[1]])
+        x, maps = self.transformer(x)
+        x = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
+        return self.mlp_head(x), maps
+
+    def example_inputs(self, batch: int) -> dict[str, Tensor]:
+        """A deterministic batch of noise images, to capture the model without data."""
+        generator = torch.Generator().manual_seed(0)
+        return {"img": torch.rand(batch, *self.image_shape, generator=generator)}
+
+
+class SinkformerViT(ViT):
+    """A ViT whose attention is the finite Sinkhorn loop.
+
+    heads, dim_head: H and D; the score is D^-1/2 q k^T.  max_iter: half-steps T, rows first.
+    eps: epsilon.  The other arguments are those of ViT.
     """
 
     def __init__(
@@ -168,37 +216,13 @@ class SinkformerViT(nn.Module):
         max_iter: int = 1,
         eps: float = 1.0,
     ) -> None:
-        super().__init__()
-        image_height, image_width = _pair(image_size)
-        p1, p2 = _pair(patch_size)
-        if image_height % p1 or image_width % p2:
-            raise ValueError(
-                f"patches of {p1} x {p2} do not tile an image of {image_height} x {image_width}"
-            )
-        if pool not in ("cls", "mean"):
-            raise ValueError(f'pool must be "cls" or "mean", got {pool!r}')
-        self.image_shape = (channels, image_height, image_width)
-        self.pool = pool
-        num_patches = (image_height // p1) * (image_width // p2)
-        self.to_patch_embedding = nn.Sequential(
-            Patches((p1, p2)), nn.Linear(channels * p1 * p2, dim)
-        )
-        self.pos_embedding = nn.Parameter(torch.randn(1, num_patches + 1, dim))
-        self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
-        self.dropout = nn.Dropout(emb_dropout)
-        self.transformer = Transformer(dim, depth, heads, dim_head, mlp_dim, dropout, max_iter, eps)
-        self.mlp_head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
+        super().__init__(
+            image_size=image_size, patch_size=patch_size, num_classes=num_classes, dim=dim,
+            depth=depth, mlp_dim=mlp_dim, pool=pool, channels=channels, dropout=dropout,
+            emb_dropout=emb_dropout,
+            attention=lambda: SinkhornAttention(dim, heads, dim_head, dropout, max_iter, eps),
+        )  # fmt: skip
 
     def forward(self, img: Tensor) -> tuple[Tensor, list[Tensor]]:
         """img: [B, C, height, width].  Returns logits [B, classes] and the attention maps."""
-        x = self.to_patch_embedding(img)  # [B, N - 1, dim]
-        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
-        x = self.dropout(x + self.pos_embedding[:, : x.shape[1]])
-        x, maps = self.transformer(x)
-        x = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
-        return self.mlp_head(x), maps
-
-    def example_inputs(self, batch: int) -> dict[str, Tensor]:
-        """A deterministic batch of noise images, to capture the model without data."""
-        generator = torch.Generator().manual_seed(0)
-        return {"img": torch.rand(batch, *self.image_shape, generator=generator)}
+        return self.classify(img)
