@@ -89,7 +89,7 @@ def published(p: Problem) -> Tensor:
     """Two loops in the log domain, a fresh N x R matrix every half-step; both plans formed."""
     n, scale = p.q.shape[2], p.q.shape[3] ** -0.5
     log_mu = torch.full_like(p.q[..., 0], 1.0 / n).log()
-    log_sigma = p.mass.log().expand(len(p.q), -1, -1)
+    log_sigma = p.mass.log()
     start = torch.zeros_like(log_sigma)
     first = finite_plan(
         p.q @ p.pivots.transpose(-1, -2) * scale, log_mu, log_sigma, start, p.half_steps

@@ -21,8 +21,9 @@ Cls = Literal["none", "softmax", "polarised"]
 def finite_plan(scores: Tensor, log_a: Tensor, log_b: Tensor, w: Tensor, n_iters: int) -> Tensor:
     """Plan [..., N, M] after n_iters half-steps, rows first.
 
-    scores: [..., N, M]; log_a: [..., N] and log_b: [..., M], logarithms of the marginals; w: [..., M],
-    the dual to start from: 0, and -inf where the marginal is zero, which rows shall not see.
+    scores: [B, H, N, M]; log_a: [..., N] and log_b: [..., M] broadcast to it, logarithms of the
+    marginals; w: [..., M], the dual to start from: 0, and -inf where the marginal is zero, which rows
+    shall not see.
     """
     u = torch.zeros_like(log_a)
     for step in range(n_iters):
