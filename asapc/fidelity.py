@@ -77,10 +77,18 @@ class AttentionFidelity:
         self._rel = self._worst = self._kl = 0.0
         self._row, self._col = [0.0, 0.0], [0.0, 0.0]  # teacher, compiled
 
-    def update(self, teacher_map: Tensor, compiled_map: Tensor, keep: Tensor | None = None) -> None:
+    def update(
+        self,
+        teacher_map: Tensor,
+        compiled_map: Tensor,
+        keep: Tensor | None = None,
+        query_keep: Tensor | None = None,
+    ) -> None:
         """Add maps [B, H, N, M] in attention units; keep: [B, M] bool, True on active keys.
 
         Examples without an active key are passed over. Masked keys do not enter column errors.
+        query_keep: [B, N] bool, where padded queries have no mass: they enter no row errors, and a
+        column that every one of n active queries and m active keys shares weighs n / m.
         """
         teacher, compiled = teacher_map.detach().double(), compiled_map.detach().double()
         if teacher.shape != compiled.shape:
@@ -88,8 +96,15 @@ class AttentionFidelity:
         batch, _, num_queries, num_keys = teacher.shape
         if keep is None:
             keep = torch.ones(batch, num_keys, dtype=torch.bool, device=teacher.device)
-        counted = keep.any(-1)
+        ratio = teacher.new_full((batch, 1, 1), num_keys / max(1, num_queries))
+        queries = torch.ones(batch, num_queries, dtype=torch.bool, device=teacher.device)
+        if query_keep is not None:
+            queries = query_keep
+            active = queries.sum(-1).clamp(min=1)
+            ratio = (keep.sum(-1) / active)[:, None, None].to(teacher.dtype)
+        counted = keep.any(-1) & queries.any(-1)
         teacher, compiled, keep = teacher[counted], compiled[counted], keep[counted]
+        queries, ratio = queries[counted], ratio[counted]
         if teacher.numel() == 0:
             return
         heads = teacher.shape[1]
@@ -99,11 +114,12 @@ class AttentionFidelity:
         self._worst = max(self._worst, _or_inf(float(relative.amax())))
         self._kl += float(_generalised_kl(teacher, compiled).sum()) / num_queries
         for side, attention in enumerate((teacher, compiled)):
-            self._row[side] += float((attention.sum(-1) - 1).abs().sum())
-            excess = (attention.sum(-2) * (num_keys / num_queries) - 1).abs()
+            missing = (attention.sum(-1) - 1).abs()
+            self._row[side] += float(missing.masked_fill(~queries[:, None, :], 0.0).sum())
+            excess = (attention.sum(-2) * ratio - 1).abs()
             self._col[side] += float(excess.masked_fill(~keep[:, None, :], 0.0).sum())
         self.pairs += relative.numel()
-        self.rows += relative.numel() * num_queries
+        self.rows += heads * int(queries.sum())
         self.columns += heads * int(keep.sum())
 
     def metrics(self) -> dict[str, float]:

@@ -329,3 +329,16 @@ def test_every_metric_is_described():
     for name, info in METRICS.items():
         assert name.isidentifier() and info.doc
         assert info.direction in ("min", "max") and info.scope in ("site", "model", "both")
+
+
+def test_padded_queries_without_mass_enter_no_row_error() -> None:
+    keep = torch.tensor([[True, True, False]])
+    balanced = torch.zeros(1, 2, 3, 3)
+    balanced[..., :2, :2] = 0.5
+    fidelity = AttentionFidelity()
+    fidelity.update(balanced, balanced, keep, keep)
+    metrics = fidelity.metrics()
+    assert metrics["row_err"] == metrics["col_err"] == 0.0
+    fidelity = AttentionFidelity()
+    fidelity.update(balanced, balanced, keep)  # a Sinkhorn layer's padded queries keep their mass
+    assert fidelity.metrics()["row_err"] == pytest.approx(1 / 3)
