@@ -86,15 +86,14 @@ def projections(points: Tensor, slices: Tensor | None) -> Tensor:
     return (slices.double() @ points.double().transpose(-1, -2)).to(points.dtype)
 
 
-def sorted_descending(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Values and order along the last dimension, padded tokens last.  x: [B, H, ..., N].
+def padded_last(x: Tensor, keep: Tensor | None) -> Tensor:
+    """x [B, H, ..., N] with padded tokens where a descending sort puts them last."""
+    return x if keep is None else x.masked_fill(~_spread(keep, x), -torch.inf)
 
-    Ties keep the order of the tokens.
-    """
-    if keep is not None:
-        x = x.masked_fill(~_spread(keep, x), -torch.inf)
-    values, order = torch.sort(x, dim=-1, descending=True, stable=True)
-    return values, order
+
+def descending_order(x: Tensor) -> Tensor:
+    """argsort along the last dimension, largest first; ties keep the order of the tokens."""
+    return torch.sort(x, dim=-1, descending=True, stable=True).indices
 
 
 def _spread(keep: Tensor, like: Tensor) -> Tensor:
@@ -131,7 +130,7 @@ def soft_sort(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
 
     x: [B, H, N].  Source: ESPFormer, Eq. 7, largest value first as in its code.
     """
-    ordered, _ = sorted_descending(x, keep)
+    ordered = torch.sort(padded_last(x, keep), dim=-1, descending=True).values
     if keep is None:
         return torch.softmax(-((ordered[..., :, None] - x[..., None, :]) ** 2) / temperature, -1)
     rows = torch.arange(x.shape[-1], device=x.device) < keep.sum(-1, keepdim=True)
@@ -164,7 +163,7 @@ def cost_matrix(q: Tensor, k: Tensor, squared: bool) -> Tensor:
     return distance.square() if squared else distance
 
 
-def _soft(
+def expected_plan(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
@@ -179,6 +178,7 @@ def _soft(
 ) -> Tensor:
     """factor sum_l w_l P_l, times v if given, by an online softmax over the slices.
 
+    sort: (x [B, H, N], keep) -> the matrix [B, H, ranks, N] that sorts it.
     Costs meet tau only as differences, which is what keeps the digits of small weights.
     """
     clouds = clouds_of(q, k, keep, query_keep, slices)
@@ -206,6 +206,8 @@ def _soft(
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments), whose intermediates are computed again in backward, not kept."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -229,7 +231,7 @@ def esp_soft(
     [1] or [H]; mean_cost: D_l is divided by the number of active queries.
     Memory O(N M + N E); a gradient keeps O(L N E) and computes every plan again.
     """
-    return _soft(
+    return expected_plan(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
         output_factor, lambda x, kept: soft_sort(x, kept, softsort_temperature),
     ).to(v.dtype)  # fmt: skip
@@ -248,7 +250,7 @@ def esp_soft_attention(
     output_factor: float,
 ) -> Tensor:
     """The map itself, [B, H, N, M] in q's dtype.  Arguments as esp_soft."""
-    return _soft(
+    return expected_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
         output_factor, lambda x, kept: soft_sort(x, kept, softsort_temperature),
     ).to(q.dtype)  # fmt: skip
@@ -276,7 +278,7 @@ def esp_released_hard_attention(
         chosen = torch.zeros_like(soft).scatter(-1, soft.argmax(-1, keepdim=True), 1.0)
         return chosen.masked_fill(soft == 0, 0.0)  # rows of padded tokens stay empty
 
-    return _soft(
+    return expected_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
         output_factor, top,
     ).to(q.dtype)  # fmt: skip
@@ -296,11 +298,17 @@ class Matching:
         """Of each of `keys` in a query's row; they sum to 1."""
         return (1.0,) if self.share is None else (1 - self.share, self.share)
 
+    def of_rows(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and their entries in the map [B, H, L or 2 L, N].  weights: [B, H, L, N]."""
+        if self.share is None:
+            return self.keys[0], weights
+        return torch.cat(self.keys, 2), torch.cat([weights * share for share in self.shares()], 2)
+
 
 def match_ranks(clouds: Clouds) -> Matching:
     """Sort, then equal ranks meet; O(L N log N)."""
-    _, order_x = sorted_descending(clouds.x, clouds.query_keep)
-    _, order_y = sorted_descending(clouds.y, clouds.keep)
+    order_x = descending_order(padded_last(clouds.x, clouds.query_keep))
+    order_y = descending_order(padded_last(clouds.y, clouds.keep))
 
     def by_token(of_ranks: Tensor) -> Tensor:  # [B, H, L, ranks of queries] -> [B, H, L, queries]
         return of_ranks.new_empty(of_ranks.shape).scatter_(-1, order_x, of_ranks)
@@ -312,25 +320,19 @@ def match_ranks(clouds: Clouds) -> Matching:
     return Matching(keys, by_token(share))
 
 
-def slice_weights(
-    clouds: Clouds,
-    matching: Matching,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-) -> Tensor:
-    """w = softmax_l(-tau D_l) [B, H, L], D summed in float64 over the matched pairs.
+def matched_costs(clouds: Clouds, matching: Matching, squared: bool) -> Tensor:
+    """sum_i |q_i - partner| [B, H, L], or of its square, in float64; O(L N D) work.
 
-    Distances are O(L N D) work, `GATHERED_AT_ONCE` entries at a time.
+    The keys of several slices are gathered together, `GATHERED_AT_ONCE` entries at a time.
     """
 
-    def costs(q: Tensor, k: Tensor, part: slice) -> Tensor:  # [B, H, slices of the part]
+    def costs(q: Tensor, k: Tensor, part: slice) -> Tensor:
         total: Tensor | float = 0.0
         for keys, share in zip(matching.keys, matching.shares(), strict=True):
             own = keys[:, :, part]
             rows = own.flatten(2)[..., None].expand(-1, -1, -1, k.shape[3])
             apart = q[:, :, None] - k.gather(2, rows).unflatten(2, own.shape[2:])
-            if squared_cost:
+            if squared:
                 distance = apart.square().sum(-1)
             else:
                 distance = torch.linalg.vector_norm(apart, dim=-1)  # gradient 0 where points meet
@@ -342,14 +344,10 @@ def slice_weights(
 
     step = max(1, GATHERED_AT_ONCE // max(1, clouds.q.numel()))
     parts = [slice(i, i + step) for i in range(0, clouds.num_slices, step)]
-    cost = torch.cat([recomputed(costs, clouds.q, clouds.k, part) for part in parts], -1)
-    if mean_cost:
-        cost = cost / active(clouds.query_keep, clouds.q)[:, None, None]
-    tau = inverse_temperature.to(cost.dtype)[:, None]
-    return torch.softmax(-tau * (cost - cost.detach().amin(-1, keepdim=True)), -1)
+    return torch.cat([recomputed(costs, clouds.q, clouds.k, part) for part in parts], -1)
 
 
-def _hard(
+def matched_plan(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
@@ -361,15 +359,19 @@ def _hard(
     mean_cost: bool,
     output_factor: float,
 ) -> Tensor:
+    """factor sum_l w_l P_l of permutations P_l, times v if given."""
     clouds = clouds_of(q, k, keep, query_keep, slices)
     width = clouds.k.shape[2] if v is None else v.shape[3]
     if 0 in (clouds.x.numel(), clouds.y.numel(), width):
         return clouds.q.new_zeros(*clouds.q.shape[:3], width)
     matching = match_ranks(clouds)
-    weights = slice_weights(clouds, matching, inverse_temperature, squared_cost, mean_cost)
+    cost = matched_costs(clouds, matching, squared_cost)
+    if mean_cost:
+        cost = cost / active(clouds.query_keep, clouds.q)[:, None, None]
+    tau = inverse_temperature.to(cost.dtype)[:, None]
+    weights = torch.softmax(-tau * (cost - cost.detach().amin(-1, keepdim=True)), -1)
     weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
-    keys = torch.cat(matching.keys, 2)  # [B, H, L or 2 L, N], and so their shares of a row
-    shares = torch.cat([weights * share for share in matching.shares()], 2)
+    keys, shares = matching.of_rows(weights)
     if v is None:
         result = scatter_sum(width, keys, shares)
     else:
@@ -393,7 +395,7 @@ def scatter_sum(width: int, keys: Tensor, shares: Tensor) -> Tensor:
     result = shares.new_zeros(batch, heads, queries, width)
     for index in range(count):  # one entry a row each: the order of sums is fixed
         own = (part[:, :, index, :, None] for part in (keys, shares))
-        result = result.scatter_add(3, *own)
+        result.scatter_add_(3, *own)
     return result
 
 
@@ -413,7 +415,7 @@ def esp_hard(
 
     Arguments as esp_soft.  O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix.
     """
-    return _hard(
+    return matched_plan(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
         output_factor,
     ).to(v.dtype)  # fmt: skip
@@ -431,7 +433,7 @@ def esp_hard_attention(
     output_factor: float,
 ) -> Tensor:
     """The map itself, [B, H, N, M] in q's dtype, for those who want to see it.  Arguments as esp_soft."""
-    return _hard(
+    return matched_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
         output_factor,
     ).to(q.dtype)  # fmt: skip

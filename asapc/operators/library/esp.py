@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asapc.kernels import dispatch
+from asapc.kernels.cpu import esp as cpu_esp
 from asapc.operators import esp as meaning
 from asapc.operators.library.gradients import differentiate
 
@@ -25,10 +27,13 @@ def esp_soft(
     mean_cost: bool,
     output_factor: float,
 ) -> Tensor:
-    return meaning.esp_soft(
+    backend = dispatch.token_backend("esp_soft", q, k, v, lambda: cpu_esp.describe_soft(q, k))
+    twin: Any = meaning if backend == "plain" else cpu_esp
+    result: Tensor = twin.esp_soft(
         q, k, v, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
         mean_cost, output_factor,
     )  # fmt: skip
+    return result
 
 
 @torch.library.custom_op("asapc::esp_soft_attention", mutates_args=())
@@ -44,6 +49,7 @@ def esp_soft_attention(
     mean_cost: bool,
     output_factor: float,
 ) -> Tensor:
+    dispatch.token_backend("esp_soft_attention", q, k, None, cpu_esp.describe_hard)
     return meaning.esp_soft_attention(
         q, k, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
         mean_cost, output_factor,
@@ -63,6 +69,7 @@ def esp_released_hard_attention(
     mean_cost: bool,
     output_factor: float,
 ) -> Tensor:
+    dispatch.token_backend("esp_released_hard_attention", q, k, None, cpu_esp.describe_hard)
     return meaning.esp_released_hard_attention(
         q, k, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
         mean_cost, output_factor,
@@ -82,10 +89,13 @@ def esp_hard(
     mean_cost: bool,
     output_factor: float,
 ) -> Tensor:
-    return meaning.esp_hard(
+    backend = dispatch.token_backend("esp_hard", q, k, v, cpu_esp.describe_hard)
+    twin: Any = meaning if backend == "plain" else cpu_esp
+    result: Tensor = twin.esp_hard(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
         output_factor,
     )  # fmt: skip
+    return result
 
 
 @torch.library.custom_op("asapc::esp_hard_attention", mutates_args=())
@@ -100,6 +110,7 @@ def esp_hard_attention(
     mean_cost: bool,
     output_factor: float,
 ) -> Tensor:
+    dispatch.token_backend("esp_hard_attention", q, k, None, cpu_esp.describe_hard)
     return meaning.esp_hard_attention(
         q, k, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost, output_factor
     )
