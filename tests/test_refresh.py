@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parent))
+import esp_net
+
 import asapc
 import asapc.operators
-from asapc import class_scores, refresh
+from asapc import anneal, class_scores, refresh
 from asapc.artifact import read_artifact
 from asapc.cli import main
 from asapc.data import open_data, split_of
 from asapc.errors import EXIT_BAD_INPUT, InputError
+from asapc.passes.calls import FORMS, operator_calls
 from asapc.passes.capture import export_graph
 from asapc.runner import Runner
 from asapc.session import EXIT_INTERRUPTED
@@ -150,7 +155,7 @@ def test_report_shows_the_refresh_and_uses_no_example_it_saw(
     assert run("report", out, "--json", "--quiet") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["model"]["examples"] == len(gate) > 0
-    assert report["refresh"] == entry
+    assert report["refresh"] == entry and "soft_to_hard" not in report
     assert report["model"]["lossless_max_abs_error"] < 1e-5  # the teacher was not trained along
     site = report["sites"][0]
     assert site["metrics"]["r2"] is None and "trained since" in site["reason"]
@@ -419,3 +424,136 @@ def test_capture_per_module_trains_the_captured_modules(
     assert set(after) - set(before) == {"graph.0.out.weight", "graph.0.out.bias"}
     changed = {n for n, t in before.items() if not t.equal(after[n])}
     assert changed == {f"0.{COEFFICIENTS}", "asapc.seen_hashes"}
+
+
+# Annealing
+
+
+@pytest.fixture(scope="module")
+def esp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return esp_net.compiled(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def annealed(esp: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The ESP model annealed on labels, and its refresh entry."""
+    out = tmp_path_factory.mktemp("annealed") / "out"
+    assert run("refresh", esp / "out", "--data", esp / "data.npz", "--labels", "--anneal", "-o", out,
+               "--epochs", 6, "--learning-rate", "1e-2", "--quiet") == 0  # fmt: skip
+    return out, json.loads((out / "manifest.json").read_text())["refresh"]
+
+
+@pytest.mark.parametrize(("start", "steps"), [(0.1, 500), (0.1, 53), (2.0, 20), (1e-3, 1), (1e-7, 3)])
+def test_the_schedule_is_exponential_even_and_ends_at_its_lowest(start: float, steps: int) -> None:
+    lowest = min(start, 1e-6)
+    stages = [start]
+    while stages[-1] > lowest * (1 + 1e-12):
+        stages.append(max(0.8 * stages[-1], lowest))
+    own = anneal.schedule(start, 0.8, steps)
+    assert len(own) == steps and own[-1] == lowest
+    places = [min(range(len(stages)), key=lambda s: abs(stages[s] / t - 1)) for t in own]
+    assert all(abs(stages[s] / t - 1) < 1e-9 for s, t in zip(places, own, strict=True))
+    assert places == sorted(places)
+    if steps >= len(stages):  # every stage lasts equally long, but for a step
+        counts = [places.count(s) for s in range(len(stages))]
+        assert own[0] == start and max(counts) - min(counts) <= 1 and min(counts) >= 1
+    else:
+        assert len(set(places)) == steps
+
+
+def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(
+    esp: Path, annealed: tuple[Path, dict[str, Any]]
+) -> None:
+    out, entry = annealed
+    assert entry["best_epoch"] == entry["epochs"] == 6
+    assert entry["anneal"] == {"gamma": 0.8, "from": [esp_net.TEMPERATURE] * 2, "to": 1e-6}
+    assert entry["after"]["loss"] < entry["before"]["loss"]
+    audit = entry["soft_to_hard"]
+    assert audit["soft"]["prediction_change"] == 0
+    for name in ("before", "after"):
+        assert audit[name]["prediction_change"] == 1 - entry[name]["prediction_agreement"]
+        assert audit[name]["accuracy"] == entry[name]["accuracy"]
+    compile_time = json.loads((esp / "out" / "manifest.json").read_text())["soft_to_hard"]
+    assert audit["before"]["prediction_change"] == pytest.approx(compile_time["prediction_change"])
+
+    # The epoch at the end, measured by hand with exact sorts.
+    artifact = read_artifact(out)
+    operators = {
+        stage: [FORMS[o.call.target].operator for p in programs for o in operator_calls(p.graph)]
+        for stage, programs in artifact.programs.items()
+    }
+    assert operators == {"graph": ["esp_hard"] * 2, "lossless": ["esp_soft"] * 2, "teacher": []}
+    source = open_data(str(esp / "data.npz"), artifact.signature())
+    batch = next(source.batches(200, select=lambda content: split_of(content) == "selection"))
+    assert batch.labels is not None
+    loss = nn.functional.cross_entropy(Runner(None, artifact.programs["graph"])(batch), batch.labels)
+    assert float(loss) == pytest.approx(entry["after"]["loss"], rel=1e-5)
+    for site in artifact.manifest["sites"]:
+        change = f"{audit['after']['prediction_change']:.2%}"
+        assert site["operator"] == "esp_hard" and change in site["reason"]
+        assert site["convention"]["operator"] == "esp_soft"
+    assert artifact.manifest["soft_to_hard"]["switched"] is True
+
+
+def test_annealing_trains_what_a_gradient_reaches_and_the_teacher_not(
+    esp: Path, annealed: tuple[Path, dict[str, Any]]
+) -> None:
+    out, entry = annealed
+    expected = {name for name, _ in esp_net.Net().named_parameters()} - {"unused"}
+    assert set(entry["parameters"]) == expected
+    before, after = (load_file(folder / "model.safetensors") for folder in (esp / "out", out))
+    assert set(after) - set(before) == {f"graph.0.{name}" for name in expected}
+    for name in expected:
+        assert not after[f"graph.0.{name}"].equal(before[f"0.{name}"]), name
+    for name in set(before) - {"asapc.seen_hashes"}:
+        assert after[name].equal(before[name]), name
+    for stage in ("teacher.pt2", "lossless.pt2", "recipe.yaml"):
+        assert (out / stage).read_bytes() == (esp / "out" / stage).read_bytes(), stage
+
+
+def test_an_annealed_model_loads_runs_on_any_batch_and_is_reported(
+    annealed: tuple[Path, dict[str, Any]], esp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, entry = annealed
+    x = torch.randn(3, 7, esp_net.SIZE)  # sizes stay dynamic when the program is written again
+    with torch.no_grad():
+        assert asapc.load(out)(x).shape == (3, esp_net.CLASSES)
+    capsys.readouterr()
+    assert run("report", out, "--json", "--quiet") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["refresh"] == entry
+    variants = {own["name"]: own for own in report["soft_to_hard"]["variants"]}
+    assert list(variants) == ["soft", "released hard", "exact hard", "refreshed"]
+    assert variants["refreshed"]["row_err"] < 1e-6
+    assert variants["refreshed"]["accuracy"] == report["model"]["accuracy_compiled"]
+    agreement = report["model"]["prediction_agreement"]
+    assert variants["refreshed"]["prediction_change"] == pytest.approx(1 - agreement)
+    assert "from soft to hard, selection split" in (out / "report.md").read_text()
+    # Nothing is left to anneal, and another refresh starts from exact sorts.
+    expect(capsys, EXIT_BAD_INPUT,
+           ("refresh", out, "--data", esp / "data.npz", "--labels", "--anneal"),
+           "sort softly", "esp_hard", "operator: lossless")  # fmt: skip
+
+
+def test_parameters_narrow_what_is_annealed_and_distilling_needs_no_labels(
+    esp: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "data.npz", x=np.load(esp / "data.npz")["x"])
+    out = Path(shutil.copytree(esp / "out", tmp_path / "out"))
+    entry = refreshed(out, tmp_path / "data.npz", "--anneal", "--epochs", 2, "--parameters",
+                      "layers.*.qkv.weight", "--parameters", "asapc_site_1_*")  # fmt: skip
+    tau = "asapc_site_1_inverse_temperature"
+    assert set(entry["parameters"]) == {"layers.0.qkv.weight", "layers.1.qkv.weight", tau}
+    assert entry["soft_to_hard"]["after"]["accuracy"] is None
+    before, after = (load_file(folder / "model.safetensors") for folder in (esp / "out", out))
+    assert after[f"0.{tau}"].equal(before[f"0.{tau}"])  # the lossless program keeps its own
+    assert not after[f"graph.0.{tau}"].equal(before[f"0.{tau}"])
+    assert read_artifact(out).manifest["sites"][0]["operator"] == "esp_hard"
+
+
+def test_annealing_needs_soft_sorts(
+    work: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("refresh", out, "--data", work / "data.npz", "--distil", "--anneal")
+    expect(capsys, EXIT_BAD_INPUT, command, "sort softly", "asap", "leave out --anneal")
+    assert files(out) == files(work / "out")
