@@ -129,8 +129,8 @@ def train(
     """Train on the calibration split; keep the epoch with the lowest loss on the selection split.
 
     model: the model around captured modules, whose own weights stay as they are. The gate split is
-    not read. Trains the artefact's compiled programs in place. An annealed model is kept as it is at
-    the end, and measured with its sorts exact throughout.
+    not read. Trains the artefact's compiled programs in place. An annealed model is measured with its
+    sorts exact throughout, as it will run.
     """
     check_settings(settings)
     programs = artifact.programs["graph"]
@@ -434,8 +434,8 @@ def fit(
 ) -> tuple[dict[str, float], Best]:
     """(metrics before, best epoch); leaves the best epoch's weights in place.
 
-    With annealing the last epoch is the best, all metrics are those of exact sorts, and these are in
-    place afterwards.
+    With annealing all metrics are those of exact sorts, and these are in place afterwards: gradients of
+    the coldest sorts are mostly zero or huge, and a warmer epoch's weights may sort best.
     Raises InputError where the loss or a weight stops being finite.
     """
     tensors = [own.tensor for own in trained]
@@ -470,7 +470,7 @@ def fit(
         metrics = evaluate(measured, objective, selection, settings.batch_size)
         _require_finite(metrics["loss"], tensors, f"after epoch {epoch}", settings)
         progress.note(f"epoch {epoch}: {_line(metrics)} (before: {_line(before)})")
-        if annealing is not None or metrics["loss"] < best.metrics["loss"]:
+        if metrics["loss"] < best.metrics["loss"]:
             best = Best(epoch, metrics, _copies(tensors))
         if epoch == 1:
             idle = [own.label for own in trained if own.tensor.grad is None]
