@@ -97,7 +97,7 @@ def calibrate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Fit each site's dual on data, streamed; nothing but statistics is kept."""
+    """Fit each site's dual on data, streamed, or distil the operator that the recipe names."""
 
     def body(run: Session) -> None:
         from asapc.report.tables import calibration_tables

@@ -199,6 +199,7 @@ class SiteTensors:
     bias: broadcastable to [B, H, N, M], in units of epsilon, or None.
     query_keep: [B, N] bool, the queries that carry mass, or None for all. A Sinkhorn layer's padded
     queries keep theirs; those of ESP and LOT layers do not.
+    v: [B, H, M, E], or None where the model returns the map itself and multiplies elsewhere.
     """
 
     q: torch.Tensor
@@ -206,6 +207,21 @@ class SiteTensors:
     keep: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     query_keep: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """Another operator fitted to a Sinkhorn site; arguments follow q, k, v, keep and query_keep.
+
+    A tensor among the arguments becomes a buffer of the graph.
+    share: what it gives is multiplied by the share of active keys among all, the mass of a padded
+    loop that ends on its columns; the operator's own plan has mass 1.
+    """
+
+    operator: Literal["lot", "esp_hard"]
+    arguments: tuple[Any, ...]
+    share: bool = False
 
 
 @dataclass

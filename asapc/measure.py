@@ -33,7 +33,7 @@ from asapc.kernels.thresholds import (
     using,
     without_cache,
 )
-from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix
+from asapc.operators.sinkhorn import clean_values, initial_duals, run_half_steps, score_matrix
 from asapc.passes.calls import operator_calls, predicted_duals, site_function
 from asapc.runner import Runner
 from asapc.timing import interleaved_medians
@@ -155,10 +155,10 @@ class SiteFidelity:
     def update(self, t: SiteTensors) -> None:
         with torch.no_grad():
             teacher, compiled = self.teacher_site(t, None), self.compiled_site(t, None)
-            self.attention.update(teacher, compiled, t.keep)
-            # The keys stand in for the values, whose distribution does not matter for a ratio.
-            keys = t.k if t.keep is None else t.k.masked_fill(~t.keep[:, None, :, None], 0.0)
-            self.output.update(teacher @ keys, compiled @ keys)
+            self.attention.update(teacher, compiled, t.keep, t.query_keep)
+            # Where the model returns the map itself, the keys stand in for the values.
+            values = clean_values(t.k if t.v is None else t.v, t.keep)
+            self.output.update(teacher @ values, compiled @ values)
             if isinstance(self.convention, Convention):
                 self._bound(t, self.convention)
 
@@ -213,6 +213,8 @@ class SiteFidelity:
             "rescaled": self.entry["rescaled"],
             "coefficients": self.entry["coefficients"],
             "features": self.entry["features"],
+            "pivots": self.entry.get("pivots"),
+            "slices": self.entry.get("slices"),
             "fit": self.entry["fit"],
             "fit_converged": self.entry["fit_converged"],
             "replay_error": self.entry["replay_error"],

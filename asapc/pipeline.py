@@ -7,7 +7,7 @@ command; data travels by value, and nothing is kept between calls.
 from __future__ import annotations
 
 import inspect as inspection
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,16 @@ from asapc.artifact import (
 )
 from asapc.audit import SoftToHard, settle_exact_sorting, soft_sites
 from asapc.calibration.collect import SiteStatistics, finish
+from asapc.calibration.distill import Distiller
 from asapc.data import Batch, DataSource, open_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.features.predictor import closure_plan
 from asapc.fidelity import OutputFidelity
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.calibration import (
+    AnySiteCalibration,
     Calibration,
-    SiteCalibration,
+    SiteDistillation,
     fit_facts,
     load_calibration,
     save_calibration,
@@ -51,7 +53,7 @@ from asapc.measure import (
 )
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
 from asapc.passes.rewrite import rewritten_programs
-from asapc.passes.select import Choice, choose, needs_fit
+from asapc.passes.select import DISTILLED, Choice, choose, needs_fit
 from asapc.passes.verify import largest_difference, tensor_outputs
 from asapc.progress import Progress
 from asapc.recipe import Recipe
@@ -110,26 +112,27 @@ def calibrate(
     progress: Progress,
     sequential: bool = False,
 ) -> Calibration:
-    """Fit every site whose recipe may predict a dual; statistics are kept, activations never.
+    """Fit every site whose recipe may predict a dual, from statistics alone, or names an operator to
+    be distilled, from a sample of its activations.
 
     In parallel, one pass over the data fits all sites behind the teacher's own layers. Sequentially
-    each site is fitted in a pass of its own behind the layers that are already amortised, on the
+    each site is fitted in a pass of its own behind the layers that are already fitted, on the
     activations it will really see.
     """
     check_replaceable(out)
     source = open_data(data, forward_signature(teacher))
-    analysis = analyse(teacher, first_batch(source))
+    analysis = analyse(teacher, first_batch(source), recipe.drop_attention_maps)
     require_sites(analysis)
     _note_left_alone(analysis, progress)
     recipe.check_patterns(site.name for site in analysis.sites)
-    statistics: dict[str, SiteStatistics] = {}
+    statistics: dict[str, SiteStatistics | Distiller] = {}
     for site in analysis.sites:
         own = recipe.for_site(site.name)
         if not needs_fit(site.convention, own):
             continue
-        plan = closure_plan(site.convention, own.closures, own.side)
-        if plan is not None:
-            statistics[site.name] = SiteStatistics(site.name, site.convention, plan, own)
+        collector = site_collector(site.name, site.convention, own)
+        if collector is not None:
+            statistics[site.name] = collector
     rounds = [[name] for name in statistics] if sequential else [list(statistics)]
     if sequential and any(own.recipe.coefficients == "shared" for own in statistics.values()):
         raise InputError(
@@ -137,7 +140,7 @@ def calibrate(
             got="--sequential with `coefficients: shared`",
             help="use `coefficients: per_head` or leave out --sequential",
         )
-    fitted: dict[str, SiteCalibration] = {}
+    fitted: dict[str, AnySiteCalibration] = {}
     seen: list[int] = []
     for names in rounds if statistics else []:
         batches = source.batches(
@@ -146,6 +149,7 @@ def calibrate(
             limit=recipe.max_examples,
         )
         tap = Tap(analysis.model, _behind_fitted(analysis, fitted))
+        distillers = {n: s for n in names if isinstance(s := statistics[n], Distiller)}
         label = "calibrating" if not sequential else f"calibrating {names[0]}"
         seen = []
         for batch in progress.track(batches, label, _batch_count(source, recipe)):
@@ -160,7 +164,15 @@ def calibrate(
                 got="none: too few examples in all",
                 help="70 % of the examples are used for calibration, chosen by content",
             )
-        fitted.update(finish({name: statistics[name] for name in names}))
+        if distillers:
+            for batch in _selection_batches(source, recipe):
+                for site, seen_by_site in zip(analysis.sites, tap(batch)[1], strict=True):
+                    if site.name in distillers:
+                        distillers[site.name].hold_out(seen_by_site)
+                seen.extend(batch.hashes)
+        for name, distiller in progress.track(distillers.items(), "distilling", len(distillers)):
+            fitted[name] = distiller.calibration()
+        fitted.update(finish({n: s for n in names if isinstance(s := statistics[n], SiteStatistics)}))
     calibration = Calibration(
         teacher=teacher.fingerprint,
         recipe=recipe.to_dict(),
@@ -317,7 +329,7 @@ def report(
     timed = time_model(runners, first)
     fit_seconds = float(artifact.manifest["fit_seconds"])
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
-    fitted = any(entry["operator"] == "asap" for entry in artifact.manifest["sites"])
+    fitted = any(entry["fit"] is not None for entry in artifact.manifest["sites"])
     exact = lossless.metrics()
     return {
         "format_version": REPORT_FORMAT,
@@ -439,6 +451,16 @@ def require_sites(analysis: Analysis) -> None:
     )
 
 
+def site_collector(
+    name: str, convention: Convention, recipe: Recipe
+) -> SiteStatistics | Distiller | None:
+    """What collects a Sinkhorn site's calibration; None where no dual can be predicted."""
+    if recipe.operator in DISTILLED:
+        return Distiller(name, convention, recipe)
+    plan = closure_plan(convention, recipe.closures, recipe.side)
+    return None if plan is None else SiteStatistics(name, convention, plan, recipe)
+
+
 def _note_left_alone(analysis: Analysis, progress: Progress) -> None:
     for left in analysis.left_alone:
         progress.note(f"{left.name} {left.status}: {left.reason}")
@@ -470,17 +492,24 @@ def _check_calibration(
     for site in analysis.sites:
         own, fitted = recipe.for_site(site.name), calibration.sites.get(site.name)
         then = with_recipe.for_site(site.name)
-        differing = [key for key in FIT_KEYS if getattr(then, key) != getattr(own, key)]
+        distilled = own.operator in DISTILLED
+        keys = ("operator", DISTILLED[own.operator], *FIT_KEYS[-2:]) if distilled else FIT_KEYS
+        differing = [key for key in keys if getattr(then, key) != getattr(own, key)]
         if not needs_fit(site.convention, own):
             continue
         plan = closure_plan(site.convention, own.closures, own.side)
-        if plan is None:
+        if plan is None and not distilled and fitted is None:
             continue
         problem = None
         if fitted is None:
             problem = "was not fitted"
         elif not _same_convention(fitted.convention, site.convention):
             problem = "was fitted on another convention"
+        elif isinstance(fitted, SiteDistillation) != distilled:
+            problem = f"was fitted with `operator: {then.operator}`"
+        elif isinstance(fitted, SiteDistillation):
+            if differing:
+                problem = f"was distilled with `{differing[0]}: {getattr(then, differing[0])}`"
         elif fitted.amortised.plan != plan or fitted.features != own.features:
             was = fitted.amortised.plan
             problem = (
@@ -513,12 +542,7 @@ def _selection(
     tap = Tap(analysis.model, analysis.lifted)
     seen: list[int] = []
     tensors: list[list[SiteTensors]] = []
-    batches = source.batches(
-        recipe.batch_size,
-        select=lambda content: split_of(content) == "selection",
-        limit=min(recipe.max_examples, SELECTION_EXAMPLES),
-    )
-    for batch in progress.track(batches, "selection split", None):
+    for batch in progress.track(_selection_batches(source, recipe), "selection split", None):
         if not seen:
             _verify_lossless(analysis, batch)
         seen.extend(batch.hashes)  # even if unused, so that every recipe has the same gate
@@ -557,6 +581,14 @@ def _audit(artifact: Artifact, model: nn.Module | None) -> SoftToHard | None:
     return SoftToHard(model, lossless, refreshed)
 
 
+def _selection_batches(source: DataSource, recipe: Recipe) -> Iterator[Batch]:
+    return source.batches(
+        recipe.batch_size,
+        select=lambda content: split_of(content) == "selection",
+        limit=min(recipe.max_examples, SELECTION_EXAMPLES),
+    )
+
+
 def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
     """The lossless rewrite against the untouched model on a full batch of other examples.
 
@@ -577,11 +609,11 @@ def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
 
 
 def _behind_fitted(
-    analysis: Analysis, fitted: Mapping[str, SiteCalibration]
+    analysis: Analysis, fitted: Mapping[str, AnySiteCalibration]
 ) -> list[Program]:
-    """The lifted programs with every fitted site amortised."""
+    """The lifted programs with every fitted site replaced."""
     own = [fitted.get(site.name) for site in analysis.sites]
-    return rewritten_programs(analysis.lifted, [site.amortised if site else None for site in own])
+    return rewritten_programs(analysis.lifted, [site.replacement if site else None for site in own])
 
 
 def _verify_finite(output: Any, teacher: Teacher) -> None:
@@ -627,7 +659,7 @@ def _inspected(site: Site) -> dict[str, Any]:
 
 
 def _manifest_site(site: Site, choice: Choice, calibration: Calibration) -> dict[str, Any]:
-    fitted = calibration.sites.get(site.name) if choice.operator == "asap" else None
+    fitted = calibration.sites.get(site.name) if choice.replacement is not None else None
     return {
         "name": site.name,
         "operator": choice.operator,

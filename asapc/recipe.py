@@ -8,6 +8,8 @@
     ridge: 1.0e-3
     ridge_mode: risk          # risk: lambda = regression rows * ridge | direct: lambda = ridge
     coefficients: per_head    # per_head | pooled over heads | shared by heads and sites
+    pivots: 32                # of lot, per head
+    slices: 32                # of esp_hard, per head
     budget: {attention_rel_l2: 0.05, prediction_change: 0.01}
     sites:
       "transformer.layers.0.*": {operator: sinkhorn}
@@ -36,7 +38,8 @@ Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
 MAX_CLOSURES = 50
 DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_change": 0.01}
 SITE_KEYS = (
-    "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients", "budget"
+    "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients",
+    "pivots", "slices", "budget",
 )  # fmt: skip
 
 
@@ -52,6 +55,7 @@ class Recipe:
     fit:                 "ls" least squares on the dual; "kl" the plan's Kullback-Leibler divergence.
     ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
     coefficients:        one vector for each head, for all heads of a site, or for all sites.
+    pivots, slices:      of each head, where a Sinkhorn site is distilled into lot or esp_hard.
     seed:                directions and any sampling.
     budget:              largest allowed attention_rel_l2 of the worst site, and share of predictions
                          that exact sorting instead of a soft one may change.
@@ -68,6 +72,8 @@ class Recipe:
     ridge: float = 1e-3
     ridge_mode: Literal["risk", "direct"] = "risk"
     coefficients: Literal["per_head", "pooled", "shared"] = "per_head"
+    pivots: int = 32
+    slices: int = 32
     seed: int = 0
     budget: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_BUDGET))
     drop_attention_maps: bool = False
@@ -250,6 +256,8 @@ _PARSERS: dict[str, Any] = {
     "ridge": _ridge,
     "ridge_mode": _choice("risk", "direct"),
     "coefficients": _choice("per_head", "pooled", "shared"),
+    "pivots": _integer(1),
+    "slices": _integer(1),
     "seed": _integer(0, 2**63 - 1),
     "budget": _budget,
     "drop_attention_maps": _boolean,

@@ -4,6 +4,7 @@ A grid file lists blocks; a block maps recipe keys to values, and a list of valu
 
     blocks:
       - {features: [[sliced:32, norm], [coarse:32, gaussian]], closures: [1, 3]}
+      - {operator: lot, pivots: [8, 32]}  # distilled; esp_hard has slices
       - {side: key, closures: [1, 2], fit: [ls, kl], max_examples: 512}
       - {half_steps: [3, 5]}            # no fit: the teacher's own loop, cut short
 
@@ -28,21 +29,23 @@ import torch
 from torch import Tensor
 
 from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
+from asapc.calibration.distill import Distiller
 from asapc.calibration.teacher import TeacherDuals
 from asapc.data import Batch, DataSource, Split, open_data, split_of
 from asapc.errors import InputError
-from asapc.features.predictor import Amortised, closure_plan
+from asapc.features.predictor import Amortised
 from asapc.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
 from asapc.formats.atomic import check_replaceable, replace_folder
+from asapc.formats.calibration import AnySiteCalibration, SiteCalibration
 from asapc.formats.load import Teacher
-from asapc.ir import Convention, OutputFactor, Program, SiteTensors
+from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
 from asapc.measure import environment
-from asapc.operators.sinkhorn import sinkhorn
+from asapc.operators.sinkhorn import clean_values, sinkhorn
 from asapc.passes.analyse import Analysis, Site, analyse
 from asapc.passes.rewrite import rewritten_programs, shortened_programs
-from asapc.passes.select import apply_amortised, apply_lossless, predict
+from asapc.passes.select import DISTILLED, apply_lossless, apply_replacement, predict
 from asapc.passes.verify import tensor_outputs
-from asapc.pipeline import first_batch, forward_signature, require_sites
+from asapc.pipeline import first_batch, forward_signature, require_sites, site_collector
 from asapc.progress import Progress
 from asapc.recipe import Recipe
 from asapc.report.tables import study_tables
@@ -52,11 +55,14 @@ from asapc.timing import interleaved_medians
 from asapc.yaml_file import read_yaml_mapping
 
 MAP_EXAMPLES = 64  # attention maps are compared on so many examples; outputs on all
-GRID_KEYS = ("features", "side", "closures", "fit", "coefficients", "ridge", "ridge_mode", "max_examples")
+GRID_KEYS = (
+    "operator", "features", "side", "closures", "fit", "coefficients", "ridge", "ridge_mode", "pivots",
+    "slices", "max_examples",
+)  # fmt: skip
 COLUMNS = (
     "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "ridge_mode", "examples",
     "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "row_err", "col_err", "output_rmse",
-    "prediction_agreement", "accuracy_compiled", "accuracy_drop", "site_ms", "predict_ms",
+    "output_rel_l2", "prediction_agreement", "accuracy_compiled", "accuracy_drop", "site_ms", "predict_ms",
     "fit_seconds", "fit_converged", "r2", "pareto",
 )  # fmt: skip
 
@@ -71,6 +77,10 @@ class Row:
     def describe(self) -> dict[str, Any]:
         if self.recipe is None:
             return {"features": f"Sinkhorn, {self.half_steps} half-steps"}
+        if self.recipe.operator in DISTILLED:
+            size = DISTILLED[self.recipe.operator]
+            count = getattr(self.recipe, size)
+            return {"features": f"{self.recipe.operator}, {count} {size}", "fit": "distilled"}
         return {
             "features": " ".join(self.recipe.features),
             "side": self.recipe.side,
@@ -283,9 +293,9 @@ class _Bench:
 
     def _fit(
         self, rows: Sequence[Row], label: str
-    ) -> dict[int, tuple[list[Amortised], dict[str, Any]]]:
+    ) -> dict[int, tuple[list[Amortised | Distilled], dict[str, Any]]]:
         """One pass over the calibration split for all rows, each up to its own max_examples."""
-        statistics: list[dict[str, SiteStatistics]] = []
+        statistics: list[dict[str, SiteStatistics | Distiller]] = []
         for row in rows:
             assert row.recipe is not None
             statistics.append(
@@ -312,28 +322,22 @@ class _Bench:
             seen += len(batch)
         fitted = {}
         for row, fits in zip(rows, statistics, strict=True):
-            sites = list(finish(fits).values())
-            facts = {
-                "fit_seconds": sum(site.fit_seconds for site in sites),
-                "r2": min(r2 for site in sites for quality in site.quality for r2 in quality.r2),
-                "examples": sites[0].examples,
-                "closures": sites[0].amortised.plan.closures,
-                "rescaled": sites[0].amortised.plan.rescaled,
-                "fit_converged": all(c for s in sites for q in s.quality for c in q.converged),
-            }
-            fitted[id(row)] = ([site.amortised for site in sites], facts)
+            sites = _finished(fits)
+            fitted[id(row)] = ([site.replacement for site in sites], _facts(sites))
         return fitted
 
-    def _measure(self, amortised: Sequence[Amortised], facts: dict[str, Any]) -> dict[str, Any]:
+    def _measure(
+        self, replacements: Sequence[Amortised | Distilled], facts: dict[str, Any]
+    ) -> dict[str, Any]:
         sites = self.analysis.sites
         own = [
             {
-                **self._maps(site, index, lambda c, t, v, a=a: apply_amortised(c, a, t, v)),
+                **self._maps(site, index, lambda c, t, v, a=a: apply_replacement(c, _in_units(a), t, v)),
                 **self._times(site.loop, a, self.seen[0][index]),
             }
-            for index, (site, a) in enumerate(zip(sites, amortised, strict=True))
+            for index, (site, a) in enumerate(zip(sites, replacements, strict=True))
         ]
-        programs = rewritten_programs(self.analysis.lifted, list(amortised))
+        programs = rewritten_programs(self.analysis.lifted, list(replacements))
         return {**facts, **_mean(own), **self._outputs(programs)}
 
     def _cut_short(self, half_steps: int) -> dict[str, Any]:
@@ -349,27 +353,32 @@ class _Bench:
         return {**_mean(own), **self._outputs(programs)}
 
     def _maps(self, site: Site, index: int, apply: Any) -> dict[str, float]:
-        """Attention in units where rows sum to about 1; outputs with the keys as values."""
+        """Attention in units where rows sum to about 1. output_rmse has the keys as values, as in every
+        study; output_rel_l2 the layer's own."""
         units = replace(site.loop, output_factor=OutputFactor(queries=1))
-        attention, output = AttentionFidelity(), TensorFidelity()
+        attention, output, own_output = AttentionFidelity(), TensorFidelity(), TensorFidelity()
         for tensors in self.seen:
             t = tensors[index]
             with torch.no_grad():
                 exact, own = apply_lossless(units, t, None), apply(units, t, None)
                 attention.update(exact, own, t.keep)
-                keys = t.k if t.keep is None else t.k.masked_fill(~t.keep[:, None, :, None], 0.0)
+                keys, v = (clean_values(x, t.keep) for x in (t.k, t.k if t.v is None else t.v))
                 output.update(exact @ keys, own @ keys)
-        return {**attention.metrics(), "output_rmse": output.metrics()["output_rmse"]}
+                own_output.update(exact @ v, own @ v)
+        return {
+            **attention.metrics(),
+            "output_rmse": output.metrics()["output_rmse"],
+            "output_rel_l2": own_output.metrics()["output_rel_l2"],
+        }
 
-    def _times(self, convention: Convention, own: Amortised, t: SiteTensors) -> dict[str, float]:
+    def _times(
+        self, convention: Convention, own: Amortised | Distilled, t: SiteTensors
+    ) -> dict[str, float]:
         """Milliseconds of the site with its prediction, and of the prediction alone."""
-        times = interleaved_medians(
-            {
-                "site_ms": lambda: apply_amortised(convention, own, t, t.k),
-                "predict_ms": lambda: [predict(convention, p, t) for p in own.predictors],
-            },
-            repeats=5,
-        )
+        calls: dict[str, Any] = {"site_ms": lambda: apply_replacement(convention, own, t, t.k)}
+        if isinstance(own, Amortised):
+            calls["predict_ms"] = lambda: [predict(convention, p, t) for p in own.predictors]
+        times = interleaved_medians(calls, repeats=5)
         return {name: value["median_ms"] for name, value in times.items()}
 
     def _outputs(self, programs: Sequence[Program]) -> dict[str, Any]:
@@ -381,16 +390,49 @@ class _Bench:
         return {name: metrics.get(name) for name in names}
 
 
-def _statistics(site: Site, recipe: Recipe) -> SiteStatistics:
-    plan = closure_plan(site.loop, recipe.closures, recipe.side)
-    if plan is None:
+def _statistics(site: Site, recipe: Recipe) -> SiteStatistics | Distiller:
+    collector = site_collector(site.name, site.loop, recipe)
+    if collector is None:
         raise InputError(
             f"study: {site.name}, a {site.loop.last_side}-ending loop of "
             f"{site.loop.half_steps} half-steps, has no {recipe.side} dual "
             f"{recipe.closures} or fewer closures before its end",
             help="leave this combination out of the grid",
         )
-    return SiteStatistics(site.name, site.loop, plan, recipe)
+    return collector
+
+
+def _finished(fits: Mapping[str, SiteStatistics | Distiller]) -> list[AnySiteCalibration]:
+    """One row's sites in order, which are all of one kind."""
+    distillers = [site for site in fits.values() if isinstance(site, Distiller)]
+    if distillers:
+        return [site.calibration() for site in distillers]
+    statistics = {n: site for n, site in fits.items() if isinstance(site, SiteStatistics)}
+    return list(finish(statistics).values())
+
+
+def _facts(sites: Sequence[AnySiteCalibration]) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "fit_seconds": sum(site.fit_seconds for site in sites),
+        "examples": sites[0].examples,
+    }
+    amortised = [site for site in sites if isinstance(site, SiteCalibration)]
+    if amortised:
+        facts |= {
+            "r2": min(r2 for site in amortised for quality in site.quality for r2 in quality.r2),
+            "closures": amortised[0].amortised.plan.closures,
+            "rescaled": amortised[0].amortised.plan.rescaled,
+            "fit_converged": all(c for s in amortised for q in s.quality for c in q.converged),
+        }
+    return facts
+
+
+def _in_units(own: Amortised | Distilled) -> Amortised | Distilled:
+    """A distilled operator with rows that sum to about 1; an amortised one has the loop's own factor."""
+    if isinstance(own, Amortised):
+        return own
+    factor = 1.0 if own.operator == "esp_hard" else [1.0, 1.0, 0.0, 0.0]
+    return replace(own, arguments=(*own.arguments[:-1], factor))
 
 
 def _usual_loop(convention: Convention, t: SiteTensors) -> Tensor:

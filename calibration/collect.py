@@ -209,8 +209,10 @@ def _select(tensors: SiteTensors, index: Tensor) -> SiteTensors:
     bias = tensors.bias
     if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
         bias = bias[index]
-    keep = None if tensors.keep is None else tensors.keep[index]
-    return SiteTensors(tensors.q[index], tensors.k[index], keep, bias)
+    keep, query_keep, v = (
+        None if x is None else x[index] for x in (tensors.keep, tensors.query_keep, tensors.v)
+    )
+    return SiteTensors(tensors.q[index], tensors.k[index], keep, bias, query_keep, v)
 
 
 def finish(statistics: Mapping[str, SiteStatistics]) -> dict[str, SiteCalibration]:

@@ -101,11 +101,12 @@ def operator_calls(graph: GraphModule) -> list[Operands]:
 
 
 def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
-    """The lifted graph that also calls record(i, q, k, keep, bias, query_keep) at its i-th site."""
+    """The lifted graph that also calls record(i, *fields of SiteTensors) at its i-th site."""
     graph, _ = copied(lifted.graph)
     for index, o in enumerate(operator_calls(graph)):
         with graph.graph.inserting_before(o.call):
-            graph.graph.call_function(record, (index, o.q, o.k, o.keep, o.bias, o.query_keep))
+            seen = (index, o.q, o.k, o.keep, o.bias, o.query_keep, o.values)
+            graph.graph.call_function(record, seen)
     graph.recompile()
     return graph
 
@@ -127,15 +128,38 @@ def site_function(
     if form.operator == "asap":
         return _amortised(graph, o, settings)
     dense, apply = (form.plain_dense, form.plain_apply) if plain else (form.dense, form.apply)
+    shared = _has_share(o)
 
     def direct(t: SiteTensors, v: Tensor | None) -> Tensor:
         own = [getattr(t, name) for name in form.operands]
         if v is None or apply is None:
             result = dense(t.q, t.k, *own, *settings)
-            return result if v is None else result @ v
-        return apply(t.q, t.k, v, *own, *settings)
+            result = result if v is None else result @ v
+        else:
+            result = apply(t.q, t.k, v, *own, *settings)
+        return times_share(result, t.keep) if shared else result
 
     return direct
+
+
+def times_share(result: Tensor, keep: Tensor | None) -> Tensor:
+    """result [B, ...] times each example's share of active keys; keep: [B, M] or None for all."""
+    if keep is None:
+        return result
+    share = keep.mean(1, dtype=torch.float32).view(-1, *[1] * (result.dim() - 1))
+    return (result * share).to(result.dtype)
+
+
+def _has_share(o: Operands) -> bool:
+    """Whether the call's result is multiplied by the mean of its mask, see ir.Distilled."""
+    for user in o.call.users:
+        share, averaged = user.args[1] if user.target is aten.mul.Tensor else None, False
+        while isinstance(share, Node) and share is not o.keep:
+            averaged = averaged or share.target is aten.mean.dim
+            share = share.args[0] if share.args else None
+        if averaged and share is o.keep:
+            return True
+    return False
 
 
 def _amortised(graph: GraphModule, o: Operands, settings: Sequence[Any]) -> SiteFunction:

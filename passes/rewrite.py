@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.features.predictor import Amortised, DualPredictor
-from asapc.ir import Program
+from asapc.ir import Distilled, Program
 from asapc.passes.calls import FORMS, Operands, operator_calls
 from asapc.passes.lift import copied
 from asapc.passes.verify import check_graph
@@ -33,17 +33,6 @@ class Hardened:
     """A soft sliced plan with its sorts made exact, or as its released code hardens it."""
 
     kind: Literal["exact", "released"] = "exact"
-
-
-@dataclass(frozen=True)
-class Distilled:
-    """Another operator fitted to a Sinkhorn site; arguments follow q, k, v, keep and query_keep.
-
-    A tensor among the arguments becomes a buffer of the graph, under the name in `names`.
-    """
-
-    operator: Literal["lot", "esp_hard"]
-    arguments: tuple[Any, ...]
 
 
 Replacement = Amortised | Hardened | Distilled
@@ -157,8 +146,14 @@ def _distilled_call(graph: GraphModule, index: int, o: Operands, choice: Distill
     ]
     name = choice.operator if o.values is not None else f"{choice.operator}_attention"
     values = () if o.values is None else (o.values,)
-    target = getattr(torch.ops.asapc, name).default
-    return graph.graph.call_function(target, (o.q, o.k, *values, o.keep, None, *arguments))
+    target, call = getattr(torch.ops.asapc, name).default, graph.graph.call_function
+    result = call(target, (o.q, o.k, *values, o.keep, None, *arguments))
+    if not choice.share:
+        return result
+    share = call(aten.mean.dim, (o.keep, [1], True), {"dtype": torch.float32})  # [B, 1]
+    for _ in range(2):
+        share = call(aten.unsqueeze.default, (share, -1))
+    return call(aten.type_as.default, (call(aten.mul.Tensor, (result, share)), result))
 
 
 def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised) -> Node:

@@ -2,7 +2,8 @@
 
 A rule for one candidate: ASAP with the calibrated coefficients is taken where its attention error on
 the selection split is inside the budget and it measured faster than the lossless operator on the
-site's own activations. A recipe that names an operator gets it.
+site's own activations. A recipe that names an operator gets it; lot and esp_hard, distilled into a
+Sinkhorn site, are never picked otherwise.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor
 from asapc.errors import InputError
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.fidelity import AttentionFidelity
-from asapc.formats.calibration import SiteCalibration
-from asapc.ir import AnyConvention, Convention, EspConvention, LotConvention, SiteTensors
+from asapc.formats.calibration import AnySiteCalibration, SiteDistillation
+from asapc.ir import AnyConvention, Convention, Distilled, EspConvention, LotConvention, SiteTensors
 from asapc.operators.sinkhorn import factor_terms
+from asapc.passes.calls import times_share
 from asapc.passes.rewrite import Hardened, Replacement
 from asapc.recipe import Recipe
 from asapc.timing import interleaved_medians
@@ -28,6 +30,8 @@ from asapc.timing import interleaved_medians
 REPLACEMENTS: dict[str, tuple[str, ...]] = {
     "sinkhorn": ("asap", "lot", "esp_hard"), "esp_soft": ("esp_hard",), "esp_hard": (), "lot": (),
 }  # fmt: skip
+# Operators that are fitted to a Sinkhorn site's outputs, and the recipe's key for their size.
+DISTILLED = {"lot": "pivots", "esp_hard": "slices"}
 FEW_HALF_STEPS = 5
 WORTHWHILE = 1.1  # an approximation must be this much faster than the exact loop to be picked
 
@@ -45,18 +49,19 @@ class Choice:
 
 
 def needs_fit(convention: AnyConvention, recipe: Recipe) -> TypeGuard[Convention]:
-    """Whether calibration has anything to fit: asap is named, or auto and the loop is long."""
+    """Whether calibration may have something to fit: an operator is named that needs it, or auto and
+    the loop is long."""
     if not isinstance(convention, Convention):
         return False
     if recipe.operator == "auto":
         return convention.half_steps > FEW_HALF_STEPS
-    return recipe.operator == "asap"
+    return recipe.operator in ("asap", *DISTILLED)
 
 
 def choose(
     recipe: Recipe,
     convention: AnyConvention,
-    calibration: SiteCalibration | None,
+    calibration: AnySiteCalibration | None,
     batches: Sequence[SiteTensors],
 ) -> Choice:
     """The operator of one site, from its activations on the selection split.
@@ -82,15 +87,17 @@ def choose(
         return Choice("sinkhorn", f"{convention.half_steps} half-steps cost as much as the closures")
     if calibration is None:
         return Choice("sinkhorn", f"no dual can be predicted: {why_no_fit(recipe, convention)}")
-    amortised = calibration.amortised
     fidelity = AttentionFidelity()
     for tensors in batches:
         fidelity.update(
             apply_lossless(convention, tensors, None),
-            apply_amortised(convention, amortised, tensors, None),
+            apply_replacement(convention, calibration.replacement, tensors, None),
             tensors.keep,
         )
     error = fidelity.metrics()["attention_rel_l2"]
+    if isinstance(calibration, SiteDistillation):
+        return Choice(recipe.operator, "the recipe asks for it", calibration.distilled, error)
+    amortised = calibration.amortised
     if recipe.operator == "asap":
         return Choice("asap", "the recipe asks for it", amortised, error)
     budget = recipe.budget["attention_rel_l2"]
@@ -151,6 +158,26 @@ def predict(convention: Convention, predictor: DualPredictor, t: SiteTensors) ->
         t.q, t.k, t.keep, t.bias, *predictor.arguments(convention.score_multiplier)
     )  # fmt: skip
     return dual
+
+
+def apply_replacement(
+    convention: Convention, own: Amortised | Distilled, t: SiteTensors, v: Tensor | None
+) -> Tensor:
+    """What replaces a site's loop, on its tensors: A v, or the map A where v is None."""
+    if isinstance(own, Distilled):
+        return apply_distilled(own, t, v)
+    return apply_amortised(convention, own, t, v)
+
+
+def apply_distilled(own: Distilled, t: SiteTensors, v: Tensor | None) -> Tensor:
+    """A distilled operator on a site's tensors: A v, or the map A where v is None.
+
+    The same calls that rewrite puts into a graph.
+    """
+    operator = getattr(torch.ops.asapc, own.operator if v is not None else f"{own.operator}_attention")
+    values = () if v is None else (v,)
+    result: Tensor = operator(t.q, t.k, *values, t.keep, None, *own.arguments)
+    return times_share(result, t.keep) if own.share else result
 
 
 def apply_amortised(

@@ -46,11 +46,12 @@ def parameter(sample: Clouds, count: int, kind: str, seed: int) -> Tensor:
         generator = np.random.default_rng(seed)
         chosen = generator.permutation(len(points))[:SAMPLE_POINTS]
         rows = points[torch.from_numpy(chosen)].double().cpu().numpy()
-        pivots[head] = torch.from_numpy(_kmeans(rows, count, generator)).float()
+        pivots[head] = torch.from_numpy(kmeans(rows, count, generator)).float()
     return pivots
 
 
-def _kmeans(rows: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+def kmeans(rows: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    """`count` centres of the rows; the distinct rows and copies of the first where these are fewer."""
     distinct = np.unique(rows, axis=0)
     if len(distinct) <= count:
         filler = np.repeat(distinct[:1] if len(distinct) else np.zeros((1, rows.shape[1])), count, 0)

@@ -3,7 +3,8 @@
 calibration.json         format_version, teacher, recipe, capture, data, order, per-site facts
 calibration.safetensors  seen_hashes int64 and, per site and predicted side,
                          <site>.<side>.coefficients [1|H, F], <site>.<side>.parameter.<i>,
-                         <site>.intercept [H] where both duals are predicted
+                         <site>.intercept [H] where both duals are predicted;
+                         <site>.<operator>.<i>, the tensors among a distilled site's arguments
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from asapc.features import Feature
 from asapc.features.clouds import Budget
 from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor, closure_plan
 from asapc.formats.atomic import replace_folder
-from asapc.ir import Convention
+from asapc.ir import Convention, Distilled
 
 FORMAT_VERSION = 2
+# Which arguments of a distilled operator are tensors, and of how many axes.
+_DISTILLED_AXES = {"lot": {1: 3, 2: 2}, "esp_hard": {0: 3, 1: 1}}
 _JSON, _TENSORS, _HASHES = "calibration.json", "calibration.safetensors", "seen_hashes"
 
 
@@ -68,6 +71,42 @@ class SiteCalibration:
     def features(self) -> tuple[str, ...]:
         return tuple(str(feature) for feature in self.amortised.predictors[0].features)
 
+    @property
+    def replacement(self) -> Amortised:
+        return self.amortised
+
+
+@dataclass(frozen=True)
+class SiteDistillation:
+    """The operator that was distilled at one site.
+
+    errors: relative l2 of each head's output on the held-out examples, root of the mean square.
+    steps: after which each head's parameters were kept.  examples, tokens: fitted on; held_out:
+    examples the fit stopped by.
+    """
+
+    convention: Convention
+    distilled: Distilled
+    errors: tuple[float, ...]
+    steps: tuple[int, ...]
+    examples: int
+    held_out: int
+    tokens: int
+    fit_seconds: float
+
+    @property
+    def count(self) -> int:
+        """Pivots or slices of a head."""
+        first = min(_DISTILLED_AXES[self.distilled.operator])
+        return int(self.distilled.arguments[first].shape[1])
+
+    @property
+    def replacement(self) -> Distilled:
+        return self.distilled
+
+
+AnySiteCalibration = SiteCalibration | SiteDistillation
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -82,7 +121,7 @@ class Calibration:
     teacher: str
     recipe: Mapping[str, Any]
     capture: str
-    sites: Mapping[str, SiteCalibration]
+    sites: Mapping[str, AnySiteCalibration]
     data: str
     order: str = "parallel"
     seen_hashes: tuple[int, ...] = field(default=())
@@ -148,7 +187,10 @@ def load_calibration(folder: str | Path) -> Calibration:
         raise _broken(place, f"{type(error).__name__}: {error}") from error
 
 
-def _site_tensors(name: str, site: SiteCalibration) -> dict[str, Tensor]:
+def _site_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
+    if isinstance(site, SiteDistillation):
+        stem, arguments = f"{name}.{site.distilled.operator}", enumerate(site.distilled.arguments)
+        return {f"{stem}.{i}": x.contiguous() for i, x in arguments if isinstance(x, Tensor)}
     tensors = {}
     for predictor in site.amortised.predictors:
         stem = f"{name}.{predictor.side}"
@@ -161,7 +203,21 @@ def _site_tensors(name: str, site: SiteCalibration) -> dict[str, Tensor]:
     return tensors
 
 
-def _site_facts(site: SiteCalibration) -> dict[str, Any]:
+def _site_facts(site: AnySiteCalibration) -> dict[str, Any]:
+    if isinstance(site, SiteDistillation):
+        own = site.distilled
+        return {
+            "convention": site.convention.to_dict(),
+            "operator": own.operator,
+            "arguments": ["tensor" if isinstance(x, Tensor) else x for x in own.arguments],
+            "share": own.share,
+            "errors": list(site.errors),
+            "steps": list(site.steps),
+            "examples": site.examples,
+            "held_out": site.held_out,
+            "tokens": site.tokens,
+            "fit_seconds": site.fit_seconds,
+        }
     predictors = zip(site.amortised.predictors, site.quality, strict=True)
     return {
         "convention": site.convention.to_dict(),
@@ -185,8 +241,19 @@ def _site_facts(site: SiteCalibration) -> dict[str, Any]:
     }
 
 
-def _site(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SiteCalibration:
+def _site(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> AnySiteCalibration:
     convention = Convention.from_dict(data["convention"])
+    if "operator" in data:
+        return SiteDistillation(
+            convention=convention,
+            distilled=_distilled(name, data, tensors),
+            errors=tuple(float(x) for x in data["errors"]),
+            steps=tuple(int(x) for x in data["steps"]),
+            examples=int(data["examples"]),
+            held_out=int(data["held_out"]),
+            tokens=int(data["tokens"]),
+            fit_seconds=float(data["fit_seconds"]),
+        )
     plan = ClosurePlan(**data["plan"])
     if plan != closure_plan(convention, plan.closures, plan.side):
         raise ValueError(f"{name}: the plan does not fit the convention")
@@ -204,6 +271,18 @@ def _site(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         fit_seconds=float(data["fit_seconds"]),
         sharing=_one_of(data["coefficients"], "per_head", "pooled", "shared"),
     )
+
+
+def _distilled(
+    name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Distilled:
+    operator = _one_of(data["operator"], *_DISTILLED_AXES)
+    stem, arguments = f"{name}.{operator}", list(data["arguments"])
+    for index, axes in _DISTILLED_AXES[operator].items():
+        tensor = arguments[index] = tensors[f"{stem}.{index}"]
+        if tensor.dim() != axes or not bool(tensor.isfinite().all()):
+            raise ValueError(f"{stem}.{index}: expected {axes} axes of finite numbers")
+    return Distilled(operator, tuple(arguments), bool(data["share"]))  # type: ignore[arg-type]
 
 
 def _predictor(
@@ -271,17 +350,26 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def fit_facts(fitted: SiteCalibration | None) -> dict[str, Any]:
+def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
+    names = ("side", "closures", "rescaled", "features", "fit", "coefficients", "r2",
+             "condition_number", "fit_converged", "kl_examples", "examples", "pivots", "slices",
+             "fit_rel_l2")  # fmt: skip
+    nothing: dict[str, Any] = dict.fromkeys(names)
     if fitted is None:
-        names = ("side", "closures", "rescaled", "features", "fit", "coefficients", "r2",
-                 "condition_number", "fit_converged", "kl_examples", "examples")  # fmt: skip
-        return dict.fromkeys(names)
+        return nothing
+    if isinstance(fitted, SiteDistillation):
+        return nothing | {
+            "fit": "distilled",
+            "pivots" if fitted.distilled.operator == "lot" else "slices": fitted.count,
+            "fit_rel_l2": max(fitted.errors),
+            "examples": fitted.examples,
+        }
     conditions = [c for quality in fitted.quality for c in quality.condition_number]
     finite = [c for c in conditions if c < float("inf")]
     converged = [c for quality in fitted.quality for c in quality.converged]
     plan = fitted.amortised.plan
-    return {
+    return nothing | {
         "side": plan.side,
         "closures": plan.closures,
         "rescaled": plan.rescaled,

@@ -251,7 +251,11 @@ def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
 
 
 def amortised_text(site: Mapping[str, Any]) -> str:
-    """How a site's dual is predicted: "key, 1 closure, coarse:32 gaussian"; empty where it is not."""
+    """How a site's dual is predicted: "key, 1 closure, coarse:32 gaussian", or what it was distilled
+    into: "32 pivots"; empty where neither."""
+    for key in ("pivots", "slices"):
+        if site.get(key):
+            return f"{site[key]} {key}"
     if not site.get("features"):
         return ""
     count = number(site.get("closures"))
@@ -261,9 +265,11 @@ def amortised_text(site: Mapping[str, Any]) -> str:
 
 
 def fit_text(site: Mapping[str, Any]) -> str:
-    """"kl per_head", and whether it converged where that can be doubted."""
+    """"kl per_head", and whether it converged where that can be doubted; how close a distilled one is."""
     if not site.get("fit"):
         return ""
+    if site.get("fit_rel_l2") is not None:
+        return f"{site['fit']}, output l2 {number(site['fit_rel_l2'])}"
     doubt = " NOT CONVERGED" if site.get("fit_converged") is False else ""
     kept = f" on {site['kl_examples']} examples" if site.get("kl_examples") else ""
     return f"{site['fit']} {site.get('coefficients')}{kept}{doubt}"

@@ -1,0 +1,434 @@
+"""Distillation: another operator's parameters, fitted per head to a Sinkhorn site's outputs A v.
+
+No labels: the teacher's own map, applied to the site's own values, is the target, and what is
+minimised is the squared error of a head's output relative to its norm, mean over examples. Heads do
+not meet, so each has its own best step.
+
+lot       Pivots start as k-means centres of a head's queries and keys, their masses equal; Adam
+          follows the gradient. Only z / epsilon enters a score, so pivots carry their epsilon. Both
+          plans end on their tokens: of the published budgets (5 half-steps, the last on the pivots'
+          side for keys) the map came out 1.7 times as far from an IMDb teacher's.
+esp_hard  Sorting has no gradient in the slices. Plans of one slice each, along principal and random
+          directions of the head's tokens, are added greedily, each time the one that lowers the
+          error of their mean most; that needs only the products of their outputs. Then tau is the
+          best of a few.
+
+Neither knows a score bias: what it does to the teacher's outputs stays in the error.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asapc.calibration.collect import check_finite, pieces
+from asapc.calibration.teacher import TeacherDuals
+from asapc.errors import InputError
+from asapc.features.coarse import kmeans
+from asapc.formats.calibration import SiteDistillation
+from asapc.ir import Convention, Distilled, SiteTensors
+from asapc.operators.esp import clouds_of, match_ranks
+from asapc.operators.sinkhorn import clean_values
+from asapc.passes.calls import times_share
+from asapc.passes.select import apply_distilled, apply_lossless
+from asapc.recipe import Recipe
+
+KEPT_BYTES = 2**28  # activations kept a site; examples beyond these are passed over
+HELD_OUT_BYTES = 2**25
+SAMPLE_POINTS = 8192  # of a head, for k-means and principal directions
+
+MINIBATCH = 8  # examples; fewer where their scores against the pivots are more than MINIBATCH_SCORES
+MINIBATCH_SCORES = 2**22
+STEPS = 300
+CHECK_EVERY = 25  # steps between looks at the held-out examples
+PATIENCE = 4  # looks without a better head before the fit stops
+LEARNING_RATE = 0.1  # in units of the first pivots' spread
+HALF_STEPS = 5
+
+SLICE_EXAMPLES = 64  # the products of candidates are summed over
+SLICE_ROWS = 64  # queries of an example
+CANDIDATES = 256  # directions a head chooses from, at least twice its slices
+INVERSE_TEMPERATURES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # over the norm of a typical token
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A few examples: what the site sees, 0 in padded keys, and the teacher's output [B, H, N, E]."""
+
+    tensors: SiteTensors
+    target: Tensor
+
+    def __len__(self) -> int:
+        return self.target.shape[0]
+
+    @property
+    def bytes(self) -> int:
+        t = self.tensors
+        kept = (t.q, t.k, t.v, t.keep, self.target)
+        return sum(x.numel() * x.element_size() for x in kept if x is not None)
+
+    def error(self, own: Distilled) -> Tensor:
+        """|own - target|^2 / |target|^2 of every head and example: [B, H]."""
+        out = apply_distilled(own, self.tensors, self.tensors.v)
+        scale = self.target.square().sum((-2, -1)).clamp(min=torch.finfo(out.dtype).tiny)
+        return (out - self.target).square().sum((-2, -1)) / scale
+
+
+@dataclass
+class _Kept:
+    """Pieces up to a number of bytes."""
+
+    limit: int
+    pieces: list[_Piece] = field(default_factory=list)
+    bytes: int = 0
+    full: bool = False
+
+    @property
+    def examples(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def add(self, piece: _Piece) -> None:
+        self.full = self.full or bool(self.pieces and self.bytes + piece.bytes > self.limit)
+        if not self.full:
+            self.pieces.append(piece)
+            self.bytes += piece.bytes
+
+
+class Distiller:
+    """Keeps a sample of one site's activations and fits the recipe's operator to the teacher on it.
+
+    name: the site, for messages.  recipe: the site's own.
+    """
+
+    def __init__(self, name: str, convention: Convention, recipe: Recipe) -> None:
+        self.name = name
+        self.convention = convention
+        self.recipe = recipe
+        self.seconds = 0.0
+        self._kept, self._held_out = _Kept(KEPT_BYTES), _Kept(HELD_OUT_BYTES)
+
+    def update(self, tensors: SiteTensors) -> None:
+        """Add one batch to fit on, up to KEPT_BYTES. Examples without an active key are passed over.
+
+        Raises InputError if an activation or an output of the teacher is NaN or infinite.
+        """
+        self._add(self._kept, tensors)
+
+    def hold_out(self, tensors: SiteTensors) -> None:
+        """Add one batch to stop by. Without any, a tenth of what `update` has kept is held out."""
+        self._add(self._held_out, tensors)
+
+    def prepare(self, tensors: SiteTensors) -> None:
+        """As SiteStatistics: nothing is made from the first batch alone."""
+
+    def add(self, teacher: TeacherDuals) -> None:
+        """As SiteStatistics: one piece of a batch."""
+        self.update(teacher.tensors)
+
+    def _add(self, kept: _Kept, tensors: SiteTensors) -> None:
+        start = time.perf_counter()
+        check_finite(self.name, tensors)
+        for part in pieces(tensors):
+            if kept.full:
+                break
+            for few in _split(part, self._minibatch(part)):
+                kept.add(self._piece(few))
+        self.seconds += time.perf_counter() - start
+
+    def _minibatch(self, t: SiteTensors) -> int:
+        _, heads, queries, _ = t.q.shape
+        scores = heads * (queries + t.k.shape[2]) * self.recipe.pivots
+        return min(MINIBATCH, max(1, MINIBATCH_SCORES // scores))
+
+    def _piece(self, t: SiteTensors) -> _Piece:
+        v = t.k if t.v is None else t.v  # the keys stand in where the map itself is returned
+        q, k, v = (x.detach().float() for x in (t.q, t.k, v))
+        bias = None if t.bias is None else t.bias.float()
+        own = SiteTensors(q, clean_values(k, t.keep), t.keep, bias, None, clean_values(v, t.keep))
+        with torch.no_grad():
+            target = apply_lossless(self.convention, own, own.v)
+        if not bool(target.isfinite().all()):
+            raise InputError(
+                f"{self.name}: the teacher's outputs must be finite",
+                got="nan or inf",
+                help="check the scale of this layer's queries, keys, values and score bias",
+            )
+        return _Piece(SiteTensors(own.q, own.k, own.keep, None, None, own.v), target)
+
+    def calibration(self) -> SiteDistillation:
+        """The fit.  Raises InputError without examples, and where the operator cannot have the mass
+        of the teacher's map."""
+        start = time.perf_counter()
+        if not self._kept.pieces:
+            raise InputError(
+                f"{self.name}: calibration saw no examples",
+                help="pass a data set in which this layer runs",
+            )
+        train, held_out = self._parts()
+        square = all(p.tensors.q.shape[2] == p.tensors.k.shape[2] for p in train)
+        if self.recipe.operator == "lot":
+            place = lot_maker(self.name, self.convention, square)
+            fit = fit_lot(train, held_out, place, self.recipe.pivots, self.recipe.seed)
+        else:
+            place = esp_maker(self.name, self.convention, square)
+            fit = fit_slices(train, held_out, place, self.recipe.slices, self.recipe.seed)
+        if not bool(fit.errors.isfinite().all()):
+            raise InputError(
+                f"{self.name}: {self.recipe.operator} cannot be fitted to this layer",
+                got="errors that are not finite",
+                help="the layer's activations are extreme: use `operator: sinkhorn` for it",
+            )
+        self.seconds += time.perf_counter() - start
+        return SiteDistillation(
+            convention=self.convention,
+            distilled=fit.distilled,
+            errors=tuple(fit.errors.sqrt().tolist()),
+            steps=fit.steps,
+            examples=sum(map(len, train)),
+            held_out=sum(map(len, held_out)),
+            tokens=sum(len(p) * p.tensors.q.shape[2] for p in train),
+            fit_seconds=self.seconds,
+        )
+
+    def _parts(self) -> tuple[list[_Piece], list[_Piece]]:
+        """To fit on, and to stop by; the same where there is but one piece."""
+        own = self._kept.pieces
+        if self._held_out.pieces:
+            return own, self._held_out.pieces
+        order = np.random.default_rng(self.recipe.seed).permutation(len(own))
+        aside = set(order[: max(1, len(own) // 10)].tolist()) if len(own) > 1 else set()
+        train = [piece for index, piece in enumerate(own) if index not in aside]
+        return train, [own[index] for index in sorted(aside)] or own
+
+
+def _split(t: SiteTensors, size: int) -> Iterator[SiteTensors]:
+    for start in range(0, t.q.shape[0], size):
+        part = slice(start, start + size)
+        bias = t.bias
+        if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
+            bias = bias[part]
+        keep, v = (None if x is None else x[part] for x in (t.keep, t.v))
+        yield SiteTensors(t.q[part], t.k[part], keep, bias, None, v)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """errors: mean squared relative error of each head's output, held out, [H] float64."""
+
+    distilled: Distilled
+    errors: Tensor
+    steps: tuple[int, ...]
+
+
+Maker = Callable[[Tensor, Tensor], Distilled]
+
+
+def lot_maker(name: str, convention: Convention, square: bool) -> Maker:
+    """(pivots [H, R, D], pivot_mass [H, R]) -> the operator, of the mass of the teacher's map.
+
+    square: there are always as many queries as keys, padding included.
+    """
+    factor, multiplier = convention.output_factor, convention.score_multiplier
+    if convention.mask == "none":
+        powers = [0.0, float(factor.keys + factor.active), float(factor.queries)]
+    elif square or factor.keys == 0:
+        powers = [0.0, float(factor.active), float(factor.queries + factor.keys)]
+    else:
+        raise _no_such_mass(name, convention, "lot")
+    steps = (HALF_STEPS, True, HALF_STEPS, True)
+    settings = (multiplier, multiplier, *steps, [factor.coefficient, *powers])
+    share = _share(convention)
+    return lambda pivots, mass: Distilled("lot", (None, pivots, mass, *settings), share)
+
+
+def esp_maker(name: str, convention: Convention, square: bool) -> Maker:
+    """(slices [H, L, D], inverse_temperature [H]) -> the operator; its rows sum to a constant.
+
+    square: there are always as many queries as keys, padding included.
+    """
+    factor = convention.output_factor
+    unmasked = convention.mask == "none"
+    of_keys = factor.keys + (factor.active if unmasked else 0)
+    constant = (of_keys == 0 or square) and factor.queries + of_keys == 1
+    if not constant or (factor.active and not unmasked):
+        raise _no_such_mass(name, convention, "esp_hard")
+    settings, share = (False, True, factor.coefficient), _share(convention)
+    return lambda slices, tau: Distilled("esp_hard", (slices, tau, *settings), share)
+
+
+def _share(convention: Convention) -> bool:
+    return convention.mask == "key" and convention.last_side == "column"
+
+
+def _no_such_mass(name: str, convention: Convention, operator: str) -> InputError:
+    return InputError(
+        f"{name}: {operator} must be able to give its rows the teacher's sums",
+        got=f"the output factor {convention.output_factor}, of another number of queries than keys"
+        if operator == "lot"
+        else f"the output factor {convention.output_factor}",
+        help="use `operator: asap` for this site",
+    )
+
+
+def fit_lot(
+    train: Sequence[_Piece],
+    held_out: Sequence[_Piece],
+    make: Maker,
+    count: int,
+    seed: int,
+    steps: int = STEPS,
+) -> _Fit:
+    """Pivots and masses by Adam, a cosine schedule, the best look at the held-out examples kept."""
+    random = np.random.default_rng(seed)
+    pivots = torch.stack(
+        [torch.from_numpy(kmeans(rows, count, random)).float() for rows in _tokens(train, random)]
+    )
+    spread = pivots.flatten(1).std(1).clamp(min=torch.finfo(pivots.dtype).tiny)[:, None, None]
+    scaled, logits = (pivots / spread).requires_grad_(), torch.zeros(pivots.shape[:2])
+    logits.requires_grad_()
+
+    def student() -> Distilled:
+        return make(scaled * spread, torch.softmax(logits, -1))
+
+    optimiser = torch.optim.Adam([scaled, logits], lr=LEARNING_RATE, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
+    best, errors = [x.detach().clone() for x in (scaled, logits)], _mean_errors(student(), held_out)
+    kept, stale = torch.zeros(len(errors), dtype=torch.long), 0
+    queue: list[int] = []
+    for step in range(1, steps + 1):
+        queue = queue or random.permutation(len(train)).tolist()
+        optimiser.zero_grad()
+        train[queue.pop()].error(student()).mean().backward()
+        optimiser.step()
+        schedule.step()
+        if step % CHECK_EVERY and step < steps:
+            continue
+        now = _mean_errors(student(), held_out)
+        better = now < errors  # [H]
+        for whole, own in zip(best, (scaled, logits), strict=True):
+            whole[better] = own.detach()[better]
+        errors, kept = torch.where(better, now, errors), torch.where(better, step, kept)
+        stale = 0 if bool(better.any()) else stale + 1
+        if stale == PATIENCE:
+            break
+    final = make(best[0] * spread, torch.softmax(best[1], -1))
+    return _Fit(final, errors, tuple(kept.tolist()))
+
+
+def _tokens(pieces: Sequence[_Piece], random: np.random.Generator) -> Iterator[np.ndarray]:
+    """Of each head, up to SAMPLE_POINTS of its queries and active keys, [n, D] float64."""
+    for head in range(pieces[0].target.shape[1]):
+        rows = []
+        for piece in pieces:
+            t = piece.tensors
+            keys = t.k[:, head]
+            rows += [t.q[:, head].flatten(0, 1), keys.flatten(0, 1) if t.keep is None else keys[t.keep]]
+        points = torch.cat(rows)
+        chosen = random.permutation(len(points))[:SAMPLE_POINTS]
+        yield points[torch.from_numpy(chosen)].double().numpy()
+
+
+def _mean_errors(own: Distilled, pieces: Sequence[_Piece]) -> Tensor:
+    """Mean squared relative error of each head, [H] float64."""
+    with torch.no_grad():
+        return torch.cat([piece.error(own) for piece in pieces]).double().mean(0)
+
+
+def fit_slices(
+    train: Sequence[_Piece], held_out: Sequence[_Piece], make: Maker, count: int, seed: int
+) -> _Fit:
+    """Slices chosen greedily among candidates, then tau of each head on the held-out examples."""
+    random = np.random.default_rng(seed)
+    candidates, norms = _directions(train, max(CANDIDATES, 2 * count), random)
+    gram, moment = _products(train, make, candidates, random)
+    chosen = torch.stack([_greedy(g, m, count) for g, m in zip(gram, moment, strict=True)])  # [H, L]
+    slices = candidates.gather(1, chosen[..., None].expand(-1, -1, candidates.shape[2]))
+    best = torch.zeros(len(slices), dtype=torch.float64)
+    errors = torch.full_like(best, math.inf)
+    for level in INVERSE_TEMPERATURES:
+        tau = level / norms
+        now = _mean_errors(make(slices, tau), held_out)
+        best, errors = torch.where(now < errors, tau, best), torch.minimum(now, errors)
+    return _Fit(make(slices, best), errors, (count,) * len(slices))
+
+
+def _directions(
+    pieces: Sequence[_Piece], count: int, random: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Unit vectors [H, count, D], principal ones first, then normal ones of the same covariance; and
+    the root mean square norm of each head's tokens [H]."""
+    directions, norms = [], []
+    for rows in _tokens(pieces, random):
+        centred = rows - rows.mean(0)
+        values, vectors = np.linalg.eigh(centred.T @ centred / len(rows))  # ascending
+        scale = np.sqrt(np.maximum(values, values[-1] * 1e-6))
+        drawn = random.standard_normal((count, len(values))) * scale @ vectors.T
+        own = np.concatenate([vectors.T[::-1], drawn])[:count]
+        norm = np.linalg.norm(own, axis=1, keepdims=True)
+        directions.append(own / np.where(norm > 0, norm, 1.0))
+        norms.append(max(np.linalg.norm(rows) / math.sqrt(len(rows)), np.finfo(np.float32).tiny))
+    return torch.from_numpy(np.stack(directions)).float(), torch.tensor(norms)
+
+
+def _products(
+    pieces: Sequence[_Piece], make: Maker, candidates: Tensor, random: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """<o_c, o_d> [H, C, C] and <o_c, target> [H, C] of the candidates' outputs on a few queries of a
+    few examples, relative to |target|^2; float64."""
+    heads, count, _ = candidates.shape
+    gram = torch.zeros(heads, count, count, dtype=torch.float64)
+    moment, examples = torch.zeros(heads, count, dtype=torch.float64), 0
+    for index in random.permutation(len(pieces)):
+        piece = pieces[index]
+        rows = torch.from_numpy(random.permutation(piece.target.shape[2])[:SLICE_ROWS])
+        singles = zip(_split(piece.tensors, 1), piece.target[:, :, rows].split(1), strict=True)
+        for t, target in singles:
+            outputs = _single_plans(t, candidates, rows, make).flatten(2)  # [H, C, rows * E]
+            y = target[0].flatten(1)[..., None]
+            scale = y.square().sum(1, keepdim=True).clamp(min=torch.finfo(y.dtype).tiny)
+            gram += (outputs @ outputs.transpose(1, 2) / scale).double()
+            moment += (outputs @ y / scale)[..., 0].double()
+        examples += len(piece)
+        if examples >= SLICE_EXAMPLES:
+            break
+    return gram / examples, moment / examples
+
+
+def _single_plans(t: SiteTensors, slices: Tensor, rows: Tensor, make: Maker) -> Tensor:
+    """What every slice alone gives to some queries of one example: [H, C, rows, E]."""
+    assert t.v is not None
+    matching = match_ranks(clouds_of(t.q, t.k, t.keep, None, slices))
+    single = make(slices, torch.zeros(len(slices)))
+    result = t.v.new_zeros(())
+    for keys, share in zip(matching.keys, matching.shares(), strict=True):
+        own = keys[..., rows]
+        index = own.flatten(2)[..., None].expand(-1, -1, -1, t.v.shape[3])
+        met = t.v.gather(2, index).unflatten(2, own.shape[2:])
+        result = result + met * (share[..., rows, None] if isinstance(share, Tensor) else share)
+    result = result * single.arguments[-1]
+    return (times_share(result, t.keep) if single.share else result)[0]
+
+
+def _greedy(gram: Tensor, moment: Tensor, count: int) -> Tensor:
+    """Indices [count] whose outputs' mean comes close to the target, each the best one to add.
+
+    |sum_S o / n - y|^2 = sum_{c, d in S} gram_cd / n^2 - 2 sum_{c in S} moment_c / n + |y|^2
+    """
+    chosen: list[int] = []
+    with_chosen = torch.zeros_like(moment)  # sum over the chosen d of gram_cd
+    quadratic = linear = 0.0
+    for n in range(1, count + 1):
+        quadratics = quadratic + 2 * with_chosen + gram.diagonal()
+        costs = quadratics / n**2 - 2 * (linear + moment) / n
+        costs[chosen] = math.inf
+        index = int(costs.argmin())
+        chosen.append(index)
+        quadratic, linear = float(quadratics[index]), linear + float(moment[index])
+        with_chosen = with_chosen + gram[:, index]
+    return torch.tensor(chosen)
