@@ -216,9 +216,8 @@ def changed(work: Path, artifact: Artifact, sites: list[int]) -> float:
     """Predictions that differ with these sites exact, by hand."""
     lossless = artifact.programs["lossless"]
     runners = [Runner(None, own) for own in (lossless, hardened(lossless, Hardened(), sites))]
-    classes = [
-        torch.cat([runner(b).argmax(-1) for b in split(work, artifact, "calibration", 7)]) for runner in runners
-    ]
+    batches = split(work, artifact, "calibration", 7)
+    classes = [torch.cat([runner(b).argmax(-1) for b in batches]) for runner in runners]
     return float((classes[0] != classes[1]).double().mean())
 
 

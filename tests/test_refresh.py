@@ -465,7 +465,7 @@ def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(
     esp: Path, annealed: tuple[Path, dict[str, Any]]
 ) -> None:
     out, entry = annealed
-    assert entry["best_epoch"] == entry["epochs"] == 6
+    assert 1 <= entry["best_epoch"] <= entry["epochs"] == 6
     assert entry["anneal"] == {"gamma": 0.8, "from": [esp_net.TEMPERATURE] * 2, "to": 1e-6}
     assert entry["after"]["loss"] < entry["before"]["loss"]
     audit = entry["soft_to_hard"]
@@ -476,7 +476,7 @@ def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(
     compile_time = json.loads((esp / "out" / "manifest.json").read_text())["soft_to_hard"]
     assert audit["before"]["prediction_change"] == pytest.approx(compile_time["prediction_change"])
 
-    # The epoch at the end, measured by hand with exact sorts.
+    # The epoch that is kept, measured by hand with exact sorts.
     artifact = read_artifact(out)
     operators = {
         stage: [FORMS[o.call.target].operator for p in programs for o in operator_calls(p.graph)]
