@@ -663,4 +663,9 @@ def _annealed_site(site: dict[str, Any], entry: Mapping[str, Any]) -> dict[str, 
         f"annealed: exact sorting changes {after:.2%} of {entry['selection_examples']} predictions, "
         f"and {before:.2%} before"
     )
+    if entry["best_epoch"] == 0:
+        reason = (
+            f"exact sorting changes {after:.2%} of {entry['selection_examples']} predictions; annealing "
+            "did not make it better"
+        )
     return {**site, "operator": "esp_hard", "reason": reason}
