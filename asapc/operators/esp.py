@@ -58,9 +58,9 @@ def clouds_of(
     q: Tensor, k: Tensor, keep: Tensor | None, query_keep: Tensor | None, slices: Tensor | None
 ) -> Clouds:
     """A side without an active token is opened, and `close` empties the result instead."""
-    keep, query_keep = opened(keep), opened(query_keep)
     q, k = clean_values(widen(q), query_keep), clean_values(widen(k), keep)
-    return Clouds(q, k, projections(q, slices), projections(k, slices), keep, query_keep)
+    x, y = projections(q, slices), projections(k, slices)
+    return Clouds(q, k, x, y, opened(keep), opened(query_keep))
 
 
 def opened(keep: Tensor | None) -> Tensor | None:

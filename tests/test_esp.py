@@ -1,0 +1,501 @@
+"""ESP operators: goldens, closed forms, hostile shapes, the CPU kernels within the honest error."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import asapc.operators  # noqa: F401  registers torch.ops.asapc
+from asapc.kernels.cpu import esp as cpu
+from asapc.kernels.dispatch import explained
+from asapc.operators import esp as meaning
+
+GOLDEN = Path(__file__).parent / "golden"
+EPS = torch.finfo(torch.float32).eps
+ops = torch.ops.asapc
+
+
+# An independent reference in float64: one example, head and slice at a time, tokens in Python lists.
+
+
+def interpolated(n: int, m: int) -> Tensor:
+    """I [n, m]: rank r of n meets rank r (m - 1) / (n - 1) of m."""
+    matrix = torch.zeros(n, m).double()
+    for r in range(n):
+        place = r * (m - 1) / (n - 1) if n > 1 else 0.0
+        low = min(int(place + 1e-9), m - 1)
+        share = max(place - low, 0.0)
+        matrix[r, low] += 1 - share
+        if share > 1e-9:
+            matrix[r, low + 1] += share
+    return matrix
+
+
+def sorting(x: Tensor, temperature: float | None) -> Tensor:
+    """SoftSort, or the permutation where temperature is None.  x: [n]; returns [n, n]."""
+    order = sorted(range(len(x)), key=lambda i: (-float(x[i]), i))
+    if temperature is None:
+        return torch.eye(len(x)).double()[order]
+    return torch.stack([torch.softmax(-((x[i] - x) ** 2) / temperature, 0) for i in order])
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    tau: Tensor,
+    temperature: float | None,
+    squared_cost: bool = False,
+    mean_cost: bool = False,
+) -> Tensor:
+    """The map [B, H, N, M] in float64."""
+    q, k = q.double(), k.double()
+    batch, heads, queries, dim = q.shape
+    out = torch.zeros(batch, heads, queries, k.shape[2]).double()
+    for b, h in itertools.product(range(batch), range(heads)):
+        rows = torch.arange(queries) if query_keep is None else query_keep[b].nonzero()[:, 0]
+        columns = torch.arange(k.shape[2]) if keep is None else keep[b].nonzero()[:, 0]
+        if len(rows) == 0 or len(columns) == 0:
+            continue
+        theta = torch.eye(dim).double()
+        if slices is not None:
+            theta = (slices if slices.dim() == 2 else slices[h]).double()
+        points, keys = q[b, h, rows], k[b, h, columns]
+        cost = (points[:, None] - keys).norm(dim=-1) ** (2 if squared_cost else 1)
+        between = interpolated(len(rows), len(columns))
+        plans, costs = [], []
+        for direction in theta:
+            a, c = (sorting(p @ direction, temperature) for p in (points, keys))
+            plans.append(a.T @ between @ c)
+            costs.append((cost * plans[-1]).sum() / (len(rows) if mean_cost else 1))
+        weights = torch.softmax(-tau.double().expand(heads)[h] * torch.stack(costs), 0)
+        own = (weights[:, None, None] * torch.stack(plans)).sum(0)
+        out[b, h, rows[:, None], columns] = own
+    return out
+
+
+def error(own: Tensor, exact: Tensor) -> float:
+    return float((own.double() - exact).abs().max()) if own.numel() else 0.0
+
+
+# Goldens
+
+
+def golden(kind: str) -> list[Any]:
+    tensors = load_file(GOLDEN / "esp.safetensors")
+    cases = [case for case in json.loads((GOLDEN / "esp.json").read_text()) if case["kind"] == kind]
+    return [
+        pytest.param(case, *(tensors[f"{case['name']}.{key}"] for key in ("q", "k", "attention")),
+                     id=case["name"])
+        for case in cases
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "q", "k", "attention"), golden("esp_soft"))
+def test_soft_goldens(case: dict[str, Any], q: Tensor, k: Tensor, attention: Tensor) -> None:
+    """They were computed in float32, where tau times a sum of 256 numbers leaves up to 8e-6 of the map
+    open. Summing in their order, and subtracting the least cost before multiplying by tau, meets them.
+    """
+    tau, temperature = torch.tensor([case["inverse_temperature"]]), case["softsort_temperature"]
+    settings = (None, None, None, tau, temperature, False, False, 1.0)
+    values = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
+    for own in (ops.esp_soft_attention(q, k, *settings), ops.esp_soft(q, k, values, *settings)):
+        torch.testing.assert_close(own, attention, rtol=0, atol=2e-6)
+    wide = ops.esp_soft_attention(q.double(), k.double(), *settings)
+    assert error(wide, reference(q, k, None, None, None, tau, temperature)) < 1e-12
+
+
+@pytest.mark.parametrize(("case", "q", "k", "attention"), golden("esp_hard"))
+def test_hard_goldens(case: dict[str, Any], q: Tensor, k: Tensor, attention: Tensor) -> None:
+    """The map is a sum of permutations, the exact ones; only the weights bear the rounding of costs.
+
+    Permutations: ours, weighted as the golden's map asks, reproduce it. Weights: w_l moves by w_l tau
+    times what a float32 sum of the distances leaves open, eps D_l.
+    """
+    tau = torch.tensor([case["inverse_temperature"]])
+    plans = []  # [B, H, N, M] of every slice alone
+    for theta in torch.eye(q.shape[3]):
+        plans.append(ops.esp_hard_attention(q, k, None, None, theta[None], tau, False, False, 1.0))
+        assert bool(((plans[-1] == 0) | (plans[-1] == 1)).all())
+        assert bool((plans[-1].sum(-1) == 1).all() and (plans[-1].sum(-2) == 1).all())
+    columns = torch.stack(plans, -1).double().flatten(2, 3)  # [B, H, N M, L]
+    weights = torch.linalg.lstsq(columns, attention.double().flatten(2, 3)[..., None]).solution
+    assert error((columns @ weights).squeeze(-1), attention.double().flatten(2, 3)) < 1e-7
+
+    own = ops.esp_hard_attention(q, k, None, None, None, tau, False, False, 1.0)
+    exact = reference(q, k, None, None, None, tau, None)
+    assert error(own, exact) < 2e-6
+    cost = (torch.cdist(q, k).unsqueeze(-1) * torch.stack(plans, -1)).sum((2, 3))  # [B, H, L]
+    open_digits = float(tau * EPS * cost.max())
+    assert error(attention, exact) <= 2 * open_digits
+    assert error(own, attention.double()) <= 2 * open_digits + 1e-7
+
+
+# Against the reference
+
+
+SHAPES = {
+    "tails": (3, 2, 17, 17, 4, 5),
+    "more keys": (3, 2, 17, 31, 4, 3),
+    "more queries": (3, 2, 31, 17, 4, 3),
+    "one token": (2, 1, 1, 1, 3, 2),
+    "one key": (2, 2, 9, 1, 3, 2),
+    "one query": (2, 2, 1, 9, 3, 2),
+}
+
+
+def problem(shape: tuple[int, ...], masked: bool, spread: float = 1.0) -> tuple[Any, ...]:
+    """q, k, v, keep, query_keep for (B, H, N, M, D, E): duplicated tokens, NaN and inf where padded.
+
+    The first example has no active key, the second one alone, the third no active query.
+    """
+    b, h, n, m, d, e = shape
+    torch.manual_seed(b + 10 * n + 100 * m)
+    q, k, v = torch.randn(b, h, n, d) * spread, torch.randn(b, h, m, d) * spread, torch.randn(b, h, m, e)
+    q[:, :, n // 2], k[:, :, m // 2] = q[:, :, 0], k[:, :, 0]  # ties
+    if not masked:
+        return q, k, v, None, None
+    keep, query_keep = torch.rand(b, m) > 0.4, torch.rand(b, n) > 0.4
+    keep[0] = keep[1] = False
+    keep[1, m // 2] = True
+    query_keep[2:3] = False
+    q[~query_keep[:, None].expand(b, h, n)] = torch.nan
+    k[~keep[:, None].expand(b, h, m)] = torch.inf
+    v[~keep[:, None].expand(b, h, m)] = torch.nan
+    return q, k, v, keep, query_keep
+
+
+def theta(kind: str, heads: int, dim: int) -> Tensor | None:
+    generator = torch.Generator().manual_seed(7)
+    if kind == "axes":
+        return None
+    return torch.randn(*((3,) if kind == "shared" else (heads, 3)), dim, generator=generator)
+
+
+SLICES = ("axes", "shared", "per head")
+PATHS = {
+    "hard": (None, "stacked"),
+    "stacked, sharp": (1e-3, "stacked"),
+    "stacked, soft": (0.5, "stacked"),
+    "banded, sharp": (1e-3, "banded"),
+    "banded, soft": (0.5, "banded"),
+    "banded, flat": (1e4, "banded"),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize(
+    ("shape", "slices"), list(zip(SHAPES.values(), itertools.cycle(SLICES))), ids=SHAPES
+)
+@pytest.mark.parametrize(("temperature", "path"), PATHS.values(), ids=PATHS)
+def test_kernels_are_within_the_honest_error(
+    monkeypatch: pytest.MonkeyPatch, temperature: float | None, path: str, shape: tuple[int, ...],
+    masked: bool, slices: str,
+) -> None:  # fmt: skip
+    """Maps, products and float64 of both against the reference; ranks in several blocks if banded."""
+    if path == "banded":
+        monkeypatch.setattr(cpu, "TILE_BYTES", 0)
+        monkeypatch.setattr(cpu, "RANKS", 5)
+    q, k, v, keep, query_keep = problem(shape, masked)
+    directions = theta(slices, shape[1], shape[4])
+    tau = torch.tensor([0.3] if slices == "axes" else [0.1, 2.0][: shape[1]])
+    squared, mean = slices == "shared", slices == "per head"
+    factor = 1.5
+    exact = factor * reference(
+        q.nan_to_num(), k.nan_to_num(), keep, query_keep, directions, tau, temperature, squared, mean
+    )
+    product = exact @ v.double().nan_to_num()
+    name = "esp_hard" if temperature is None else "esp_soft"
+    softsort = () if temperature is None else (temperature,)
+    settings = (keep, query_keep, directions, tau, *softsort, squared, mean, factor)
+    plain: Tensor = getattr(meaning, name)(q, k, v, *settings)
+    kernel: Tensor = getattr(ops, name)(q, k, v, *settings)
+    dense: Tensor = getattr(ops, f"{name}_attention")(q, k, *settings)
+    budget = 2 * error(plain, product) + 2e-6 * float(v.nan_to_num().abs().max())
+    assert error(kernel, product) <= budget
+    assert error(dense, exact) <= budget
+    wide = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in settings]
+    for module in (meaning, ops):
+        own = getattr(module, name)(q.double(), k.double(), v.double(), *wide)
+        assert error(own, product) <= 1e-10
+    if query_keep is not None and keep is not None:
+        assert bool((kernel[~query_keep[:, None].expand(kernel.shape[:3])] == 0).all())
+        assert bool((kernel[0] == 0).all() and (dense[0] == 0).all())
+
+
+def test_a_long_head_is_banded_and_right() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 1, 420, 3), torch.randn(1, 1, 390, 3), torch.randn(1, 1, 390, 4)
+    settings = (None, None, None, torch.tensor([0.02]), 1e-3, False, False, 1.0)
+    with explained() as choices:
+        own = ops.esp_soft(q, k, v, *settings)
+    assert [c.kernel for c in choices] == ["CPU, banded"]
+    exact = meaning.esp_soft(q.double(), k.double(), v.double(), *settings)
+    plain = meaning.esp_soft(q, k, v, *settings)
+    assert error(own, exact) <= 2 * error(plain, exact) + 1e-6
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_huge_scores(hard: bool, squared: bool) -> None:
+    """Costs of 1e6 or 1e12: the cheapest slice is the plan, and nothing overflows."""
+    q, k, v, _, _ = problem((2, 2, 12, 12, 3, 3), False, spread=1e6)
+    tau = torch.tensor([1.0])
+    exact = reference(q, k, None, None, None, tau, None, squared) @ v.double()
+    if hard:
+        out = ops.esp_hard(q, k, v, None, None, None, tau, squared, False, 1.0)
+    else:
+        out = ops.esp_soft(q, k, v, None, None, None, tau, 1e-3, squared, False, 1.0)
+        exact = reference(q, k, None, None, None, tau, 1e-3, squared) @ v.double()
+    assert error(out, exact) < 1e-5
+
+
+# Closed forms and invariants
+
+
+def hard_map(q: Tensor, k: Tensor, **named: Any) -> Tensor:
+    given = {"keep": None, "query_keep": None, "slices": None, "tau": torch.tensor([0.5]), **named}
+    result: Tensor = ops.esp_hard_attention(q, k, *given.values(), False, False, 1.0)
+    return result
+
+
+@pytest.mark.parametrize("slices", SLICES)
+def test_hard_maps_are_doubly_stochastic(slices: str) -> None:
+    q, k, _, keep, _ = problem((3, 2, 40, 40, 5, 1), True)
+    keep[0], q, k = True, torch.randn(3, 2, 40, 5), torch.randn(3, 2, 40, 5)
+    directions = theta(slices, 2, 5)
+    dense = hard_map(q, k, keep=keep, query_keep=keep, slices=directions)
+    active = keep[:, None].expand(3, 2, 40).float()
+    torch.testing.assert_close(dense.sum(-1), active, rtol=0, atol=4 * EPS)
+    torch.testing.assert_close(dense.sum(-2), active, rtol=0, atol=4 * EPS)
+
+
+def test_one_slice_sorts_a_line() -> None:
+    x, y = torch.randn(9), torch.randn(9)
+    expected = torch.zeros(9, 9)
+    expected[x.argsort(), y.argsort()] = 1
+    assert torch.equal(hard_map(x[None, None, :, None], y[None, None, :, None])[0, 0], expected)
+
+
+def test_ties_keep_the_order_of_tokens() -> None:
+    """Every slice of equal tokens is the identity, on every path, also from a learnt direction."""
+    q = torch.randn(1, 1, 1, 4).expand(1, 2, 33, 4).clone()
+    v = torch.randn(1, 2, 33, 3)
+    identity = torch.eye(33).expand(1, 2, 33, 33)
+    for directions in (None, torch.randn(5, 4), torch.randn(2, 5, 4)):
+        torch.testing.assert_close(hard_map(q, -q, slices=directions), identity)
+        own = ops.esp_hard(q, -q, v, None, None, directions, torch.ones(1), False, False, 1.0)
+        torch.testing.assert_close(own, v)
+
+
+def test_order_of_signed_zeros_infinities_and_ties() -> None:
+    x = torch.tensor([0.0, -0.0, 3.0, -2.0, 0.0, 3.0, -torch.inf, 1e-42, -1e-42, torch.inf])
+    expected = torch.sort(x, descending=True, stable=True).indices
+    assert torch.equal(cpu._descending_order(x), expected)
+    assert torch.equal(meaning.descending_order(x), expected)
+
+
+def test_soft_becomes_hard_as_the_temperature_falls() -> None:
+    q, k = torch.randn(2, 2, 11, 4).double(), torch.randn(2, 2, 14, 4).double()
+    tau = torch.tensor([0.2])
+    hard = hard_map(q, k, tau=tau)
+    settings = (None, None, None, tau)
+    soft = ops.esp_soft_attention(q, k, *settings, 1e-9, False, False, 1.0)
+    assert error(soft, hard) < 1e-12
+    released = ops.esp_released_hard_attention(q, k, *settings, 0.1, False, False, 1.0)
+    assert error(released, hard) < 1e-12
+
+
+def test_released_hard_takes_the_first_of_equal_tops() -> None:
+    """Two equal queries both take the key of the first: the map is no permutation, as published."""
+    q = torch.tensor([[2.0], [2.0], [1.0]])[None, None]
+    k = torch.tensor([[3.0], [2.0], [1.0]])[None, None]
+    keep = torch.tensor([[True, True, True]])
+    settings = (keep, keep, None, torch.ones(1), 0.1, False, False, 1.0)
+    dense = ops.esp_released_hard_attention(q, k, *settings)
+    assert torch.equal(dense[0, 0], torch.tensor([[1.0, 1, 0], [0, 0, 0], [0, 0, 1]]))
+
+
+def test_permuting_tokens_permutes_the_map() -> None:
+    q, k = torch.randn(1, 2, 12, 4).double(), torch.randn(1, 2, 15, 4).double()
+    rows, columns = torch.randperm(12), torch.randperm(15)
+    moved = hard_map(q[:, :, rows], k[:, :, columns])
+    torch.testing.assert_close(moved, hard_map(q, k)[:, :, rows][..., columns])
+
+
+def test_turning_every_slice_round_changes_nothing() -> None:
+    """Largest first or smallest first is the same plan, also where ranks are interpolated."""
+    q, k = torch.randn(1, 2, 12, 4).double(), torch.randn(1, 2, 15, 4).double()
+    directions = torch.randn(6, 4).double()
+    turned = hard_map(q, k, slices=-directions)
+    torch.testing.assert_close(turned, hard_map(q, k, slices=directions))
+
+
+# Gradients, export, the rest of the contract
+
+
+Call = Callable[..., Tensor]
+CALLS: dict[str, Call] = {
+    "esp_soft": lambda q, k, v, tau: ops.esp_soft(q, k, v, None, None, None, tau, 0.3, False, False, 2.0),
+    "esp_soft_attention": lambda q, k, v, tau: ops.esp_soft_attention(
+        q, k, None, None, None, tau, 0.3, True, True, 2.0
+    ),
+    "esp_hard": lambda q, k, v, tau: ops.esp_hard(q, k, v, None, None, None, tau, False, True, 2.0),
+    "esp_hard_attention": lambda q, k, v, tau: ops.esp_hard_attention(
+        q, k, None, None, None, tau, True, False, 2.0
+    ),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize("keys", [5, 4], ids=["as many keys", "fewer keys"])
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_gradients_by_finite_differences(hard: bool, keys: int, masked: bool) -> None:
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(1, 2, n, 2, dtype=torch.float64) for n in (5, keys, keys))
+    directions = torch.randn(2, 3, 2, dtype=torch.float64)
+    tau = torch.tensor([0.4, 1.1], dtype=torch.float64)
+    keep = torch.tensor([[True, False, True, True, True]])[:, :keys] if masked else None
+    query_keep = torch.tensor([[True, True, False, True, False]]) if masked else None
+
+    def soft(q: Tensor, k: Tensor, v: Tensor, tau: Tensor, directions: Tensor) -> Tensor:
+        settings = (keep, query_keep, directions, tau, 0.7, False, masked, 2.0)
+        result: Tensor = ops.esp_soft(q, k, v, *settings)
+        return result
+
+    def sorted_plan(q: Tensor, k: Tensor, v: Tensor, tau: Tensor) -> Tensor:
+        settings = (keep, query_keep, directions, tau, masked, False, 2.0)
+        result: Tensor = ops.esp_hard(q, k, v, *settings)
+        return result
+
+    inputs = [t.requires_grad_() for t in (q, k, v, tau)]
+    if hard:
+        assert torch.autograd.gradcheck(sorted_plan, inputs)
+    else:
+        assert torch.autograd.gradcheck(
+            soft, [*inputs, directions.clone().requires_grad_()], fast_mode=True
+        )
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_gradients_are_finite_where_points_meet_and_tokens_are_padded(hard: bool) -> None:
+    """Queries equal keys; NaN and inf in padded rows; examples without an active query or key."""
+    _, k, v, keep, query_keep = problem((3, 2, 6, 6, 4, 4), True)
+    q = k.nan_to_num(posinf=0.5).masked_fill(~query_keep[:, None, :, None], torch.nan)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, torch.ones(1), torch.randn(3, 4))]
+    q, k, v, tau, directions = leaves
+    softsort = () if hard else (0.1,)
+    call = ops.esp_hard if hard else ops.esp_soft
+    settings = (keep, query_keep, directions, tau, *softsort, False, False, 1.0)
+    call(q, k, v, *settings).square().sum().backward()
+    for leaf in leaves[: 4 if hard else 5]:
+        assert leaf.grad is not None and bool(leaf.grad.isfinite().all())
+    assert v.grad is not None and bool((v.grad[1] != 0).any()) and bool((v.grad[0] == 0).all())
+
+
+def test_a_gradient_keeps_no_matrix_per_slice() -> None:
+    """Training memory is O(N M + L N E): of 48 slices, far fewer than 48 N x M matrices are alive."""
+    q = torch.randn(1, 1, 64, 48, requires_grad=True)
+    v = torch.randn(1, 1, 64, 2)
+    kept: dict[int, Tensor] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        if tensor.numel() >= 64 * 64:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tau = torch.ones(1)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        meaning.esp_soft(q, q * 2, v, None, None, None, tau, 0.1, False, False, 1.0)
+    assert 0 < len(kept) < 6
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_export_and_compile(name: str) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, tau: Tensor) -> Tensor:
+            return CALLS[name](q, k, v, tau) * 2.0
+
+    tau = torch.tensor([0.5])
+    inputs = tuple(torch.randn(2, 2, 6, 2) for _ in range(3))  # two slices: each is traced
+    expected = Module()(*inputs, tau)
+    dims = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}
+    shapes = (dims, dims, dims, None)
+    exported = torch.export.export(Module(), (*inputs, tau), dynamic_shapes=shapes).module()
+    torch.testing.assert_close(exported(*inputs, tau), expected)
+    other = tuple(torch.randn(3, 2, 9, 2) for _ in range(3))
+    torch.testing.assert_close(exported(*other, tau), Module()(*other, tau))
+    compiled = torch.compile(Module(), backend="aot_eager", dynamic=True)
+    if "attention" in name:
+        torch.testing.assert_close(compiled(*inputs, tau), expected)
+        return
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    own = torch.autograd.grad(compiled(*leaves, tau).square().sum(), leaves)
+    eager = torch.autograd.grad(Module()(*leaves, tau).square().sum(), leaves)
+    torch.testing.assert_close(own, eager)
+
+
+def test_operators_pass_opcheck() -> None:
+    q, k, v, keep, query_keep = problem((2, 2, 6, 7, 2, 3), True)
+    q, k, v = (t.nan_to_num(posinf=0.0).requires_grad_() for t in (q, k, v))
+    masks, tau = (keep, query_keep), torch.tensor([0.5])
+    soft = (*masks, torch.randn(2, 2), tau, 0.1, False, False, 1.0)
+    hard = (*masks, torch.randn(2, 2, 2), tau, True, True, 1.0)
+    rest = ("test_schema", "test_autograd_registration", "test_faketensor")  # the test above compiles
+    torch.library.opcheck(ops.esp_soft, (q, k, v, *soft), test_utils=rest)
+    torch.library.opcheck(ops.esp_hard, (q, k, v, *hard), test_utils=rest)
+    with torch.no_grad():
+        torch.library.opcheck(ops.esp_released_hard_attention, (q, k, *soft), test_utils=rest)
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_empty_and_non_contiguous_inputs(hard: bool) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        settings = (torch.ones(1), *(() if hard else (0.1,)), False, False, 1.0)
+        result: Tensor = (ops.esp_hard if hard else ops.esp_soft)(q, k, v, None, None, None, *settings)
+        return result
+
+    for b, n, m in ((0, 4, 4), (2, 0, 4), (2, 3, 0)):
+        out = call(torch.randn(b, 2, n, 3), torch.randn(b, 2, m, 3), torch.randn(b, 2, m, 5))
+        assert torch.equal(out, torch.zeros(b, 2, n, 5))
+    q, k, v = (torch.randn(2, 3, 6, 4) for _ in range(3))
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert torch.equal(call(*strided), call(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_half_precision_accumulates_in_float32(hard: bool, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 2, 20, 4).to(dtype) for _ in range(3))
+    settings = (None, None, None, torch.tensor([0.2]), *(() if hard else (0.1,)), False, False, 1.0)
+    own = (ops.esp_hard if hard else ops.esp_soft)(q, k, v, *settings)
+    exact = reference(q, k, *settings[:4], None if hard else 0.1) @ v.double()
+    assert own.dtype == dtype
+    assert error(own, exact) <= torch.finfo(dtype).eps * float(exact.abs().max())
+
+
+def test_dispatch_says_what_runs() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    tau = torch.ones(1)
+    with explained() as choices:
+        ops.esp_soft(q, q, q, None, None, None, tau, 0.1, False, False, 1.0)
+        ops.esp_hard(q, q, q, None, None, None, tau, False, False, 1.0)
+        ops.esp_hard_attention(q, q, None, None, None, tau, False, False, 1.0)
+    kernels = [c.kernel for c in choices]
+    assert kernels == ["CPU, heads stacked", "CPU, sorted and gathered", "plain PyTorch"]
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="TorchScript of this build is not known")
+def test_loops_run_without_the_interpreter_lock() -> None:
+    for function in (cpu._matched_heads, cpu._stacked_heads, cpu._banded_slice):
+        assert isinstance(function, torch.jit.ScriptFunction)
