@@ -104,15 +104,20 @@ def golden(kind: str) -> list[Any]:
 @pytest.mark.parametrize(("case", "q", "k", "attention"), golden("esp_soft"))
 def test_soft_goldens(case: dict[str, Any], q: Tensor, k: Tensor, attention: Tensor) -> None:
     """They were computed in float32, where tau times a sum of 256 numbers leaves up to 8e-6 of the map
-    open. Summing in their order, and subtracting the least cost before multiplying by tau, meets them.
+    open. Summing in their order, and subtracting the least cost before multiplying by tau, meets them;
+    where vectors are not those of AVX the order is another, and only the goldens' own error is left.
     """
     tau, temperature = torch.tensor([case["inverse_temperature"]]), case["softsort_temperature"]
     settings = (None, None, None, tau, temperature, False, False, 1.0)
     values = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
+    exact = reference(q, k, None, None, None, tau, temperature)
+    allowed = 2e-6
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        allowed = max(allowed, 2 * error(attention, exact))
     for own in (ops.esp_soft_attention(q, k, *settings), ops.esp_soft(q, k, values, *settings)):
-        torch.testing.assert_close(own, attention, rtol=0, atol=2e-6)
+        assert error(own, attention.double()) <= allowed
     wide = ops.esp_soft_attention(q.double(), k.double(), *settings)
-    assert error(wide, reference(q, k, None, None, None, tau, temperature)) < 1e-12
+    assert error(wide, exact) < 1e-12
 
 
 @pytest.mark.parametrize(("case", "q", "k", "attention"), golden("esp_hard"))
