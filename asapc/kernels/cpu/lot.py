@@ -84,20 +84,6 @@ class Workspace:
             self.kept[dtype] = torch.empty(size, dtype=dtype)
         return self.kept[dtype][:size].view(heads, tokens, pivots)
 
-    def each(self, tokens: int, work: Callable[..., Result], *arguments: Any) -> list[Result]:
-        """Results of work(*arguments, start, stop) over all tokens, by one thread or shared out."""
-        if not self.shared or tokens == 0:
-            return [work(*arguments, 0, tokens)]
-        size = max(self.block, -(-tokens // torch.get_num_threads()))
-        results: dict[int, Result] = {}
-
-        def run(starts: Iterator[int]) -> None:
-            for start in starts:
-                results[start] = work(*arguments, start, min(start + size, tokens))
-
-        each_worker(run, range(0, tokens, size))
-        return [results[start] for start in sorted(results)]  # whoever came first: the same sums
-
 
 def lot(
     q: Tensor,
@@ -117,7 +103,7 @@ def lot(
     output_factor: Sequence[float],
 ) -> Tensor:
     """A v [B, H, N, E].  Arguments as operators.lot.lot."""
-    batch, heads, queries, dim = q.shape
+    batch, heads, queries, _ = q.shape
     keys, width = v.shape[2:]
     dtype, padded = meaning.work_dtype(q), query_keep is not None
     out = q.new_empty((batch, heads, queries, width), dtype=dtype)
@@ -139,8 +125,7 @@ def lot(
     factor = factor.expand(batch, heads, 1, 1)
 
     group, shared = _layout(q, k, pivots, keep is not None or query_keep is not None)
-    widest = max(pivots.shape[1], dim, width)
-    block = max(64, thresholds(q, k).tile_bytes // (widest * out.element_size()))
+    block = max(64, _tile_bytes(q, k) // (pivots.shape[1] * out.element_size()))
     some_keys = _chosen(None if group > heads else keep, batch)
     some_queries = _chosen(None if group > heads else query_keep, batch)
 
@@ -233,7 +218,7 @@ def _layout(q: Tensor, k: Tensor, pivots: Tensor, padded: bool) -> tuple[int, bo
     threads, tokens = torch.get_num_threads(), max(queries, k.shape[2])
     # A tile's K stays in cache from sweep to sweep; its tokens pass by once.
     of_one = tokens * pivots.shape[1] * meaning.work_dtype(q).itemsize
-    tile_bytes = thresholds(q, k).tile_bytes
+    tile_bytes = _tile_bytes(q, k)
     most = min(tile_bytes // of_one, -(-batch * heads // threads))
     if most < heads:
         group = max(count for count in range(1, max(1, most) + 1) if heads % count == 0)
@@ -242,6 +227,11 @@ def _layout(q: Tensor, k: Tensor, pivots: Tensor, padded: bool) -> tuple[int, bo
     else:
         group = most // heads * heads
     return group, batch * heads < threads and tokens >= threads * SHARED_TOKENS
+
+
+def _tile_bytes(q: Tensor, k: Tensor) -> int:
+    """Twice that of the N x M loops: so few operations on so few numbers cost more than a cache miss."""
+    return 2 * thresholds(q, k).tile_bytes
 
 
 def _chosen(keep: Tensor | None, batch: int) -> Sequence[Chosen]:
@@ -375,45 +365,86 @@ def _linear(
     groups, tokens, _ = tile.x.shape
     z, sigma, count = tile.z.to(dtype), tile.sigma.to(dtype), tile.count.to(dtype)
     kernel = space.kernel(groups, tokens, z.shape[2], dtype)
-    a = torch.ones((groups, 1, tokens), dtype=dtype)
-    b = count * (sigma > 0)
     sweeps = _sweeps(tile.half_steps, tile.tokens_first)
     if mixed is not None and sweeps[-1][1]:
         sweeps.append((False, False))  # the output needs the last b
-    safe = SAFE_ROW_RANGE[dtype]
     absent = None if tile.absent is None else tile.absent.to(dtype)
-    own = (tile.x, tile.bias, absent, z, kernel, a)
+    loop = _shared_loop if space.shared else _loop
+    fits, result = loop(
+        tile.x, tile.bias, absent, z, kernel, sigma, count, values, mixed, out, sweeps, shifted,
+        SAFE_ROW_RANGE[dtype], space.block,
+    )  # fmt: skip
+    return result if fits else None
+
+
+def _shared_loop(
+    x: Tensor, bias: Tensor | None, absent: Tensor | None, z: Tensor, kernel: Tensor,
+    sigma: Tensor, count: Tensor, values: Tensor | None, mixed: Tensor | None, out: Tensor | None,
+    sweeps: list[tuple[bool, bool]], shifted: bool, safe: float, block: int,
+) -> tuple[bool, Tensor]:  # fmt: skip
+    """_loop with the tokens of every sweep shared out to all threads."""
+    a, b, density = _start(x, z, sigma, count)
+    own, result = (x, bias, absent, z, kernel, a), b
     if shifted:
-        if not all(space.each(tokens, _open_shifted, *own, safe, space.block)):
-            return None
-        if absent is not None:
-            a.masked_fill_(absent > 0, -torch.inf)
-        if tokens:
-            top = a.amax(-1, keepdim=True)
-            a.sub_(top.masked_fill_(top == -torch.inf, 0.0)).exp_()
-    result, density = b, count / sigma  # density: b / sigma
+        if not all(_each(x.shape[1], block, _open_shifted, *own, safe, block)):
+            return False, result
+        _top_to_scaling(a, absent)
     for index, (closes_tokens, closes_pivots) in enumerate(sweeps):
-        opens = index == 0 and not shifted
-        last = index == len(sweeps) - 1
+        opens, last = index == 0 and not shifted, index == len(sweeps) - 1
         weights = b.transpose(1, 2) * mixed if last and mixed is not None else None
-        parts = space.each(
-            tokens, _sweep, *own, b, values if last else None, weights, out, opens, closes_tokens,
-            closes_pivots, safe, space.block,
+        parts = _each(
+            x.shape[1], block, _sweep, *own, b, values if last else None, weights, out, opens,
+            closes_tokens, closes_pivots, safe, block,
         )  # fmt: skip
         if not all(fits for fits, _, _ in parts):
-            return None
+            return False, result
         if closes_pivots:
-            total = _sum([total for _, total, _ in parts])
-            density = count / total.clamp_(min=torch.finfo(dtype).tiny)  # 0 / 0 without any token
-            b = density * sigma
-        result = _sum([gathered for _, _, gathered in parts])
-    if values is None:
-        return result
-    return result * density.masked_fill_(sigma <= 0, 0.0).transpose(1, 2)
+            b, density = _close_pivots(torch.stack([total for _, total, _ in parts]).sum(0), sigma, count)
+        result = torch.stack([gathered for _, _, gathered in parts]).sum(0)
+    return True, result if values is None else _over_mass(result, density, sigma)
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+def _each(tokens: int, block: int, work: Callable[..., Result], *arguments: Any) -> list[Result]:
+    """Results of work(*arguments, start, stop) over all tokens, in their order."""
+    size = max(block, -(-tokens // torch.get_num_threads()))
+    results: dict[int, Result] = {}
+
+    def run(starts: Iterator[int]) -> None:
+        for start in starts:
+            results[start] = work(*arguments, start, min(start + size, tokens))
+
+    each_worker(run, range(0, max(1, tokens), size))
+    return [results[start] for start in sorted(results)]
+
+
+@without_gil
+def _start(x: Tensor, z: Tensor, sigma: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a [G, 1, N], b [G, 1, R] and b / sigma of zero duals."""
+    a = torch.ones((x.size(0), 1, x.size(1)), dtype=z.dtype)
+    return a, count * (sigma > 0), count / sigma
+
+
+@without_gil
+def _top_to_scaling(a: Tensor, absent: Tensor | None) -> None:
+    """a = exp(top) in place, up to gauge and 0 on padded tokens: zero duals on K = exp(S - top)."""
+    if absent is not None:
+        a.masked_fill_(absent > 0, -float("inf"))
+    if a.size(2) > 0:
+        top = a.amax(-1, keepdim=True)
+        a.sub_(top.masked_fill_(top == -float("inf"), 0.0)).exp_()
+
+
+@without_gil
+def _close_pivots(total: Tensor, sigma: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """b and b / sigma from K'a [G, 1, R], which is 0 only without any token."""
+    density = count / total.masked_fill_(count == 0, 1.0)
+    return density * sigma, density
+
+
+@without_gil
+def _over_mass(gathered: Tensor, density: Tensor, sigma: Tensor) -> Tensor:
+    """diag(b / sigma) K' diag(a) v, 0 for a pivot without mass.  gathered: [G, R, E]."""
+    return gathered * density.masked_fill(sigma <= 0, 0.0).transpose(1, 2)
 
 
 @without_gil
@@ -514,3 +545,43 @@ def _sweep(
             else:
                 out[:, start:stop] = torch.bmm(part, weights)
     return True, total, gathered
+
+
+@without_gil
+def _loop(
+    x: Tensor,
+    bias: Tensor | None,
+    absent: Tensor | None,
+    z: Tensor,
+    kernel: Tensor,
+    sigma: Tensor,
+    count: Tensor,
+    values: Tensor | None,
+    mixed: Tensor | None,
+    out: Tensor | None,
+    sweeps: list[tuple[bool, bool]],
+    shifted: bool,
+    safe: float,
+    block: int,
+) -> tuple[bool, Tensor]:
+    """All sweeps, and what the last one gathered; False where the scores do not fit."""
+    tokens = x.size(1)
+    a, b, density = _start(x, z, sigma, count)
+    result = b
+    if shifted:
+        if not _open_shifted(x, bias, absent, z, kernel, a, safe, block, 0, tokens):
+            return False, result
+        _top_to_scaling(a, absent)
+    for index in range(len(sweeps)):
+        closes_tokens, closes_pivots = sweeps[index]
+        opens, last = index == 0 and not shifted, index == len(sweeps) - 1
+        weights = b.transpose(1, 2) * mixed if last and mixed is not None else None
+        fits, total, result = _sweep(
+            x, bias, absent, z, kernel, a, b, values if last else None, weights, out, opens,
+            closes_tokens, closes_pivots, safe, block, 0, tokens,
+        )  # fmt: skip
+        if not fits:
+            return False, result
+        if closes_pivots:
+            b, density = _close_pivots(total, sigma, count)
+    return True, result if values is None else _over_mass(result, density, sigma)
