@@ -8,9 +8,9 @@ A grid file lists blocks; a block maps recipe keys to values, and a list of valu
       - {side: key, closures: [1, 2], fit: [ls, kl], max_examples: 512}
       - {half_steps: [3, 5]}            # no fit: the teacher's own loop, cut short
 
-Every block is one pass over the calibration split for all its rows, and one over the examples they
-are measured on, which calibration has not seen. Results are written after each block, so that a
-stopped study keeps the blocks it has finished.
+Every block is one pass over the calibration split for all its rows (one each for those that are
+distilled), and one over the examples they are measured on, which calibration has not seen. Results
+are written after each block, so that a stopped study keeps the blocks it has finished.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ GRID_KEYS = (
     "slices", "max_examples",
 )  # fmt: skip
 COLUMNS = (
-    "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "ridge_mode", "examples",
-    "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "row_err", "col_err", "output_rmse",
+    "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "ridge_mode",
+    "examples", "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "row_err", "col_err", "output_rmse",
     "output_rel_l2", "prediction_agreement", "accuracy_compiled", "accuracy_drop", "site_ms", "predict_ms",
     "fit_seconds", "fit_converged", "r2", "pareto",
 )  # fmt: skip
@@ -280,7 +280,10 @@ class _Bench:
         return totals
 
     def block(self, rows: Sequence[Row], label: str) -> list[dict[str, Any]]:
-        fitted = self._fit([row for row in rows if row.recipe is not None], label)
+        distilled = [row for row in rows if row.recipe and row.recipe.operator in DISTILLED]
+        fitted = self._fit([row for row in rows if row.recipe and row not in distilled], label)
+        for row in distilled:  # alone: each keeps its activations
+            fitted |= self._fit([row], label)
         results = []
         for row in self.progress.track(rows, f"{label}: measuring", len(rows)):
             start = dict.fromkeys(COLUMNS)

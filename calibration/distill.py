@@ -45,7 +45,7 @@ SAMPLE_POINTS = 8192  # of a head, for k-means and principal directions
 
 MINIBATCH = 8  # examples; fewer where their scores against the pivots are more than MINIBATCH_SCORES
 MINIBATCH_SCORES = 2**22
-STEPS = 300
+STEPS = 200
 CHECK_EVERY = 25  # steps between looks at the held-out examples
 PATIENCE = 4  # looks without a better head before the fit stops
 LEARNING_RATE = 0.1  # in units of the first pivots' spread

@@ -1,0 +1,168 @@
+"""ESP attention alone: dense published-style code, streamed soft sorts, exact sorts, softmax.
+
+    python benchmarks/esp.py                       # B1 H1 N1024 D32, L = 32 axis-aligned slices
+    python benchmarks/esp.py --tokens 256 -o FOLDER
+
+Speed is printed only after parity: in float64 the soft operator must reproduce the published-style
+code, and the exact one that code with permutation matrices. Candidates take turns; figures are medians.
+Extra memory is the peak of one call over what was held before it, output included, in a process of its
+own. With -o, esp.json and esp.md are written there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention import environment, error, extra_mib
+from torch import Tensor
+from torch.nn.functional import one_hot, scaled_dot_product_attention
+
+import asapc.operators  # noqa: F401 -- registers torch.ops.asapc
+from asapc.models.esp import soft_sort
+from asapc.timing import interleaved_medians
+
+EXACT = 1e-9
+TEMPERATURE, TAU = 0.1, 0.1
+PARITY_TOKENS = 96
+
+DENSE, SOFT, HARD, SOFTMAX = "dense soft, published style", "esp_soft", "esp_hard", "softmax (SDPA)"
+Points = tuple[Tensor, Tensor, Tensor]
+
+
+def mixed(q: Tensor, k: Tensor, v: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Every slice's plan at once, weighed by its cost.  first, second: sorts [B, H, L, N, N]."""
+    plans = torch.matmul(first.transpose(-1, -2), second)
+    totals = (torch.cdist(q, k).unsqueeze(2) * plans).sum((-1, -2))
+    weights = torch.softmax(-TAU * totals, dim=-1)
+    return (weights[..., None, None] * plans).sum(2) @ v
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    first, second = (soft_sort(p.transpose(-1, -2), TEMPERATURE) for p in (q, k))
+    return mixed(q, k, v, first, second)
+
+
+def permuted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What exact sorting means: permutation matrices."""
+    first, second = (
+        one_hot(p.transpose(-1, -2).argsort(dim=-1, descending=True, stable=True)).to(p.dtype)
+        for p in (q, k)
+    )
+    return mixed(q, k, v, first, second)
+
+
+def soft(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    tau = torch.tensor([TAU], dtype=torch.float64)
+    return torch.ops.asapc.esp_soft(
+        q, k, v, None, None, None, tau, TEMPERATURE, False, False, 1.0
+    )  # fmt: skip
+
+
+def hard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    tau = torch.tensor([TAU], dtype=torch.float64)
+    return torch.ops.asapc.esp_hard(q, k, v, None, None, None, tau, False, False, 1.0)
+
+
+CANDIDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    DENSE: dense, SOFT: soft, HARD: hard, SOFTMAX: scaled_dot_product_attention,
+}  # fmt: skip
+
+
+def points(options: argparse.Namespace, tokens: int, dtype: torch.dtype) -> Points:
+    """Seeded normal q, k, v [B, H, N, D]."""
+    generator = torch.Generator().manual_seed(options.seed)
+    shape = (options.batch, options.heads, tokens, options.head_dim)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    return q, k, v
+
+
+def check_parity(options: argparse.Namespace) -> dict[str, float]:
+    """Largest errors in float64.  Raises SystemExit if an operator is not exact enough."""
+    own = points(options, min(options.tokens, PARITY_TOKENS), torch.float64)
+    found = {SOFT: error(soft(*own), dense(*own)), HARD: error(hard(*own), permuted(*own))}
+    for name, value in found.items():
+        if not value <= EXACT:
+            raise SystemExit(f"esp.py: {name} is off by {value:.2e} in float64 (allowed {EXACT:g})")
+    return found
+
+
+def memory_elsewhere(name: str) -> float | None:
+    """extra_mib of one candidate in a new process, where no earlier call has left memory behind."""
+    command = [sys.executable, *sys.argv, "--memory-of", name]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    value: float | None = json.loads(found)
+    return value
+
+
+def memory_of(name: str, options: argparse.Namespace) -> float | None:
+    for tokens in (16, options.tokens):  # once on a few tokens, for what every process holds
+        own = points(options, tokens, torch.float32)
+        extra = extra_mib(lambda own=own: CANDIDATES[name](*own), own[0].device)  # type: ignore[misc]
+    return extra
+
+
+def table(document: dict[str, Any]) -> str:
+    rows, shape = document["rows"], document["shape"]
+    title = " ".join(f"{key}{value}" for key, value in shape.items())
+    lines = [
+        f"### ESP, {title}, L = D axis-aligned slices, float32, "
+        f"{document['environment']['threads']} threads",
+        "",
+        "| | median ms | dense / this | extra MiB | of dense |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    first = rows[DENSE]
+    for name, row in rows.items():
+        memory, own = row["extra_mib"], first["extra_mib"]
+        known = memory is not None and own
+        lines.append(
+            f"| {name} | {row['median_ms']:.1f} | {first['median_ms'] / row['median_ms']:.1f}x | "
+            + (f"{memory:.1f} | {memory / own:.1%} |" if known else "- | - |")
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # see memory_elsewhere
+    parser.add_argument("-o", "--out", type=Path, help="folder for esp.{json,md}")
+    options = parser.parse_args()
+    with torch.no_grad():
+        if options.memory_of is not None:
+            print(json.dumps(memory_of(options.memory_of, options)))
+            return
+        errors = check_parity(options)
+        own = points(options, options.tokens, torch.float32)
+        calls = {
+            name: lambda function=function: function(*own)  # type: ignore[misc]
+            for name, function in CANDIDATES.items()
+        }
+        times = interleaved_medians(calls, repeats=options.repeats, warmup=1)
+        rows = {n: {**found, "extra_mib": memory_elsewhere(n)} for n, found in times.items()}
+    shape = {"B": options.batch, "H": options.heads, "N": options.tokens, "D": options.head_dim}
+    document = {
+        "environment": environment(cpu=True), "shape": shape, "max_abs_error_float64": errors,
+        "rows": rows,
+    }  # fmt: skip
+    print(table(document))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "esp.json").write_text(json.dumps(document, indent=2) + "\n")
+        (options.out / "esp.md").write_text(table(document) + "\n")
+
+
+if __name__ == "__main__":
+    main()

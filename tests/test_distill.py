@@ -1,0 +1,558 @@
+"""Sinkhorn sites distilled into lot and esp_hard: the fits, what they keep, and the whole way."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import asapc
+from asapc import pipeline
+from asapc.calibration import distill
+from asapc.calibration.collect import SiteStatistics, finish
+from asapc.calibration.distill import Distiller, esp_maker, fit_lot, lot_maker
+from asapc.cli import main
+from asapc.data import Batch
+from asapc.errors import InputError
+from asapc.features.predictor import closure_plan
+from asapc.formats.calibration import (
+    Calibration,
+    SiteDistillation,
+    fit_facts,
+    load_calibration,
+    save_calibration,
+)
+from asapc.formats.load import load_teacher
+from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.models import ARCHITECTURES
+from asapc.operators.lot import lot
+from asapc.passes.analyse import Site, analyse
+from asapc.passes.rewrite import rewritten_programs
+from asapc.passes.select import apply_distilled, apply_lossless
+from asapc.recipe import Recipe
+from asapc.runner import Runner, Tap
+
+RELEASED = Convention(8, "row", 0.5, OutputFactor(queries=1), mask="key")
+UNMASKED = Convention(8, "row", 0.5, OutputFactor(queries=1))
+
+
+def site(
+    seed: int = 0, batch: int = 4, n: int = 9, m: int = 9, dim: int = 4, masked: bool = True
+) -> SiteTensors:
+    random = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, 2, c, dim, generator=random) for c in (n, m, m))
+    keep = None
+    if masked:
+        keep = torch.arange(m) < torch.randint(1, m + 1, (batch, 1), generator=random)
+    return SiteTensors(q, k, keep, v=v)
+
+
+def distilled(convention: Convention = RELEASED, batches: int = 4, **fields: Any) -> SiteDistillation:
+    masked = convention.mask == "key"
+    own = Distiller("layer", convention, Recipe(**fields))
+    for seed in range(batches):
+        own.update(site(seed, masked=masked))
+    own.hold_out(site(99, masked=masked))
+    return own.calibration()
+
+
+def pieces(targets: Callable[[SiteTensors], Tensor], count: int, **shape: Any) -> list[distill._Piece]:
+    """`count` batches and one more to stop by."""
+    batches = (site(seed, **shape) for seed in range(count + 1))
+    return [distill._Piece(t, targets(t)) for t in batches]
+
+
+# The fits, against cases with a known answer
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_lot_layer_is_found_again(masked: bool) -> None:
+    truth = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(5)) * 2
+    mass = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2]])
+    settings = (0.5, 0.5, 5, True, 5, True, [1.0, 0.0, 0.0, 1.0])
+
+    def teacher(t: SiteTensors) -> Tensor:
+        assert t.v is not None
+        return lot(t.q, t.k, t.v, t.keep, None, None, truth, mass, *settings)
+
+    own = pieces(teacher, 8, batch=8, masked=masked)
+    make = lot_maker("layer", UNMASKED, True)
+    start = fit_lot(own[:-1], own[-1:], make, 3, 0, steps=0)
+    fit = fit_lot(own[:-1], own[-1:], make, 3, 0)
+    assert float(start.errors.sqrt().min()) > 0.2 and float(fit.errors.sqrt().max()) < 0.02
+
+
+def test_equal_keys_need_one_pivot() -> None:
+    """Scores that differ between queries alone: attention is uniform over the keys."""
+    own = Distiller("layer", RELEASED, Recipe(operator="lot", pivots=1))
+    t = site(batch=16)
+    own.update(dataclasses.replace(t, k=t.k[:, :, :1].expand(-1, -1, 9, -1)))
+    assert max(own.calibration().errors) < 1e-5
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_as_many_pivots_as_points(count: int) -> None:
+    """Tokens at a few points only: k-means finds them, surplus pivots repeat one, nothing breaks."""
+    random = torch.Generator().manual_seed(1)
+    points = torch.eye(4)[:2] * 3
+    own = Distiller("layer", UNMASKED, Recipe(operator="lot", pivots=count))
+    for _ in range(4):
+        chosen = torch.stack([torch.randperm(8, generator=random) % 2 for _ in range(12)])
+        q = points[chosen.view(3, 2, 2, 8)].flatten(1, 2)[:, :2]
+        v = torch.randn(3, 2, 8, 4, generator=random)
+        own.update(SiteTensors(q, q.flip(2), v=v))
+    assert max(own.calibration().errors) < 0.01
+
+
+def test_on_a_line_sorting_is_optimal() -> None:
+    """One dimension: the limit of sharp scores is the matching of equal ranks, whatever the slice."""
+    sharp = Convention(400, "row", 200.0, OutputFactor(queries=1))
+    own = Distiller("layer", sharp, Recipe(operator="esp_hard", slices=1))
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        places = [np.stack([random.permutation(6) for _ in range(4)]).reshape(2, 2, 6, 1) for _ in "qk"]
+        q, k = (torch.from_numpy(p / 5 + 0.01 * random.standard_normal(p.shape)).float() for p in places)
+        own.update(SiteTensors(q, k, v=torch.from_numpy(random.standard_normal((2, 2, 6, 3))).float()))
+    assert max(own.calibration().errors) < 0.1
+
+
+def test_slices_are_added_by_the_error_of_their_mean() -> None:
+    random = torch.Generator().manual_seed(0)
+    outputs, y = torch.randn(7, 40, generator=random).double(), torch.zeros(40, dtype=torch.float64)
+    outputs[3:5] = torch.stack([y + 5, y - 5])  # useless alone, right together
+    y[:] = 0.1
+    gram, moment = outputs @ outputs.T, outputs @ y
+
+    def error(indices: tuple[int, ...]) -> float:
+        return float((outputs[list(indices)].mean(0) - y).square().sum())
+
+    chosen = distill._greedy(gram, moment, 4).tolist()
+    assert len(set(chosen)) == 4
+    for n in range(4):
+        before, others = tuple(chosen[:n]), set(range(7)) - set(chosen[:n])
+        assert chosen[n] == min(others, key=lambda c: error((*before, c)))
+
+
+@pytest.mark.parametrize("rows", [(9, 9), (9, 6), (5, 9)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_plan_alone_is_the_operator_with_one_slice(rows: tuple[int, int], masked: bool) -> None:
+    t = site(batch=1, n=rows[0], m=rows[1], masked=masked)
+    convention = RELEASED if masked else UNMASKED
+    make = esp_maker("layer", convention, False)
+    slices = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(3))
+    chosen = torch.tensor([4, 0, 2])
+    own = distill._single_plans(t, slices, chosen, make)
+    for index in range(5):
+        exact = apply_distilled(make(slices[:, index, None], torch.zeros(2)), t, t.v)
+        torch.testing.assert_close(own[:, index], exact[0][:, chosen], rtol=1e-5, atol=1e-6)
+
+
+def test_more_slices_and_pivots_come_closer() -> None:
+    for key, operator, counts in (("pivots", "lot", (1, 4)), ("slices", "esp_hard", (1, 8))):
+        few, many = (max(distilled(operator=operator, **{key: c}).errors) for c in counts)
+        assert many < 0.9 * few
+
+
+# Mass
+
+
+FACTORS = (OutputFactor(queries=1), OutputFactor(keys=1), OutputFactor(2.0, queries=-1, keys=2))
+KINDS = [Convention(t, "row", 0.5, f, mask) for t, f, mask in itertools.product(
+    (7, 8), FACTORS, ("none", "key"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", ["lot", "esp_hard"])
+@pytest.mark.parametrize("convention", KINDS, ids=lambda c: f"{c.last_side}-{c.output_factor}-{c.mask}")
+def test_the_map_has_the_teachers_mass(operator: str, convention: Convention) -> None:
+    make = (lot_maker if operator == "lot" else esp_maker)("layer", convention, True)
+    t = site(masked=convention.mask == "key")
+    points = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    own = make(points, torch.full((2, 3), 1 / 3) if operator == "lot" else torch.ones(2))
+    found, exact = apply_distilled(own, t, None), apply_lossless(convention, t, None)
+    # After finitely many half-steps that end on the tokens, pivots have about their masses.
+    tolerance = 0.02 if operator == "lot" else 1e-5
+    torch.testing.assert_close(found.sum((-2, -1)), exact.sum((-2, -1)), rtol=tolerance, atol=1e-4)
+
+
+@pytest.mark.parametrize("operator", ["lot", "esp_hard"])
+def test_a_mass_it_cannot_have_is_refused(operator: str) -> None:
+    make = lot_maker if operator == "lot" else esp_maker
+    for factor in (OutputFactor(keys=1), OutputFactor(active=1)):
+        convention = Convention(8, "row", 0.5, factor, "key")
+        if operator == "lot" and factor.active:
+            continue  # lot counts active keys itself
+        with pytest.raises(InputError, match=f"layer: {operator} must be able to give its rows"):
+            make("layer", convention, False)
+
+
+def test_the_counts_that_lot_knows() -> None:
+    convention = Convention(8, "row", 0.5, OutputFactor(active=1), "key")
+    t = site(n=7)
+    points = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    own = lot_maker("layer", convention, False)(points, torch.full((2, 3), 1 / 3))
+    found, exact = apply_distilled(own, t, None), apply_lossless(convention, t, None)
+    torch.testing.assert_close(found.sum((-2, -1)), exact.sum((-2, -1)), rtol=0.02, atol=1e-4)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("operator", ["lot", "esp_hard"])
+def test_padding_does_not_enter(operator: str) -> None:
+    """NaN in padded keys and values, and examples without a key, change no bit."""
+    fits = []
+    for dirty in (False, True):
+        own = Distiller("layer", RELEASED, Recipe(operator=operator, pivots=3, slices=3))
+        for seed in range(3):
+            t = site(seed)
+            assert t.keep is not None and t.v is not None
+            if dirty:
+                padded = ~t.keep[:, None, :, None]
+                t = dataclasses.replace(
+                    t, k=t.k.masked_fill(padded, torch.nan), v=t.v.masked_fill(padded, torch.inf)
+                )
+                empty = dataclasses.replace(t, keep=torch.zeros_like(t.keep))
+                own.update(empty)
+            own.update(t)
+        fits.append(own.calibration())
+    assert fits[0].errors == fits[1].errors and fits[0].examples == fits[1].examples
+    assert all(map(_equal, fits[0].distilled.arguments, fits[1].distilled.arguments))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+@pytest.mark.parametrize("operator", ["lot", "esp_hard"])
+def test_a_seed_gives_equal_bytes(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "STEPS", 30)
+    fits = [distilled(operator=operator, pivots=3, slices=3, seed=seed) for seed in (0, 0, 1)]
+    first, again, other = (fit.distilled.arguments for fit in fits)
+    assert all(map(_equal, first, again)) and not all(map(_equal, first, other))
+
+
+def test_the_fit_stops_where_nothing_gets_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = pieces(lambda t: apply_lossless(RELEASED, t, t.v), 3)
+    make, steps = lot_maker("layer", RELEASED, True), 0
+
+    class Counted(distill._Piece):
+        def error(self, own: Any) -> Tensor:
+            nonlocal steps
+            steps += 1
+            return super().error(own)
+
+    counted = [Counted(piece.tensors, piece.target) for piece in own[:-1]]
+    monkeypatch.setattr(distill, "LEARNING_RATE", 0.0)
+    fit = fit_lot(counted, own[-1:], make, 3, 0, steps=1000)
+    assert steps == distill.PATIENCE * distill.CHECK_EVERY and fit.steps == (0, 0)
+    monkeypatch.setattr(distill, "LEARNING_RATE", 1e3)  # jumps away at once: the start is kept
+    far = fit_lot(own[:-1], own[-1:], make, 3, 0, steps=40)
+    assert bool((far.errors <= fit.errors).all())
+
+
+def test_every_head_keeps_its_own_best_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters that are returned have the errors that are returned."""
+    monkeypatch.setattr(distill, "CHECK_EVERY", 3)
+    own = pieces(lambda t: apply_lossless(RELEASED, t, t.v), 3)
+    fit = fit_lot(own[:-1], own[-1:], lot_maker("layer", RELEASED, True), 3, 0, steps=20)
+    torch.testing.assert_close(distill._mean_errors(fit.distilled, own[-1:]), fit.errors)
+
+
+def test_activations_are_kept_up_to_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = distill._Piece(site(), apply_lossless(RELEASED, site(), site().v)).bytes
+    monkeypatch.setattr(distill, "KEPT_BYTES", int(2.5 * one))
+    monkeypatch.setattr(distill, "HELD_OUT_BYTES", 1)  # one piece is always kept
+    monkeypatch.setattr(distill, "STEPS", 2)
+    own = distilled(batches=6, operator="lot", pivots=2)
+    assert (own.examples, own.held_out, own.tokens) == (8, 4, 72)
+
+
+def test_without_a_selection_split_a_tenth_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "STEPS", 2)
+    for batches, expected in ((1, (4, 4)), (20, (72, 8))):
+        own = Distiller("layer", RELEASED, Recipe(operator="lot", pivots=2))
+        for seed in range(batches):
+            own.update(site(seed))
+        done = own.calibration()
+        assert (done.examples, done.held_out) == expected
+
+
+@pytest.mark.parametrize("operator", ["lot", "esp_hard"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 2), (1, 4, 2), (5, 3, 1)])
+def test_shapes(operator: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "STEPS", 2)
+    n, m, dim = shape
+    own = Distiller("layer", UNMASKED, Recipe(operator=operator, pivots=3, slices=3))
+    t = site(n=n, m=m, dim=dim, masked=False)
+    own.update(t)
+    own.update(site(1, batch=2, n=n + 2, m=m + 2, dim=dim, masked=False))  # another length
+    own.update(SiteTensors(t.q[:0], t.k[:0], v=t.v[:0] if t.v is not None else None))
+    assert np.isfinite(own.calibration().errors).all()
+
+
+def test_the_keys_stand_in_for_values_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "STEPS", 2)
+    fits = []
+    for stands_in in (False, True):
+        own = Distiller("layer", RELEASED, Recipe(operator="lot", pivots=2))
+        t = site()
+        own.update(dataclasses.replace(t, v=t.k if stands_in else None))
+        fits.append(own.calibration())
+    assert fits[0].errors == fits[1].errors
+
+
+@pytest.mark.parametrize("operator", ["lot", "esp_hard"])
+def test_errors_name_the_site(operator: str) -> None:
+    own = Distiller("layer", RELEASED, Recipe(operator=operator))
+    with pytest.raises(InputError, match="layer: calibration saw no examples"):
+        own.calibration()
+    t = site()
+    with pytest.raises(InputError, match="layer: queries must be finite"):
+        own.update(dataclasses.replace(t, q=t.q * torch.nan))
+    assert t.v is not None
+    with pytest.raises(InputError, match="layer: the teacher's outputs must be finite"):
+        own.update(dataclasses.replace(t, v=t.v * torch.inf))
+
+
+@pytest.mark.parametrize("operator", ["lot", "esp_hard"])
+def test_huge_scores_stay_finite(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "STEPS", 30)
+    sharp = dataclasses.replace(RELEASED, score_multiplier=3e3)
+    own = distilled(sharp, operator=operator, pivots=4, slices=4)
+    assert np.isfinite(own.errors).all()
+
+
+def test_half_precision_is_fitted_in_single(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "STEPS", 2)
+    own = Distiller("layer", RELEASED, Recipe(operator="lot", pivots=2))
+    t = site()
+    assert t.v is not None
+    own.update(SiteTensors(t.q.half(), t.k.half(), t.keep, v=t.v.half()))
+    assert own.calibration().distilled.arguments[1].dtype == torch.float32
+
+
+# The folder and the recipe
+
+
+def test_a_calibration_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "STEPS", 2)
+    sites = {name: distilled(operator=name, pivots=2, slices=3) for name in ("lot", "esp_hard")}
+    save_calibration(tmp_path / "c", Calibration("teacher", {}, "whole", sites, "data"))
+    read = load_calibration(tmp_path / "c")
+    for name, own in sites.items():
+        site_read = read.sites[name]
+        assert isinstance(site_read, SiteDistillation)
+        assert all(map(_equal, site_read.distilled.arguments, own.distilled.arguments))
+        rest = {"distilled": dataclasses.replace(own.distilled, arguments=())}
+        mine = {"distilled": dataclasses.replace(site_read.distilled, arguments=())}
+        assert dataclasses.replace(site_read, **mine) == dataclasses.replace(own, **rest)
+    assert fit_facts(read.sites["lot"])["pivots"] == 2
+    assert fit_facts(read.sites["esp_hard"])["slices"] == 3
+    tensors = load_file(tmp_path / "c" / "calibration.safetensors")
+    for broken in (torch.full((2, 2, 4), torch.nan), torch.ones(2, 2)):
+        save_file({**tensors, "lot.lot.1": broken}, tmp_path / "c" / "calibration.safetensors")
+        with pytest.raises(InputError, match=r"damaged calibration folder[\s\S]*lot\.1"):
+            load_calibration(tmp_path / "c")
+
+
+@pytest.mark.parametrize("key", ["pivots", "slices"])
+def test_counts_in_a_recipe(key: str) -> None:
+    recipe = Recipe.from_dict({key: 8, "sites": {"a.*": {"operator": "lot", key: 4}}})
+    assert (getattr(recipe.for_site("a.b"), key), getattr(recipe.for_site("b"), key)) == (4, 8)
+    for value in (0, 1.5, True, "8"):
+        with pytest.raises(InputError, match=f"{key} must be an integer >= 1"):
+            Recipe.from_dict({key: value})
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        (
+            {"operator": "lot", "pivots": 2}, {"operator": "lot", "pivots": 3},
+            "distilled with `pivots: 2`",
+        ),
+        ({"operator": "lot"}, {"operator": "esp_hard"}, "distilled with `operator: lot`"),
+        ({"operator": "lot"}, {"operator": "auto"}, "fitted with `operator: lot`"),
+        ({"operator": "esp_hard", "slices": 2}, {"operator": "esp_hard", "slices": 2, "seed": 1},
+         "distilled with `seed: 0`"),
+        ({"operator": "asap", "features": ["norm"]}, {"operator": "lot"}, "fitted with `operator: asap`"),
+        ({"operator": "lossless"}, {"operator": "lot"}, "was not fitted"),
+        ({"operator": "lot", "pivots": 2}, {"operator": "lot", "pivots": 2, "ridge": 1, "slices": 3}, ""),
+        ({"operator": "lot"}, {"operator": "lossless"}, ""),
+    ],
+)  # fmt: skip
+def test_another_recipe_needs_another_fit(
+    then: dict[str, Any], now: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "STEPS", 1)
+    monkeypatch.setattr(distill, "CANDIDATES", 4)
+    recipe, convention = Recipe.from_dict(then), dataclasses.replace(RELEASED, half_steps=9)
+    fitted: dict[str, Any] = {}
+    if recipe.operator in ("lot", "esp_hard"):
+        own = Distiller("layer", convention, recipe)
+        own.update(site())
+        fitted["layer"] = own.calibration()
+    elif recipe.operator == "asap":
+        plan = closure_plan(convention, 1, "key")
+        assert plan is not None
+        statistics = SiteStatistics("layer", convention, plan, recipe)
+        statistics.update(site())
+        fitted = finish({"layer": statistics})
+    analysis: Any = SimpleNamespace(sites=[Site("layer", convention, 2, 4, 0.0)])
+    calibration = Calibration("teacher", recipe.to_dict(), "whole", fitted, "data")
+    with pytest.raises(InputError, match=message) if message else nullcontext():
+        pipeline._check_calibration(analysis, calibration, Recipe.from_dict(now), "calib")
+
+
+# The whole way
+
+
+TEXT = {
+    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
+    "num_classes": 3, "max_iter": 8,
+}  # fmt: skip
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher, data, and an artefact with a layer of each operator."""
+    folder = tmp_path_factory.mktemp("distil")
+    torch.manual_seed(0)
+    model = ARCHITECTURES["sinkformer-text"](**TEXT)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "WQ" in name or "WK" in name:
+                parameter.mul_(3.0)
+    (folder / "teacher").mkdir()
+    save_file(model.state_dict(), folder / "teacher" / "model.safetensors")
+    (folder / "teacher" / "config.json").write_text(
+        json.dumps({"architecture": "sinkformer-text", **TEXT})
+    )
+    random = np.random.default_rng(0)
+    inputs = random.integers(1, 40, (160, 12))
+    inputs[np.arange(12) >= random.integers(4, 13, (160, 1))] = 0
+    np.savez(folder / "data.npz", inputs=inputs, labels=random.integers(0, 3, 160))
+    (folder / "recipe.yaml").write_text(
+        "{operator: lot, pivots: 6, slices: 5, drop_attention_maps: true,\n"
+        "sites: {layers.1.*: {operator: esp_hard}}}\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill, "STEPS", 60)
+        patch.setattr(distill, "CANDIDATES", 32)
+        assert calibrate(folder, "calib") == 0
+        assert calibrate(folder, "sequential", "--sequential") == 0
+    assert run("compile", folder / "teacher", "--calibration", folder / "calib", "-o", folder / "out",
+               "--quiet") == 0  # fmt: skip
+    return folder
+
+
+def calibrate(folder: Path, out: str, *rest: object) -> int:
+    return run("calibrate", folder / "teacher", "--data", folder / "data.npz", "-o", folder / out,
+               "--recipe", folder / "recipe.yaml", "--quiet", *rest)  # fmt: skip
+
+
+def test_the_manifest_says_what_each_layer_became(work: Path) -> None:
+    first, second = json.loads((work / "out" / "manifest.json").read_text())["sites"]
+    assert (first["operator"], first["pivots"], first["slices"]) == ("lot", 6, None)
+    assert (second["operator"], second["pivots"], second["slices"]) == ("esp_hard", None, 5)
+    for entry in (first, second):
+        assert entry["fit"] == "distilled" and 0 < entry["fit_rel_l2"] < 2
+        assert entry["reason"] == "the recipe asks for it"
+
+
+def test_report_and_bench(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("report", work / "out", "--data", work / "data.npz", "--json", "--quiet") == 0
+    report = json.loads(capsys.readouterr().out)
+    manifest = json.loads((work / "out" / "manifest.json").read_text())
+    for reported, entry in zip(report["sites"], manifest["sites"], strict=True):
+        metrics = reported["metrics"]
+        # Measured through the graph that was written, and before through the fitted parameters.
+        ratio = metrics["attention_rel_l2"] / entry["selection_attention_rel_l2"]
+        assert 0.7 < ratio < 1.4
+        assert 0.5 * entry["fit_rel_l2"] < metrics["output_rel_l2"] < 1.5 * entry["fit_rel_l2"]
+        # The mass of padded rows and the active ones differs in the teacher: only the total is kept.
+        assert metrics["row_err"] < metrics["row_err_teacher"] + 0.1
+    assert report["model"]["break_even_batches"] is None or report["model"]["break_even_batches"] > 0
+    text = (work / "out" / "report.md").read_text()
+    assert "6 pivots" in text and "5 slices" in text
+    assert run("bench", work / "out", "--data", work / "data.npz", "--explain", "--json", "--quiet") == 0
+    bench = json.loads(capsys.readouterr().out)
+    kernels = [[k["operator"] for k in s["kernels"]] for s in bench["sites"]]
+    assert kernels == [["lot"], ["esp_hard"]]
+
+
+def test_the_compiled_model_runs_on_any_padding(work: Path) -> None:
+    model = asapc.load(work / "out")
+    tokens = torch.randint(1, 40, (5, 12), generator=torch.Generator().manual_seed(0))
+    tokens[1:, 4:] = 0
+    tokens[2] = 0  # nothing but padding
+    with torch.no_grad():
+        out = model(tokens)[0]
+    assert out.shape == (5, 3) and bool(out.isfinite().all())
+
+
+def test_maps_that_are_returned_are_distilled_ones(work: Path) -> None:
+    """The map itself is returned: no values are seen, and the graph keeps its product."""
+    teacher = load_teacher(str(work / "teacher"))
+    tokens = torch.randint(1, 40, (3, 12), generator=torch.Generator().manual_seed(0))
+    tokens[1:, 6:] = 0
+    batch = Batch((tokens,), {}, None, [0, 1, 2])
+    analysis = analyse(teacher, batch)
+    assert all(t.v is None for t in Tap(analysis.model, analysis.lifted)(batch)[1])
+    fitted = load_calibration(work / "calib").sites
+    own = rewritten_programs(analysis.lifted, [fitted[s.name].replacement for s in analysis.sites])
+    _, maps = Runner(analysis.model, own)(batch)
+    for found in maps:
+        assert found.shape == (3, 2, 12, 12) and not bool(found[1:, :, :, 6:].any())
+        mass = torch.tensor([[12.0], [6.0], [6.0]]).expand(3, 2)
+        torch.testing.assert_close(found.sum((-2, -1)), mass, rtol=0.02, atol=0)
+
+
+def test_sequential_fits_behind_what_is_distilled(work: Path) -> None:
+    both = [load_calibration(work / name).sites.values() for name in ("calib", "sequential")]
+    equal = []
+    for parallel, sequential in zip(*both, strict=True):
+        assert isinstance(parallel, SiteDistillation) and isinstance(sequential, SiteDistillation)
+        equal.append(all(map(_equal, parallel.distilled.arguments, sequential.distilled.arguments)))
+    assert equal == [True, False]
+
+
+def test_examples_the_fit_stopped_by_are_seen(work: Path) -> None:
+    calibration = load_calibration(work / "calib")
+    for own in calibration.sites.values():
+        assert isinstance(own, SiteDistillation) and own.held_out > 0
+        assert len(calibration.seen_hashes) == own.examples + own.held_out
+
+
+def test_rows_of_a_study(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (work / "grid.yaml").write_text(
+        "blocks:\n"
+        "  - {operator: [lot, esp_hard], pivots: 3, slices: 4, max_examples: 16}\n"
+        "  - {features: [norm], closures: 1}\n"
+    )
+    monkeypatch.setattr(distill, "STEPS", 20)
+    monkeypatch.setattr(distill, "CANDIDATES", 32)
+    code = run("study", work / "teacher", "--data", work / "data.npz", "--grid", work / "grid.yaml",
+               "-o", work / "study", "--quiet")  # fmt: skip
+    assert code == 0
+    rows = json.loads((work / "study" / "study.json").read_text())["rows"]
+    names = [row["features"] for row in rows]
+    assert names == ["lot, 3 pivots", "esp_hard, 4 slices", "norm"]
+    assert [row["fit"] for row in rows] == ["distilled", "distilled", "ls"]
+    for row in rows:
+        assert row["examples"] <= 160 and 0 < row["output_rel_l2"] < 3 and row["site_ms"] > 0
