@@ -61,9 +61,9 @@ GRID_KEYS = (
 )  # fmt: skip
 COLUMNS = (
     "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "ridge_mode",
-    "examples", "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "row_err", "col_err", "output_rmse",
-    "output_rel_l2", "prediction_agreement", "accuracy_compiled", "accuracy_drop", "site_ms", "predict_ms",
-    "fit_seconds", "fit_converged", "r2", "pareto",
+    "examples", "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "row_err", "col_err",
+    "output_rmse", "output_rel_l2", "prediction_agreement", "accuracy_compiled", "accuracy_drop",
+    "site_ms", "predict_ms", "fit_seconds", "fit_converged", "r2", "pareto",
 )  # fmt: skip
 
 
