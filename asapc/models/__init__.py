@@ -11,9 +11,9 @@ from asapc.models.vit import SinkformerViT
 
 # config.json is {"architecture": a key below, **constructor arguments}
 ARCHITECTURES: dict[str, type[nn.Module]] = {
-    "espformer-vit": ESPFormerViT,
     "sinkformer-vit": SinkformerViT,
     "sinkformer-text": SinkformerText,
+    "espformer-vit": ESPFormerViT,
     "lotformer-text": LOTFormerText,
 }
 
