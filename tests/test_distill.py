@@ -88,9 +88,10 @@ def test_a_lot_layer_is_found_again(masked: bool) -> None:
 
     own = pieces(teacher, 8, batch=8, masked=masked)
     make = lot_maker("layer", UNMASKED, True)
-    start = fit_lot(own[:-1], own[-1:], make, 3, 0, steps=0)
-    fit = fit_lot(own[:-1], own[-1:], make, 3, 0)
-    assert float(start.errors.sqrt().min()) > 0.2 and float(fit.errors.sqrt().max()) < 0.02
+    # Two pivots more than it has: no head is caught in a minimum of its own.
+    start = fit_lot(own[:-1], own[-1:], make, 5, 0, steps=0)
+    fit = fit_lot(own[:-1], own[-1:], make, 5, 0)
+    assert float(start.errors.sqrt().min()) > 0.2 and float(fit.errors.sqrt().max()) < 0.05
 
 
 def test_equal_keys_need_one_pivot() -> None:
