@@ -31,7 +31,7 @@ from torch.fx import GraphModule
 
 import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
 from asapc.errors import InputError
-from asapc.formats.load import read_safetensors
+from asapc.formats.load import build_factory, load_teacher, read_safetensors
 from asapc.formats.pt2 import load_program, save_program
 from asapc.ir import Convention, Program, convention_from_dict
 from asapc.passes.capture import export_graph
@@ -336,3 +336,34 @@ def around(artifact: Artifact, model: nn.Module) -> None:
             got=" ".join(str(error).split())[:300],
             help="pass the factory and arguments the teacher was built with",
         ) from error
+
+
+def surrounding_model(
+    artifact: Artifact, model: str | None, weights: str | None, kwargs: str | None
+) -> nn.Module | None:
+    """The model around captured modules, rebuilt from --model."""
+    if artifact.capture == "whole":
+        if model is not None:
+            raise InputError(
+                f"{artifact.folder}: holds the whole model", got=f"--model {model}",
+                help="drop --model",
+            )  # fmt: skip
+        return None
+    if model is None:
+        raise InputError(
+            f"{artifact.folder}: was captured per module and needs the model around it",
+            help="pass --model MODEL (and --kwargs) as for compile",
+        )
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs) if weights else None
+    built = teacher.model if teacher is not None else _built(model, kwargs)
+    assert built is not None
+    around(artifact, built)
+    return built.eval()
+
+
+def _built(model: str, kwargs: str | None) -> nn.Module:
+    if Path(model).is_dir():
+        built = load_teacher(model).model
+        assert built is not None
+        return built
+    return build_factory(model, kwargs)

@@ -300,10 +300,10 @@ def bench(
     """Time teacher, lossless loop and compiled model, whole and per site: medians and ratios."""
 
     def body(run: Session) -> None:
-        from asapc import pipeline
+        from asapc import evaluate
         from asapc.report.tables import bench_tables
 
-        result = pipeline.bench(
+        result = evaluate.bench(
             artifact,
             data,
             model=model,
@@ -422,11 +422,11 @@ def report_artifact(
     examples: int = 512,
 ) -> dict[str, Any]:
     """Measure, check the gates and write report.json and report.md into the artefact."""
-    from asapc import gates, pipeline
+    from asapc import evaluate, gates
     from asapc.report import write_report
 
     limits = [] if gate is None else gates.load_gates(gate)
-    result = pipeline.report(
+    result = evaluate.report(
         artifact,
         data,
         model=model,

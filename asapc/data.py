@@ -490,3 +490,14 @@ def _joined(batches: Sequence[Batch]) -> Batch:
         labels=join([b.labels for b in batches]),
         hashes=[hash for b in batches for hash in b.hashes],
     )
+
+
+def recorded_data(recorded: str, command: str) -> str:
+    """Data named by an artefact: a file may be read again, code is never run on its word."""
+    if Path(recorded).suffix in (".npz", ".safetensors") and Path(recorded).is_file():
+        return recorded
+    raise InputError(
+        f"{command}: the data used for calibration must be named again",
+        got=f"{recorded!r}, which is no data file here",
+        help="pass --data DATA",
+    )

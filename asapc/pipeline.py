@@ -1,4 +1,4 @@
-"""The compiler:  load -> analyse -> calibrate -> select -> rewrite -> emit -> report.
+"""The compiler:  load -> analyse -> calibrate -> select -> rewrite -> emit.
 
 analyse is capture, match, lift and replay (asapc.passes.analyse). Each function below is one
 command; data travels by value, and nothing is kept between calls.
@@ -15,22 +15,20 @@ from typing import Any
 from torch import nn
 
 from asapc.artifact import (
-    Artifact,
     Stage,
-    around,
     call_of,
     read_artifact,
     signature_of,
+    surrounding_model,
     write_artifact,
     write_refreshed,
 )
-from asapc.audit import SoftToHard, settle_exact_sorting, soft_sites
+from asapc.audit import settle_exact_sorting
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.distill import Distiller
-from asapc.data import Batch, DataSource, open_data, split_of
+from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.features.predictor import closure_plan
-from asapc.fidelity import OutputFidelity
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.calibration import (
     AnySiteCalibration,
@@ -40,21 +38,12 @@ from asapc.formats.calibration import (
     load_calibration,
     save_calibration,
 )
-from asapc.formats.load import Teacher, build_factory, example_inputs, load_teacher
+from asapc.formats.load import Teacher, example_inputs
 from asapc.ir import Convention, Program, SiteTensors
-from asapc.kernels.thresholds import key_of, without_cache
-from asapc.measure import (
-    SiteFidelity,
-    environment,
-    explain_site,
-    time_model,
-    time_site,
-    tune_site,
-)
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
 from asapc.passes.rewrite import rewritten_programs
 from asapc.passes.select import DISTILLED, Choice, choose, needs_fit
-from asapc.passes.verify import largest_difference, tensor_outputs
+from asapc.passes.verify import comparable, largest_difference, tensor_outputs
 from asapc.progress import Progress
 from asapc.recipe import Recipe
 from asapc.refresh import RefreshSettings, train
@@ -62,10 +51,8 @@ from asapc.runner import Runner, Tap
 
 EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
 SELECTION_EXAMPLES = 128
-REPORT_EXAMPLES = 512
 FIT_KEYS = ("fit", "coefficients", "ridge", "ridge_mode", "seed", "max_examples")
 ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
-REPORT_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -204,7 +191,7 @@ def compile(
             help="run `asapc calibrate` on this model",
         )
     recipe = recipe or Recipe.from_dict(calibration.recipe, where=f"{calibration_path}: recipe")
-    source = open_data(data or _data_file(calibration.data, "compile"), forward_signature(teacher))
+    source = open_data(data or recorded_data(calibration.data, "compile"), forward_signature(teacher))
     example = first_batch(source)
     analysis = analyse(teacher, example, recipe.drop_attention_maps)
     require_sites(analysis)
@@ -265,7 +252,7 @@ def refresh(
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
     artifact = read_artifact(artifact_path)
-    surrounding = _surrounding(artifact, model, weights, kwargs)
+    surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(data, artifact.signature())
     with replace_folder(artifact_path if out is None else out) as folder:
         refreshed = train(artifact, surrounding, source, settings, progress)
@@ -277,137 +264,6 @@ def refresh(
         _verify_written(folder, surrounding, compiled, refreshed.example)
     entry: dict[str, Any] = refreshed.manifest["refresh"]
     return entry
-
-
-def report(
-    artifact_path: str | Path,
-    data: str | None = None,
-    *,
-    model: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    examples: int = REPORT_EXAMPLES,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Fidelity and speed on up to `examples` examples that calibration and selection have not seen."""
-    artifact = read_artifact(artifact_path)
-    surrounding = _surrounding(artifact, model, weights, kwargs)
-    source = open_data(
-        data or _data_file(artifact.manifest["data"], "report"), artifact.signature()
-    )
-    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
-    runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-    tap = Tap(surrounding, artifact.programs["lossless"])
-    outputs, lossless = OutputFidelity(), OutputFidelity()
-    sites = [SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
-    audit = _audit(artifact, surrounding)
-    measured = 0
-    first: Batch | None = None
-    batches = source.batches(
-        recipe.batch_size,
-        select=lambda content: content not in artifact.seen_hashes,
-        limit=examples,
-    )
-    for batch in progress.track(batches, "measuring fidelity", None):
-        first = first or batch
-        teacher_out = runners["teacher"](batch)
-        lossless_out, tensors = tap(batch)
-        outputs.update(_comparable(teacher_out), _comparable(runners["graph"](batch)), batch.labels)
-        lossless.update(_comparable(teacher_out), _comparable(lossless_out), batch.labels)
-        for site, seen in zip(sites, tensors, strict=True):
-            site.update(seen)
-        if audit is not None:
-            audit.update(batch)
-        measured += len(batch)
-    if first is None:
-        raise InputError(
-            f"{source.source}: the report needs examples that calibration has not seen",
-            got="none",
-            help="pass other data with --data",
-        )
-    progress.note("measuring latency")
-    timed = time_model(runners, first)
-    fit_seconds = float(artifact.manifest["fit_seconds"])
-    saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
-    fitted = any(entry["fit"] is not None for entry in artifact.manifest["sites"])
-    exact = lossless.metrics()
-    return {
-        "format_version": REPORT_FORMAT,
-        "model": {
-            "source": artifact.manifest["teacher"]["source"],
-            "capture": artifact.capture,
-            "data": source.source,
-            "examples": measured,
-            "batch": len(first),
-            **outputs.metrics(),
-            "lossless_max_abs_error": exact["max_abs_error"],
-            **timed,
-            "fit_seconds": fit_seconds,
-            "calibration_order": artifact.manifest["calibration_order"],
-            "break_even_batches": fit_seconds / saved if fitted and saved > 0 else None,
-        },
-        "sites": [site.result() for site in sites],
-        "refused": artifact.manifest["refused"],
-        **({} if audit is None else {"soft_to_hard": audit.result(first)}),
-        **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
-        "environment": environment(),
-        "gate": {"passed": True, "checks": []},
-    }
-
-
-def bench(
-    artifact_path: str | Path,
-    data: str | None = None,
-    *,
-    model: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    repeats: int = 10,
-    explain: bool = False,
-    tune: bool | None = None,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Median latencies of teacher, lossless and compiled: the whole model and every site.
-
-    A site's teacher is the usual log-domain PyTorch loop on the site's own activations.
-    explain: also which kernels each compiled site runs, and why. tune: True measures tile sizes for
-    every site first and keeps the best in the tuning cache; False leaves that cache aside.
-    """
-    if tune is False:
-        with without_cache():
-            return bench(artifact_path, data, model=model, weights=weights, kwargs=kwargs,
-                         repeats=repeats, explain=explain, progress=progress)  # fmt: skip
-    artifact = read_artifact(artifact_path)
-    surrounding = _surrounding(artifact, model, weights, kwargs)
-    source = open_data(data or _data_file(artifact.manifest["data"], "bench"), artifact.signature())
-    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
-    batch = next(source.batches(recipe.batch_size))
-    runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-    _, tensors = Tap(surrounding, artifact.programs["lossless"])(batch)
-    tuned: dict[int, dict[str, Any]] = {}
-    if tune:
-        by_key: dict[str, dict[str, Any]] = {}  # sites of one shape share an entry of the cache
-        indices = range(len(artifact.manifest["sites"]))
-        for index in progress.track(indices, "tuning sites", len(indices)):
-            key = key_of(tensors[index].q, tensors[index].k)
-            if key not in by_key:
-                by_key[key] = tune_site(artifact, index, tensors[index], repeats)
-            tuned[index] = by_key[key]
-    progress.note("timing the whole model")
-    whole = time_model(runners, batch, repeats)
-    sites = []
-    for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites", None)):
-        measured = time_site(artifact, index, tensors[index], repeats)
-        sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
-        if explain:
-            sites[-1]["kernels"] = explain_site(artifact, index, tensors[index])
-        if tuned:
-            sites[-1]["tuned"] = tuned[index]
-    return {
-        "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
-        "sites": sites,
-        "environment": environment(),
-    }
 
 
 # Steps of the commands above
@@ -471,17 +327,6 @@ def _batch_count(source: DataSource, recipe: Recipe) -> int | None:
         return None
     expected = min(recipe.max_examples, round(0.7 * source.examples))
     return max(1, -(-expected // recipe.batch_size))
-
-
-def _data_file(recorded: str, command: str) -> str:
-    """Data named by an artefact: a file may be read again, code is never run on its word."""
-    if Path(recorded).suffix in (".npz", ".safetensors") and Path(recorded).is_file():
-        return recorded
-    raise InputError(
-        f"{command}: the data used for calibration must be named again",
-        got=f"{recorded!r}, which is no data file here",
-        help="pass --data DATA",
-    )
 
 
 def _check_calibration(
@@ -572,15 +417,6 @@ def _settled(
     return settle_exact_sorting(analysis.model, analysis.lifted, choices, recipes, selection)
 
 
-def _audit(artifact: Artifact, model: nn.Module | None) -> SoftToHard | None:
-    """For an artefact whose teacher sorts softly."""
-    lossless = artifact.programs["lossless"]
-    if not soft_sites(lossless):
-        return None
-    refreshed = artifact.programs["graph"] if "refresh" in artifact.manifest else None
-    return SoftToHard(model, lossless, refreshed)
-
-
 def _selection_batches(source: DataSource, recipe: Recipe) -> Iterator[Batch]:
     return source.batches(
         recipe.batch_size,
@@ -597,7 +433,7 @@ def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
     """
     untouched = Runner(analysis.model, () if analysis.model else analysis.capture.programs)
     error = largest_difference(
-        _comparable(untouched(batch)), _comparable(Runner(analysis.model, analysis.lifted)(batch))
+        comparable(untouched(batch)), comparable(Runner(analysis.model, analysis.lifted)(batch))
     )
     if not error <= OUTPUT_TOLERANCE:
         raise VerificationError(
@@ -671,45 +507,3 @@ def _manifest_site(site: Site, choice: Choice, calibration: Calibration) -> dict
         "selection_attention_rel_l2": choice.attention_rel_l2,
         **fit_facts(fitted),
     }
-
-
-def _surrounding(
-    artifact: Artifact, model: str | None, weights: str | None, kwargs: str | None
-) -> nn.Module | None:
-    """The model around captured modules, rebuilt from --model."""
-    if artifact.capture == "whole":
-        if model is not None:
-            raise InputError(
-                f"{artifact.folder}: holds the whole model", got=f"--model {model}",
-                help="drop --model",
-            )  # fmt: skip
-        return None
-    if model is None:
-        raise InputError(
-            f"{artifact.folder}: was captured per module and needs the model around it",
-            help="pass --model MODEL (and --kwargs) as for compile",
-        )
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs) if weights else None
-    built = teacher.model if teacher is not None else _built(model, kwargs)
-    assert built is not None
-    around(artifact, built)
-    return built.eval()
-
-
-def _built(model: str, kwargs: str | None) -> nn.Module:
-    if Path(model).is_dir():
-        built = load_teacher(model).model
-        assert built is not None
-        return built
-    return build_factory(model, kwargs)
-
-
-def _read_recipe(artifact: Artifact) -> Mapping[str, Any]:
-    from asapc.yaml_file import read_yaml_mapping
-
-    return read_yaml_mapping(artifact.folder / "recipe.yaml", "recipe")
-
-
-def _comparable(output: Any) -> Any:
-    """Without attention maps that were dropped: an empty tensor has nothing to compare."""
-    return [tensor for tensor in tensor_outputs(output) if tensor.numel()][:1]

@@ -61,3 +61,8 @@ def largest_difference(first: Any, second: Any) -> float:
             return float("nan")
         worst = max(worst, value)
     return worst
+
+
+def comparable(output: Any) -> list[Tensor]:
+    """Without attention maps that were dropped: an empty tensor has nothing to compare."""
+    return [tensor for tensor in tensor_outputs(output) if tensor.numel()][:1]

@@ -92,12 +92,15 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     calibration = SimpleNamespace(sites={"layers.0": SITE}, order="parallel")
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
     pipeline.compile = stand_in("compile", MANIFEST)  # type: ignore[attr-defined]
-    pipeline.report = stand_in("report", REPORT)  # type: ignore[attr-defined]
-    pipeline.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
+    evaluate = ModuleType("asapc.evaluate")
+    evaluate.report = stand_in("report", REPORT)  # type: ignore[attr-defined]
+    evaluate.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
     load = ModuleType("asapc.formats.load")
     load.load_teacher = stand_in("load_teacher", "TEACHER")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "asapc.pipeline", pipeline)
     monkeypatch.setattr(asapc, "pipeline", pipeline, raising=False)
+    monkeypatch.setitem(sys.modules, "asapc.evaluate", evaluate)
+    monkeypatch.setattr(asapc, "evaluate", evaluate, raising=False)
     monkeypatch.setitem(sys.modules, "asapc.formats.load", load)
     return recorded
 

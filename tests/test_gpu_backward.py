@@ -22,8 +22,9 @@ from asapc.kernels import dispatch
 from asapc.kernels.gpu import backward, half_step
 from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_meaning
-from asapc.operators import closures, library
+from asapc.operators import closures
 from asapc.operators import sinkhorn as meaning
+from asapc.operators.library import gradients
 
 HOSTILE = {  # smaller, and still of two tiles
     name: {"shape": (2, 2 if "heads" in name else 1, 18, 37, 16, 16), **case}
@@ -206,7 +207,7 @@ def gpu_chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "gpu"
 
     monkeypatch.setattr(dispatch, "attention_backend", backend)
-    monkeypatch.setattr(library, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(gradients, "_on_cpu", lambda tensor: False)
     return asked
 
 
