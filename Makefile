@@ -14,8 +14,10 @@ TREE := build/typecheck
 demo: $(VENV)/.installed
 	$(BIN)/asapc demo
 
+# One process a core and one thread each: the tests' tensors are too small to share.
+WORKERS ?= -n auto --dist loadfile
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) $(PYTEST_ARGS)
 
 lint: ruff mypy
 
