@@ -10,7 +10,7 @@ Source: ASAP, Appendix C.5, Table C.6.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from asapc.ir import Program, SiteTensors
 from asapc.passes.calls import FORMS, SiteFunction, operator_calls, site_function
 from asapc.passes.rewrite import Hardened, rewritten_programs
 from asapc.passes.select import Choice
-from asapc.recipe import Recipe
+from asapc.recipe import DEFAULT_BUDGET, Recipe
 from asapc.runner import Runner, Tap
 from asapc.timing import interleaved_medians
 
@@ -185,6 +185,11 @@ def prediction_change(
     return None if agreement is None else 1 - agreement
 
 
+def _agreement(budget: Mapping[str, float]) -> float:
+    """A switch to exact sorts is always measured by the predictions it changes."""
+    return budget.get("prediction_agreement", DEFAULT_BUDGET["prediction_agreement"])
+
+
 def settle_exact_sorting(
     model: nn.Module | None,
     lossless: Sequence[Program],
@@ -213,7 +218,7 @@ def settle_exact_sorting(
 
     settled, auto = list(choices), [i for i in hard if recipes[i].operator == "auto"]
     change, told = measure(hard)
-    budget = min((recipes[i].budget["prediction_change"] for i in auto), default=math.inf)
+    budget = min((1 - _agreement(recipes[i].budget) for i in auto), default=math.inf)
     if auto and (change is None or change > budget):
         for i in auto:
             excess = "" if change is None else f", more than the budget of {budget:.2%}"

@@ -10,7 +10,11 @@
     coefficients: per_head    # per_head | pooled over heads | shared by heads and sites
     pivots: 32                # of lot, per head
     slices: 32                # of esp_hard, per head
-    budget: {attention_rel_l2: 0.05, prediction_change: 0.01}
+    candidates:               # of `operator: auto`, instead of the keys above; lists of values multiply
+      - {side: [key, source], closures: [1, 3], features: [["coarse:32"], ["coarse:32", gaussian]]}
+    budget: {attention_rel_l2: 0.05, prediction_agreement: 0.99}
+    objective: latency        # latency | memory
+    shapes: [256, [8, 2048]]  # tokens, or [batch, tokens], at which a choice must pay; [] as in the data
     sites:
       "transformer.layers.0.*": {operator: sinkhorn}
 
@@ -21,8 +25,9 @@ pattern that matches no site are errors: an option ignored silently is worse tha
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,11 +41,19 @@ from asapc.yaml_file import read_yaml_mapping
 Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
 
 MAX_CLOSURES = 50
-DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_change": 0.01}
-SITE_KEYS = (
+MAX_CANDIDATES = 256
+MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
+# Which side of the limit is kept: a share that must be reached, or an error that must not be passed.
+BUDGET_BOUNDS: Mapping[str, Literal["min", "max"]] = {
+    "attention_rel_l2": "max", "output_rel_l2": "max", "logit_kl": "max",
+    "prediction_agreement": "min", "accuracy_drop": "max",
+}  # fmt: skip
+DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_agreement": 0.99}
+CANDIDATE_KEYS = (
     "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients",
-    "pivots", "slices", "budget",
+    "pivots", "slices",
 )  # fmt: skip
+SITE_KEYS = (*CANDIDATE_KEYS, "candidates", "budget")
 
 
 @dataclass(frozen=True)
@@ -56,11 +69,15 @@ class Recipe:
     ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
     coefficients:        one vector for each head, for all heads of a site, or for all sites.
     pivots, slices:      of each head, where a Sinkhorn site is distilled into lot or esp_hard.
+    candidates:          what `operator: auto` tries beside the lossless operator; each one is the keys
+                         above with its own on top. Empty: those keys as they stand.
     seed:                directions and any sampling.
-    budget:              largest allowed attention_rel_l2 of the worst site, and share of predictions
-                         that exact sorting instead of a soft one may change.
+    budget:              what the selection keeps, see BUDGET_BOUNDS: attention_rel_l2 of the worst site,
+                         the rest of the whole model. For a site: of the model with it alone replaced.
+    objective:           what the selection makes small inside the budget.
+    shapes:              (batch, tokens) it is timed at; batch 0 is batch_size. Empty: as in the data.
     drop_attention_maps: leave out attention maps the teacher returned.
-    batch_size, max_examples: how calibration data is streamed.
+    batch_size, max_examples, selection_examples: how data is streamed.
     sites:               glob pattern on site names -> overrides, later patterns win.
     """
 
@@ -74,11 +91,15 @@ class Recipe:
     coefficients: Literal["per_head", "pooled", "shared"] = "per_head"
     pivots: int = 32
     slices: int = 32
+    candidates: tuple[Mapping[str, Any], ...] = ()
     seed: int = 0
     budget: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_BUDGET))
+    objective: Literal["latency", "memory"] = "latency"
+    shapes: tuple[tuple[int, int], ...] = ()
     drop_attention_maps: bool = False
     batch_size: int = 32
     max_examples: int = 512
+    selection_examples: int = 256
     sites: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def for_site(self, name: str) -> Recipe:
@@ -87,8 +108,47 @@ class Recipe:
         for pattern, overrides in self.sites.items():
             if fnmatchcase(name, pattern):
                 resolved = replace(resolved, **overrides)
-        resolved.check_side(f"recipe: {name}")
+        if not resolved.candidates:
+            resolved.check_side(f"recipe: {name}")
         return resolved
+
+    def alternatives(self) -> list[Recipe]:
+        """Of a site's own recipe: one with a named operator for each candidate, itself if one is named.
+
+        Raises InputError where `side: both` and `closures: 0` do not stand together in one of them.
+        """
+        if self.operator != "auto":
+            return [self]
+        tried = self.candidates or ({},)
+        named = [replace(self, **{"operator": "asap", "candidates": (), **own}) for own in tried]
+        for own in named:
+            own.check_side("recipe: candidates")
+        return list({own.label(): own for own in named}.values())
+
+    def label(self) -> str:
+        """A candidate in a few words, which tell it from every other: "asap key 1 coarse:32"."""
+        if self.operator in ("lot", "esp_hard"):
+            return f"{self.operator} {self.pivots if self.operator == 'lot' else self.slices}"
+        if self.operator != "asap":
+            return self.operator
+        words = [self.operator, self.side, str(self.closures), *self.features]
+        if self.fit != "ls":
+            words.append(self.fit)
+        if self.coefficients != "per_head":
+            words.append(self.coefficients)
+        if (self.ridge, self.ridge_mode) != (Recipe.ridge, Recipe.ridge_mode):
+            words.append(f"ridge {self.ridge:g} {self.ridge_mode}")
+        return " ".join(words)
+
+    def site_budget(self, name: str) -> Mapping[str, float]:
+        """Limits with this site alone replaced: its own, else the attention error of the whole budget."""
+        own = None
+        for pattern, overrides in self.sites.items():
+            if "budget" in overrides and fnmatchcase(name, pattern):
+                own = overrides["budget"]
+        if own is not None:
+            return dict(own)
+        return {key: limit for key, limit in self.budget.items() if key == "attention_rel_l2"}
 
     def check_side(self, where: str) -> None:
         """InputError unless `side: both` and `closures: 0` stand together, once overrides apply."""
@@ -218,15 +278,69 @@ def _budget(value: Any, where: str) -> dict[str, float]:
         raise InputError(
             f"{where} must be a mapping such as {{attention_rel_l2: 0.05}}", got=repr(value)
         )
-    for key in value:
-        if key not in DEFAULT_BUDGET:
+    limits = {}
+    for key, limit in value.items():
+        if key not in BUDGET_BOUNDS:
+            close = difflib.get_close_matches(str(key), BUDGET_BOUNDS, n=1)
             raise InputError(
-                f"{where}: unknown metric {key!r}", help=f"allowed: {', '.join(DEFAULT_BUDGET)}"
+                f"{where}: unknown metric {key!r}",
+                help=(f"did you mean {close[0]!r}? " if close else "")
+                + f"allowed: {', '.join(BUDGET_BOUNDS)}",
             )
-    given = {
-        key: _number(limit, f"{where}: {key}", positive=True) for key, limit in value.items()
-    }
-    return DEFAULT_BUDGET | given
+        place = f"{where}: {key}"
+        limits[key] = _number(limit, place, positive=key == "attention_rel_l2")
+        if BUDGET_BOUNDS[key] == "min" and limits[key] > 1:
+            raise InputError(f"{place} is a share, at most 1", got=limit)
+    return limits
+
+
+def _candidates(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list | tuple):
+        raise InputError(
+            f"{where} must be a list such as [{{side: key, closures: [1, 3]}}]", got=repr(value)
+        )
+    found: list[dict[str, Any]] = []
+    for number, block in enumerate(value, 1):
+        place = f"{where}: entry {number}"
+        if not isinstance(block, Mapping) or not block:
+            raise InputError(f"{place} must be a mapping such as {{closures: 1}}", got=repr(block))
+        for own in combinations(block, place):
+            found.append(_parse(own, CANDIDATE_KEYS, place))
+            if found[-1].get("operator") == "auto":
+                raise InputError(f"{place}: operator must be a named one", got="auto")
+            if len(found) > MAX_CANDIDATES:
+                raise InputError(f"{where}: at most {MAX_CANDIDATES} candidates", got="more")
+    return tuple(found)
+
+
+def combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """Every combination of the values in a block: a list of values multiplies, `features` is a list
+    itself.  Raises InputError for an empty list."""
+    choices = []
+    for key, value in block.items():
+        if not isinstance(value, list | tuple):
+            choices.append([(key, value)])
+            continue
+        if not value:
+            raise InputError(f"{where}: {key} must have a value", got="[]")
+        several = key != "features" or all(isinstance(v, list | tuple) for v in value)
+        choices.append([(key, one) for one in (value if several else [value])])
+    for combination in itertools.product(*choices):
+        yield dict(combination)
+
+
+def _shapes(value: Any, where: str) -> tuple[tuple[int, int], ...]:
+    rule = f"{where} must be a list of token counts or [batch, tokens], such as [256, [8, 2048]]"
+    if not isinstance(value, list | tuple) or len(value) > 64:
+        raise InputError(rule, got=repr(value))
+    shapes = []
+    for entry in value:
+        pair = entry if isinstance(entry, list | tuple) else (0, entry)
+        whole = len(pair) == 2 and all(type(x) is int and x <= MAX_SHAPE for x in pair)
+        if not whole or pair[1] < 1 or pair[0] < 0:
+            raise InputError(rule, got=repr(entry))
+        shapes.append((int(pair[0]), int(pair[1])))
+    return tuple(shapes)
 
 
 def _sites(value: Any, where: str) -> dict[str, dict[str, Any]]:
@@ -258,10 +372,14 @@ _PARSERS: dict[str, Any] = {
     "coefficients": _choice("per_head", "pooled", "shared"),
     "pivots": _integer(1),
     "slices": _integer(1),
+    "candidates": _candidates,
     "seed": _integer(0, 2**63 - 1),
     "budget": _budget,
+    "objective": _choice("latency", "memory"),
+    "shapes": _shapes,
     "drop_attention_maps": _boolean,
     "batch_size": _integer(1),
     "max_examples": _integer(1),
+    "selection_examples": _integer(1),
     "sites": _sites,
 }

@@ -47,7 +47,7 @@ from asapc.passes.select import DISTILLED, apply_lossless, apply_replacement, pr
 from asapc.passes.verify import tensor_outputs
 from asapc.pipeline import first_batch, forward_signature, require_sites, site_collector
 from asapc.progress import Progress
-from asapc.recipe import Recipe
+from asapc.recipe import Recipe, combinations
 from asapc.report.tables import study_tables
 from asapc.report.text import json_text, markdown_table
 from asapc.runner import Runner, Tap
@@ -107,7 +107,7 @@ def _rows(block: Any, where: str) -> list[Row]:
     if not isinstance(block, Mapping) or not block:
         raise InputError(f"{where} must be a mapping of recipe keys to values", got=repr(block))
     if "half_steps" in block:
-        values = _listed("half_steps", block["half_steps"])
+        values = [own["half_steps"] for own in combinations(block, where)]
         if len(block) > 1 or not all(type(v) is int and v >= 1 for v in values):
             raise InputError(
                 f"{where}: half_steps stands alone, with integers >= 1", got=repr(dict(block))
@@ -118,23 +118,12 @@ def _rows(block: Any, where: str) -> list[Row]:
             raise InputError(
                 f"{where}: unknown key {key!r}", help=f"allowed: half_steps, {', '.join(GRID_KEYS)}"
             )
-    choices = [[(key, value) for value in _listed(key, given)] for key, given in block.items()]
     rows = []
-    for combination in itertools.product(*choices):
-        recipe = Recipe.from_dict({"operator": "asap", **dict(combination)}, where=where)
+    for combination in combinations(block, where):
+        recipe = Recipe.from_dict({"operator": "asap", **combination}, where=where)
         recipe.check_side(where)
         rows.append(Row(recipe))
     return rows
-
-
-def _listed(key: str, value: Any) -> list[Any]:
-    """A value, or the values of a list; `features` is a list itself."""
-    if not isinstance(value, list):
-        return [value]
-    if not value:
-        raise InputError(f"grid: {key} must have a value", got="[]")
-    nested = key != "features" or (bool(value) and all(isinstance(v, list) for v in value))
-    return value if nested else [value]
 
 
 def study(

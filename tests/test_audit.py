@@ -205,7 +205,7 @@ def decide(
         for name in operators
     ]
     recipes = [
-        replace(Recipe(), operator=name, budget={"prediction_change": budget, "attention_rel_l2": 1.0})
+        replace(Recipe(), operator=name, budget={"prediction_agreement": 1 - budget})
         for name, budget in zip(operators, budgets, strict=True)
     ]
     batches = kwargs.get("batches", split(work, artifact, "calibration"))

@@ -37,7 +37,7 @@ def test_the_documented_values_are_the_defaults() -> None:
     """The YAML of the module's docstring is the default recipe, its example of `sites` aside."""
     _, _, text = (recipe_module.__doc__ or "").partition("\n\n")
     shown = yaml.safe_load(textwrap.dedent(text.partition("\n\n")[0]))
-    assert shown.pop("sites")
+    assert shown.pop("sites") and shown.pop("candidates") and shown.pop("shapes")
     assert {"operator", "side", "closures", "features", "fit", "coefficients", "budget"} <= set(shown)
     assert Recipe.from_dict(shown) == Recipe()
 
@@ -59,7 +59,7 @@ def test_yaml_round_trip_keeps_every_value(tmp_path: Path) -> None:
         ridge_mode="direct",
         coefficients="shared",
         seed=3,
-        budget={"attention_rel_l2": 1e-4, "prediction_change": 0.02},
+        budget={"attention_rel_l2": 1e-4, "prediction_agreement": 0.98},
         drop_attention_maps=True,
         sites={"a.*": {"operator": "sinkhorn"}, "b": {"ridge": 0.5, "features": ("sliced:2:random",)}},
     )
@@ -70,7 +70,7 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
     assert isinstance(yaml.safe_load("1e-3"), str)  # why the recipe has to convert
     recipe = load_recipe(write(tmp_path, "ridge: 1e-3\nbudget: {attention_rel_l2: 1e-2}\n"))
     assert recipe.ridge == 1e-3
-    assert recipe.budget == {"attention_rel_l2": 1e-2, "prediction_change": 0.01}  # one default kept
+    assert recipe.budget == {"attention_rel_l2": 1e-2}
 
 
 def test_later_patterns_win_and_the_rest_is_inherited() -> None:
@@ -211,3 +211,72 @@ def test_every_family_can_stand_in_a_recipe() -> None:
     assert [feature.family for feature in recipe.parsed_features()] == list(FAMILIES)
     assert recipe.parsed_features()[0] == Feature("sliced", 5, "random")
     assert Recipe.from_dict({"features": list(recipe.features)}) == recipe
+
+
+def test_lists_of_values_multiply_into_candidates() -> None:
+    families = [["coarse:8"], ["coarse:8", "norm"]]
+    tried = [{"side": ["key", "source"], "features": families}, {"closures": 3}]
+    recipe = Recipe.from_dict({"candidates": tried, "ridge": 0.5})
+    labels = [own.label() for own in recipe.alternatives()]
+    assert labels == [
+        "asap key 1 coarse:8 ridge 0.5 risk",
+        "asap key 1 coarse:8 norm ridge 0.5 risk",
+        "asap source 1 coarse:8 ridge 0.5 risk",
+        "asap source 1 coarse:8 norm ridge 0.5 risk",
+        "asap key 3 coarse:32 ridge 0.5 risk",
+    ]
+    assert all(own.operator == "asap" and own.candidates == () for own in recipe.alternatives())
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+def test_candidates_are_of_auto_sites_only_and_each_once() -> None:
+    recipe = Recipe.from_dict(
+        {
+            "candidates": [{"closures": [1, 1]}, {"operator": "lot", "pivots": 4}],
+            "sites": {"a": {"operator": "asap"}, "b": {"candidates": [{"fit": "kl"}]}},
+        }
+    )
+    assert [own.label() for own in recipe.alternatives()] == ["asap key 1 coarse:32", "lot 4"]
+    assert [own.label() for own in recipe.for_site("a").alternatives()] == ["asap key 1 coarse:32"]
+    assert [own.label() for own in recipe.for_site("b").alternatives()] == ["asap key 1 coarse:32 kl"]
+    assert [own.operator for own in Recipe().alternatives()] == ["asap"]
+    with pytest.raises(InputError, match="`side: both` goes with"):
+        Recipe.from_dict({"candidates": [{"side": "both"}]}).alternatives()
+
+
+def test_a_site_keeps_the_attention_error_of_the_model_unless_it_has_a_budget() -> None:
+    recipe = Recipe.from_dict(
+        {
+            "budget": {"attention_rel_l2": 0.1, "prediction_agreement": 0.998},
+            "sites": {"a.*": {"budget": {"logit_kl": 0.01}}, "a.1": {"closures": 3}},
+        }
+    )
+    assert recipe.site_budget("b") == {"attention_rel_l2": 0.1}
+    assert recipe.site_budget("a.1") == {"logit_kl": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("candidates: {closures: 1}", "candidates must be a list"),
+        ("candidates: [asap]", "candidates: entry 1 must be a mapping"),
+        ("candidates: [{}]", "candidates: entry 1 must be a mapping"),
+        ("candidates: [{closures: []}]", r"entry 1: closures must have a value, got \[\]"),
+        ("candidates: [{seed: 1}]", "entry 1: unknown key 'seed'"),
+        ("candidates: [{operator: auto}]", "entry 1: operator must be a named one"),
+        (f"candidates: [{{closures: {list(range(1, 50))}, pivots: {list(range(1, 9))}}}]", "at most 256"),
+        ("budget: {prediction_agreement: 1.5}", "prediction_agreement is a share, at most 1, got 1.5"),
+        ("budget: {prediction_agrement: 0.9}", "did you mean 'prediction_agreement'"),
+        ("objective: speed", "objective must be latency or memory"),
+        ("shapes: 256", "shapes must be a list"),
+        ("shapes: [0]", "shapes must be a list .* got 0"),
+        ("shapes: [[1, 2, 3]]", "shapes must be a list"),
+        ("shapes: [1.5]", "shapes must be a list"),
+        ("shapes: [true]", "shapes must be a list"),
+        ("shapes: [1099511627776]", "shapes must be a list"),
+        ("selection_examples: 0", "selection_examples must be an integer >= 1"),
+    ],
+)
+def test_what_is_wrong_about_a_choice_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_recipe(write(tmp_path, text))
