@@ -10,7 +10,13 @@ from safetensors import SafetensorError
 
 from asapc.errors import InputError
 from asapc.formats import atomic
-from asapc.formats.atomic import replace_folder
+from asapc.formats.atomic import (
+    check_replaceable,
+    clean_leftovers,
+    read_whole,
+    replace_file,
+    replace_folder,
+)
 
 
 def write(folder, text):
@@ -21,7 +27,28 @@ def read(folder):
     return (folder / "manifest.json").read_text()
 
 
-def test_creates_parents_and_replaces(tmp_path):
+@pytest.fixture
+def two_renames(monkeypatch):
+    """A disk that cannot exchange two names."""
+    monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
+
+
+@pytest.fixture(params=["exchange", "two_renames"])
+def either_way(request):
+    if request.param == "two_renames":
+        request.getfixturevalue("two_renames")
+    return request.param
+
+
+def test_this_disk_exchanges(tmp_path):
+    """So that the other tests say something about what runs here."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").write_text("b")
+    assert atomic._exchange(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a").read_text() == "b" and (tmp_path / "b").is_dir()
+
+
+def test_creates_parents_and_replaces(tmp_path, either_way):
     out = tmp_path / "a" / "b"
     with replace_folder(out) as folder:
         write(folder, "one")
@@ -48,7 +75,7 @@ def test_interrupted_leaves_the_old_or_none(tmp_path, failure, existing):
     assert not existing or read(out) == "old"
 
 
-def test_interrupt_between_the_renames_restores(tmp_path, monkeypatch):
+def test_interrupt_between_the_renames_restores(tmp_path, monkeypatch, two_renames):
     out = tmp_path / "out"
     out.mkdir()
     write(out, "old")
@@ -119,3 +146,158 @@ def test_follows_a_link_to_a_folder(tmp_path):
     with replace_folder(tmp_path / "link") as folder:
         write(folder, "new")
     assert (tmp_path / "link").is_symlink() and read(tmp_path / "real") == "new"
+
+
+def leftover(target, kind, text="half"):
+    folder = target.parent / f".{target.name}.0123abcd.{kind}"
+    folder.mkdir()
+    write(folder, text)
+    return folder
+
+
+def test_leftovers_of_dead_runs_go_and_of_live_ones_stay(tmp_path):
+    out = tmp_path / "out"
+    dead = leftover(out, "partial")
+    others = [tmp_path / ".out.notes.partial", tmp_path / ".outer.0123abcd.partial"]
+    for other in others:
+        other.mkdir()
+    with replace_folder(out) as live:
+        assert not dead.exists()
+        assert clean_leftovers(out) == 0 and live.is_dir()
+        write(live, "new")
+    assert sorted(os.listdir(tmp_path)) == sorted(["out", *(other.name for other in others)])
+
+
+def test_an_old_folder_that_lost_its_name_is_put_back(tmp_path):
+    """Killed between two renames: by the next reader or the next writer."""
+    out = tmp_path / "out"
+    leftover(out, "previous", "old")
+    leftover(out, "partial")
+    assert read_whole(out, lambda: read(out)) == "old"
+    os.rename(out, tmp_path / ".out.0123abcd.previous")
+    with pytest.raises(KeyboardInterrupt), replace_folder(out):
+        assert read(out) == "old"
+        raise KeyboardInterrupt
+    assert read(out) == "old" and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_reader_between_the_two_renames_takes_nothing_from_the_writer(
+    tmp_path, monkeypatch, two_renames
+):
+    out = tmp_path / "out"
+    with replace_folder(out) as folder:
+        write(folder, "old")
+    rename, seen = os.rename, []
+
+    def watched(source, target):
+        rename(source, target)
+        if str(target).endswith(".previous") and not seen:
+            assert not out.exists() and clean_leftovers(out) == 0
+            seen.append(read_whole(out, lambda: read(out)))
+
+    monkeypatch.setattr(atomic.os, "rename", watched)
+    with replace_folder(out) as folder:
+        write(folder, "new")
+    assert seen == ["old"] and read(out) == "new" and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_reader_never_sees_two_folders_mixed(tmp_path, either_way):
+    out = tmp_path / "out"
+
+    def save(text):
+        with replace_folder(out) as folder:
+            write(folder, text)
+            (folder / "weights").write_text(text)
+
+    def disturbed_read():
+        first = read(out)
+        if first == "one":
+            save("two")
+        return first, (out / "weights").read_text()
+
+    save("one")
+    assert read_whole(out, disturbed_read) == ("two", "two")
+
+
+def test_everything_is_on_disk_before_the_name_changes(tmp_path, monkeypatch, either_way):
+    out, events = tmp_path / "out", []
+    flush, swap, fsync = atomic.flush, atomic._swap, os.fsync
+    monkeypatch.setattr(atomic, "flush", lambda p: (flush(p), events.append(p.name))[0])
+    monkeypatch.setattr(atomic, "_swap", lambda *a: (swap(*a), events.append("SWAP"))[0])
+    for text in ("one", "two"):
+        with replace_folder(out) as folder:
+            write(folder, text)
+            (folder / "modules").mkdir()
+            (folder / "modules" / "0.pt2").write_text(text)
+            events.clear()
+    before, after = events[: events.index("SWAP")], events[events.index("SWAP") + 1 :]
+    assert set(before) == {"manifest.json", "0.pt2", "modules", folder.name, tmp_path.name}
+    assert after == [tmp_path.name]
+
+    events.clear()
+    replace = os.replace
+    monkeypatch.setattr(atomic.os, "fsync", lambda fd: (fsync(fd), events.append("fsync"))[0])
+    monkeypatch.setattr(atomic.os, "replace", lambda *a: (replace(*a), events.append("SWAP"))[0])
+    replace_file(tmp_path / "file", "text")
+    assert events == ["fsync", "SWAP", "fsync", tmp_path.name]
+
+
+def test_what_appeared_at_the_target_meanwhile_is_not_deleted(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match="only folders that it wrote"), replace_folder(out):
+        out.mkdir()
+        (out / "chapter.tex").write_text("precious")
+    assert (out / "chapter.tex").read_text() == "precious" and os.listdir(tmp_path) == ["out"]
+
+
+def test_an_output_that_holds_what_is_read_is_refused(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    write(out, "an artefact")
+    (out / "data.npz").touch()
+    (out / "stream.py").touch()
+    (tmp_path / "link.npz").symlink_to(out / "data.npz")
+    (tmp_path / "other").symlink_to(out)
+    inputs = [out, out / "data.npz", f"{out}/stream.py:batches", tmp_path / "link.npz"]
+    for target in (out, tmp_path / "other", tmp_path / "x" / ".." / "out"):
+        for source in inputs:
+            with pytest.raises(InputError, match="must not hold what is read"):
+                check_replaceable(target, [tmp_path / "beside", source])
+    check_replaceable(out, [tmp_path, tmp_path / "outer", "pkg.module:batches", "a\0b", ""])
+
+
+def test_links_in_a_circle(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(InputError, match="cannot write"), replace_folder(tmp_path / "a"):
+        pass
+
+
+def test_a_file_is_replaced_whole_and_a_link_is_not_followed(tmp_path):
+    replace_file(tmp_path / "report.json", "one")
+    replace_file(str(tmp_path / "report.json"), b"two")
+    assert (tmp_path / "report.json").read_bytes() == b"two"
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "link").symlink_to(precious)
+    replace_file(tmp_path / "link", "new")
+    assert precious.read_text() == "precious"
+    assert not (tmp_path / "link").is_symlink() and (tmp_path / "link").read_text() == "new"
+    (tmp_path / ".report.json.0123abcd.partial").write_text("half")
+    replace_file(tmp_path / "report.json", "three")
+    assert sorted(os.listdir(tmp_path)) == ["link", "precious", "report.json"]
+
+
+def test_a_file_that_cannot_be_written(tmp_path, monkeypatch):
+    replace_file(tmp_path / "file", "old")
+    for path in (tmp_path / "absent" / "file", tmp_path, tmp_path / ("x" * 250)):
+        with pytest.raises(InputError, match="cannot be written"):
+            replace_file(path, "new")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic.os, "fsync", full)
+    with pytest.raises(InputError, match="No space left"):
+        replace_file(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "old" and os.listdir(tmp_path) == ["file"]

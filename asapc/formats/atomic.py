@@ -1,28 +1,54 @@
-"""Folders that appear complete or not at all."""
+"""Folders and files that appear complete or not at all, whatever interrupts: kill -9 and power loss too.
+
+Content is written under a name of its own beside the target, flushed to the disk, and only then
+takes the target's place:
+
+    replace_file     os.replace
+    replace_folder   renameat2(RENAME_EXCHANGE): old and new change names in one step, then the old one
+                     is deleted.  Where a system or disk cannot exchange, two renames: target ->
+                     .NAME.X.previous, .NAME.X.partial -> target.
+
+Between the two renames there is no target. put_back, which writers and readers call first, then gives
+the old folder its name again; a writer that meets it there moves it away once more.
+
+A run holds a lock on what it is writing, which ends with the process.  The next run for the same
+target removes what bears a name of this kind and is not locked.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import fcntl
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
 from asapc.errors import InputError
 
+Result = TypeVar("Result")
+
 # A folder is only ever replaced if it carries one of these, or nothing at all.
 MARKERS = ("calibration.json", "manifest.json", "study.json")
 _CANNOT_WRITE = {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG, errno.EIO}
+_NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM}
+_TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}
+_ATTEMPTS = 20  # of a swap or a read that other runs keep disturbing
 _HELP = "choose an output folder on a writable disk with free space"
 
 
 @contextmanager
 def replace_folder(target: str | Path) -> Iterator[Path]:
-    """Yield an empty folder beside `target`; on success it takes target's place, whole.
+    """Yield an empty folder beside `target`; on success it takes target's place, whole and on disk.
 
     On an exception, KeyboardInterrupt included, the new folder is removed and what was at `target`
     stays untouched. Raises InputError if the disk is read-only or full, or if `target` is a file or
@@ -30,31 +56,104 @@ def replace_folder(target: str | Path) -> Iterator[Path]:
     """
     final = _resolved(target)
     check_replaceable(final)
-    suffix = secrets.token_hex(4)
-    partial = final.parent / f".{final.name}.{suffix}.partial"
-    previous = final.parent / f".{final.name}.{suffix}.previous"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _clean(final)
+        partial, lock = _new_partial(final)
+    except OSError as error:
+        raise _unwritable(final, error) from error
     try:
         try:
-            final.parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir()
-        except OSError as error:
-            raise _unwritable(final, error) from error
-        try:
             yield partial
-            _swap(partial, final, previous)
+            flush_tree(partial)
+            flush(final.parent)
         except Exception as error:
             if _is_write_failure(error, partial):
                 raise _unwritable(final, error) from error
             raise
+        check_replaceable(final)  # the work was long: somebody may have put something there
+        try:
+            _swap(partial, final)
+            flush(final.parent)
+        except OSError as error:
+            raise _unwritable(final, error) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if final.exists():
-            shutil.rmtree(previous, ignore_errors=True)
+        os.close(lock)
+        shutil.rmtree(partial, ignore_errors=True)  # what failed, or the old folder
+        with contextlib.suppress(OSError):  # what stays is removed by the next run
+            _clean(final)
 
 
-def check_replaceable(target: str | Path) -> None:
-    """Raises InputError if replace_folder would refuse `target`: to be asked before long work."""
+def replace_file(path: str | Path, content: bytes | str) -> None:
+    """Write one file: the old one or the new one, on disk when this returns. A link is replaced, not
+    followed. Raises InputError if it cannot be written."""
+    final = Path(path).absolute()
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        _clean(final)
+        for attempt in range(_ATTEMPTS):
+            try:
+                _write_and_rename(data, final)
+                break
+            except FileNotFoundError:  # taken for a leftover by another run, before it was locked
+                if attempt + 1 == _ATTEMPTS or not final.parent.is_dir():
+                    raise
+        flush(final.parent)
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be written", got=error.strerror or str(error), help=_HELP
+        ) from error
+
+
+def _write_and_rename(data: bytes, final: Path) -> None:
+    partial = _beside(final, "partial")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(partial, flags, 0o666), "wb") as file:
+            _try_lock(file.fileno())
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(partial, final)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_whole(folder: str | Path, read: Callable[[], Result]) -> Result:
+    """read(), again where `folder` was replaced meanwhile: never the old and the new one mixed."""
+    put_back(folder)
+    for _ in range(_ATTEMPTS):
+        before = _identity(folder)
+        try:
+            result = read()
+        except InputError:
+            if before == _identity(folder):
+                raise
+        else:
+            if before == _identity(folder):
+                return result
+    raise InputError(
+        f"{folder}: must stay the same while it is read",
+        got="a folder that another run keeps replacing",
+        help="wait for that run to end",
+    )
+
+
+def check_replaceable(target: str | Path, inputs: Sequence[str | Path] = ()) -> None:
+    """Raises InputError if replace_folder would refuse `target`: to be asked before long work.
+
+    inputs: files and folders that are read; none may be the target or lie inside it.
+    """
     final = _resolved(target)
+    for source in inputs:
+        for path in (str(source), str(source).rpartition(":")[0]):  # file.py:function too
+            read = path and os.path.lexists(path)
+            if read and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(final)):
+                raise InputError(
+                    f"{target}: the output folder must not hold what is read",
+                    got=f"{path}, which would be deleted",
+                    help="choose another output folder",
+                )
     try:
         if not final.exists():
             return
@@ -63,7 +162,7 @@ def check_replaceable(target: str | Path) -> None:
                 f"{final}: the output must be a folder", got="a file", help="choose another name"
             )
         names = {entry.name for entry in final.iterdir()}
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise _unwritable(final, error) from error
     if names and not names.intersection(MARKERS):
         raise InputError(
@@ -73,16 +172,150 @@ def check_replaceable(target: str | Path) -> None:
         )
 
 
+def put_back(target: str | Path) -> None:
+    """Where a killed run left no target but its old folder beside it, give that its name again."""
+    final = _resolved(target)
+    if os.path.lexists(final):
+        return
+    for previous in _leftovers(final, "previous"):
+        try:
+            os.rename(previous, final)
+        except OSError as error:
+            if error.errno not in _TAKEN:  # taken: the run lives and has just put its own there
+                raise _unwritable(final, error) from error
+        return
+
+
+def clean_leftovers(target: str | Path) -> int:
+    """Remove what killed runs left beside `target`; how much it was. What a live run writes stays."""
+    return _clean(_resolved(target))
+
+
+def _clean(final: Path) -> int:
+    put_back(final)
+    count = 0
+    for path in [*_leftovers(final, "partial"), *_leftovers(final, "previous")]:
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # its own run, or another one, was faster
+            continue
+        try:
+            kept = path.suffix == ".previous" and not final.exists()  # the only one there is
+            if kept or not _try_lock(lock):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            count += 1
+        finally:
+            os.close(lock)
+    return count
+
+
+def flush_tree(folder: Path) -> None:
+    """Every file and folder below, and the folder itself, to the disk."""
+    for place, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            flush(Path(place, name))
+        flush(Path(place))
+
+
+def flush(path: Path) -> None:
+    """fsync of a file, or of a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some network disks know no such call
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def lock_folder(folder: Path) -> int | None:
+    """A descriptor that keeps others from locking `folder` until it is closed; None if one does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if _try_lock(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 def _resolved(target: str | Path) -> Path:
     final = Path(target).absolute()
-    return final.resolve() if final.is_symlink() else final
+    try:
+        return final.resolve() if final.is_symlink() else final
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise _unwritable(final, error) from error
 
 
-def _swap(partial: Path, final: Path, previous: Path) -> None:
-    """Put partial at final; whatever interrupts, final is the old folder or the new one."""
-    if not final.exists():
-        os.rename(partial, final)
-        return
+def _beside(final: Path, kind: str) -> Path:
+    return final.parent / f".{final.name}.{secrets.token_hex(4)}.{kind}"
+
+
+def _leftovers(final: Path, kind: str) -> list[Path]:
+    own = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}\.{kind}")
+    try:
+        names = os.listdir(final.parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [final.parent / name for name in sorted(names) if own.fullmatch(name)]
+
+
+def _new_partial(final: Path) -> tuple[Path, int]:
+    """An empty folder beside final, and its lock."""
+    for _ in range(_ATTEMPTS):
+        partial = _beside(final, "partial")
+        partial.mkdir()
+        try:
+            lock = lock_folder(partial)
+            if lock is not None and partial.exists():
+                return partial, lock
+        except FileNotFoundError:
+            continue  # another run took it for a leftover before it was locked
+    raise OSError(errno.EBUSY, "other runs keep writing there")
+
+
+def _try_lock(descriptor: int) -> bool:
+    """False where another process holds the lock. A disk without locks locks nothing out."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        return error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK)
+    return True
+
+
+def _identity(folder: str | Path) -> tuple[int, ...] | None:
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
+def _swap(partial: Path, final: Path) -> None:
+    """Put partial at final. What was there ends beside it, under a name that is cleaned up."""
+    for _ in range(_ATTEMPTS):
+        try:
+            if not os.path.lexists(final):
+                os.rename(partial, final)
+                return
+            if _exchange(partial, final):
+                return
+            _swap_in_two(partial, final)
+            return
+        except OSError as error:  # another run, or a reader, has put something there or taken it
+            if error.errno not in _TAKEN or not partial.exists():
+                raise
+    raise OSError(errno.EBUSY, "other runs keep writing there", str(partial))
+
+
+def _swap_in_two(partial: Path, final: Path) -> None:
+    previous = _beside(final, "previous")
+    lock = lock_folder(final)  # none may clean it up before the new one is in place
     try:
         os.rename(final, previous)
         os.rename(partial, final)
@@ -90,6 +323,27 @@ def _swap(partial: Path, final: Path, previous: Path) -> None:
         if previous.exists() and not final.exists():
             os.rename(previous, final)
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step; False where this system or disk cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    at_working_folder, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # a C library without it
+        return False
+    paths = (os.fsencode(first), os.fsencode(second))
+    if renameat2(at_working_folder, paths[0], at_working_folder, paths[1], exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(first))
 
 
 def _is_write_failure(error: Exception, partial: Path) -> bool:
