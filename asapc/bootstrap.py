@@ -1,0 +1,142 @@
+"""Confidence intervals of what a report says, over the examples it was measured on.
+
+Examples are resampled with replacement, whole: the heads of an example are not independent of one
+another. Means and ratios get BCa intervals, whose ends are moved for bias and skewness (errors have
+long upper tails, where plain percentiles end too early).
+
+Shares get percentile intervals, never narrower than Clopper-Pearson's: resampling a share of
+exactly 1 gives nothing but 1, and resampling 499 of 500 gives a better lower end than 500 of 500
+deserve. Clopper-Pearson covers at least as often as it says, for any share and any number of examples.
+A difference of two shares on the same examples is treated likewise, see `difference`.
+
+One seed, no global state: the same values give the same interval. An interval is None where one
+example, or none, says nothing about the spread.
+Source: Efron and Tibshirani, An Introduction to the Bootstrap, chapters 13 and 14.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binomtest, norm
+from torch import Tensor
+
+LEVEL = 0.95
+RESAMPLES = 2000
+_PIECE = 2**22  # drawn indices at a time: 32 MB
+
+Interval = tuple[float, float]
+Values = NDArray[np.float64]
+
+
+def mean(values: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
+    """Of the mean of values [n]."""
+    return ratio(values, None, level, seed)
+
+
+def root_ratio(
+    above: Tensor, below: Tensor, level: float = LEVEL, seed: int = 0
+) -> Interval | None:
+    """Of sqrt(sum above / sum below), both [n] and not negative: a relative l2 error."""
+    found = ratio(above, below, level, seed)
+    return None if found is None else (math.sqrt(max(0.0, found[0])), math.sqrt(max(0.0, found[1])))
+
+
+def ratio(
+    above: Tensor, below: Tensor | None, level: float = LEVEL, seed: int = 0
+) -> Interval | None:
+    """Of sum above / sum below (below: ones where None); infinite where a value is not finite."""
+    numerator = above.double().numpy()
+    denominator = np.ones_like(numerator) if below is None else below.double().numpy()
+    if len(numerator) < 2:
+        return None
+    totals = numerator.sum(), denominator.sum()
+    if not np.isfinite(totals).all():
+        return math.inf, math.inf
+    if totals[1] == 0:
+        return (0.0, 0.0) if totals[0] == 0 else (math.inf, math.inf)
+    estimate = totals[0] / totals[1]
+    drawn_above, drawn_below = _resampled_sums(np.stack([numerator, denominator], 1), seed).T
+    # A resample of nothing but zeros below has nothing to say.
+    drawn = np.sort(drawn_above / np.where(drawn_below > 0, drawn_below, np.nan))
+    drawn = drawn[np.isfinite(drawn)]
+    # What each example adds to the estimate, to first order and up to one factor.
+    influence = numerator - estimate * denominator
+    return _bca(drawn, float(estimate), influence, level)
+
+
+def share(hits: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
+    """Of the share of True in hits [n]: percentiles, widened to the Clopper-Pearson interval."""
+    count = len(hits)
+    if count == 0:
+        return None
+    exact = binomtest(int(hits.sum()), count).proportion_ci(level, method="exact")
+    low, high = _percentiles(hits.double(), level, seed)
+    return min(low, float(exact.low)), max(high, float(exact.high))
+
+
+def difference(
+    first: Tensor, second: Tensor, level: float = LEVEL, seed: int = 0
+) -> Interval | None:
+    """Of mean first - mean second, both bool [n] on the same examples, e.g. a drop of accuracy.
+
+    Percentiles, widened to the square-and-add interval of the two discordant shares (only first,
+    only second) from their Clopper-Pearson limits: where no example is discordant, resampling would
+    give nothing but 0.  Source: Newcombe, Statistics in Medicine 17 (1998), 2635-2650.
+    """
+    count = len(first)
+    if count == 0:
+        return None
+    only = [int((first & ~second).sum()), int((second & ~first).sum())]
+    shares = [n / count for n in only]
+    limits = [binomtest(n, count).proportion_ci(level, method="exact") for n in only]
+    # Two shares of one sample are negatively correlated: an example is in one of them at most.
+    spread = math.prod(p * (1 - p) for p in shares)
+    correlation = -math.prod(shares) / math.sqrt(spread) if spread > 0 else 0.0
+
+    def away(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a * a + b * b - 2 * correlation * a * b))
+
+    apart = shares[0] - shares[1]
+    below = away(shares[0] - limits[0].low, limits[1].high - shares[1])
+    above = away(limits[0].high - shares[0], shares[1] - limits[1].low)
+    low, high = _percentiles(first.double() - second.double(), level, seed)
+    return max(-1.0, min(low, apart - below)), min(1.0, max(high, apart + above))
+
+
+def _resampled_sums(columns: Values, seed: int) -> Values:
+    """Sums of RESAMPLES draws of n examples with replacement.  columns: [n, c]; [RESAMPLES, c]."""
+    generator = np.random.default_rng(seed)
+    count = len(columns)
+    rows = max(1, _PIECE // count)
+    sums = []
+    for start in range(0, RESAMPLES, rows):
+        index = generator.integers(0, count, (min(rows, RESAMPLES - start), count))
+        sums.append(columns[index].sum(1))
+    return np.concatenate(sums)
+
+
+def _percentiles(values: Tensor, level: float, seed: int) -> Interval:
+    drawn = _resampled_sums(values.double().numpy()[:, None], seed)[:, 0] / len(values)
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _bca(drawn: Values, estimate: float, influence: Values, level: float) -> Interval:
+    """Bias-corrected and accelerated percentiles.  drawn: sorted resampled estimates."""
+    scale = float(np.abs(influence).max())
+    if scale == 0 or len(drawn) == 0 or drawn[0] == drawn[-1]:
+        return estimate, estimate  # every example says the same
+    skewed = influence / scale  # cubes of small numbers would underflow
+    acceleration = float((skewed**3).sum()) / (6 * float((skewed**2).sum()) ** 1.5)
+    # Ties count half, so that a symmetric distribution on few values has no bias.
+    under = ((drawn < estimate).mean() + (drawn <= estimate).mean()) / 2
+    bias = float(norm.ppf(np.clip(under, 1 / len(drawn), 1 - 1 / len(drawn))))
+    ends = []
+    for tail in ((1 - level) / 2, (1 + level) / 2):
+        shifted = bias + float(norm.ppf(tail))
+        moved = bias + shifted / max(1 - acceleration * shifted, 1e-3)
+        ends.append(float(np.quantile(drawn, float(norm.cdf(moved)))))
+    return ends[0], ends[1]
