@@ -87,36 +87,33 @@ def replace_folder(target: str | Path) -> Iterator[Path]:
 def replace_file(path: str | Path, content: bytes | str) -> None:
     """Write one file: the old one or the new one, on disk when this returns. A link is replaced, not
     followed. Raises InputError if it cannot be written."""
+    # half of a surrogate pair, which JSON may hold, becomes its escape
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    with new_file(path) as partial:
+        partial.write_bytes(data)
+
+
+@contextmanager
+def new_file(path: str | Path) -> Iterator[Path]:
+    """Yield an empty file beside `path` to be filled by its name; on success it takes path's place."""
     final = Path(path).absolute()
-    data = content.encode() if isinstance(content, str) else content
+    partial, lock = None, -1
     try:
         _clean(final)
-        for attempt in range(_ATTEMPTS):
-            try:
-                _write_and_rename(data, final)
-                break
-            except FileNotFoundError:  # taken for a leftover by another run, before it was locked
-                if attempt + 1 == _ATTEMPTS or not final.parent.is_dir():
-                    raise
+        partial, lock = _new_partial(final, _create_file)
+        yield partial
+        flush(partial)
+        os.replace(partial, final)
         flush(final.parent)
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be written", got=error.strerror or str(error), help=_HELP
-        ) from error
-
-
-def _write_and_rename(data: bytes, final: Path) -> None:
-    partial = _beside(final, "partial")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(partial, flags, 0o666), "wb") as file:
-            _try_lock(file.fileno())
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(partial, final)
+    except Exception as error:
+        if isinstance(error, OSError) or _is_write_failure(error, partial or final):
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise InputError(f"{path}: cannot be written", got=reason, help=_HELP) from error
+        raise
     finally:
-        partial.unlink(missing_ok=True)
+        if partial is not None:
+            os.close(lock)
+            partial.unlink(missing_ok=True)
 
 
 def read_whole(folder: str | Path, read: Callable[[], Result]) -> Result:
@@ -263,18 +260,23 @@ def _leftovers(final: Path, kind: str) -> list[Path]:
     return [final.parent / name for name in sorted(names) if own.fullmatch(name)]
 
 
-def _new_partial(final: Path) -> tuple[Path, int]:
-    """An empty folder beside final, and its lock."""
+def _new_partial(final: Path, create: Callable[[Path], None] = Path.mkdir) -> tuple[Path, int]:
+    """Something empty beside final, and its lock."""
     for _ in range(_ATTEMPTS):
         partial = _beside(final, "partial")
-        partial.mkdir()
+        create(partial)
         try:
-            lock = lock_folder(partial)
-            if lock is not None and partial.exists():
-                return partial, lock
+            lock = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             continue  # another run took it for a leftover before it was locked
+        if _try_lock(lock) and partial.exists():
+            return partial, lock
+        os.close(lock)
     raise OSError(errno.EBUSY, "other runs keep writing there")
+
+
+def _create_file(path: Path) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
 
 
 def _try_lock(descriptor: int) -> bool:
