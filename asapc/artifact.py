@@ -3,6 +3,8 @@
     manifest.json            what was compiled, from what, and how to call it
     model.safetensors        every weight and operator parameter, once
     recipe.yaml              the resolved recipe
+    selection.json           how the operators were chosen, and every time that was measured: the only
+                             file that two runs do not write alike
     graph.pt2                the compiled program (whole capture)
     lossless.pt2, teacher.pt2   the same model with lossless operators, and as captured
     modules/<i>.<stage>.pt2  the three programs of each module (capture per module)
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +40,8 @@ from asapc.ir import Convention, Program, convention_from_dict
 from asapc.passes.capture import export_graph
 from asapc.recipe import Recipe
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+SELECTION = "selection.json"
 Stage = Literal["graph", "lossless", "teacher"]
 STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
 _SEEN = "asapc.seen_hashes"
@@ -55,6 +59,12 @@ class Artifact:
     programs: dict[Stage, list[Program]]
     seen_hashes: frozenset[int]
     model_weights: dict[str, Tensor]
+    selection: dict[str, Any]
+
+    @property
+    def fit_seconds(self) -> float:
+        """Spent on calibration."""
+        return float(self.selection["fit_seconds"])
 
     @property
     def capture(self) -> str:
@@ -85,10 +95,12 @@ def write_artifact(
     programs: Mapping[Stage, Sequence[Program]],
     seen_hashes: Sequence[int],
     model: nn.Module | None,
+    selection: Mapping[str, Any],
 ) -> None:
     """Write everything into an existing empty folder. The same inputs give the same bytes.
 
-    model: the module around captured modules, whose other weights are kept too.
+    model: the module around captured modules, whose other weights are kept too.  selection: the trail,
+    see passes.select, and fit_seconds; what holds times is apart from the rest.
     """
     tensors: dict[str, Tensor] = {}
     files: dict[str, dict[str, str]] = {}
@@ -106,6 +118,8 @@ def write_artifact(
         for name, tensor in model.state_dict().items():
             tensors[_MODEL + name] = tensor.detach().contiguous().clone()
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    text = json.dumps(_plain(selection), indent=2, allow_nan=False)
+    (folder / SELECTION).write_text(text + "\n", encoding="utf-8")
     document = {"format_version": FORMAT_VERSION, **manifest, "programs": list(files.values())}
     _finish(folder, document, tensors, seen_hashes)
 
@@ -140,7 +154,8 @@ def write_refreshed(
                 save_program(exported, target)
             else:
                 shutil.copyfile(_inside(artifact.folder, entry[stage]), target)
-    shutil.copyfile(artifact.folder / "recipe.yaml", folder / "recipe.yaml")
+    for name in ("recipe.yaml", SELECTION):
+        shutil.copyfile(artifact.folder / name, folder / name)
     _finish(folder, manifest, tensors, seen_hashes)
 
 
@@ -182,7 +197,7 @@ def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artif
     seen = tensors.get(_SEEN, torch.empty(0, dtype=torch.int64)).tolist()
     return Artifact(
         place, manifest, programs, frozenset(h & ((1 << 64) - 1) for h in seen),
-        _under(tensors, _MODEL),
+        _under(tensors, _MODEL), _read_selection(place / SELECTION),
     )  # fmt: skip
 
 
@@ -238,7 +253,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     def are_names(value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(x, str) and x.isidentifier() for x in value)
 
-    keys = ("capture", "call", "programs", "sites", "refused", "teacher", "data", "fit_seconds",
+    keys = ("capture", "call", "programs", "sites", "refused", "teacher", "data",
             "calibration_order")  # fmt: skip
     for key in keys:
         require(key in manifest, f"must have {key!r}", sorted(manifest))
@@ -248,8 +263,6 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     require(named, "call lists the names of arguments", call)
     teacher = manifest["teacher"]
     require(is_dict(teacher, "source", "fingerprint"), "teacher has a source", teacher)
-    seconds = manifest["fit_seconds"]
-    require(isinstance(seconds, int | float) and seconds >= 0, "fit_seconds is a number", seconds)
     require(is_dict(manifest.get("refresh", {})), "refresh is a mapping", manifest.get("refresh"))
 
     programs = manifest["programs"]
@@ -278,6 +291,34 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     refused = manifest["refused"]
     listed = isinstance(refused, list) and all(is_dict(x, "name", "status", "reason") for x in refused)
     require(listed, "refused lists names with a reason", refused)
+
+
+def _read_selection(path: Path) -> dict[str, Any]:
+    """selection.json, checked for what the rest relies on."""
+    try:
+        selection = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        selection = None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: must be readable JSON", got=str(error)) from error
+    seconds = selection.get("fit_seconds") if isinstance(selection, dict) else None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise InputError(f"{path}: fit_seconds must be a number", got=seconds, help="compile again")
+    checked: dict[str, Any] = selection
+    for key in ("sites", "rounds"):
+        listed = checked.get(key, [])
+        if not isinstance(listed, list) or not all(isinstance(own, dict) for own in listed):
+            raise InputError(f"{path}: {key} must be a list of mappings", help="compile again")
+    return checked
+
+
+def _plain(value: Any) -> Any:
+    """For JSON, which has no infinity: what is not finite was not measured."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _inside(folder: Path, relative: Any) -> Path:

@@ -22,8 +22,8 @@ from asapc.data import Batch
 from asapc.fidelity import OutputFidelity
 from asapc.ir import Program, SiteTensors
 from asapc.passes.calls import FORMS, SiteFunction, operator_calls, site_function
+from asapc.passes.candidates import Choice
 from asapc.passes.rewrite import Hardened, rewritten_programs
-from asapc.passes.select import Choice
 from asapc.recipe import DEFAULT_BUDGET, Recipe
 from asapc.runner import Runner, Tap
 from asapc.timing import interleaved_medians
@@ -185,8 +185,8 @@ def prediction_change(
     return None if agreement is None else 1 - agreement
 
 
-def _agreement(budget: Mapping[str, float]) -> float:
-    """A switch to exact sorts is always measured by the predictions it changes."""
+def agreement_of(budget: Mapping[str, float]) -> float:
+    """Smallest share of predictions to stay; a switch to exact sorts is always measured by it."""
     return budget.get("prediction_agreement", DEFAULT_BUDGET["prediction_agreement"])
 
 
@@ -218,7 +218,7 @@ def settle_exact_sorting(
 
     settled, auto = list(choices), [i for i in hard if recipes[i].operator == "auto"]
     change, told = measure(hard)
-    budget = min((1 - _agreement(recipes[i].budget) for i in auto), default=math.inf)
+    budget = min((1 - agreement_of(recipes[i].budget) for i in auto), default=math.inf)
     if auto and (change is None or change > budget):
         for i in auto:
             excess = "" if change is None else f", more than the budget of {budget:.2%}"

@@ -212,7 +212,7 @@ class CallableData(DataSource):
         )
 
 
-def open_data(spec: str, model_signature: inspect.Signature | None) -> DataSource:
+def open_data(spec: str | DataSource, model_signature: inspect.Signature | None) -> DataSource:
     """The data named by DATA (see DATA_GRAMMAR); names are checked against forward's arguments.
 
     Files: floating arrays pass as float32 unless float64 or float16, integers as int64, bool as
@@ -220,6 +220,8 @@ def open_data(spec: str, model_signature: inspect.Signature | None) -> DataSourc
     arguments, other dtypes, lengths that differ, no examples, NaN or infinity.  A callable's
     batches are checked the same way when they are read.
     """
+    if isinstance(spec, DataSource):
+        return spec
     signature = Signature(model_signature)
     path = Path(spec)
     if path.suffix in (".npz", ".safetensors"):

@@ -6,14 +6,21 @@ command; data travels by value, and nothing is kept between calls.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import inspect as inspection
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+import asapc
+import asapc.calibration
+import asapc.passes
 from asapc.artifact import (
     Stage,
     call_of,
@@ -23,9 +30,10 @@ from asapc.artifact import (
     write_artifact,
     write_refreshed,
 )
-from asapc.audit import settle_exact_sorting
-from asapc.calibration.collect import SiteStatistics, finish
+from asapc.audit import agreement_of, prediction_change, settle_exact_sorting
+from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.distill import Distiller
+from asapc.calibration.stream import Collector, Pending, stream
 from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.features.predictor import closure_plan
@@ -33,16 +41,17 @@ from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.calibration import (
     AnySiteCalibration,
     Calibration,
-    SiteDistillation,
     fit_facts,
     load_calibration,
     save_calibration,
 )
 from asapc.formats.load import Teacher, example_inputs
+from asapc.formats.shards import Shards
 from asapc.ir import Convention, Program, SiteTensors
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
+from asapc.passes.candidates import DISTILLED, TEACHER, Choice, fits_needed
 from asapc.passes.rewrite import rewritten_programs
-from asapc.passes.select import DISTILLED, Choice, choose, needs_fit
+from asapc.passes.select import compiled_programs, select, turned_back
 from asapc.passes.verify import comparable, largest_difference, tensor_outputs
 from asapc.progress import Progress
 from asapc.recipe import Recipe
@@ -50,8 +59,6 @@ from asapc.refresh import RefreshSettings, train
 from asapc.runner import Runner, Tap
 
 EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
-SELECTION_EXAMPLES = 128
-FIT_KEYS = ("fit", "coefficients", "ridge", "ridge_mode", "seed", "max_examples")
 ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
 
 
@@ -93,18 +100,22 @@ def inspect(teacher: Teacher, data: str | None = None) -> Inspection:
 
 def calibrate(
     teacher: Teacher,
-    data: str,
+    data: str | DataSource,
     out: str | Path,
     recipe: Recipe,
     progress: Progress,
     sequential: bool = False,
+    restart: bool = False,
 ) -> Calibration:
-    """Fit every site whose recipe may predict a dual, from statistics alone, or names an operator to
-    be distilled, from a sample of its activations.
+    """Fit every candidate of every site: of those that predict a dual from statistics alone, of those
+    that are distilled from a sample of the site's activations.
 
     In parallel, one pass over the data fits all sites behind the teacher's own layers. Sequentially
-    each site is fitted in a pass of its own behind the layers that are already fitted, on the
-    activations it will really see.
+    each site is fitted in a pass of its own behind the layers that are already fitted, with their first
+    candidate, on the activations it will really see.
+
+    What is unfinished is kept beside `out`: after a crash the same call goes on where it was, and one
+    with another model, recipe or other data is refused. restart: begin anew.
     """
     check_replaceable(out)
     source = open_data(data, forward_signature(teacher))
@@ -112,64 +123,62 @@ def calibrate(
     require_sites(analysis)
     _note_left_alone(analysis, progress)
     recipe.check_patterns(site.name for site in analysis.sites)
-    statistics: dict[str, SiteStatistics | Distiller] = {}
-    for site in analysis.sites:
-        own = recipe.for_site(site.name)
-        if not needs_fit(site.convention, own):
-            continue
-        collector = site_collector(site.name, site.convention, own)
-        if collector is not None:
-            statistics[site.name] = collector
-    rounds = [[name] for name in statistics] if sequential else [list(statistics)]
-    if sequential and any(own.recipe.coefficients == "shared" for own in statistics.values()):
+    pending = _pending(analysis, recipe)
+    order = "sequential" if sequential else "parallel"
+    if sequential and any(p.collector.recipe.coefficients == "shared" for p in pending):
         raise InputError(
             "calibrate: coefficients shared by all sites are fitted in one pass",
             got="--sequential with `coefficients: shared`",
             help="use `coefficients: per_head` or leave out --sequential",
         )
-    fitted: dict[str, AnySiteCalibration] = {}
+    places = sorted({p.site for p in pending})
+    rounds = [[place] for place in places] if sequential else [places]
+    fingerprint = {
+        "model": teacher.fingerprint,
+        "data": source.fingerprint,
+        "recipe": digest({**recipe.to_dict(), "order": order}),
+        "code": code_digest(),
+    }
+    fitted: dict[str, dict[int, AnySiteCalibration]] = {}
     seen: list[int] = []
-    for names in rounds if statistics else []:
-        batches = source.batches(
-            recipe.batch_size,
-            select=lambda content: split_of(content) == "calibration",
-            limit=recipe.max_examples,
-        )
-        tap = Tap(analysis.model, _behind_fitted(analysis, fitted))
-        distillers = {n: s for n in names if isinstance(s := statistics[n], Distiller)}
-        label = "calibrating" if not sequential else f"calibrating {names[0]}"
-        seen = []
-        for batch in progress.track(batches, label, _batch_count(source, recipe)):
-            _, tensors = tap(batch)
-            for site, seen_by_site in zip(analysis.sites, tensors, strict=True):
-                if site.name in names:
-                    statistics[site.name].update(seen_by_site)
-            seen.extend(batch.hashes)
-        if not seen:
-            raise InputError(
-                f"{source.source}: the calibration split needs examples",
-                got="none: too few examples in all",
-                help="70 % of the examples are used for calibration, chosen by content",
+    with _aside(out, fingerprint, restart, progress) as aside:
+        for own in rounds if pending else []:
+            label = f"calibrating {analysis.sites[own[0]].name}" if sequential else "calibrating"
+            batches = source.batches(
+                recipe.batch_size,
+                select=lambda content: split_of(content) == "calibration",
+                limit=recipe.max_examples,
             )
-        if distillers:
-            for batch in _selection_batches(source, recipe):
-                for site, seen_by_site in zip(analysis.sites, tap(batch)[1], strict=True):
-                    if site.name in distillers:
-                        distillers[site.name].hold_out(seen_by_site)
-                seen.extend(batch.hashes)
-        for name, distiller in progress.track(distillers.items(), "distilling", len(distillers)):
-            fitted[name] = distiller.calibration()
-        fitted.update(finish({n: s for n in names if isinstance(s := statistics[n], SiteStatistics)}))
-    calibration = Calibration(
-        teacher=teacher.fingerprint,
-        recipe=recipe.to_dict(),
-        capture=analysis.capture.kind,
-        sites=fitted,
-        data=data,
-        order="sequential" if sequential else "parallel",
-        seen_hashes=tuple(seen),
-    )
-    save_calibration(out, calibration)
+            first = {name: fits[min(fits)] for name, fits in fitted.items()}
+            tap = Tap(analysis.model, _behind_fitted(analysis, first))
+            fits, seen = stream(
+                [p for p in pending if p.site in own],
+                progress.track(batches, label, _batch_count(source, recipe)),
+                _selection_batches(source, recipe),
+                partial(_observed, tap),
+                aside,
+                progress,
+            )
+            if not seen:
+                raise InputError(
+                    f"{source.source}: the calibration split needs examples",
+                    got="none: too few examples in all",
+                    help="70 % of the examples are used for calibration, chosen by content",
+                )
+            for p in pending:
+                if p.key in fits:
+                    fitted.setdefault(p.name, {})[p.candidate] = fits[p.key]
+        calibration = Calibration(
+            teacher=teacher.fingerprint,
+            recipe=recipe.to_dict(),
+            capture=analysis.capture.kind,
+            sites={name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()},
+            data=source.source,
+            order=order,
+            seen_hashes=tuple(seen),
+        )
+        save_calibration(out, calibration)
+        aside.discard()
     return calibration
 
 
@@ -178,7 +187,7 @@ def compile(
     calibration_path: str | Path,
     out: str | Path,
     recipe: Recipe | None,
-    data: str | None,
+    data: str | DataSource | None,
     progress: Progress,
 ) -> dict[str, Any]:
     """Select an operator per site, rewrite, verify, write the artefact; returns its manifest."""
@@ -197,18 +206,19 @@ def compile(
     require_sites(analysis)
     _note_left_alone(analysis, progress)
     recipe.check_patterns(site.name for site in analysis.sites)
-    _check_calibration(analysis, calibration, recipe, calibration_path)
 
-    selection, seen = _selection(analysis, source, recipe, progress)
-    choices = [
-        choose(
-            recipe.for_site(site.name), site.convention, calibration.sites.get(site.name),
-            [tensors[index] for tensors in selection],
+    batches = list(_selection_batches(source, recipe))
+    if batches:
+        _verify_lossless(analysis, batches[0])
+    elif _needs_selection(analysis, recipe):
+        raise InputError(
+            f"{source.source}: the selection split needs examples",
+            got="none: too few examples in all",
+            help="15 % of the examples are used for selection, chosen by content",
         )
-        for index, site in enumerate(progress.track(analysis.sites, "selecting", None))
-    ]  # fmt: skip
-    choices, switch = _settled(analysis, choices, source, recipe)
-    compiled = rewritten_programs(analysis.lifted, [choice.replacement for choice in choices])
+    selection = select(analysis, recipe, calibration, batches, progress)
+    choices, switch = _settled(analysis, selection.choices, batches, recipe)
+    compiled = chosen_programs(analysis, choices)
     _verify_finite(Runner(analysis.model, compiled)(example), teacher)
 
     manifest = {
@@ -216,10 +226,9 @@ def compile(
         "capture": analysis.capture.kind,
         "call": call_of(example.args, example.kwargs, list(forward_signature(teacher).parameters)),
         "data": source.source,
-        "fit_seconds": calibration.fit_seconds,
         "calibration_order": calibration.order,
         "sites": [
-            _manifest_site(site, choice, calibration)
+            _manifest_site(site, choice)
             for site, choice in zip(analysis.sites, choices, strict=True)
         ],
         "refused": [
@@ -231,10 +240,10 @@ def compile(
     programs: dict[Stage, Sequence[Program]] = {
         "graph": compiled, "lossless": analysis.lifted, "teacher": analysis.capture.programs,
     }  # fmt: skip
+    seen = [*calibration.seen_hashes, *(content for batch in batches for content in batch.hashes)]
+    told = {"fit_seconds": calibration.fit_seconds, **selection.trail}
     with replace_folder(out) as folder:
-        write_artifact(
-            folder, manifest, recipe, programs, [*calibration.seen_hashes, *seen], analysis.model
-        )
+        write_artifact(folder, manifest, recipe, programs, seen, analysis.model, told)
         _verify_written(folder, analysis.model, programs, example)
     return manifest
 
@@ -307,14 +316,73 @@ def require_sites(analysis: Analysis) -> None:
     )
 
 
-def site_collector(
-    name: str, convention: Convention, recipe: Recipe
-) -> SiteStatistics | Distiller | None:
-    """What collects a Sinkhorn site's calibration; None where no dual can be predicted."""
+def site_collector(name: str, convention: Convention, recipe: Recipe) -> Collector | None:
+    """What collects one candidate of a Sinkhorn site; None where no dual can be predicted."""
     if recipe.operator in DISTILLED:
         return Distiller(name, convention, recipe)
     plan = closure_plan(convention, recipe.closures, recipe.side)
     return None if plan is None else SiteStatistics(name, convention, plan, recipe)
+
+
+def _pending(analysis: Analysis, recipe: Recipe) -> list[Pending]:
+    """Every fit that is needed, site by site."""
+    pending = []
+    for place, site in enumerate(analysis.sites):
+        needed = fits_needed(site.convention, recipe.for_site(site.name))
+        for candidate, (own, _) in enumerate(needed):
+            collector = site_collector(site.name, site.loop, own)
+            assert collector is not None
+            pending.append(Pending(place, site.name, candidate, collector))
+    return pending
+
+
+@contextlib.contextmanager
+def _aside(
+    out: str | Path, fingerprint: Mapping[str, str], restart: bool, progress: Progress
+) -> Iterator[Shards]:
+    """Where a calibration that is cut short leaves its work."""
+    shards = Shards.beside(out, fingerprint)
+    if restart:
+        shards.discard()
+    with shards.open() as aside:
+        kept = len(aside.keys())
+        if kept:
+            progress.note(f"going on with {kept} parts that an earlier run has left in {shards.folder}")
+        try:
+            yield aside
+        except BaseException:
+            if not aside.keys():  # nothing to go on with: the next call may differ
+                aside.discard()
+            raise
+
+
+def digest(document: Any) -> str:
+    """sha256 of JSON types."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def code_digest() -> str:
+    """Of every module of this package: half-done work of another version is not gone on with."""
+    own = hashlib.sha256()
+    for package in (asapc, asapc.passes, asapc.calibration):
+        root = Path(package.__path__[0])
+        for file in sorted(root.rglob("*.py")):
+            own.update(f"{package.__name__}/{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return own.hexdigest()
+
+
+def _needs_selection(analysis: Analysis, recipe: Recipe) -> bool:
+    return any(fits_needed(s.convention, recipe.for_site(s.name)) for s in analysis.sites)
+
+
+def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
+    teacher = {i for i, choice in enumerate(choices) if choice.operator == TEACHER}
+    own = {i: choice.replacement for i, choice in enumerate(choices) if choice.replacement is not None}
+    return compiled_programs(analysis, teacher, own)
+
+
+def _observed(tap: Tap, batch: Batch) -> list[SiteTensors]:
+    return tap(batch)[1]
 
 
 def _note_left_alone(analysis: Analysis, progress: Progress) -> None:
@@ -329,99 +397,35 @@ def _batch_count(source: DataSource, recipe: Recipe) -> int | None:
     return max(1, -(-expected // recipe.batch_size))
 
 
-def _check_calibration(
-    analysis: Analysis, calibration: Calibration, recipe: Recipe, place: str | Path
-) -> None:
-    """What was fitted must be what the recipe asks for, on the convention found now."""
-    with_recipe = Recipe.from_dict(calibration.recipe, where=f"{place}: recipe")
-    for site in analysis.sites:
-        own, fitted = recipe.for_site(site.name), calibration.sites.get(site.name)
-        then = with_recipe.for_site(site.name)
-        distilled = own.operator in DISTILLED
-        keys = ("operator", DISTILLED[own.operator], *FIT_KEYS[-2:]) if distilled else FIT_KEYS
-        differing = [key for key in keys if getattr(then, key) != getattr(own, key)]
-        if not needs_fit(site.convention, own):
-            continue
-        plan = closure_plan(site.convention, own.closures, own.side)
-        if plan is None and not distilled and fitted is None:
-            continue
-        problem = None
-        if fitted is None:
-            problem = "was not fitted"
-        elif not _same_convention(fitted.convention, site.convention):
-            problem = "was fitted on another convention"
-        elif isinstance(fitted, SiteDistillation) != distilled:
-            problem = f"was fitted with `operator: {then.operator}`"
-        elif isinstance(fitted, SiteDistillation):
-            if differing:
-                problem = f"was distilled with `{differing[0]}: {getattr(then, differing[0])}`"
-        elif fitted.amortised.plan != plan or fitted.features != own.features:
-            was = fitted.amortised.plan
-            problem = (
-                f"was fitted for {was.closures} closures of the {was.side} dual on "
-                f"{', '.join(fitted.features)}"
-            )
-        elif differing:
-            problem = f"was fitted with `{differing[0]}: {getattr(then, differing[0])}`"
-        if problem is not None:
-            raise InputError(
-                f"{place}: {site.name} {problem}",
-                help="run `asapc calibrate` with the recipe that compile is given",
-            )
-
-
-def _same_convention(first: Convention, second: Convention) -> bool:
-    close = abs(first.score_multiplier - second.score_multiplier) <= 1e-6 * abs(
-        second.score_multiplier
-    )
-    return close and (first.half_steps, first.first_side, first.mask, first.bias) == (
-        second.half_steps, second.first_side, second.mask, second.bias,
-    )  # fmt: skip
-
-
-def _selection(
-    analysis: Analysis, source: DataSource, recipe: Recipe, progress: Progress
-) -> tuple[list[list[SiteTensors]], list[int]]:
-    """What every site sees on the selection split, and the hashes of the examples used."""
-    needed = any(needs_fit(s.convention, recipe.for_site(s.name)) for s in analysis.sites)
-    tap = Tap(analysis.model, analysis.lifted)
-    seen: list[int] = []
-    tensors: list[list[SiteTensors]] = []
-    for batch in progress.track(_selection_batches(source, recipe), "selection split", None):
-        if not seen:
-            _verify_lossless(analysis, batch)
-        seen.extend(batch.hashes)  # even if unused, so that every recipe has the same gate
-        if needed:
-            tensors.append(tap(batch)[1])
-    if not needed:
-        return [], seen
-    if not tensors:
-        raise InputError(
-            f"{source.source}: the selection split needs examples",
-            got="none: too few examples in all",
-            help="15 % of the examples are used for selection, chosen by content",
-        )
-    return tensors, seen
-
-
 def _settled(
-    analysis: Analysis, choices: Sequence[Choice], source: DataSource, recipe: Recipe
+    analysis: Analysis, choices: Sequence[Choice], batches: Sequence[Batch], recipe: Recipe
 ) -> tuple[list[Choice], dict[str, Any] | None]:
-    """The choices, with exact sorting where predictions on the selection split allow it."""
+    """The choices, with exact sorting where predictions on the selection split allow it, alone and with
+    everything else that is approximate."""
     recipes = [recipe.for_site(site.name) for site in analysis.sites]
-    selection = source.batches(
-        recipe.batch_size,
-        select=lambda content: split_of(content) == "selection",
-        limit=min(recipe.max_examples, SELECTION_EXAMPLES),
+    settled, switch = settle_exact_sorting(analysis.model, analysis.lifted, choices, recipes, batches)
+    others = any(choice.replacement is not None for choice in choices if choice.operator != "esp_hard")
+    if switch is None or not switch["switched"] or not others:
+        return settled, switch
+    change = prediction_change(
+        analysis.model, analysis.lifted, chosen_programs(analysis, settled), batches
     )
-    return settle_exact_sorting(analysis.model, analysis.lifted, choices, recipes, selection)
+    if change is not None and change <= 1 - agreement_of(recipe.budget):
+        return settled, switch
+    why = "exact sorting and the approximations elsewhere together exceed the budget"
+    soft = [
+        turned_back(own, "esp_soft", why)
+        if own.operator == "esp_hard" and r.operator == "auto" else own
+        for own, r in zip(settled, recipes, strict=True)
+    ]  # fmt: skip
+    return soft, {**switch, "switched": any(own.operator == "esp_hard" for own in soft)}
 
 
 def _selection_batches(source: DataSource, recipe: Recipe) -> Iterator[Batch]:
     return source.batches(
         recipe.batch_size,
         select=lambda content: split_of(content) == "selection",
-        limit=min(recipe.max_examples, SELECTION_EXAMPLES),
+        limit=recipe.selection_examples,
     )
 
 
@@ -494,8 +498,7 @@ def _inspected(site: Site) -> dict[str, Any]:
     }
 
 
-def _manifest_site(site: Site, choice: Choice, calibration: Calibration) -> dict[str, Any]:
-    fitted = calibration.sites.get(site.name) if choice.replacement is not None else None
+def _manifest_site(site: Site, choice: Choice) -> dict[str, Any]:
     return {
         "name": site.name,
         "operator": choice.operator,
@@ -505,5 +508,5 @@ def _manifest_site(site: Site, choice: Choice, calibration: Calibration) -> dict
         "convention": site.convention.to_dict(),
         "replay_error": site.replay_error,
         "selection_attention_rel_l2": choice.attention_rel_l2,
-        **fit_facts(fitted),
+        **fit_facts(choice.fit),
     }

@@ -53,6 +53,11 @@ CANDIDATE_KEYS = (
     "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients",
     "pivots", "slices",
 )  # fmt: skip
+FIT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "asap": ("features", "fit", "coefficients", "ridge", "ridge_mode", "seed", "max_examples"),
+    "lot": ("pivots", "seed", "max_examples"),
+    "esp_hard": ("slices", "seed", "max_examples"),
+}
 SITE_KEYS = (*CANDIDATE_KEYS, "candidates", "budget")
 
 
@@ -139,6 +144,10 @@ class Recipe:
         if (self.ridge, self.ridge_mode) != (Recipe.ridge, Recipe.ridge_mode):
             words.append(f"ridge {self.ridge:g} {self.ridge_mode}")
         return " ".join(words)
+
+    def fit_settings(self) -> dict[str, Any]:
+        """Everything a candidate's fit depends on but the convention and the plan: plain types."""
+        return {key: _plain(getattr(self, key)) for key in ("operator", *FIT_KEYS.get(self.operator, ()))}
 
     def site_budget(self, name: str) -> Mapping[str, float]:
         """Limits with this site alone replaced: its own, else the attention error of the whole budget."""

@@ -42,8 +42,9 @@ from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
 from asapc.measure import environment
 from asapc.operators.sinkhorn import clean_values, sinkhorn
 from asapc.passes.analyse import Analysis, Site, analyse
+from asapc.passes.apply import apply_lossless, apply_replacement, predict
+from asapc.passes.candidates import DISTILLED
 from asapc.passes.rewrite import rewritten_programs, shortened_programs
-from asapc.passes.select import DISTILLED, apply_lossless, apply_replacement, predict
 from asapc.passes.verify import tensor_outputs
 from asapc.pipeline import first_batch, forward_signature, require_sites, site_collector
 from asapc.progress import Progress

@@ -4,9 +4,12 @@ all of them alike.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 MAX_ROUNDS = 10_000
@@ -54,6 +57,41 @@ def interleaved_medians(
         if collecting:
             gc.enable()
     return {name: _quartiles(values) for name, values in samples.items()}
+
+
+def extra_bytes(function: Callable[[], Any]) -> int | None:
+    """Bytes at the peak of one call over what was held before it, what it returns included.
+
+    On an accelerator by its allocator's statistics. On the CPU by the process's own peak, all threads
+    included, after the C allocator has given back what it kept from earlier calls. A first call is not
+    counted, so neither is scratch that a kernel keeps. None where that cannot be read (Linux tells).
+    """
+    import torch
+
+    function()  # whatever is loaded or cached on a first call is not the call's
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not (status.exists() and os.access(reset, os.W_OK)):
+        return None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    reset.write_text("5")  # the recorded peak starts again from what is held now
+
+    def read(name: str) -> int:
+        line = next(x for x in status.read_text().splitlines() if x.startswith(name))
+        return int(line.split()[1]) * 1024
+
+    held = read("VmRSS")
+    function()
+    return max(0, read("VmHWM") - held)
 
 
 def _quartiles(values: list[float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,41 @@ class SiteStatistics:
             self._intercepts.append(teacher.intercept(self.plan.half_steps))
         self.examples += teacher.tensors.q.shape[0]
 
+    @property
+    def additive(self) -> bool:
+        """Whether state() is all there is: a KL fit keeps activations too."""
+        return self.recipe.fit == "ls"
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What was collected, for a file, where it is additive; restore is the inverse."""
+        tensors: dict[str, Tensor] = {}
+        for dual in self.duals:
+            for index, parameter in enumerate(dual.parameters or ()):
+                if parameter is not None:
+                    tensors[f"{dual.side}.parameter.{index}"] = parameter
+            if dual.equations is not None:
+                own = dual.equations.to_tensors().items()
+                tensors.update({f"{dual.side}.{name}": tensor for name, tensor in own})
+        if self._intercepts:
+            tensors["intercepts"] = torch.cat(self._intercepts)
+        return tensors, {"examples": self.examples, "seconds": self.seconds}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Raises KeyError where something is missing."""
+        for dual in self.duals:
+            if f"{dual.side}.gram" not in tensors:
+                continue
+            dual.parameters = tuple(
+                tensors[f"{dual.side}.parameter.{index}"] if feature.has_parameter else None
+                for index, feature in enumerate(dual.features)
+            )
+            names = ("gram", "moment", "energy", "tokens")
+            dual.equations = NormalEquations.from_tensors(
+                {name: tensors[f"{dual.side}.{name}"] for name in names}
+            )
+        self._intercepts = [tensors["intercepts"]] if "intercepts" in tensors else []
+        self.examples, self.seconds = int(facts["examples"]), float(facts["seconds"])
+
     def calibration(self, fits: Sequence[DualFit]) -> SiteCalibration:
         """The site with its fitted coefficients, one fit per dual."""
         intercept = None
@@ -88,6 +124,7 @@ class SiteStatistics:
             tokens=sum(dual.equations.tokens for dual in self.duals if dual.equations),
             fit_seconds=self.seconds,
             sharing=self.recipe.coefficients,
+            settings=self.recipe.fit_settings(),
         )
 
 

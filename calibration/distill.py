@@ -36,8 +36,8 @@ from asapc.formats.calibration import SiteDistillation
 from asapc.ir import Convention, Distilled, SiteTensors
 from asapc.operators.esp import clouds_of, match_ranks
 from asapc.operators.sinkhorn import clean_values
+from asapc.passes.apply import apply_distilled, apply_lossless
 from asapc.passes.calls import times_share
-from asapc.passes.select import apply_distilled, apply_lossless
 from asapc.recipe import Recipe
 
 KEPT_BYTES = 2**28  # activations kept a site; examples beyond these are passed over
@@ -195,6 +195,7 @@ class Distiller:
             held_out=sum(map(len, held_out)),
             tokens=sum(len(p) * p.tensors.q.shape[2] for p in train),
             fit_seconds=self.seconds,
+            settings=self.recipe.fit_settings(),
         )
 
     def _parts(self) -> tuple[list[_Piece], list[_Piece]]:

@@ -6,7 +6,7 @@ is, with the error it would have had.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,16 +66,29 @@ class Analysis:
     """teacher programs and their lossless rewrites, and every region in order.
 
     lifted: parallel to capture.programs; the i-th entry of `sites` is the i-th operator call.
+    matched: the regions behind `sites`, of each program.
     output_error: untouched teacher against the lossless rewrite on the batch (relative).
     """
 
     model: nn.Module | None
     capture: Capture
     lifted: list[Program]
+    matched: list[list[AnySite]]
     sites: list[Site]
     left_alone: list[LeftAlone]
     regions: list[str]
     output_error: float
+    drop_maps: bool = False
+
+    def lifted_without(self, sites: Collection[int]) -> list[Program]:
+        """The lifted programs with these sites left as the teacher has them; attention maps that were
+        dropped elsewhere stay."""
+        programs, start = [], 0
+        for program, own in zip(self.capture.programs, self.matched, strict=True):
+            kept = [site for i, site in enumerate(own, start) if i not in sites]
+            programs.append(lift(program, kept, self.drop_maps))
+            start += len(own)
+        return programs
 
 
 def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis:
@@ -90,6 +103,7 @@ def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis
     sites: list[Site] = []
     left: list[LeftAlone] = []
     lifted: list[Program] = []
+    regions_of: list[list[AnySite]] = []
     regions: list[str] = []
     for program in captured.programs:
         matched: list[AnySite] = []
@@ -112,6 +126,7 @@ def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis
                 )
         good = [s for s, e in zip(matched, errors, strict=True) if e <= REPLAY_TOLERANCE]
         lifted.append(lift(program, good, drop_maps))
+        regions_of.append(good)
     for name, why in captured.skipped:
         regions.append(name)
         left.append(LeftAlone(name, "refused", f"cannot be captured by torch.export: {why}"))
@@ -125,7 +140,7 @@ def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis
                 help="a data-dependent branch or early stop of the model takes another way than the "
                 "captured graph; raise its stopping threshold, or export that part as its own module",
             )
-    return Analysis(teacher.model, captured, lifted, sites, left, regions, error)
+    return Analysis(teacher.model, captured, lifted, regions_of, sites, left, regions, error, drop_maps)
 
 
 def _program(teacher: Teacher) -> ExportedProgram:

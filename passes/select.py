@@ -1,211 +1,609 @@
-"""Select: per site, the fastest candidate inside the fidelity budget, else the lossless operator.
+"""Select: the cheapest candidate of every site inside the budget, proven on the whole model.
 
-A rule for one candidate: ASAP with the calibrated coefficients is taken where its attention error on
-the selection split is inside the budget and it measured faster than the lossless operator on the
-site's own activations. A recipe that names an operator gets it; lot and esp_hard, distilled into a
-Sinkhorn site, are never picked otherwise.
+    measure   every candidate's errors and price at its site, and what the model does with it alone there
+    solve     the cheapest set whose damages add up to the budget (passes.solve)
+    verify    the whole model with that set; while it exceeds the budget, tighten and solve again, then
+              turn the most damaging sites back, one by one: to the lossless operator, at last the teacher
+
+Everything is measured on the selection split, against the lossless model, which reproduces the teacher.
+A candidate that is slower than the teacher at any of the required shapes is never chosen, nor is an
+approximation that is hardly cheaper than the exact operator. A recipe that names an operator gets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from asapc.calibration.collect import pieces
+from asapc.data import Batch
 from asapc.errors import InputError
-from asapc.features.predictor import Amortised, DualPredictor
-from asapc.fidelity import AttentionFidelity
-from asapc.formats.calibration import AnySiteCalibration, SiteDistillation
-from asapc.ir import AnyConvention, Convention, Distilled, EspConvention, LotConvention, SiteTensors
-from asapc.operators.sinkhorn import factor_terms
-from asapc.passes.calls import times_share
-from asapc.passes.rewrite import Hardened, Replacement
-from asapc.recipe import Recipe
+from asapc.features.predictor import Amortised
+from asapc.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
+from asapc.formats.calibration import Calibration
+from asapc.ir import Convention, Distilled, Program, SiteTensors
+from asapc.operators.sinkhorn import clean_values
+from asapc.passes.analyse import Analysis, Site
+from asapc.passes.apply import apply_lossless, apply_replacement
+from asapc.passes.calls import operator_calls, site_function
+from asapc.passes.candidates import (
+    FEW_HALF_STEPS,
+    TEACHER,
+    Candidate,
+    Choice,
+    candidates_of,
+    check_operator,
+    fits_needed,
+    own_operator,
+    proposed,
+    why_no_fit,
+)
+from asapc.passes.price import Apply, Price, Shape, prices, shapes_of
+from asapc.passes.rewrite import Replacement, rewritten_programs
+from asapc.passes.solve import Option, cheapest
+from asapc.passes.verify import comparable
+from asapc.progress import Progress
+from asapc.recipe import BUDGET_BOUNDS, DEFAULT_BUDGET, Recipe
+from asapc.runner import Runner, Tap
 from asapc.timing import interleaved_medians
 
-# A closure costs about a half-step: with so few of them the lossless loop is already as cheap.
-REPLACEMENTS: dict[str, tuple[str, ...]] = {
-    "sinkhorn": ("asap", "lot", "esp_hard"), "esp_soft": ("esp_hard",), "esp_hard": (), "lot": (),
-}  # fmt: skip
-# Operators that are fitted to a Sinkhorn site's outputs, and the recipe's key for their size.
-DISTILLED = {"lot": "pivots", "esp_hard": "slices"}
-FEW_HALF_STEPS = 5
-WORTHWHILE = 1.1  # an approximation must be this much faster than the exact loop to be picked
+WORTHWHILE = 1.1  # an approximation must be this much cheaper than the exact operator to be picked
+TIGHTENED = 0.8  # of the budget that a set exceeded, or of what it was predicted to use
+MAX_ROUNDS = 8  # of solving again, before sites are turned back one by one
+MAP_EXAMPLES = 128  # attention maps are compared on so many examples; outputs on all
+
+
+@dataclass
+class Tried:
+    """A candidate at its site and what was measured of it; verdict: why it is out, empty if it is not."""
+
+    candidate: Candidate
+    errors: dict[str, float] = field(default_factory=dict)
+    alone: dict[str, float] = field(default_factory=dict)
+    price: Price | None = None
+    verdict: str = ""
+
+    @property
+    def approximate(self) -> bool:
+        return self.candidate.replacement is not None
+
+
+@dataclass
+class OpenSite:
+    """A site that the selection decides: the exact operator first, then approximations."""
+
+    index: int
+    site: Site
+    recipe: Recipe
+    budget: Mapping[str, float]
+    tried: list[Tried]
+    teacher: Price | None = None
+
+    @property
+    def forced(self) -> bool:
+        return self.recipe.operator != "auto"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The operator a site becomes, why, and what was measured on the selection split."""
+class Selection:
+    """choices: one a site.  trail: what was tried and why it lost, in JSON types."""
 
-    operator: str
-    reason: str
-    replacement: Replacement | None = None
-    attention_rel_l2: float | None = None
-    lossless_ms: float | None = None
-    asap_ms: float | None = None
+    choices: list[Choice]
+    trail: dict[str, Any]
 
 
-def needs_fit(convention: AnyConvention, recipe: Recipe) -> TypeGuard[Convention]:
-    """Whether calibration may have something to fit: an operator is named that needs it, or auto and
-    the loop is long."""
-    if not isinstance(convention, Convention):
-        return False
-    if recipe.operator == "auto":
-        return convention.half_steps > FEW_HALF_STEPS
-    return recipe.operator in ("asap", *DISTILLED)
-
-
-def choose(
+def select(
+    analysis: Analysis,
     recipe: Recipe,
-    convention: AnyConvention,
-    calibration: AnySiteCalibration | None,
-    batches: Sequence[SiteTensors],
-) -> Choice:
-    """The operator of one site, from its activations on the selection split.
+    calibration: Calibration,
+    batches: Sequence[Batch],
+    progress: Progress,
+) -> Selection:
+    """The choice for every site, and the trail of the decision.
 
-    Exact instead of soft sorting is decided for the whole model, see pipeline.compile.
-    Raises InputError if the recipe names an operator that this kind of site cannot become.
+    batches: the selection split.  Raises InputError where a site cannot become what the recipe names,
+    where calibration lacks a fit, and where a metric of the budget cannot be measured.
     """
-    own = convention.to_dict()["operator"]
-    if recipe.operator not in ("auto", "lossless", own, *REPLACEMENTS[own]):
-        raise InputError(
-            f"recipe: a site of the kind {own} can become {' or '.join((own, *REPLACEMENTS[own]))}",
-            got=f"operator: {recipe.operator}",
-            help="name sites of different kinds under `sites`, each with its own operator",
-        )
-    if recipe.operator in ("lossless", own):
-        return Choice(own, "the recipe asks for it")
-    if isinstance(convention, LotConvention) or own == "esp_hard":
-        return Choice(own, "the same map from a faster kernel: nothing is approximated")
-    if isinstance(convention, EspConvention):
-        forced = recipe.operator == "esp_hard"
-        return Choice("esp_hard", "the recipe asks for it" if forced else "exact sorting", Hardened())
-    if recipe.operator == "auto" and convention.half_steps <= FEW_HALF_STEPS:
-        return Choice("sinkhorn", f"{convention.half_steps} half-steps cost as much as the closures")
-    if calibration is None:
-        return Choice("sinkhorn", f"no dual can be predicted: {why_no_fit(recipe, convention)}")
-    fidelity = AttentionFidelity()
-    for tensors in batches:
-        fidelity.update(
-            apply_lossless(convention, tensors, None),
-            apply_replacement(convention, calibration.replacement, tensors, None),
-            tensors.keep,
-        )
-    error = fidelity.metrics()["attention_rel_l2"]
-    if isinstance(calibration, SiteDistillation):
-        return Choice(recipe.operator, "the recipe asks for it", calibration.distilled, error)
-    amortised = calibration.amortised
-    if recipe.operator == "asap":
-        return Choice("asap", "the recipe asks for it", amortised, error)
-    budget = recipe.budget["attention_rel_l2"]
-    if not error <= budget:
-        return Choice(
-            "sinkhorn", f"asap exceeds the budget: attention_rel_l2 {error:.3g} > {budget:g}",
-            attention_rel_l2=error,
-        )  # fmt: skip
-    values = batches[0].k
-    times = interleaved_medians(
-        {
-            "lossless": lambda: apply_lossless(convention, batches[0], values),
-            "asap": lambda: apply_amortised(convention, amortised, batches[0], values),
-        },
-        repeats=7,
-    )
-    lossless, asap = times["lossless"]["median_ms"], times["asap"]["median_ms"]
-    if lossless < WORTHWHILE * asap:
-        return Choice(
-            "sinkhorn",
-            f"asap is {lossless / asap:.2f} x as fast as the lossless loop ({asap:.3g} and "
-            f"{lossless:.3g} ms), less than the {WORTHWHILE:g} x that an approximation must gain",
-            None, error, lossless, asap,
-        )
-    return Choice(
-        "asap", f"inside the budget, {lossless / asap:.2f} x the lossless speed", amortised,
-        error, lossless, asap,
-    )
-
-
-def why_no_fit(recipe: Recipe, convention: Convention) -> str:
-    """Why closure_plan gives none: the parity of the ending, or too few half-steps."""
-    return (
-        f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no "
-        f"{recipe.side} dual {recipe.closures} or fewer closures before its end"
-    )
-
-
-def apply_lossless(convention: Convention, t: SiteTensors, v: Tensor | None) -> Tensor:
-    """The finite loop on a site's tensors: A v, or the map A where v is None."""
-    settings = (
-        convention.score_multiplier,
-        convention.half_steps,
-        convention.first_side == "row",
-        factor_terms(convention.output_factor),
-    )
-    result: Tensor
-    if v is None:
-        result = torch.ops.asapc.sinkhorn_attention(t.q, t.k, t.keep, t.bias, *settings)
-    else:
-        result = torch.ops.asapc.sinkhorn(t.q, t.k, v, t.keep, t.bias, *settings)
-    return result
-
-
-def predict(convention: Convention, predictor: DualPredictor, t: SiteTensors) -> Tensor:
-    """One predicted dual on a site's tensors."""
-    dual: Tensor = torch.ops.asapc.dual(
-        t.q, t.k, t.keep, t.bias, *predictor.arguments(convention.score_multiplier)
-    )  # fmt: skip
-    return dual
-
-
-def apply_replacement(
-    convention: Convention, own: Amortised | Distilled, t: SiteTensors, v: Tensor | None
-) -> Tensor:
-    """What replaces a site's loop, on its tensors: A v, or the map A where v is None."""
-    if isinstance(own, Distilled):
-        return apply_distilled(own, t, v)
-    return apply_amortised(convention, own, t, v)
-
-
-def apply_distilled(own: Distilled, t: SiteTensors, v: Tensor | None) -> Tensor:
-    """A distilled operator on a site's tensors: A v, or the map A where v is None.
-
-    The same calls that rewrite puts into a graph.
-    """
-    operator = getattr(torch.ops.asapc, own.operator if v is not None else f"{own.operator}_attention")
-    values = () if v is None else (v,)
-    result: Tensor = operator(t.q, t.k, *values, t.keep, None, *own.arguments)
-    return times_share(result, t.keep) if own.share else result
-
-
-def apply_amortised(
-    convention: Convention, own: Amortised, t: SiteTensors, v: Tensor | None
-) -> Tensor:
-    """Predicted duals and closures on a site's tensors: A v, or the map A where v is None.
-
-    The same calls that rewrite.amortise puts into a graph.
-    """
-    duals: dict[str, Tensor | None] = {"source": None, "key": None}
-    mass: Tensor | None = None
-    for predictor in own.predictors:
-        if own.plan.rescaled:
-            duals["key"], mass = torch.ops.asapc.dual_and_row_mass(
-                t.q, t.k, t.keep, t.bias, *predictor.arguments(convention.score_multiplier, mass=True)
-            )
+    start = time.perf_counter()
+    settled: dict[int, Choice] = {}
+    sites: list[OpenSite] = []
+    for index, site in enumerate(analysis.sites):
+        own = recipe.for_site(site.name)
+        check_operator(site.convention, own)
+        choice = proposed(site.convention, own)
+        if choice is not None:
+            settled[index] = choice
         else:
-            duals[predictor.side] = predict(convention, predictor, t)
-    source = duals["source"]
-    if own.intercept is not None and source is not None:
-        source = source + own.intercept[:, None]
-    settings = (
-        source, duals["key"], convention.score_multiplier, own.plan.closures,
-        factor_terms(convention.output_factor),
+            sites.append(_opened(index, site, own, recipe, calibration))
+    first = _measure_sites(analysis, sites, batches, progress)
+    model = _Model(analysis, batches, recipe)
+    _measure_alone(model, sites, progress)
+    shapes = _measure_prices(analysis, sites, first, recipe, progress) if batches else {}
+    _rule_out(sites, recipe.objective)
+    rounds: list[dict[str, Any]] = []
+    picked = _solved(model, sites, recipe, rounds)
+    if picked and not all(own.forced for own in sites):
+        picked = _not_slower(model, sites, picked, rounds)
+    chosen = {own.index: _choice(own, own.tried[i]) for own, i in zip(sites, picked, strict=True)}
+    trail = {
+        "objective": recipe.objective,
+        "budget": dict(recipe.budget),
+        "examples": sum(map(len, batches)),
+        "seconds": time.perf_counter() - start,
+        "shapes": [list(shape) for shape in dict.fromkeys(s for own in shapes.values() for s in own)],
+        "sites": [_trail(own, own.tried[i]) for own, i in zip(sites, picked, strict=True)],
+        "rounds": rounds,
+    }
+    return Selection([(settled | chosen)[i] for i in range(len(analysis.sites))], trail)
+
+
+def _opened(
+    index: int, site: Site, own: Recipe, recipe: Recipe, calibration: Calibration
+) -> OpenSite:
+    exact = own_operator(site.convention)
+    fitted = [Tried(c) for c in candidates_of(site.name, site.convention, own, calibration)]
+    if own.operator != "auto":
+        if not fitted:
+            assert isinstance(site.convention, Convention)
+            reason = f"no dual can be predicted: {why_no_fit(own, site.convention)}"
+            fitted = [Tried(Candidate(exact, exact), verdict=reason)]
+        return OpenSite(index, site, own, {}, fitted)
+    tried = [Tried(Candidate(exact, exact)), *fitted]
+    return OpenSite(index, site, own, recipe.site_budget(site.name), tried)
+
+
+# Measuring
+
+
+def _measure_sites(
+    analysis: Analysis, sites: Sequence[OpenSite], batches: Sequence[Batch], progress: Progress
+) -> list[SiteTensors]:
+    """Errors of every approximation behind the teacher's layers; returns the sites' first batch."""
+    if not batches:
+        return []
+    tap = Tap(analysis.model, analysis.lifted)
+    approximate = [(own, t) for own in sites for t in own.tried if t.approximate]
+    maps = {id(t): (AttentionFidelity(), TensorFidelity()) for _, t in approximate}
+    first: list[SiteTensors] = []
+    seen = 0
+    for batch in progress.track(batches, "selection split", len(batches)):
+        if seen and (not approximate or seen >= MAP_EXAMPLES):
+            break
+        _, tensors = tap(batch)
+        first = first or tensors
+        for own in sites:
+            tried = [t for t in own.tried if t.approximate]
+            for piece in pieces(tensors[own.index]) if tried else []:
+                _compare(own.site.loop, tried, piece, maps)
+        seen += len(batch)
+    for _, t in approximate:
+        attention, output = maps[id(t)]
+        found = attention.metrics()
+        t.errors = {"attention_rel_l2": found.get("attention_rel_l2", math.inf)}
+        t.errors["output_rel_l2"] = output.metrics().get("output_rel_l2", math.inf)
+    return first
+
+
+def _compare(
+    convention: Convention,
+    tried: Sequence[Tried],
+    t: SiteTensors,
+    maps: Mapping[int, tuple[AttentionFidelity, TensorFidelity]],
+) -> None:
+    values = clean_values(t.k if t.v is None else t.v, t.keep)
+    with torch.no_grad():
+        exact = apply_lossless(convention, t, None)
+        for own in tried:
+            replacement = own.candidate.replacement
+            assert isinstance(replacement, Amortised | Distilled)
+            approximate = apply_replacement(convention, replacement, t, None)
+            attention, output = maps[id(own)]
+            attention.update(exact, approximate, t.keep)
+            output.update(exact @ values, approximate @ values)
+
+
+class _Model:
+    """The whole model on the selection split, whatever its sites become, against the lossless one."""
+
+    def __init__(self, analysis: Analysis, batches: Sequence[Batch], recipe: Recipe) -> None:
+        self.analysis, self.batches = analysis, batches
+        lossless = Runner(analysis.model, analysis.lifted)
+        self.exact = [comparable(lossless(batch)) for batch in batches]
+        self.limits = self._limits(recipe)
+
+    def _limits(self, recipe: Recipe) -> dict[str, float]:
+        """The budget of the whole model, as far as this model has what it limits."""
+        limits = {key: limit for key, limit in recipe.budget.items() if key != "attention_rel_l2"}
+        asked = set(limits).union(*(own.get("budget", {}) for own in recipe.sites.values()))
+        asked.discard("attention_rel_l2")
+        if not self.batches or not asked:
+            return limits
+        there = self._metrics(self.exact)
+        for key in sorted(asked - set(there)):
+            if recipe.budget == DEFAULT_BUDGET and key in DEFAULT_BUDGET:
+                del limits[key]  # not asked for: a model without classes has nothing to agree on
+                continue
+            needs = "labels" if key == "accuracy_drop" and "prediction_agreement" in there else (
+                "an output [B, classes]"
+            )
+            raise InputError(f"recipe: budget: {key} cannot be measured here", got=f"no {needs}")
+        return limits
+
+    def _metrics(self, outputs: Iterable[Any]) -> dict[str, float]:
+        fidelity = OutputFidelity()
+        for batch, exact, own in zip(self.batches, self.exact, outputs, strict=True):
+            fidelity.update(exact, own, batch.labels)
+        return fidelity.metrics()
+
+    def measure(self, own: Mapping[int, Replacement]) -> dict[str, float]:
+        """Metrics of the model with these sites replaced."""
+        if not own:
+            return self._metrics(self.exact)
+        runner = Runner(self.analysis.model, compiled_programs(self.analysis, set(), own))
+        return self._metrics(comparable(runner(batch)) for batch in self.batches)
+
+
+def compiled_programs(
+    analysis: Analysis, teacher: set[int], replacements: Mapping[int, Replacement]
+) -> list[Program]:
+    """The programs with every site lossless, but those left to the teacher's code, or replaced."""
+    lifted = analysis.lifted if not teacher else analysis.lifted_without(teacher)
+    kept = [index for index in range(len(analysis.sites)) if index not in teacher]
+    return rewritten_programs(lifted, [replacements.get(index) for index in kept])
+
+
+def _measure_alone(model: _Model, sites: Sequence[OpenSite], progress: Progress) -> None:
+    """What the model does with one approximation alone, where the budget asks."""
+    asking = [
+        (own, t) for own in sites for t in own.tried
+        if t.approximate and not own.forced and (model.limits or set(own.budget) - {"attention_rel_l2"})
+        and not _excess(t.errors, _of_site(own.budget))
+    ]  # fmt: skip
+    for own, t in progress.track(asking, "one site at a time", len(asking)) if asking else ():
+        assert t.candidate.replacement is not None
+        t.alone = model.measure({own.index: t.candidate.replacement})
+
+
+def _measure_prices(
+    analysis: Analysis,
+    sites: Sequence[OpenSite],
+    first: Sequence[SiteTensors],
+    recipe: Recipe,
+    progress: Progress,
+) -> dict[int, list[Shape]]:
+    """Prices of what the sites may become; sites alike in all that a price depends on share them."""
+    shapes: dict[int, list[Shape]] = {}
+    known: dict[Any, dict[str, Price]] = {}
+    batch = min(recipe.batch_size, first[0].q.shape[0]) if first else 0
+    timed = [own for own in sites if not own.forced]
+    for own in progress.track(timed, "timing candidates", len(timed)) if timed else ():
+        t = first[own.index]
+        shapes[own.index] = shapes_of(t, recipe.shapes, batch)
+        calls = _calls(analysis, own)
+        layout = tuple(None if x is None else (x.shape, x.dtype) for x in vars(t).values())
+        key = (repr(own.site.convention.to_dict()), layout, *calls)
+        if key not in known:
+            memory = recipe.objective == "memory"
+            known[key] = prices(calls, t, shapes[own.index], memory=memory)
+        own.teacher = known[key][TEACHER]
+        for tried in own.tried:
+            tried.price = known[key][tried.candidate.label]
+    return shapes
+
+
+def _calls(analysis: Analysis, own: OpenSite) -> dict[str, Apply]:
+    graph, place = site_graph(analysis.lifted, own.index)
+    calls: dict[str, Apply] = {TEACHER: site_function(graph, place, plain=True)}
+    for tried in own.tried:
+        replacement = tried.candidate.replacement
+        if replacement is None:
+            calls[tried.candidate.label] = site_function(graph, place)
+        else:
+            assert isinstance(replacement, Amortised | Distilled)
+            calls[tried.candidate.label] = partial(apply_replacement, own.site.loop, replacement)
+    return calls
+
+
+def site_graph(programs: Sequence[Program], index: int) -> tuple[torch.fx.GraphModule, int]:
+    """The graph that holds the index-th operator call of all programs, and its number there."""
+    for program in programs:
+        count = len(operator_calls(program.graph))
+        if index < count:
+            return program.graph, index
+        index -= count
+    raise IndexError("there are fewer operator calls than sites")
+
+
+# Deciding
+
+
+def _of_site(budget: Mapping[str, float]) -> dict[str, float]:
+    return {k: v for k, v in budget.items() if k == "attention_rel_l2"}
+
+
+def _excess(metrics: Mapping[str, float], budget: Mapping[str, float]) -> str:
+    """The first limit that is not kept, in words; empty where all are."""
+    for key, limit in budget.items():
+        value = metrics[key]
+        if not (value <= limit if BUDGET_BOUNDS[key] == "max" else value >= limit):
+            sign = ">" if BUDGET_BOUNDS[key] == "max" else "<"
+            return f"{key} {value:.4g} {sign} {limit:g}"
+    return ""
+
+
+def _rule_out(sites: Sequence[OpenSite], objective: str) -> None:
+    """Verdicts on candidates that cannot be chosen, whatever the other sites become."""
+    for own in sites:
+        if own.forced or own.teacher is None:
+            continue
+        exact = own.tried[0]
+        for tried in own.tried:
+            assert tried.price is not None
+            slower = tried.price.slower_than(own.teacher)
+            if tried.approximate:
+                tried.verdict = _excess(tried.errors, _of_site(own.budget))
+                if not tried.verdict and set(own.budget) - {"attention_rel_l2"}:
+                    limits = {k: v for k, v in own.budget.items() if k != "attention_rel_l2"}
+                    beyond = _excess(tried.alone, limits)
+                    tried.verdict = f"with this site alone {beyond}" if beyond else ""
+                if tried.verdict:
+                    tried.verdict = f"exceeds the budget: {tried.verdict}"
+                elif own.teacher is not None and slower is not None:
+                    tried.verdict = _slower(slower)
+                else:
+                    tried.verdict = _hardly_cheaper(tried, exact, objective)
+            elif slower is not None:
+                tried.verdict = _slower(slower)
+        if exact.verdict:  # nothing exact beats the teacher's own code
+            left = Tried(Candidate(TEACHER, TEACHER), price=own.teacher)
+            own.tried.insert(0, left)
+
+
+def _slower(shape: Shape) -> str:
+    return f"slower than the teacher at {_text(shape)}"
+
+
+def _hardly_cheaper(tried: Tried, exact: Tried, objective: str) -> str:
+    cost, own = _cost(exact, objective), _cost(tried, objective)
+    if cost >= WORTHWHILE * own:
+        return ""
+    gain = cost / own if own else math.inf
+    what = "as fast" if objective == "latency" else "as small"
+    return (
+        f"{gain:.2f} x {what} as the exact operator, less than the {WORTHWHILE:g} x that an "
+        "approximation must gain"
+    )
+
+
+def _cost(tried: Tried, objective: str) -> float:
+    assert tried.price is not None
+    if objective == "latency":
+        return tried.price.milliseconds
+    if tried.price.mib is None:
+        raise InputError(
+            "recipe: objective: memory needs a system that tells how much a process holds",
+            help="on other systems than Linux choose `objective: latency`",
+        )
+    return tried.price.mib
+
+
+def _damage(key: str, value: float) -> float:
+    """How far a metric is from harmless; these are taken to add up over sites."""
+    return max(0.0, 1 - value if BUDGET_BOUNDS[key] == "min" else value)
+
+
+def _solved(
+    model: _Model, sites: Sequence[OpenSite], recipe: Recipe, rounds: list[dict[str, Any]]
+) -> list[int]:
+    """Which of each site's `tried`; every set that was verified is added to `rounds`."""
+    limits = {key: _damage(key, limit) for key, limit in model.limits.items()}
+    free = [own for own in sites if not own.forced]
+    if not free or any(own.teacher is None for own in free):
+        return [0] * len(sites)
+    picked: list[int] = []
+    for _ in range(MAX_ROUNDS):
+        options = [_options(own, limits, recipe.objective) for own in sites]
+        found = cheapest(options, list(limits.values()))
+        assert found is not None, "the exact operators are always inside the budget"
+        if found == picked:
+            break
+        picked = found
+        if _verified(model, sites, picked, limits, recipe, rounds):
+            return picked
+        measured = rounds[-1]["measured"]
+        for key, limit in limits.items():
+            used = sum(_damage(key, t.alone[key]) for t in _chosen(sites, picked) if t.alone)
+            if _excess(measured, {key: model.limits[key]}):
+                limits[key] = TIGHTENED * min(limit, used)
+    while True:
+        approximate = [
+            i for i, own in enumerate(sites) if not own.forced and own.tried[picked[i]].approximate
+        ]
+        if not approximate:
+            break
+        picked[max(approximate, key=lambda i: _harm(sites[i].tried[picked[i]], model.limits))] = 0
+        if _verified(model, sites, picked, limits, recipe, rounds):
+            break
+    return picked
+
+
+def _options(own: OpenSite, limits: Mapping[str, float], objective: str) -> list[Option]:
+    if own.forced:
+        return [Option(0.0, (0.0,) * len(limits))]
+    options = []
+    for tried in own.tried:
+        if tried.verdict:
+            options.append(Option(math.inf, (math.inf,) * max(1, len(limits))))
+            continue
+        damages = tuple(_damage(key, tried.alone[key]) if tried.approximate else 0.0 for key in limits)
+        options.append(Option(_cost(tried, objective), damages))
+    return options
+
+
+def _chosen(sites: Sequence[OpenSite], picked: Sequence[int]) -> list[Tried]:
+    return [own.tried[i] for own, i in zip(sites, picked, strict=True)]
+
+
+def _harm(tried: Tried, limits: Mapping[str, float]) -> float:
+    """Share of the budget that a candidate alone takes; its attention error breaks ties."""
+    shares = [
+        _damage(key, tried.alone[key]) / max(_damage(key, limit), 1e-12)
+        for key, limit in limits.items() if key in tried.alone
+    ]  # fmt: skip
+    return max(shares, default=0.0) + 1e-9 * tried.errors.get("attention_rel_l2", 0.0)
+
+
+def _replacements(sites: Sequence[OpenSite], picked: Sequence[int]) -> dict[int, Replacement]:
+    return {
+        own.index: t.candidate.replacement
+        for own, t in zip(sites, _chosen(sites, picked), strict=True)
+        if t.candidate.replacement is not None
+    }
+
+
+def _verified(
+    model: _Model,
+    sites: Sequence[OpenSite],
+    picked: Sequence[int],
+    limits: Mapping[str, float],
+    recipe: Recipe,
+    rounds: list[dict[str, Any]],
+) -> bool:
+    """Whether the whole model with this set is inside its budget."""
+    measured = model.measure(_replacements(sites, picked)) if model.limits else {}
+    beyond = _excess(measured, model.limits)
+    costs = [_cost(t, recipe.objective) for t in _chosen(sites, picked) if t.price is not None]
+    rounds.append(
+        {
+            "budget": {key: 1 - x if BUDGET_BOUNDS[key] == "min" else x for key, x in limits.items()},
+            "choice": {
+                own.site.name: own.tried[i].candidate.label for own, i in zip(sites, picked, strict=True)
+            },
+            "predicted_ms" if recipe.objective == "latency" else "predicted_mib": sum(costs),
+            "measured": {key: measured[key] for key in model.limits},
+            "verdict": beyond or "inside the budget",
+        }
     )  # fmt: skip
-    result: Tensor
-    if v is None:
-        result = torch.ops.asapc.asap_attention(t.q, t.k, t.keep, t.bias, *settings)
-    else:
-        result = torch.ops.asapc.asap(t.q, t.k, v, t.keep, t.bias, *settings)
-    return result if mass is None else (result * mass[..., None]).to(result.dtype)
+    return not beyond
+
+
+def _not_slower(
+    model: _Model, sites: Sequence[OpenSite], picked: list[int], rounds: list[dict[str, Any]]
+) -> list[int]:
+    """The set, or the teacher at every free site where the whole model is slower with the set."""
+    batch = model.batches[0] if model.batches else None
+    if batch is None:
+        return picked
+    kept = {
+        own.index for own, i in zip(sites, picked, strict=True)
+        if own.tried[i].candidate.operator == TEACHER
+    }  # fmt: skip
+    analysis = model.analysis
+    runners = {
+        "teacher": Runner(analysis.model, analysis.capture.programs),
+        "compiled": Runner(
+            analysis.model, compiled_programs(analysis, kept, _replacements(sites, picked))
+        ),
+    }
+    times = interleaved_medians(
+        {name: partial(runner, batch) for name, runner in runners.items()}, repeats=5, warmup=1
+    )
+    whole = {f"{name}_ms": found["median_ms"] for name, found in times.items()}
+    rounds[-1]["whole_model"] = whole
+    if times["compiled"]["q1"] <= times["teacher"]["q3"]:
+        return picked
+    rounds[-1]["verdict"] = "the whole model is slower than the teacher"
+    turned = list(picked)
+    for i, own in enumerate(sites):
+        if own.forced:
+            continue
+        own.tried[picked[i]].verdict = "the whole model is slower than the teacher with it"
+        if own.tried[0].candidate.operator != TEACHER:
+            own.tried.insert(0, Tried(Candidate(TEACHER, TEACHER), price=own.teacher))
+        turned[i] = 0
+    return turned
+
+
+# Telling
+
+
+def _choice(own: OpenSite, tried: Tried) -> Choice:
+    candidate = tried.candidate
+    return Choice(
+        candidate.operator, _reason(own, tried), candidate.replacement,
+        tried.errors.get("attention_rel_l2"), candidate.fit,
+    )  # fmt: skip
+
+
+def _reason(own: OpenSite, tried: Tried) -> str:
+    """Why, without any time: two runs that choose alike write the same."""
+    if own.forced:
+        return tried.verdict or "the recipe asks for it"
+    if tried.candidate.operator == TEACHER:
+        return "nothing that was tried is faster than the teacher's own code"
+    if tried.approximate:
+        return "the cheapest inside the budget"
+    convention = own.site.convention
+    if not isinstance(convention, Convention):
+        return "the same map from a faster kernel: nothing is approximated"
+    if len(own.tried) > 1:
+        return "; ".join(
+            f"{t.candidate.label}: {_lost(t)}" for t in own.tried if t.approximate
+        )
+    if convention.half_steps <= FEW_HALF_STEPS:
+        return f"{convention.half_steps} half-steps cost as much as the closures"
+    if not fits_needed(convention, own.recipe):
+        tried_ways = own.recipe.alternatives()
+        return f"no dual can be predicted: {why_no_fit(tried_ways[0], convention)}"
+    return "nothing was tried: the selection split is empty"
+
+
+def _lost(tried: Tried) -> str:
+    if tried.verdict.startswith("exceeds the budget"):
+        return tried.verdict
+    if tried.verdict:
+        return "not enough faster"
+    return "the whole model exceeded the budget with it"
+
+
+def _trail(own: OpenSite, picked: Tried) -> dict[str, Any]:
+    listed = []
+    for t in own.tried:
+        price = t.price
+        verdict = "chosen" if t is picked else t.verdict or (
+            "another set is cheaper inside the budget" if t.approximate else "exact, but not the cheapest"
+        )
+        listed.append(
+            {
+                "label": t.candidate.label,
+                "operator": t.candidate.operator,
+                "attention_rel_l2": t.errors.get("attention_rel_l2"),
+                "output_rel_l2": t.errors.get("output_rel_l2"),
+                "alone": {k: v for k, v in t.alone.items() if k in BUDGET_BOUNDS},
+                "latency_ms": {} if price is None else _by_shape(price),
+                "teacher_ms": {} if own.teacher is None else _by_shape(own.teacher),
+                "memory_mib": None if price is None else price.mib,
+                "chosen": t is picked,
+                "verdict": verdict,
+            }
+        )
+    return {"name": own.site.name, "candidates": listed}
+
+
+def _by_shape(price: Price) -> dict[str, float]:
+    return {_text(shape): value for shape, value in price.median.items()}
+
+
+def _text(shape: Shape) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def turned_back(choice: Choice, operator: str, reason: str) -> Choice:
+    """The same site, exact after all."""
+    return replace(choice, operator=operator, reason=reason, replacement=None, fit=None)

@@ -25,7 +25,7 @@ from asapc.ir import Program
 from asapc.passes.calls import FORMS, operator_calls
 from asapc.passes.capture import export_graph
 from asapc.passes.rewrite import Hardened
-from asapc.passes.select import Choice
+from asapc.passes.candidates import Choice
 from asapc.recipe import Recipe
 from asapc.report.tables import report_tables
 from asapc.runner import Runner

@@ -28,7 +28,7 @@ from asapc.formats.calibration import (
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.asap import asap_attention
 from asapc.operators.sinkhorn import factor_terms, finite_duals, sinkhorn_attention
-from asapc.passes.select import apply_amortised
+from asapc.passes.apply import apply_amortised
 from asapc.recipe import Recipe
 
 
@@ -502,7 +502,7 @@ def calibration(**changes):
         "layers.2.attn": {"side": "key", "closures": 1, "features": ("coarse:3",)},
         "layers.3.attn": {"side": "both", "closures": 0, "features": ("gaussian",)},
     }.items():
-        sites[name] = fit([site_tensors(batch=8)], name=name, **fields)
+        sites[name] = (fit([site_tensors(batch=8)], name=name, **fields),)
     base = Calibration(
         "f" * 64, {"closures": 3}, "whole", sites, "d.npz", "sequential", (0, 2**63, 2**64 - 1)
     )
@@ -532,6 +532,7 @@ def test_folder_round_trip(saved, tmp_path):
     assert sorted(p.name for p in (tmp_path / "calib").iterdir()) == [
         "calibration.json",
         "calibration.safetensors",
+        "timings.json",
     ]
     shutil.move(tmp_path / "calib", tmp_path / "moved")
     assert flat(load_calibration(tmp_path / "moved")) == flat(saved)
@@ -540,18 +541,18 @@ def test_folder_round_trip(saved, tmp_path):
 def test_a_loaded_calibration_computes_the_same(saved, tmp_path):
     save_calibration(tmp_path / "calib", saved)
     unseen = site_tensors(77)
-    for name, site in load_calibration(tmp_path / "calib").sites.items():
+    for name, (site,) in load_calibration(tmp_path / "calib").sites.items():
         found = apply_amortised(site.convention, site.amortised, unseen, None)
-        own = saved.sites[name]
+        (own,) = saved.sites[name]
         assert isinstance(site, SiteCalibration)
         assert torch.equal(found, apply_amortised(own.convention, own.amortised, unseen, None))
 
 
 def test_folder_round_trip_without_hashes_and_with_infinite_condition(saved, tmp_path):
-    site = saved.sites["layers.0.attn"]
+    (site,) = saved.sites["layers.0.attn"]
     quality = dataclasses.replace(site.quality[0], condition_number=(math.inf,))
     site = dataclasses.replace(site, quality=(quality,))
-    own = dataclasses.replace(saved, sites={"layers.0.attn": site}, seen_hashes=())
+    own = dataclasses.replace(saved, sites={"layers.0.attn": (site,)}, seen_hashes=())
     save_calibration(tmp_path / "calib", own)
     json.loads((tmp_path / "calib" / "calibration.json").read_text(), parse_constant=pytest.fail)
     assert flat(load_calibration(tmp_path / "calib")) == flat(own)
@@ -610,8 +611,8 @@ DAMAGE = {
     "short tensors": (overwritten("calibration.safetensors", lambda b: b[:-5]), "damaged"),
     "short text": (overwritten("calibration.json", lambda b: b[:40]), "damaged"),
     "no text": (overwritten("calibration.json", lambda b: b"\xff\xfe\x00"), "damaged"),
-    "a list": (overwritten("calibration.json", lambda b: b"[]"), "format_version must be 2"),
-    "old version": (edited("format_version", value=1), "format_version must be 2.*got 1"),
+    "a list": (overwritten("calibration.json", lambda b: b"[]"), "format_version must be 3"),
+    "old version": (edited("format_version", value=1), "format_version must be 3.*got 1"),
     "no teacher": (edited("teacher"), "damaged"),
     "no order": (edited("order"), "damaged"),
     "bad order": (edited("order", value="random"), "expected parallel or sequential"),

@@ -49,8 +49,9 @@ INSPECTION = {
     ],
 }
 REPORT = {
-    "format_version": 1,
-    "model": {"prediction_agreement": 0.98, "speedup": 3.5},
+    "format_version": 2,
+    "fingerprints": {"teacher": "t", "data": "d"},
+    "model": {"examples": 512, "prediction_agreement": 0.98, "speedup": 3.5},
     "sites": [{"name": "layers.0", "operator": "asap", "metrics": {"attention_rel_l2": 0.04}}],
     "refused": [],
     "environment": {},
@@ -89,7 +90,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     pipeline = ModuleType("asapc.pipeline")
     inspection = SimpleNamespace(to_dict=lambda: INSPECTION)
     pipeline.inspect = stand_in("inspect", inspection)  # type: ignore[attr-defined]
-    calibration = SimpleNamespace(sites={"layers.0": SITE}, order="parallel")
+    calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel")
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
     pipeline.compile = stand_in("compile", MANIFEST)  # type: ignore[attr-defined]
     evaluate = ModuleType("asapc.evaluate")
@@ -257,14 +258,74 @@ def test_report_writes_its_files_and_the_gate_sets_the_exit_code(
     Path("bad.yaml").write_text("attention_rel_l2: {max: 0.01}\nspeedup: {min: 2}")
     assert cli.main(["report", "out", "--gate", "good.yaml"]) == 0
     assert "gate failed" not in capsys.readouterr().err
+    assert json.loads(Path("out/report.json").read_text())["gate"]["verdict"] == "ACCEPT"
     assert cli.main(["report", "out", "--gate", "bad.yaml", "--json"]) == 1
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert result == json.loads(Path("out/report.json").read_text())
     assert [entry["passed"] for entry in result["gate"]["checks"]] == [False, True]
     assert not result["gate"]["passed"]
-    assert "asapc: gate failed: attention_rel_l2 of layers.0 is 0.04 (max 0.01)" in err
-    assert "**Gate: FAILED**" in Path("out/report.md").read_text()
+    assert err.endswith(
+        "asapc: gate failed: REGRESSION\n"
+        "  REGRESSION: attention_rel_l2 of layers.0 is 0.04, beyond its limit (max 0.01)\n"
+    )
+    assert Path("out/report.md").read_text().startswith("# asapc: REGRESSION, 3.50x as fast")
+
+
+def test_an_anomalous_report_fails_the_gate_with_the_same_code(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("gates.yaml").write_text("prediction_agreement: {min: 0.999}\nspeedup: {min: 9}")
+    assert cli.main(["report", "out", "--gate", "gates.yaml", "--junit", "elsewhere.xml"]) == 1
+    lines = capsys.readouterr().err.splitlines()[-3:]
+    assert lines[0] == "asapc: gate failed: ANOMALOUS"
+    assert lines[1].startswith("  ANOMALOUS: prediction_agreement of model rests on 512 examples, too")
+    assert lines[2].startswith("  REGRESSION: speedup of model is 3.5, beyond its limit")
+    text = Path("elsewhere.xml").read_text()
+    assert text == Path("out/junit.xml").read_text()
+    assert 'errors="1"' in text and 'failures="1"' in text
+
+
+def test_a_baseline_is_held_against_the_report(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    better = json.loads(json.dumps(REPORT))
+    better["sites"][0]["metrics"]["attention_rel_l2"] = 0.02
+    Path("better.json").write_text(json.dumps(better))
+    assert cli.main(["report", "out"]) == 0
+    assert json.loads(Path("out/report.json").read_text())["gate"]["verdict"] is None
+    # the file that this very run replaces
+    assert cli.main(["report", "out", "--baseline", "out/report.json", "--max-regression", "0"]) == 0
+    gate = json.loads(Path("out/report.json").read_text())["gate"]
+    assert (gate["verdict"], gate["baseline"]["verdict"]) == ("ACCEPT", "ACCEPT")
+    assert gate["baseline"]["max_regression"] == 0
+    capsys.readouterr()
+    assert cli.main(["report", "out", "--baseline", "better.json"]) == 1
+    assert "100 % worse than the baseline's 0.02 (2 % allowed)" in capsys.readouterr().err
+    for allowed in (["100%"], ["1%", "attention_rel_l2=100%"]):
+        options = [word for own in allowed for word in ("--max-regression", own)]
+        assert cli.main(["report", "out", "--baseline", "better.json", *options]) == 0
+    other = {**better, "fingerprints": {"teacher": "t", "data": "e"}}
+    Path("better.json").write_text(json.dumps(other))
+    capsys.readouterr()
+    assert cli.main(["report", "out", "--baseline", "better.json"]) == 2
+    assert "must be a report on the same data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--baseline", "missing.json"], "baseline missing.json: no such file"),
+        (["--max-regression", "2%"], "--max-regression needs a --baseline"),
+        (["--baseline", "missing.json", "--max-regression", "2"], "write two percent as 2%"),
+    ],
+)
+def test_a_bad_baseline_is_found_before_anything_is_measured(
+    calls: dict[str, Any], capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert cli.main(["report", "out", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not calls
 
 
 def test_an_unknown_gate_is_found_before_anything_is_measured(

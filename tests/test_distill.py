@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import asapc
-from asapc import pipeline
 from asapc.calibration import distill
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.distill import Distiller, esp_maker, fit_lot, lot_maker
@@ -37,9 +35,10 @@ from asapc.formats.load import load_teacher
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.models import ARCHITECTURES
 from asapc.operators.lot import lot
-from asapc.passes.analyse import Site, analyse
+from asapc.passes.analyse import analyse
+from asapc.passes.apply import apply_distilled, apply_lossless
+from asapc.passes.candidates import candidates_of
 from asapc.passes.rewrite import rewritten_programs
-from asapc.passes.select import apply_distilled, apply_lossless
 from asapc.recipe import Recipe
 from asapc.runner import Runner, Tap
 
@@ -348,22 +347,22 @@ def test_half_precision_is_fitted_in_single(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_calibration_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distill, "STEPS", 2)
-    sites = {name: distilled(operator=name, pivots=2, slices=3) for name in ("lot", "esp_hard")}
+    sites = {name: (distilled(operator=name, pivots=2, slices=3),) for name in ("lot", "esp_hard")}
     save_calibration(tmp_path / "c", Calibration("teacher", {}, "whole", sites, "data"))
     read = load_calibration(tmp_path / "c")
-    for name, own in sites.items():
-        site_read = read.sites[name]
+    for name, (own,) in sites.items():
+        (site_read,) = read.sites[name]
         assert isinstance(site_read, SiteDistillation)
         assert all(map(_equal, site_read.distilled.arguments, own.distilled.arguments))
         rest = {"distilled": dataclasses.replace(own.distilled, arguments=())}
         mine = {"distilled": dataclasses.replace(site_read.distilled, arguments=())}
         assert dataclasses.replace(site_read, **mine) == dataclasses.replace(own, **rest)
-    assert fit_facts(read.sites["lot"])["pivots"] == 2
-    assert fit_facts(read.sites["esp_hard"])["slices"] == 3
+    assert fit_facts(read.sites["lot"][0])["pivots"] == 2
+    assert fit_facts(read.sites["esp_hard"][0])["slices"] == 3
     tensors = load_file(tmp_path / "c" / "calibration.safetensors")
     for broken in (torch.full((2, 2, 4), torch.nan), torch.ones(2, 2)):
-        save_file({**tensors, "lot.lot.1": broken}, tmp_path / "c" / "calibration.safetensors")
-        with pytest.raises(InputError, match=r"damaged calibration folder[\s\S]*lot\.1"):
+        save_file({**tensors, "lot.0.lot.1": broken}, tmp_path / "c" / "calibration.safetensors")
+        with pytest.raises(InputError, match=r"damaged calibration folder[\s\S]*lot\.0\.lot\.1"):
             load_calibration(tmp_path / "c")
 
 
@@ -383,11 +382,11 @@ def test_counts_in_a_recipe(key: str) -> None:
             {"operator": "lot", "pivots": 2}, {"operator": "lot", "pivots": 3},
             "distilled with `pivots: 2`",
         ),
-        ({"operator": "lot"}, {"operator": "esp_hard"}, "distilled with `operator: lot`"),
-        ({"operator": "lot"}, {"operator": "auto"}, "fitted with `operator: lot`"),
+        ({"operator": "lot"}, {"operator": "esp_hard"}, "not fitted as `esp_hard 32`"),
+        ({"operator": "lot"}, {"operator": "auto"}, "not fitted as `asap key 1 coarse:32`"),
         ({"operator": "esp_hard", "slices": 2}, {"operator": "esp_hard", "slices": 2, "seed": 1},
          "distilled with `seed: 0`"),
-        ({"operator": "asap", "features": ["norm"]}, {"operator": "lot"}, "fitted with `operator: asap`"),
+        ({"operator": "asap", "features": ["norm"]}, {"operator": "lot"}, "not fitted as `lot 32`"),
         ({"operator": "lossless"}, {"operator": "lot"}, "was not fitted"),
         ({"operator": "lot", "pivots": 2}, {"operator": "lot", "pivots": 2, "ridge": 1, "slices": 3}, ""),
         ({"operator": "lot"}, {"operator": "lossless"}, ""),
@@ -403,17 +402,16 @@ def test_another_recipe_needs_another_fit(
     if recipe.operator in ("lot", "esp_hard"):
         own = Distiller("layer", convention, recipe)
         own.update(site())
-        fitted["layer"] = own.calibration()
+        fitted["layer"] = (own.calibration(),)
     elif recipe.operator == "asap":
         plan = closure_plan(convention, 1, "key")
         assert plan is not None
         statistics = SiteStatistics("layer", convention, plan, recipe)
         statistics.update(site())
-        fitted = finish({"layer": statistics})
-    analysis: Any = SimpleNamespace(sites=[Site("layer", convention, 2, 4, 0.0)])
+        fitted = {"layer": (finish({"layer": statistics})["layer"],)}
     calibration = Calibration("teacher", recipe.to_dict(), "whole", fitted, "data")
     with pytest.raises(InputError, match=message) if message else nullcontext():
-        pipeline._check_calibration(analysis, calibration, Recipe.from_dict(now), "calib")
+        candidates_of("layer", convention, Recipe.from_dict(now), calibration)
 
 
 # The whole way
@@ -516,7 +514,7 @@ def test_maps_that_are_returned_are_distilled_ones(work: Path) -> None:
     analysis = analyse(teacher, batch)
     assert all(t.v is None for t in Tap(analysis.model, analysis.lifted)(batch)[1])
     fitted = load_calibration(work / "calib").sites
-    own = rewritten_programs(analysis.lifted, [fitted[s.name].replacement for s in analysis.sites])
+    own = rewritten_programs(analysis.lifted, [fitted[s.name][0].replacement for s in analysis.sites])
     _, maps = Runner(analysis.model, own)(batch)
     for found in maps:
         assert found.shape == (3, 2, 12, 12) and not bool(found[1:, :, :, 6:].any())
@@ -527,7 +525,7 @@ def test_maps_that_are_returned_are_distilled_ones(work: Path) -> None:
 def test_sequential_fits_behind_what_is_distilled(work: Path) -> None:
     both = [load_calibration(work / name).sites.values() for name in ("calib", "sequential")]
     equal = []
-    for parallel, sequential in zip(*both, strict=True):
+    for (parallel,), (sequential,) in zip(*both, strict=True):
         assert isinstance(parallel, SiteDistillation) and isinstance(sequential, SiteDistillation)
         equal.append(all(map(_equal, parallel.distilled.arguments, sequential.distilled.arguments)))
     assert equal == [True, False]
@@ -535,7 +533,7 @@ def test_sequential_fits_behind_what_is_distilled(work: Path) -> None:
 
 def test_examples_the_fit_stopped_by_are_seen(work: Path) -> None:
     calibration = load_calibration(work / "calib")
-    for own in calibration.sites.values():
+    for (own,) in calibration.sites.values():
         assert isinstance(own, SiteDistillation) and own.held_out > 0
         assert len(calibration.seen_hashes) == own.examples + own.held_out
 

@@ -1,17 +1,19 @@
 """The calibration folder: calibration.json (what and how) and calibration.safetensors (numbers).
 
-calibration.json         format_version, teacher, recipe, capture, data, order, per-site facts
-calibration.safetensors  seen_hashes int64 and, per site and predicted side,
-                         <site>.<side>.coefficients [1|H, F], <site>.<side>.parameter.<i>,
-                         <site>.intercept [H] where both duals are predicted;
-                         <site>.<operator>.<i>, the tensors among a distilled site's arguments
+calibration.json         format_version, teacher, recipe, capture, data, order, and the facts of every
+                         fit, one for each candidate of each site
+calibration.safetensors  seen_hashes int64 and, for the c-th fit of a site and each predicted side,
+                         <site>.<c>.<side>.coefficients [1|H, F], <site>.<c>.<side>.parameter.<i>,
+                         <site>.<c>.intercept [H] where both duals are predicted;
+                         <site>.<c>.<operator>.<i>, the tensors among a distilled site's arguments
+timings.json             seconds of every fit: the only file that two runs do not write alike
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,11 @@ from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor, clos
 from asapc.formats.atomic import replace_folder
 from asapc.ir import Convention, Distilled
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Which arguments of a distilled operator are tensors, and of how many axes.
 _DISTILLED_AXES = {"lot": {1: 3, 2: 2}, "esp_hard": {0: 3, 1: 1}}
-_JSON, _TENSORS, _HASHES = "calibration.json", "calibration.safetensors", "seen_hashes"
+_JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
+_HASHES = "seen_hashes"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class SiteCalibration:
     """What was fitted at one site.
 
     quality: one per predictor of `amortised`.  examples, tokens: examples and regression rows used.
+    settings: the fit's, see Recipe.fit_settings.
     """
 
     convention: Convention
@@ -66,6 +70,7 @@ class SiteCalibration:
     tokens: int
     fit_seconds: float
     sharing: str = "per_head"  # of the coefficients, as in a recipe
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -93,6 +98,7 @@ class SiteDistillation:
     held_out: int
     tokens: int
     fit_seconds: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -110,7 +116,7 @@ AnySiteCalibration = SiteCalibration | SiteDistillation
 
 @dataclass(frozen=True)
 class Calibration:
-    """Every fitted site of one teacher.
+    """Every fit of one teacher's sites, in the order of the recipe's candidates.
 
     teacher: its fingerprint; recipe: as a mapping; capture: "whole" or "module";
     data: where the examples came from; order: "parallel" fits every site behind the teacher's own
@@ -121,23 +127,35 @@ class Calibration:
     teacher: str
     recipe: Mapping[str, Any]
     capture: str
-    sites: Mapping[str, AnySiteCalibration]
+    sites: Mapping[str, Sequence[AnySiteCalibration]]
     data: str
     order: str = "parallel"
     seen_hashes: tuple[int, ...] = field(default=())
 
     @property
     def fit_seconds(self) -> float:
-        return sum(site.fit_seconds for site in self.sites.values())
+        return sum(fit.fit_seconds for fits in self.sites.values() for fit in fits)
+
+    def fit_of(
+        self, site: str, settings: Mapping[str, Any], plan: ClosurePlan | None
+    ) -> AnySiteCalibration | None:
+        """The fit of one candidate: its settings and, where a dual is predicted, its plan."""
+        for fit in self.sites.get(site, ()):
+            own_plan = fit.amortised.plan if isinstance(fit, SiteCalibration) else None
+            if dict(fit.settings) == dict(settings) and own_plan == plan:
+                return fit
+        return None
 
 
 def save_calibration(folder: str | Path, calibration: Calibration) -> None:
     """Write the folder whole or not at all. Raises InputError if it cannot be written."""
     tensors = {_HASHES: torch.tensor([_signed(h) for h in calibration.seen_hashes]).long()}
     sites = {}
-    for name, site in calibration.sites.items():
-        tensors.update(_site_tensors(name, site))
-        sites[name] = _site_facts(site)
+    for name, fits in calibration.sites.items():
+        for index, fit in enumerate(fits):
+            tensors.update(fit_tensors(f"{name}.{index}", fit))
+        sites[name] = [fit_document(fit) for fit in fits]
+    seconds = {name: [fit.fit_seconds for fit in fits] for name, fits in calibration.sites.items()}
     document = {
         "format_version": FORMAT_VERSION,
         "teacher": calibration.teacher,
@@ -151,6 +169,7 @@ def save_calibration(folder: str | Path, calibration: Calibration) -> None:
         save_file(tensors, partial / _TENSORS)
         text = json.dumps(document, indent=2, allow_nan=False)
         (partial / _JSON).write_text(text + "\n", encoding="utf-8")
+        (partial / _TIMINGS).write_text(json.dumps({"fit_seconds": seconds}) + "\n", encoding="utf-8")
 
 
 def load_calibration(folder: str | Path) -> Calibration:
@@ -173,12 +192,20 @@ def load_calibration(folder: str | Path) -> Calibration:
         raise _broken(place, f"{_TENSORS} is missing") from None
     except (OSError, SafetensorError) as error:
         raise _broken(place, f"{_TENSORS}: {error}") from error
+    timings = _read_json(place / _TIMINGS)
     try:
+        seconds = timings["fit_seconds"]
         return Calibration(
             teacher=document["teacher"],
             recipe=document["recipe"],
             capture=document["capture"],
-            sites={name: _site(name, s, tensors) for name, s in document["sites"].items()},
+            sites={
+                name: tuple(
+                    fit_from(f"{name}.{index}", own, tensors, float(seconds[name][index]))
+                    for index, own in enumerate(fits)
+                )
+                for name, fits in document["sites"].items()
+            },
             data=document["data"],
             order=_one_of(document["order"], "parallel", "sequential"),
             seen_hashes=tuple(h & (2**64 - 1) for h in tensors[_HASHES].tolist()),
@@ -187,7 +214,8 @@ def load_calibration(folder: str | Path) -> Calibration:
         raise _broken(place, f"{type(error).__name__}: {error}") from error
 
 
-def _site_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
+def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
+    """The tensors of a fit under names that start with `name`."""
     if isinstance(site, SiteDistillation):
         stem, arguments = f"{name}.{site.distilled.operator}", enumerate(site.distilled.arguments)
         return {f"{stem}.{i}": x.contiguous() for i, x in arguments if isinstance(x, Tensor)}
@@ -203,7 +231,8 @@ def _site_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
     return tensors
 
 
-def _site_facts(site: AnySiteCalibration) -> dict[str, Any]:
+def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
+    """What else there is to a fit, but how long it took: JSON types."""
     if isinstance(site, SiteDistillation):
         own = site.distilled
         return {
@@ -216,7 +245,7 @@ def _site_facts(site: AnySiteCalibration) -> dict[str, Any]:
             "examples": site.examples,
             "held_out": site.held_out,
             "tokens": site.tokens,
-            "fit_seconds": site.fit_seconds,
+            "settings": dict(site.settings),
         }
     predictors = zip(site.amortised.predictors, site.quality, strict=True)
     return {
@@ -237,11 +266,15 @@ def _site_facts(site: AnySiteCalibration) -> dict[str, Any]:
         ],
         "examples": site.examples,
         "tokens": site.tokens,
-        "fit_seconds": site.fit_seconds,
+        "settings": dict(site.settings),
     }
 
 
-def _site(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> AnySiteCalibration:
+def fit_from(
+    name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor], seconds: float
+) -> AnySiteCalibration:
+    """Inverse of fit_tensors and fit_document.  Raises KeyError, TypeError, ValueError or InputError
+    where they do not fit together."""
     convention = Convention.from_dict(data["convention"])
     if "operator" in data:
         return SiteDistillation(
@@ -252,7 +285,8 @@ def _site(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
             examples=int(data["examples"]),
             held_out=int(data["held_out"]),
             tokens=int(data["tokens"]),
-            fit_seconds=float(data["fit_seconds"]),
+            fit_seconds=seconds,
+            settings=dict(data["settings"]),
         )
     plan = ClosurePlan(**data["plan"])
     if plan != closure_plan(convention, plan.closures, plan.side):
@@ -268,8 +302,9 @@ def _site(name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         quality=tuple(_quality(dual) for dual in duals),
         examples=int(data["examples"]),
         tokens=int(data["tokens"]),
-        fit_seconds=float(data["fit_seconds"]),
+        fit_seconds=seconds,
         sharing=_one_of(data["coefficients"], "per_head", "pooled", "shared"),
+        settings=dict(data["settings"]),
     )
 
 

@@ -1,0 +1,182 @@
+"""Stream: batches through a teacher into every candidate of every site, and out come the fits.
+
+The teacher's duals on a batch are computed once for all candidates of a site. What was collected is put
+aside now and then, and every finished fit at once, so that a killed run goes on where it was: a site
+that has taken in n batches passes over the first n. Collectors that keep activations (KL fits and
+distillation) are not put aside: they see the data again, and only their fits, the long part, are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
+from asapc.calibration.distill import Distiller
+from asapc.calibration.teacher import TeacherDuals
+from asapc.data import Batch
+from asapc.formats.calibration import (
+    AnySiteCalibration,
+    fit_document,
+    fit_from,
+    fit_tensors,
+)
+from asapc.ir import SiteTensors
+from asapc.progress import Progress
+
+ASIDE_EVERY = 15.0  # seconds between two times that statistics are put aside
+ASIDE_SHARE = 0.05  # of the run's time, at most, goes into that
+
+Collector = SiteStatistics | Distiller
+Observe = Callable[[Batch], list[SiteTensors]]
+Tensors = Mapping[str, Tensor]
+
+
+class Aside(Protocol):
+    """Where unfinished work is kept, see formats.shards."""
+
+    def get(self, key: str) -> tuple[Tensors, Mapping[str, Any]] | None: ...
+
+    def put(self, key: str, tensors: Tensors, facts: Mapping[str, Any]) -> None: ...
+
+
+@dataclass
+class Pending:
+    """One candidate of one site on its way: site is its place among the sites of the model."""
+
+    site: int
+    name: str
+    candidate: int
+    collector: Collector
+    done: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}.{self.candidate}"
+
+
+def stream(
+    pending: Sequence[Pending],
+    batches: Iterable[Batch],
+    held_out: Iterable[Batch],
+    observe: Observe,
+    aside: Aside,
+    progress: Progress,
+) -> tuple[dict[str, AnySiteCalibration], list[int]]:
+    """Fits by Pending.key, and the hashes of the examples used, held-out ones included.
+
+    batches: to fit on, already tracked.  held_out: to stop distillation by.  observe: what every site
+    sees on a batch.
+    """
+    fitted = {p.key: fit for p in pending if (fit := _finished(p, aside)) is not None}
+    waiting = [p for p in pending if p.key not in fitted]
+    for p in waiting:
+        _restore(p, aside)
+    clock = _Clock()
+    seen: list[int] = []
+    for number, batch in enumerate(batches):
+        seen.extend(batch.hashes)
+        behind = [p for p in waiting if p.done <= number]
+        if not behind:
+            continue
+        _take_in(behind, observe(batch))
+        if clock.due():
+            for p in waiting:
+                _put_aside(p, aside)
+            clock.restart()
+    if not seen:
+        return {}, []
+    if any(isinstance(p.collector, Distiller) for p in pending):
+        distillers = [p for p in waiting if isinstance(p.collector, Distiller)]
+        for batch in held_out:
+            seen.extend(batch.hashes)
+            if distillers:
+                tensors = observe(batch)
+                for p in distillers:
+                    assert isinstance(p.collector, Distiller)
+                    p.collector.hold_out(tensors[p.site])
+    return fitted | _fits(waiting, aside, progress), seen
+
+
+def _take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
+    """One batch into every candidate, site by site: the loop in float64 is what takes the time."""
+    for site in dict.fromkeys(p.site for p in pending):
+        own = [p for p in pending if p.site == site]
+        start = time.perf_counter()
+        check_finite(own[0].name, tensors[site])
+        for p in own:
+            p.collector.prepare(tensors[site])
+        for piece in pieces(tensors[site]):
+            with torch.no_grad():
+                duals = TeacherDuals(piece, own[0].collector.convention)
+                for p in own:
+                    p.collector.add(duals)
+        for p in own:
+            p.done += 1
+            if isinstance(p.collector, SiteStatistics):  # the other kind has a clock of its own
+                p.collector.seconds += (time.perf_counter() - start) / len(own)
+
+
+def _fits(
+    pending: Sequence[Pending], aside: Aside, progress: Progress
+) -> dict[str, AnySiteCalibration]:
+    fitted: dict[str, AnySiteCalibration] = {}
+    for candidate in sorted({p.candidate for p in pending}):  # sites may share coefficients
+        group = {
+            p.name: p.collector for p in pending
+            if p.candidate == candidate and isinstance(p.collector, SiteStatistics)
+        }  # fmt: skip
+        fitted.update({f"{name}.{candidate}": fit for name, fit in finish(group).items()})
+    for key, fit in fitted.items():
+        _keep(key, fit, aside)
+    distillers = [p for p in pending if isinstance(p.collector, Distiller)]
+    for p in progress.track(distillers, "distilling", len(distillers)) if distillers else ():
+        assert isinstance(p.collector, Distiller)
+        fitted[p.key] = p.collector.calibration()
+        _keep(p.key, fitted[p.key], aside)
+    return fitted
+
+
+def _keep(key: str, fit: AnySiteCalibration, aside: Aside) -> None:
+    aside.put(f"fit.{key}", fit_tensors(key, fit), {**fit_document(fit), "seconds": fit.fit_seconds})
+
+
+def _finished(p: Pending, aside: Aside) -> AnySiteCalibration | None:
+    found = aside.get(f"fit.{p.key}")
+    if found is None:
+        return None
+    tensors, facts = found
+    return fit_from(p.key, facts, tensors, float(facts["seconds"]))
+
+
+def _put_aside(p: Pending, aside: Aside) -> None:
+    if isinstance(p.collector, SiteStatistics) and p.collector.additive:
+        tensors, facts = p.collector.state()
+        aside.put(f"statistics.{p.key}", tensors, {**facts, "done": p.done})
+
+
+def _restore(p: Pending, aside: Aside) -> None:
+    found = aside.get(f"statistics.{p.key}")
+    if found is not None and isinstance(p.collector, SiteStatistics):
+        p.collector.restore(*found)
+        p.done = int(found[1]["done"])
+
+
+class _Clock:
+    """When to put statistics aside: seldom enough to cost little."""
+
+    def __init__(self) -> None:
+        self.start, self.pause = time.monotonic(), ASIDE_EVERY
+
+    def due(self) -> bool:
+        self.asked = time.monotonic()
+        return self.asked - self.start >= self.pause
+
+    def restart(self) -> None:
+        self.start = time.monotonic()
+        self.pause = max(ASIDE_EVERY, (self.start - self.asked) / ASIDE_SHARE)

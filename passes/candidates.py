@@ -1,0 +1,165 @@
+"""Candidates: what a site may become, from its convention, its recipe and what calibration fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asapc.errors import InputError
+from asapc.features.predictor import ClosurePlan, closure_plan
+from asapc.formats.calibration import AnySiteCalibration, Calibration, SiteCalibration
+from asapc.ir import AnyConvention, Convention
+from asapc.passes.rewrite import Hardened, Replacement
+from asapc.recipe import Recipe
+
+REPLACEMENTS: dict[str, tuple[str, ...]] = {
+    "sinkhorn": ("asap", "lot", "esp_hard"), "esp_soft": ("esp_hard",), "esp_hard": (), "lot": (),
+}  # fmt: skip
+# Operators that are fitted to a Sinkhorn site's outputs, and the recipe's key for their size.
+DISTILLED = {"lot": "pivots", "esp_hard": "slices"}
+# A closure costs about a half-step: with so few of them the lossless loop is already as cheap.
+FEW_HALF_STEPS = 5
+TEACHER = "teacher"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """label: tells it from the site's other candidates.  replacement: None for the lossless operator and
+    for the teacher's own code.  fit: what calibration knows of it."""
+
+    label: str
+    operator: str
+    replacement: Replacement | None = None
+    fit: AnySiteCalibration | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The operator a site becomes, why, and its error on the selection split where it has one."""
+
+    operator: str
+    reason: str
+    replacement: Replacement | None = None
+    attention_rel_l2: float | None = None
+    fit: AnySiteCalibration | None = None
+
+
+def check_operator(convention: AnyConvention, recipe: Recipe) -> None:
+    """InputError if the site's recipe names an operator that this kind of site cannot become."""
+    own = convention.to_dict()["operator"]
+    if recipe.operator not in ("auto", "lossless", own, *REPLACEMENTS[own]):
+        raise InputError(
+            f"recipe: a site of the kind {own} can become {' or '.join((own, *REPLACEMENTS[own]))}",
+            got=f"operator: {recipe.operator}",
+            help="name sites of different kinds under `sites`, each with its own operator",
+        )
+
+
+def fits_needed(
+    convention: AnyConvention, recipe: Recipe
+) -> list[tuple[Recipe, ClosurePlan | None]]:
+    """What calibration has to fit for a site, from the site's own recipe, each fit once.
+
+    A plan is there where a dual is predicted. Alternatives that this convention has no plan for are left
+    out: see why_no_fit.
+    """
+    if not isinstance(convention, Convention):
+        return []
+    if recipe.operator == "auto" and convention.half_steps <= FEW_HALF_STEPS:
+        return []
+    found: list[tuple[Recipe, ClosurePlan | None]] = []
+    for own in recipe.alternatives():
+        if own.operator in DISTILLED:
+            entry: tuple[Recipe, ClosurePlan | None] = (own, None)
+        elif own.operator == "asap":
+            plan = closure_plan(convention, own.closures, own.side)
+            if plan is None:
+                continue
+            entry = (own, plan)
+        else:
+            continue
+        known = [(other.fit_settings(), plan) for other, plan in found]
+        if (own.fit_settings(), entry[1]) not in known:
+            found.append(entry)
+    return found
+
+
+def why_no_fit(recipe: Recipe, convention: Convention) -> str:
+    """Why closure_plan gives none: the parity of the ending, or too few half-steps."""
+    return (
+        f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no "
+        f"{recipe.side} dual {recipe.closures} or fewer closures before its end"
+    )
+
+
+def candidates_of(
+    name: str, convention: AnyConvention, recipe: Recipe, calibration: Calibration
+) -> list[Candidate]:
+    """The approximations of one site that calibration has fitted, in the recipe's order.
+
+    Raises InputError where compile asks for a fit that calibrate did not make.
+    """
+    found = []
+    for own, plan in fits_needed(convention, recipe):
+        fit = calibration.fit_of(name, own.fit_settings(), plan)
+        if fit is None or (fit.convention != convention and not _alike(fit.convention, convention)):
+            raise InputError(
+                f"calibration: {name} {_problem(own, plan, calibration.sites.get(name, ()), fit)}",
+                help="run `asapc calibrate` with the recipe that compile is given",
+            )
+        found.append(Candidate(own.label(), own.operator, fit.replacement, fit))
+    return found
+
+
+def _alike(first: Convention, second: AnyConvention) -> bool:
+    """The same loop, with a scale that was found twice by experiment."""
+    if not isinstance(second, Convention):
+        return False
+    close = abs(first.score_multiplier - second.score_multiplier) <= 1e-6 * abs(second.score_multiplier)
+    return close and (first.half_steps, first.first_side, first.mask, first.bias) == (
+        second.half_steps, second.first_side, second.mask, second.bias,
+    )  # fmt: skip
+
+
+def _problem(
+    recipe: Recipe,
+    plan: ClosurePlan | None,
+    fits: Sequence[AnySiteCalibration],
+    found: AnySiteCalibration | None,
+) -> str:
+    """How the nearest fit differs from what is asked for."""
+    if found is not None:
+        return "was fitted on another convention"
+    wanted = recipe.fit_settings()
+    alike = [fit for fit in fits if fit.settings.get("operator") == recipe.operator]
+    if not alike:
+        return f"was not fitted as `{recipe.label()}`"
+    then = min(alike, key=lambda fit: sum(fit.settings.get(k) != v for k, v in wanted.items()))
+    if isinstance(then, SiteCalibration) and (
+        then.amortised.plan != plan or then.settings.get("features") != wanted["features"]
+    ):
+        was = then.amortised.plan
+        return (
+            f"was fitted for {was.closures} closures of the {was.side} dual on "
+            f"{', '.join(then.features)}"
+        )
+    differing = next((key for key, value in wanted.items() if then.settings.get(key) != value), None)
+    verb = "fitted" if recipe.operator == "asap" else "distilled"
+    return f"was {verb} with `{differing}: {then.settings.get(str(differing))}`"
+
+
+def own_operator(convention: AnyConvention) -> str:
+    """The lossless operator of a site."""
+    return str(convention.to_dict()["operator"])
+
+
+def proposed(convention: AnyConvention, recipe: Recipe) -> Choice | None:
+    """What needs no measurement: a named lossless operator, or exact instead of soft sorting, which is
+    settled for the whole model afterwards; None where the selection decides."""
+    own = own_operator(convention)
+    if recipe.operator in ("lossless", own):
+        return Choice(own, "the recipe asks for it")
+    if own == "esp_soft":
+        forced = recipe.operator == "esp_hard"
+        return Choice("esp_hard", "the recipe asks for it" if forced else "exact sorting", Hardened())
+    return None

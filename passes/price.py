@@ -1,0 +1,109 @@
+"""Price: what the candidates of a site cost at the shapes they have to pay at, next to the teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.ir import SiteTensors
+from asapc.timing import extra_bytes, interleaved_medians
+
+Shape = tuple[int, int]  # examples, tokens
+Apply = Callable[[SiteTensors, Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Price:
+    """Milliseconds of one call by shape, with quartiles; MiB at the peak of one call at the largest."""
+
+    median: Mapping[Shape, float]
+    low: Mapping[Shape, float]
+    high: Mapping[Shape, float]
+    mib: float | None = None
+
+    @property
+    def milliseconds(self) -> float:
+        """Of one call at every shape."""
+        return sum(self.median.values())
+
+    def slower_than(self, other: Price) -> Shape | None:
+        """The first shape at which this is slower by more than the spread of either measurement."""
+        return next((shape for shape in self.median if self.low[shape] > other.high[shape]), None)
+
+
+def shapes_of(t: SiteTensors, wanted: Sequence[Shape], batch: int) -> list[Shape]:
+    """(examples, tokens) to measure at; where nothing is wanted, those of the tensors."""
+    own = [(examples or batch, tokens) for examples, tokens in wanted]
+    return list(dict.fromkeys(own)) or [(t.q.shape[0], t.q.shape[2])]
+
+
+def resized(t: SiteTensors, shape: Shape) -> SiteTensors:
+    """The same activations at another shape: examples and tokens over again, or fewer of them.
+
+    Keys keep their ratio to queries. A site of one shape, with a bias or an embedding for each position,
+    is measured as if it had them for the others.
+    """
+    examples, tokens = shape
+    if shape == (t.q.shape[0], t.q.shape[2]):
+        return t
+    keys = max(1, round(tokens * t.k.shape[2] / max(1, t.q.shape[2])))
+    rows = torch.arange(examples) % max(1, t.q.shape[0])
+    queries, own_keys = torch.arange(tokens) % t.q.shape[2], torch.arange(keys) % t.k.shape[2]
+
+    def at(x: Tensor | None, positions: Tensor) -> Tensor | None:
+        if x is None:
+            return None
+        axis = 2 if x.dim() == 4 else 1
+        return x.index_select(0, rows.to(x.device)).index_select(axis, positions.to(x.device))
+
+    q, k = at(t.q, queries), at(t.k, own_keys)
+    assert q is not None and k is not None
+    return SiteTensors(
+        q, k, at(t.keep, own_keys), _bias(t.bias, rows, queries, own_keys),
+        at(t.query_keep, queries), at(t.v, own_keys),
+    )  # fmt: skip
+
+
+def _bias(bias: Tensor | None, rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor | None:
+    if bias is None:
+        return None
+    for axis, positions in ((-1, keys), (-2, queries), (-4, rows)):
+        if bias.dim() >= -axis and bias.shape[axis] > 1:
+            bias = bias.index_select(bias.dim() + axis, positions.to(bias.device))
+    return bias
+
+
+def prices(
+    calls: Mapping[str, Apply],
+    t: SiteTensors,
+    shapes: Sequence[Shape],
+    repeats: int = 5,
+    memory: bool = False,
+) -> dict[str, Price]:
+    """Every call's price; the calls take turns. memory: also what a call holds at its peak."""
+    taken: dict[str, dict[str, dict[Shape, float]]] = {
+        name: {"median_ms": {}, "q1": {}, "q3": {}} for name in calls
+    }
+    mib: dict[str, float | None] = dict.fromkeys(calls)
+    with torch.no_grad():
+        for shape in shapes:
+            own = resized(t, shape)
+            v = own.k if own.v is None else own.v
+            bound = {name: (lambda f=f, own=own, v=v: f(own, v)) for name, f in calls.items()}
+            times = interleaved_medians(bound, repeats=repeats, warmup=1)
+            for name, found in times.items():
+                for key, into in taken[name].items():
+                    into[shape] = found[key]
+        if memory:
+            own = resized(t, max(shapes, key=lambda shape: shape[0] * shape[1] ** 2))
+            v = own.k if own.v is None else own.v
+            for name, f in calls.items():
+                held = extra_bytes(lambda f=f, own=own, v=v: f(own, v))  # type: ignore[misc]
+                mib[name] = None if held is None else held / 2**20
+    return {
+        name: Price(own["median_ms"], own["q1"], own["q3"], mib[name]) for name, own in taken.items()
+    }
