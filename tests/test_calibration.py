@@ -605,7 +605,7 @@ def overwritten(name, change):
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-FIRST, KEY, BOTH = (("sites", f"layers.{index}.attn") for index in (0, 2, 3))
+FIRST, KEY, BOTH = (("sites", f"layers.{index}.attn", 0) for index in (0, 2, 3))
 DAMAGE = {
     "no tensors": (lambda f: (f / "calibration.safetensors").unlink(), "is missing"),
     "short tensors": (overwritten("calibration.safetensors", lambda b: b[:-5]), "damaged"),
@@ -616,7 +616,11 @@ DAMAGE = {
     "no teacher": (edited("teacher"), "damaged"),
     "no order": (edited("order"), "damaged"),
     "bad order": (edited("order", value="random"), "expected parallel or sequential"),
-    "no such site": (edited("sites", "other", value={}), "damaged"),
+    "no such site": (edited("sites", "other", value=[{}]), "damaged"),
+    "no fit": (edited("sites", "other", value={}), "expected a list of fits"),
+    "no times": (lambda f: (f / "timings.json").unlink(), "no timings.json"),
+    "a time too few": (overwritten("timings.json", lambda b: b.replace(b"[", b"[[]", 1)), "damaged"),
+    "no such time": (overwritten("timings.json", lambda b: b"{}"), "damaged"),
     "sites of another type": (edited("sites", value=[]), "damaged"),
     "impossible plan": (edited(*FIRST, "plan", "closures", value=2), "plan does not fit"),
     "plan of a later time": (edited(*FIRST, "plan", "half_steps", value=8), "plan does not fit"),
@@ -625,15 +629,15 @@ DAMAGE = {
     "one dual of two": (edited(*BOTH, "duals", 0), "expected the duals"),
     "unknown feature": (edited(*FIRST, "features", value=["slices:4"]), "unknown feature family"),
     "unknown fit": (edited(*FIRST, "duals", 0, "fit", value="l1"), "expected ls or kl"),
-    "no coefficients": (retensored("layers.0.attn.source.coefficients", lambda t: None), "damaged"),
+    "no coefficients": (retensored("layers.0.attn.0.source.coefficients", lambda t: None), "damaged"),
     "flat coefficients": (
-        retensored("layers.0.attn.source.coefficients", torch.flatten), "expected two axes",
+        retensored("layers.0.attn.0.source.coefficients", torch.flatten), "expected two axes",
     ),
-    "nan": (retensored("layers.0.attn.source.coefficients", lambda t: t * math.nan), "must be finite"),
+    "nan": (retensored("layers.0.attn.0.source.coefficients", lambda t: t * math.nan), "must be finite"),
     "infinite pivots": (
-        retensored("layers.2.attn.key.parameter.0", lambda t: t * math.inf), "must be finite",
+        retensored("layers.2.attn.0.key.parameter.0", lambda t: t * math.inf), "must be finite",
     ),
-    "no pivots": (retensored("layers.2.attn.key.parameter.0", lambda t: None), "damaged"),
+    "no pivots": (retensored("layers.2.attn.0.key.parameter.0", lambda t: None), "damaged"),
     "no hashes": (retensored("seen_hashes", lambda t: None), "damaged"),
 }  # fmt: skip
 

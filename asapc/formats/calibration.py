@@ -200,11 +200,8 @@ def load_calibration(folder: str | Path) -> Calibration:
             recipe=document["recipe"],
             capture=document["capture"],
             sites={
-                name: tuple(
-                    fit_from(f"{name}.{index}", own, tensors, float(seconds[name][index]))
-                    for index, own in enumerate(fits)
-                )
-                for name, fits in document["sites"].items()
+                name: _fits(name, own, tensors, seconds.get(name, ()))
+                for name, own in document["sites"].items()
             },
             data=document["data"],
             order=_one_of(document["order"], "parallel", "sequential"),
@@ -212,6 +209,17 @@ def load_calibration(folder: str | Path) -> Calibration:
         )
     except (InputError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise _broken(place, f"{type(error).__name__}: {error}") from error
+
+
+def _fits(
+    name: str, fits: Any, tensors: Mapping[str, Tensor], seconds: Any
+) -> tuple[AnySiteCalibration, ...]:
+    if not isinstance(fits, list) or not fits:
+        raise ValueError(f"{name}: expected a list of fits")
+    return tuple(
+        fit_from(f"{name}.{index}", own, tensors, float(taken))
+        for index, (own, taken) in enumerate(zip(fits, seconds, strict=True))
+    )
 
 
 def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
