@@ -1,19 +1,29 @@
 """Exported programs on disk: a checked reader, and a writer that leaves weights and traces out.
 
-torch.export.load unpickles and evaluates parts of the archive: it is meant for files one trusts. A
-program is read here only after every part that could run code has been looked at:
+torch.export.load is meant for files one trusts. It unpickles parts of the archive, imports modules and
+evaluates expressions that it names, allocates what it declares, and the names of nodes, arguments and
+modules become Python source. So a program is taken apart first and only what is known to be harmless
+goes into a new archive, which torch reads:
 
-    payloads      raw tensors only, nothing pickled, no custom objects
-    sample inputs absent, or tensors that load with weights_only=True
-    node targets  ATen, asapc and scalar operators
+    members       those torch.export.save writes, stored, each once; example inputs are dropped
+    payloads      raw tensors only, of sizes that the file holds
+    names         identifiers
+    node targets  ATen and asapc operators of the dispatcher, scalar arithmetic
     expressions   symbols, numbers and arithmetic of sizes
+    containers    tuples, lists and dicts
+
+Reading is safe for any file. Running a program computes what it says: its operators are no threat to
+files, but they may ask for much memory or time.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
+import logging
+import math
 import re
 import warnings
 import zipfile
@@ -26,12 +36,36 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from asapc.errors import InputError
+from asapc.formats.json_text import parse_json
 
-MAX_JSON_BYTES = 256 << 20
-TARGETS = re.compile(
-    r"(torch\.ops\.(aten|asapc)\.\w+(\.\w+)?|_operator\.\w+|math\.\w+|torch\.sym_\w+"
-    r"|torch\._sym_\w+|torch\.ops\.higher_order\.wrap_with_set_grad_enabled)"
+_MODEL = "models/model.json"
+_SAMPLES = "data/sample_inputs/model.pt"
+_CONFIGS = {
+    "data/weights/model_weights_config.json": re.compile(r"weight_\d{1,6}"),
+    "data/constants/model_constants_config.json": re.compile(r"tensor_\d{1,6}"),
+}
+_KEPT = re.compile(
+    r"archive_format|archive_version|byteorder|version|\.data/version|\.data/serialization_id"
+    r"|models/model\.json|data/weights/(weight_\d{1,6}|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d{1,6}|model_constants_config\.json)"
 )
+_EXPANDED = 1 << 20  # entries a tensor may have beyond those stored: with a stride of 0 they cost nothing
+
+_IDENTIFIER = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)?")
+_PATH = re.compile(r"[A-Za-z0-9_.:/@+ -]*")  # of modules and weights: "layers.0.to-q.weight"
+_PATH_KEYS = {
+    "fqn", "parameter_name", "buffer_name", "tensor_constant_name", "custom_obj_name", "target",
+    "torch_version", "verifiers",
+}  # fmt: skip
+_FREE_KEYS = {"as_string", "as_strings"}  # constants of operators: quoted wherever they go
+
+_SCALAR_TARGETS = re.compile(
+    r"_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|not_"
+    r"|getitem)|math\.(ceil|floor|trunc|sqrt)|torch\._?sym_[a-z0-9_]+"
+    r"|torch\.ops\.higher_order\.wrap_with_set_grad_enabled"
+)
+_OPERATOR = re.compile(r"torch\.ops\.(aten|asapc)\.(\w+)\.(\w+)")
+_REFUSED_OPERATORS = {"from_file", "_print"}  # the first maps, or makes, a file
 EXPRESSION_NAMES = {
     "Symbol", "Integer", "Rational", "Float", "Mod", "PythonMod", "FloorDiv", "CleanDiv", "Max",
     "Min", "CeilToInt", "FloorToInt", "IntTrueDiv", "FloatTrueDiv", "ToFloat", "TruncToInt",
@@ -39,10 +73,16 @@ EXPRESSION_NAMES = {
     "Identity", "ceiling", "floor", "true", "false", "True", "False", "positive", "integer",
     "nonnegative", "evaluate", "int_oo", "oo", "Piecewise", "Where",
 }  # fmt: skip
-SYMBOL = re.compile(r"[suz]\d+|u\d+|zuf\d+")
-NUMBER = re.compile(r"-?\d+(\.\d*)?(e[+-]?\d+)?")
-NAMESPACES = {"torch", "_operator", "math", "builtins"}
-GUARD_ATTRIBUTES = {"size", "dim", "stride", "dtype", "shape", "ndim"}
+_EXPRESSION_LENGTH = 4096
+_POWERS = {"Pow", "PowByNatural"}
+_MAX_POWER = 8
+SYMBOL = re.compile(r"[suz]\d{1,6}|zuf\d{1,6}")
+NUMBER = re.compile(r"-?\d{1,30}(\.\d{0,30})?(e[+-]?\d{1,3})?")
+_CONTAINERS = {"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict"}
+
+
+class _Unsafe(Exception):
+    """What in an archive could run code, or is unknown, in words."""
 
 
 def save_program(exported: ExportedProgram, path: Path) -> None:
@@ -90,24 +130,26 @@ def load_program(path: str | Path, weights: Mapping[str, Tensor] | None = None) 
             f"{path}: must be a readable .pt2 file", got=error.strerror or str(error)
         ) from error
     try:
-        archive = zipfile.ZipFile(io.BytesIO(content))
-        problem = _unsafe_part(archive)
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, NotImplementedError) as error:
+        harmless = _rebuilt(content)
+    except _Unsafe as problem:
+        raise InputError(
+            f"{path}: a .pt2 file must hold nothing that runs code when it is read",
+            got=problem,
+            help="write it again with torch.export.save(program, path), or give the model as "
+            "file.py:factory with --weights instead",
+        ) from None
+    except (zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError, LookupError) as error:
         raise InputError(
             f"{path}: must be a program written by torch.export.save",
             got=f"{type(error).__name__}: {error}",
             help="write it again with torch.export.save(program, path)",
         ) from error
-    if problem is not None:
-        raise InputError(
-            f"{path}: a .pt2 file must hold nothing that runs code when it is read",
-            got=problem,
-            help="give the model as file.py:factory with --weights instead",
-        )
+    log = logging.getLogger("torch.export")  # shows tracebacks of what is reported below
+    silent, log.disabled = log.disabled, True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = torch.export.load(io.BytesIO(content))
+            exported = torch.export.load(io.BytesIO(harmless))
     except Exception as error:  # the reader raises many types for a damaged or newer program
         line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise InputError(
@@ -115,6 +157,8 @@ def load_program(path: str | Path, weights: Mapping[str, Tensor] | None = None) 
             got=line,
             help="export it again with the installed torch",
         ) from error
+    finally:
+        log.disabled = silent
     if weights is not None:
         _attach(exported, weights, path)
     return exported
@@ -125,6 +169,13 @@ def _attach(exported: ExportedProgram, weights: Mapping[str, Tensor], path: Path
     missing = sorted(set(own) - set(weights))
     if missing:
         raise InputError(f"{path}: every weight must be in model.safetensors", got=missing[:4])
+    for name, expected in _declared(exported):
+        found = weights.get(name)
+        if found is not None and (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            raise InputError(
+                f"{path}: {name} must be {expected.dtype} {[*expected.shape]} in model.safetensors",
+                got=f"{found.dtype} {[*found.shape]}",
+            )
     exported._state_dict = {
         name: nn.Parameter(weights[name], requires_grad=weights[name].is_floating_point())
         if isinstance(tensor, nn.Parameter)
@@ -133,100 +184,228 @@ def _attach(exported: ExportedProgram, weights: Mapping[str, Tensor], path: Path
     }
 
 
-def _unsafe_part(archive: zipfile.ZipFile) -> str | None:
-    """What in the archive could run code, in words, or None."""
-    for info in archive.infolist():
-        name = info.filename
-        if name.endswith(".json") and info.file_size > MAX_JSON_BYTES:
-            return f"{name} of {info.file_size} bytes"
-        inner = name.split("/", 1)[-1]
-        if inner.startswith("data/weights/") and inner.endswith(".pt"):
-            return f"pickled weights ({name})"
-        if inner.startswith("data/constants/") and inner.endswith(".pt"):
-            return f"pickled constants ({name})"
-        if "/custom_obj" in name or "/opaque_obj" in name or inner.startswith("data/aotinductor"):
-            return f"a custom object ({name})"
-        if inner.startswith("data/sample_inputs/") and info.file_size:
-            try:
-                torch.load(io.BytesIO(archive.read(name)), weights_only=True)
-            except Exception as error:  # anything that plain tensors do not explain
-                return f"example inputs that need a pickle ({type(error).__name__})"
-        if inner.endswith("config.json"):
-            for entry, payload in json.loads(archive.read(name)).get("config", {}).items():
-                if payload.get("use_pickle"):
-                    return f"a pickled tensor ({entry})"
-        if inner.startswith("models/") and inner.endswith(".json"):
-            problem = _unsafe_model(json.loads(archive.read(name)))
-            if problem is not None:
-                return problem
-    return None
+def _declared(exported: ExportedProgram) -> Iterator[tuple[str, Tensor]]:
+    """Name of every weight with what stands for it in the graph."""
+    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    values = {node.name: node.meta.get("val") for node in inputs}
+    for spec in exported.graph_signature.input_specs:
+        value = values.get(getattr(spec.arg, "name", ""))
+        if spec.target is not None and isinstance(value, Tensor):
+            yield spec.target, value
 
 
-def _unsafe_model(model: Any) -> str | None:
-    for key, value in _strings(model):
-        callee = key == "target" and value.partition(".")[0] in NAMESPACES and "." in value
-        if callee and not TARGETS.fullmatch(value):
-            return f"a call of {value}"
-        if key == "expr_str" and not _is_size_expression(value):
-            return f"the expression {value[:80]!r}"
-    for guard in model.get("guards_code", []):
-        if not _is_plain_guard(guard):
-            return f"the guard {guard[:80]!r}"
-    nodes = model.get("graph_module", {}).get("graph", {}).get("nodes", [])
-    for node in nodes:
-        if not TARGETS.fullmatch(node.get("target", "")):
-            return f"a call of {node.get('target')}"
-    return None
+def _rebuilt(content: bytes) -> bytes:
+    """The archive again, of its harmless parts alone: no reader can find others in it."""
+    members = _members(content)
+    for name, own in _CONFIGS.items():
+        members[name] = _dumped(_config(name, parse_json(members[name]), own, members))
+    model = parse_json(members[_MODEL])
+    if not _is_mapping(model, "range_constraints"):
+        raise ValueError(f"{_MODEL} is no program")
+    _strip(model)
+    _check_model(model)
+    members[_MODEL] = _dumped(model)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in {**members, _SAMPLES: b""}.items():
+            archive.writestr(f"model/{name}", data)
+    return buffer.getvalue()
 
 
-def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every (key, string) of a JSON document; strings in lists carry the list's key."""
-    stack = [(key, value)]
+def _dumped(document: Any) -> bytes:
+    return json.dumps(document).encode()
+
+
+def _members(content: bytes) -> dict[str, bytes]:
+    """The members that are kept, by name below the archive's root folder."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        infos = archive.infolist()
+        roots = {info.filename.partition("/")[0] for info in infos}
+        if len(roots) != 1:
+            raise _Unsafe("not one folder of parts" if infos else "an empty archive")
+        if sum(info.file_size for info in infos) > len(content):
+            raise _Unsafe("parts that are together larger than the file")
+        members: dict[str, bytes] = {}
+        for info in infos:
+            name = info.filename.partition("/")[2]
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise _Unsafe(f"a compressed part ({name})")
+            if name == _SAMPLES or name.startswith("extra/"):
+                continue
+            if not _KEPT.fullmatch(name):
+                raise _Unsafe(f"an unknown or pickled part ({name})")
+            if name in members:
+                raise _Unsafe(f"two parts of one name ({name})")
+            members[name] = archive.read(info)
+    for name in (_MODEL, *_CONFIGS):
+        if name not in members:
+            raise ValueError(f"no {name}")
+    return members
+
+
+def _config(name: str, document: Any, own: re.Pattern[str], members: Mapping[str, bytes]) -> Any:
+    """Where tensors lie in the archive and their shapes, checked against what lies there."""
+    if not _is_mapping(document, "config"):
+        raise ValueError(f"{name} lists no tensors")
+    for tensor, entry in document["config"].items():
+        if not _is_mapping(entry, "tensor_meta") or not _PATH.fullmatch(tensor):
+            raise _Unsafe(f"{name}: the tensor {tensor!r}")
+        path = entry.get("path_name")
+        if entry.get("use_pickle") is not False or not isinstance(path, str) or not own.fullmatch(path):
+            raise _Unsafe(f"{name}: a pickled tensor ({tensor})")
+        stored = len(members.get(f"{Path(name).parent}/{path}", b""))
+        meta = entry["tensor_meta"]
+        sizes, strides = _integers(meta.get("sizes")), _integers(meta.get("strides"))
+        entries = math.prod(sizes)
+        negative = min([*sizes, *strides, *_integers([meta.get("storage_offset")])]) < 0
+        if negative or entries > (max(stored, _EXPANDED) if stored else 0):
+            raise _Unsafe(f"{name}: {tensor} of {entries} entries in {stored} bytes")
+    return document
+
+
+def _is_mapping(value: Any, key: str) -> bool:
+    return isinstance(value, dict) and isinstance(value.get(key), dict)
+
+
+def _integers(values: Any) -> list[int]:
+    """Of [{"as_int": 3}, ...].  Raises ValueError for anything else."""
+    found = []
+    for item in values if isinstance(values, list) else [None]:
+        number = item.get("as_int") if isinstance(item, dict) else None
+        if type(number) is not int:
+            raise ValueError("a size, a stride or an offset is no number")
+        found.append(number)
+    return found
+
+
+def _strip(model: dict[str, Any]) -> None:
+    """Take out what asapc has no use for and torch would interpret."""
+    model["guards_code"] = []
+    stack: list[Any] = [model]
     while stack:
-        name, item = stack.pop()
-        if isinstance(item, str):
-            yield name, item
+        item = stack.pop()
+        if isinstance(item, list):
+            stack.extend(item)
         elif isinstance(item, dict):
-            stack.extend((str(k), v) for k, v in item.items())
+            metadata = item.get("metadata")
+            if metadata is not None:
+                modules = metadata.get("nn_module_stack") if isinstance(metadata, dict) else None
+                plain = isinstance(modules, str) and modules.isprintable()
+                item["metadata"] = {"nn_module_stack": modules} if plain else {}
+            stack.extend(value for key, value in item.items() if key != "metadata")
+
+
+def _check_model(model: dict[str, Any]) -> None:
+    """Raises _Unsafe for any string that could become more than a name or a constant."""
+    operators = _dispatched()
+    for owner, key, text in _strings(model):
+        if key in _FREE_KEYS:
+            harmless = True
+        elif key == "expr_str":
+            harmless = _is_size_expression(text)
+        elif key in ("in_spec", "out_spec"):
+            harmless = _is_plain_container(text, _IDENTIFIER if key == "in_spec" else _PATH)
+        elif key == "nn_module_stack":
+            harmless = True  # printable, and only shown
+        elif key == "target" and "inputs" in owner:
+            harmless = _is_operator(text, operators)
+        else:
+            harmless = key != "as_operator" and bool(
+                (_PATH if key in _PATH_KEYS else _IDENTIFIER).fullmatch(text)
+            )
+        if not harmless:
+            raise _Unsafe(f"{key} {text[:80]!r}")
+    for symbol in model["range_constraints"]:
+        if not SYMBOL.fullmatch(symbol):
+            raise _Unsafe(f"the symbol {symbol[:80]!r}")
+
+
+def _strings(document: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """(the mapping it is in, its key, the string) for every string; keys are strings under key ""."""
+    stack: list[tuple[dict[str, Any], str, Any]] = [({}, "fqn", document)]
+    while stack:
+        owner, key, item = stack.pop()
+        if isinstance(item, str):
+            yield owner, key, item
+        elif isinstance(item, dict):
+            stack.extend((item, "fqn", name) for name in item)  # names of weights, and of fields
+            stack.extend((item, name, value) for name, value in item.items())
         elif isinstance(item, list):
-            stack.extend((name, v) for v in item)
+            stack.extend((owner, key, value) for value in item)
+
+
+@functools.cache
+def _dispatched() -> frozenset[str]:
+    import asapc.operators  # noqa: F401  registers its own
+
+    return frozenset(torch._C._dispatch_get_all_op_names())
+
+
+def _is_operator(target: str, operators: frozenset[str]) -> bool:
+    if _SCALAR_TARGETS.fullmatch(target):
+        return True
+    match = _OPERATOR.fullmatch(target)
+    if match is None:
+        return False
+    library, name, overload = match.groups()
+    suffix = "" if overload == "default" else f".{overload}"
+    return f"{library}::{name}{suffix}" in operators and name not in _REFUSED_OPERATORS
+
+
+def _is_plain_container(text: str, keys: re.Pattern[str]) -> bool:
+    """A tree of tuples, lists and dicts: others import what they name."""
+    try:
+        protocol, top = parse_json(text)
+        stack = [top]
+        while stack:
+            spec = stack.pop()
+            stack.extend(spec["children_spec"])
+            kind, context = spec["type"], spec["context"]
+            if kind is None:
+                continue
+            if kind not in _CONTAINERS:
+                return False
+            names = parse_json(context)
+            if names is not None and not all(type(n) is int or keys.fullmatch(n) for n in names):
+                return False
+    except (ValueError, TypeError, KeyError):
+        return False
+    return bool(protocol == 1)
 
 
 def _is_size_expression(text: str) -> bool:
-    """Arithmetic of symbols: no attribute, no subscript, no name beyond the known functions."""
+    """Arithmetic of symbols: no attribute, no subscript, no name beyond the known functions, and no
+    number that would take long to work out."""
+    if len(text) > _EXPRESSION_LENGTH:
+        return False
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     allowed = (
-        ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Call, ast.Name,
-        ast.Constant, ast.keyword, ast.Load, ast.operator, ast.unaryop, ast.cmpop, ast.boolop,
+        ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Call, ast.Name, ast.Constant,
+        ast.keyword, ast.Load, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow,
+        ast.USub, ast.UAdd, ast.Not, ast.cmpop, ast.boolop,
     )  # fmt: skip
-    for node in ast.walk(tree):
-        if not isinstance(node, allowed):
-            return False
-        if isinstance(node, ast.Name):
-            known = node.id in EXPRESSION_NAMES or SYMBOL.fullmatch(node.id)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            known = SYMBOL.fullmatch(node.value) or NUMBER.fullmatch(node.value)
-        else:
-            continue
-        if not known:
-            return False
+    return all(isinstance(node, allowed) and _is_small(node) for node in ast.walk(tree))
+
+
+def _is_small(node: ast.AST) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in EXPRESSION_NAMES or bool(SYMBOL.fullmatch(node.id))
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, str):
+            return bool(SYMBOL.fullmatch(node.value) or NUMBER.fullmatch(node.value))
+        return isinstance(node.value, bool | int | float) and abs(node.value) < 2**64
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _is_small_power(node.right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _POWERS:
+        return len(node.args) == 2 and _is_small_power(node.args[1])
     return True
 
 
-def _is_plain_guard(text: str) -> bool:
-    """Comparisons of sizes of inputs, L['x'].size()[0] and the like."""
-    try:
-        tree = ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr not in GUARD_ATTRIBUTES:
-            return False
-        if isinstance(node, ast.Name) and node.id not in {"L", "len", "Mod", "max", "min", "float"}:
-            return False
-        if isinstance(node, ast.Lambda | ast.ListComp | ast.GeneratorExp | ast.JoinedStr):
-            return False
-    return True
+def _is_small_power(node: ast.AST) -> bool:
+    power = node.operand if isinstance(node, ast.UnaryOp) else node
+    if isinstance(power, ast.Call) and len(power.args) == 1:  # Integer(2)
+        power = power.args[0]
+    return isinstance(power, ast.Constant) and type(power.value) is int and power.value <= _MAX_POWER

@@ -1,0 +1,28 @@
+"""JSON from files that others may have written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MAX_DEPTH = 100  # of brackets; what asapc and torch write has a tenth of it
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The document.  Raises ValueError, and nothing else, for what is not JSON or nested too deep."""
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets are nested too deep") from None
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        level = [item for value in level for item in _children(value)]
+        if not level:
+            return document
+    raise ValueError("brackets are nested too deep")
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
