@@ -1,4 +1,7 @@
-"""How close a compiled layer or model is to its teacher: streaming metrics and certificates.
+"""How close a compiled layer or model is to its teacher: streaming metrics over the examples.
+
+Every example stays known by itself, for confidence intervals and for errors by length; what is proven
+of a site is in asapc.certificates.
 
 Attention units: rows of a balanced map sum to 1 (A = N P, operators' output factor [1, 1, 0, 0]).
 Duals and scores are divided by epsilon (asapc.ir). All sums run in float64. A metric that met a NaN
@@ -15,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from asapc import bootstrap
 from asapc.class_scores import are_probabilities, log_probabilities
 from asapc.passes.verify import tensor_outputs
 
@@ -74,7 +78,9 @@ class AttentionFidelity:
         self.pairs = 0  # (example, head)
         self.rows = 0
         self.columns = 0
-        self._rel = self._worst = self._kl = 0.0
+        self._relative: list[Tensor] = []  # [b, H] each
+        self._active: list[Tensor] = []  # [b] each
+        self._kl = 0.0
         self._row, self._col = [0.0, 0.0], [0.0, 0.0]  # teacher, compiled
 
     def update(
@@ -110,8 +116,8 @@ class AttentionFidelity:
         heads = teacher.shape[1]
         difference = torch.linalg.vector_norm(compiled - teacher, dim=(-2, -1))
         relative = difference / torch.linalg.vector_norm(teacher, dim=(-2, -1)).clamp(min=_TINY)
-        self._rel += float(relative.sum())
-        self._worst = max(self._worst, _or_inf(float(relative.amax())))
+        self._relative.append(relative.nan_to_num(nan=math.inf, posinf=math.inf).cpu())
+        self._active.append(keep.sum(-1).cpu())
         self._kl += float(_generalised_kl(teacher, compiled).sum()) / num_queries
         for side, attention in enumerate((teacher, compiled)):
             missing = (attention.sum(-1) - 1).abs()
@@ -127,8 +133,8 @@ class AttentionFidelity:
         if not self.pairs:
             return {}
         values = {
-            "attention_rel_l2": self._rel / self.pairs,
-            "attention_rel_l2_worst": self._worst,
+            "attention_rel_l2": float(self._errors().mean()),
+            "attention_rel_l2_worst": float(self._errors().amax()),
             "row_err": self._row[1] / self.rows,
             "row_err_teacher": self._row[0] / self.rows,
             "col_err": self._col[1] / self.columns,
@@ -137,13 +143,42 @@ class AttentionFidelity:
         }
         return {name: _or_inf(value) for name, value in values.items()}
 
+    def confidence(self) -> dict[str, bootstrap.Interval]:
+        """Of the mean of attention_rel_l2, over examples."""
+        if not self.pairs:
+            return {}
+        return _known(attention_rel_l2=bootstrap.mean(self._errors().mean(-1)))
+
+    def by_head(self) -> dict[str, list[float]]:
+        """attention_rel_l2, one number per head; empty if nothing was added."""
+        return {"attention_rel_l2": self._errors().mean(0).tolist()} if self.pairs else {}
+
+    def by_length(self) -> list[dict[str, float]]:
+        """attention_rel_l2 of the examples by their active keys, see length_bins."""
+        if not self.pairs:
+            return []
+        errors = self._errors().mean(-1)
+        return [
+            {**named, "attention_rel_l2": float(errors[chosen].mean())}
+            for named, chosen in length_bins(torch.cat(self._active))
+        ]
+
+    def _errors(self) -> Tensor:
+        """Relative l2 of every example and head, [examples, H]."""
+        return torch.cat(self._relative)
+
 
 class TensorFidelity:
-    """Compares one tensor with its teacher's, streaming: RMSE, relative l2, largest difference."""
+    """Compares one tensor with its teacher's, streaming: RMSE, relative l2, largest difference.
+
+    The first axis counts examples.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self._squared = self._energy = self._largest = 0.0
+        self._largest = 0.0
+        self._squared: list[Tensor] = []  # [b] each
+        self._energy: list[Tensor] = []
 
     def update(self, teacher: Tensor, compiled: Tensor) -> None:
         """Add two tensors of one shape, any shape."""
@@ -154,22 +189,31 @@ class TensorFidelity:
         exact = teacher.detach().double()
         difference = compiled.detach().double() - exact
         self.count += exact.numel()
-        self._squared += float(difference.square().sum())
-        self._energy += float(exact.square().sum())
+        rows = exact.shape[0] if exact.dim() else 1
+        self._squared.append(difference.square().reshape(rows, -1).sum(-1).cpu())
+        self._energy.append(exact.square().reshape(rows, -1).sum(-1).cpu())
         self._largest = max(self._largest, _or_inf(float(difference.abs().amax())))
 
     def metrics(self) -> dict[str, float]:
         """output_rmse, output_rel_l2 and max_abs_error; empty if nothing was added."""
         if not self.count:
             return {}
-        relative = math.sqrt(self._squared / self._energy) if self._energy else 0.0
-        if not self._energy and self._squared:
+        squared, energy = (float(torch.cat(x).sum()) for x in (self._squared, self._energy))
+        relative = math.sqrt(squared / energy) if energy else 0.0
+        if not energy and squared:
             relative = math.inf
         return {
-            "output_rmse": _or_inf(math.sqrt(self._squared / self.count)),
+            "output_rmse": _or_inf(math.sqrt(squared / self.count)),
             "output_rel_l2": _or_inf(relative),
             "max_abs_error": self._largest,
         }
+
+    def confidence(self) -> dict[str, bootstrap.Interval]:
+        """Of output_rel_l2, over examples."""
+        if not self.count:
+            return {}
+        squared, energy = torch.cat(self._squared), torch.cat(self._energy)
+        return _known(output_rel_l2=bootstrap.root_ratio(squared, energy))
 
 
 class OutputFidelity:
@@ -186,13 +230,24 @@ class OutputFidelity:
         self.labelled = 0
         self._tensor = TensorFidelity()
         self._probabilities: bool | None = None
-        self._agreed = self._right_teacher = self._right_compiled = 0
-        self._kl = 0.0
+        # One entry per example, [b] each; the right ones only of labelled batches.
+        self._agreed: list[Tensor] = []
+        self._kl: list[Tensor] = []
+        self._right_teacher: list[Tensor] = []
+        self._right_compiled: list[Tensor] = []
+        self._lengths: list[Tensor] = []
 
-    def update(self, teacher_out: Any, compiled_out: Any, labels: Tensor | None = None) -> None:
+    def update(
+        self,
+        teacher_out: Any,
+        compiled_out: Any,
+        labels: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> None:
         """Add one batch of outputs (tensor, array, tuple, list, dict, or nested ones).
 
-        labels: [B] class numbers (or [B, 1]).  Raises ValueError if the structures differ.
+        labels: [B] class numbers (or [B, 1]).  lengths: [B] active tokens, in every batch or in none.
+        Raises ValueError if the structures differ.
         """
         teacher, compiled = tensor_outputs(teacher_out), tensor_outputs(compiled_out)
         if [t.shape for t in teacher] != [t.shape for t in compiled] or not teacher:
@@ -207,92 +262,102 @@ class OutputFidelity:
             self._probabilities = are_probabilities(exact) and are_probabilities(approximate)
         log_p, log_q = (log_probabilities(x, self._probabilities) for x in (exact, approximate))
         terms = torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q))
-        self._kl += float(terms.sum())
+        self._kl.append(terms.sum(-1).nan_to_num(nan=math.inf, posinf=math.inf).cpu())
         # Where a row holds a NaN, argmax would still name a class: no prediction, no agreement.
         broken = log_q.isnan().any(-1)
         predicted_p = log_p.argmax(-1)
         predicted_q = log_q.argmax(-1).masked_fill(broken, -1)
         self.examples += len(exact)
-        self._agreed += int((predicted_p == predicted_q).sum())
+        self._agreed.append((predicted_p == predicted_q).cpu())
+        if lengths is not None and len(lengths) == len(exact):
+            self._lengths.append(lengths.cpu())
         if labels is not None and labels.numel() == len(exact):
             target = labels.reshape(-1).to(predicted_p.device)
             self.labelled += len(exact)
-            self._right_teacher += int((predicted_p == target).sum())
-            self._right_compiled += int((predicted_q == target).sum())
+            self._right_teacher.append((predicted_p == target).cpu())
+            self._right_compiled.append((predicted_q == target).cpu())
 
     def metrics(self) -> dict[str, float]:
         """Values by name, see METRICS; accuracies only where labels were given."""
         values = self._tensor.metrics()
         if self.examples:
-            values["logit_kl"] = _or_inf(self._kl / self.examples)
-            values["prediction_agreement"] = self._agreed / self.examples
+            values["logit_kl"] = _or_inf(float(torch.cat(self._kl).mean()))
+            values["prediction_agreement"] = _share(torch.cat(self._agreed))
         if self.labelled:
-            values["accuracy_teacher"] = self._right_teacher / self.labelled
-            values["accuracy_compiled"] = self._right_compiled / self.labelled
+            values["accuracy_teacher"] = _share(torch.cat(self._right_teacher))
+            values["accuracy_compiled"] = _share(torch.cat(self._right_compiled))
             values["accuracy_drop"] = values["accuracy_teacher"] - values["accuracy_compiled"]
         return values
 
+    def confidence(self) -> dict[str, bootstrap.Interval]:
+        """Of metrics(), output_rmse and max_abs_error excepted, over examples."""
+        values = self._tensor.confidence()
+        if self.examples:
+            values |= _known(
+                logit_kl=bootstrap.mean(torch.cat(self._kl)),
+                prediction_agreement=bootstrap.share(torch.cat(self._agreed)),
+            )
+        if self.labelled:
+            teacher, compiled = torch.cat(self._right_teacher), torch.cat(self._right_compiled)
+            values |= _known(
+                accuracy_teacher=bootstrap.share(teacher),
+                accuracy_compiled=bootstrap.share(compiled),
+                accuracy_drop=bootstrap.difference(teacher, compiled),
+            )
+        return values
 
-def row_error_bound(g_plus: Tensor, g_0: Tensor) -> Tensor:
-    """exp(max_j |g+_j - g0_j|) - 1 >= row_err of the plan closed on g+, per example and head.
+    def by_length(self) -> list[dict[str, float]]:
+        """prediction_agreement and logit_kl by length; empty where lengths were not given."""
+        lengths = torch.cat(self._lengths) if self._lengths else torch.empty(0)
+        if not self.examples or len(lengths) != self.examples:
+            return []
+        agreed, kl = torch.cat(self._agreed), torch.cat(self._kl)
+        return [
+            {
+                **named,
+                "prediction_agreement": _share(agreed[chosen]),
+                "logit_kl": float(kl[chosen].mean()),
+            }
+            for named, chosen in length_bins(lengths)
+        ]
 
-    g_0, g_plus: [B, H, M], the key duals before and after the row closure between them; masked keys
-    are -inf in both. Returns [B, H] float64. Holds with masks too: after the row closure every row
-    has mass 1/N, and only active keys are rescaled.  Source: ASAP, Proposition B.7.
+
+LENGTH_BINS = 5
+
+
+def length_bins(lengths: Tensor, bins: int = LENGTH_BINS) -> list[tuple[dict[str, int], Tensor]]:
+    """At most `bins` ranges of lengths [n] that hold about equally many examples.
+
+    Examples of one length stay together.  Each range is ({"low", "high", "examples"}, which [n]),
+    with the smallest and largest length that occur in it.
     """
-    active = ~(g_plus.isneginf() & g_0.isneginf())
-    change = (g_plus.double() - g_0.double()).abs()
-    return torch.expm1(torch.where(active, change, 0.0).amax(-1))
+    values, counts = lengths.unique(return_counts=True)  # sorted
+    found: list[tuple[dict[str, int], Tensor]] = []
+    first = taken = 0
+    left = len(lengths)
+    for i, count in enumerate(counts.tolist()):
+        taken += count
+        # A bin ends where adding the next length would carry it further from its share.
+        following = int(counts[i + 1]) if i + 1 < len(counts) else 0
+        share = left / max(1, bins - len(found))
+        if following and taken + following / 2 < share:
+            continue
+        low, high = int(values[first]), int(values[i])
+        named = {"low": low, "high": high, "examples": taken}
+        found.append((named, (lengths >= low) & (lengths <= high)))
+        first, left, taken = i + 1, left - taken, 0
+    return found
 
 
-def dual_stability_factor(f_hat: Tensor, f: Tensor, keep: Tensor | None = None) -> Tensor:
-    """exp(2 alpha) with alpha = min_c max_i |f^_i - f_i - c|: bounds the ratio of plan entries.
-
-    f_hat, f: [B, H, N] predicted and teacher dual of one side, in the same coordinates; keep: [B, N],
-    the points that carry mass, or None for all. Every entry of
-    the plan closed from f_hat is within this factor of the one closed from f, after any number of
-    closures. Returns [B, H] float64.  Source: ASAP, Propositions B.8 and B.9 (gauge-free form).
-    """
-    error = f_hat.double() - f.double()
-    if keep is None:
-        return torch.exp(error.amax(-1) - error.amin(-1))
-    massless = ~keep[:, None, :]
-    high = error.masked_fill(massless, -math.inf).amax(-1)
-    low = error.masked_fill(massless, math.inf).amin(-1)
-    return torch.exp((high - low).clamp(min=0.0))  # no point at all: nothing to bound
+def _known(**intervals: bootstrap.Interval | None) -> dict[str, bootstrap.Interval]:
+    return {name: interval for name, interval in intervals.items() if interval is not None}
 
 
-def contraction_bound(scores: Tensor, keep: Tensor | None = None) -> Tensor:
-    """tanh^2(range(S) / 2) >= Hilbert contraction of one iteration (two half-steps), [B, H].
-
-    scores: [B, H, N, M] divided by epsilon; only active keys count. Row and column offsets of S do
-    not change the iteration, so the smaller of the ranges of S and of S centred over rows and
-    columns is taken. By Birkhoff the contraction is tanh^2(Delta / 4) with Delta, the largest
-    |S_ij + S_kl - S_il - S_kj|, at most 2 range(S); tanh^2(range / 4) would not be a bound.
-    1 where nothing is proven (range above about 38), 0 without an active key.
-    Source: Block-wise differentiable Sinkhorn attention, Proposition 4.
-    """
-    wide = scores.detach().double()
-    if keep is None:
-        active = torch.ones_like(wide, dtype=torch.bool)
-    else:
-        active = keep[:, None, None, :].expand(wide.shape)
-    filled = wide.masked_fill(~active, 0.0)
-    count = active.sum(-1, keepdim=True).clamp(min=1)
-    centred = filled - filled.sum(-1, keepdim=True) / count
-    centred = centred - centred.mean(-2, keepdim=True)
-    spread = torch.minimum(_range(filled, active), _range(centred, active))
-    return torch.tanh(spread / 2).square()
+def _share(hits: Tensor) -> float:
+    return int(hits.sum()) / len(hits)
 
 
 _TINY = 1e-300
-
-
-def _range(values: Tensor, active: Tensor) -> Tensor:
-    """Largest minus smallest active entry of each [N, M] matrix; 0 where none is active."""
-    largest = values.masked_fill(~active, -math.inf).flatten(-2).amax(-1)
-    smallest = values.masked_fill(~active, math.inf).flatten(-2).amin(-1)
-    return torch.where(active.flatten(-2).any(-1), largest - smallest, 0.0)
 
 
 def _generalised_kl(exact: Tensor, approximate: Tensor) -> Tensor:

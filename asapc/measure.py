@@ -12,17 +12,11 @@ from typing import Any
 import torch
 
 from asapc.artifact import Artifact, Stage
-from asapc.calibration.teacher import TeacherDuals
+from asapc.certificates import SiteCertificates
 from asapc.data import Batch
 from asapc.errors import InputError
 from asapc.features.predictor import closure_plan
-from asapc.fidelity import (
-    AttentionFidelity,
-    TensorFidelity,
-    contraction_bound,
-    dual_stability_factor,
-    row_error_bound,
-)
+from asapc.fidelity import AttentionFidelity, TensorFidelity
 from asapc.ir import Convention, SiteTensors, convention_from_dict
 from asapc.kernels.dispatch import explained
 from asapc.kernels.thresholds import (
@@ -33,8 +27,9 @@ from asapc.kernels.thresholds import (
     using,
     without_cache,
 )
-from asapc.operators.sinkhorn import clean_values, initial_duals, run_half_steps, score_matrix
+from asapc.operators.sinkhorn import clean_values
 from asapc.passes.calls import operator_calls, predicted_duals, site_function
+from asapc.report.pictures import PictureCollector
 from asapc.runner import Runner
 from asapc.timing import interleaved_medians
 
@@ -98,7 +93,9 @@ def tune_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> d
 
 
 def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[str, Any]]:
-    """Which kernels the compiled site runs on these tensors, in order, and why."""
+    """Which kernels the compiled site runs on these tensors, in order, and why; none if untouched."""
+    if _is_untouched(artifact.manifest["sites"][index]):
+        return []
     own = site_function(*_graph_of_site(artifact, "graph", index))
     with torch.no_grad(), explained() as choices:
         own(t, t.k)
@@ -108,26 +105,39 @@ def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[st
 def time_site(
     artifact: Artifact, index: int, t: SiteTensors, repeats: int
 ) -> dict[str, float]:
-    """Medians of the plain PyTorch meaning (the usual loop), the lossless and the compiled operator."""
+    """Medians of the plain PyTorch meaning (the usual loop), the lossless and the compiled operator.
+
+    A site that selection left as it was runs the teacher's own code.
+    """
+    entry = artifact.manifest["sites"][index]
     lossless = _graph_of_site(artifact, "lossless", index)
     functions: dict[str, Any] = {
         "teacher": partial(site_function(*lossless, plain=True), t, t.k),
         "lossless": partial(site_function(*lossless), t, t.k),
     }
-    if not _is_lossless(artifact.manifest["sites"][index]):
+    if not _is_lossless(entry) and not _is_untouched(entry):
         own = site_function(*_graph_of_site(artifact, "graph", index))
         functions["graph"] = partial(own, t, t.k)
     with torch.no_grad():
         times = interleaved_medians(functions, repeats=repeats)
-    return _ratios(times["teacher"], times["lossless"], times.get("graph", times["lossless"]))
+    compiled = times["teacher"] if _is_untouched(entry) else times["lossless"]
+    return _ratios(times["teacher"], times["lossless"], times.get("graph", compiled))
 
 
 def _is_lossless(entry: Mapping[str, Any]) -> bool:
     return bool(entry["operator"] == entry["convention"]["operator"])
 
 
+def _is_untouched(entry: Mapping[str, Any]) -> bool:
+    """Left as it was by selection: the compiled graph holds the teacher's own nodes, and no call."""
+    return bool(entry["operator"] == "teacher")
+
+
 def _graph_of_site(artifact: Artifact, stage: Stage, index: int) -> tuple[Any, int]:
     """The graph that holds the index-th site of the artefact, and its number there."""
+    if stage == "graph":
+        earlier = artifact.manifest["sites"][:index]
+        index -= sum(_is_untouched(entry) for entry in earlier)
     for program in artifact.programs[stage]:
         count = len(operator_calls(program.graph))
         if index < count:
@@ -136,73 +146,63 @@ def _graph_of_site(artifact: Artifact, stage: Stage, index: int) -> tuple[Any, i
     raise InputError(f"{artifact.folder}: the manifest lists more sites than the programs hold")
 
 
+ZERO_OF_UNTOUCHED = ("attention_rel_l2", "attention_rel_l2_worst", "output_rel_l2")
+
+
 class SiteFidelity:
-    """Streams one site's activations through the teacher's meaning and its compiled operator."""
+    """Streams one site's activations through the teacher's meaning and its compiled operator.
+
+    A site that selection left as it was is its teacher: nothing is run, and its errors are zero.
+    """
 
     def __init__(self, artifact: Artifact, index: int) -> None:
         self.entry = artifact.manifest["sites"][index]
         self.convention = convention_from_dict(self.entry["convention"])
+        self.attention, self.output = AttentionFidelity(), TensorFidelity()
+        self.pictures = PictureCollector(str(self.entry["name"]))
+        self.certificates: SiteCertificates | None = None
+        if _is_untouched(self.entry):
+            return
         compiled = _graph_of_site(artifact, "graph", index)
         # Rows sum to about 1, whatever the teacher's factor; plain: independent of the kernels.
         self.compiled_site = site_function(*compiled, unit=True)
         self.teacher_site = site_function(
             *_graph_of_site(artifact, "lossless", index), unit=True, plain=True
         )
-        self.source, self.key = predicted_duals(*compiled)
-        self.attention, self.output = AttentionFidelity(), TensorFidelity()
-        self.row_bound = self.contraction = self.stability = 0.0
+        if isinstance(self.convention, Convention):
+            source, key = predicted_duals(*compiled)
+            plan = None
+            if source is not None or key is not None:
+                plan = closure_plan(self.convention, self.entry["closures"], self.entry["side"])
+            self.certificates = SiteCertificates(self.convention, plan, source, key)
 
     def update(self, t: SiteTensors) -> None:
+        if _is_untouched(self.entry):
+            return
         with torch.no_grad():
             teacher, compiled = self.teacher_site(t, None), self.compiled_site(t, None)
             self.attention.update(teacher, compiled, t.keep, t.query_keep)
+            self.pictures.update(teacher, compiled, t.keep, t.query_keep)
             # Where the model returns the map itself, the keys stand in for the values.
             values = clean_values(t.k if t.v is None else t.v, t.keep)
             self.output.update(teacher @ values, compiled @ values)
-            if isinstance(self.convention, Convention):
-                self._bound(t, self.convention)
-
-    def _bound(self, t: SiteTensors, convention: Convention) -> None:
-        scores = score_matrix(
-            t.q.double(), t.k.double(), t.keep, None if t.bias is None else t.bias.double(),
-            convention.score_multiplier,
-        )  # fmt: skip
-        self.contraction = max(self.contraction, _largest(contraction_bound(scores, t.keep)))
-        if self.source is not None or self.key is not None:
-            self._certify(t, scores, convention)
-
-    def _certify(self, t: SiteTensors, scores: torch.Tensor, convention: Convention) -> None:
-        plan = closure_plan(convention, self.entry["closures"], self.entry["side"])
-        assert plan is not None
-        true = TeacherDuals(t, convention).after(plan.half_steps)
-        for predict, dual, keep in ((self.source, true[0], None), (self.key, true[1], t.keep)):
-            if predict is not None:
-                own = predict(t).double()
-                self.stability = max(self.stability, _largest(dual_stability_factor(own, dual, keep)))
-        if self._has_row_bound() and self.source is not None:
-            f_hat = self.source(t).double()
-            _, empty = initial_duals(scores, t.keep)
-            _, g_0 = run_half_steps(scores, f_hat, empty, 1, "column", t.keep)
-            _, g_plus = run_half_steps(scores, f_hat, empty, 3, "column", t.keep)
-            self.row_bound = max(self.row_bound, _largest(row_error_bound(g_plus, g_0)))
-
-    def _has_row_bound(self) -> bool:
-        """The bound is the paper's for a source dual and three closures."""
-        return self.source is not None and self.entry["closures"] == 3
+            if self.certificates is not None:
+                self.certificates.update(t)
 
     def result(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {
             **self.attention.metrics(),
             "output_rel_l2": self.output.metrics().get("output_rel_l2"),
         }
-        if isinstance(self.convention, Convention):
-            metrics["contraction_bound"] = self.contraction
-        if self.source is not None or self.key is not None:
-            metrics["dual_stability"] = self.stability
-            metrics["r2"] = self.entry["r2"]
-            metrics["condition_number"] = self.entry["condition_number"]
-            if self._has_row_bound():
-                metrics["row_bound"] = self.row_bound
+        certificates: list[dict[str, Any]] = []
+        if self.certificates is not None:
+            metrics |= self.certificates.metrics()
+            certificates = self.certificates.result()
+            if self.certificates.plan is not None:
+                metrics["r2"] = self.entry["r2"]
+                metrics["condition_number"] = self.entry["condition_number"]
+        if _is_untouched(self.entry):
+            metrics = dict.fromkeys(ZERO_OF_UNTOUCHED, 0.0)
         return {
             "name": self.entry["name"],
             "operator": self.entry["operator"],
@@ -218,12 +218,13 @@ class SiteFidelity:
             "fit": self.entry["fit"],
             "fit_converged": self.entry["fit_converged"],
             "replay_error": self.entry["replay_error"],
+            "range": self.entry.get("range"),
             "metrics": metrics,
+            "confidence": {name: list(ends) for name, ends in self.attention.confidence().items()},
+            "by_head": self.attention.by_head(),
+            "by_length": self.attention.by_length(),
+            "certificates": certificates,
         }
-
-
-def _largest(values: torch.Tensor) -> float:
-    return float(values.max()) if values.numel() else 0.0
 
 
 def environment() -> dict[str, Any]:

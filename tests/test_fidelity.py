@@ -1,4 +1,4 @@
-"""Metrics against hand-computed values; certificates against what they promise to bound."""
+"""Metrics against hand-computed values, whole and by head, length and example."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asapc.fidelity import (
@@ -15,11 +15,8 @@ from asapc.fidelity import (
     AttentionFidelity,
     OutputFidelity,
     TensorFidelity,
-    contraction_bound,
-    dual_stability_factor,
-    row_error_bound,
+    length_bins,
 )
-from asapc.operators.closures import close_columns, close_rows, log_marginals
 from asapc.operators.sinkhorn import attention_map, finite_duals
 
 UNIT = [1.0, 1.0, 0.0, 0.0]  # attention units, A = N P
@@ -214,117 +211,6 @@ def test_broken_outputs_are_never_good():
         fidelity.update(None, None)
 
 
-def random_scores(seed, n, m, spread, masked):
-    generator = torch.Generator().manual_seed(seed)
-    scores = spread * torch.randn(2, 2, n, m, generator=generator, dtype=torch.float64)
-    if not masked:
-        return scores, None, generator
-    keep = torch.rand(2, m, generator=generator) < 0.6
-    keep[:, 0] = True
-    return scores.masked_fill(~keep[:, None, None, :], -math.inf), keep, generator
-
-
-cases = {
-    "seed": st.integers(0, 10_000),
-    "n": st.integers(1, 6),
-    "m": st.integers(1, 6),
-    "spread": st.sampled_from([0.1, 1.0, 4.0]),
-    "masked": st.booleans(),
-}
-
-
-@settings(max_examples=50, deadline=None)
-@given(**cases)
-def test_row_error_bound_holds(seed, n, m, spread, masked):
-    scores, keep, generator = random_scores(seed, n, m, spread, masked)
-    log_mu, log_nu = log_marginals(n, m, keep, scores)
-    g_0 = close_columns(scores, torch.randn(2, 2, n, generator=generator).double(), log_nu)
-    f = close_rows(scores, g_0, log_mu)
-    g_plus = close_columns(scores, f, log_nu)
-    attention = attention_map(scores, f, g_plus, UNIT, keep)
-    row_err = (attention.sum(-1) - 1).abs().mean(-1)
-    bound = row_error_bound(g_plus, g_0)
-    assert bound.shape == (2, 2) and bound.dtype == torch.float64
-    assert (row_err <= bound + 1e-12).all()
-
-
-@settings(max_examples=50, deadline=None)
-@given(**cases, closures=st.integers(1, 4))
-def test_dual_stability_holds_after_any_closures(seed, n, m, spread, masked, closures):
-    scores, keep, generator = random_scores(seed, n, m, spread, masked)
-    log_mu, log_nu = log_marginals(n, m, keep, scores)
-    f = torch.randn(2, 2, n, generator=generator).double()
-    f_hat = f + 0.3 * torch.randn(2, 2, n, generator=generator) + 5.0
-    maps = []
-    for dual in (f, f_hat):
-        for step in range(closures):
-            if step % 2 == 0:
-                g = close_columns(scores, dual, log_nu)
-            else:
-                dual = close_rows(scores, g, log_mu)
-        maps.append(attention_map(scores, dual, g, UNIT, keep))
-    ratio = torch.where(maps[0] > 0, maps[1] / maps[0], 1.0)
-    factor = dual_stability_factor(f_hat, f)[..., None, None] * (1 + 1e-9)
-    assert (ratio <= factor).all() and (ratio >= 1 / factor).all()
-
-
-def oscillation(values):
-    finite = values.masked_fill(values.isinf(), math.nan)
-    flat = finite.flatten(0, 1).numpy()
-    return torch.from_numpy(np.nanmax(flat, -1) - np.nanmin(flat, -1)).view(values.shape[:2])
-
-
-@settings(max_examples=50, deadline=None)
-@given(**cases)
-def test_contraction_bound_holds(seed, n, m, spread, masked):
-    scores, keep, generator = random_scores(seed, n, m, spread, masked)
-    log_mu, log_nu = log_marginals(n, m, keep, scores)
-    ends, starts = [], []
-    for _ in range(2):
-        g = torch.randn(2, 2, m, generator=generator).double()
-        if keep is not None:
-            g = g.masked_fill(~keep[:, None, :], -math.inf)
-        starts.append(g)
-        ends.append(close_columns(scores, close_rows(scores, g, log_mu), log_nu))
-    before = torch.where(starts[0].isinf(), -math.inf, starts[0] - starts[1])
-    after = torch.where(ends[0].isinf(), -math.inf, ends[0] - ends[1])
-    bound = contraction_bound(scores, keep)
-    assert ((bound >= 0) & (bound <= 1)).all()
-    assert (oscillation(after) <= bound * oscillation(before) + 1e-12).all()
-
-
-def test_contraction_bound_is_tight_where_a_quarter_range_would_be_wrong():
-    """S = [[t, 0], [0, t]]: near the fixed point one iteration contracts by tanh^2(t / 2)."""
-    t, small = 2.0, 1e-6
-    scores = torch.tensor([[[[t, 0.0], [0.0, t]]]], dtype=torch.float64)
-    log_mu, log_nu = log_marginals(2, 2, None, scores)
-    _, fixed = finite_duals(scores, 200, "row", None)
-    g = fixed + torch.tensor([small, -small], dtype=torch.float64)
-    after = close_columns(scores, close_rows(scores, g, log_mu), log_nu)
-    rate = float(oscillation(after - fixed) / (2 * small))
-    bound = float(contraction_bound(scores))
-    assert bound == pytest.approx(math.tanh(t / 2) ** 2)
-    assert rate == pytest.approx(bound, rel=1e-6) and rate > math.tanh(t / 4) ** 2
-
-
-def test_contraction_bound_ignores_offsets_and_padding():
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(1, 1, 4, 5, generator=generator).double()
-    rows, columns = (30 * torch.randn(size, generator=generator).double() for size in (4, 5))
-    offsets = rows[:, None] + columns  # added in float64: rounding would be more than an offset
-    assert contraction_bound(scores) <= math.tanh(float(scores.max() - scores.min()) / 2) ** 2
-    shifted = contraction_bound(scores + offsets)
-    assert shifted < 1 and shifted >= contraction_bound(scores) - 1e-12
-    keep = torch.tensor([[True, True, True, True, False]])
-    poisoned = scores.clone()
-    poisoned[..., 4] = -math.inf
-    torch.testing.assert_close(
-        contraction_bound(poisoned, keep), contraction_bound(scores[..., :4])
-    )
-    assert contraction_bound(poisoned, torch.zeros(1, 5, dtype=torch.bool)).item() == 0.0
-    assert contraction_bound(scores[..., :1]).item() == pytest.approx(0.0, abs=1e-30)
-
-
 def test_every_metric_is_described():
     for name, info in METRICS.items():
         assert name.isidentifier() and info.doc
@@ -342,3 +228,101 @@ def test_padded_queries_without_mass_enter_no_row_error() -> None:
     fidelity = AttentionFidelity()
     fidelity.update(balanced, balanced, keep)  # a Sinkhorn layer's padded queries keep their mass
     assert fidelity.metrics()["row_err"] == pytest.approx(1 / 3)
+
+
+def test_attention_by_head_length_and_example():
+    """Errors of 10 % in head 0 and 0 in head 1, but for one long example with 40 % in head 1."""
+    keep = torch.arange(5)[None, :] < torch.tensor([2, 2, 5, 3, 0])[:, None]
+    teacher = random_map(0, (5, 2, 4, 5)) * keep[:, None, None, :]
+    compiled = teacher.clone()
+    compiled[:, 0] *= 1.1
+    compiled[2, 1] *= 1.4
+    fidelity = AttentionFidelity()
+    assert fidelity.by_head() == {} and fidelity.by_length() == [] and fidelity.confidence() == {}
+    fidelity.update(teacher[:2], compiled[:2], keep[:2])
+    fidelity.update(teacher[2:], compiled[2:], keep[2:])  # the last example has no active key
+    assert fidelity.by_head() == {"attention_rel_l2": pytest.approx([0.1, 0.1])}
+    assert fidelity.by_length() == [
+        {"low": 2, "high": 2, "examples": 2, "attention_rel_l2": pytest.approx(0.05)},
+        {"low": 3, "high": 3, "examples": 1, "attention_rel_l2": pytest.approx(0.05)},
+        {"low": 5, "high": 5, "examples": 1, "attention_rel_l2": pytest.approx(0.25)},
+    ]
+    low, high = fidelity.confidence()["attention_rel_l2"]
+    mean = fidelity.metrics()["attention_rel_l2"]
+    # resampled are examples, whose errors are 0.05, 0.05, 0.05 and 0.25
+    assert mean == pytest.approx(0.1) and 0.05 <= low < mean < high <= 0.25
+    compiled[0, 0, 0, 0] = math.nan
+    fidelity.update(teacher[:1], compiled[:1], keep[:1])
+    assert fidelity.by_head()["attention_rel_l2"][0] == math.inf
+    assert fidelity.by_length()[0]["attention_rel_l2"] == math.inf
+    assert fidelity.confidence()["attention_rel_l2"] == (math.inf, math.inf)
+
+
+def test_outputs_by_length_with_confidence():
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(40, 3, generator=generator)
+    compiled = teacher.clone()
+    compiled[30:] = compiled[30:].roll(1, -1)  # the long ones predict another class
+    lengths, labels = torch.arange(40), teacher.argmax(-1)
+    whole, parts = OutputFidelity(), OutputFidelity()
+    whole.update(teacher, compiled, labels, lengths)
+    for i in range(0, 40, 7):
+        part = slice(i, i + 7)
+        parts.update(teacher[part], compiled[part], labels[part], lengths[part])
+    assert parts.confidence() == whole.confidence() and parts.by_length() == whole.by_length()
+    bins = whole.by_length()
+    assert [(b["low"], b["high"], b["examples"]) for b in bins] == [
+        (0, 7, 8), (8, 15, 8), (16, 23, 8), (24, 31, 8), (32, 39, 8)
+    ]  # fmt: skip
+    assert [b["prediction_agreement"] for b in bins] == [1.0, 1.0, 1.0, 0.75, 0.0]
+    assert bins[0]["logit_kl"] < 1e-12 < bins[3]["logit_kl"] < bins[4]["logit_kl"]
+    total = sum(b["examples"] * b["logit_kl"] for b in bins) / 40
+    assert total == pytest.approx(whole.metrics()["logit_kl"])
+    confidence = whole.confidence()
+    assert set(confidence) == set(whole.metrics()) - {"output_rmse", "max_abs_error"}
+    for name, (low, high) in confidence.items():
+        assert low <= whole.metrics()[name] <= high, name
+    assert confidence["accuracy_teacher"][1] == 1.0 and 0.9 < confidence["accuracy_teacher"][0] < 1
+    unnamed = OutputFidelity()
+    unnamed.update(teacher, compiled)
+    assert unnamed.by_length() == [] and "accuracy_drop" not in unnamed.confidence()
+    assert OutputFidelity().confidence() == {}
+
+
+def test_confidence_of_the_relative_error_is_over_examples():
+    fidelity = TensorFidelity()
+    assert fidelity.confidence() == {}
+    teacher = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+    fidelity.update(teacher, 1.01 * teacher)
+    low, high = fidelity.confidence()["output_rel_l2"]
+    assert (low, high) == pytest.approx((0.01, 0.01), rel=1e-4)
+    fidelity.update(teacher[:5], 2 * teacher[:5])
+    low, high = fidelity.confidence()["output_rel_l2"]
+    assert low < fidelity.metrics()["output_rel_l2"] < high
+    single = TensorFidelity()
+    single.update(torch.tensor(2.0), torch.tensor(3.0))
+    assert single.metrics()["output_rel_l2"] == 0.5 and single.confidence() == {}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([7] * 9, [(7, 7, 9)]),
+        ([1, 2, 3], [(1, 1, 1), (2, 2, 1), (3, 3, 1)]),
+        ([4] * 50 + [*range(10, 20)],
+         [(4, 4, 50), (10, 11, 2), (12, 14, 3), (15, 16, 2), (17, 19, 3)]),
+        ([], []),
+    ],
+)  # fmt: skip
+def test_length_bins(lengths, expected):
+    found = length_bins(torch.tensor(lengths, dtype=torch.long))
+    assert [(b["low"], b["high"], b["examples"]) for b, _ in found] == expected
+    assert [int(chosen.sum()) for _, chosen in found] == [count for _, _, count in expected]
+
+
+@given(st.lists(st.integers(0, 30), max_size=60))
+def test_length_bins_cover_every_example_once(lengths):
+    found = length_bins(torch.tensor(lengths, dtype=torch.long))
+    assert len(found) <= 5
+    if lengths:
+        assert (torch.stack([chosen for _, chosen in found]).sum(0) == 1).all()

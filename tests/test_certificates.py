@@ -1,0 +1,505 @@
+"""Certificates against closed forms, tight cases, and activations on which a wrong bound shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asapc import certificates
+from asapc.calibration.teacher import TeacherDuals
+from asapc.certificates import (
+    Block,
+    SiteCertificates,
+    Tilt,
+    contraction_bound,
+    dual_stability_factor,
+    measured_contraction,
+    row_error_bound,
+)
+from asapc.features.predictor import ClosurePlan, RecipeSide, closure_plan
+from asapc.ir import Convention, SiteTensors
+from asapc.operators.closures import close_columns, close_rows, log_marginals
+from asapc.operators.sinkhorn import attention_map, finite_duals
+
+UNIT = [1.0, 1.0, 0.0, 0.0]  # attention units, A = N P
+
+
+def random_scores(seed, n, m, spread, masked):
+    generator = torch.Generator().manual_seed(seed)
+    scores = spread * torch.randn(2, 2, n, m, generator=generator, dtype=torch.float64)
+    if not masked:
+        return scores, None, generator
+    keep = torch.rand(2, m, generator=generator) < 0.6
+    keep[:, 0] = True
+    return scores.masked_fill(~keep[:, None, None, :], -math.inf), keep, generator
+
+
+cases = {
+    "seed": st.integers(0, 10_000),
+    "n": st.integers(1, 6),
+    "m": st.integers(1, 6),
+    "spread": st.sampled_from([0.1, 1.0, 4.0]),
+    "masked": st.booleans(),
+}
+
+
+@settings(max_examples=50, deadline=None)
+@given(**cases)
+def test_row_error_bound_holds(seed, n, m, spread, masked):
+    scores, keep, generator = random_scores(seed, n, m, spread, masked)
+    log_mu, log_nu = log_marginals(n, m, keep, scores)
+    g_0 = close_columns(scores, torch.randn(2, 2, n, generator=generator).double(), log_nu)
+    f = close_rows(scores, g_0, log_mu)
+    g_plus = close_columns(scores, f, log_nu)
+    attention = attention_map(scores, f, g_plus, UNIT, keep)
+    row_err = (attention.sum(-1) - 1).abs().mean(-1)
+    bound = row_error_bound(g_plus, g_0)
+    assert bound.shape == (2, 2) and bound.dtype == torch.float64
+    assert (row_err <= bound + 1e-12).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(**cases, closures=st.integers(1, 4))
+def test_dual_stability_holds_after_any_closures(seed, n, m, spread, masked, closures):
+    scores, keep, generator = random_scores(seed, n, m, spread, masked)
+    log_mu, log_nu = log_marginals(n, m, keep, scores)
+    f = torch.randn(2, 2, n, generator=generator).double()
+    f_hat = f + 0.3 * torch.randn(2, 2, n, generator=generator) + 5.0
+    maps = []
+    for dual in (f, f_hat):
+        for step in range(closures):
+            if step % 2 == 0:
+                g = close_columns(scores, dual, log_nu)
+            else:
+                dual = close_rows(scores, g, log_mu)
+        maps.append(attention_map(scores, dual, g, UNIT, keep))
+    ratio = torch.where(maps[0] > 0, maps[1] / maps[0], 1.0)
+    factor = dual_stability_factor(f_hat, f)[..., None, None] * (1 + 1e-9)
+    assert (ratio <= factor).all() and (ratio >= 1 / factor).all()
+
+
+def oscillation(values):
+    finite = values.masked_fill(values.isinf(), math.nan)
+    flat = finite.flatten(0, 1).numpy()
+    return torch.from_numpy(np.nanmax(flat, -1) - np.nanmin(flat, -1)).view(values.shape[:2])
+
+
+@settings(max_examples=50, deadline=None)
+@given(**cases)
+def test_contraction_bound_holds(seed, n, m, spread, masked):
+    scores, keep, generator = random_scores(seed, n, m, spread, masked)
+    log_mu, log_nu = log_marginals(n, m, keep, scores)
+    ends, starts = [], []
+    for _ in range(2):
+        g = torch.randn(2, 2, m, generator=generator).double()
+        if keep is not None:
+            g = g.masked_fill(~keep[:, None, :], -math.inf)
+        starts.append(g)
+        ends.append(close_columns(scores, close_rows(scores, g, log_mu), log_nu))
+    before = torch.where(starts[0].isinf(), -math.inf, starts[0] - starts[1])
+    after = torch.where(ends[0].isinf(), -math.inf, ends[0] - ends[1])
+    bound = contraction_bound(scores, keep)
+    assert ((bound >= 0) & (bound <= 1)).all()
+    assert (oscillation(after) <= bound * oscillation(before) + 1e-12).all()
+
+
+def test_contraction_bound_is_tight_where_a_quarter_range_would_be_wrong():
+    """S = [[t, 0], [0, t]]: near the fixed point one iteration contracts by tanh^2(t / 2)."""
+    t, small = 2.0, 1e-6
+    scores = torch.tensor([[[[t, 0.0], [0.0, t]]]], dtype=torch.float64)
+    log_mu, log_nu = log_marginals(2, 2, None, scores)
+    _, fixed = finite_duals(scores, 200, "row", None)
+    g = fixed + torch.tensor([small, -small], dtype=torch.float64)
+    after = close_columns(scores, close_rows(scores, g, log_mu), log_nu)
+    rate = float(oscillation(after - fixed) / (2 * small))
+    bound = float(contraction_bound(scores))
+    assert bound == pytest.approx(math.tanh(t / 2) ** 2)
+    assert rate == pytest.approx(bound, rel=1e-6) and rate > math.tanh(t / 4) ** 2
+
+
+def test_contraction_bound_ignores_offsets_and_padding():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 1, 4, 5, generator=generator).double()
+    rows, columns = (30 * torch.randn(size, generator=generator).double() for size in (4, 5))
+    offsets = rows[:, None] + columns  # added in float64: rounding would be more than an offset
+    assert contraction_bound(scores) <= math.tanh(float(scores.max() - scores.min()) / 2) ** 2
+    shifted = contraction_bound(scores + offsets)
+    assert shifted < 1 and shifted >= contraction_bound(scores) - 1e-12
+    keep = torch.tensor([[True, True, True, True, False]])
+    poisoned = scores.clone()
+    poisoned[..., 4] = -math.inf
+    torch.testing.assert_close(
+        contraction_bound(poisoned, keep), contraction_bound(scores[..., :4])
+    )
+    assert contraction_bound(poisoned, torch.zeros(1, 5, dtype=torch.bool)).item() == 0.0
+    assert contraction_bound(scores[..., :1]).item() == pytest.approx(0.0, abs=1e-30)
+
+
+def test_a_forbidden_pair_has_no_contraction_bound() -> None:
+    scores = torch.zeros(2, 1, 3, 3, dtype=torch.float64)
+    scores[1, 0, 0, 2] = -math.inf
+    assert contraction_bound(scores).flatten().tolist() == [0.0, 1.0]
+
+
+# One dual of two plans, tilted into each other (B.10)
+
+
+def two_points(p: float, d: float) -> Tilt:
+    """One column over two points with conditional (1 - p, p), tilted by (0, d)."""
+    scores = torch.tensor([math.log1p(-p), math.log(p)], dtype=torch.float64)[None, None, :, None]
+    f = torch.zeros(1, 1, 2, dtype=torch.float64)
+    return Tilt(scores, f, f + torch.tensor([7.0, 7.0 + d], dtype=torch.float64), 0.0)
+
+
+@pytest.mark.parametrize("d", [1e-3, 0.5, -3.0, 12.0, 60.0])
+@pytest.mark.parametrize("p", [0.5, 1e-3, 1e-12])
+def test_divergences_of_two_points(p: float, d: float) -> None:
+    tilt = two_points(p, d)
+    a = math.log1p(p * math.expm1(d))  # the log-partition of the tilt
+    q = p * math.exp(d - a)
+    reverse, forward = (float(x) for x in tilt.divergences())
+    assert reverse == pytest.approx(q * d - a, rel=1e-6, abs=1e-13)
+    assert forward == pytest.approx(a - p * d, rel=1e-6, abs=1e-13)
+    for one, other in zip(tilt.integrals(), tilt.divergences(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-13)
+    for bound in (tilt.variance_bound(), tilt.density_bound()):
+        assert float(bound) >= max(reverse, forward) * (1 - 1e-6)
+    assert float(tilt.trivial()) >= max(reverse, forward)
+
+
+def test_variance_and_density_bounds_are_tight_for_flat_columns_and_small_errors() -> None:
+    tilt = two_points(0.5, 2e-3)  # Var = 1e-6, all of Popoviciu's; uniform, so beta = 1
+    for bound in (tilt.variance_bound(), tilt.density_bound()):
+        for divergence in tilt.divergences():
+            assert float(bound / divergence) == pytest.approx(1.0, abs=2e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), n=st.integers(1, 6), m=st.integers(1, 6),
+    spread=st.sampled_from([0.0, 1.0, 30.0]), error=st.sampled_from([1e-4, 1.0, 20.0]),
+)  # fmt: skip
+def test_divergence_bounds_hold(seed: int, n: int, m: int, spread: float, error: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = spread * torch.randn(1, 2, n, m, generator=generator, dtype=torch.float64)
+    f, noise = (torch.randn(1, 2, n, generator=generator, dtype=torch.float64) for _ in range(2))
+    tilt = Tilt(scores, f, f + error * noise, -math.log(m + 1))
+    divergences = tilt.divergences()
+    for bound in (tilt.variance_bound(), tilt.density_bound(), tilt.trivial()):
+        assert (torch.maximum(*divergences) <= bound * (1 + 1e-9) + 1e-12).all()
+    for one, other in zip(tilt.integrals(), divergences, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
+    # the tilted columns themselves, over t, under beta / X
+    beta_over_x = tilt.density_bound() / (tilt.weight * m / 2 * tilt.delta.square().sum(-1))
+    for t in torch.linspace(0, 1, 9).tolist():
+        tilted = (tilt.log_pi + t * tilt.delta[..., :, None]).softmax(-2)
+        if n > 1:
+            assert (tilted.amax((-2, -1)) <= beta_over_x * (1 + 1e-9)).all()
+
+
+# The contraction of one iteration
+
+
+@pytest.mark.parametrize("t", [0.3, 2.0, 6.0])
+def test_the_measured_contraction_reaches_the_bound_on_two_points(t: float) -> None:
+    block = Block(torch.tensor([[[[t, 0.0], [0.0, t]]]]).double(), -math.log(2), -math.log(2))
+    found = measured_contraction(block, torch.zeros(1, 1, 2, dtype=torch.float64))
+    assert float(found) == pytest.approx(math.tanh(t / 2) ** 2, rel=1e-5)
+    assert float(found) <= float(contraction_bound(block.scores)) * (1 + 1e-9)
+
+
+def test_one_key_or_equal_scores_contract_at_once() -> None:
+    for m in (1, 4):
+        block = Block(torch.zeros(1, 2, 3, m, dtype=torch.float64), -math.log(3), -math.log(m))
+        assert measured_contraction(block, torch.zeros(1, 2, m).double()).abs().max() < 1e-9
+
+
+# A site, from its activations to its certificates
+
+PLANS: dict[str, tuple[int, int, RecipeSide]] = {  # half-steps, closures, side
+    "source, one closure": (8, 1, "source"),
+    "source, three closures": (8, 3, "source"),
+    "source, two closures, rows last": (9, 2, "source"),
+    "keys, two closures": (8, 2, "key"),
+    "keys, one closure, rows last": (9, 1, "key"),
+    "keys, rescaled": (8, 1, "key"),
+}
+
+
+def activations(masked: bool, seed: int = 0, scale: float = 2.0) -> SiteTensors:
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (scale * torch.randn(4, 2, n, 5, generator=generator) for n in (7, 6))
+    keep = torch.rand(4, 6, generator=generator) < 0.6
+    keep[:, 0], keep[3] = True, False
+    return SiteTensors(q, k, keep if masked else None)
+
+
+def site(
+    t: SiteTensors, convention: Convention, plan: ClosurePlan | None, noise: Callable[..., Any]
+) -> SiteCertificates:
+    """Certificates of a site whose prediction is the teacher's dual plus noise(shape of the dual)."""
+
+    def predict(index: int) -> Callable[[SiteTensors], torch.Tensor]:
+        def own(piece: SiteTensors) -> torch.Tensor:
+            assert plan is not None
+            dual = TeacherDuals(piece, convention).after(plan.half_steps)[index]
+            return dual + noise(dual)
+
+        return own
+
+    source = predict(0) if plan is not None and plan.side in ("source", "both") else None
+    key = predict(1) if plan is not None and plan.side in ("key", "both") else None
+    found = SiteCertificates(convention, plan, source, key)
+    found.update(t)
+    return found
+
+
+def normal(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def noise(dual: torch.Tensor) -> torch.Tensor:
+        return size * torch.randn(dual.shape, generator=torch.Generator().manual_seed(1)).double()
+
+    return noise
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all keys", "padded"])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_certificate_of_every_plan_holds(name: str, masked: bool) -> None:
+    half_steps, closures, side = PLANS[name]
+    convention = Convention(half_steps, "row", 5**-0.5)
+    plan = closure_plan(convention, closures, side)
+    assert plan is not None and plan.closures == closures
+    for size in (1e-6, 0.3, 5.0):
+        found = site(activations(masked), convention, plan, normal(size))
+        entries = {entry["name"]: entry for entry in found.result()}
+        last = "row" if "rows last" in name or "rescaled" in name else "column"
+        free = "column" if last == "row" else "row"
+        expected = {
+            "contraction_bound", "dual_shift", "dual_stability", "kl_variance_bound",
+            "kl_density_bound", "kl_identity_reverse", "kl_identity_forward",
+            f"{free}_error_kl_bound", f"{free}_error_identity",
+        }  # fmt: skip
+        if closures > 1 and last == "column":
+            expected.add("row_bound")
+        assert set(entries) == expected
+        for entry in entries.values():
+            assert entry["holds"] is True, entry
+            assert entry["cases"] == (6 if masked else 8)  # the padded example is passed over
+            assert 0 <= entry["measured"] <= entry["bound"] * (1 + 1e-6) + 1e-9
+        number = "B.8" if closures == 1 else "B.9"
+        assert entries["dual_stability"]["source"] == f"ASAP, Proposition {number}"
+        assert entries["kl_identity_reverse"]["residual"] < 1e-9
+        if size == 0.3:  # nothing of it is as good as equal to zero
+            assert min(entry["measured"] for entry in entries.values()) > 1e-6
+
+
+def test_measured_values_are_those_of_the_attention_maps() -> None:
+    """Row error and entry ratios again, from dense maps of the operator's plain meaning."""
+    from asapc.operators.asap import asap_attention
+
+    t, convention = activations(False), Convention(8, "row", 5**-0.5)
+    plan = closure_plan(convention, 3, "source")
+    assert plan is not None
+    found = site(t, convention, plan, normal(0.2))
+    f = TeacherDuals(t, convention).after(plan.half_steps)[0]
+    maps = [
+        asap_attention(t.q.double(), t.k.double(), None, None, dual, None, 5**-0.5, 3, UNIT)
+        for dual in (f + normal(0.2)(f), f)
+    ]
+    entries = {entry["name"]: entry for entry in found.result()}
+    row_err = (maps[0].sum(-1) - 1).abs().mean(-1).amax()
+    assert entries["row_bound"]["measured"] == pytest.approx(float(row_err))
+    assert entries["row_error_kl_bound"]["measured"] == pytest.approx(float(row_err))
+    ratio = (maps[0] / maps[1]).log().abs().amax().exp()
+    assert entries["dual_stability"]["measured"] == pytest.approx(float(ratio))
+    assert found.metrics()["row_bound"] == pytest.approx(entries["row_bound"]["bound"])
+    assert found.metrics()["dual_stability"] == pytest.approx(entries["dual_stability"]["bound"])
+
+
+def diagonal(sharp: float, n: int) -> SiteTensors:
+    """Each query attends to its own key alone, but for exp(-sharp)."""
+    return SiteTensors(sharp * torch.eye(n)[None, None], torch.eye(n)[None, None])
+
+
+def test_entries_can_move_by_the_whole_of_the_stability_bound() -> None:
+    """A column follows the query it attends to: off the diagonal an entry moves by exp(f_i - f_j)."""
+    alpha = 0.4
+    convention, noise = Convention(8, "row", 1.0), torch.tensor([alpha, -alpha])
+    plan = closure_plan(convention, 1, "source")
+    found = site(diagonal(14.0, 2), convention, plan, lambda dual: noise)
+    entry = next(e for e in found.result() if e["name"] == "dual_stability")
+    assert entry["bound"] == pytest.approx(math.exp(2 * alpha))
+    assert entry["measured"] == pytest.approx(entry["bound"], rel=1e-4)
+    assert entry["holds"] and not entry["vacuous"]
+    shift = next(e for e in found.result() if e["name"] == "dual_shift")
+    assert shift["bound"] == pytest.approx(alpha) == shift["measured"]
+
+
+def unbalanced(first: int, second: int) -> SiteTensors:
+    """`first` queries attend to one key, `second` to the other."""
+    side = torch.cat([torch.ones(first), -torch.ones(second)])
+    return SiteTensors(20 * side[None, None, :, None], torch.tensor([[[[1.0], [-1.0]]]]))
+
+
+def test_row_bound_by_hand() -> None:
+    """Rows 51 and 50 of 101 on two keys of mass 1/2: columns are scaled by 101/102 and 101/100."""
+    convention = Convention(8, "row", 1.0)
+    plan = closure_plan(convention, 3, "source")
+    found = site(unbalanced(51, 50), convention, plan, lambda dual: torch.zeros(101))
+    entry = next(e for e in found.result() if e["name"] == "row_bound")
+    assert entry["bound"] == pytest.approx(0.01)
+    assert entry["measured"] == pytest.approx(51 / 101 / 102 + 50 / 101 / 100, rel=1e-6)
+    assert entry["holds"] and not entry["vacuous"] and entry["cases"] == 1
+
+
+def scaled(function: Callable[..., torch.Tensor], by: float) -> Callable[..., torch.Tensor]:
+    return lambda *arguments, **keywords: by * function(*arguments, **keywords)
+
+
+def weaker_contraction(scores: torch.Tensor, keep: Any = None) -> torch.Tensor:
+    return torch.tanh((scores.amax((-2, -1)) - scores.amin((-2, -1))) / 4).square()
+
+
+WRONG: dict[str, tuple[Any, str, Any, SiteTensors, float]] = {
+    "row_bound": (certificates, "row_error_bound", scaled(row_error_bound, 0.98), unbalanced(51, 50), 0),
+    "contraction_bound": (certificates, "contraction_bound", weaker_contraction, diagonal(2.0, 2), 0),
+    "kl_variance_bound": (
+        Tilt, "variance_bound", scaled(Tilt.variance_bound, 0.9), diagonal(0.0, 2), 1e-1),
+    "kl_density_bound": (
+        Tilt, "density_bound", scaled(Tilt.density_bound, 0.9), diagonal(0.0, 2), 1e-1),
+    "kl_identity_reverse": (
+        Tilt, "integrals", lambda tilt: tilt.divergences()[::-1], diagonal(1.0, 2), 0.5),
+    "kl_identity_forward": (
+        Tilt, "integrals", lambda tilt: [x * (1 + 1e-5) for x in tilt.divergences()],
+        diagonal(1.0, 2), 0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_bound_does_not_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, wrong, t, size = WRONG[name]
+    convention = Convention(8, "row", 1.0)
+    plan = closure_plan(convention, 3, "source")
+
+    def noise(dual: torch.Tensor) -> torch.Tensor:
+        return size * torch.linspace(-1, 1, dual.shape[-1]).double()
+
+    def entry() -> dict[str, Any]:
+        return next(e for e in site(t, convention, plan, noise).result() if e["name"] == name)
+
+    assert entry()["holds"] is True
+    monkeypatch.setattr(owner, attribute, wrong)
+    assert entry()["holds"] is False
+
+
+def test_a_wrong_stability_bound_does_not_hold() -> None:
+    """The same duals, with an error between them that is said to be smaller than it is."""
+    convention = Convention(8, "row", 1.0)
+    plan = closure_plan(convention, 1, "source")
+    found = SiteCertificates(convention, plan)
+    block = Block(diagonal(14.0, 2).q.double(), -math.log(2), -math.log(2))
+    f = torch.zeros(1, 1, 2, dtype=torch.float64)
+    own, exact = (block.closed(x, "column", 1) for x in (f + torch.tensor([0.4, -0.4]), f))
+    understated = certificates.Duals(f + torch.tensor([0.3, -0.3]), None)
+    found._stability(block, [understated, own[1]], exact, "column")
+    assert [entry["holds"] for entry in found.result()] == [False, False]
+
+
+def test_a_row_error_by_its_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat scores: f^ = (t, -t) gives rows of mass (1 +- tanh t) / 2, Pinsker is tight for small t."""
+    t = 0.1
+    block = Block(torch.zeros(1, 1, 2, 2, dtype=torch.float64), -math.log(2), -math.log(2))
+    f = torch.tensor([[[t, -t]]], dtype=torch.float64)
+    own, exact = (block.closed(x, "column", 1)[-1] for x in (f, 0 * f))
+    high = (1 + math.tanh(t)) / 2
+    divergence = high * math.log(2 * high) + (1 - high) * math.log(2 - 2 * high)
+    for factor in (1.0, 0.95):
+        monkeypatch.setattr(certificates, "pinsker", scaled(certificates.pinsker, factor))
+        found = SiteCertificates(Convention(8, "row", 1.0))
+        found._marginal_error(block, own, exact, "column")
+        bound, identity = found.result()
+        assert bound["bound"] == pytest.approx(factor * math.sqrt(2 * divergence))
+        assert bound["measured"] == pytest.approx(math.tanh(t))
+        assert bound["holds"] is (factor == 1.0)
+        assert identity["holds"] and identity["residual"] < 1e-15
+        assert identity["measured"] == pytest.approx(math.tanh(t)) == identity["bound"]
+
+
+def test_exact_prediction_measures_nothing() -> None:
+    convention = Convention(8, "row", 5**-0.5)
+    plan = closure_plan(convention, 1, "source")
+    found = site(activations(True), convention, plan, lambda dual: dual * 0 + 3.0)  # another gauge
+    entries = {entry["name"]: entry for entry in found.result()}
+    assert entries["dual_stability"]["bound"] == pytest.approx(1.0, abs=1e-12)
+    for name in ("dual_shift", "kl_variance_bound", "kl_density_bound", "kl_identity_forward"):
+        assert entries[name]["bound"] < 1e-12 and entries[name]["holds"]
+
+
+def test_vacuous_bounds_say_so() -> None:
+    convention = Convention(8, "row", 1.0)
+    plan = closure_plan(convention, 3, "source")
+    found = site(activations(False, scale=0.5), convention, plan, normal(30.0))
+    entries = {entry["name"]: entry for entry in found.result()}
+    for name in ("dual_stability", "kl_variance_bound"):
+        assert entries[name]["vacuous"] and entries[name]["holds"], name
+        assert 0 < entries[name]["vacuous_cases"] <= entries[name]["cases"]
+    assert not entries["contraction_bound"]["vacuous"]
+    sharp = site(activations(False, scale=5.0), convention, plan, normal(30.0))
+    entries = {entry["name"]: entry for entry in sharp.result()}
+    assert entries["row_bound"]["vacuous"] and entries["row_bound"]["holds"]
+    found = entries["contraction_bound"]
+    assert found["vacuous"] and found["bound"] == pytest.approx(1.0) and found["measured"] < 1
+
+
+def test_kept_loops_and_both_predicted_duals_have_what_is_proven_of_them() -> None:
+    convention = Convention(8, "row", 5**-0.5)
+    kept = site(activations(True), convention, None, normal(0.1))
+    assert [entry["name"] for entry in kept.result()] == ["contraction_bound"]
+    assert set(kept.metrics()) == {"contraction_bound"}
+    both = site(activations(True), convention, closure_plan(convention, 0, "both"), normal(0.1))
+    assert [entry["name"] for entry in both.result()] == ["contraction_bound"]
+    assert set(both.metrics()) == {"contraction_bound", "dual_stability"}
+    assert both.metrics()["dual_stability"] > 1.1
+
+
+def test_forbidden_pairs_are_bounded_but_not_compared() -> None:
+    t = activations(False)
+    bias = torch.zeros(1, 1, 7, 6)
+    bias[..., 0, 1] = -math.inf
+    convention = Convention(8, "row", 5**-0.5, bias=True)
+    plan = closure_plan(convention, 3, "source")
+    found = site(SiteTensors(t.q, t.k, None, bias), convention, plan, normal(0.1))
+    assert found.result() == []
+    assert found.metrics()["contraction_bound"] == 1.0
+    assert 0 < found.metrics()["row_bound"] < 1 < found.metrics()["dual_stability"]
+
+
+def test_a_broken_prediction_holds_nothing() -> None:
+    convention = Convention(8, "row", 5**-0.5)
+    plan = closure_plan(convention, 3, "source")
+    found = site(activations(False), convention, plan, lambda dual: dual * math.nan)
+    held = {entry["name"]: entry["holds"] for entry in found.result()}
+    assert held.pop("contraction_bound") is True
+    assert len(held) == 9 and not any(held.values())
+    assert found.metrics()["dual_stability"] == math.inf
+
+
+def test_budgets_limit_what_is_compared_but_not_the_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(certificates, "PLAN_ENTRIES", 1)
+    monkeypatch.setattr(certificates, "CONTRACTION_ENTRIES", 0)
+    convention = Convention(8, "row", 5**-0.5)
+    plan = closure_plan(convention, 3, "source")
+    found = site(activations(True), convention, plan, normal(0.1))
+    whole = SiteCertificates(convention, plan, found.source)
+    monkeypatch.setattr(certificates, "PLAN_ENTRIES", 2**26)
+    whole = site(activations(True), convention, plan, normal(0.1))
+    assert {entry["cases"] for entry in found.result()} == {2}  # the heads of one example
+    assert found.metrics() == whole.metrics()
