@@ -25,7 +25,8 @@ ruff: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 
 CHECK := import asapc.passes, asapc.calibration, asapc.cli; from importlib.resources import files; \
-	assert all((files('asapc') / name).is_file() for name in ('demo_data/digits/digits.npz', 'kernels/thresholds.json'))
+	assert all((files('asapc') / name).is_file() for name in ('demo_data/digits/digits.npz', \
+	'kernels/thresholds.json', 'report/report.schema.json'))
 
 # asapc.passes and asapc.calibration exist only in an installed package, so that is what is checked.
 # It is also what a user gets from a wheel: every module and the demo data must be in it.

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from asapc import session
-from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED
+from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError
 from asapc.session import EXIT_INTERRUPTED, Session
 
 if TYPE_CHECKING:
@@ -216,8 +216,6 @@ def refresh(
     """
 
     def body(run: Session) -> None:
-        from asapc.errors import InputError
-
         if labels == distil:
             raise InputError(
                 "refresh: exactly one of --labels and --distil must be given",
@@ -250,6 +248,20 @@ def report(
     gate: Annotated[
         str | None, typer.Option(metavar="FILE", help="YAML limits; exit 1 if one is not kept.")
     ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="An earlier report.json; exit 1 if this one is worse."),
+    ] = None,
+    max_regression: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[METRIC=]SHARE",
+            help="How much worse than the baseline it may be: 2% (default), speedup=10%; repeatable.",
+        ),
+    ] = None,
+    junit: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the checks here too, as JUnit XML.")
+    ] = None,
     examples: Annotated[int, typer.Option(min=1, help="Examples measured, at most.")] = 512,
     model: Teacher = None,
     weights: Weights = None,
@@ -258,18 +270,25 @@ def report(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Measure fidelity and speed against the teacher; write report.json and report.md into OUT."""
+    """Measure fidelity and speed against the teacher; write report.json, .md and junit.xml into OUT.
+
+    With --gate or --baseline the verdict is ACCEPT (exit 0), REGRESSION (a limit or the baseline is not
+    kept) or ANOMALOUS (a measurement is missing, NaN, on too few examples or too good); both exit 1.
+    """
 
     def body(run: Session) -> int:
+        from asapc.gates import failure_text
         from asapc.report.tables import report_tables
 
-        result = report_artifact(run, artifact, data, gate, model, weights, kwargs, examples)
+        result = report_artifact(
+            run, artifact, data, gate, model, weights, kwargs, examples,
+            baseline=baseline, max_regression=max_regression or (), junit=junit,
+        )  # fmt: skip
         run.show(result, report_tables)
-        run.note(f"wrote {Path(artifact) / 'report.json'} and report.md")
+        run.note(f"wrote {Path(artifact) / 'report.json'}, report.md and junit.xml")
         if result["gate"]["passed"]:
             return 0
-        failed = [entry for entry in result["gate"]["checks"] if not entry["passed"]]
-        print(f"asapc: gate failed: {', '.join(_failure(e) for e in failed)}", file=sys.stderr)
+        print(f"asapc: {failure_text(result['gate'])}", file=sys.stderr)
         return EXIT_GATE_FAILED
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -420,12 +439,22 @@ def report_artifact(
     weights: str | None = None,
     kwargs: str | None = None,
     examples: int = 512,
+    *,
+    baseline: str | None = None,
+    max_regression: Sequence[str] = (),
+    junit: str | None = None,
 ) -> dict[str, Any]:
-    """Measure, check the gates and write report.json and report.md into the artefact."""
+    """Measure, check the gates, compare with the baseline and write the report into the artefact."""
+    from asapc import baseline as regression
     from asapc import evaluate, gates
-    from asapc.report import write_report
+    from asapc.formats.atomic import replace_file
+    from asapc.report import junit_text, write_report
 
     limits = [] if gate is None else gates.load_gates(gate)
+    allowance = regression.parse_allowance(max_regression)
+    if baseline is None and max_regression:
+        raise InputError("--max-regression needs a --baseline to compare with")
+    earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
     result = evaluate.report(
         artifact,
         data,
@@ -435,8 +464,11 @@ def report_artifact(
         examples=examples,
         progress=run.progress,
     )
-    result["gate"] = gates.gate_result(result, limits)
+    comparison = None if earlier is None else regression.compare(result, earlier)
+    result["gate"] = gates.gate_result(result, limits, comparison)
     write_report(artifact, result)
+    if junit is not None:
+        replace_file(junit, junit_text(result))
     return result
 
 
@@ -470,18 +502,8 @@ def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict
     from asapc.formats.calibration import fit_facts
 
     sites = [
-        {
-            "name": name,
-            **fit_facts(site),
-            "tokens": site.tokens,
-            "fit_seconds": site.fit_seconds,
-        }
-        for name, site in calibration.sites.items()
+        {"name": name, **fit_facts(fit), "tokens": fit.tokens, "fit_seconds": fit.fit_seconds}
+        for name, fits in calibration.sites.items()
+        for fit in fits
     ]
     return {"model": model, "calibration": out, "order": calibration.order, "sites": sites}
-
-
-def _failure(entry: Mapping[str, Any]) -> str:
-    value = "missing" if entry["value"] is None else f"{entry['value']:.4g}"
-    limit = f"max {entry['max']:g}" if "max" in entry else f"min {entry['min']:g}"
-    return f"{entry['metric']} of {entry['scope']} is {value} ({limit})"

@@ -32,7 +32,7 @@ from asapc.runner import Runner, Tap
 from asapc.yaml_file import read_yaml_mapping
 
 REPORT_EXAMPLES = 512
-REPORT_FORMAT = 1
+REPORT_FORMAT = 2
 
 def report(
     artifact_path: str | Path,
@@ -88,6 +88,9 @@ def report(
     exact = lossless.metrics()
     return {
         "format_version": REPORT_FORMAT,
+        "fingerprints": {
+            "teacher": artifact.manifest["teacher"]["fingerprint"], "data": source.fingerprint,
+        },
         "model": {
             "source": artifact.manifest["teacher"]["source"],
             "capture": artifact.capture,
@@ -106,7 +109,7 @@ def report(
         **({} if audit is None else {"soft_to_hard": audit.result(first)}),
         **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
         "environment": environment(),
-        "gate": {"passed": True, "checks": []},
+        "gate": {"verdict": None, "passed": True, "checks": [], "baseline": None},
     }
 
 

@@ -4,14 +4,27 @@ from typing import Any
 import pytest
 
 from asapc.errors import InputError
-from asapc.gates import Gate, check, gate_result, known_metrics, load_gates, parse_gates
+from asapc.gates import (
+    Gate,
+    check,
+    examples_needed,
+    failure_text,
+    gate_result,
+    implausible,
+    known_metrics,
+    load_gates,
+    parse_gates,
+)
 
 SHIPPED = Path(__file__).parents[1] / "examples" / "gates.yaml"
 
 
 def report(**model: Any) -> dict[str, Any]:
     return {
-        "model": {"prediction_agreement": 0.995, "output_rel_l2": 0.25, "speedup": 3.0, **model},
+        "model": {
+            "examples": 400, "prediction_agreement": 0.995, "output_rel_l2": 0.25, "speedup": 3.0,
+            **model,
+        },
         "sites": [
             {
                 "name": "layers.0",
@@ -36,13 +49,25 @@ def test_model_metrics_are_looked_up_on_the_model() -> None:
     gates = parse_gates({"prediction_agreement": {"min": 0.99}, "output_rel_l2": {"max": 0.1}})
     assert check(report(), gates) == [
         {
+            "kind": "limit",
             "metric": "prediction_agreement",
             "scope": "model",
             "value": 0.995,
             "min": 0.99,
+            "class": "ACCEPT",
             "passed": True,
+            "message": "prediction_agreement of model is 0.995, within its limit (min 0.99)",
         },
-        {"metric": "output_rel_l2", "scope": "model", "value": 0.25, "max": 0.1, "passed": False},
+        {
+            "kind": "limit",
+            "metric": "output_rel_l2",
+            "scope": "model",
+            "value": 0.25,
+            "max": 0.1,
+            "class": "REGRESSION",
+            "passed": False,
+            "message": "output_rel_l2 of model is 0.25, beyond its limit (max 0.1)",
+        },
     ]
 
 
@@ -68,20 +93,27 @@ def test_both_bounds_are_two_checks() -> None:
 @pytest.mark.parametrize("bound", ["min", "max"])
 def test_what_is_not_a_finite_number_fails(value: object, bound: Any) -> None:
     limit = -1e9 if bound == "min" else 1e9
-    model = report(prediction_agreement=value)
-    assert not gate_result(model, [Gate("prediction_agreement", bound, limit)])["passed"]
+    model = check(report(logit_kl=value), [Gate("logit_kl", bound, limit)])[0]
+    assert (model["value"], model["class"], model["passed"]) == (None, "ANOMALOUS", False)
     site = report()
     site["sites"][0]["metrics"]["attention_rel_l2"] = value
     entry = check(site, [Gate("attention_rel_l2", bound, limit)])[0]
     assert (entry["scope"], entry["value"], entry["passed"]) == ("layers.0", None, False)
+    assert entry["class"] == "ANOMALOUS"
 
 
 def test_what_is_missing_fails() -> None:
     incomplete = report()
     del incomplete["sites"][2]["metrics"]["attention_rel_l2"]
-    assert not gate_result(incomplete, [Gate("attention_rel_l2", "max", 1.0)])["passed"]
-    assert not gate_result(report(), [Gate("accuracy_drop", "max", 1.0)])["passed"]
-    assert not gate_result({"model": {}, "sites": []}, [Gate("plan_kl", "max", 1.0)])["passed"]
+    for found, gate in (
+        (incomplete, Gate("attention_rel_l2", "max", 1.0)),
+        (report(), Gate("accuracy_drop", "max", 1.0)),
+        ({"model": {}, "sites": []}, Gate("plan_kl", "max", 1.0)),
+        (report(examples=None), Gate("examples", "min", 1.0)),
+    ):
+        result = gate_result(found, [gate])
+        assert (result["verdict"], result["passed"]) == ("ANOMALOUS", False)
+        assert "was not measured" in result["checks"][0]["message"]
 
 
 def test_a_fit_metric_does_not_apply_to_an_exact_loop_but_must_exist_elsewhere() -> None:
@@ -91,8 +123,9 @@ def test_a_fit_metric_does_not_apply_to_an_exact_loop_but_must_exist_elsewhere()
     assert not gate_result(unfitted, [Gate("r2", "min", 0.5)])["passed"]
 
 
-def test_no_gates_pass_with_no_checks() -> None:
-    assert gate_result(report(), []) == {"passed": True, "checks": []}
+def test_without_limits_nothing_is_accepted_and_nothing_fails() -> None:
+    nothing = {"verdict": None, "passed": True, "checks": [], "baseline": None}
+    assert gate_result(report(), []) == nothing
 
 
 def test_design_metrics_are_known() -> None:
@@ -109,6 +142,7 @@ def test_design_metrics_are_known() -> None:
         "accuracy_drop",
         "speedup",
         "break_even_batches",
+        "examples",
     } <= set(known_metrics())
 
 
@@ -125,6 +159,20 @@ def test_design_metrics_are_known() -> None:
         ("speedup: {min: true}", "limit must be a finite number, got True"),
         ("speedup: {min: 1}\nspeedup: {min: 2}", "'speedup' appears twice"),
         ("[speedup]", "must be a mapping"),
+        ("speedup: {confidence: true}", "speedup must be limited"),
+        ("speedup: {min: 1, confidence: 0.95}", "confidence must be true or false, got 0.95"),
+        ("prediction_agreement: {min: 99}", r"a share is at most 1, got 99(.|\n)*write 99 % as 0.99"),
+        ("accuracy_compiled: {min: -0.1}", "a share is at most 1"),
+        ("sites: {}", "sites must map patterns"),
+        ("sites: [a]", "sites must map patterns"),
+        ("sites: {layers.0: {}}", "sites: layers.0: at least one limit"),
+        ("sites: {layers.0: 3}", "sites: layers.0: at least one limit"),
+        ("sites: {0: {row_err: {max: 1}}}", "a pattern must be text"),
+        ("sites: {a: {row_er: {max: 1}}}", "unknown metric 'row_er'"),
+        ("sites: {a: {logit_kl: {max: 1}}}", "only a metric of a site can be limited per site"),
+        ("sites: {a: {examples: {min: 1}}}", "only a metric of a site"),
+        ("sites: {a: {sites: {b: {row_err: {max: 1}}}}}", "unknown metric 'sites'"),
+        ("speedup: {min: 1" + "0" * 400 + "}", "limit must be a finite number"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -143,3 +191,259 @@ def test_a_limit_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         load_gates(tmp_path / "gates.yaml")
+
+
+# Limits per site
+
+
+def classes(found: dict[str, Any], **data: Any) -> dict[str, str]:
+    """Scope to class of the checks of a gate file."""
+    return {entry["scope"]: entry["class"] for entry in check(found, parse_gates(data))}
+
+
+def test_a_pattern_checks_each_of_its_sites() -> None:
+    found = classes(report(), sites={"layers.[01]": {"attention_rel_l2": {"max": 0.02}}})
+    assert found == {"layers.0": "ACCEPT", "layers.1": "REGRESSION"}
+
+
+def test_a_pattern_takes_its_sites_out_of_the_general_limit_and_the_last_pattern_wins() -> None:
+    limits = {"attention_rel_l2": {"max": 0.02}}
+    assert classes(report(), **limits) == {"layers.1": "REGRESSION"}
+    looser = {"*.1": {"attention_rel_l2": {"max": 0.05}}}
+    found = classes(report(), **limits, sites=looser)
+    assert found == {"layers.0": "ACCEPT", "layers.1": "ACCEPT"}
+    stricter = {**looser, "layers.*": {"attention_rel_l2": {"max": 0.001}}}
+    found = classes(report(), **limits, sites=stricter)
+    assert found == {"layers.0": "REGRESSION", "layers.1": "REGRESSION", "layers.2": "ACCEPT"}
+
+
+def test_a_pattern_leaves_the_other_bound_and_other_metrics_alone() -> None:
+    gates = parse_gates({"r2": {"min": 0.85}, "sites": {"*": {"r2": {"max": 1}}}})
+    found = check(report(), gates)
+    assert [(e["scope"], e["class"]) for e in found if "min" in e] == [("layers.1", "REGRESSION")]
+    assert [(e["scope"], e["class"]) for e in found if "max" in e] == [
+        ("layers.0", "ACCEPT"), ("layers.1", "ACCEPT"),
+    ]  # fmt: skip
+
+
+def test_an_output_error_of_a_site_is_not_that_of_the_model() -> None:
+    assert classes(report(), output_rel_l2={"max": 0.3}) == {"model": "ACCEPT"}
+    found = classes(report(), sites={"layers.0": {"output_rel_l2": {"max": 0.3}}})
+    assert found == {"layers.0": "REGRESSION"}
+
+
+def test_a_pattern_that_matches_no_site_is_an_error() -> None:
+    gates = parse_gates({"sites": {"layers.3": {"row_err": {"max": 1}}}})
+    with pytest.raises(InputError, match=r"'layers.3' must match a site(.|\n)*layers.0, layers.1"):
+        check(report(), gates)
+    with pytest.raises(InputError, match="sites: none"):
+        gate_result({"model": {}, "sites": []}, gates)
+
+
+def test_what_selection_left_as_it_was_has_no_error_and_no_fit() -> None:
+    found = report()
+    found["sites"].append({"name": "layers.3", "operator": "teacher", "metrics": {}})
+    limits = {"attention_rel_l2": {"max": 0, "confidence": True}, "r2": {"min": 1}}
+    assert classes(found, sites={"layers.3": limits}) == {"layers.3": "ACCEPT"}
+    assert classes(found, attention_rel_l2={"max": 0.05}) == {"layers.1": "ACCEPT"}
+    found["sites"][3]["metrics"] = {"row_err": None}
+    assert classes(found, sites={"layers.3": {"row_err": {"max": 1}}}) == {"layers.3": "ANOMALOUS"}
+
+
+# Limits on the confidence interval
+
+
+@pytest.mark.parametrize(
+    ("limit", "verdict", "text"),
+    [
+        ({"min": 0.99}, "ACCEPT", "is 0.995, at least 0.99 with 0.95 confidence"),
+        ({"min": 0.991}, "REGRESSION", "is 0.995, at least 0.99 with"),
+        ({"max": 1.0}, "ACCEPT", "is 0.995, at most 0.999 with"),
+        ({"max": 0.998}, "REGRESSION", "beyond its limit (max 0.998 with confidence)"),
+    ],
+)
+def test_the_pessimistic_end_is_compared(limit: Any, verdict: str, text: str) -> None:
+    confidence = {"prediction_agreement": [0.99, 0.999]}
+    gates = parse_gates({"prediction_agreement": {**limit, "confidence": True}})
+    entry = check(report(confidence=confidence), gates)[0]
+    assert (entry["value"], entry["class"]) == (0.995, verdict)
+    assert text in entry["message"]
+    assert entry["bound_value"] == (0.99 if "min" in limit else 0.999)
+
+
+@pytest.mark.parametrize(
+    "ends", [None, [0.1], "ab", [0.2, 0.1], [0.1, float("nan")], [0.1, True], {"low": 0, "high": 1}]
+)
+def test_a_missing_or_broken_interval_fails(ends: object) -> None:
+    gates = parse_gates({"logit_kl": {"max": 1, "confidence": True}})
+    entry = check(report(logit_kl=0.1, confidence={"logit_kl": ends}), gates)[0]
+    assert (entry["class"], entry["bound_value"]) == ("ANOMALOUS", None)
+    assert "has no confidence interval" in entry["message"]
+    assert classes(report(logit_kl=0.1), logit_kl={"max": 1, "confidence": True}) == {
+        "model": "ANOMALOUS"
+    }
+
+
+def test_the_worst_site_is_that_of_the_worst_bound() -> None:
+    found = report()
+    for site, high in zip(found["sites"], (0.06, 0.05, 1e-6), strict=True):
+        site["confidence"] = {"attention_rel_l2": [0, high]}
+    limit = {"max": 0.055, "confidence": True}
+    assert classes(found, attention_rel_l2=limit) == {"layers.0": "REGRESSION"}
+    del found["sites"][2]["confidence"]
+    assert classes(found, attention_rel_l2=limit) == {"layers.2": "ANOMALOUS"}
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("metric", "limit", "needed"),
+    [
+        ("prediction_agreement", {"min": 0.99}, 100),
+        ("prediction_agreement", {"min": 0.998}, 500),
+        ("prediction_agreement", {"min": 0.9}, 10),
+        ("prediction_agreement", {"min": 0.99, "confidence": True}, 300),
+        ("accuracy_compiled", {"min": 0.95}, 20),
+        ("accuracy_drop", {"max": 0.005}, 200),
+        ("accuracy_drop", {"max": -0.01}, 100),
+    ],
+)
+def test_a_limit_on_a_share_needs_its_examples(metric: str, limit: Any, needed: int) -> None:
+    good = {"prediction_agreement": 1.0, "accuracy_compiled": 1.0, "accuracy_drop": -0.02}
+    found = report(**good, confidence={name: [own, own] for name, own in good.items()})
+    gates = parse_gates({metric: limit})
+    for examples, verdict in ((needed, "ACCEPT"), (needed - 1, "ANOMALOUS"), (None, "ANOMALOUS")):
+        found["model"]["examples"] = examples
+        entry = check(found, gates)[0]
+        assert entry["class"] == verdict
+        assert entry["passed"] or f"at least {needed} are needed" in entry["message"]
+
+
+def test_limits_that_need_no_precision() -> None:
+    limits = {
+        "prediction_agreement": {"min": 1, "max": 1},
+        "accuracy_drop": {"max": 0},
+        "accuracy_compiled": {"min": 0, "max": 0.999},
+        "output_rel_l2": {"max": 1e-9},
+    }
+    good = report(
+        examples=3, prediction_agreement=1.0, accuracy_drop=0.0, accuracy_compiled=0.5, output_rel_l2=0.0
+    )
+    assert {entry["class"] for entry in check(good, parse_gates(limits))} == {"ACCEPT"}
+    assert examples_needed(1.0, 1.0) == 0
+
+
+def test_a_number_of_examples_is_a_metric() -> None:
+    assert classes(report(), examples={"min": 400}) == {"model": "ACCEPT"}
+    entry = check(report(), parse_gates({"examples": {"min": 500}}))[0]
+    assert entry["class"] == "ANOMALOUS"
+    assert entry["message"] == "the report rests on 400 examples, too few (min 500)"
+
+
+# Results that are too good
+
+
+def plausible(**model: Any) -> dict[str, Any]:
+    return report(max_abs_error=0.1, accuracy_teacher=0.8, accuracy_compiled=0.8, **model)
+
+
+def test_a_sound_report_is_plausible() -> None:
+    assert implausible(plausible()) == []
+    assert implausible({"model": {}, "sites": []}) == []
+
+
+def test_equal_outputs_of_an_approximated_model_are_anomalous() -> None:
+    for errors in ({"max_abs_error": 0.0}, {"output_rel_l2": 0.0}):
+        found = report(prediction_agreement=1.0, **errors)
+        result = gate_result(found, parse_gates({"prediction_agreement": {"min": 0.99}}))
+        assert result["verdict"] == "ANOMALOUS"
+        assert "exactly the teacher's" in result["checks"][-1]["message"]
+        assert "2 sites were approximated" in result["checks"][-1]["message"]
+        assert "2 sites" in failure_text(result)
+        for site in found["sites"]:
+            site["operator"] = "sinkhorn"
+        assert implausible(found) == []
+
+
+@pytest.mark.parametrize(
+    ("operator", "own", "expected"),
+    [
+        ("asap", "sinkhorn", 1), ("lot", "sinkhorn", 1), ("esp_hard", "sinkhorn", 1),
+        ("lot", "lot", 0), ("sinkhorn", "sinkhorn", 0), ("teacher", "sinkhorn", 0),
+        ("esp_hard", "esp_soft", 0),  # a cold SoftSort sorts exactly
+    ],
+)  # fmt: skip
+def test_equal_attention_of_an_approximated_site(operator: str, own: str, expected: int) -> None:
+    found = report()
+    found["sites"] = [
+        {
+            "name": "a", "operator": operator, "convention": {"operator": own},
+            "metrics": {"attention_rel_l2_worst": 0.0},
+        }
+    ]  # fmt: skip
+    assert len(implausible(found)) == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400])
+def test_what_is_not_finite_is_anomalous_even_without_a_limit_on_it(value: Any) -> None:
+    for found in (plausible(logit_kl=value), plausible()):
+        if "logit_kl" not in found["model"]:
+            found["sites"][1]["metrics"]["plan_kl"] = value
+        result = gate_result(found, parse_gates({"speedup": {"min": 2}}))
+        assert result["verdict"] == "ANOMALOUS" and "not finite" in failure_text(result)
+
+
+def test_an_overflowing_bound_is_honest() -> None:
+    found = plausible()
+    found["sites"][0]["metrics"].update(dual_stability=float("inf"), condition_number=float("inf"))
+    assert implausible(found) == []
+
+
+@pytest.mark.parametrize(("value", "count"), [(1000.0, 0), (1000.5, 1), (0.0, 1), (-1.0, 1), (0.5, 0)])
+def test_no_kernel_is_a_thousand_times_as_fast(value: float, count: int) -> None:
+    assert len(implausible(plausible(speedup=value))) == count
+    assert len(implausible(plausible(speedup_lossless=value))) == count
+
+
+def test_a_compiled_model_far_more_accurate_than_its_teacher() -> None:
+    found = plausible(examples=100)  # chance: 1.96 * sqrt(0.8 * 0.2 / 100) = 0.078
+    for own, count in ((0.9, 0), (1.0, 0), (0.2, 0)):
+        found["model"]["accuracy_compiled"] = own
+        assert len(implausible(found)) == count
+    found["model"]["examples"] = 1000
+    assert "chance explains 0.02" in implausible({**found, "model": {
+        **found["model"], "accuracy_compiled": 0.9}})[0]["message"]  # fmt: skip
+    found["model"]["accuracy_compiled"] = 0.9
+    found["model"]["confidence"] = {"accuracy_compiled": [0.85, 0.95]}
+    assert implausible(found) == []
+    del found["model"]["confidence"]
+    assert len(implausible(found)) == 1
+    assert implausible({**found, "refresh": {"mode": "labels"}}) == []
+    assert len(implausible({**found, "refresh": {"mode": "distil"}})) == 1
+
+
+def test_a_perfect_compiled_model_of_a_nearly_perfect_teacher_is_plausible() -> None:
+    found = plausible(examples=50)
+    found["model"].update(accuracy_teacher=0.98, accuracy_compiled=1.0)
+    found["model"]["confidence"] = {"accuracy_compiled": [1.0, 1.0]}
+    assert implausible(found) == []
+
+
+def test_the_worst_class_wins_and_messages_are_single_lines() -> None:
+    gates = parse_gates({"output_rel_l2": {"max": 0.1}, "logit_kl": {"max": 1}, "speedup": {"min": 1}})
+    found = report()
+    found["sites"][0]["name"] = "a\nb"
+    result = gate_result(found, [*gates, Gate("attention_rel_l2", "max", 0.001, "a*")])
+    assert result["verdict"] == "ANOMALOUS" and not result["passed"]
+    assert [e["class"] for e in result["checks"]] == ["REGRESSION", "ANOMALOUS", "ACCEPT", "REGRESSION"]
+    lines = failure_text(result).splitlines()
+    assert lines == [
+        "gate failed: ANOMALOUS",
+        "  ANOMALOUS: logit_kl of model was not measured (max 1)",
+        "  REGRESSION: output_rel_l2 of model is 0.25, beyond its limit (max 0.1)",
+        "  REGRESSION: attention_rel_l2 of a b is 0.01, beyond its limit (max 0.001)",
+    ]
+    assert failure_text(result, most=1).splitlines()[-1] == "  and 2 more"
+    assert gate_result(found, gates[:1])["verdict"] == "REGRESSION"
+    assert gate_result(found, gates[2:])["verdict"] == "ACCEPT"

@@ -13,7 +13,10 @@ from rich.text import Text
 from asapc.report.tables import Table
 
 PIPE_WIDTH = 160  # a pipe or a log file has no width of its own
-STYLES = {"passed": "green", "matched": "green", "FAILED": "bold red", "refused": "yellow"}
+STYLES = {
+    "passed": "green", "matched": "green", "refused": "yellow", "ACCEPT": "green",
+    "REGRESSION": "bold red", "ANOMALOUS": "bold yellow",
+}  # fmt: skip
 
 
 def print_tables(tables: Iterable[Table], stream: TextIO) -> None:

@@ -30,6 +30,7 @@ MODEL_LABELS = {
     "source": "model",
     "capture": "capture",
     "examples": "examples, unseen in the fit",
+    "data": "data",
     "batch": "batch size",
     "output_rmse": "output RMSE",
     "output_rel_l2": "output relative l2",
@@ -80,6 +81,8 @@ LATENCY_LABELS = {
     "speedup_lossless": "lossless x",
     "speedup": "compiled x",
 }
+# Shown beside the values they belong to.
+APART = ("confidence", "confidence_level")
 SHARES = (
     "prediction_agreement", "accuracy_teacher", "accuracy_compiled", "accuracy_drop", "accuracy",
 )  # fmt: skip
@@ -150,12 +153,34 @@ _CONVENTION_TEXTS = {
 _FLAGS = (("bias", "bias"), ("early stop", "early_stop"))
 
 
+def headline(report: Mapping[str, Any]) -> str:
+    """The result in one line: verdict, speed-up, agreement with its interval."""
+    model = _mapping(report, "model")
+    parts = [verdict_text(_mapping(report, "gate"))]
+    if isinstance(model.get("speedup"), int | float):
+        parts.append(f"{number(model['speedup'])}x as fast as the teacher")
+    agreement = model.get("prediction_agreement")
+    if agreement is not None:
+        ends = _interval(model, "prediction_agreement")
+        within = f" ({ends})" if ends != "-" else ""
+        parts.append(f"{_share(agreement)} of predictions kept{within}")
+    return ", ".join(parts)
+
+
+def verdict_text(gate: Mapping[str, Any]) -> str:
+    """"ACCEPT", "REGRESSION" or "ANOMALOUS"; "no gate set" where nothing was asked."""
+    return str(gate.get("verdict") or "no gate set")
+
+
 def report_tables(report: Mapping[str, Any]) -> list[Table]:
-    """Model, sites, untouched layers, gate and environment, in reading order."""
+    """Gate, model, sites, what was decided, untouched layers and environment, in reading order."""
     sites = _list(report, "sites")
-    tables = [_model_table("Model", _mapping(report, "model"))]
+    tables = gate_table(_mapping(report, "gate"))
+    tables.append(_model_table("Model", _mapping(report, "model")))
     if sites:
         tables.append(_fidelity_table(sites))
+        tables += certificates_table(sites)
+        tables += length_tables(report)
         tables += _latency_table(sites)
         tables.append(
             Table(
@@ -173,16 +198,115 @@ def report_tables(report: Mapping[str, Any]) -> list[Table]:
                 ),
             )
         )
+    tables += selection_tables(_mapping(report, "selection"))
     tables += soft_to_hard_tables(_mapping(report, "soft_to_hard"))
     tables += refused_table(_list(report, "refused"))
     if _mapping(report, "refresh"):
         tables += refresh_tables(_mapping(report, "refresh"))
-    tables += gate_table(_mapping(report, "gate"))
-    environment = _mapping(report, "environment")
-    if environment:
-        rows = tuple((str(key), _cell(value)) for key, value in environment.items())
-        tables.append(Table("Environment", ("", ""), rows))
+    rows = [(f"examples, {name}", _cell(value)) for name, value in _mapping(report, "splits").items()]
+    rows += [(str(key), _cell(value)) for key, value in _mapping(report, "environment").items()]
+    if rows:
+        tables.append(Table("Environment", ("", ""), tuple(rows)))
     return tables
+
+
+def certificates_table(sites: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Proven bounds beside what was measured; none in a report without."""
+    rows = tuple(
+        (
+            str(site.get("name")),
+            str(own.get("name")),
+            number(own.get("bound")),
+            number(own.get("measured")),
+            "vacuous" if own.get("vacuous") else number(own.get("holds")),
+            number(own.get("cases")),
+            str(own.get("source") or ""),
+        )
+        for site in sites
+        for own in _list(site, "certificates")
+        if isinstance(own, Mapping)
+    )
+    columns = ("site", "certificate", "bound|", "measured|", "holds", "cases|", "source")
+    return [Table("Certificates", columns, rows)] if rows else []
+
+
+def length_tables(report: Mapping[str, Any]) -> list[Table]:
+    """Errors by the length of an example: the model's predictions, and attention per site."""
+    tables = []
+    bins = [own for own in _list(report, "by_length") if isinstance(own, Mapping)]
+    if bins:
+        rows = tuple(
+            (
+                _range_text(own),
+                number(own.get("examples")),
+                _share(own.get("prediction_agreement")),
+                number(own.get("logit_kl")),
+            )
+            for own in bins
+        )
+        columns = ("active keys", "examples|", "agreement|", "logit KL|")
+        tables.append(Table("By length of the example", columns, rows))
+    rows = tuple(
+        (
+            str(site.get("name")),
+            _range_text(own),
+            number(own.get("examples")),
+            number(own.get("attention_rel_l2")),
+        )
+        for site in _list(report, "sites")
+        for own in _list(site, "by_length")
+        if isinstance(own, Mapping)
+    )
+    if rows:
+        columns = ("site", "active keys", "examples|", "attention l2|")
+        tables.append(Table("By length of the example, per site", columns, rows))
+    return tables
+
+
+def selection_tables(selection: Mapping[str, Any]) -> list[Table]:
+    """What was tried and why it lost, and the rounds of the whole model; none without a selection."""
+    tried = tuple(
+        (
+            str(site.get("name")),
+            str(own.get("label")),
+            number(own.get("attention_rel_l2")),
+            number(own.get("output_rel_l2")),
+            _cell(own.get("latency_ms")),
+            _cell(own.get("teacher_ms")),
+            number(own.get("memory_mib")),
+            str(own.get("verdict") or ""),
+        )
+        for site in _list(selection, "sites")
+        for own in _list(site, "candidates")
+        if isinstance(own, Mapping)
+    )
+    rounds = tuple(
+        (
+            str(place),
+            _cell(own.get("budget")),
+            _cell(own.get("measured")),
+            number(own.get("predicted_ms")),
+            str(own.get("verdict") or ""),
+        )
+        for place, own in enumerate(_list(selection, "rounds"), 1)
+        if isinstance(own, Mapping)
+    )
+    tables = []
+    if tried:
+        budget = _cell(selection.get("budget")) or "none"
+        title = f"Selection by {selection.get('objective')}, budget: {budget}"
+        columns = (
+            "site", "candidate", "attention l2|", "output l2|", "ms|", "teacher ms|", "MiB|", "verdict",
+        )  # fmt: skip
+        tables.append(Table(title, columns, tried))
+    if rounds:
+        of_rounds = ("round", "budget", "measured", "predicted ms|", "verdict")
+        tables.append(Table("Selection: the whole model", of_rounds, rounds))
+    return tables
+
+
+def _range_text(own: Mapping[str, Any]) -> str:
+    return f"{number(own.get('low'))} to {number(own.get('high'))}"
 
 
 def soft_to_hard_tables(audit: Mapping[str, Any]) -> list[Table]:
@@ -203,23 +327,48 @@ def soft_to_hard_tables(audit: Mapping[str, Any]) -> list[Table]:
 
 
 def gate_table(gate: Mapping[str, Any]) -> list[Table]:
-    """One table of checks, none if no gate was set."""
+    """One table of checks, what failed first; none if no gate was set.
+
+    A baseline is one row and what is worse than it: it compares every metric of every site.
+    """
+    checks = [own for own in _list(gate, "checks") if isinstance(own, Mapping)]
+    checks.sort(key=lambda own: bool(own.get("passed")))
     rows = []
-    for entry in _list(gate, "checks"):
-        limit = f"<= {number(entry['max'])}" if "max" in entry else f">= {number(entry.get('min'))}"
-        verdict = "passed" if entry.get("passed") else "FAILED"
-        value = entry.get("value")
+    for own in checks:
+        if own.get("kind") == "baseline" and own.get("passed"):
+            continue
+        value = own.get("value")
         rows.append(
             (
-                str(entry.get("metric")),
-                str(entry.get("scope")),
-                "missing" if value is None else number(value),
-                limit,
-                verdict,
+                str(own.get("metric")),
+                str(own.get("scope")),
+                "-" if value is None else number(value),
+                limit_text(own),
+                str(own.get("class")),
             )
         )
-    columns = ("metric", "scope", "value|", "limit|", "verdict")
+    baseline = _mapping(gate, "baseline")
+    if baseline:
+        compared = f"{number(baseline.get('compared'))} compared"
+        allowed = f"{_percent(baseline.get('max_regression'))} worse, at most"
+        verdict = str(baseline.get("verdict"))
+        rows.append(("baseline", str(baseline.get("path")), compared, allowed, verdict))
+    columns = ("metric", "scope", "value|", "limit", "class")
     return [Table("Gate", columns, tuple(rows))] if rows else []
+
+
+def limit_text(check: Mapping[str, Any]) -> str:
+    """What a check held the value against: "max 0.01", "min 0.99, confident", "0.04 + 2%"."""
+    for bound in ("min", "max"):
+        if bound in check:
+            return f"{bound} {number(check[bound])}{', confident' if check.get('confidence') else ''}"
+    if "allowed" in check:
+        return f"baseline {number(check.get('baseline'))}, {_percent(check['allowed'])}"
+    return "plausible" if check.get("kind") == "plausibility" else "-"
+
+
+def _percent(value: Any) -> str:
+    return f"{value * 100:.4g}%" if isinstance(value, int | float) else number(value)
 
 
 def refused_table(refused: Sequence[Mapping[str, Any]]) -> list[Table]:
@@ -416,13 +565,26 @@ def comparison_table(rows: Iterable[Mapping[str, Any]]) -> Table:
 
 def _model_table(title: str, model: Mapping[str, Any]) -> Table:
     known = [key for key in MODEL_LABELS if key in model]
-    keys = known + [key for key in model if key not in MODEL_LABELS]
+    keys = known + [key for key in model if key not in MODEL_LABELS and key not in APART]
+    confident = bool(_mapping(model, "confidence"))
     rows = []
     for key in keys:
         value = model[key]
         text = _share(value) if key in SHARES else _cell(value)
-        rows.append((MODEL_LABELS.get(key, key), f"{text}x" if key.startswith("speedup") else text))
-    return Table(title, ("", ""), tuple(rows))
+        cells = (MODEL_LABELS.get(key, key), f"{text}x" if key.startswith("speedup") else text)
+        rows.append((*cells, _interval(model, key)) if confident else cells)
+    level = model.get("confidence_level", 0.95)
+    heading = f"{_percent(level)} interval|"
+    return Table(title, ("", "|", heading) if confident else ("", ""), tuple(rows))
+
+
+def _interval(model: Mapping[str, Any], key: str) -> str:
+    """"97.92% to 99.80%", or "-"."""
+    ends = _mapping(model, "confidence").get(key)
+    if not isinstance(ends, list | tuple) or len(ends) != 2:
+        return "-"
+    low, high = (_share(end) if key in SHARES else number(end) for end in ends)
+    return f"{low} to {high}"
 
 
 def _fidelity_table(sites: Sequence[Mapping[str, Any]]) -> Table:

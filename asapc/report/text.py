@@ -5,18 +5,49 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from html import escape
 from typing import Any
 
-from asapc.report.tables import Table, report_tables
+from asapc.report.tables import Table, headline, report_tables
+
+# A comment on a pull request takes 65536 characters; a workflow may add a line of its own.
+MAX_CHARACTERS = 65_000
+# Wider tables are folded: they would scroll sideways in a comment.
+MAX_WIDTH = 110
+MAX_CELL = 300
+MAX_MESSAGES = 10
+ROW_LIMITS = (500, 200, 100, 50, 20, 10, 5, 2)
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The whole report, tables only; ends in a newline."""
-    blocks = ["# asapc fidelity report"]
-    gate = report.get("gate") or {}
-    if gate.get("checks"):
-        blocks.append(f"**Gate: {'passed' if gate.get('passed') else 'FAILED'}**")
-    blocks += [markdown_table(table) for table in report_tables(report)]
+    """The whole report, sized for a comment on a pull request; ends in a newline.
+
+    The first line is the verdict; then what failed, and tables, the wide ones folded. Where it would
+    be too long, tables lose their last rows and say so.
+    """
+    tables = report_tables(report)
+    text = _document(report, tables)
+    for most in ROW_LIMITS:
+        if len(text) <= MAX_CHARACTERS:
+            return text
+        text = _document(report, tables, most)
+    while len(text) > MAX_CHARACTERS and tables:
+        tables = tables[:-1]
+        text = _document(report, tables, ROW_LIMITS[-1], "More tables are left out; see report.json.")
+    return text
+
+
+def _document(
+    report: Mapping[str, Any], tables: list[Table], most: int | None = None, note: str = ""
+) -> str:
+    blocks = [f"# asapc: {_escape(headline(report))}"]
+    failed = _failed(report)
+    if failed:
+        blocks.append(failed)
+    blocks += [_folded(table, most) for table in tables]
+    if note:
+        blocks.append(note)
     blocks.append(
         "Fidelity is measured against the teacher, on examples neither fitted nor selected on. "
         "Attention l2 is `|A' - A| / |A|` per batch and head (mean, and worst over them); row and "
@@ -24,6 +55,39 @@ def markdown(report: Mapping[str, Any]) -> str:
         "the dual."
     )
     return "\n\n".join(blocks) + "\n"
+
+
+def _failed(report: Mapping[str, Any]) -> str:
+    from asapc.gates import failures
+
+    failed = failures(report.get("gate") or {})
+    lines = [
+        f"- **{own.get('class')}** {_escape(_clip(str(own.get('message'))))}"
+        for own in failed[:MAX_MESSAGES]
+    ]
+    if len(failed) > MAX_MESSAGES:
+        lines.append(f"- and {len(failed) - MAX_MESSAGES} more")
+    return "\n".join(lines)
+
+
+def _folded(table: Table, most: int | None) -> str:
+    left_out = 0 if most is None else max(0, len(table.rows) - most)
+    shown = replace(
+        table,
+        rows=tuple(
+            tuple(_clip(cell) for cell in row)
+            for row in table.rows[: len(table.rows) - left_out]
+        ),
+    )
+    text = markdown_table(shown)
+    if left_out:
+        text += f"\n\n{left_out} of {len(table.rows)} rows are left out; all are in report.json."
+    heading, _, body = text.partition("\n\n")
+    if max(map(len, body.splitlines())) <= MAX_WIDTH:
+        return text
+    # Without the blank line GitHub would show the pipes.
+    title = escape(heading.removeprefix("## "), quote=False)
+    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
 
 
 def markdown_table(table: Table) -> str:
@@ -52,5 +116,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _clip(text: str) -> str:
+    return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 4]} ..."
+
+
 def _escape(cell: str) -> str:
-    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+    """No cell ends its column, its row or the table: names come from a model, or from a baseline."""
+    escaped = cell.replace("\\", "\\\\").replace("|", "\\|").replace("&", "&amp;").replace("<", "&lt;")
+    return " ".join(escaped.splitlines())

@@ -1,0 +1,48 @@
+"""The gate's checks as JUnit XML, which continuous integration servers show as tests.
+
+One test case per check: its class is asapc.<model or site>, a REGRESSION is a failure, an ANOMALOUS
+check an error (the test itself went wrong).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from xml.etree import ElementTree
+
+from asapc.report.tables import headline, limit_text
+
+# What XML 1.0 cannot hold, not even escaped.
+_UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit_text(report: Mapping[str, Any]) -> str:
+    """The document; without a gate it holds no test case."""
+    checks = (report.get("gate") or {}).get("checks", ())
+    counts = {
+        "tests": str(len(checks)),
+        "failures": str(sum(own["class"] == "REGRESSION" for own in checks)),
+        "errors": str(sum(own["class"] == "ANOMALOUS" for own in checks)),
+    }
+    root = ElementTree.Element("testsuites", {"name": "asapc", **counts})
+    suite = ElementTree.SubElement(root, "testsuite", {"name": "asapc gate", **counts, "skipped": "0"})
+    for own in checks:
+        attributes = {
+            "classname": _text(f"asapc.{own['scope']}"),
+            "name": _text(f"{own['metric']}: {limit_text(own)}"),
+            "time": "0",  # servers ask for it; the measuring was one step for all
+        }
+        case = ElementTree.SubElement(suite, "testcase", attributes)
+        if own["class"] != "ACCEPT":
+            tag = "failure" if own["class"] == "REGRESSION" else "error"
+            message = _text(str(own["message"]))
+            problem = ElementTree.SubElement(case, tag, {"type": own["class"], "message": message})
+            problem.text = message
+    ElementTree.SubElement(suite, "system-out").text = _text(headline(report))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=False) + "\n"
+
+
+def _text(text: str) -> str:
+    return _UNWRITABLE.sub("\ufffd", text)

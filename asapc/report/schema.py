@@ -1,0 +1,19 @@
+"""The published JSON schema of report.json (JSON Schema 2020-12), shipped as report.schema.json."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@cache
+def _text() -> str:
+    return (files("asapc") / "report" / "report.schema.json").read_text(encoding="utf-8")
+
+
+def schema() -> dict[str, Any]:
+    """A new copy of the schema."""
+    document: dict[str, Any] = json.loads(_text())
+    return document

@@ -1,0 +1,383 @@
+"""Regression mode: what counts as worse than an earlier report, and whose report is taken."""
+
+from __future__ import annotations
+
+import json
+import os
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asapc.baseline import (
+    MAX_BYTES,
+    MAX_REGRESSION,
+    SPEED_NOISE,
+    Allowance,
+    Baseline,
+    compare,
+    load_baseline,
+    parse_allowance,
+)
+from asapc.errors import InputError
+from asapc.gates import gate_result
+
+REPORT: dict[str, Any] = {
+    "format_version": 2,
+    "fingerprints": {"teacher": "a" * 64, "data": "b" * 64},
+    "model": {
+        "source": "teacher",
+        "data": "data.npz",
+        "examples": 1000,
+        "batch": 32,
+        "prediction_agreement": 0.99,
+        "accuracy_drop": 0.001,
+        "output_rel_l2": 0.1,
+        "max_abs_error": 0.0,
+        "latency_compiled_ms": 10.0,
+        "speedup": 4.0,
+        "break_even_batches": 50.0,
+    },
+    "sites": [
+        {
+            "name": "layers.0",
+            "operator": "asap",
+            "features": ["coarse:32"],
+            "metrics": {"attention_rel_l2": 0.04, "r2": 0.9, "condition_number": None},
+        },
+        {"name": "layers.1", "operator": "teacher"},
+    ],
+    "environment": {"processor": "x86_64", "cores": 2, "threads": 2, "device": "cpu", "torch": "2"},
+}
+
+
+def changed(**model: Any) -> dict[str, Any]:
+    report = deepcopy(REPORT)
+    report["model"].update(model)
+    return report
+
+
+def against(
+    report: dict[str, Any], earlier: dict[str, Any] | None = None, *allowed: str
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """(scope, metric) to the check."""
+    baseline = Baseline("b.json", earlier or REPORT, parse_allowance(allowed))
+    checks = compare(report, baseline).checks
+    return {(own["scope"], own["metric"]): own for own in checks}
+
+
+def worse(*arguments: Any) -> dict[tuple[str, str], str]:
+    """(scope, metric) to the class of what is not accepted."""
+    return {key: own["class"] for key, own in against(*arguments).items() if not own["passed"]}
+
+
+def test_a_report_is_no_worse_than_itself_and_absolute_times_are_not_compared() -> None:
+    found = against(REPORT, None, "0%")
+    assert {own["class"] for own in found.values()} == {"ACCEPT"}
+    assert set(found) == {
+        ("model", "prediction_agreement"), ("model", "accuracy_drop"), ("model", "output_rel_l2"),
+        ("model", "max_abs_error"), ("model", "speedup"), ("layers.0", "attention_rel_l2"),
+        ("layers.0", "r2"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "fails"),
+    [
+        ("prediction_agreement", 0.97, False),  # exactly two points
+        ("prediction_agreement", 0.969, True),
+        ("prediction_agreement", 1.0, False),
+        ("accuracy_drop", 0.021, False),  # points, not 20 times the baseline's
+        ("accuracy_drop", 0.022, True),
+        ("accuracy_drop", -0.3, False),
+        ("output_rel_l2", 0.102, False),
+        ("output_rel_l2", 0.1021, True),
+        ("output_rel_l2", 0.01, False),
+        ("max_abs_error", 9e-6, False),  # rounding
+        ("max_abs_error", 2e-5, True),  # any part of nothing is too much
+        ("speedup", 2.7, False),
+        ("speedup", 2.6, True),
+        ("latency_compiled_ms", 1e9, False),
+        ("break_even_batches", 1e9, False),
+    ],
+)
+def test_what_counts_as_worse(metric: str, value: float, fails: bool) -> None:
+    expected = {("model", metric): "REGRESSION"} if fails else {}
+    assert worse(changed(**{metric: value})) == expected
+
+
+def test_messages_name_both_values_and_what_is_allowed() -> None:
+    found = against(changed(prediction_agreement=0.95, output_rel_l2=0.2, max_abs_error=0.1))
+    texts = {metric: own["message"] for (_, metric), own in found.items()}
+    assert texts["prediction_agreement"] == (
+        "prediction_agreement of model is 0.95, 4 points worse than the baseline's 0.99 "
+        "(2 points allowed)"
+    )
+    assert texts["output_rel_l2"] == (
+        "output_rel_l2 of model is 0.2, 100 % worse than the baseline's 0.1 (2 % allowed)"
+    )
+    assert "inf % worse than the baseline's 0" in texts["max_abs_error"]
+    assert found["model", "output_rel_l2"]["worse_by"] == pytest.approx(0.1)
+    assert found["model", "output_rel_l2"]["baseline"] == 0.1
+
+
+def test_the_limit_is_the_users() -> None:
+    report = changed(output_rel_l2=0.105, speedup=3.5)
+    assert worse(report, None, "5%") == {}
+    assert worse(report, None, "0.04") == {("model", "output_rel_l2"): "REGRESSION"}
+    assert worse(report, None, "output_rel_l2=5%", "speedup=10%") == {
+        ("model", "speedup"): "REGRESSION"
+    }
+    assert worse(changed(speedup=2.1), None, "50%") == {}
+
+
+@pytest.mark.parametrize("holder", ["own", "its"])
+def test_what_chance_explains_is_no_regression(holder: str) -> None:
+    report, earlier = changed(output_rel_l2=0.2), deepcopy(REPORT)
+    narrow, wide = {"output_rel_l2": [0.1001, 0.1999]}, {"output_rel_l2": [0.1, 0.2]}
+    side = report if holder == "own" else earlier
+    side["model"]["confidence"] = narrow
+    assert worse(report, earlier) == {("model", "output_rel_l2"): "REGRESSION"}
+    side["model"]["confidence"] = wide
+    entry = against(report, earlier)["model", "output_rel_l2"]
+    assert entry["passed"] and "inside the confidence interval" in entry["message"]
+
+
+def test_sites_are_compared_by_name() -> None:
+    report = deepcopy(REPORT)
+    report["sites"].reverse()
+    report["sites"][1]["metrics"]["attention_rel_l2"] = 0.05
+    assert worse(report) == {("layers.0", "attention_rel_l2"): "REGRESSION"}
+    report["sites"][1]["confidence"] = {"attention_rel_l2": [0.03, 0.06]}
+    assert worse(report) == {}
+
+
+def test_a_site_that_is_gone_is_a_regression_and_a_new_one_is_not() -> None:
+    report = deepcopy(REPORT)
+    report["sites"][0]["name"] = "layers.2"
+    comparison = compare(report, Baseline("b", REPORT, Allowance()))
+    gone = [own for own in comparison.checks if not own["passed"]]
+    assert [(own["scope"], own["class"]) for own in gone] == [("layers.0", "REGRESSION")]
+    assert "no longer compiled" in gone[0]["message"]
+    assert {"metric": "sites", "scope": "layers.2", "why": "not in the baseline"} in (
+        comparison.summary["skipped"]
+    )
+
+
+def test_a_dual_fitted_another_way_is_another_quantity() -> None:
+    report = deepcopy(REPORT)
+    report["sites"][0]["metrics"]["r2"] = 0.1
+    assert worse(report) == {("layers.0", "r2"): "REGRESSION"}
+    report["sites"][0]["features"] = ["norm"]
+    comparison = compare(report, Baseline("b", REPORT, Allowance()))
+    assert all(own["passed"] for own in comparison.checks)
+    skipped = {"metric": "r2", "scope": "layers.0", "why": "another features"}
+    assert comparison.summary["skipped"] == [skipped]
+
+
+@pytest.mark.parametrize("what", ["threads", "batch size"])
+def test_speeds_of_other_machines_are_not_compared(what: str) -> None:
+    report = changed(speedup=0.1)
+    assert worse(report) == {("model", "speedup"): "REGRESSION"}
+    if what == "threads":
+        report["environment"]["threads"] = 16
+    else:
+        report["model"]["batch"] = 1
+    comparison = compare(report, Baseline("b", REPORT, Allowance()))
+    assert all(own["passed"] for own in comparison.checks)
+    why = f"measured with another {what}"
+    assert comparison.summary["skipped"] == [{"metric": "speedup", "scope": "model", "why": why}]
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "0.99", True])
+def test_what_the_baseline_has_must_be_measured_again(value: Any) -> None:
+    report = changed(output_rel_l2=value)
+    assert worse(report) == {("model", "output_rel_l2"): "ANOMALOUS"}
+    del report["model"]["output_rel_l2"]
+    assert worse(report) == {("model", "output_rel_l2"): "ANOMALOUS"}
+    report = deepcopy(REPORT)
+    report["sites"][0]["metrics"]["attention_rel_l2"] = float("nan")
+    assert worse(report) == {("layers.0", "attention_rel_l2"): "ANOMALOUS"}
+
+
+@pytest.mark.parametrize("few", ["now", "then"])
+def test_too_few_examples_to_see_a_regression(few: str) -> None:
+    report, earlier = deepcopy(REPORT), deepcopy(REPORT)
+    (report if few == "now" else earlier)["model"]["examples"] = 49
+    found = worse(report, earlier)
+    assert found == {("model", name): "ANOMALOUS" for name in ("prediction_agreement", "accuracy_drop")}
+    assert "at least 50 are needed" in against(report, earlier)["model", "accuracy_drop"]["message"]
+    assert worse(report, earlier, "3%") == {}
+    assert worse(report, earlier, "0") == {}  # any difference is seen
+
+
+def test_the_verdict_goes_into_the_gate_without_any_limit() -> None:
+    report = changed(output_rel_l2=0.2, max_abs_error=1e-6)
+    result = gate_result(report, [], compare(report, Baseline("b.json", REPORT, Allowance())))
+    assert (result["verdict"], result["passed"]) == ("REGRESSION", False)
+    assert result["baseline"] == {
+        "path": "b.json", "max_regression": 0.02, "max_regression_of": {}, "verdict": "REGRESSION",
+        "compared": 7, "skipped": [],
+    }  # fmt: skip
+
+
+# Another model, other data
+
+
+@pytest.mark.parametrize(("key", "what"), [("teacher", "of the same teacher"), ("data", "same data")])
+def test_a_baseline_of_something_else_is_an_error(key: str, what: str) -> None:
+    other = deepcopy(REPORT)
+    other["fingerprints"][key] = "c" * 64
+    with pytest.raises(InputError, match=what):
+        compare(REPORT, Baseline("b.json", other, Allowance()))
+    del other["fingerprints"]
+    with pytest.raises(InputError, match="of the same teacher"):
+        compare(other, Baseline("b.json", REPORT, Allowance()))
+
+
+# The file
+
+
+def written(folder: Path, document: Any) -> Path:
+    path = folder / "baseline.json"
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return path
+
+
+def test_a_report_is_a_baseline(tmp_path: Path) -> None:
+    path = written(tmp_path, REPORT)
+    assert load_baseline(path) == Baseline(str(path), REPORT, Allowance())
+    minimal = {key: REPORT[key] for key in ("format_version", "fingerprints")}
+    assert load_baseline(written(tmp_path, {**minimal, "model": {}, "sites": []}))
+
+
+def edited(**changes: Any) -> dict[str, Any]:
+    """REPORT with values replaced by path, "model.speedup"; ... deletes."""
+    document = deepcopy(REPORT)
+    for path, value in changes.items():
+        *parents, key = path.split("__")
+        place: Any = document
+        for parent in parents:
+            place = place[int(parent) if parent.isdigit() else parent]
+        if value is ...:
+            del place[key]
+        else:
+            place[key] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[]", "must hold a report, got list"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"a": ' * 100_000, "not valid JSON"),
+        ('{"format_version": NaN}', "NaN is not JSON"),
+        ('{"format_version": ' + "1" * 5000 + "}", "not valid JSON"),
+        ("{}", "must be a report of format 2, got None"),
+        (edited(format_version=1), "must be a report of format 2, got 1"),
+        (edited(format_version=True), "must be a report of format 2"),
+        (edited(fingerprints=...), "fingerprints must be a mapping, got None"),
+        (edited(fingerprints__data=3), "fingerprints must name the data, got 3"),
+        (edited(model=[]), r"model must be a mapping, got \[\]"),
+        ('{"format_version": ' + "[" * 900 + "]" * 900 + "}", "must be a report of format 2"),
+        (edited(model__speedup=list(range(10**5))), "speedup must be a finite number"),
+        (edited(model__speedup="fast"), "model: speedup must be a finite number, got 'fast'"),
+        (edited(model__speedup=True), "speedup must be a finite number"),
+        (edited(model__speedup=10**400), "speedup must be a finite number"),
+        (edited(model__examples={}), "examples must be a finite number"),
+        (edited(model__confidence=3), "confidence must be a mapping"),
+        (edited(model__confidence={"a" * 999: 0}), "must be two numbers, the lower one first, got 0"),
+        (edited(model__confidence={"speedup": [2, 1]}), r"must be two numbers(.|\n)*\[2, 1\]"),
+        (edited(sites={}), "sites must be a list"),
+        (edited(sites=["a"]), r"sites\[0\]: a site must be a mapping with a name, got 'a'"),
+        (edited(sites__0__name=0), r"sites\[0\]: a site must be a mapping with a name"),
+        (edited(sites__1__name="layers.0"), "a site must be named once"),
+        (edited(sites__0__metrics=3), r"sites\[0\]: metrics must be a mapping"),
+        (edited(sites__0__metrics={"r2": []}), r"sites\[0\]: metrics: r2 must be a finite number"),
+        (edited(sites__0__confidence={"r2": [None, 1]}), "must be two numbers"),
+        (edited(environment=[]), "environment must be a mapping"),
+    ],
+)
+def test_a_hostile_baseline_is_one_clear_error(tmp_path: Path, document: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        load_baseline(written(tmp_path, document))
+    assert len(str(caught.value)) < 500
+
+
+def test_numbers_beyond_a_float_are_refused(tmp_path: Path) -> None:
+    text = json.dumps(REPORT).replace('"speedup": 4.0', '"speedup": 1e999')
+    with pytest.raises(InputError, match="speedup must be a finite number, got inf"):
+        load_baseline(written(tmp_path, text))
+
+
+def test_files_that_are_no_reports(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        load_baseline(tmp_path / "missing.json")
+    with pytest.raises(InputError, match=r"cannot be read|not a file"):
+        load_baseline(tmp_path)
+    with pytest.raises(InputError, match="cannot be read"):
+        load_baseline("a\0b")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(InputError, match="not valid JSON"):
+        load_baseline(tmp_path / "bytes.json")
+    with open(tmp_path / "big.json", "wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(InputError, match="at most 16 MiB"):
+        load_baseline(tmp_path / "big.json")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(InputError, match="not a file"):
+        load_baseline(tmp_path / "pipe.json")
+
+
+def test_names_of_a_baseline_cannot_break_a_line(tmp_path: Path) -> None:
+    hostile = edited(sites__0__name="x\n::error::\x1b[2J" + "y" * 10_000)
+    baseline = load_baseline(written(tmp_path, hostile))
+    gone = [own for own in compare(REPORT, baseline).checks if not own["passed"]]
+    assert len(gone) == 1 and gone[0]["message"].isprintable() and len(gone[0]["message"]) < 200
+    assert gone[0]["scope"].isprintable()
+
+
+# --max-regression
+
+
+def test_defaults() -> None:
+    allowance = parse_allowance(())
+    assert allowance.of("output_rel_l2") == MAX_REGRESSION == 0.02
+    assert allowance.of("speedup") == SPEED_NOISE
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("2%", 0.02), ("0.02", 0.02), (" 2.5 % ", 0.025), ("0", 0.0), ("100%", 1.0)]
+)
+def test_percent_and_fractions(text: str, share: float) -> None:
+    assert parse_allowance([text]).general == pytest.approx(share)
+    assert parse_allowance([f"speedup={text}"]).of("speedup") == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["2"], r"write two percent as 2%"),
+        (["-1%"], "must be a share"),
+        (["nan"], "must be a share"),
+        (["inf%"], "must be a share"),
+        (["much"], "got 'much'"),
+        ([""], "must be a share"),
+        (["1%", "2%"], "only one limit"),
+        (["speedup=1%", "speedup=2%"], "speedup is given twice"),
+        (["latency_compiled_ms=1%"], "'latency_compiled_ms' is not compared"),
+        (["=1%"], "'' is not compared"),
+        (["speedup="], "must be a share"),
+    ],
+)
+def test_a_limit_that_is_none_is_named(texts: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_allowance(texts)
