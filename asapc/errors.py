@@ -13,6 +13,8 @@ EXIT_NO_SITE = 3
 EXIT_VERIFICATION = 4
 EXIT_INTERNAL = 70
 
+MAX_GOT = 600  # characters of what arrived: a message, not a copy of the file
+
 
 class AsapcError(Exception):
     """A failure with a cause the user can mend; printed as one message, without a traceback.
@@ -31,7 +33,10 @@ class AsapcError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = self.rule if self.got is None else f"{self.rule}, got {self.got}"
+        text = self.rule
+        if self.got is not None:
+            got = str(self.got)
+            text += f", got {got if len(got) <= MAX_GOT else got[:MAX_GOT] + ' ...'}"
         return text if self.help is None else f"{text}\n  help: {self.help}"
 
 

@@ -10,6 +10,10 @@ import yaml
 
 from asapc.errors import InputError
 
+MAX_BYTES = 1 << 17  # PyYAML takes a second for this much
+MAX_VALUES = 20_000
+MAX_DEPTH = 50
+
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a repeated key instead of keeping the last one."""
@@ -34,14 +38,19 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
     what: "recipe" or "gates", for messages.  Raises InputError.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content.decode()
     except FileNotFoundError:
         raise InputError(f"{what} {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{what} {path}: cannot be read", got=_one_line(error)) from error
+    if len(content) > MAX_BYTES:
+        raise InputError(f"{what} {path}: at most {MAX_BYTES} bytes are read", got="more")
     try:
         data = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+        _check_size(data)
+    except Exception as error:  # each of PyYAML's constructors has its own for `!!int x` and the like
         raise InputError(f"{what} {path}: not valid YAML", got=_one_line(error)) from error
     if data is None:
         return {}
@@ -56,5 +65,28 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
     return data
 
 
+def _check_size(data: Any) -> None:
+    """Raises ValueError where aliases make a small file large, or text cannot be written again."""
+    level = [data]
+    count = 0
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                value.encode()
+            elif isinstance(value, dict):
+                deeper += [*value, *value.values()]
+            elif isinstance(value, list | tuple | set):
+                deeper += value
+            if count + len(deeper) > MAX_VALUES:
+                raise ValueError(f"more than {MAX_VALUES} values, aliases counted where they stand")
+        count += len(deeper)
+        level = deeper
+        if not level:
+            return
+    raise ValueError("values are nested too deep")
+
+
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return text or type(error).__name__

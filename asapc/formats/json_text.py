@@ -9,9 +9,12 @@ MAX_DEPTH = 100  # of brackets; what asapc and torch write has a tenth of it
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The document.  Raises ValueError, and nothing else, for what is not JSON or nested too deep."""
+    """The document.  Raises ValueError, and nothing else, for what is not JSON, nested too deep or has
+    half a surrogate pair, which no file or terminal takes."""
     try:
         document = json.loads(text)
+        if (b"\\ud" if isinstance(text, bytes) else "\\ud") in text.lower():  # type: ignore[operator]
+            json.dumps(document, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("brackets are nested too deep") from None
     level = [document]

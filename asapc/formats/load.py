@@ -6,20 +6,20 @@ Nothing here unpickles code: pickled checkpoints are read with weights_only=True
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from asapc.errors import InputError
+from asapc.formats.json_text import parse_json
 from asapc.formats.user_code import UserCode, describe
 from asapc.models import ARCHITECTURES
 
@@ -28,6 +28,8 @@ MODEL_GRAMMAR = (
     "(with --weights), or a .pt2 program"
 )
 EXAMPLE_BATCH = 3
+MAX_LOOP = 1000  # half-steps of a built-in model's loop: it is unrolled
+MAX_SHARING = 16  # bytes of a checkpoint's tensors, which may share memory, for each of its file
 SHOWN = 4  # names listed in a message before "and n more"
 
 
@@ -145,14 +147,14 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Tensors by name.  Raises InputError when the file is unreadable, truncated or not one."""
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except OSError as error:
+        raise InputError(f"{path} could not be read", got=describe(error)) from error
+    except Exception as error:  # SafetensorError, or what torch says of an element type it lacks
         raise InputError(
             f"{path}: not a safetensors file, or a truncated one",
             got=f"{path.stat().st_size} bytes ({error})",
             help="copy or download it again and compare sizes",
         ) from error
-    except OSError as error:
-        raise InputError(f"{path} could not be read", got=describe(error)) from error
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
@@ -170,8 +172,8 @@ def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
         return dict(kwargs or {})
     help = """quote it for the shell, for example --kwargs '{"depth": 2}'"""
     try:
-        parsed = json.loads(kwargs)
-    except json.JSONDecodeError as error:
+        parsed = parse_json(kwargs)
+    except ValueError as error:
         raise InputError("--kwargs must be JSON", got=f"{kwargs} ({error})", help=help) from error
     if not isinstance(parsed, dict):
         raise InputError("--kwargs must be a JSON object", got=kwargs, help=help)
@@ -216,7 +218,7 @@ def _folder_teacher(folder: Path) -> Teacher:
                 f"{folder} must hold {path.name}", got="no such file", help=MODEL_GRAMMAR
             )
     try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
+        config = parse_json(config_path.read_bytes())
     except (ValueError, OSError) as error:
         raise InputError(f"{config_path} must be JSON", got=describe(error)) from error
     known = ", ".join(ARCHITECTURES)
@@ -227,14 +229,30 @@ def _folder_teacher(folder: Path) -> Teacher:
             got=repr(name),
             help="any other model loads by its factory: file.py:factory --weights W.safetensors",
         )
+    state = read_safetensors(weights_path)
+    _check_loops(config, len(state), config_path)
     try:
+        with torch.device("meta"):  # sizes without memory: the weights show which are real
+            skeleton = ARCHITECTURES[name](**config)
+        _fitting(skeleton, state, str(folder))
         model = ARCHITECTURES[name](**config)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # whatever a constructor makes of a wrong value
         raise InputError(
             f"{config_path} must hold the arguments of {name}", got=describe(error)
         ) from error
-    _load_weights(model, read_safetensors(weights_path), str(folder))
+    _load_weights(model, state, str(folder))
     return _module_teacher(model, str(folder), None)
+
+
+def _check_loops(config: Mapping[str, Any], tensors: int, place: Path) -> None:
+    """Numbers that no weight's shape confirms, and that are counted up to."""
+    for name, most in (("depth", tensors), ("n_layers", tensors), ("max_iter", MAX_LOOP),
+                       ("n_iters", MAX_LOOP)):  # fmt: skip
+        value = config.get(name, 0)
+        if not isinstance(value, int) or value > most:
+            raise InputError(f"{place}: {name} must be a whole number, at most {most}", got=repr(value))
 
 
 def _program_teacher(path: Path) -> Teacher:
@@ -254,6 +272,7 @@ def _program_teacher(path: Path) -> Teacher:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
+    _check_unpacked(path)
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -268,9 +287,44 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
             "save_file({n: t.clone().contiguous() for n, t in m.items()}, "
             f'{str(path.with_suffix(".safetensors"))!r})"',
         ) from error
-    except (RuntimeError, EOFError, KeyError, ValueError, OSError, IndexError) as error:
+    except Exception as error:  # the unpickler raises many types for a damaged file
         raise _broken_checkpoint(path, error) from error
-    return _tensors_of(loaded, path)
+    tensors = _tensors_of(loaded, path)
+    _check_stored(tensors, path)
+    return tensors
+
+
+def _check_unpacked(path: Path) -> None:
+    """torch.save compresses nothing, so what is larger unpacked was made to fill the memory."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError):
+        return  # of the older format, or damaged, which the reader says better
+    if unpacked > path.stat().st_size:
+        raise InputError(
+            f"{path} must hold as much as it unpacks to",
+            got=f"{path.stat().st_size} bytes that unpack to {unpacked}",
+            help="save it again with torch.save",
+        )
+
+
+def _check_stored(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises InputError for tensors that are not plain, or more than the file can hold."""
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise InputError(
+                f"{path}: {name} must be a dense tensor",
+                got=f"{tensor.layout} on {tensor.device}" + " quantized" * tensor.is_quantized,
+            )
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    size = path.stat().st_size
+    if total > MAX_SHARING * size + (1 << 20):
+        raise InputError(
+            f"{path} must hold the entries of its tensors",
+            got=f"{total} bytes of tensors in a file of {size} bytes",
+            help="save the tensors contiguous, each on its own",
+        )
 
 
 def _is_torch_file(path: Path) -> bool:
@@ -309,14 +363,19 @@ def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
 
 def _load_weights(model: nn.Module, state: dict[str, Tensor], place: str) -> None:
     """Copy state into model; every name and shape must agree.  Raises InputError."""
+    model.load_state_dict(_fitting(model, state, place), strict=False)
+
+
+def _fitting(model: nn.Module, state: dict[str, Tensor], place: str) -> dict[str, Tensor]:
+    """The weights under the model's names.  Raises InputError where names or shapes do not agree."""
     expected = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     prefix = "module."  # left by DataParallel
     if state.keys() != expected.keys() and all(name.startswith(prefix) for name in state):
         state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     # tied weights are saved once: a name whose tensor is another, present name's is not missing
-    present = {tensor.data_ptr() for name, tensor in expected.items() if name in state}
+    present = {_memory(tensor) for name, tensor in expected.items() if name in state}
     missing = [
-        name for name, t in expected.items() if name not in state and t.data_ptr() not in present
+        name for name, t in expected.items() if name not in state and _memory(t) not in present
     ]
     unexpected = [name for name in state if name not in expected]
     mismatched = [
@@ -343,7 +402,12 @@ def _load_weights(model: nn.Module, state: dict[str, Tensor], place: str) -> Non
             got="; ".join(problems),
             help="check the architecture's arguments (config.json or --kwargs) against the weights",
         )
-    model.load_state_dict(state, strict=False)
+    return state
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Where its entries lie, on the meta device too."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def _layout(tensor: Tensor) -> str:

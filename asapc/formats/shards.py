@@ -26,6 +26,7 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.formats.atomic import clean_leftovers, flush, lock_folder, new_file, replace_file
+from asapc.formats.json_text import parse_json
 from asapc.formats.load import fingerprint as tensor_digest
 
 FORMAT_VERSION = 1
@@ -145,11 +146,11 @@ class Shards:
             replace_file(index, json.dumps(document, indent=2) + "\n")
             return
         try:
-            document = json.loads(index.read_text(encoding="utf-8"))
+            document = parse_json(index.read_bytes())
             version, then = document["format_version"], document["fingerprint"]
             now = self.fingerprint
             unlike = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(
                 f"{index}: must say what the parts were computed from",
                 got=f"{type(error).__name__}: {error}",
