@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import io
 import itertools
+import math
 import zipfile
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,9 @@ from asapc.formats.user_code import UserCode
 
 Split = Literal["calibration", "selection", "gate"]
 Select = Callable[[int], bool]
+
+MAX_UNPACKED = 1 << 28  # bytes; of larger data, at most MAX_RATIO times the file
+MAX_RATIO = 200
 
 _PIECE = 256  # examples: a selection copies, so never a whole file at once
 
@@ -310,31 +314,70 @@ class Signature:
 
 def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise InputError(
-                f"{path}: must be an .npz archive of named arrays",
-                got="a single unnamed array",
-                help="save it with np.savez(path, NAME=array)",
-            )
-        with loaded:
-            return {name: loaded[name] for name in loaded.files}
-    except ValueError as error:
-        if "allow_pickle" in str(error) and zipfile.is_zipfile(path):
-            raise InputError(
-                f"{path}: arrays must hold numbers",
-                got="Python objects (a pickle, which is never run)",
-                help="convert them to numeric arrays, padded to one length, and save again",
-            ) from error
+        with zipfile.ZipFile(path) as archive:
+            _check_unpacked(archive, path)
+            return {
+                info.filename.removesuffix(".npy"): _read_npy(archive, info, path)
+                for info in archive.infolist()
+            }
+    except zipfile.BadZipFile as error:
+        with path.open("rb") as file:
+            if file.read(6) == b"\x93NUMPY":
+                raise InputError(
+                    f"{path}: must be an .npz archive of named arrays",
+                    got="a single unnamed array",
+                    help="save it with np.savez(path, NAME=array)",
+                ) from None
         raise _broken_npz(path, error) from error
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except InputError:
+        raise
+    except Exception as error:  # of a damaged file zipfile, zlib and numpy say many things
         raise _broken_npz(path, error) from error
+
+
+def _check_unpacked(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raises InputError where a small file would fill the memory."""
+    unpacked = sum(info.file_size for info in archive.infolist())
+    if unpacked > max(MAX_UNPACKED, MAX_RATIO * path.stat().st_size):
+        raise InputError(
+            f"{path}: must not unpack to more than {MAX_RATIO} times its size",
+            got=f"{path.stat().st_size} bytes that unpack to {unpacked}",
+            help="if this is your own data, save it with np.savez, uncompressed",
+        )
+    for info in archive.infolist():
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError("a compression that numpy does not write")
+
+
+def _read_npy(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path
+) -> np.ndarray[Any, Any]:
+    """One array, whose declared shape must be the size of what follows it."""
+    content = io.BytesIO(archive.read(info))
+    version = np.lib.format.read_magic(content)
+    if version not in ((1, 0), (2, 0)):  # 3.0 is for names of fields, which no array of numbers has
+        raise ValueError(f"version {version} of the .npy format")
+    read = np.lib.format.read_array_header_1_0
+    shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(content)
+    if dtype.hasobject:
+        raise InputError(
+            f"{path}: arrays must hold numbers",
+            got="Python objects (a pickle, which is never run)",
+            help="convert them to numeric arrays, padded to one length, and save again",
+        )
+    declared = math.prod(shape) * dtype.itemsize
+    stored = info.file_size - content.tell()
+    if min(shape, default=0) < 0 or declared != stored:
+        raise ValueError(f"an array of {declared} bytes declared, {stored} stored")
+    content.seek(0)
+    return np.lib.format.read_array(content, allow_pickle=False)
 
 
 def _broken_npz(path: Path, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())[:160]
     return InputError(
         f"{path}: not an .npz archive, or a truncated one",
-        got=f"{path.stat().st_size} bytes ({type(error).__name__})",
+        got=f"{path.stat().st_size} bytes ({type(error).__name__}: {reason})",
         help="write it again with np.savez",
     )
 
@@ -430,6 +473,12 @@ def _check_lengths(tensors: Mapping[str, Tensor], place: str) -> None:
         )
     if lengths[inputs[0]] == 0:
         raise _empty(place)
+    for name in inputs:
+        if not tensors[name].numel():
+            raise InputError(
+                f"{place}: every example of {name} must hold a number",
+                got=f"shape {[*tensors[name].shape]}",
+            )
 
 
 def _empty(place: str) -> InputError:
