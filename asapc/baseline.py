@@ -32,7 +32,7 @@ from asapc.gates import (
     site_name,
     worst_class,
 )
-from asapc.report.schema import schema
+from asapc.report.schema import report_schema
 
 MAX_BYTES = 16 << 20  # a report of a hundred sites is below one MiB
 MAX_REGRESSION = 0.02
@@ -110,7 +110,7 @@ def load_baseline(path: str | Path, allowance: Allowance | None = None) -> Basel
     """Read and check a report.json.  Raises InputError."""
     where = f"baseline {path}"
     document = _read(path, where)
-    expected = schema()["properties"]["format_version"]["const"]
+    expected = report_schema()["properties"]["format_version"]["const"]
     version = document.get("format_version")
     if isinstance(version, bool) or version != expected:
         raise InputError(

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 from safetensors.torch import load_file, save_file
 
 import asapc
 from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_NO_SITE, EXIT_VERIFICATION
 from asapc.models import ARCHITECTURES
+from asapc.report import report_schema
 
 ASAP = (
     "operator: asap\nside: source\nclosures: 3\nfeatures: ['sliced:8']\n"
@@ -143,7 +145,8 @@ def test_report_measures_and_gates(
     work: Path, compiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = run_json(capsys, "report", compiled)
-    assert report["gate"] == {"passed": True, "checks": []}
+    Draft202012Validator(report_schema()).validate(report)
+    assert report["gate"] == {"verdict": None, "passed": True, "checks": [], "baseline": None}
     model = report["model"]
     assert model["examples"] > 10 and 0 <= model["accuracy_teacher"] <= 1
     assert model["lossless_max_abs_error"] < 1e-5 < model["max_abs_error"]
@@ -162,7 +165,10 @@ def test_report_measures_and_gates(
     gates = work / "gates.yaml"
     gates.write_text(json.dumps({"attention_rel_l2": {"max": 1e-9}, "row_err": {"max": 10}}))
     assert run("report", compiled, "--gate", gates, "--quiet") == EXIT_GATE_FAILED
-    assert "attention_rel_l2" in capsys.readouterr().err
+    assert "REGRESSION: attention_rel_l2 of layers." in capsys.readouterr().err
+    written = json.loads((compiled / "report.json").read_text())
+    Draft202012Validator(report_schema()).validate(written)
+    assert written["gate"]["verdict"] == "REGRESSION"
     gates.write_text(json.dumps({"attention_rel_l2": {"max": 0.99}}))
     assert run("report", compiled, "--gate", gates, "--quiet") == 0
     gates.write_text(json.dumps({"atention_rel_l2": {"max": 0.99}}))

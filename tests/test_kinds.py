@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 
 import asapc
 from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT
+from asapc.report import report_schema
 
 CODE = f'''
 import sys
@@ -94,6 +96,7 @@ def test_the_compiled_model_runs_at_other_sizes(work: Path) -> None:
 def test_report_and_bench_cover_every_kind(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("report", work / "out", "--data", work / "data.npz", "--json") == 0
     report = json.loads(capsys.readouterr().out)
+    Draft202012Validator(report_schema()).validate(report)
     sites = {s["name"]: s for s in report["sites"]}
     assert sites["glued"]["metrics"]["attention_rel_l2"] < 1e-6
     assert sites["sliced"]["metrics"]["row_err"] < 1e-6 < sites["sliced"]["metrics"]["attention_rel_l2"]

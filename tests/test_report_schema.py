@@ -13,7 +13,7 @@ from asapc import fidelity
 from asapc.baseline import Allowance, Baseline, compare
 from asapc.evaluate import REPORT_FORMAT
 from asapc.gates import CLASSES, gate_result, parse_gates
-from asapc.report import json_text, schema
+from asapc.report import json_text, report_schema
 
 METRICS = {
     "attention_rel_l2": 0.02, "attention_rel_l2_worst": 0.1, "row_err": 0.01, "plan_kl": 1e-3, "r2": 0.9,
@@ -78,18 +78,18 @@ def full() -> dict[str, Any]:
 
 
 def problems(report: Any) -> list[str]:
-    return [error.json_path for error in Draft202012Validator(schema()).iter_errors(report)]
+    return [error.json_path for error in Draft202012Validator(report_schema()).iter_errors(report)]
 
 
 def test_the_schema_is_one_and_of_this_format() -> None:
-    Draft202012Validator.check_schema(schema())
-    assert schema()["properties"]["format_version"]["const"] == REPORT_FORMAT
-    assert schema()["$id"].endswith(f":{REPORT_FORMAT}")
-    assert tuple(schema()["$defs"]["class"]["enum"]) == CLASSES
+    Draft202012Validator.check_schema(report_schema())
+    assert report_schema()["properties"]["format_version"]["const"] == REPORT_FORMAT
+    assert report_schema()["$id"].endswith(f":{REPORT_FORMAT}")
+    assert tuple(report_schema()["$defs"]["class"]["enum"]) == CLASSES
 
 
 def test_the_schema_names_every_metric() -> None:
-    definitions = schema()["$defs"]
+    definitions = report_schema()["$defs"]
     site = definitions["site"]["properties"]["metrics"]["properties"]
     for name, info in fidelity.METRICS.items():
         holder = site if info.scope == "site" else definitions["model"]["properties"]
@@ -173,7 +173,7 @@ def test_what_is_wrong_is_found_where_it_is(place: str, value: Any, found: str) 
 def test_a_limit_has_exactly_one_bound() -> None:
     report = full()
     report["gate"] = gate_result(report, parse_gates({"speedup": {"min": 1}}))
-    validator = Draft202012Validator(schema())
+    validator = Draft202012Validator(report_schema())
     validator.validate(report)
     report["gate"]["checks"][0]["max"] = 2.0
     with pytest.raises(ValidationError):

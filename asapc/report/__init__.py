@@ -8,10 +8,10 @@ from typing import Any
 
 from asapc.formats.atomic import replace_file
 from asapc.report.junit import junit_text
-from asapc.report.schema import schema
+from asapc.report.schema import report_schema
 from asapc.report.text import json_text, markdown
 
-__all__ = ["json_text", "junit_text", "markdown", "schema", "write_report"]
+__all__ = ["json_text", "junit_text", "markdown", "report_schema", "write_report"]
 
 
 def write_report(folder: str | Path, report: Mapping[str, Any]) -> list[Path]:

@@ -13,7 +13,7 @@ def _text() -> str:
     return (files("asapc") / "report" / "report.schema.json").read_text(encoding="utf-8")
 
 
-def schema() -> dict[str, Any]:
+def report_schema() -> dict[str, Any]:
     """A new copy of the schema."""
     document: dict[str, Any] = json.loads(_text())
     return document
