@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,8 @@ from torch.fx import GraphModule
 
 import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
 from asapc.errors import InputError
+from asapc.formats.atomic import read_whole
+from asapc.formats.json_text import read_json
 from asapc.formats.load import build_factory, load_teacher, read_safetensors
 from asapc.formats.pt2 import load_program, save_program
 from asapc.ir import Convention, Program, convention_from_dict
@@ -147,7 +150,7 @@ def write_refreshed(
     for entry in artifact.manifest["programs"]:
         for stage in STAGES:
             target = _inside(folder, entry[stage])
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             if stage == "graph" and edit is not None:
                 exported = load_program(_inside(artifact.folder, entry[stage]))
                 edit(exported.graph_module)
@@ -180,7 +183,10 @@ def _exported(program: Program) -> ExportedProgram:
 
 def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artifact:
     """Load the programs of some stages. Raises InputError for a missing or unsafe folder."""
-    place = Path(folder)
+    return read_whole(folder, lambda: _read(Path(folder), stages))
+
+
+def _read(place: Path, stages: Sequence[Stage]) -> Artifact:
     manifest = read_manifest(place)
     tensors = read_safetensors(place / "model.safetensors")
     programs: dict[Stage, list[Program]] = {stage: [] for stage in stages}
@@ -188,17 +194,31 @@ def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artif
         shared = _under(tensors, f"{index}.")
         for stage in stages:
             own = {**shared, **_under(tensors, f"{stage}.{index}.")}
-            exported = load_program(_inside(place, entry[stage]), own)
-            graph = exported.module(check_guards=False)
-            for name in ("train", "eval"):  # a program has one mode: these may be called, not fail
-                graph.__dict__.pop(name, None)
-            assert isinstance(graph, GraphModule)
-            programs[stage].append(Program(str(entry["name"]), graph, (), {}, None))
-    seen = tensors.get(_SEEN, torch.empty(0, dtype=torch.int64)).tolist()
+            path = _inside(place, entry[stage])
+            programs[stage].append(
+                Program(str(entry["name"]), _module(load_program(path, own), path), (), {}, None)
+            )
+    seen = tensors.get(_SEEN, torch.empty(0, dtype=torch.int64))
+    if seen.dtype != torch.int64 or seen.dim() != 1:
+        raise InputError(f"{place}: {_SEEN} must list integers", got=f"{seen.dtype} {[*seen.shape]}")
     return Artifact(
-        place, manifest, programs, frozenset(h & ((1 << 64) - 1) for h in seen),
+        place, manifest, programs, frozenset(h & ((1 << 64) - 1) for h in seen.tolist()),
         _under(tensors, _MODEL), _read_selection(place / SELECTION),
     )  # fmt: skip
+
+
+def _module(exported: ExportedProgram, path: Path) -> GraphModule:
+    try:
+        graph = exported.module(check_guards=False)
+    except Exception as error:  # of a program whose parts do not agree torch says many things
+        raise InputError(
+            f"{path}: must be a program that can be run", got=" ".join(str(error).split())[:200],
+            help="compile again",
+        ) from error  # fmt: skip
+    for name in ("train", "eval"):  # a program has one mode: these may be called, not fail
+        graph.__dict__.pop(name, None)
+    assert isinstance(graph, GraphModule)
+    return graph
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -209,7 +229,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """manifest.json, checked for what the rest relies on."""
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
     except FileNotFoundError:
         raise InputError(
             f"{folder}: not a compiled artefact",
@@ -234,6 +254,13 @@ _SITE_KEYS = (
     "name", "operator", "reason", "convention", "replay_error", "side", "closures", "rescaled",
     "coefficients", "features", "fit", "fit_converged", "r2", "condition_number",
 )  # fmt: skip
+_TEXTS = ("name", "operator", "reason")
+_MAYBE: dict[str, type | UnionType] = {  # the type of what may also be null
+    "replay_error": int | float, "side": str, "closures": int, "rescaled": bool, "coefficients": str,
+    "features": list, "fit": str, "fit_converged": bool, "r2": int | float,
+    "condition_number": int | float, "heads": int, "head_dim": int,
+    "selection_attention_rel_l2": int | float,
+}  # fmt: skip
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -262,7 +289,10 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     named = is_dict(call, "args", "kwargs") and are_names(call["args"]) and are_names(call["kwargs"])
     require(named, "call lists the names of arguments", call)
     teacher = manifest["teacher"]
-    require(is_dict(teacher, "source", "fingerprint"), "teacher has a source", teacher)
+    described = is_dict(teacher, "source", "fingerprint")
+    texts = [*teacher.values(), manifest["data"], manifest["calibration_order"]] if described else [None]
+    are_texts = all(isinstance(text, str) for text in texts)
+    require(are_texts, "teacher, data and calibration_order are text", teacher)
     require(is_dict(manifest.get("refresh", {})), "refresh is a mapping", manifest.get("refresh"))
 
     programs = manifest["programs"]
@@ -281,25 +311,35 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     require(isinstance(sites, list) and bool(sites), "sites is a list", sites)
     for site in sites:
         require(is_dict(site, *_SITE_KEYS), f"a site has the keys {', '.join(_SITE_KEYS)}", site)
+        for key in _TEXTS:
+            require(isinstance(site[key], str), f"a site's {key} is text", site[key])
+        for key, kind in _MAYBE.items():
+            holds = site.get(key) is None or isinstance(site[key], kind)
+            require(holds, f"a site's {key} is of another type", site.get(key))
+        names = site["features"] or []
+        require(all(isinstance(x, str) for x in names), "a site's features are names", names)
         try:
             own = convention_from_dict(site["convention"])
             if isinstance(own, Convention):
                 first = own.first_side
                 require(first in ("row", "column"), "first_side is row or column", first)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             require(False, "a site has a convention", site["convention"])
     refused = manifest["refused"]
-    listed = isinstance(refused, list) and all(is_dict(x, "name", "status", "reason") for x in refused)
+    listed = isinstance(refused, list) and all(
+        is_dict(x, "name", "status", "reason") and all(isinstance(text, str) for text in x.values())
+        for x in refused
+    )
     require(listed, "refused lists names with a reason", refused)
 
 
 def _read_selection(path: Path) -> dict[str, Any]:
     """selection.json, checked for what the rest relies on."""
     try:
-        selection = json.loads(path.read_text(encoding="utf-8"))
+        selection = read_json(path)
     except FileNotFoundError:
         selection = None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: must be readable JSON", got=str(error)) from error
     seconds = selection.get("fit_seconds") if isinstance(selection, dict) else None
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:

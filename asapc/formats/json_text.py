@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100  # of brackets; what asapc and torch write has a tenth of it
+
+
+def read_json(path: str | Path) -> Any:
+    """The document in a file.  Raises OSError where it cannot be read, otherwise as parse_json."""
+    # not blocking: a named pipe in a folder would wait for its writer for ever
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a file")
+        return parse_json(file.read())
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from asapc.errors import InputError
-from asapc.formats.json_text import parse_json
+from asapc.formats.json_text import parse_json, read_json
 from asapc.formats.user_code import UserCode, describe
 from asapc.models import ARCHITECTURES
 
@@ -145,6 +145,8 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Tensors by name.  Raises InputError when the file is unreadable, truncated or not one."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} must be a file", got="something else")
     try:
         return load_file(path)
     except OSError as error:
@@ -218,7 +220,7 @@ def _folder_teacher(folder: Path) -> Teacher:
                 f"{folder} must hold {path.name}", got="no such file", help=MODEL_GRAMMAR
             )
     try:
-        config = parse_json(config_path.read_bytes())
+        config = read_json(config_path)
     except (ValueError, OSError) as error:
         raise InputError(f"{config_path} must be JSON", got=describe(error)) from error
     known = ", ".join(ARCHITECTURES)

@@ -123,6 +123,8 @@ def load_program(path: str | Path, weights: Mapping[str, Tensor] | None = None) 
     Raises InputError for a missing, truncated or unsafe file, or for missing weights.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: must be a readable .pt2 file", got="something else")
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.formats.atomic import clean_leftovers, flush, lock_folder, new_file, replace_file
-from asapc.formats.json_text import parse_json
+from asapc.formats.json_text import read_json
 from asapc.formats.load import fingerprint as tensor_digest
 
 FORMAT_VERSION = 1
@@ -146,7 +146,7 @@ class Shards:
             replace_file(index, json.dumps(document, indent=2) + "\n")
             return
         try:
-            document = parse_json(index.read_bytes())
+            document = read_json(index)
             version, then = document["format_version"], document["fingerprint"]
             now = self.fingerprint
             unlike = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
