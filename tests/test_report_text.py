@@ -117,7 +117,7 @@ def test_json_is_strict() -> None:
 def test_written_files_replace_earlier_ones(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("old")
     written = write_report(tmp_path, REPORT)
-    names = ["junit.xml", "report.json", "report.md"]
+    names = ["junit.xml", "report.html", "report.json", "report.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert json.loads(written[0].read_text()) == REPORT
     assert write_report(tmp_path, REPORT) == written

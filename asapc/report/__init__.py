@@ -1,33 +1,66 @@
-"""Renderings of the report: Markdown, JSON, JUnit and terminal tables."""
+"""Renderings of the report: Markdown, JSON, JUnit, terminal tables and a page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asapc.formats.atomic import replace_file
 from asapc.report.junit import junit_text
 from asapc.report.schema import report_schema
 from asapc.report.text import json_text, markdown
 
+if TYPE_CHECKING:
+    from asapc.report.pictures import SitePictures
+
 __all__ = ["json_text", "junit_text", "markdown", "report_schema", "write_report"]
 
+PAGE = "report.html"
+PAGE_NEEDS = ("jinja2", "markupsafe", "matplotlib")  # the extra `report`
 
-def write_report(folder: str | Path, report: Mapping[str, Any]) -> list[Path]:
-    """Write report.json, report.md and junit.xml into an artefact folder, each replaced whole or not
-    at all.
 
-    Raises InputError if the folder cannot be written.
+def write_report(
+    folder: str | Path,
+    report: Mapping[str, Any],
+    pictures: Sequence[SitePictures] = (),
+    note: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Write report.json, report.md, junit.xml and report.html into an artefact folder, each replaced
+    whole or not at all.
+
+    Without the extra `report` there is no page: `note` is told so, and an earlier page, which would be
+    of other measurements, is removed. Raises InputError if the folder cannot be written.
     """
     contents = {
         "report.json": json_text(report) + "\n",
         "report.md": markdown(report),
         "junit.xml": junit_text(report),
     }
+    page, missing = _page(report, pictures)
+    if page is not None:
+        contents[PAGE] = page
     written = []
     for name, text in contents.items():
         target = Path(folder) / name
         replace_file(target, text)
         written.append(target)
+    if missing is not None:
+        (Path(folder) / PAGE).unlink(missing_ok=True)
+        if note is not None:
+            note(f"no {PAGE}: {missing} is not installed; pip install 'asapc[report]' for the page")
     return written
+
+
+def _page(
+    report: Mapping[str, Any], pictures: Sequence[SitePictures]
+) -> tuple[str | None, str | None]:
+    """The page, or the module that is missing for it."""
+    try:
+        from asapc.report.html import html
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in PAGE_NEEDS:
+            raise
+        return None, module
+    return html(report, pictures), None

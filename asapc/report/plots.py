@@ -1,0 +1,426 @@
+"""The page's pictures: plots as inline SVG that follow the page's colours, maps as PNG data URIs.
+
+One SVG serves both themes: plots are drawn in marker colours that become CSS variables of the page, and
+their text takes the page's font. One unit is one CSS pixel. No text from a model or recipe is drawn;
+what a point is called goes into its <title>, escaped.
+
+matplotlib is in the extra `report`; nothing outside this package's page imports this module.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Literal
+
+import matplotlib
+import torch
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from asapc.report.pictures import MapPair
+from asapc.report.tables import number
+
+EXACT = 1e-5  # an error below this is rounding
+WIDTH, HEIGHT = 330, 250  # a phone's width, a third of a screen's
+MASS_POINTS = 120
+
+# What matplotlib is told, and what the page makes of it.
+INK, MUTED, LINE = "#010101", "#020202", "#030303"
+TEACHER, LOSSLESS, COMPILED = "#040404", "#050505", "#060606"
+PAPER, OVER = "#070707", "#080808"
+VARIABLES = {
+    INK: "var(--ink)", MUTED: "var(--muted)", LINE: "var(--line)", TEACHER: "var(--teacher)",
+    LOSSLESS: "var(--lossless)", COMPILED: "var(--compiled)", PAPER: "var(--card)",
+    OVER: "var(--over)",
+}  # fmt: skip
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 11, "axes.edgecolor": LINE,
+    "axes.facecolor": "none", "figure.facecolor": "none", "axes.labelcolor": MUTED, "text.color": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 1, "axes.axisbelow": True,
+    "xtick.color": LINE, "ytick.color": LINE, "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED,
+    "grid.color": LINE, "grid.linewidth": 0.8, "xtick.major.size": 3, "ytick.major.size": 0,
+    "axes.labelsize": 11, "xtick.labelsize": 10.5, "ytick.labelsize": 10.5, "lines.linewidth": 1.5,
+    "path.simplify": True, "path.simplify_threshold": 0.1, "axes.unicode_minus": True,
+}  # fmt: skip
+
+
+Kind = Literal["teacher", "lossless", "candidate"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One candidate of a site. time: ms, or MiB where memory is the objective."""
+
+    label: str
+    kind: Kind
+    error: float
+    time: float
+    chosen: bool
+
+
+def pareto(points: Sequence[Point], unit: str, limit: float | None, alt: str) -> Markup:
+    """Error against time; everything left of and below a point beats it. limit: of the error."""
+    with _style():
+        figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=40)
+        errors = [p.error for p in points if p.error > EXACT]
+        low = math.floor(math.log10(min(errors, default=1e-3)))
+        high = math.log10(max([*errors, 10.0 ** (low + 1)]))
+        if limit is not None and limit > 0:
+            high = max(high, math.log10(limit))
+        exact = low - 0.55
+
+        def height(error: float) -> float:
+            return math.log10(error) if error > EXACT else exact
+
+        decades = list(range(low, math.floor(high) + 1))
+        axes.set_yticks([exact, *decades], ["exact", *(f"{10.0**d:g}" for d in decades)])
+        axes.set_ylim(exact - 0.35, high + 0.3)
+        axes.grid(axis="y")
+        axes.axhline(low - 0.2, color=PAPER, linewidth=3)  # the axis is broken here
+        axes.spines["left"].set_visible(False)
+        _log_time(axes, [p.time for p in points])
+        axes.set_xlabel(unit)
+        axes.set_ylabel("attention error")
+        if limit is not None and limit > EXACT:
+            axes.axhline(math.log10(limit), color=OVER, linewidth=1, dashes=(4, 3))
+            axes.annotate(
+                "budget", (1, math.log10(limit)), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+                textcoords="offset points", ha="right", color=OVER, fontsize=10.5,
+            )  # fmt: skip
+        front = _front(points)
+        if len(front) > 1:
+            xs, ys = [p.time for p in front], [height(p.error) for p in front]
+            axes.step(xs, ys, where="post", color=LINE, linewidth=1.5, zorder=1.5)
+        titles = {}
+        for index, point in enumerate(points):
+            gid = f"point{index}"
+            titles[gid] = (
+                f"{point.label}: error {number(point.error)}, {number(point.time)} {unit.split()[0]}"
+                + (", chosen" if point.chosen else "")
+            )
+            color = {"teacher": TEACHER, "lossless": LOSSLESS, "candidate": MUTED}[point.kind]
+            if point.chosen:
+                axes.plot(point.time, height(point.error), "o", ms=17, mfc="none", mec=COMPILED,
+                          mew=1.2, zorder=3)  # fmt: skip
+                color = COMPILED if point.kind == "candidate" else color
+            hollow = point.kind == "candidate" and not point.chosen and point not in front
+            axes.plot(
+                point.time, height(point.error),
+                {"teacher": "D", "lossless": "s", "candidate": "o"}[point.kind],
+                ms=9 if point.chosen else 7, mfc=PAPER if hollow else color, mec=color, mew=1.3,
+                zorder=4 if point.chosen else 2, gid=gid,
+            )  # fmt: skip
+        _name_points(axes, points, height)
+        return _svg(figure, alt, titles)
+
+
+def bars(
+    values: Sequence[float | None], names: Sequence[str], axis: str, unit: str, alt: str,
+    *, mean: bool = False, percent: bool = False,
+) -> Markup:  # fmt: skip
+    """A bar each; None and infinite values are drawn as a mark at the top. Names are our own text."""
+    with _style():
+        shown = [v if v is not None and math.isfinite(v) else None for v in values]
+        largest = max((v for v in shown if v is not None), default=0.0) or 1.0
+        figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=40 if max(map(_lines, names)) < 2 else 54)
+        for index, value in enumerate(shown):
+            if value is None:
+                axes.text(index, largest, "∞", ha="center", va="center", color=OVER, fontsize=14)
+            else:
+                axes.bar(index, value, width=0.62, color=COMPILED, linewidth=0, gid=f"bar{index}")
+        axes.set_ylim(0, largest * 1.12)
+        axes.set_xlim(-0.6, len(values) - 0.4)
+        step = max(1, math.ceil(len(names) / 12))
+        axes.set_xticks(range(0, len(names), step), names[::step])
+        axes.tick_params(axis="x", length=0)
+        ticks = _linear_ticks(largest)
+        axes.set_yticks(ticks, [f"{t * 100:g}%" if percent else f"{t:g}" for t in ticks])
+        axes.grid(axis="y")
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel(axis)
+        axes.set_ylabel(unit)
+        known = [v for v in shown if v is not None]
+        if mean and len(known) > 1:
+            axes.axhline(sum(known) / len(known), color=INK, linewidth=1, dashes=(2, 2))
+            axes.annotate(
+                "mean", (1, sum(known) / len(known)), xycoords=("axes fraction", "data"),
+                xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=10.5,
+            )  # fmt: skip
+        titles = {
+            f"bar{i}": f"{_one_line(name)}: {number(v)}"
+            for i, (name, v) in enumerate(zip(names, shown, strict=True))
+        }
+        return _svg(figure, alt, titles)
+
+
+def masses(pair: MapPair, alt: str) -> Markup:
+    """Row and column sums by token, teacher broad and compiled thin; 1 is balanced."""
+    with _style():
+        figure = Figure(figsize=(WIDTH / 72, 270 / 72), dpi=72)
+        panels = figure.subplots(2, 1)
+        figure.subplots_adjust(left=50 / WIDTH, right=1 - 8 / WIDTH, top=1 - 20 / 270,
+                               bottom=40 / 270, hspace=0.5)  # fmt: skip
+        for axes, sums, what in (
+            (panels[0], pair.row_sums, "row mass, by query"),
+            (panels[1], pair.column_sums, "column mass, by key"),
+        ):
+            teacher, compiled = (_furthest(s.double()) for s in sums)
+            finite = torch.cat([teacher[1], compiled[1]])
+            finite = finite[finite.isfinite()]
+            # Deviations below a hundredth are drawn as the flat lines they are.
+            spread = max(0.02, 1.15 * float((finite - 1).abs().max()) if len(finite) else 0.0)
+            axes.axhline(1, color=LINE, linewidth=0.8)
+            axes.plot(*_lists(teacher), color=TEACHER, linewidth=4, alpha=0.6,
+                      solid_joinstyle="round")  # fmt: skip
+            axes.plot(*_lists(compiled), color=COMPILED, linewidth=1.3)
+            axes.set_ylim(1 - spread, 1 + spread)
+            step = _linear_ticks(spread)[-1]
+            axes.set_yticks([1 - step, 1, 1 + step], [f"{1 - step:.3g}", "1", f"{1 + step:.3g}"])
+            axes.set_xlim(0, max(1, len(sums[0]) - 1))
+            axes.grid(axis="y")
+            axes.spines["left"].set_visible(False)
+            axes.set_title(what, loc="left", fontsize=10.5, color=MUTED, pad=5)
+            ticks = [t for t in _linear_ticks(max(1, len(sums[0]) - 1)) if t == int(t)]
+            axes.set_xticks(ticks, [f"{int(t)}" for t in ticks])
+        panels[1].set_xlabel("token")
+        return _svg(figure, alt, {})
+
+
+# Maps
+
+
+@dataclass(frozen=True)
+class MapImages:
+    """Three data URIs of one pair and the ends of their colour scales, in attention units."""
+
+    teacher: str
+    compiled: str
+    difference: str
+    largest: float
+    largest_difference: float
+
+
+SEQUENTIAL = ((255, 255, 255), (190, 214, 240), (96, 150, 214), (33, 87, 166), (10, 28, 66))
+DIVERGING = (
+    (13, 66, 140), (66, 133, 200), (172, 205, 232), (255, 255, 255), (250, 203, 160), (222, 119, 38),
+    (138, 60, 6),
+)  # fmt: skip
+
+
+def map_images(pair: MapPair) -> MapImages:
+    """Both maps on one colour scale; the difference compiled - teacher on its own, around 0.
+
+    Drawn for a white page; the dark theme inverts them and turns the hue back.
+    """
+    both = torch.cat([pair.teacher.flatten(), pair.compiled.flatten()]).double()
+    finite = both[both.isfinite()]
+    # A few sharp cells would leave the rest blank: the scale ends at the 99.5 % quantile.
+    largest = float(torch.quantile(finite, 0.995)) if len(finite) else 0.0
+    difference = pair.compiled.double() - pair.teacher.double()
+    spread = difference[difference.isfinite()].abs()
+    furthest = float(torch.quantile(spread, 0.995)) if len(spread) else 0.0
+    return MapImages(
+        _png(pair.teacher.double(), 0.0, largest, SEQUENTIAL),
+        _png(pair.compiled.double(), 0.0, largest, SEQUENTIAL),
+        _png(difference, -furthest, furthest, DIVERGING),
+        largest,
+        furthest,
+    )
+
+
+def _png(
+    values: torch.Tensor, low: float, high: float, stops: Sequence[tuple[int, int, int]]
+) -> str:
+    """[n, m] as a palette PNG, one pixel a cell; what is not finite is magenta."""
+    span = high - low
+    share = (values - low) / span if span > 0 else torch.full_like(values, 0.5 if low else 0.0)
+    index = (share.clamp(0, 1) * 254).round()
+    index = torch.where(values.isfinite(), index, torch.full_like(index, 255)).to(torch.uint8)
+    palette = bytes(
+        round(component) for i in range(255) for component in _between(stops, i / 254)
+    ) + bytes((255, 0, 200))
+    rows = b"".join(b"\0" + bytes(row) for row in index.tolist())
+    header = struct.pack(">IIBBBBB", index.shape[1], index.shape[0], 8, 3, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"PLTE", palette), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b""))
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
+    )
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def _between(stops: Sequence[tuple[int, int, int]], share: float) -> list[float]:
+    place = share * (len(stops) - 1)
+    first = min(int(place), len(stops) - 2)
+    part = place - first
+    return [(1 - part) * a + part * b for a, b in zip(stops[first], stops[first + 1], strict=True)]
+
+
+# Drawing
+
+
+def _style() -> Any:
+    """matplotlib as it ships, whatever the user's matplotlibrc says, and ours on top."""
+    # Choosing a backend would import one; we never need one. Any: releases type the keys differently.
+    shipped: Any = matplotlib.rcParamsDefault
+    options: Any = {k: v for k, v in shipped.items() if not k.startswith("backend")} | STYLE
+    return matplotlib.rc_context(options)
+
+
+def _figure(width: int, height: int, *, left: int, bottom: int) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72)  # so that a pixel is a unit of the SVG
+    box = (left / width, bottom / height, 1 - (left + 8) / width, 1 - (bottom + 10) / height)
+    return figure, figure.add_axes(box)
+
+
+def _log_time(axes: Axes, times: Sequence[float]) -> None:
+    low, high = min(times) / 1.25, max(times) * 1.25
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    for mantissas in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [
+            m * 10.0**e
+            for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+            for m in mantissas
+            if low <= m * 10.0**e <= high
+        ]
+        if len(ticks) <= 6:
+            break
+    if len(ticks) < 2:
+        ticks = [float(f"{low * 1.15:.2g}"), float(f"{high / 1.15:.2g}")]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+
+
+def _linear_ticks(largest: float) -> list[float]:
+    """0 and two to four round steps up to `largest`, which is positive."""
+    power = 10.0 ** math.floor(math.log10(largest))
+    step = next(s * power for s in (0.25, 0.5, 1.0, 2.0, 2.5) if largest / (s * power) <= 4.01)
+    return [float(f"{i * step:.6g}") for i in range(int(largest / step + 1e-9) + 1)]
+
+
+def _front(points: Sequence[Point]) -> list[Point]:
+    """The points no other beats in both, fastest first."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.time, p.error)):
+        best = front[-1].error if front else math.inf
+        if point.error < best and best > EXACT:
+            front.append(point)
+    return front
+
+
+def _name_points(axes: Axes, points: Sequence[Point], height: Any) -> None:
+    for point in points:
+        if point.kind == "candidate" and not point.chosen:
+            continue
+        word: str = "chosen" if point.kind == "candidate" else point.kind
+        if point.kind != "candidate" and point.chosen:
+            word += ", chosen"
+        place = axes.transData.transform((point.time, height(point.error)))
+        others = [
+            axes.transData.transform((p.time, height(p.error))) for p in points if p is not point
+        ]
+        x, y, side = max(_PLACES, key=lambda to: _room(place, to, others, axes, len(word)))
+        axes.annotate(
+            word, (point.time, height(point.error)), xytext=(x, y), textcoords="offset points",
+            ha=side, fontsize=11, color=INK if point.chosen else MUTED, zorder=6,
+            fontweight="bold" if point.chosen else "normal",
+        )  # fmt: skip
+
+
+# Where a word may stand beside its point: offset of its base line, and how it is aligned.
+_PLACES: tuple[tuple[float, float, Literal["left", "center", "right"]], ...] = (
+    (0, 12, "center"), (0, -20, "center"), (13, -4, "left"), (-13, -4, "right"),
+)  # fmt: skip
+
+
+def _room(
+    place: Any, to: tuple[float, float, str], others: Sequence[Any], axes: Axes, size: int
+) -> float:
+    """The distance of the word's middle to the nearest other point, less where it leaves the plot."""
+    half = 3.2 * size
+    x = place[0] + to[0] + {"left": half, "center": 0.0, "right": -half}[to[2]]
+    y = place[1] + to[1] + 4
+    nearest = min((max(abs(x - o[0]) - half, abs(y - o[1])) for o in others), default=99.0)
+    box = axes.get_window_extent()
+    outside = max(box.x0 - (x - half), x + half - box.x1 - 4, box.y0 - (y - 6), 0.0)
+    return min(nearest, 12.0) - 5 * outside
+
+
+def _furthest(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token, sum) of at most MASS_POINTS tokens: of each run of neighbours the furthest from 1."""
+    if len(sums) <= MASS_POINTS:
+        return torch.arange(len(sums)), sums
+    kept = torch.stack(
+        [
+            run[0] + torch.nan_to_num((sums[run] - 1).abs(), nan=torch.inf).argmax()
+            for run in torch.arange(len(sums)).tensor_split(MASS_POINTS)
+        ]
+    )
+    return kept, sums[kept]
+
+
+def _lists(line: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[float], list[float]]:
+    return line[0].tolist(), line[1].tolist()
+
+
+def _lines(name: str) -> int:
+    return name.count("\n") + 1
+
+
+def _one_line(name: str) -> str:
+    return name.replace("\n", ", ")
+
+
+# SVG
+
+
+def _svg(figure: Figure, alt: str, titles: Mapping[str, str]) -> Markup:
+    """The figure as an <svg> element: named for screen readers, in the page's colours and font.
+
+    titles: by the gid of an artist, what pointing at it shows.
+    """
+    buffer = io.StringIO()
+    # The salt names clip paths and markers; the text that tells figures apart keeps them apart.
+    with matplotlib.rc_context({"svg.hashsalt": alt}):
+        FigureCanvasSVG(figure).print_svg(
+            buffer, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    text = buffer.getvalue()
+    view = re.search(r'viewBox="([^"]*)"', text)
+    assert view is not None
+    body = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r"<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
+    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
+    body = body.replace("xlink:href", "href")
+    body = re.sub(r" ?font-family: [^;\"]*;", "", body)  # the page's own
+    body = re.sub(r' transform="rotate\(-?0 [^"]*"', "", body)
+    body = re.sub(r'(?<= )(?:d|x|y|transform)="[^"]*"', _rounded, body)  # never the text
+    body = re.sub("|".join(VARIABLES), lambda m: VARIABLES[m[0]], body)
+    for gid, title in titles.items():
+        body = body.replace(f'<g id="{gid}">', f"<g><title>{escape(title)}</title>")
+    # Groups are numbered alike in every figure, and an id may be on a page only once.
+    body = re.sub(r'<g id="[^"]*"', "<g", body)
+    body = re.sub(r">\s+<", "><", body.strip()).replace(" \n", " ")
+    return Markup(
+        f'<svg class="plot" viewBox="{view[1]}" role="img" aria-label="{escape(alt)}">{body}</svg>'
+    )
+
+
+def _rounded(attribute: re.Match[str]) -> str:
+    return re.sub(
+        r"\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), attribute[0]
+    )

@@ -1,0 +1,473 @@
+"""The page: everything on it, nothing but text from outside, and how a real browser shows it."""
+
+import base64
+import copy
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent))
+import browser
+import page_report
+
+from asapc.report import write_report
+from asapc.report.html import html
+from asapc.report.pictures import MapPair, SitePictures
+from asapc.report.plots import Point, bars, map_images, masses, pareto
+from asapc.report.text import json_text
+
+VOID = {"meta", "link", "img", "br"}
+BROWSER = pytest.mark.skipif(browser.CHROMIUM is None, reason="chromium is not installed")
+
+
+class Reader(HTMLParser):
+    """Checks that tags close in order; collects tags, ids and the text of the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def full() -> str:
+    return html(page_report.full_report(), page_report.pictures())
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[browser.Browser]:
+    with browser.browser() as opened:
+        yield opened
+
+
+def test_the_headline(full: str) -> None:
+    text = " ".join(" ".join(Reader(full).text).split())
+    for expected in (
+        "REGRESSION", "1 of 5 checks failed.",
+        "attention_rel_l2 of layers.2.mha is 0.0221, beyond its limit (max 0.02)",
+        "19.8×", "13.7× by lossless kernels alone", "99.90%", "95% interval 99.70% to 100.00%",
+        "83.80% → 83.70%", "95% interval of the drop -0.10% to 0.30%", "0.0221", "in layers.2.mha",
+        "1468 ms", "1000 examples neither fitted nor selected on, times for batches of 32, on cpu",
+    ):  # fmt: skip
+        assert expected in text
+
+
+def test_every_part_is_there(full: str) -> None:
+    text = " ".join(" ".join(Reader(full).text).split())
+    for expected in (
+        "key, 1 closure, rows rescaled, coarse:32", "482 → 14.8 ms at 32 × 256",
+        "What was tried", "By head", "By length", "ASAP, Propositions B.8 and B.9", "vacuous",
+        "Example 0, head 0, 256 active keys",
+        "T=20, row first, column last, scale 0.0884, factor M, key mask",
+        "prediction_agreement ≥ 0.998, attention_rel_l2 ≤ 0.02", "3 × asap key 1 coarse:16",
+        "prediction_agreement 0.9973 < 0.998", "11 candidates, chosen: asap key 1 coarse:32",
+        "attention_rel_l2 0.281 > 0.02", "≤ 0.5%, with confidence", "baseline 19.6, 2% worse allowed",
+        "softmax attention: rows only", "9f2c9f2c", "calibration 3500, selection 750, gate 1000",
+        "2.13.0", "Predictions changed, by length",
+    ):  # fmt: skip
+        assert expected in text
+    page = Reader(full)
+    assert len(page.named("svg")) == 2 + 3 * 3 + 9  # the model's, three a layer, one an example
+    assert len(page.named("img")) == 27
+
+
+@pytest.mark.parametrize("kind", ["full", "minimal"])
+def test_it_is_self_contained_and_accessible(full: str, kind: str) -> None:
+    text = full if kind == "full" else html(page_report.minimal_report())
+    page = Reader(text)
+    (policy,) = (
+        m["content"] for m in page.named("meta") if m.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:;")
+    beside = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]*", "", text)
+    assert not re.search(r"https?:|//|@import|@font-face|javascript:", beside)
+    assert not page.named("script")
+    for tag, attributes in page.tags:
+        assert not any(name.startswith("on") for name in attributes)
+        for name in ("src", "href"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:image/png;base64,", "data:,"))
+        if tag == "img":
+            assert attributes["alt"]
+        if tag == "svg":
+            assert attributes["role"] == "img" and attributes["aria-label"]
+        if tag == "th":
+            assert attributes["scope"] in ("row", "col")
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(b <= a + 1 for a, b in pairwise(levels))
+    ids = [a["id"] for _, a in page.tags if "id" in a]
+    clips = [a["id"] for tag, a in page.tags if tag in ("clippath", "path") and "id" in a]
+    assert len(set(ids) - set(clips)) == len(ids) - len(clips)
+    for link in page.named("a"):
+        assert (link["href"] or "")[1:] in ids
+
+
+def test_a_clip_or_marker_is_one_of_its_own_figure(full: str) -> None:
+    figures = re.findall(r"<svg.*?</svg>", full, re.DOTALL)
+    seen: set[str] = set()
+    for figure in figures:
+        own = set(re.findall(r'id="([^"]+)"', figure))
+        assert set(re.findall(r'(?:href="|url\()#([^")]+)', figure)) <= own
+        assert not own & seen
+        seen |= own
+
+
+def test_the_same_report_is_the_same_bytes(full: str) -> None:
+    assert html(page_report.full_report(), page_report.pictures()) == full
+    # Another process, with another hash seed and the user's own matplotlib style.
+    program = (
+        "import sys; sys.path.insert(0, 'tests'); import page_report, hashlib, matplotlib;"
+        "matplotlib.rcParams.update({'lines.linewidth': 9, 'svg.fonttype': 'path', 'font.size': 30});"
+        "from asapc.report.html import html;"
+        "text = html(page_report.full_report(), page_report.pictures());"
+        "print(hashlib.sha256(text.encode()).hexdigest())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONHASHSEED": "7"},
+    )  # fmt: skip
+    assert result.stdout.strip() == hashlib.sha256(full.encode()).hexdigest()
+
+
+HOSTILE = (
+    "</title></style></svg></text><script>alert(1)</script>",
+    "\"'><img src=x onerror=alert(1)>{{ 3571 * 4001 }}{% raw %}",
+    "$\\frac{1}{0}$ #010101 font: 9px x; d=\"1.23456\" &amp;",
+    "a\u202eb\x00c\x1bd\ud800e",
+    "n" * 100_000,
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=["tags", "quotes", "mathtext", "control", "long"])
+def test_hostile_names_are_text(name: str) -> None:
+    report = _renamed(page_report.full_report(), name)
+    report["sites"] = report["sites"][:1]
+    text = html(report, [SitePictures(name, [_pair()])])
+    page = Reader(text)
+    assert not page.named("script")
+    assert all((image["src"] or "").startswith("data:image/png") for image in page.named("img"))
+    assert not any(k.startswith("on") for _, a in page.tags for k in a)
+    assert str(3571 * 4001) not in text
+    shown = "".join(page.text)
+    assert not re.search("[\x00\x1b\u202e\ud800]", text)
+    text.encode("utf-8")
+    assert name[:20].partition("\u202e")[0] in shown or name[:20] in text
+    assert len(text) < 600_000
+
+
+def _renamed(value: Any, name: str) -> Any:
+    """Every text that does not say what the report means, and every key of the decision trail."""
+    if isinstance(value, dict):
+        kept = ("operator", "objective", "first_side", "last_side", "side", "convention", "mask")
+        return {k: v if k in kept else _renamed(v, name) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_renamed(item, name) for item in value]
+    return name if isinstance(value, str) else value
+
+
+def test_a_trail_that_anyone_may_have_written() -> None:
+    """selection is copied from a manifest: whatever is in there, the page is rendered."""
+    report = page_report.full_report()
+    junk: list[Any] = [None, "x", [], {}, -1, math.nan, math.inf, 10**400, True, [[1]], 1e308, 5e-324]
+    paths = [
+        ("objective",), ("budget",), ("budget", "attention_rel_l2"), ("examples",), ("seconds",),
+        ("shapes",), ("sites",), ("sites", 0), ("sites", 0, "candidates"), ("rounds",), ("rounds", 0),
+        ("rounds", 0, "choice"), ("rounds", 0, "measured"), ("sites", 0, "name"),
+        ("sites", 0, "candidates", 4), *(("sites", 0, "candidates", 4, key) for key in (
+            "label", "operator", "attention_rel_l2", "alone", "latency_ms", "teacher_ms", "memory_mib",
+            "chosen", "verdict")),
+        ("sites", 0, "candidates", 4, "latency_ms", "32x256"),
+    ]  # fmt: skip
+    report["sites"], report["by_length"] = [_plain_site()], []
+    report["selection"]["sites"] = report["selection"]["sites"][:1]
+    for index, path in enumerate(paths):
+        for value in (junk[index % len(junk)], junk[(7 * index + 3) % len(junk)]):
+            broken = copy.deepcopy(report)
+            place = broken["selection"]
+            for step in path[:-1]:
+                place = place[step]
+            place[path[-1]] = value
+            Reader(html(broken))
+
+
+@pytest.mark.parametrize("part", [
+    "sites", "by_length", "splits", "selection", "refused", "environment", "gate", "model",
+    "fingerprints",
+])  # fmt: skip
+def test_every_part_is_optional(part: str) -> None:
+    report = page_report.full_report()
+    for missing in (None, "absent"):
+        own = {k: v for k, v in report.items() if k != part}
+        if missing is None:
+            own[part] = None
+        own["sites"] = [] if part == "sites" else [_plain_site()]
+        Reader(html(own))
+
+
+def _plain_site() -> dict[str, Any]:
+    """Without plots that take their time and have nothing to do with the test."""
+    site: dict[str, Any] = page_report.full_report()["sites"][0]
+    return {k: v for k, v in site.items() if k not in ("by_head", "by_length")}
+
+
+def test_a_minimal_report_promises_nothing() -> None:
+    text = " ".join(" ".join(Reader(html(page_report.minimal_report())).text).split())
+    assert "MEASURED" in text and "nothing is judged" in text
+    assert "Layers" not in text
+
+
+def test_verdicts() -> None:
+    report = page_report.minimal_report()
+    check = {"metric": "speedup", "scope": "model", "value": 3.0, "min": 2.0, "passed": True}
+    report["gate"] = {"verdict": "ACCEPT", "passed": True, "checks": [check]}
+    assert 'class="tone-good"' in html(report)
+    report["gate"] = {"passed": False, "checks": [{**check, "passed": False}]}  # format 1
+    assert "REGRESSION" in html(report)
+    bad = {**check, "value": None, "passed": False, "class": "ANOMALOUS", "message": "was not measured"}
+    report["gate"] = {"verdict": "ANOMALOUS", "passed": False, "checks": [bad]}
+    text = html(report)
+    assert 'class="tone-odd"' in text and "was not measured" in text and "not measured</td>" in text
+
+
+def test_values_that_are_not_finite_are_shown_as_such() -> None:
+    report = page_report.full_report()
+    report["model"]["speedup"] = math.nan
+    report["sites"][0]["metrics"]["attention_rel_l2"] = math.inf
+    report["sites"][0]["by_head"]["attention_rel_l2"][2] = math.inf
+    report["sites"][0]["by_length"][0]["attention_rel_l2"] = None
+    pair = _pair(math.nan)
+    text = html(report, [SitePictures("layers.0.mha", [pair])])
+    assert "∞" in text and ">inf<" in text
+    assert not re.search(r"\bnan\b", "".join(Reader(text).text), re.IGNORECASE)
+    # What report.json keeps of it renders too.
+    Reader(html(json.loads(json_text(report))))
+
+
+def test_soft_sorts_and_a_refresh_have_their_sections() -> None:
+    report = page_report.minimal_report()
+    report["soft_to_hard"] = {"variants": [
+        {"name": "soft", "accuracy": 0.987, "prediction_change": 0.0, "row_err": 1e-3},
+        {"name": "exact", "accuracy": 0.877, "prediction_change": 0.12, "row_err": 0.0},
+    ]}  # fmt: skip
+    report["refresh"] = {"mode": "labels", "epochs": 5, "before": {"accuracy": 0.8},
+                         "after": {"accuracy": 0.9}}  # fmt: skip
+    text = " ".join(" ".join(Reader(html(report)).text).split())
+    assert "Soft to hard" in text and "12.00%" in text and "87.70%" in text
+    assert "Trained after the replacement" in text and "90.00%" in text
+
+
+# Pictures
+
+
+def _pair(value: float = 0.25) -> MapPair:
+    teacher = torch.full((4, 4), 0.25)
+    compiled = teacher.clone()
+    compiled[0, 0] = value
+    sums = torch.ones(4)
+    return MapPair(0, 0, 4, teacher, compiled, (sums, compiled.sum(1)), (sums, compiled.sum(0)), 0.1)
+
+
+def test_a_map_is_the_numbers_it_shows() -> None:
+    teacher = torch.tensor([[0.0, 0.5, 1.0], [1.0, 0.0, math.nan]])
+    pair = MapPair(0, 0, 3, teacher, teacher.flip(0), (teacher.sum(1),) * 2, (teacher.sum(0),) * 2)
+    images = map_images(pair)
+    assert images.largest == pytest.approx(1.0) and images.largest_difference == pytest.approx(1.0)
+    uri = images.teacher
+    pixels = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+    assert pixels.size == (3, 2)
+    assert [pixels.convert("RGB").getpixel((i % 3, i // 3)) for i in range(6)] == [
+        (255, 255, 255), (96, 150, 214), (10, 28, 66), (10, 28, 66), (255, 255, 255), (255, 0, 200),
+    ]  # fmt: skip
+    flat = map_images(MapPair(0, 0, 3, teacher * 0, teacher * 0, (teacher,) * 2, (teacher,) * 2))
+    assert flat.largest == 0.0 and flat.largest_difference == 0.0
+
+
+@pytest.mark.parametrize("values", [
+    [0.0], [1e-9, 1e-9], [1e300, 1.0], [None], [math.inf, 1.0], [0.3] * 200,
+], ids=["zero", "tiny", "huge", "none", "inf", "many"])  # fmt: skip
+def test_bars_of_any_size(values: list[float | None]) -> None:
+    picture = bars(values, [str(i) for i in range(len(values))], "head", "error", "alt", mean=True)
+    assert "nan" not in picture and "inf" not in picture
+    Reader(str(picture))
+
+
+@pytest.mark.parametrize("points", [
+    [(0.0, 1.0), (0.0, 1.0)],
+    [(1e-4, 1e-6), (1e6, 1e11)],
+    [(0.02, 3.0), (0.02, 3.0), (0.02, 3.0)],
+    [(0.011, 3.0), (0.012, 3.01)],
+], ids=["exact", "far", "equal", "near"])  # fmt: skip
+def test_candidates_anywhere(points: list[tuple[float, float]]) -> None:
+    shown = [
+        Point("x", "candidate" if error else "lossless", error, time, i == 0)
+        for i, (error, time) in enumerate(points)
+    ]
+    for limit in (None, 0.0, 1e-12, 0.02, 1e6):
+        picture = str(pareto(shown, "ms", limit, "alt"))
+        Reader(picture)
+        view = [float(number) for number in re.findall(r'<use [^>]*x="([-\d.]+)"', picture)]
+        assert all(0 <= x <= 330 for x in view)
+
+
+def test_masses_of_one_token_and_of_many() -> None:
+    for count in (1, 2, 500):
+        sums = torch.linspace(0.9, 1.1, count)
+        teacher = torch.full((1, 1), 1.0)
+        picture = masses(MapPair(0, 0, count, teacher, teacher, (sums, sums), (sums, sums)), "alt")
+        assert len(picture) < 15_000
+        Reader(str(picture))
+
+
+# A real browser
+
+
+@BROWSER
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("kind", ["full", "minimal", "hostile"])
+def test_in_a_browser(
+    tab: browser.Browser, full: str, kind: str, width: int, dark: bool, tmp_path: Path
+) -> None:
+    text = full
+    if kind == "minimal":
+        text = html(page_report.minimal_report())
+    elif kind == "hostile":
+        hostile = _renamed(page_report.full_report(), HOSTILE[0] + "n" * 2000)
+        text = html(hostile, [SitePictures(hostile["sites"][0]["name"], [_pair()])])
+    path = tmp_path / "report.html"
+    path.write_text(text, encoding="utf-8")
+    tab.open(path, width, 844 if width == 390 else 900, dark=dark)
+    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    picture = tmp_path / f"{kind}-{width}-{'dark' if dark else 'light'}.png"
+    tab.screenshot(picture)
+    assert picture.stat().st_size > 10_000
+    assert tab.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
+    assert tab.messages == []
+    assert [url for url in tab.requests if not url.startswith("data:")] == [path.as_uri()]
+    # Nothing is cut off: what is wider than the page scrolls inside its own box.
+    assert tab.evaluate(
+        "[...document.querySelectorAll('h1, h2, h3, p, dd, figcaption, summary')]"
+        ".filter(e => e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML)"
+    ) == []  # fmt: skip
+    assert tab.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+
+
+@BROWSER
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_has_the_contrast_that_wcag_aa_asks_for(
+    tab: browser.Browser, full: str, dark: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(full, encoding="utf-8")
+    tab.open(path, 1280, 900, dark=dark)
+    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    poor = tab.evaluate(CONTRAST)
+    assert poor == []
+
+
+# Every text against the first background behind it that is not transparent.
+CONTRAST = """
+(() => {
+  const parts = c => c.match(/[\\d.]+/g).map(Number);
+  const light = c => parts(c).slice(0, 3).map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = e => {
+    for (let at = e; at; at = at.parentElement) {
+      const c = getComputedStyle(at).backgroundColor, p = parts(c);
+      if (p.length < 4 || p[3] > 0) return c;
+    }
+    return 'rgb(255, 255, 255)';
+  };
+  const poor = [];
+  for (const e of document.querySelectorAll('body *')) {
+    if (![...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())) continue;
+    if (e.tagName.toLowerCase() === 'title') continue;
+    const style = getComputedStyle(e);
+    const own = e.namespaceURI.endsWith('svg') ? style.fill : style.color;
+    const [a, b] = [light(own), light(behind(e))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) poor.push([e.textContent.slice(0, 40), own, behind(e)]);
+  }
+  return poor;
+})()
+"""
+
+
+@BROWSER
+def test_it_prints(tab: browser.Browser, full: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(full, encoding="utf-8")
+    tab.open(path, 1280, 900, dark=True)
+    tab.call("Emulation.setEmulatedMedia", media="print")
+    # Black on white whatever the theme, and what is folded is unfolded.
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.evaluate(
+        "[...document.querySelectorAll('details:not([open]) th')].every(e => e.offsetHeight > 0)"
+    )  # fmt: skip
+    tab.call("Emulation.setEmulatedMedia", media="")
+    tab.pdf(tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
+# Written beside the other reports
+
+
+def test_the_page_is_written_with_the_others(tmp_path: Path) -> None:
+    notes: list[str] = []
+    written = write_report(tmp_path, page_report.minimal_report(), note=notes.append)
+    assert [path.name for path in written] == ["report.json", "report.md", "junit.xml", "report.html"]
+    assert written[-1].read_text("utf-8") == html(page_report.minimal_report())
+    assert notes == []
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_without_the_extra_there_is_a_note_and_no_stale_page(missing: str, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("of an earlier report")
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from asapc.report import write_report\n"
+        f"write_report({str(tmp_path)!r}, {page_report.minimal_report()!r}, note=print)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == (
+        f"no report.html: {missing} is not installed; pip install 'asapc[report]' for the page\n"
+    )
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["junit.xml", "report.json", "report.md"]
