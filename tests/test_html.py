@@ -320,8 +320,8 @@ def test_a_map_is_the_numbers_it_shows() -> None:
 
 
 @pytest.mark.parametrize("values", [
-    [0.0], [1e-9, 1e-9], [1e300, 1.0], [None], [math.inf, 1.0], [0.3] * 200,
-], ids=["zero", "tiny", "huge", "none", "inf", "many"])  # fmt: skip
+    [0.0], [1e-9, 1e-9], [1e300, 1.0], [None], [math.inf, 1.0], [-3e-9], [0.3] * 200,
+], ids=["zero", "tiny", "huge", "none", "inf", "negative", "many"])  # fmt: skip
 def test_bars_of_any_size(values: list[float | None]) -> None:
     picture = bars(values, [str(i) for i in range(len(values))], "head", "error", "alt", mean=True)
     assert "nan" not in picture and "inf" not in picture

@@ -132,7 +132,8 @@ def bars(
     """A bar each; None and infinite values are drawn as a mark at the top. Names are our own text."""
     with _style():
         shown = [v if v is not None and math.isfinite(v) else None for v in values]
-        largest = max((v for v in shown if v is not None), default=0.0) or 1.0
+        # A divergence of equal outputs rounds to a little below zero.
+        largest = max((v for v in shown if v is not None and v > 0), default=1.0)
         figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=40 if max(map(_lines, names)) < 2 else 54)
         for index, value in enumerate(shown):
             if value is None:
