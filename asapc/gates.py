@@ -42,8 +42,8 @@ SHARES = ("prediction_agreement", "accuracy_teacher", "accuracy_compiled", "accu
 
 IMPLAUSIBLE_SPEEDUP = 1000.0
 IMPLAUSIBLE_GAIN = 3.0  # half-widths of the confidence interval of an accuracy
-# An event that n examples never showed has a rate of at most 3 / n, with 95 % confidence.
-RULE_OF_THREE = 3
+# The 95 % interval (Clopper and Pearson) of a share of n in n starts at 0.025^(1/n) > 1 - 3.69 / n.
+FOR_CONFIDENCE = -math.log(0.025)
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
@@ -275,7 +275,7 @@ def site_name(site: Mapping[str, Any]) -> str:
     return str(site.get("name"))
 
 
-def examples_needed(limit: float, ideal: float, per_example: int = 1) -> int:
+def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
     """Examples n with per_example / n <= |ideal - limit|; 0 where the limit is the ideal itself."""
     distance = abs(ideal - limit)
     return math.ceil(per_example / distance - 1e-6) if distance else 0
@@ -349,12 +349,13 @@ def _too_few(report: Mapping[str, Any], gate: Gate) -> str | None:
     """Why the number of examples does not carry a limit on a share, None where it does.
 
     A share of n examples moves in steps of 1 / n. A limit nearer to the ideal than one step says no
-    more than the ideal does, and fewer examples keep it as easily: 20 of 20 is no proof of 0.99.
+    more than the ideal does, and fewer examples keep it as easily: 20 of 20 is no proof of 0.99. A limit
+    on a confidence bound needs so many examples that a perfect result keeps it.
     """
     if gate.metric not in SHARES or gate.bound != _good_bound(gate.metric):
         return None
     ideal = 1.0 if gate.bound == "min" else 0.0
-    needed = examples_needed(gate.limit, ideal, RULE_OF_THREE if gate.confidence else 1)
+    needed = examples_needed(gate.limit, ideal, FOR_CONFIDENCE if gate.confidence else 1)
     if not needed:
         return None
     examples = finite(_mapping(report, "model").get("examples"))

@@ -2,9 +2,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from asapc.bootstrap import share
 from asapc.errors import InputError
 from asapc.gates import (
+    FOR_CONFIDENCE,
     Gate,
     check,
     examples_needed,
@@ -303,7 +306,7 @@ def test_the_worst_site_is_that_of_the_worst_bound() -> None:
         ("prediction_agreement", {"min": 0.99}, 100),
         ("prediction_agreement", {"min": 0.998}, 500),
         ("prediction_agreement", {"min": 0.9}, 10),
-        ("prediction_agreement", {"min": 0.99, "confidence": True}, 300),
+        ("prediction_agreement", {"min": 0.99, "confidence": True}, 369),
         ("accuracy_compiled", {"min": 0.95}, 20),
         ("accuracy_drop", {"max": 0.005}, 200),
         ("accuracy_drop", {"max": -0.01}, 100),
@@ -318,6 +321,14 @@ def test_a_limit_on_a_share_needs_its_examples(metric: str, limit: Any, needed: 
         entry = check(found, gates)[0]
         assert entry["class"] == verdict
         assert entry["passed"] or f"at least {needed} are needed" in entry["message"]
+
+
+@pytest.mark.parametrize("limit", [0.9, 0.95, 0.99, 0.998])
+def test_enough_examples_for_confidence_are_enough_for_a_perfect_result(limit: float) -> None:
+    needed = examples_needed(limit, 1.0, FOR_CONFIDENCE)
+    for examples, kept in ((needed, True), (round(needed * 0.9), False)):
+        found = share(torch.ones(examples, dtype=torch.bool))
+        assert found is not None and (found.low >= limit) == kept
 
 
 def test_limits_that_need_no_precision() -> None:
