@@ -91,6 +91,9 @@ def calibrate(
         bool,
         typer.Option("--sequential", help="Fit each layer behind the already amortised ones."),
     ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew where an earlier run was cut short.")
+    ] = False,
     weights: Weights = None,
     kwargs: Kwargs = None,
     json: Json = False,
@@ -102,7 +105,9 @@ def calibrate(
     def body(run: Session) -> None:
         from asapc.report.tables import calibration_tables
 
-        summary = calibrate_model(run, model, data, out, recipe, weights, kwargs, sequential)
+        summary = calibrate_model(
+            run, model, data, out, recipe, weights, kwargs, sequential, restart
+        )
         run.show(summary, calibration_tables)
         run.note(f"wrote {out}; next: asapc compile {model} --calibration {out} -o OUT")
 
@@ -270,7 +275,7 @@ def report(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Measure fidelity and speed against the teacher; write report.json, .md and junit.xml into OUT.
+    """Measure fidelity and speed against the teacher; write report.json, .md, .html and junit.xml.
 
     With --gate or --baseline the verdict is ACCEPT (exit 0), REGRESSION (a limit or the baseline is not
     kept) or ANOMALOUS (a measurement is missing, NaN, on too few examples or too good); both exit 1.
@@ -286,6 +291,9 @@ def report(
         )  # fmt: skip
         run.show(result, report_tables)
         run.note(f"wrote {Path(artifact) / 'report.json'}, report.md and junit.xml")
+        page = Path(artifact) / "report.html"
+        if page.exists():
+            run.note(f"wrote {page}: open it in a browser")
         if result["gate"]["passed"]:
             return 0
         print(f"asapc: {failure_text(result['gate'])}", file=sys.stderr)
@@ -394,6 +402,7 @@ def calibrate_model(
     weights: str | None = None,
     kwargs: str | None = None,
     sequential: bool = False,
+    restart: bool = False,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
     from asapc.recipe import load_recipe
@@ -404,7 +413,9 @@ def calibrate_model(
     teacher = load_teacher(model, weights=weights, kwargs=kwargs)
     from asapc import pipeline
 
-    calibration = pipeline.calibrate(teacher, data, out, resolved, run.progress, sequential)
+    calibration = pipeline.calibrate(
+        teacher, data, out, resolved, run.progress, sequential, restart
+    )
     return _calibration_summary(calibration, model, out)
 
 
@@ -455,7 +466,7 @@ def report_artifact(
     if baseline is None and max_regression:
         raise InputError("--max-regression needs a --baseline to compare with")
     earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
-    result = evaluate.report(
+    result, pictures = evaluate.report(
         artifact,
         data,
         model=model,
@@ -466,7 +477,7 @@ def report_artifact(
     )
     comparison = None if earlier is None else regression.compare(result, earlier)
     result["gate"] = gates.gate_result(result, limits, comparison)
-    write_report(artifact, result)
+    write_report(artifact, result, pictures, run.note)
     if junit is not None:
         replace_file(junit, junit_text(result))
     return result

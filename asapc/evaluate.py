@@ -1,21 +1,28 @@
 """Evaluate a compiled artefact: fidelity and speed against its teacher, on examples it has not seen.
 
+Examples are split by a hash of their content, see asapc.data: calibration (70 %), selection (15 %) and
+gate (15 %). On the data an artefact was calibrated or refreshed on, a report uses the gate split; on
+other data, every example that calibration, selection and refreshes have not seen.
+
 report() measures both for the report and its gates; bench() times the models and their sites.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from asapc.artifact import Artifact, read_artifact, surrounding_model
 from asapc.audit import SoftToHard, soft_sites
-from asapc.data import Batch, open_data, recorded_data
+from asapc.bootstrap import LEVEL
+from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError
 from asapc.fidelity import OutputFidelity
+from asapc.ir import SiteTensors
 from asapc.kernels.thresholds import key_of, without_cache
 from asapc.measure import (
     SiteFidelity,
@@ -28,11 +35,13 @@ from asapc.measure import (
 from asapc.passes.verify import comparable
 from asapc.progress import Progress
 from asapc.recipe import Recipe
+from asapc.report.pictures import SitePictures
 from asapc.runner import Runner, Tap
 from asapc.yaml_file import read_yaml_mapping
 
 REPORT_EXAMPLES = 512
 REPORT_FORMAT = 2
+
 
 def report(
     artifact_path: str | Path,
@@ -43,8 +52,12 @@ def report(
     kwargs: str | None = None,
     examples: int = REPORT_EXAMPLES,
     progress: Progress,
-) -> dict[str, Any]:
-    """Fidelity and speed on up to `examples` examples that calibration and selection have not seen."""
+) -> tuple[dict[str, Any], list[SitePictures]]:
+    """Fidelity and speed on up to `examples` examples that calibration and selection have not seen.
+
+    Also a few attention maps of every site, which are too big for the report. Raises InputError if
+    what the artefact has seen belongs to the gate split, or nothing is left to measure on.
+    """
     artifact = read_artifact(artifact_path)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(
@@ -56,18 +69,18 @@ def report(
     outputs, lossless = OutputFidelity(), OutputFidelity()
     sites = [SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
     audit = _audit(artifact, surrounding)
+    unseen = Unseen(artifact, source)
     measured = 0
     first: Batch | None = None
-    batches = source.batches(
-        recipe.batch_size,
-        select=lambda content: content not in artifact.seen_hashes,
-        limit=examples,
-    )
+    batches = source.batches(recipe.batch_size, select=unseen.select, limit=examples)
     for batch in progress.track(batches, "measuring fidelity", None):
         first = first or batch
         teacher_out = runners["teacher"](batch)
         lossless_out, tensors = tap(batch)
-        outputs.update(comparable(teacher_out), comparable(runners["graph"](batch)), batch.labels)
+        outputs.update(
+            comparable(teacher_out), comparable(runners["graph"](batch)), batch.labels,
+            _lengths(tensors, len(batch)),
+        )  # fmt: skip
         lossless.update(comparable(teacher_out), comparable(lossless_out), batch.labels)
         for site, seen in zip(sites, tensors, strict=True):
             site.update(seen)
@@ -75,18 +88,14 @@ def report(
             audit.update(batch)
         measured += len(batch)
     if first is None:
-        raise InputError(
-            f"{source.source}: the report needs examples that calibration has not seen",
-            got="none",
-            help="pass other data with --data",
-        )
+        raise unseen.nothing()
     progress.note("measuring latency")
     timed = time_model(runners, first)
-    fit_seconds = float(artifact.manifest["fit_seconds"])
+    fit_seconds = artifact.fit_seconds
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
     fitted = any(entry["fit"] is not None for entry in artifact.manifest["sites"])
     exact = lossless.metrics()
-    return {
+    result = {
         "format_version": REPORT_FORMAT,
         "fingerprints": {
             "teacher": artifact.manifest["teacher"]["fingerprint"], "data": source.fingerprint,
@@ -103,14 +112,92 @@ def report(
             "fit_seconds": fit_seconds,
             "calibration_order": artifact.manifest["calibration_order"],
             "break_even_batches": fit_seconds / saved if fitted and saved > 0 else None,
+            "confidence": {name: list(ends) for name, ends in outputs.confidence().items()},
+            "confidence_level": LEVEL,
         },
         "sites": [site.result() for site in sites],
+        "by_length": outputs.by_length(),
         "refused": artifact.manifest["refused"],
+        "splits": {**unseen.splits(), "gate": measured, "excluded": unseen.excluded},
+        "selection": artifact.selection if "sites" in artifact.selection else None,
         **({} if audit is None else {"soft_to_hard": audit.result(first)}),
         **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
         "environment": environment(),
         "gate": {"verdict": None, "passed": True, "checks": [], "baseline": None},
     }
+    return result, [site.pictures.result() for site in sites]
+
+
+class Unseen:
+    """The examples of some data that a report may use.
+
+    excluded: how many were met that it may not, because calibration, selection or a refresh has seen
+    them.
+    """
+
+    def __init__(self, artifact: Artifact, source: DataSource) -> None:
+        """Raises InputError if the artefact has seen examples of the gate split."""
+        self.seen = artifact.seen_hashes
+        self.source = source.source
+        self.known = any(_same(source.source, own) for own in _data_of(artifact.manifest))
+        self.excluded = 0
+        held_out = sum(split_of(content) == "gate" for content in self.seen)
+        if held_out:
+            raise InputError(
+                f"{artifact.folder}: calibration and selection must not have seen the gate split",
+                got=f"{held_out} of the {len(self.seen)} examples they have seen belong to it",
+                help="the artefact was changed, or examples were split in another way: compile again",
+            )
+
+    def select(self, content: int) -> bool:
+        if content in self.seen:
+            self.excluded += 1
+            return False
+        return not self.known or split_of(content) == "gate"
+
+    def splits(self) -> dict[str, int]:
+        """How many examples the artefact has seen, by split."""
+        splits = [split_of(content) for content in self.seen]
+        return {name: splits.count(name) for name in ("calibration", "selection")}
+
+    def nothing(self) -> InputError:
+        if self.known:
+            return InputError(
+                f"{self.source}: the gate split needs examples", got="none: too few examples in all",
+                help="15 % of the examples are for the gate, chosen by content; or pass other data "
+                "with --data",
+            )  # fmt: skip
+        return InputError(
+            f"{self.source}: the report needs examples that calibration and selection have not seen",
+            got=f"none: all {self.excluded} were seen" if self.excluded else "no examples",
+            help="pass other data with --data",
+        )
+
+
+def _data_of(manifest: Mapping[str, Any]) -> list[str]:
+    """Where the examples of calibration, selection and refreshes came from."""
+    refresh = manifest.get("refresh", {})
+    refreshes = [refresh, *refresh.get("earlier", [])]
+    return [str(manifest["data"]), *(str(own["data"]) for own in refreshes if "data" in own)]
+
+
+def _same(first: str, second: str) -> bool:
+    """One file by two paths, or the same callable."""
+    return first == second or (
+        Path(first).is_file() and Path(second).is_file() and Path(first).samefile(second)
+    )
+
+
+def _lengths(sites: Sequence[SiteTensors], examples: int) -> Tensor | None:
+    """Active keys of each example, at the first site with a mask: [B]; all keys where none has one.
+
+    None if no site's first axis counts the examples.
+    """
+    own = [t for t in sites if len(t.q) == examples]
+    for t in own:
+        if t.keep is not None and len(t.keep) == examples:
+            return t.keep.sum(-1)
+    return torch.full((examples,), own[0].k.shape[2]) if own else None
 
 
 def bench(

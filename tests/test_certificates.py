@@ -338,7 +338,8 @@ def test_entries_can_move_by_the_whole_of_the_stability_bound() -> None:
     assert entry["measured"] == pytest.approx(entry["bound"], rel=1e-4)
     assert entry["holds"] and not entry["vacuous"]
     shift = next(e for e in found.result() if e["name"] == "dual_shift")
-    assert shift["bound"] == pytest.approx(alpha) == shift["measured"]
+    assert shift["bound"] == pytest.approx(alpha)
+    assert shift["measured"] == pytest.approx(alpha, rel=1e-4)
 
 
 def unbalanced(first: int, second: int) -> SiteTensors:
@@ -499,7 +500,7 @@ def test_budgets_limit_what_is_compared_but_not_the_metrics(
     plan = closure_plan(convention, 3, "source")
     found = site(activations(True), convention, plan, normal(0.1))
     whole = SiteCertificates(convention, plan, found.source)
-    monkeypatch.setattr(certificates, "PLAN_ENTRIES", 2**26)
+    monkeypatch.setattr(certificates, "PLAN_ENTRIES", 2**24)
     whole = site(activations(True), convention, plan, normal(0.1))
     assert {entry["cases"] for entry in found.result()} == {2}  # the heads of one example
     assert found.metrics() == whole.metrics()

@@ -94,7 +94,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
     pipeline.compile = stand_in("compile", MANIFEST)  # type: ignore[attr-defined]
     evaluate = ModuleType("asapc.evaluate")
-    evaluate.report = stand_in("report", REPORT)  # type: ignore[attr-defined]
+    evaluate.report = stand_in("report", (REPORT, []))  # type: ignore[attr-defined]
     evaluate.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
     load = ModuleType("asapc.formats.load")
     load.load_teacher = stand_in("load_teacher", "TEACHER")  # type: ignore[attr-defined]

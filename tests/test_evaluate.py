@@ -1,0 +1,227 @@
+"""What a report measures and on which examples, on small artefacts compiled on the spot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asapc import evaluate
+from asapc.artifact import read_artifact
+from asapc.cli import main
+from asapc.data import open_data, split_of
+from asapc.errors import InputError
+from asapc.models import ARCHITECTURES
+from asapc.passes import select
+from asapc.passes.candidates import TEACHER, Candidate
+from asapc.progress import Progress
+
+TEXT = {
+    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
+    "num_classes": 3, "max_iter": 8,
+}  # fmt: skip
+RECIPE = {
+    "operator": "asap", "side": "source", "closures": 3, "features": ["coarse:4"],
+    "batch_size": 16, "max_examples": 64,
+}  # fmt: skip
+
+BUDGET = {"attention_rel_l2": 1.0, "prediction_agreement": 0.1}
+
+
+def write_text(path: Path, examples: int, seed: int) -> np.ndarray[Any, Any]:
+    random = np.random.default_rng(seed)
+    inputs = random.integers(1, 40, (examples, 12))
+    for row, length in enumerate(random.integers(4, 13, examples)):
+        inputs[row, length:] = 0
+    np.savez(path, inputs=inputs, labels=random.integers(0, 3, examples))
+    return inputs
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("work")
+    torch.manual_seed(0)
+    model = ARCHITECTURES["sinkformer-text"](**TEXT)
+    (folder / "teacher").mkdir()
+    with torch.no_grad():  # attention that is not flat, so that errors would show
+        for name, parameter in model.named_parameters():
+            if "WQ" in name or "WK" in name:
+                parameter.mul_(3.0)
+    save_file(model.state_dict(), folder / "teacher" / "model.safetensors")
+    config = {"architecture": "sinkformer-text", **TEXT}
+    (folder / "teacher" / "config.json").write_text(json.dumps(config))
+    write_text(folder / "data.npz", 160, seed=0)
+    (folder / "asap.yaml").write_text(json.dumps(RECIPE))
+    run("calibrate", folder / "teacher", "--data", folder / "data.npz", "-o", folder / "calib",
+        "--recipe", folder / "asap.yaml")  # fmt: skip
+    run("compile", folder / "teacher", "--calibration", folder / "calib", "-o", folder / "out")
+    return folder
+
+
+def run(*arguments: object) -> None:
+    assert main([*map(str, arguments), "--quiet", "--debug"]) == 0
+
+
+def report(folder: Path, **options: Any) -> tuple[dict[str, Any], list[Any]]:
+    return evaluate.report(folder, progress=Progress(), **options)
+
+
+def hashes(path: Path) -> list[int]:
+    return [h for batch in open_data(str(path), None).batches(64) for h in batch.hashes]
+
+
+def with_seen(work: Path, folder: Path, seen: list[int]) -> Path:
+    shutil.copytree(work / "out", folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["asapc.seen_hashes"] = torch.tensor(
+        [h - (1 << 64) if h >= 1 << 63 else h for h in seen], dtype=torch.int64
+    )
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+# Three disjoint splits
+
+
+def test_the_own_data_is_measured_on_its_gate_split_alone(work: Path, tmp_path: Path) -> None:
+    own = hashes(work / "data.npz")
+    splits = [split_of(h) for h in own]
+    counts = {name: splits.count(name) for name in ("calibration", "selection", "gate")}
+    found, _ = report(work / "out")
+    assert counts["calibration"] > RECIPE["max_examples"]  # type: ignore[operator]
+    assert found["splits"] == {
+        "calibration": 64, "selection": counts["selection"], "gate": counts["gate"],
+        "excluded": 64 + counts["selection"],
+    }  # fmt: skip
+    assert found["model"]["examples"] == counts["gate"]
+    (tmp_path / "again.npz").symlink_to(work / "data.npz")  # the same file by another path
+    again, _ = report(work / "out", data=str(tmp_path / "again.npz"))
+    assert again["splits"] == found["splits"]
+
+
+def test_other_data_is_measured_without_what_was_seen(work: Path, tmp_path: Path) -> None:
+    own = np.load(work / "data.npz")["inputs"]
+    seen = read_artifact(work / "out").seen_hashes
+    known = own[[h in seen for h in hashes(work / "data.npz")]][:10]
+    fresh = write_text(tmp_path / "fresh.npz", 30, seed=1)
+    np.savez(tmp_path / "other.npz", inputs=np.concatenate([known, fresh]))
+    found, _ = report(work / "out", data=str(tmp_path / "other.npz"))
+    splits = found["splits"]
+    assert (splits["gate"], splits["excluded"]) == (30, 10) == (found["model"]["examples"], 10)
+    np.savez(tmp_path / "seen.npz", inputs=known)
+    with pytest.raises(InputError, match="calibration and selection have not seen") as raised:
+        report(work / "out", data=str(tmp_path / "seen.npz"))
+    assert "all 10 were seen" in str(raised.value.got)
+
+
+def test_an_artefact_that_has_seen_the_gate_split_is_refused(work: Path, tmp_path: Path) -> None:
+    own = hashes(work / "data.npz")
+    gate = next(h for h in own if split_of(h) == "gate")
+    seen = sorted(read_artifact(work / "out").seen_hashes)
+    with pytest.raises(InputError, match="must not have seen the gate split") as raised:
+        report(with_seen(work, tmp_path / "tampered", [*seen, gate]))
+    assert raised.value.got == f"1 of the {len(seen) + 1} examples they have seen belong to it"
+
+
+def test_data_without_a_gate_split(work: Path, tmp_path: Path) -> None:
+    inputs = np.load(work / "data.npz")["inputs"]
+    kept = [split_of(h) != "gate" for h in hashes(work / "data.npz")]
+    folder = tmp_path / "out"
+    shutil.copytree(work / "out", folder)
+    np.savez(tmp_path / "small.npz", inputs=inputs[kept])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "data": str(tmp_path / "small.npz")}))
+    with pytest.raises(InputError, match="the gate split needs examples"):
+        report(folder)
+
+
+def test_the_data_of_a_refresh_is_measured_on_its_gate_split(work: Path, tmp_path: Path) -> None:
+    write_text(tmp_path / "more.npz", 120, seed=2)
+    run("refresh", work / "out", "--data", tmp_path / "more.npz", "--distil", "--epochs", 1,
+        "--examples", 20, "-o", tmp_path / "refreshed")  # fmt: skip
+    gate = sum(split_of(h) == "gate" for h in hashes(tmp_path / "more.npz"))
+    found, _ = report(tmp_path / "refreshed", data=str(tmp_path / "more.npz"))
+    assert found["splits"]["gate"] == gate  # not the examples the refresh left over
+    assert found["splits"]["calibration"] == 64 + 20
+    back, _ = report(tmp_path / "refreshed")
+    assert back["splits"]["gate"] == sum(split_of(h) == "gate" for h in hashes(work / "data.npz"))
+
+
+# What is in it
+
+
+def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
+    found, pictures = report(work / "out")
+    model = found["model"]
+    assert model["confidence_level"] == 0.95
+    assert set(model["confidence"]) == {
+        "prediction_agreement", "accuracy_teacher", "accuracy_compiled", "accuracy_drop", "logit_kl",
+        "output_rel_l2",
+    }  # fmt: skip
+    for name, (low, high) in model["confidence"].items():
+        assert low <= model[name] <= high and low < high, name
+    assert sum(entry["examples"] for entry in found["by_length"]) == model["examples"]
+    assert found["by_length"][0]["low"] >= 4 and found["by_length"][-1]["high"] <= 12
+    assert len(found["by_length"]) == 5
+    for site, drawn in zip(found["sites"], pictures, strict=True):
+        error = site["metrics"]["attention_rel_l2"]
+        low, high = site["confidence"]["attention_rel_l2"]
+        assert low < error < high
+        heads = site["by_head"]["attention_rel_l2"]
+        assert len(heads) == 2 and sum(heads) / 2 == pytest.approx(error)
+        lengths = [(e["low"], e["high"], e["examples"]) for e in site["by_length"]]
+        assert lengths == [(e["low"], e["high"], e["examples"]) for e in found["by_length"]]
+        total = sum(e["examples"] * e["attention_rel_l2"] for e in site["by_length"])
+        assert total / model["examples"] == pytest.approx(error)
+        entries = {entry["name"]: entry for entry in site["certificates"]}
+        assert {"row_bound", "dual_stability", "kl_identity_reverse", "contraction_bound"} <= set(entries)
+        for entry in entries.values():
+            assert entry["holds"] and entry["cases"] == 2 * model["examples"], entry
+        assert entries["row_bound"]["bound"] == pytest.approx(site["metrics"]["row_bound"])
+        # measured in float64 from the predicted dual, and in float32 by the operator
+        assert entries["row_bound"]["measured"] >= site["metrics"]["row_err"]
+        assert drawn.name == site["name"] and len(drawn.pairs) == 3
+    again, _ = report(work / "out")
+    assert again["model"]["confidence"] == model["confidence"]
+    assert again["sites"] == found["sites"]
+
+
+def test_a_site_left_to_the_teacher_has_no_error(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled graph holds one call for two sites: the second's must not be taken for the first's."""
+
+    def left(model: Any, sites: Any, picked: list[int], rounds: Any) -> list[int]:
+        own = sites[0]
+        own.tried.insert(0, select.Tried(Candidate(TEACHER, TEACHER), price=own.teacher))
+        approximate = [i for i, tried in enumerate(sites[1].tried) if tried.approximate]
+        return [0, approximate[0]]
+
+    monkeypatch.setattr(select, "_not_slower", left)
+    recipe = tmp_path / "auto.yaml"
+    named = {key: RECIPE[key] for key in ("side", "closures", "features")}
+    shared = {key: RECIPE[key] for key in ("batch_size", "max_examples")}
+    recipe.write_text(json.dumps({**shared, "candidates": [named], "budget": BUDGET}))
+    calib, out = tmp_path / "calib", tmp_path / "out"
+    run("calibrate", work / "teacher", "--data", work / "data.npz", "-o", calib, "--recipe", recipe)
+    run("compile", work / "teacher", "--calibration", calib, "-o", out)
+    found, pictures = report(out)
+    first, second = found["sites"]
+    assert (first["operator"], second["operator"]) == ("teacher", "asap")
+    assert first["metrics"] == {
+        "attention_rel_l2": 0.0, "attention_rel_l2_worst": 0.0, "output_rel_l2": 0.0
+    }
+    assert first["certificates"] == [] and pictures[0].pairs == []
+    whole, _ = report(work / "out")
+    expected = whole["sites"][1]["metrics"]["attention_rel_l2"]
+    assert second["metrics"]["attention_rel_l2"] == pytest.approx(expected, rel=1e-3)
+    assert [site["name"] for site in found["selection"]["sites"]] == [first["name"], second["name"]]
+    timed = evaluate.bench(out, repeats=1, explain=True, progress=Progress())["sites"]
+    assert timed[0]["latency_compiled_ms"] == timed[0]["latency_teacher_ms"]
+    assert timed[0]["kernels"] == [] and timed[1]["kernels"]
