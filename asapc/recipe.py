@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from asapc.errors import InputError
-from asapc.features import Feature
+from asapc.features import MAX_COUNT, Feature
 from asapc.features.predictor import RecipeSide
 from asapc.yaml_file import read_yaml_mapping
 
@@ -379,8 +379,8 @@ _PARSERS: dict[str, Any] = {
     "ridge": _ridge,
     "ridge_mode": _choice("risk", "direct"),
     "coefficients": _choice("per_head", "pooled", "shared"),
-    "pivots": _integer(1),
-    "slices": _integer(1),
+    "pivots": _integer(1, MAX_COUNT),
+    "slices": _integer(1, MAX_COUNT),
     "candidates": _candidates,
     "seed": _integer(0, 2**63 - 1),
     "budget": _budget,

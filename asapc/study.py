@@ -56,6 +56,7 @@ from asapc.timing import interleaved_medians
 from asapc.yaml_file import read_yaml_mapping
 
 MAP_EXAMPLES = 64  # attention maps are compared on so many examples; outputs on all
+MAX_ROWS = 4096  # of a block
 GRID_KEYS = (
     "operator", "features", "side", "closures", "fit", "coefficients", "ridge", "ridge_mode", "pivots",
     "slices", "max_examples",
@@ -108,8 +109,9 @@ def _rows(block: Any, where: str) -> list[Row]:
     if not isinstance(block, Mapping) or not block:
         raise InputError(f"{where} must be a mapping of recipe keys to values", got=repr(block))
     if "half_steps" in block:
-        values = [own["half_steps"] for own in combinations(block, where)]
-        if len(block) > 1 or not all(type(v) is int and v >= 1 for v in values):
+        alone = len(block) == 1
+        values = [own["half_steps"] for own in combinations(block, where)] if alone else []
+        if not alone or not all(type(v) is int and v >= 1 for v in values):
             raise InputError(
                 f"{where}: half_steps stands alone, with integers >= 1", got=repr(dict(block))
             )
@@ -119,8 +121,10 @@ def _rows(block: Any, where: str) -> list[Row]:
             raise InputError(
                 f"{where}: unknown key {key!r}", help=f"allowed: half_steps, {', '.join(GRID_KEYS)}"
             )
-    rows = []
+    rows: list[Row] = []
     for combination in combinations(block, where):
+        if len(rows) == MAX_ROWS:
+            raise InputError(f"{where}: at most {MAX_ROWS} combinations", got="more")
         recipe = Recipe.from_dict({"operator": "asap", **combination}, where=where)
         recipe.check_side(where)
         rows.append(Row(recipe))

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from asapc.errors import InputError
+from asapc.formats.json_text import read_file
 
 MAX_BYTES = 1 << 17  # PyYAML takes a second for this much
 MAX_VALUES = 20_000
@@ -38,12 +39,11 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
     what: "recipe" or "gates", for messages.  Raises InputError.
     """
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        content = read_file(path, MAX_BYTES + 1)
         text = content.decode()
     except FileNotFoundError:
         raise InputError(f"{what} {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{what} {path}: cannot be read", got=_one_line(error)) from error
     if len(content) > MAX_BYTES:
         raise InputError(f"{what} {path}: at most {MAX_BYTES} bytes are read", got="more")

@@ -90,7 +90,7 @@ class Feature:
             return cls(name)
         kinds = f", then optionally one of {', '.join(family.kinds)}" if family.kinds else ""
         rule = f"{where}: {name} is written {name}:<1 to {MAX_COUNT}>{kinds}"
-        if not rest or not rest[0].isdecimal() or not 1 <= int(rest[0]) <= MAX_COUNT:
+        if not rest or not rest[0].isdecimal() or len(rest[0]) > 9 or not 1 <= int(rest[0]) <= MAX_COUNT:
             raise InputError(rule, got=repr(text))
         kind = rest[1] if len(rest) > 1 else (family.kinds[0] if family.kinds else "")
         if len(rest) > 2 or (len(rest) > 1 and kind not in family.kinds):

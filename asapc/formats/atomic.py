@@ -96,7 +96,7 @@ def replace_file(path: str | Path, content: bytes | str) -> None:
 @contextmanager
 def new_file(path: str | Path) -> Iterator[Path]:
     """Yield an empty file beside `path` to be filled by its name; on success it takes path's place."""
-    final = Path(path).absolute()
+    final = _absolute(path)
     partial, lock = None, -1
     try:
         _clean(final)
@@ -240,11 +240,21 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def _resolved(target: str | Path) -> Path:
-    final = Path(target).absolute()
+    final = _absolute(target)
     try:
         return final.resolve() if final.is_symlink() else final
     except (OSError, RuntimeError) as error:  # links in a circle
         raise _unwritable(final, error) from error
+
+
+def _absolute(target: str | Path) -> Path:
+    try:
+        possible = b"\0" not in os.fsencode(target)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        possible = False
+    if not possible:
+        raise InputError("an output must have a name that a disk can hold", got=ascii(str(target)))
+    return Path(target).absolute()
 
 
 def _beside(final: Path, kind: str) -> Path:

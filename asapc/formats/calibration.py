@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.features import Feature
 from asapc.features.clouds import Budget
 from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor, closure_plan
-from asapc.formats.atomic import replace_folder
+from asapc.formats.atomic import read_whole, replace_folder
+from asapc.formats.json_text import read_json
+from asapc.formats.load import read_safetensors
 from asapc.ir import Convention, Distilled
+from asapc.monitor import ScoreRange
 
 FORMAT_VERSION = 3
 # Which arguments of a distilled operator are tensors, and of how many axes.
@@ -71,6 +73,7 @@ class SiteCalibration:
     fit_seconds: float
     sharing: str = "per_head"  # of the coefficients, as in a recipe
     settings: Mapping[str, Any] = field(default_factory=dict)
+    range: ScoreRange | None = None  # of the scores, for a monitor
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -177,7 +180,10 @@ def load_calibration(folder: str | Path) -> Calibration:
 
     Raises InputError if it is missing, truncated, from another version or inconsistent.
     """
-    place = Path(folder)
+    return read_whole(folder, lambda: _load(Path(folder)))
+
+
+def _load(place: Path) -> Calibration:
     document = _read_json(place / _JSON)
     version = document.get("format_version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
@@ -186,12 +192,12 @@ def load_calibration(folder: str | Path) -> Calibration:
             got=version,
             help="run `asapc calibrate` again with this version of asapc",
         )
+    if not (place / _TENSORS).is_file():
+        raise _broken(place, f"{_TENSORS} is missing")
     try:
-        tensors = load_file(place / _TENSORS)
-    except FileNotFoundError:
-        raise _broken(place, f"{_TENSORS} is missing") from None
-    except (OSError, SafetensorError) as error:
-        raise _broken(place, f"{_TENSORS}: {error}") from error
+        tensors = read_safetensors(place / _TENSORS)
+    except InputError as error:
+        raise _broken(place, f"{_TENSORS}: {error.got}") from error
     timings = _read_json(place / _TIMINGS)
     try:
         seconds = timings["fit_seconds"]
@@ -275,6 +281,7 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
         "examples": site.examples,
         "tokens": site.tokens,
         "settings": dict(site.settings),
+        "range": None if site.range is None else site.range.to_dict(),
     }
 
 
@@ -313,6 +320,7 @@ def fit_from(
         fit_seconds=seconds,
         sharing=_one_of(data["coefficients"], "per_head", "pooled", "shared"),
         settings=dict(data["settings"]),
+        range=ScoreRange.from_dict(data["range"]),
     )
 
 
@@ -368,7 +376,7 @@ def _one_of(value: Any, *allowed: str) -> str:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         raise InputError(
             f"{path.parent}: not a calibration folder",
@@ -397,7 +405,7 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
     names = ("side", "closures", "rescaled", "features", "fit", "coefficients", "r2",
              "condition_number", "fit_converged", "kl_examples", "examples", "pivots", "slices",
-             "fit_rel_l2")  # fmt: skip
+             "fit_rel_l2", "range")  # fmt: skip
     nothing: dict[str, Any] = dict.fromkeys(names)
     if fitted is None:
         return nothing
@@ -411,6 +419,9 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     conditions = [c for quality in fitted.quality for c in quality.condition_number]
     finite = [c for c in conditions if c < float("inf")]
     converged = [c for quality in fitted.quality for c in quality.converged]
+    r2 = min(r2 for quality in fitted.quality for r2 in quality.r2)
+    condition = max(finite) if finite else None
+    seen = None if fitted.range is None else fitted.range.to_dict()
     plan = fitted.amortised.plan
     return nothing | {
         "side": plan.side,
@@ -419,8 +430,9 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
         "features": list(fitted.features),
         "fit": fitted.quality[0].fit,
         "coefficients": fitted.sharing,
-        "r2": min(r2 for quality in fitted.quality for r2 in quality.r2),
-        "condition_number": max(finite) if finite else None,
+        "r2": r2,
+        "condition_number": condition,
+        "range": None if seen is None else {**seen, "r2": r2, "condition_number": condition},
         "fit_converged": all(converged) if converged else None,
         "kl_examples": fitted.quality[0].kl_examples,
         "examples": fitted.examples,

@@ -13,11 +13,16 @@ MAX_DEPTH = 100  # of brackets; what asapc and torch write has a tenth of it
 
 def read_json(path: str | Path) -> Any:
     """The document in a file.  Raises OSError where it cannot be read, otherwise as parse_json."""
-    # not blocking: a named pipe in a folder would wait for its writer for ever
+    return parse_json(read_file(path))
+
+
+def read_file(path: str | Path, most: int = -1) -> bytes:
+    """The first bytes of a file, or all.  Raises OSError, and ValueError for what is no file."""
+    # not blocking: a named pipe would wait for its writer for ever
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("not a file")
-        return parse_json(file.read())
+            raise ValueError("a pipe or a device, and no file")
+        return file.read(most)
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -181,6 +181,8 @@ class Shards:
 
     def _read(self, path: Path) -> tuple[str, Part] | None:
         """Its key, tensors and facts; None, and the file is gone, where they are not what was put."""
+        if not path.is_file():
+            return None
         try:
             with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
