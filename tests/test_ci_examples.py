@@ -1,0 +1,180 @@
+"""examples/ci: the action, the workflow and the hook, their shell lines run on a small artefact."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from asapc.cli import main
+from asapc.gates import load_gates
+from asapc.models import ARCHITECTURES
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "ci"
+TEXT = {
+    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16,
+    "num_classes": 3, "max_iter": 8,
+}  # fmt: skip
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((EXAMPLES / name).read_text(encoding="utf-8"))
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository as examples/ci/README.md describes it, with asapc on its own PATH."""
+    folder = tmp_path_factory.mktemp("project")
+    torch.manual_seed(0)
+    model = ARCHITECTURES["sinkformer-text"](**TEXT)
+    (folder / "model").mkdir()
+    save_file(model.state_dict(), folder / "model" / "model.safetensors")
+    document = {"architecture": "sinkformer-text", **TEXT}
+    (folder / "model" / "config.json").write_text(json.dumps(document))
+    (folder / "ci").mkdir()
+    random = np.random.default_rng(0)
+    inputs = random.integers(1, 40, (1200, 12))
+    np.savez(folder / "ci" / "data.npz", inputs=inputs, labels=random.integers(0, 3, len(inputs)))
+    shutil.copy(EXAMPLES / "gates.yaml", folder / "ci" / "gates.yaml")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text("operator: sinkhorn\nbatch_size: 64\nmax_examples: 64\n")
+    assert run("calibrate", folder / "model", "--data", folder / "ci" / "data.npz", "-o",
+               folder / "calib", "--recipe", recipe, "--quiet") == 0  # fmt: skip
+    (folder / "bin").mkdir()
+    for name, command in (("asapc", f"{shlex.quote(sys.executable)} -m asapc"),
+                          ("python3", shlex.quote(sys.executable))):  # fmt: skip
+        script = folder / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        script.chmod(0o755)
+    step = steps_of_workflow()["Compile"]
+    done = bash(folder, step["run"], {})
+    assert done.returncode == 0, done.stderr
+    assert run("report", folder / "compiled", "--data", folder / "ci" / "data.npz", "--quiet") == 0
+    shutil.copy(folder / "compiled" / "report.json", folder / "ci" / "baseline.json")
+    return folder
+
+
+def steps_of_workflow() -> dict[str, Any]:
+    steps = read("workflow.yml")["jobs"]["gate"]["steps"]
+    return {step["name"]: step for step in steps if "name" in step}
+
+
+def bash(project: Path, script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """As GitHub runs `shell: bash`."""
+    path = project / "script.sh"
+    path.write_text(script)
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(path)],
+        cwd=project, capture_output=True, text=True,
+        env={**os.environ, "PATH": f"{project / 'bin'}:{os.environ['PATH']}", **environment},
+    )  # fmt: skip
+
+
+def act(project: Path, **inputs: str) -> tuple[int, str, str, str]:
+    """Run the action: exit code, verdict, summary page, messages."""
+    action = read("action.yml")
+    defaults = {name: own.get("default") for name, own in action["inputs"].items()}
+    required = {name for name, own in action["inputs"].items() if own.get("required")}
+    given = {name.replace("_", "-"): value for name, value in inputs.items()}
+    assert required <= set(given) <= set(defaults)
+    (step,) = action["runs"]["steps"]
+    assert (action["runs"]["using"], step["shell"]) == ("composite", "bash")
+    assert "${{" not in step["run"]
+    environment = {
+        name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda m: str({**defaults, **given}[m[1]]), text)
+        for name, text in step["env"].items()
+    }
+    assert not any("${{" in text for text in environment.values())
+    output, summary = project / "output", project / "summary"
+    output.write_text("")
+    summary.write_text("")
+    environment.update(GITHUB_OUTPUT=str(output), GITHUB_STEP_SUMMARY=str(summary))
+    done = bash(project, step["run"], environment)
+    verdict = dict(line.split("=", 1) for line in output.read_text().splitlines())["verdict"]
+    return done.returncode, verdict, summary.read_text(), done.stderr
+
+
+def test_the_gates_load_and_the_workflow_fits_the_action() -> None:
+    assert load_gates(EXAMPLES / "gates.yaml")
+    workflow, action = read("workflow.yml"), read("action.yml")
+    assert workflow["permissions"] == {"contents": "read"}
+    given = steps_of_workflow()["Gate"]["with"]
+    assert {n for n, own in action["inputs"].items() if own.get("required")} <= set(given)
+    assert set(given) <= set(action["inputs"])
+    assert action["outputs"]["verdict"]["value"] == "${{ steps.report.outputs.verdict }}"
+    assert [step["id"] for step in action["runs"]["steps"]] == ["report"]
+    for name in ("workflow.yml", "action.yml", "pre-commit-config.yaml"):
+        text = (EXAMPLES / name).read_text(encoding="utf-8")
+        assert "secrets." not in text and "GITHUB_TOKEN" not in text and "curl" not in text
+
+
+def test_the_action_accepts_what_keeps_its_limits_and_its_baseline(project: Path) -> None:
+    given = steps_of_workflow()["Gate"]["with"]
+    code, verdict, summary, errors = act(project, **{k.replace("-", "_"): v for k, v in given.items()})
+    assert (code, verdict) == (0, "ACCEPT"), errors
+    assert summary.startswith("# asapc: ACCEPT, ") and "| baseline | ci/baseline.json |" in summary
+    kept = steps_of_workflow()["Keep the report"]["with"]["path"].split()
+    assert kept and all((project / path).is_file() for path in kept)
+
+
+def test_the_action_fails_on_a_limit_that_is_not_kept(project: Path) -> None:
+    (project / "strict.yaml").write_text("attention_rel_l2: {max: 0}\nexamples: {min: 100}\n")
+    code, verdict, summary, errors = act(project, artifact="compiled", gate="strict.yaml")
+    assert (code, verdict) == (1, "REGRESSION")
+    assert "asapc: gate failed: REGRESSION" in errors
+    assert summary.startswith("# asapc: REGRESSION, ")
+
+
+def test_the_action_tells_what_cannot_be_trusted_from_what_is_worse(project: Path) -> None:
+    code, verdict, _, errors = act(
+        project, artifact="compiled", gate="ci/gates.yaml", examples="20", data="ci/data.npz"
+    )
+    assert (code, verdict) == (1, "ANOMALOUS")
+    assert "the report rests on 20 examples, too few (min 100)" in errors
+
+
+def test_the_action_does_not_show_an_old_report_when_nothing_was_measured(project: Path) -> None:
+    assert (project / "compiled" / "report.md").is_file()
+    hostile = '"; touch pwned; $(touch pwned)'
+    code, verdict, summary, errors = act(project, artifact="compiled", gate=hostile)
+    assert (code, verdict, summary) == (2, "ERROR", "")
+    assert "no such file" in errors
+    assert not (project / "pwned").exists()
+
+
+def test_the_hook_passes_and_fails(project: Path) -> None:
+    (hook,) = read("pre-commit-config.yaml")["repos"][0]["hooks"]
+    assert hook["language"] == "system" and hook["pass_filenames"] is False
+    for path in ("compiled/manifest.json", "ci/gates.yaml"):
+        assert re.search(hook["files"], path)
+    assert not re.search(hook["files"], "compiled/report.json")  # the hook's own output
+    assert bash(project, hook["entry"], {}).returncode == 0
+    gates = project / "ci" / "gates.yaml"
+    kept = gates.read_text()
+    try:
+        gates.write_text("attention_rel_l2: {max: 0}\n")
+        failed = bash(project, hook["entry"], {})
+    finally:
+        gates.write_text(kept)
+    assert failed.returncode == 1 and "REGRESSION" in failed.stderr
+
+
+def test_every_shell_line_but_the_installation_is_run_here() -> None:
+    assert [name for name, step in steps_of_workflow().items() if "run" in step] == ["Install", "Compile"]
+    assert len(read("action.yml")["runs"]["steps"]) == 1
