@@ -92,7 +92,8 @@ def test_every_part_is_there(full: str) -> None:
     text = " ".join(" ".join(Reader(full).text).split())
     for expected in (
         "key, 1 closure, rows rescaled, coarse:32", "482 → 14.8 ms at 32 × 256",
-        "What was tried", "By head", "By length", "ASAP, Propositions B.8 and B.9", "vacuous",
+        "What was tried", "By head", "By length", "ASAP, Propositions B.8 and B.9",
+        "Certificates: 2 hold, 1 true but vacuous", "KL identity", "equal within 3.20e-13", "264 vacuous",
         "Example 0, head 0, 256 active keys",
         "T=20, row first, column last, scale 0.0884, factor M, key mask",
         "prediction_agreement ≥ 0.998, attention_rel_l2 ≤ 0.02", "3 × asap key 1 coarse:16",
@@ -264,6 +265,24 @@ def test_verdicts() -> None:
     report["gate"] = {"verdict": "ANOMALOUS", "passed": False, "checks": [bad]}
     text = html(report)
     assert 'class="tone-odd"' in text and "was not measured" in text and "not measured</td>" in text
+
+
+def test_a_violated_certificate_is_not_folded_away() -> None:
+    report = page_report.full_report()
+    report["sites"] = [_plain_site()]
+    summary = "Certificates: 2 hold, 1 true but vacuous"
+    assert f'<details class="small-details"><summary>{summary}' in html(report)
+    report["sites"][0]["certificates"][1]["holds"] = False
+    text = html(report)
+    assert '<details class="small-details" open><summary><span class="bad">Certificates: 1 hold' in text
+    assert "1 VIOLATED" in text and '<span class="bad">violated</span>' in text
+
+
+def test_one_length_is_no_plot() -> None:
+    report = page_report.full_report()
+    report["sites"] = [_plain_site()]
+    report["by_length"] = report["by_length"][:1]
+    assert "by length" not in "".join(Reader(html(report)).text).lower()
 
 
 def test_values_that_are_not_finite_are_shown_as_such() -> None:

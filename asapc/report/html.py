@@ -116,7 +116,8 @@ class SiteView:
     figures: Sequence[Plot]
     note: str
     examples: Sequence[Example]
-    tables: Sequence[Grid]
+    certificates: Grid | None
+    violated: bool
     metrics: Grid | None
     unfolded: bool
 
@@ -385,7 +386,8 @@ def _site(
         figures=figures,
         note=note,
         examples=[_example(name, pair) for pair in (pictures.pairs if pictures else ())],
-        tables=[grid for grid in (_certificates(site),) if grid is not None],
+        certificates=_certificates(site),
+        violated=any(not item.get("holds") for item in _mappings(site, "certificates")),
         metrics=_metrics(metrics),
         unfolded=unfolded,
     )
@@ -409,7 +411,7 @@ def _site_facts(site: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _metrics(metrics: Mapping[str, Any]) -> Grid | None:
     rows = [
         [
-            Cell(SITE_LABELS.get(key, MODEL_LABELS.get(key, str(key)))),
+            Cell(_label(str(key))),
             Cell(_number(value)),
             Cell(METRICS[key].doc if key in METRICS else ""),
         ]
@@ -421,23 +423,31 @@ def _metrics(metrics: Mapping[str, Any]) -> Grid | None:
 
 def _certificates(site: Mapping[str, Any]) -> Grid | None:
     rows = []
+    counts: dict[str, int] = {}
     for item in _mappings(site, "certificates"):
         holds = "holds" if item.get("holds") else "violated"
         if item.get("holds") and item.get("vacuous"):
             holds = "vacuous"
+        counts[holds] = counts.get(holds, 0) + 1
+        name = _text(item.get("name")).replace("_", " ").replace("kl ", "KL ")
+        loose, residual = item.get("vacuous_cases"), item.get("residual")
         rows.append(
             [
-                Cell(_text(item.get("name")).replace("_", " "), _text(item.get("source"))),
+                Cell(name, _text(item.get("source"))),
                 Cell(_number(item.get("measured"))),
-                Cell(_number(item.get("bound"))),
+                Cell(_number(item.get("bound")),
+                     "" if residual is None else f"equal within {_number(residual)}"),
                 Cell(holds, tone=TONES[holds]),
-                Cell(_number(item.get("cases"))),
+                Cell(_number(item.get("cases")), f"{_number(loose)} vacuous" if loose else ""),
             ]
         )
     columns = [("certificate", False), ("measured", True), ("bound", True), ("", False), ("cases", True)]
+    said = {"holds": "hold", "vacuous": "true but vacuous", "violated": "VIOLATED"}
+    summary = ", ".join(f"{counts[key]} {text}" for key, text in said.items() if key in counts)
     note = "Vacuous: true, but the bound is too loose to say anything."
-    loose = any(row[3].text == "vacuous" for row in rows)
-    return Grid("Certificates", columns, rows, note=note if loose else "") if rows else None
+    return Grid(
+        f"Certificates: {summary}", columns, rows, marked=None, note=note if "vacuous" in counts else ""
+    ) if rows else None  # fmt: skip
 
 
 # Plots
@@ -496,8 +506,8 @@ def _by_length(
     values = [_float(b.get(metric)) for b in kept]
     if share:
         values = [None if v is None else 1 - v for v in values]
-    if not kept or all(v is None for v in values):
-        return []
+    if len(kept) < 2 or all(v is None for v in values):
+        return []  # one length says what the mean says
     spans = [str(b["low"]) if b["low"] == b["high"] else f"{b['low']}–{b['high']}" for b in kept]
     names = [f"{s}\nn = {_number(b.get('examples'))}" for s, b in zip(spans, kept, strict=True)]
     said = [f"{s}: {number(v)}" for s, v in zip(spans, values, strict=True)]
@@ -598,18 +608,20 @@ def _candidates(selection: Mapping[str, Any]) -> list[tuple[str, str, Grid]]:
         shapes = _shapes(site)
         alone = list(dict.fromkeys(key for item in items for key in _mapping(item, "alone")))
         with_memory = memory or any(item.get("memory_mib") is not None for item in items)
-        columns = [("candidate", False), ("attention error", True), ("output error", True)]
+        columns = [("candidate", False), ("verdict", False), ("attention error", True),
+                   ("output error", True)]  # fmt: skip
         columns += [(f"{_label(key)}, alone", True) for key in alone]
         columns += [(f"ms at {_shape_text(shape)}", True) for shape in shapes]
         columns += [("MiB", True)] if with_memory else []
-        columns.append(("verdict", False))
         rows: list[list[Cell]] = []
         marked = None
         for item in items:
             if item.get("chosen"):
                 marked = len(rows)
             times, teacher = _mapping(item, "latency_ms"), _mapping(item, "teacher_ms")
-            cells = [Cell(_text(item.get("label")), _text(item.get("operator")))]
+            label, operator = _text(item.get("label")), _text(item.get("operator"))
+            verdict = Cell(_text(item.get("verdict")), tone="good" if item.get("chosen") else "")
+            cells = [Cell(label, "" if label.startswith(operator) else operator), verdict]
             cells += [Cell(_number(item.get(key))) for key in ("attention_rel_l2", "output_rel_l2")]
             cells += [Cell(_metric(key, _mapping(item, "alone").get(key))) for key in alone]
             for shape in shapes:
@@ -617,8 +629,6 @@ def _candidates(selection: Mapping[str, Any]) -> list[tuple[str, str, Grid]]:
                 ratio = "" if own is None or its is None else _times_text(its / own)
                 cells.append(Cell(_number(own), ratio))
             cells += [Cell(_number(item.get("memory_mib")))] if with_memory else []
-            verdict = _text(item.get("verdict"))
-            cells.append(Cell(verdict, tone="good" if item.get("chosen") else ""))
             rows.append(cells)
         chosen = "nothing" if marked is None else rows[marked][0].text
         summary = f"{len(items)} candidate{'' if len(items) == 1 else 's'}, chosen: {chosen}"

@@ -133,7 +133,7 @@ def bars(
     with _style():
         shown = [v if v is not None and math.isfinite(v) else None for v in values]
         # A divergence of equal outputs rounds to a little below zero.
-        largest = max((v for v in shown if v is not None and v > 0), default=1.0)
+        largest = max((v for v in shown if v is not None and v > 0), default=0.01 if percent else 1.0)
         figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=40 if max(map(_lines, names)) < 2 else 54)
         for index, value in enumerate(shown):
             if value is None:
@@ -141,7 +141,8 @@ def bars(
             else:
                 axes.bar(index, value, width=0.62, color=COMPILED, linewidth=0, gid=f"bar{index}")
         axes.set_ylim(0, largest * 1.12)
-        axes.set_xlim(-0.6, len(values) - 0.4)
+        aside = max(0.0, (4 - len(values)) / 2)  # two bars are no walls
+        axes.set_xlim(-0.6 - aside, len(values) - 0.4 + aside)
         step = max(1, math.ceil(len(names) / 12))
         axes.set_xticks(range(0, len(names), step), names[::step])
         axes.tick_params(axis="x", length=0)
