@@ -66,7 +66,7 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def _check_size(data: Any) -> None:
-    """Raises ValueError where aliases make a small file large, or text cannot be written again."""
+    """Raises ValueError where aliases make a small file large, or a value could not be written again."""
     level = [data]
     count = 0
     for _ in range(MAX_DEPTH):
@@ -74,6 +74,8 @@ def _check_size(data: Any) -> None:
         for value in level:
             if isinstance(value, str):
                 value.encode()
+            elif isinstance(value, int) and value.bit_length() > 64:
+                raise ValueError("a number of more than 64 bits")
             elif isinstance(value, dict):
                 deeper += [*value, *value.values()]
             elif isinstance(value, list | tuple | set):
