@@ -40,6 +40,7 @@ from asapc.formats.json_text import read_json
 from asapc.formats.load import build_factory, load_teacher, read_safetensors
 from asapc.formats.pt2 import load_program, save_program
 from asapc.ir import Convention, Program, convention_from_dict
+from asapc.monitor import attach
 from asapc.passes.capture import export_graph
 from asapc.recipe import Recipe
 
@@ -383,6 +384,7 @@ def load(
     model: for a capture per module, the teacher's module or a factory of it; its weights are
            replaced by the artefact's and its attention modules by the compiled ones.
     stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
+    The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.monitor.
     Raises InputError.
     """
     artifact = read_artifact(out, (stage,))
@@ -391,7 +393,10 @@ def load(
             raise InputError(
                 f"{out}: holds the whole model", got="a model to put it into", help="drop model="
             )
-        return artifact.programs[stage][0].graph
+        whole = artifact.programs[stage][0].graph
+        if stage == "graph":
+            attach(whole, artifact.programs[stage], artifact.manifest["sites"])
+        return whole
     if model is None:
         raise InputError(
             f"{out}: was captured per module and needs the model around it",
@@ -402,6 +407,8 @@ def load(
     for program in artifact.programs[stage]:
         parent, _, leaf = program.name.rpartition(".")
         built.get_submodule(parent)._modules[leaf] = program.graph
+    if stage == "graph":
+        attach(built, artifact.programs[stage], artifact.manifest["sites"])
     return built.eval()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from asapc.features.clouds import Budget, PredictedSide, clouds_of
 from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor
 from asapc.formats.calibration import FitQuality, SiteCalibration
 from asapc.ir import Convention, SiteTensors
+from asapc.monitor import ScoreRange
 from asapc.recipe import Recipe
 
 # Score entries per piece of a batch: 8 MB of float64, so that the teacher's loop runs in cache.
@@ -42,6 +43,7 @@ class SiteStatistics:
         self.duals = [_DualStatistics(name, convention, plan, side, recipe) for side in plan.sides()]
         self.examples = 0
         self.seconds = 0.0
+        self.range = ScoreRange()
         self._intercepts: list[Tensor] = []  # [B, H] each; only where no closure finds it
 
     def update(self, tensors: SiteTensors) -> None:
@@ -72,6 +74,7 @@ class SiteStatistics:
         if self.plan.side == "both":
             self._intercepts.append(teacher.intercept(self.plan.half_steps))
         self.examples += teacher.tensors.q.shape[0]
+        self.range = self.range.joined(teacher.range)
 
     @property
     def additive(self) -> bool:
@@ -90,7 +93,8 @@ class SiteStatistics:
                 tensors.update({f"{dual.side}.{name}": tensor for name, tensor in own})
         if self._intercepts:
             tensors["intercepts"] = torch.cat(self._intercepts)
-        return tensors, {"examples": self.examples, "seconds": self.seconds}
+        seen = asdict(self.range) if self.range.known else None
+        return tensors, {"examples": self.examples, "seconds": self.seconds, "range": seen}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Raises KeyError where something is missing."""
@@ -107,6 +111,7 @@ class SiteStatistics:
             )
         self._intercepts = [tensors["intercepts"]] if "intercepts" in tensors else []
         self.examples, self.seconds = int(facts["examples"]), float(facts["seconds"])
+        self.range = ScoreRange.from_dict(facts["range"]) or ScoreRange()
 
     def calibration(self, fits: Sequence[DualFit]) -> SiteCalibration:
         """The site with its fitted coefficients, one fit per dual."""
@@ -125,6 +130,7 @@ class SiteStatistics:
             fit_seconds=self.seconds,
             sharing=self.recipe.coefficients,
             settings=self.recipe.fit_settings(),
+            range=self.range,
         )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from asapc.features.clouds import PredictedSide, clouds_of
 from asapc.ir import Convention, SiteTensors
+from asapc.monitor import ScoreRange, score_bound
 from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix
 
 # float64 overflows at exp(709): scores and duals within these leave room for every product of two.
@@ -33,6 +36,12 @@ class TeacherDuals:
     def after(self, half_steps: int) -> tuple[Tensor, Tensor]:
         """f [B, H, N] and g [B, H, M] after `half_steps` half-steps; g is -inf on masked keys."""
         return self._history[half_steps]
+
+    @cached_property
+    def range(self) -> ScoreRange:
+        """Of the scores, and of the bound that a monitor watches."""
+        t, multiplier = self.tensors, self.convention.score_multiplier
+        return ScoreRange.of(self.scores, score_bound(t.q, t.k, t.keep, multiplier))
 
     def target(self, half_steps: int, side: PredictedSide) -> Tensor:
         """The dual of `side` in cost coordinates, centred over its points with mass, 0 elsewhere."""

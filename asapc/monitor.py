@@ -1,0 +1,270 @@
+"""Drift: does a loaded model still see scores like those its duals were fitted on?
+
+    model = asapc.load(OUT).enable_monitor()
+    ...
+    model.monitor    {site: {"batches": 812, "out_of_range": 3, "low": 4.1, "high": 61.7}}
+
+A predicted dual is only as good as its fit, which has seen the scores of the calibration data. Scores
+themselves are never formed at inference, so what is watched is a bound on them that costs O(N D), one
+number for each example,
+
+    max over heads of  score_multiplier * max_i |q_i| * max_j |k_j|  >=  max_ij |score_multiplier q_i.k_j|
+
+over all queries and the active keys. A score bias is left out on both sides: it is a parameter in
+nearly every model, and reading it would cost O(N M). Calibration stores the smallest and the largest of
+these bounds, and of the true scores, for the report; a batch is out of range where an example's bound
+is not within them and a margin. Like is compared with like, but it is a bound: scores may drift without
+it, where angles change and norms do not.
+
+The methods are attributes of the loaded module, which stays what it was: the same class, signature and
+state dict, as a wrapper module would not be. Until it is enabled its graphs hold nothing of this;
+enabling adds one call before each watched operator, and disabling takes it out again. Counting needs no
+value on the host, so a GPU is not waited for until `monitor` is read. A module that has attributes of
+these names of its own keeps them, and cannot be monitored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from asapc.errors import InputError
+from asapc.ir import Program
+from asapc.passes.calls import operator_calls
+
+MARGIN = 0.1
+_DIGITS = 4  # kept of a range: batch sizes change the last ones of a float32 activation
+_ATTRIBUTES = ("enable_monitor", "disable_monitor", "monitor")
+
+
+def score_bound(q: Tensor, k: Tensor, keep: Tensor | None, score_multiplier: float) -> Tensor:
+    """The bound of the module docstring for each example, float32 or wider: [B]; 0 without active keys.
+
+    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool.
+    """
+    rows, columns = (torch.linalg.vector_norm(_wide(x.detach()), dim=-1) for x in (q, k))
+    if keep is not None:
+        columns = columns.masked_fill(~keep[:, None, :], 0.0)
+    return abs(score_multiplier) * (rows.amax(-1) * columns.amax(-1)).amax(-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@dataclass(frozen=True)
+class ScoreRange:
+    """What calibration saw of a site's scores, in units of epsilon.
+
+    score_low, score_high: of every active score, with its bias.  bound_low, bound_high: of score_bound.
+    """
+
+    score_low: float = math.inf
+    score_high: float = -math.inf
+    bound_low: float = math.inf
+    bound_high: float = -math.inf
+
+    @classmethod
+    def of(cls, scores: Tensor, bound: Tensor) -> ScoreRange:
+        """scores: [B, H, N, M], -inf where there is none; bound: [B], of examples with active keys."""
+        if not scores.numel() or not bound.numel():
+            return cls()
+        lowest = scores.masked_fill(scores.isneginf(), math.inf).amin()
+        return cls(*(float(x) for x in (lowest, scores.amax(), bound.amin(), bound.amax())))
+
+    def joined(self, other: ScoreRange) -> ScoreRange:
+        return ScoreRange(
+            min(self.score_low, other.score_low), max(self.score_high, other.score_high),
+            min(self.bound_low, other.bound_low), max(self.bound_high, other.bound_high),
+        )  # fmt: skip
+
+    @property
+    def known(self) -> bool:
+        """Something was seen."""
+        return all(math.isfinite(value) for value in asdict(self).values())
+
+    def to_dict(self) -> dict[str, float] | None:
+        """JSON form, rounded; None where nothing was seen."""
+        if not self.known:
+            return None
+        return {name: float(f"{value:.{_DIGITS}g}") for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any] | None) -> ScoreRange | None:
+        """Inverse of to_dict.  Raises KeyError, TypeError or ValueError on a malformed mapping."""
+        if data is None:
+            return None
+        names = ("score_low", "score_high", "bound_low", "bound_high")
+        found = cls(*(float(data[name]) for name in names))
+        if not found.known:
+            raise ValueError("a range must be finite")
+        return found
+
+
+@dataclass
+class _Watch:
+    """One site; watch is called with its queries and keys before each of its operator calls."""
+
+    name: str
+    score_multiplier: float
+    range: ScoreRange
+    margin: float = MARGIN
+    batches: int = 0
+    out_of_range: Tensor | int = 0
+    low: Tensor | None = None
+    high: Tensor | None = None
+
+    def watch(self, q: Tensor, k: Tensor, keep: Tensor | None) -> None:
+        bound = score_bound(q, k, keep, self.score_multiplier)
+        self.batches += 1
+        if not bound.numel():
+            return
+        # Written so that NaN is out of range, too.
+        inside = (bound >= self.range.bound_low * (1 - self.margin)) & (
+            bound <= self.range.bound_high * (1 + self.margin)
+        )
+        low = high = bound
+        if keep is not None:  # where nothing attends there is no score
+            empty = ~keep.any(-1)
+            inside = inside | empty
+            low, high = bound.masked_fill(empty, math.inf), bound.masked_fill(empty, -math.inf)
+        # Nothing in place: the next batch may come under another of torch's inference modes.
+        self.out_of_range = self.out_of_range + (~inside).any().to(torch.int64)
+        low, high = low.amin(), high.amax()
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
+
+    def counts(self) -> dict[str, Any]:
+        """low, high: the smallest and largest bound of an example; None before the first."""
+        ends = (None if x is None or not math.isfinite(x) else float(x) for x in (self.low, self.high))
+        return {
+            "batches": self.batches, "out_of_range": int(self.out_of_range),
+            **dict(zip(("low", "high"), ends, strict=True)),
+        }  # fmt: skip
+
+
+@dataclass
+class _Place:
+    """A watched site's operator call, the index-th of a graph."""
+
+    graph: GraphModule
+    index: int
+    name: str
+    score_multiplier: float
+    range: ScoreRange
+
+
+@dataclass(eq=False)
+class Monitor(Mapping[str, dict[str, Any]]):
+    """{site: {"batches", "out_of_range", "low", "high"}} of a loaded module, empty unless enabled."""
+
+    module: nn.Module
+    places: list[_Place]
+    without: list[str]  # amortised sites that calibration stored no range for
+    _watches: list[_Watch] = field(default_factory=list)
+
+    def enable(self, margin: float = MARGIN) -> nn.Module:
+        """Count from 0; returns the module.  margin: how far beyond the calibrated range is still in it.
+
+        Sites whose loop was kept, or replaced without a fitted dual, have nothing that could drift and
+        are not listed. Raises InputError for an artefact whose calibration stored no ranges.
+        """
+        if self.without:
+            raise InputError(
+                f"monitor: {', '.join(self.without)}: calibration must have stored the score range",
+                got="an artefact of an earlier version",
+                help="calibrate and compile again",
+            )
+        if not (math.isfinite(margin) and margin >= 0):
+            raise InputError("monitor: the margin must be a number from 0", got=margin)
+        self.disable()
+        for place in self.places:
+            watch = _Watch(place.name, place.score_multiplier, place.range, margin)
+            operands = operator_calls(place.graph)[place.index]
+            with place.graph.graph.inserting_before(operands.call):
+                place.graph.graph.call_function(watch.watch, (operands.q, operands.k, operands.keep))
+            self._watches.append(watch)
+        self._recompile()
+        return self.module
+
+    def disable(self) -> nn.Module:
+        """Take the counters out again; returns the module.  The counts are gone."""
+        self._watches = []
+        for graph in self._graphs():
+            for node in list(graph.graph.nodes):
+                if isinstance(getattr(node.target, "__self__", None), _Watch):
+                    graph.graph.erase_node(node)
+        self._recompile()
+        return self.module
+
+    def _graphs(self) -> list[GraphModule]:
+        return list({id(place.graph): place.graph for place in self.places}.values())
+
+    def _recompile(self) -> None:
+        for graph in self._graphs():
+            graph.recompile()
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        for watch in self._watches:
+            if watch.name == name:
+                return watch.counts()
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (watch.name for watch in self._watches)
+
+    def __len__(self) -> int:
+        return len(self._watches)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def attach(module: nn.Module, programs: Sequence[Program], sites: Sequence[Mapping[str, Any]]) -> None:
+    """Give a loaded module enable_monitor(margin), disable_monitor() and monitor.
+
+    programs: its compiled programs, whose graphs run in it; sites: of the manifest, in order.
+    Raises InputError where a site's range is not one.
+    """
+    if any(hasattr(module, name) for name in _ATTRIBUTES):
+        return  # the user's own
+    calls = [
+        (program.graph, index)
+        for program in programs
+        for index in range(len(operator_calls(program.graph)))
+    ]
+    # A site that was left to the teacher's code has no call.
+    called = [site for site in sites if site["operator"] != "teacher"]
+    if len(called) != len(calls):
+        raise InputError(
+            "the manifest must list the sites that the programs hold",
+            got=f"{len(called)} sites for {len(calls)} operator calls", help="compile again",
+        )  # fmt: skip
+    places: list[_Place] = []
+    without: list[str] = []
+    for site, (graph, index) in zip(called, calls, strict=True):
+        if site["operator"] != "asap":
+            continue
+        name = str(site["name"])
+        try:
+            seen = ScoreRange.from_dict(site.get("range"))
+            multiplier = float(site["convention"]["score_multiplier"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise InputError(
+                f"{name}: the manifest's range must hold finite numbers",
+                got=f"{type(error).__name__}: {error}", help="compile again",
+            ) from error  # fmt: skip
+        if seen is None:
+            without.append(name)
+        else:
+            places.append(_Place(graph, index, name, multiplier, seen))
+    monitor = Monitor(module, places, without)
+    module.enable_monitor = monitor.enable  # type: ignore[assignment]
+    module.disable_monitor = monitor.disable  # type: ignore[assignment]
+    module.monitor = monitor  # type: ignore[assignment]
