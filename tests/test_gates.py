@@ -175,7 +175,7 @@ def test_design_metrics_are_known() -> None:
         ("sites: {a: {logit_kl: {max: 1}}}", "only a metric of a site can be limited per site"),
         ("sites: {a: {examples: {min: 1}}}", "only a metric of a site"),
         ("sites: {a: {sites: {b: {row_err: {max: 1}}}}}", "unknown metric 'sites'"),
-        ("speedup: {min: 1" + "0" * 400 + "}", "limit must be a finite number"),
+        ("speedup: {min: '1" + "0" * 400 + "'}", "limit must be a finite number"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -183,6 +183,11 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=message):
         load_gates(path)
+
+
+def test_an_integer_beyond_a_float_is_no_limit() -> None:
+    with pytest.raises(InputError, match="limit must be a finite number"):
+        parse_gates({"speedup": {"min": 10**400}})
 
 
 def test_a_limit_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
