@@ -439,7 +439,7 @@ def _options(own: OpenSite, limits: Mapping[str, float], objective: str) -> list
     options = []
     for tried in own.tried:
         if tried.verdict:
-            options.append(Option(math.inf, (math.inf,) * max(1, len(limits))))
+            options.append(Option(math.inf, (0.0,) * len(limits)))
             continue
         damages = tuple(_damage(key, tried.alone[key]) if tried.approximate else 0.0 for key in limits)
         options.append(Option(_cost(tried, objective), damages))

@@ -1,9 +1,9 @@
 """Solve: one option per site, the cheapest set whose damages add up to no more than the limits.
 
-A knapsack with one weight per limited metric. Damages are rounded up to a grid of a limit's parts, so
-that what is found keeps the limits, and is the cheapest among what the grid can tell apart; a table over
-the sites keeps, for every reachable sum of damages, the cheapest way there, and drops what another way
-beats at every metric.
+A knapsack with one weight per limited metric, exact: a table over the sites keeps every sum of damages
+that can be reached, with the cheapest way there, and drops what another way beats at every metric. Only
+where a table outgrows MOST_WAYS is it thinned, to the cheapest way in each cell of a grid; sums stay
+true, so that what is found keeps the limits even then.
 """
 
 from __future__ import annotations
@@ -12,65 +12,67 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PARTS = 1000  # of a limit, where one metric is limited
-PARTS_OF_SEVERAL = 100
+MOST_WAYS = 2000
+ROUNDING = 1e-9  # of a limit: sums that should be equal to it are
 
 
 @dataclass(frozen=True)
 class Option:
-    """cost: what is made small, >= 0.  damages: one for each limit, >= 0; inf is never chosen."""
+    """cost: what is made small, >= 0.  damages: one a limit, >= 0.  inf of either: never chosen."""
 
     cost: float
     damages: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class _Way:
+    cost: float
+    damages: tuple[float, ...]
+    chosen: tuple[int, ...]
+
+
 def cheapest(sites: Sequence[Sequence[Option]], limits: Sequence[float]) -> list[int] | None:
-    """The option of each site; None where no set keeps the limits. The first of equals wins.
+    """The option of each site; None where no set keeps the limits. Of equals the least damage wins.
 
     limits: >= 0; a limit of 0 allows no damage at all, inf any.
     """
-    parts = PARTS if len(limits) == 1 else PARTS_OF_SEVERAL
-    ways: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {(0,) * len(limits): (0.0, ())}
+    most = tuple(limit * (1 + ROUNDING) for limit in limits)
+    ways = [_Way(0.0, (0.0,) * len(limits), ())]
     for options in sites:
-        reached: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
-        rounded = [_rounded(own.damages, limits, parts) for own in options]
-        for damages, (cost, chosen) in ways.items():
+        reached = []
+        for way in ways:
             for index, own in enumerate(options):
-                steps = rounded[index]
-                if steps is None:
-                    continue
-                total = tuple(a + b for a, b in zip(damages, steps, strict=True))
-                if any(step > parts for step in total):
-                    continue
-                way = (cost + own.cost, (*chosen, index))
-                if total not in reached or way[0] < reached[total][0]:
-                    reached[total] = way
+                sums = tuple(a + b for a, b in zip(way.damages, own.damages, strict=True))
+                inside = all(total <= limit for total, limit in zip(sums, most, strict=True))
+                if inside and not math.isinf(own.cost):
+                    reached.append(_Way(way.cost + own.cost, sums, (*way.chosen, index)))
         ways = _undominated(reached)
-    if not ways:
-        return None
-    return list(min(ways.values(), key=lambda way: way[0])[1])
+        if len(ways) > MOST_WAYS:
+            ways = _thinned(ways, limits)
+    return list(ways[0].chosen) if ways else None
 
 
-def _rounded(
-    damages: Sequence[float], limits: Sequence[float], parts: int
-) -> tuple[int, ...] | None:
-    """Damages in parts of their limits, rounded up; None where one is beyond its limit."""
-    steps = []
-    for damage, limit in zip(damages, limits, strict=True):
-        if not damage <= limit:
-            return None
-        share = 0.0 if damage <= 0 or math.isinf(limit) else damage / limit
-        # A sum of rounded shares that is exactly the limit must not exceed it by rounding.
-        steps.append(math.ceil(share * parts - 1e-9))
-    return tuple(steps)
-
-
-def _undominated(
-    ways: dict[tuple[int, ...], tuple[float, tuple[int, ...]]],
-) -> dict[tuple[int, ...], tuple[float, tuple[int, ...]]]:
-    """Without those that cost no less than another with no more damage anywhere."""
-    kept: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
-    for damages, way in sorted(ways.items(), key=lambda item: (item[1][0], item[0])):
-        if not any(all(a <= b for a, b in zip(own, damages, strict=True)) for own in kept):
-            kept[damages] = way
+def _undominated(ways: Sequence[_Way]) -> list[_Way]:
+    """By cost, without those that another way beats or equals at cost and every damage."""
+    kept: list[_Way] = []
+    least = math.inf
+    for way in sorted(ways, key=lambda way: (way.cost, way.damages, way.chosen)):
+        if len(way.damages) == 1:  # the least damage so far tells
+            if way.damages[0] >= least:
+                continue
+            least = way.damages[0]
+        elif any(all(a <= b for a, b in zip(x.damages, way.damages, strict=True)) for x in kept):
+            continue
+        kept.append(way)
     return kept
+
+
+def _thinned(ways: Sequence[_Way], limits: Sequence[float]) -> list[_Way]:
+    """The cheapest way in each cell; cells are as fine as MOST_WAYS allows."""
+    parts = max(2, round(MOST_WAYS ** (1 / len(limits))))
+    cells: dict[tuple[int, ...], _Way] = {}
+    for way in ways:
+        shares = zip(way.damages, limits, strict=True)
+        cell = tuple(0 if math.isinf(x) or x == 0 else min(parts, int(d / x * parts)) for d, x in shares)
+        cells.setdefault(cell, way)
+    return list(cells.values())

@@ -23,9 +23,9 @@ from asapc.cli import main
 from asapc.data import Batch, open_data, split_of
 from asapc.ir import Program
 from asapc.passes.calls import FORMS, operator_calls
+from asapc.passes.candidates import Choice
 from asapc.passes.capture import export_graph
 from asapc.passes.rewrite import Hardened
-from asapc.passes.candidates import Choice
 from asapc.recipe import Recipe
 from asapc.report.tables import report_tables
 from asapc.runner import Runner

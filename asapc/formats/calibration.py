@@ -259,7 +259,7 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
             "examples": site.examples,
             "held_out": site.held_out,
             "tokens": site.tokens,
-            "settings": dict(site.settings),
+            "settings": dict(sorted(site.settings.items())),
         }
     predictors = zip(site.amortised.predictors, site.quality, strict=True)
     return {
@@ -280,7 +280,7 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
         ],
         "examples": site.examples,
         "tokens": site.tokens,
-        "settings": dict(site.settings),
+        "settings": dict(sorted(site.settings.items())),
         "range": None if site.range is None else site.range.to_dict(),
     }
 

@@ -1,0 +1,175 @@
+"""A calibration that was cut short goes on, and ends in the same bytes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_text import write_data, write_teacher
+
+from asapc import pipeline
+from asapc.calibration import distill, stream
+from asapc.calibration.collect import SiteStatistics
+from asapc.errors import InputError
+from asapc.formats.load import load_teacher
+from asapc.formats.shards import Shards
+from asapc.progress import make_progress
+from asapc.recipe import Recipe
+
+QUIET = make_progress(quiet=True)
+TRIED = [{"features": ["coarse:4", "norm"]}, {"closures": 3, "fit": "kl", "features": ["norm"]}]
+SMALL = {"candidates": TRIED, "max_examples": 40, "batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    write_teacher(folder / "teacher")
+    write_data(folder / "data.npz")
+    return folder
+
+
+def calibrate(work: Path, out: Path, recipe: dict[str, Any], **options: Any) -> None:
+    teacher = load_teacher(str(work / "teacher"))
+    data = str(work / "data.npz")
+    pipeline.calibrate(teacher, data, out, Recipe.from_dict(recipe), QUIET, **options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "timings.json"}
+
+
+class Killed(BaseException):
+    """Not an Exception, so that nothing may handle it."""
+
+
+def cut_short(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
+    """The next calibration dies after so many batches; returns where those to come begin to observe."""
+    monkeypatch.setattr(stream, "ASIDE_EVERY", 0.0)
+    monkeypatch.setattr(stream, "ASIDE_SHARE", math.inf)
+    taken: list[int] = []
+    true_take_in = stream._take_in
+
+    def take_in(pending: Any, tensors: Any) -> None:
+        if len(taken) == after:
+            taken.append(-1)
+            raise Killed
+        taken.append(len(pending))
+        true_take_in(pending, tensors)
+
+    monkeypatch.setattr(stream, "_take_in", take_in)
+    return taken
+
+
+@pytest.mark.parametrize("order", ["parallel", "sequential"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_the_same_bytes_after_a_crash(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, order: str
+) -> None:
+    sequential = order == "sequential"
+    calibrate(work, tmp_path / "whole", SMALL, sequential=sequential)
+    with monkeypatch.context() as crash:
+        cut_short(crash, after)
+        with pytest.raises(Killed):
+            calibrate(work, tmp_path / "cut", SMALL, sequential=sequential)
+        assert not (tmp_path / "cut").exists()
+        assert (tmp_path / ".cut.shards").exists() == (after > 0)
+    calibrate(work, tmp_path / "cut", SMALL, sequential=sequential)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_batches_that_were_taken_in_are_not_run_again(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five batches three are done: the statistics see two more, the KL fits all five again."""
+    with monkeypatch.context() as crash:
+        cut_short(crash, 3)
+        with pytest.raises(Killed):
+            calibrate(work, tmp_path / "out", SMALL)
+    with monkeypatch.context() as later:
+        taken = cut_short(later, 99)
+        calibrate(work, tmp_path / "out", SMALL)
+    assert taken == [3, 3, 3, 6, 6]
+
+
+def test_finished_fits_are_not_made_again(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "STEPS", 2)
+    recipe = {"operator": "lot", "pivots": 2, "max_examples": 16}
+    calibrate(work, tmp_path / "whole", recipe)
+    made: list[str] = []
+    true_fit = distill.Distiller.calibration
+
+    def fit(self: Any) -> Any:
+        if len(made) == 2:
+            raise Killed
+        made.append(self.name)
+        return true_fit(self)
+
+    with monkeypatch.context() as crash:
+        crash.setattr(distill.Distiller, "calibration", fit)
+        with pytest.raises(Killed):
+            calibrate(work, tmp_path / "cut", recipe)
+        made.clear()
+        calibrate(work, tmp_path / "cut", recipe)
+        assert len(made) == 1
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_other_work_is_not_gone_on_with(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as crash:
+        cut_short(crash, 2)
+        with pytest.raises(Killed):
+            calibrate(work, tmp_path / "out", SMALL)
+    with pytest.raises(InputError, match="recipe"):
+        calibrate(work, tmp_path / "out", {**SMALL, "ridge": 0.5})
+    calibrate(work, tmp_path / "out", {**SMALL, "ridge": 0.5}, restart=True)
+    calibrate(work, tmp_path / "other", {**SMALL, "ridge": 0.5})
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
+
+
+def test_statistics_come_back_as_they_were(tmp_path: Path) -> None:
+    """Through a file, for a predicted dual of each side and for both with their intercept."""
+    import torch
+
+    from asapc.calibration.collect import finish
+    from asapc.features.predictor import closure_plan
+    from asapc.ir import Convention, SiteTensors
+
+    convention = Convention(8, "row", 0.5)
+    generator = torch.Generator().manual_seed(0)
+    batches = [SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)) for _ in range(4)]
+    for side, closures in (("key", 1), ("source", 3), ("both", 0)):
+        recipe = Recipe.from_dict(
+            {"side": side, "closures": closures, "features": ["coarse:3", "norm", "sliced:2"]}
+        )
+        plan = closure_plan(convention, closures, side)  # type: ignore[arg-type]
+        assert plan is not None
+        straight, first, second = (SiteStatistics("s", convention, plan, recipe) for _ in range(3))
+        for batch in batches:
+            straight.update(batch)
+        for batch in batches[:2]:
+            first.update(batch)
+        with Shards(tmp_path / side, {"model": "m"}).open() as shards:
+            shards.put("s", *first.state())
+            found = shards.get("s")
+        assert found is not None
+        second.restore(*found)
+        for batch in batches[2:]:
+            second.update(batch)
+        whole, resumed = (finish({"s": own})["s"] for own in (straight, second))
+        pairs = zip(whole.amortised.predictors, resumed.amortised.predictors, strict=True)
+        assert all(torch.equal(a.coefficients, b.coefficients) for a, b in pairs)
+        if side == "both":
+            assert whole.amortised.intercept is not None and resumed.amortised.intercept is not None
+            assert torch.equal(whole.amortised.intercept, resumed.amortised.intercept)
+        assert (whole.examples, whole.tokens) == (resumed.examples, resumed.tokens)
