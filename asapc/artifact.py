@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -364,8 +365,12 @@ def _plain(value: Any) -> Any:
 
 def _inside(folder: Path, relative: Any) -> Path:
     """A path of the manifest, which must not leave the folder."""
-    path = (folder / str(relative)).resolve()
-    if not path.is_relative_to(folder.resolve()):
+    try:
+        path = Path(os.path.realpath(folder / str(relative)))
+        is_inside = path.is_relative_to(os.path.realpath(folder))
+    except ValueError:  # a zero byte, half of a surrogate pair
+        is_inside = False
+    if not is_inside:
         raise InputError(
             f"{folder}: the manifest must name files inside the folder", got=repr(relative)
         )
