@@ -544,7 +544,6 @@ TAMPERED: dict[str, Any] = {
     "an argument with a blank": {"call": {"args": ["a b"], "kwargs": []}},
     "no sites": {"sites": []},
     "sites by name": {"sites": ["layers.0.mha"]},
-    "a fit time in words": {"fit_seconds": "long"},
     "no teacher": {"teacher": None},
     "another capture": {"capture": "half"},
     "refresh in words": {"refresh": "yes"},
