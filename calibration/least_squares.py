@@ -58,18 +58,19 @@ class NormalEquations:
     def add(self, x: Tensor, y: Tensor, points: int | None = None) -> None:
         """Add the regression rows x [B, H, N, F], y [B, H, N] of one batch.
 
+        Example by example, in order: sums of many do not depend on how they were cut into batches.
         points: how many of the B * N are real where others, all zero, only fill the tensors up.
         """
         heads, features = x.shape[1], x.shape[3]
         if features != self.features or self.groups not in (1, heads):
             raise ValueError(f"expected [B, {self.groups}, N, {self.features}], got {x.shape}")
-        rows = x.detach().to("cpu", torch.float64).transpose(0, 1)  # [H, B, N, F]
-        targets = y.detach().to("cpu", torch.float64).transpose(0, 1)
-        rows = rows.reshape(self.groups, -1, features)
-        targets = targets.reshape(self.groups, -1)
-        self.gram += rows.transpose(1, 2) @ rows
-        self.moment += (rows.transpose(1, 2) @ targets[..., None])[..., 0]
-        self.energy += targets.square().sum(-1)
+        x, y = (values.detach().to("cpu", torch.float64) for values in (x, y))
+        for own, target in zip(x, y, strict=True):  # [H, N, F], [H, N]
+            rows = own.reshape(self.groups, -1, features)
+            targets = target.reshape(self.groups, -1)
+            self.gram += rows.transpose(1, 2) @ rows
+            self.moment += (rows.transpose(1, 2) @ targets[..., None])[..., 0]
+            self.energy += targets.square().sum(-1)
         count = x.shape[0] * x.shape[2] if points is None else points
         self.tokens += count * (heads // self.groups)
 

@@ -93,10 +93,13 @@ def square_root(matrix: Tensor, floor: float = 0.0) -> Tensor:
     for _ in range(TRACED_STEPS if traced else STEPS):
         product = z @ y
         error = (product - eye).abs().amax((-2, -1), keepdim=True)
-        if not traced and bool((error <= tolerance).all()):
+        done = error <= tolerance
+        if not traced and bool(done.all()):
             return y * norm.sqrt()
         scale, low = newton_schulz_scale(low)
         step = (3 * eye - scale * product) / 2 * scale.sqrt()
+        if not traced:  # a matrix takes as many steps as it needs, whatever is beside it in the batch
+            step = torch.where(done, eye, step)
         y, z = y @ step, step @ z
     root = y * norm.sqrt()
     return root if traced else torch.where(error <= tolerance, root, _eigen_root(matrix))
