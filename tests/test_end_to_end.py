@@ -388,7 +388,7 @@ def test_every_form_goes_the_whole_way(
     with torch.no_grad():
         together, alone = model(inputs)[0], model(inputs[2:3])[0]
     torch.testing.assert_close(together[2:3], alone, rtol=0, atol=1e-5)
-    plan = json.loads((calib / "calibration.json").read_text())["sites"]["layers.0.mha"]["plan"]
+    plan = json.loads((calib / "calibration.json").read_text())["sites"]["layers.0.mha"][0]["plan"]
     assert plan["rescaled"] == rescaled
 
 
