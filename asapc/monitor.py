@@ -8,13 +8,14 @@ A predicted dual is only as good as its fit, which has seen the scores of the ca
 themselves are never formed at inference, so what is watched is a bound on them that costs O(N D), one
 number for each example,
 
-    max over heads of  score_multiplier * max_i |q_i| * max_j |k_j|  >=  max_ij |score_multiplier q_i.k_j|
+    score_multiplier * max_i |q_i| * max_j |k_j|  >=  max_ij |score_multiplier q_i.k_j|
 
-over all queries and the active keys. A score bias is left out on both sides: it is a parameter in
-nearly every model, and reading it would cost O(N M). Calibration stores the smallest and the largest of
-these bounds, and of the true scores, for the report; a batch is out of range where an example's bound
-is not within them and a margin. Like is compared with like, but it is a bound: scores may drift without
-it, where angles change and norms do not.
+over all queries and the active keys, with norms over all heads together, so that it bounds the scores
+of each (norms of every head by itself take twice as long). A score bias is left out on both sides: it
+is a parameter in nearly every model, and reading it would cost O(N M). Calibration stores the smallest
+and the largest of these bounds, and of the true scores, for the report; a batch is out of range where
+an example's bound is not within them and a margin. Like is compared with like, but it is a bound: scores
+may drift without it, where angles change and norms do not.
 
 The methods are attributes of the loaded module, which stays what it was: the same class, signature and
 state dict, as a wrapper module would not be. Until it is enabled its graphs hold nothing of this;
@@ -39,6 +40,7 @@ from asapc.ir import Program
 from asapc.passes.calls import operator_calls
 
 MARGIN = 0.1
+_PENDING = 256  # batches whose bounds stay on the device until they are counted
 _DIGITS = 4  # kept of a range: batch sizes change the last ones of a float32 activation
 _ATTRIBUTES = ("enable_monitor", "disable_monitor", "monitor")
 
@@ -48,10 +50,10 @@ def score_bound(q: Tensor, k: Tensor, keep: Tensor | None, score_multiplier: flo
 
     q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool.
     """
-    rows, columns = (torch.linalg.vector_norm(_wide(x.detach()), dim=-1) for x in (q, k))
+    rows, columns = (torch.linalg.vector_norm(_wide(x.detach()), dim=(1, 3)) for x in (q, k))
     if keep is not None:
-        columns = columns.masked_fill(~keep[:, None, :], 0.0)
-    return abs(score_multiplier) * (rows.amax(-1) * columns.amax(-1)).amax(-1)
+        columns = columns.masked_fill(~keep, 0.0)
+    return rows.amax(-1) * columns.amax(-1) * abs(score_multiplier)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -116,37 +118,48 @@ class _Watch:
     range: ScoreRange
     margin: float = MARGIN
     batches: int = 0
-    out_of_range: Tensor | int = 0
-    low: Tensor | None = None
-    high: Tensor | None = None
+    out_of_range: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    # Smallest and largest bound of batches that are yet to be counted.
+    _pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def watch(self, q: Tensor, k: Tensor, keep: Tensor | None) -> None:
         bound = score_bound(q, k, keep, self.score_multiplier)
         self.batches += 1
         if not bound.numel():
             return
-        # Written so that NaN is out of range, too.
-        inside = (bound >= self.range.bound_low * (1 - self.margin)) & (
-            bound <= self.range.bound_high * (1 + self.margin)
-        )
-        low = high = bound
-        if keep is not None:  # where nothing attends there is no score
+        if keep is None:
+            low, high = bound.aminmax()
+        else:  # where nothing attends there is no score
             empty = ~keep.any(-1)
-            inside = inside | empty
-            low, high = bound.masked_fill(empty, math.inf), bound.masked_fill(empty, -math.inf)
-        # Nothing in place: the next batch may come under another of torch's inference modes.
-        self.out_of_range = self.out_of_range + (~inside).any().to(torch.int64)
-        low, high = low.amin(), high.amax()
-        self.low = low if self.low is None else torch.minimum(self.low, low)
-        self.high = high if self.high is None else torch.maximum(self.high, high)
+            low = bound.masked_fill(empty, math.inf).amin()
+            high = bound.masked_fill(empty, -math.inf).amax()
+        self._pending.append((low, high))
+        if len(self._pending) == _PENDING:
+            self._count()
+
+    def _count(self) -> None:
+        if not self._pending:
+            return
+        low, high = torch.tensor([[x.item() for x in pair] for pair in self._pending]).double().T
+        self._pending = []
+        # Written so that NaN is out of range, too.
+        inside = (low >= self.range.bound_low * (1 - self.margin)) & (
+            high <= self.range.bound_high * (1 + self.margin)
+        )
+        self.out_of_range += int((~inside).sum())
+        finite = torch.cat([low[low.isfinite()], high[high.isfinite()]])
+        if len(finite):
+            self.low = min(self.low, float(finite.amin()))
+            self.high = max(self.high, float(finite.amax()))
 
     def counts(self) -> dict[str, Any]:
-        """low, high: the smallest and largest bound of an example; None before the first."""
-        ends = (None if x is None or not math.isfinite(x) else float(x) for x in (self.low, self.high))
-        return {
-            "batches": self.batches, "out_of_range": int(self.out_of_range),
-            **dict(zip(("low", "high"), ends, strict=True)),
-        }  # fmt: skip
+        """low, high: the smallest and largest finite bound of an example; None before the first."""
+        self._count()
+        low, high = (x if math.isfinite(x) else None for x in (self.low, self.high))
+        counted = {"batches": self.batches, "out_of_range": self.out_of_range}
+        return {**counted, "low": low, "high": high}
 
 
 @dataclass

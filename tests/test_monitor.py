@@ -177,7 +177,7 @@ def test_batches_like_the_calibrations_are_in_range_and_larger_scores_are_not(wo
 
 def test_one_example_of_a_batch_is_enough_and_the_margin_is_the_callers(work: Path) -> None:
     model = asapc.load(work / "out")
-    watch = model.enable_monitor(margin=0.0) and model.monitor._watches[0]
+    watch = model.enable_monitor(margin=1e-4) and model.monitor._watches[0]
     top, bottom = watch.range.bound_high, watch.range.bound_low
     q = torch.zeros(3, 1, 2, 4)
     q[..., 0] = 1 / watch.score_multiplier
@@ -200,6 +200,9 @@ def test_one_example_of_a_batch_is_enough_and_the_margin_is_the_callers(work: Pa
     watch = model.monitor._watches[0]
     watch.watch(q[:2], k[:2], None)
     assert watch.counts()["out_of_range"] == 0
+    for _ in range(300):  # more than are kept on the device
+        watch.watch(q[:2], 9 * k[:2], None)
+    assert watch.counts()["out_of_range"] == 300 and len(watch._pending) == 0
     with pytest.raises(InputError, match="margin"):
         model.enable_monitor(margin=-1)
 
