@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asapc.api import compile as compile
     from asapc.artifact import load as load
 
-__all__ = ["load"]
+__all__ = ["compile", "load"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from asapc.artifact import load
 
         return load
+    if name == "compile":
+        from asapc.api import compile
+
+        return compile
     raise AttributeError(f"module 'asapc' has no attribute {name!r}")

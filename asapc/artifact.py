@@ -432,9 +432,12 @@ def around(artifact: Artifact, model: nn.Module) -> None:
 
 
 def surrounding_model(
-    artifact: Artifact, model: str | None, weights: str | None, kwargs: str | None
+    artifact: Artifact,
+    model: str | nn.Module | None,
+    weights: str | None = None,
+    kwargs: str | None = None,
 ) -> nn.Module | None:
-    """The model around captured modules, rebuilt from --model."""
+    """The model around captured modules: of --model or this one, with the artefact's weights."""
     if artifact.capture == "whole":
         if model is not None:
             raise InputError(
@@ -447,6 +450,9 @@ def surrounding_model(
             f"{artifact.folder}: was captured per module and needs the model around it",
             help="pass --model MODEL (and --kwargs) as for compile",
         )
+    if isinstance(model, nn.Module):
+        around(artifact, model)
+        return model.eval()
     teacher = load_teacher(model, weights=weights, kwargs=kwargs) if weights else None
     built = teacher.model if teacher is not None else _built(model, kwargs)
     assert built is not None

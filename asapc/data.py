@@ -216,6 +216,44 @@ class CallableData(DataSource):
         )
 
 
+class MemoryBatches(CallableData):
+    """Batches that are already there, checked like those of a callable."""
+
+    def __init__(self, batches: Iterable[object], signature: Signature) -> None:
+        self.source = "(batches in memory)"
+        self._signature = signature
+        self._items = [
+            self._batch(item, f"data, batch {number}", 0) for number, item in enumerate(batches)
+        ]
+        if not any(map(len, self._items)):
+            raise _empty(self.source)
+        digest = hashlib.sha256()
+        for batch in self._items:
+            digest.update(repr(batch.hashes).encode())
+        self.fingerprint = digest.hexdigest()
+
+    def _batches(self) -> Iterator[Batch]:
+        yield from self._items
+
+
+def data_of(
+    given: str | DataSource | Mapping[str, Any] | Iterable[object],
+    model_signature: inspect.Signature | None,
+) -> DataSource:
+    """What Python code may give for DATA: that, arrays by the names of forward's arguments and
+    `labels`, or batches (tensor, tuple or mapping each), which are read once and held.
+
+    Raises InputError as open_data.
+    """
+    if isinstance(given, str | DataSource):
+        return open_data(given, model_signature)
+    signature = Signature(model_signature)
+    if isinstance(given, Mapping):
+        place = "(arrays in memory)"
+        return ArrayData(place, _validated(given, signature, place), signature)
+    return MemoryBatches(given, signature)
+
+
 def open_data(spec: str | DataSource, model_signature: inspect.Signature | None) -> DataSource:
     """The data named by DATA (see DATA_GRAMMAR); names are checked against forward's arguments.
 

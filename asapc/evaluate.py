@@ -45,9 +45,9 @@ REPORT_FORMAT = 2
 
 def report(
     artifact_path: str | Path,
-    data: str | None = None,
+    data: str | DataSource | None = None,
     *,
-    model: str | None = None,
+    model: str | nn.Module | None = None,
     weights: str | None = None,
     kwargs: str | None = None,
     examples: int = REPORT_EXAMPLES,

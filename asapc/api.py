@@ -1,0 +1,135 @@
+"""Plain use from Python: calibrate, compile and report in one call, by the engine of the commands."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from asapc import evaluate, pipeline
+from asapc.artifact import load, read_manifest
+from asapc.data import DataSource, data_of
+from asapc.errors import InputError
+from asapc.formats.load import Teacher, fingerprint, load_teacher
+from asapc.gates import gate_result, parse_gates
+from asapc.progress import make_progress
+from asapc.recipe import Recipe
+from asapc.report import markdown, write_report
+from asapc.report.pictures import SitePictures
+
+
+@dataclass(frozen=True)
+class Report:
+    """facts: what OUT/report.json holds.  pictures: attention maps of a few examples for the page."""
+
+    facts: dict[str, Any]
+    pictures: list[SitePictures]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gates were kept; True where none was set."""
+        return bool(self.facts["gate"]["passed"])
+
+    def markdown(self) -> str:
+        return markdown(self.facts)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write report.json, report.md, junit.xml and, with the `report` extra, report.html."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return write_report(folder, self.facts, self.pictures)
+
+
+class Compiled(NamedTuple):
+    model: nn.Module
+    report: Report
+
+
+def compile(
+    model: nn.Module | str,
+    data: str | DataSource | Mapping[str, Any] | Iterable[object],
+    *,
+    budget: Mapping[str, float] | None = None,
+    recipe: Recipe | Mapping[str, Any] | None = None,
+    gates: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    examples: int = evaluate.REPORT_EXAMPLES,
+    quiet: bool = True,
+) -> Compiled:
+    """Compile a trained model and measure what that did, on examples it was not fitted on.
+
+    model:    a module, left as it is, or MODEL as on the command line.
+    data:     DATA as on the command line; or arrays [examples, ...] named after forward's arguments,
+              with optional `labels` [examples]; or batches. Unlabelled data will do.
+    budget:   in place of the recipe's, such as {"prediction_agreement": 0.998}; see asapc.recipe.
+    recipe:   what may be tried, as in a recipe file.
+    gates:    limits on the report, as in a gates file; see Report.passed.
+    out:      keep the artefact in this folder, for asapc.load, and OUT.calibration beside it, from
+              which a run that is cut short goes on. Without it both live in a temporary folder.
+    examples: measured for the report, at most.
+    Raises the errors of asapc.errors, as the commands do: NoSiteError where nothing can be compiled,
+    VerificationError where the rewritten model does not compute the same, InputError for the rest.
+
+    >>> import torch, asapc
+    >>> from asapc.models import SinkformerText
+    >>> _ = torch.manual_seed(0)
+    >>> teacher = SinkformerText(
+    ...     vocab_size=40, seq_len=12, d_model=16, n_layers=1, n_heads=2, d_ff=16, num_classes=3,
+    ...     max_iter=8,
+    ... ).eval()
+    >>> tokens = torch.randint(1, 40, (300, 12))
+    >>> model, report = asapc.compile(teacher, {"inputs": tokens}, budget={"attention_rel_l2": 0.02})
+    >>> [(site["name"], site["convention"]["half_steps"]) for site in report.facts["sites"]]
+    [('layers.0.mha', 8)]
+    >>> report.facts["sites"][0]["metrics"].get("attention_rel_l2", 0.0) <= 0.04
+    True
+    >>> logits, maps = model(tokens[:5])
+    >>> logits.shape
+    torch.Size([5, 3])
+    """
+    progress = make_progress(quiet=quiet)
+    teacher = _teacher(model)
+    source = data_of(data, pipeline.forward_signature(teacher))
+    own = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe or {})
+    if budget is not None:
+        own = Recipe.from_dict({**own.to_dict(), "budget": dict(budget)})
+    limits = [] if gates is None else parse_gates(gates)
+    with ExitStack() as stack:
+        if out is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asapc-")))
+            calibration, artifact = folder / "calibration", folder / "compiled"
+        else:
+            artifact = Path(out)
+            calibration = artifact.with_name(f"{artifact.name}.calibration")
+        pipeline.calibrate(teacher, source, calibration, own, progress)
+        pipeline.compile(teacher, calibration, artifact, own, source, progress)
+        around = None
+        if read_manifest(artifact)["capture"] == "module":
+            around = copy.deepcopy(teacher.model)
+        facts, pictures = evaluate.report(
+            artifact, source, model=around, examples=examples, progress=progress
+        )
+        facts["gate"] = gate_result(facts, limits)
+        report = Report(facts, pictures)
+        if out is not None:
+            report.save(artifact)
+        compiled = load(artifact, model=None if around is None else copy.deepcopy(around))
+    return Compiled(compiled, report)
+
+
+def _teacher(model: nn.Module | str) -> Teacher:
+    if isinstance(model, str):
+        return load_teacher(model)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            "compile: model must be a torch.nn.Module or MODEL as on the command line",
+            got=type(model).__name__,
+        )
+    if model.training:
+        raise InputError("compile: the model must be in eval mode", help="call model.eval() first")
+    return Teacher(model, None, type(model).__qualname__, fingerprint(model.state_dict()), False, None)

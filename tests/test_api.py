@@ -1,0 +1,91 @@
+"""asapc.compile from Python: the documented example, folders, gates, batches, capture per module."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asapc
+from asapc import api
+from asapc.errors import InputError
+from asapc.models import SinkformerText
+
+FEW = {"batch_size": 16, "max_examples": 48, "selection_examples": 16}
+
+
+def text_model() -> nn.Module:
+    torch.manual_seed(0)
+    return SinkformerText(
+        vocab_size=40, seq_len=12, d_model=16, n_layers=1, n_heads=2, d_ff=16, num_classes=3, max_iter=8
+    ).eval()
+
+
+def test_the_documented_example_runs() -> None:
+    found = doctest.testmod(api)
+    assert found.attempted >= 8 and found.failed == 0
+
+
+def test_gates_and_a_folder(tmp_path: Path) -> None:
+    """A gate that fails is in the report, not an exception; the folder loads without the model."""
+    model = text_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tokens = torch.randint(1, 40, (160, 12), generator=torch.Generator().manual_seed(1))
+    batches = [{"inputs": part} for part in tokens.split(40)]
+    recipe = {**FEW, "operator": "asap", "features": ["norm"]}
+    out = tmp_path / "out"
+    compiled, report = asapc.compile(
+        model, batches, recipe=recipe, gates={"attention_rel_l2": {"max": 1e-9}}, out=out, examples=16
+    )
+    assert not report.passed and report.facts["gate"]["verdict"] == "REGRESSION"
+    assert "REGRESSION" in report.markdown().splitlines()[0]
+    assert (out / "report.json").is_file() and (tmp_path / "out.calibration").is_dir()
+    with torch.no_grad():
+        own, loaded = compiled(tokens[:3])[0], asapc.load(out)(tokens[:3])[0]
+        assert torch.equal(own, loaded) and not torch.equal(own, model(tokens[:3])[0])
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert report.facts["model"]["source"] == "SinkformerText"
+
+
+class ThroughNumpy(nn.Module):
+    """Cannot be captured as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = text_model()
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        logits = self.text(inputs)[0]
+        return torch.from_numpy(logits.detach().numpy() * 2)
+
+
+def test_a_model_captured_per_module_comes_back_whole() -> None:
+    model = ThroughNumpy().eval()
+    tokens = torch.randint(1, 40, (120, 12), generator=torch.Generator().manual_seed(1))
+    compiled, report = asapc.compile(
+        model, {"inputs": tokens}, recipe={**FEW, "operator": "lossless"}, examples=8
+    )
+    assert report.facts["model"]["capture"] == "module"
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens[:4]), model(tokens[:4]), rtol=1e-4, atol=1e-5)
+    assert isinstance(compiled, ThroughNumpy) and compiled is not model
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (lambda: text_model().train(), {"inputs": torch.ones(9, 12).long()}, "must be in eval mode"),
+        (dict, {"inputs": torch.ones(9, 12).long()}, "must be a torch.nn.Module"),
+        (text_model, {"tokens": torch.ones(9, 12).long()}, "tokens"),
+        (text_model, [], "examples"),
+        (text_model, [{"inputs": "text"}], "batch 0: a batch must hold at least one array"),
+        (text_model, {}, "examples"),
+    ],
+)
+def test_what_is_wrong_is_named(model: Any, data: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        asapc.compile(model(), data)
