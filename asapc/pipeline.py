@@ -58,6 +58,7 @@ from asapc.recipe import Recipe
 from asapc.refresh import RefreshSettings, train
 from asapc.runner import Runner, Tap
 
+SAMPLE_EXAMPLES = 32  # slices and pivots are made from
 EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
 ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
 
@@ -144,15 +145,19 @@ def calibrate(
     with _aside(out, fingerprint, restart, progress) as aside:
         for own in rounds if pending else []:
             label = f"calibrating {analysis.sites[own[0]].name}" if sequential else "calibrating"
-            batches = source.batches(
-                recipe.batch_size,
-                select=lambda content: split_of(content) == "calibration",
-                limit=recipe.max_examples,
+            sample, batches = (
+                source.batches(
+                    recipe.batch_size,
+                    select=lambda content: split_of(content) == "calibration",
+                    limit=limit,
+                )
+                for limit in (min(SAMPLE_EXAMPLES, recipe.max_examples), recipe.max_examples)
             )
             first = {name: fits[min(fits)] for name, fits in fitted.items()}
             tap = Tap(analysis.model, _behind_fitted(analysis, first))
             fits, seen = stream(
                 [p for p in pending if p.site in own],
+                sample,
                 progress.track(batches, label, _batch_count(source, recipe)),
                 _selection_batches(source, recipe),
                 partial(_observed, tap),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +62,7 @@ class Pending:
 
 def stream(
     pending: Sequence[Pending],
+    sample: Iterable[Batch],
     batches: Iterable[Batch],
     held_out: Iterable[Batch],
     observe: Observe,
@@ -70,6 +71,7 @@ def stream(
 ) -> tuple[dict[str, AnySiteCalibration], list[int]]:
     """Fits by Pending.key, and the hashes of the examples used, held-out ones included.
 
+    sample: slices and pivots are made from, whatever the size of a batch.
     batches: to fit on, already tracked.  held_out: to stop distillation by.  observe: what every site
     sees on a batch.
     """
@@ -77,6 +79,7 @@ def stream(
     waiting = [p for p in pending if p.key not in fitted]
     for p in waiting:
         _restore(p, aside)
+    _prepare(waiting, sample, observe)
     clock = _Clock()
     seen: list[int] = []
     for number, batch in enumerate(batches):
@@ -101,6 +104,30 @@ def stream(
                     assert isinstance(p.collector, Distiller)
                     p.collector.hold_out(tensors[p.site])
     return fitted | _fits(waiting, aside, progress), seen
+
+
+def _prepare(pending: Sequence[Pending], sample: Iterable[Batch], observe: Observe) -> None:
+    """Slices and pivots of every candidate, from the examples of the sample that have one shape."""
+    if all(p.done > 0 for p in pending):
+        return
+    seen: list[list[SiteTensors]] = []
+    for batch in sample:
+        tensors = observe(batch)
+        if seen and [t.k.shape[1:] for t in tensors] != [t.k.shape[1:] for t in seen[0]]:
+            break
+        seen.append([replace(t, bias=None) for t in tensors])  # which may be large, and has no part
+    for p in pending if seen else ():
+        own = _joined([tensors[p.site] for tensors in seen])
+        check_finite(p.name, own)
+        p.collector.prepare(own)
+
+
+def _joined(parts: Sequence[SiteTensors]) -> SiteTensors:
+    def join(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        return None if values[0] is None else torch.cat(values)
+
+    return SiteTensors(join("q"), join("k"), join("keep"), None, join("query_keep"), join("v"))
 
 
 def _take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
