@@ -213,7 +213,9 @@ def _load(place: Path) -> Calibration:
             order=_one_of(document["order"], "parallel", "sequential"),
             seen_hashes=tuple(h & (2**64 - 1) for h in tensors[_HASHES].tolist()),
         )
-    except (InputError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (
+        InputError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
+    ) as error:  # fmt: skip
         raise _broken(place, f"{type(error).__name__}: {error}") from error
 
 

@@ -1,0 +1,137 @@
+"""The same input gives the same bytes, and batch sizes do not matter where sums are ours to order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asapc.calibration.collect import SiteStatistics, finish
+from asapc.features.predictor import closure_plan
+from asapc.formats.load import load_teacher
+from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.models import SinkformerText
+from asapc.pipeline import calibrate, compile
+from asapc.progress import Progress
+from asapc.recipe import Recipe
+
+TEXT = {"vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
+        "num_classes": 3, "max_iter": 8}  # fmt: skip
+RECIPE = {"operator": "asap", "side": "source", "closures": 3, "features": ["coarse:4", "gaussian"],
+          "max_examples": 60, "batch_size": 16}  # fmt: skip
+# What is measured with a clock, and so cannot repeat, has files of its own.
+MEASURED = {"timings.json", "selection.json"}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reproducible")
+    torch.manual_seed(0)
+    state = SinkformerText(**TEXT).state_dict()  # type: ignore[arg-type]
+    (folder / "teacher").mkdir()
+    document = {"architecture": "sinkformer-text", **TEXT}
+    (folder / "teacher" / "config.json").write_text(json.dumps(document))
+    scaled = {name: t * 3 if "WQ" in name or "WK" in name else t for name, t in state.items()}
+    save_file(scaled, folder / "teacher" / "model.safetensors")
+    random = np.random.default_rng(0)
+    inputs = random.integers(1, 40, (120, 12))
+    for row, length in enumerate(random.integers(4, 13, 120)):
+        inputs[row, length:] = 0
+    np.savez(folder / "data.npz", inputs=inputs)
+    return folder
+
+
+def calibrated(work: Path, name: str, **changes: Any) -> Path:
+    teacher = load_teacher(str(work / "teacher"))
+    recipe = Recipe.from_dict({**RECIPE, **changes})
+    calibrate(teacher, str(work / "data.npz"), work / name, recipe, Progress())
+    return work / name
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files if p.name not in MEASURED}
+
+
+def test_two_runs_write_the_same_bytes(work: Path) -> None:
+    runs = []
+    for number in range(2):
+        calibration = calibrated(work, f"calib{number}")
+        out = work / f"out{number}"
+        teacher = load_teacher(str(work / "teacher"))
+        compile(teacher, calibration, out, None, str(work / "data.npz"), Progress())
+        runs.append((contents(calibration), contents(out)))
+    assert len(runs[0][0]) >= 2 and len(runs[0][1]) >= 6
+    assert runs[0] == runs[1]
+
+
+FEATURES = [
+    ("coarse:4",), ("sliced:8", "gaussian"), ("sliced:4:principal", "raw"),
+    ("gaussian", "norm", "lse", "rank_displacement:4", "active"), ("token_bias",),
+]  # fmt: skip
+
+
+def site(masked: bool) -> SiteTensors:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(48, 3, 13, 8, generator=generator) for _ in range(3))
+    lengths = torch.randint(3, 14, (48, 1), generator=generator)
+    keep = torch.arange(13) < lengths if masked else None
+    return SiteTensors(q, k, keep, None, None, v)
+
+
+def rows(tensors: SiteTensors, part: slice) -> SiteTensors:
+    keep = None if tensors.keep is None else tensors.keep[part]
+    v = None if tensors.v is None else tensors.v[part]
+    return SiteTensors(tensors.q[part], tensors.k[part], keep, None, None, v)
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "dense"])
+@pytest.mark.parametrize("coefficients", ["per_head", "pooled"])
+@pytest.mark.parametrize("features", FEATURES, ids="+".join)
+def test_the_batch_size_does_not_change_a_bit(
+    features: tuple[str, ...], coefficients: str, masked: bool
+) -> None:
+    """Of statistics, and so of coefficients, where the activations are the same."""
+    if features == ("token_bias",) and masked:
+        features = ("raw", "norm")
+    convention = Convention(
+        half_steps=8, first_side="row", score_multiplier=8**-0.5, output_factor=OutputFactor(queries=1),
+        mask="key" if masked else "none", bias=False, early_stop=False,
+    )  # fmt: skip
+    recipe = Recipe.from_dict({"operator": "asap", "features": list(features), "closures": 3,
+                               "side": "source", "coefficients": coefficients})  # fmt: skip
+    plan = closure_plan(convention, 3, "source")
+    assert plan is not None
+    tensors = site(masked)
+    results = []
+    for size in (1, 3, 7, 16, 48):
+        statistics = SiteStatistics("site", convention, plan, recipe)
+        statistics.prepare(rows(tensors, slice(0, 32)))
+        for start in range(0, 48, size):
+            statistics.update(rows(tensors, slice(start, start + size)))
+        fit = finish({"site": statistics})["site"]
+        equations = statistics.duals[0].equations
+        assert equations is not None
+        results.append([*equations.to_tensors().values(), fit.amortised.predictors[0].coefficients])
+    for other in results[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(results[0], other, strict=True))
+
+
+def test_batch_sizes_of_a_whole_calibration(work: Path) -> None:
+    """Behind layers whose float32 products depend on the batch, only rounding is left to differ."""
+    found = {}
+    for size in (5, 16, 32):
+        folder = calibrated(work, f"batch{size}", batch_size=size)
+        found[size] = load_file(folder / "calibration.safetensors")
+    for size in (5, 32):
+        assert found[size].keys() == found[16].keys()
+        for name, tensor in found[16].items():
+            if name.startswith("layers.0") or name == "seen_hashes":
+                assert torch.equal(found[size][name], tensor), (size, name)
+            else:
+                torch.testing.assert_close(found[size][name], tensor, rtol=1e-3, atol=1e-4)
