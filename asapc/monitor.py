@@ -91,11 +91,12 @@ class ScoreRange:
         """Something was seen."""
         return all(math.isfinite(value) for value in asdict(self).values())
 
+    def rounded(self) -> ScoreRange:
+        return ScoreRange(*(float(f"{value:.{_DIGITS}g}") for value in asdict(self).values()))
+
     def to_dict(self) -> dict[str, float] | None:
-        """JSON form, rounded; None where nothing was seen."""
-        if not self.known:
-            return None
-        return {name: float(f"{value:.{_DIGITS}g}") for name, value in asdict(self).items()}
+        """JSON form; None where nothing was seen."""
+        return asdict(self) if self.known else None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any] | None) -> ScoreRange | None:

@@ -130,7 +130,7 @@ class SiteStatistics:
             fit_seconds=self.seconds,
             sharing=self.recipe.coefficients,
             settings=self.recipe.fit_settings(),
-            range=self.range,
+            range=self.range.rounded() if self.range.known else None,
         )
 
 

@@ -110,7 +110,7 @@ def test_a_range_joins_rounds_and_reads_back() -> None:
     assert joined == ScoreRange(-9.0, pytest.approx(3.14159265), 5.0, 8.0)
     assert ScoreRange().to_dict() is None and not ScoreRange().known
     assert ScoreRange.of(scores[:0], torch.zeros(0)) == ScoreRange()
-    kept = found.to_dict()
+    kept = found.rounded().to_dict()
     assert kept == {"score_low": -2.5, "score_high": 3.142, "bound_low": 5.0, "bound_high": 7.0}
     assert ScoreRange.from_dict(kept).to_dict() == kept and ScoreRange.from_dict(None) is None
     wrong: list[Any] = [math.nan, "wide", None]
