@@ -118,7 +118,7 @@ def calibrate(
     What is unfinished is kept beside `out`: after a crash the same call goes on where it was, and one
     with another model, recipe or other data is refused. restart: begin anew.
     """
-    check_replaceable(out)
+    check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
     analysis = analyse(teacher, first_batch(source), recipe.drop_attention_maps)
     require_sites(analysis)
@@ -196,7 +196,7 @@ def compile(
     progress: Progress,
 ) -> dict[str, Any]:
     """Select an operator per site, rewrite, verify, write the artefact; returns its manifest."""
-    check_replaceable(out)
+    check_replaceable(out, [calibration_path, teacher.source, *_paths(data)])
     calibration = load_calibration(calibration_path)
     if calibration.teacher != teacher.fingerprint:
         raise InputError(
@@ -205,6 +205,7 @@ def compile(
             help="run `asapc calibrate` on this model",
         )
     recipe = recipe or Recipe.from_dict(calibration.recipe, where=f"{calibration_path}: recipe")
+    check_replaceable(out, _paths(data or calibration.data))
     source = open_data(data or recorded_data(calibration.data, "compile"), forward_signature(teacher))
     example = first_batch(source)
     analysis = analyse(teacher, example, recipe.drop_attention_maps)
@@ -265,6 +266,7 @@ def refresh(
     progress: Progress,
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
+    check_replaceable(artifact_path if out is None else out, _paths(data))
     artifact = read_artifact(artifact_path)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(data, artifact.signature())
@@ -281,6 +283,10 @@ def refresh(
 
 
 # Steps of the commands above
+
+
+def _paths(data: str | DataSource | None) -> list[str]:
+    return [data] if isinstance(data, str) else []
 
 
 def forward_signature(teacher: Teacher) -> inspection.Signature:

@@ -146,7 +146,7 @@ def study(
 
     test: data to measure on; without it, the part of `data` that calibration never sees.
     """
-    check_replaceable(out)
+    check_replaceable(out, [path for path in (teacher.source, data, test) if path is not None])
     signature = forward_signature(teacher)
     source = open_data(data, signature)
     analysis = analyse(teacher, first_batch(source), drop_maps=True)

@@ -1,0 +1,155 @@
+"""--max-memory: sizes as people write them, and a bound that is kept, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from asapc.errors import InputError
+from asapc.memory import SLACK, MemoryLimit, current, forget_peak, format_size, parse_size, peak
+
+MIB = 1 << 20
+
+# A model that returns its maps, 4 MiB an example, and a site's statistics of a batch.
+CHILD = """
+import json, resource, sys
+import torch
+from asapc.calibration.collect import SiteStatistics
+from asapc.features.predictor import closure_plan
+from asapc.ir import Convention, OutputFactor, SiteTensors
+from asapc.memory import MemoryLimit, current
+from asapc.recipe import Recipe
+
+torch.set_num_threads(1)
+convention = Convention(8, "row", 0.25, OutputFactor(queries=1), "none", False, False)
+recipe = Recipe.from_dict({"features": ["coarse:8"], "closures": 3, "side": "source"})
+statistics = SiteStatistics("site", convention, closure_plan(convention, 3, "source"), recipe)
+
+
+def step(examples):
+    q = torch.randn(examples, 4, 512, 16)
+    maps = torch.zeros(examples, 4, 512, 512).add_(1.0)
+    statistics.update(SiteTensors(q, q, None, None, None, q))
+    return maps
+
+
+step(1)
+room = int(sys.argv[1])
+limit = current() + room
+size = 64 if room == 0 else MemoryLimit(limit).batch_size(step, 64)
+for _ in range(3):
+    step(size)
+most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+print(json.dumps({"size": size, "limit": limit, "peak": most}))
+"""
+
+
+def child(room: int) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(room)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
+    )  # fmt: skip
+    found: dict[str, int] = json.loads(done.stdout)
+    print(found)
+    return found
+
+
+def test_a_bound_is_kept() -> None:
+    """64 examples at once take 256 MiB of maps alone; the limits leave less, and are not passed."""
+    free = child(0)
+    assert free["peak"] - free["limit"] > 240 * MIB
+    sizes = []
+    for room in (200 * MIB, 320 * MIB):
+        found = child(room)
+        assert found["peak"] <= found["limit"]
+        assert 1 <= found["size"] < 64
+        sizes.append(found["size"])
+    assert sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2 << 30), ("2 GB", 2 * 10**9), ("1.5g", 3 << 29), ("800M", 800 << 20), ("800MB", 800 * 10**6),
+     ("123456", 123456), ("7 B", 7), ("1TiB", 1 << 40)],
+)  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "1 XB", "1e9", "nan", "0", "0.1", "9" * 40, "1GiBs", "1.2.3M"]
+)
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(InputError, match="such as 2GiB"):
+        parse_size(text)
+
+
+def test_sizes_are_shown_as_they_are_written() -> None:
+    assert [format_size(x) for x in (12, 2048, 3 << 29, 5 << 40)] == [
+        "12 bytes",
+        "2 KiB",
+        "1.5 GiB",
+        "5 TiB",
+    ]
+
+
+def test_peak_sees_what_was_freed() -> None:
+    forget_peak()
+    before = current()
+    del_me = torch.zeros(64 * MIB // 4).add_(1.0)
+    del del_me
+    assert peak() - before > 60 * MIB
+
+
+def test_a_limit_below_what_is_in_use() -> None:
+    with pytest.raises(InputError, match="in use before the data"):
+        MemoryLimit(current())
+
+
+class Steps:
+    """Takes `each` bytes an example, and `once` whatever the batch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, each: int, once: int = 0) -> None:
+        self.sizes: list[int] = []
+        self.most = 0
+        monkeypatch.setattr(MemoryLimit, "_growth", self.growth)
+        self.each, self.once = each, once
+
+    def growth(self, run: Callable[[int], object], size: int) -> int:
+        self.sizes.append(size)
+        self.most = max(self.most, self.once + size * self.each)
+        return self.once + size * self.each
+
+
+@pytest.mark.parametrize("most", [1, 3, 32, 1000])
+@pytest.mark.parametrize("once", [0, 3 * MIB])
+@pytest.mark.parametrize("each", [0, 1, 100_000, MIB, 7 * MIB, 40 * MIB])
+def test_the_limit_is_not_passed_by_looking_for_it(
+    monkeypatch: pytest.MonkeyPatch, each: int, once: int, most: int
+) -> None:
+    steps = Steps(monkeypatch, each, once)
+    limit = MemoryLimit(current() + SLACK + 100 * MIB)
+    size = limit.batch_size(lambda n: None, most, share=0.5)
+    room = limit.left * 0.5
+    assert 1 <= size <= most
+    assert once + size * each <= room and steps.most <= room
+    best = most if each == 0 else max(1, min(most, int((room - once) / each)))
+    assert size >= best / 2
+
+
+def test_one_example_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    Steps(monkeypatch, 200 * MIB)
+    with pytest.raises(InputError, match="a batch of one example"):
+        MemoryLimit(current() + SLACK + 100 * MIB).batch_size(lambda n: None, 8)
+
+
+def test_what_is_kept_is_shared() -> None:
+    limit = MemoryLimit(current() + SLACK + 400 * MIB)
+    assert limit.kept(4, 1 << 40) == pytest.approx(25 * MIB, rel=0.05)
+    assert limit.kept(1, MIB) == MIB
