@@ -10,7 +10,7 @@ Source: ASAP, Appendix C.5, Table C.6.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -130,6 +130,7 @@ class SoftToHard:
     """Streams batches through a model with its sorts soft, released hard and exact hard.
 
     lossless: programs with soft sites.  refreshed: compiled programs that were trained since, if any.
+    untouched: sites that the compiled programs left to the teacher's code: they hold no call for these.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class SoftToHard:
         model: nn.Module | None,
         lossless: Sequence[Program],
         refreshed: Sequence[Program] | None = None,
+        untouched: Collection[int] = (),
     ) -> None:
         self.sites, self.examples = soft_sites(lossless), 0
         programs: dict[str, Sequence[Program]] = {
@@ -144,9 +146,13 @@ class SoftToHard:
             "released hard": hardened(lossless, Hardened("released"), self.sites),
             "exact hard": hardened(lossless, Hardened("exact"), self.sites),
         }
-        if refreshed is not None:
-            programs["refreshed"] = refreshed
         self._variants = {name: Variant(model, own, self.sites) for name, own in programs.items()}
+        if refreshed is not None:
+            places = [
+                site - sum(other < site for other in untouched)
+                for site in self.sites if site not in untouched
+            ]  # fmt: skip
+            self._variants["refreshed"] = Variant(model, refreshed, places)
 
     def update(self, batch: Batch) -> None:
         soft = None

@@ -32,6 +32,7 @@ from asapc.measure import (
     time_site,
     tune_site,
 )
+from asapc.passes.candidates import TEACHER
 from asapc.passes.verify import comparable
 from asapc.progress import Progress
 from asapc.recipe import Recipe
@@ -261,7 +262,9 @@ def _audit(artifact: Artifact, model: nn.Module | None) -> SoftToHard | None:
     if not soft_sites(lossless):
         return None
     refreshed = artifact.programs["graph"] if "refresh" in artifact.manifest else None
-    return SoftToHard(model, lossless, refreshed)
+    sites = artifact.manifest["sites"]
+    untouched = [i for i, site in enumerate(sites) if site["operator"] == TEACHER]
+    return SoftToHard(model, lossless, refreshed, untouched)
 
 
 def _read_recipe(artifact: Artifact) -> Mapping[str, Any]:

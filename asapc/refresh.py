@@ -29,6 +29,7 @@ from asapc.data import Batch, DataSource, Split, rows, split_of
 from asapc.errors import InputError
 from asapc.ir import Program
 from asapc.passes.calls import FORMS, operator_calls
+from asapc.passes.candidates import TEACHER
 from asapc.passes.rewrite import harden
 from asapc.progress import Progress
 from asapc.runner import Runner
@@ -629,15 +630,15 @@ def _manifest(
     earlier = manifest.pop("refresh", None)
     if earlier is not None:
         entry = {**entry, "earlier": [*earlier.pop("earlier", []), earlier]}
-    own = [
+    called = iter(
         {(index, name) for name in names}
         for index, program in enumerate(artifact.programs["graph"])
         for names in coefficients(program.graph)
-    ]
+    )
     if entry["best_epoch"] > 0:
         manifest["sites"] = [
-            _refreshed_site(site) if names & trained else site
-            for site, names in zip(manifest["sites"], own, strict=True)
+            _refreshed_site(site) if site["operator"] != TEACHER and next(called) & trained else site
+            for site in manifest["sites"]
         ]
     if "anneal" in entry:
         manifest["sites"] = [

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_text import write_data, write_teacher
 
 import asapc
-from asapc import pipeline
+from asapc import pipeline, refresh
+from asapc.artifact import read_artifact
 from asapc.data import Batch, open_data, split_of
 from asapc.errors import InputError
 from asapc.evaluate import bench, report
@@ -275,6 +276,11 @@ def test_one_site_may_stay_with_the_teacher(
         site["metrics"].get("attention_rel_l2", 0) for site in reported(tmp_path / "out", ground)["sites"]
     ]
     assert errors[0] == 0 and min(errors[1:]) > 0
+    artifact = read_artifact(tmp_path / "out")
+    last = {(0, name) for name in refresh.coefficients(artifact.programs["graph"][0].graph)[1]}
+    trained = refresh._manifest(artifact, {"best_epoch": 1}, last)["sites"]
+    both = zip(trained, manifest["sites"], strict=True)
+    assert last and [own["reason"] != site["reason"] for own, site in both] == [False, False, True]
 
 
 def test_a_compiled_model_slower_than_the_teacher_is_the_teacher(
