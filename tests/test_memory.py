@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_text import write_data, write_teacher
 
 from asapc.errors import InputError
 from asapc.memory import SLACK, MemoryLimit, current, forget_peak, format_size, parse_size, peak
@@ -75,7 +80,8 @@ def test_a_bound_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2GiB", 2 << 30), ("2 GB", 2 * 10**9), ("1.5g", 3 << 29), ("800M", 800 << 20), ("800MB", 800 * 10**6),
+    [("2GiB", 2 << 30), ("2 GB", 2 * 10**9), ("1.5g", 3 << 29), ("800M", 800 << 20), ("800MB",
+    800 * 10**6),
      ("123456", 123456), ("7 B", 7), ("1TiB", 1 << 40)],
 )  # fmt: skip
 def test_sizes(text: str, size: int) -> None:
@@ -153,3 +159,31 @@ def test_what_is_kept_is_shared() -> None:
     limit = MemoryLimit(current() + SLACK + 400 * MIB)
     assert limit.kept(4, 1 << 40) == pytest.approx(25 * MIB, rel=0.05)
     assert limit.kept(1, MIB) == MIB
+
+
+def test_a_calibration_keeps_its_limit(tmp_path: Path) -> None:
+    """The whole command, seen from outside: with a limit it takes smaller batches, and less."""
+    write_teacher(tmp_path / "teacher", seq_len=192)
+    write_data(tmp_path / "data.npz", tokens=192)
+    (tmp_path / "recipe.yaml").write_text("{batch_size: 128, max_examples: 128, fit: kl, features: [norm]}")
+
+    def most(*extra: str) -> tuple[int, str]:
+        arguments = ["calibrate", str(tmp_path / "teacher"), "--data", str(tmp_path / "data.npz"), "-o",
+                     str(tmp_path / "out"), "--recipe", str(tmp_path / "recipe.yaml"),
+                     *extra]  # fmt: skip
+        code = (
+            "import resource, sys; from asapc.cli import main; code = main(sys.argv[1:]);"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10); sys.exit(code)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300,
+        )  # fmt: skip
+        return int(done.stdout.split()[-1]), done.stderr
+
+    free, _ = most()
+    limit = free - 150 * MIB
+    kept, told = most("--max-memory", str(limit))
+    assert kept <= limit, (free // MIB, kept // MIB)
+    batch = re.search(r"in batches of (\d+)", told)
+    assert batch is not None and 1 <= int(batch[1]) < 128
