@@ -94,6 +94,9 @@ def calibrate(
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew where an earlier run was cut short.")
     ] = False,
+    max_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most the process may hold, such as 2GiB.")
+    ] = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
     json: Json = False,
@@ -106,7 +109,7 @@ def calibrate(
         from asapc.report.tables import calibration_tables
 
         summary = calibrate_model(
-            run, model, data, out, recipe, weights, kwargs, sequential, restart
+            run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory
         )
         run.show(summary, calibration_tables)
         run.note(f"wrote {out}; next: asapc compile {model} --calibration {out} -o OUT")
@@ -403,18 +406,22 @@ def calibrate_model(
     kwargs: str | None = None,
     sequential: bool = False,
     restart: bool = False,
+    max_memory: str | None = None,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
     from asapc.recipe import load_recipe
 
     resolved = load_recipe(recipe)
+    from asapc.memory import parse_size
+
+    limit = None if max_memory is None else parse_size(max_memory)
     from asapc.formats.load import load_teacher
 
     teacher = load_teacher(model, weights=weights, kwargs=kwargs)
     from asapc import pipeline
 
     calibration = pipeline.calibrate(
-        teacher, data, out, resolved, run.progress, sequential, restart
+        teacher, data, out, resolved, run.progress, sequential, restart, limit
     )
     return _calibration_summary(calibration, model, out)
 

@@ -8,6 +8,7 @@ shared between what a batch needs at once and what is kept for a fit.
 
 from __future__ import annotations
 
+import ctypes
 import re
 import resource
 import sys
@@ -53,6 +54,17 @@ def peak() -> int:
     """The most it has been, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most << 10
+
+
+def give_back() -> None:
+    """Hand what the C allocator keeps of freed memory back to the system, where it can (glibc).
+
+    Batches of many shapes leave holes that no later one fits into: without this a run of small batches
+    comes to hold more than one of large ones.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class MemoryLimit:

@@ -33,7 +33,7 @@ from asapc.artifact import (
 from asapc.audit import agreement_of, prediction_change, settle_exact_sorting
 from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.distill import Distiller
-from asapc.calibration.stream import Collector, Pending, stream
+from asapc.calibration.stream import Collector, Pending, stream, take_in
 from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.features.predictor import closure_plan
@@ -48,6 +48,7 @@ from asapc.formats.calibration import (
 from asapc.formats.load import Teacher, example_inputs
 from asapc.formats.shards import Shards
 from asapc.ir import Convention, Program, SiteTensors
+from asapc.memory import MemoryLimit, format_size, give_back
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
 from asapc.passes.candidates import DISTILLED, TEACHER, Choice, fits_needed
 from asapc.passes.rewrite import rewritten_programs
@@ -107,6 +108,7 @@ def calibrate(
     progress: Progress,
     sequential: bool = False,
     restart: bool = False,
+    max_memory: int | None = None,
 ) -> Calibration:
     """Fit every candidate of every site: of those that predict a dual from statistics alone, of those
     that are distilled from a sample of the site's activations.
@@ -116,7 +118,8 @@ def calibrate(
     candidate, on the activations it will really see.
 
     What is unfinished is kept beside `out`: after a crash the same call goes on where it was, and one
-    with another model, recipe or other data is refused. restart: begin anew.
+    with another model, recipe or other data is refused. restart: begin anew. max_memory: bytes that the
+    process may hold; batches get smaller, and fits that keep activations keep fewer, until that holds.
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
@@ -132,6 +135,10 @@ def calibrate(
             got="--sequential with `coefficients: shared`",
             help="use `coefficients: per_head` or leave out --sequential",
         )
+    size = recipe.batch_size
+    limit = None if max_memory is None else MemoryLimit(max_memory)
+    if limit is not None and pending:
+        size = _within(limit, analysis, pending, source, recipe)
     places = sorted({p.site for p in pending})
     rounds = [[place] for place in places] if sequential else [places]
     fingerprint = {
@@ -147,22 +154,21 @@ def calibrate(
             label = f"calibrating {analysis.sites[own[0]].name}" if sequential else "calibrating"
             sample, batches = (
                 source.batches(
-                    recipe.batch_size,
-                    select=lambda content: split_of(content) == "calibration",
-                    limit=limit,
+                    size, select=lambda content: split_of(content) == "calibration", limit=most
                 )
-                for limit in (min(SAMPLE_EXAMPLES, recipe.max_examples), recipe.max_examples)
+                for most in (min(SAMPLE_EXAMPLES, recipe.max_examples), recipe.max_examples)
             )
             first = {name: fits[min(fits)] for name, fits in fitted.items()}
             tap = Tap(analysis.model, _behind_fitted(analysis, first))
             fits, seen = stream(
                 [p for p in pending if p.site in own],
                 sample,
-                progress.track(batches, label, _batch_count(source, recipe)),
-                _selection_batches(source, recipe),
-                partial(_observed, tap),
+                progress.track(batches, label, _batch_count(source, recipe, size)),
+                _selection_batches(source, recipe, size),
+                partial(_observed, tap, limit),
                 aside,
                 progress,
+                size,
             )
             if not seen:
                 raise InputError(
@@ -184,6 +190,11 @@ def calibrate(
         )
         save_calibration(out, calibration)
         aside.discard()
+    if limit is not None:
+        progress.note(
+            f"{format_size(limit.peak())} of {format_size(limit.limit)} memory taken at most, "
+            f"in batches of {size}"
+        )
     return calibration
 
 
@@ -392,7 +403,9 @@ def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Progr
     return compiled_programs(analysis, teacher, own)
 
 
-def _observed(tap: Tap, batch: Batch) -> list[SiteTensors]:
+def _observed(tap: Tap, limit: MemoryLimit | None, batch: Batch) -> list[SiteTensors]:
+    if limit is not None:
+        give_back()
     return tap(batch)[1]
 
 
@@ -401,11 +414,34 @@ def _note_left_alone(analysis: Analysis, progress: Progress) -> None:
         progress.note(f"{left.name} {left.status}: {left.reason}")
 
 
-def _batch_count(source: DataSource, recipe: Recipe) -> int | None:
+def _within(
+    limit: MemoryLimit,
+    analysis: Analysis,
+    pending: Sequence[Pending],
+    source: DataSource,
+    recipe: Recipe,
+) -> int:
+    """The batch that fits into the limit, by trying; what collectors keep is bounded."""
+    keeping = [
+        p for p in pending if isinstance(p.collector, Distiller) or p.collector.recipe.fit == "kl"
+    ]
+    for p in keeping:
+        p.collector.keep_at_most(limit.kept(len(keeping), 2**28))
+    tap = Tap(analysis.model, analysis.lifted)
+
+    def step(examples: int) -> None:
+        batch = next(source.batches(examples))
+        take_in(_pending(analysis, recipe), tap(batch)[1])
+
+    step(1)  # what is loaded on a first call is not a batch's
+    return limit.batch_size(step, recipe.batch_size)
+
+
+def _batch_count(source: DataSource, recipe: Recipe, size: int) -> int | None:
     if source.examples is None:
         return None
     expected = min(recipe.max_examples, round(0.7 * source.examples))
-    return max(1, -(-expected // recipe.batch_size))
+    return max(1, -(-expected // size))
 
 
 def _settled(
@@ -432,9 +468,11 @@ def _settled(
     return soft, {**switch, "switched": any(own.operator == "esp_hard" for own in soft)}
 
 
-def _selection_batches(source: DataSource, recipe: Recipe) -> Iterator[Batch]:
+def _selection_batches(
+    source: DataSource, recipe: Recipe, size: int | None = None
+) -> Iterator[Batch]:
     return source.batches(
-        recipe.batch_size,
+        size or recipe.batch_size,
         select=lambda content: split_of(content) == "selection",
         limit=recipe.selection_examples,
     )

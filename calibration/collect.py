@@ -76,6 +76,11 @@ class SiteStatistics:
         self.examples += teacher.tensors.q.shape[0]
         self.range = self.range.joined(teacher.range)
 
+    def keep_at_most(self, size: int) -> None:
+        """Bytes of activations for a KL fit, of all duals; examples beyond them only enter its start."""
+        for dual in self.duals:
+            dual.keeps = min(KL_BYTES, size // len(self.duals))
+
     @property
     def additive(self) -> bool:
         """Whether state() is all there is: a KL fit keeps activations too."""
@@ -162,6 +167,7 @@ class _DualStatistics:
         self.kl: list[KlPiece] = []
         self.kl_examples = 0
         self._kl_bytes = 0
+        self.keeps = KL_BYTES
 
     def prepare(self, tensors: SiteTensors) -> None:
         if self.parameters is not None:
@@ -205,7 +211,7 @@ class _DualStatistics:
         size = sum(
             t.numel() * t.element_size() for t in (piece.columns, piece.clouds.x, piece.clouds.y)
         )
-        if self._kl_bytes + size <= KL_BYTES:
+        if self._kl_bytes + size <= self.keeps:
             self.kl.append(piece)
             self.kl_examples += piece.columns.shape[0]
             self._kl_bytes += size

@@ -114,6 +114,11 @@ class Distiller:
         self.seconds = 0.0
         self._kept, self._held_out = _Kept(KEPT_BYTES), _Kept(HELD_OUT_BYTES)
 
+    def keep_at_most(self, size: int) -> None:
+        """Bytes of activations, an eighth of them to stop by."""
+        self._kept.limit = min(KEPT_BYTES, size * 7 // 8)
+        self._held_out.limit = min(HELD_OUT_BYTES, size // 8)
+
     def update(self, tensors: SiteTensors) -> None:
         """Add one batch to fit on, up to KEPT_BYTES. Examples without an active key are passed over.
 

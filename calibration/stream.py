@@ -68,17 +68,18 @@ def stream(
     observe: Observe,
     aside: Aside,
     progress: Progress,
+    batch_size: int,
 ) -> tuple[dict[str, AnySiteCalibration], list[int]]:
     """Fits by Pending.key, and the hashes of the examples used, held-out ones included.
 
     sample: slices and pivots are made from, whatever the size of a batch.
     batches: to fit on, already tracked.  held_out: to stop distillation by.  observe: what every site
-    sees on a batch.
+    sees on a batch.  batch_size: of the batches: work put aside in others is not gone on with.
     """
     fitted = {p.key: fit for p in pending if (fit := _finished(p, aside)) is not None}
     waiting = [p for p in pending if p.key not in fitted]
     for p in waiting:
-        _restore(p, aside)
+        _restore(p, aside, batch_size)
     _prepare(waiting, sample, observe)
     clock = _Clock()
     seen: list[int] = []
@@ -87,10 +88,10 @@ def stream(
         behind = [p for p in waiting if p.done <= number]
         if not behind:
             continue
-        _take_in(behind, observe(batch))
+        take_in(behind, observe(batch))
         if clock.due():
             for p in waiting:
-                _put_aside(p, aside)
+                _put_aside(p, aside, batch_size)
             clock.restart()
     if not seen:
         return {}, []
@@ -130,7 +131,7 @@ def _joined(parts: Sequence[SiteTensors]) -> SiteTensors:
     return SiteTensors(join("q"), join("k"), join("keep"), None, join("query_keep"), join("v"))
 
 
-def _take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
+def take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
     """One batch into every candidate, site by site: the loop in float64 is what takes the time."""
     for site in dict.fromkeys(p.site for p in pending):
         own = [p for p in pending if p.site == site]
@@ -181,15 +182,16 @@ def _finished(p: Pending, aside: Aside) -> AnySiteCalibration | None:
     return fit_from(p.key, facts, tensors, float(facts["seconds"]))
 
 
-def _put_aside(p: Pending, aside: Aside) -> None:
+def _put_aside(p: Pending, aside: Aside, batch_size: int) -> None:
     if isinstance(p.collector, SiteStatistics) and p.collector.additive:
         tensors, facts = p.collector.state()
-        aside.put(f"statistics.{p.key}", tensors, {**facts, "done": p.done})
+        aside.put(f"statistics.{p.key}", tensors, {**facts, "done": p.done, "batch_size": batch_size})
 
 
-def _restore(p: Pending, aside: Aside) -> None:
+def _restore(p: Pending, aside: Aside, batch_size: int) -> None:
     found = aside.get(f"statistics.{p.key}")
-    if found is not None and isinstance(p.collector, SiteStatistics):
+    alike = found is not None and found[1]["batch_size"] == batch_size
+    if found is not None and alike and isinstance(p.collector, SiteStatistics):
         p.collector.restore(*found)
         p.done = int(found[1]["done"])
 

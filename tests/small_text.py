@@ -18,24 +18,27 @@ KEYWORDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_teacher(folder: Path) -> Path:
+def write_teacher(folder: Path, seq_len: int = 12) -> Path:
     """Random, with attention that is not flat and an output that depends on it."""
     torch.manual_seed(0)
-    model = ARCHITECTURES["sinkformer-text"](**KEYWORDS)
+    keywords = {**KEYWORDS, "seq_len": seq_len}
+    model = ARCHITECTURES["sinkformer-text"](**keywords)
     folder.mkdir(parents=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "WQ" in name or "WK" in name:
                 parameter.mul_(4.0)
     save_file(model.state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"architecture": "sinkformer-text", **KEYWORDS}))
+    (folder / "config.json").write_text(json.dumps({"architecture": "sinkformer-text", **keywords}))
     return folder
 
 
-def write_data(path: Path, examples: int = 400, seed: int = 0, labels: bool = True) -> str:
+def write_data(
+    path: Path, examples: int = 400, seed: int = 0, labels: bool = True, tokens: int = 12
+) -> str:
     random = np.random.default_rng(seed)
-    inputs = random.integers(1, 40, (examples, 12))
-    for row, length in enumerate(random.integers(4, 13, examples)):
+    inputs = random.integers(1, 40, (examples, tokens))
+    for row, length in enumerate(random.integers(4, tokens + 1, examples)):
         inputs[row, length:] = 0
     arrays = {"inputs": inputs, **({"labels": random.integers(0, 3, examples)} if labels else {})}
     np.savez(path, **arrays)

@@ -53,7 +53,7 @@ def cut_short(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
     monkeypatch.setattr(stream, "ASIDE_EVERY", 0.0)
     monkeypatch.setattr(stream, "ASIDE_SHARE", math.inf)
     taken: list[int] = []
-    true_take_in = stream._take_in
+    true_take_in = stream.take_in
 
     def take_in(pending: Any, tensors: Any) -> None:
         if len(taken) == after:
@@ -62,7 +62,7 @@ def cut_short(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
         taken.append(len(pending))
         true_take_in(pending, tensors)
 
-    monkeypatch.setattr(stream, "_take_in", take_in)
+    monkeypatch.setattr(stream, "take_in", take_in)
     return taken
 
 
