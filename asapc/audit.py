@@ -24,6 +24,7 @@ from asapc.ir import Program, SiteTensors
 from asapc.passes.calls import FORMS, SiteFunction, operator_calls, site_function
 from asapc.passes.candidates import Choice
 from asapc.passes.rewrite import Hardened, rewritten_programs
+from asapc.passes.verify import comparable
 from asapc.recipe import DEFAULT_BUDGET, Recipe
 from asapc.runner import Runner, Tap
 from asapc.timing import interleaved_medians
@@ -186,7 +187,8 @@ def prediction_change(
     outputs = OutputFidelity()
     runners = [Runner(model, own) for own in (before, after)]
     for batch in batches:
-        outputs.update(*(runner(batch) for runner in runners))
+        first, second = (comparable(runner(batch)) for runner in runners)
+        outputs.update(first, second)
     agreement = outputs.metrics().get("prediction_agreement")
     return None if agreement is None else 1 - agreement
 

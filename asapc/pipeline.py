@@ -18,9 +18,6 @@ from typing import Any
 
 from torch import nn
 
-import asapc
-import asapc.calibration
-import asapc.passes
 from asapc.artifact import (
     Stage,
     call_of,
@@ -30,7 +27,7 @@ from asapc.artifact import (
     write_artifact,
     write_refreshed,
 )
-from asapc.audit import agreement_of, prediction_change, settle_exact_sorting
+from asapc.audit import settle_exact_sorting
 from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.distill import Distiller
 from asapc.calibration.stream import Collector, Pending, stream, take_in
@@ -46,13 +43,19 @@ from asapc.formats.calibration import (
     save_calibration,
 )
 from asapc.formats.load import Teacher, example_inputs
-from asapc.formats.shards import Shards
+from asapc.formats.shards import Shards, code_digest
 from asapc.ir import Convention, Program, SiteTensors
 from asapc.memory import MemoryLimit, format_size, give_back
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
 from asapc.passes.candidates import DISTILLED, TEACHER, Choice, fits_needed
 from asapc.passes.rewrite import rewritten_programs
-from asapc.passes.select import compiled_programs, select, turned_back
+from asapc.passes.select import (
+    WholeModel,
+    compiled_programs,
+    exceeded_together,
+    select,
+    turned_back,
+)
 from asapc.passes.verify import comparable, largest_difference, tensor_outputs
 from asapc.progress import Progress
 from asapc.recipe import Recipe
@@ -142,9 +145,11 @@ def calibrate(
     places = sorted({p.site for p in pending})
     rounds = [[place] for place in places] if sequential else [places]
     fingerprint = {
-        "model": teacher.fingerprint,
+        "model": digest(
+            [teacher.fingerprint, [[site.name, site.convention.to_dict()] for site in analysis.sites]]
+        ),
         "data": source.fingerprint,
-        "recipe": digest({**recipe.to_dict(), "order": order}),
+        "recipe": digest({**recipe.to_dict(), "order": order, "max_memory": max_memory}),
         "code": code_digest(),
     }
     fitted: dict[str, dict[int, AnySiteCalibration]] = {}
@@ -191,9 +196,11 @@ def calibrate(
         save_calibration(out, calibration)
         aside.discard()
     if limit is not None:
+        most = limit.peak()
+        kept = "" if most <= limit.limit else ": more than allowed, later batches were larger"
         progress.note(
-            f"{format_size(limit.peak())} of {format_size(limit.limit)} memory taken at most, "
-            f"in batches of {size}"
+            f"{format_size(most)} of {format_size(limit.limit)} memory taken at most, "
+            f"in batches of {size}{kept}"
         )
     return calibration
 
@@ -383,16 +390,6 @@ def digest(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def code_digest() -> str:
-    """Of every module of this package: half-done work of another version is not gone on with."""
-    own = hashlib.sha256()
-    for package in (asapc, asapc.passes, asapc.calibration):
-        root = Path(package.__path__[0])
-        for file in sorted(root.rglob("*.py")):
-            own.update(f"{package.__name__}/{file.relative_to(root)}\0".encode() + file.read_bytes())
-    return own.hexdigest()
-
-
 def _needs_selection(analysis: Analysis, recipe: Recipe) -> bool:
     return any(fits_needed(s.convention, recipe.for_site(s.name)) for s in analysis.sites)
 
@@ -447,19 +444,20 @@ def _batch_count(source: DataSource, recipe: Recipe, size: int) -> int | None:
 def _settled(
     analysis: Analysis, choices: Sequence[Choice], batches: Sequence[Batch], recipe: Recipe
 ) -> tuple[list[Choice], dict[str, Any] | None]:
-    """The choices, with exact sorting where predictions on the selection split allow it, alone and with
-    everything else that is approximate."""
+    """The choices, with exact sorting where predictions on the selection split allow it, alone, and the
+    budget of the whole model does, with everything else that is approximate."""
     recipes = [recipe.for_site(site.name) for site in analysis.sites]
     settled, switch = settle_exact_sorting(analysis.model, analysis.lifted, choices, recipes, batches)
-    others = any(choice.replacement is not None for choice in choices if choice.operator != "esp_hard")
-    if switch is None or not switch["switched"] or not others:
-        return settled, switch
-    change = prediction_change(
-        analysis.model, analysis.lifted, chosen_programs(analysis, settled), batches
+    auto = any(
+        own.operator == "esp_hard" and r.operator == "auto"
+        for own, r in zip(settled, recipes, strict=True)
     )
-    if change is not None and change <= 1 - agreement_of(recipe.budget):
+    if switch is None or not auto:
         return settled, switch
-    why = "exact sorting and the approximations elsewhere together exceed the budget"
+    beyond = exceeded_together(WholeModel(analysis, batches, recipe), settled)
+    if not beyond:
+        return settled, switch
+    why = f"exact sorting, with what is approximate elsewhere, exceeds the budget: {beyond}"
     soft = [
         turned_back(own, "esp_soft", why)
         if own.operator == "esp_hard" and r.operator == "auto" else own

@@ -76,7 +76,7 @@ def stream(
     batches: to fit on, already tracked.  held_out: to stop distillation by.  observe: what every site
     sees on a batch.  batch_size: of the batches: work put aside in others is not gone on with.
     """
-    fitted = {p.key: fit for p in pending if (fit := _finished(p, aside)) is not None}
+    fitted = _finished_fits(pending, aside)
     waiting = [p for p in pending if p.key not in fitted]
     for p in waiting:
         _restore(p, aside, batch_size)
@@ -114,13 +114,17 @@ def _prepare(pending: Sequence[Pending], sample: Iterable[Batch], observe: Obser
     seen: list[list[SiteTensors]] = []
     for batch in sample:
         tensors = observe(batch)
-        if seen and [t.k.shape[1:] for t in tensors] != [t.k.shape[1:] for t in seen[0]]:
+        if seen and _layout(tensors) != _layout(seen[0]):
             break
         seen.append([replace(t, bias=None) for t in tensors])  # which may be large, and has no part
     for p in pending if seen else ():
         own = _joined([tensors[p.site] for tensors in seen])
         check_finite(p.name, own)
         p.collector.prepare(own)
+
+
+def _layout(tensors: Sequence[SiteTensors]) -> list[Any]:
+    return [(t.q.shape[1:], t.k.shape[1:]) for t in tensors]
 
 
 def _joined(parts: Sequence[SiteTensors]) -> SiteTensors:
@@ -154,12 +158,10 @@ def _fits(
     pending: Sequence[Pending], aside: Aside, progress: Progress
 ) -> dict[str, AnySiteCalibration]:
     fitted: dict[str, AnySiteCalibration] = {}
-    for candidate in sorted({p.candidate for p in pending}):  # sites may share coefficients
-        group = {
-            p.name: p.collector for p in pending
-            if p.candidate == candidate and isinstance(p.collector, SiteStatistics)
-        }  # fmt: skip
-        fitted.update({f"{name}.{candidate}": fit for name, fit in finish(group).items()})
+    for group in _groups(pending):
+        own = {p.name: p.collector for p in group if isinstance(p.collector, SiteStatistics)}
+        fits = finish(own)
+        fitted.update({p.key: fits[p.name] for p in group if p.name in fits})
     for key, fit in fitted.items():
         _keep(key, fit, aside)
     distillers = [p for p in pending if isinstance(p.collector, Distiller)]
@@ -172,6 +174,24 @@ def _fits(
 
 def _keep(key: str, fit: AnySiteCalibration, aside: Aside) -> None:
     aside.put(f"fit.{key}", fit_tensors(key, fit), {**fit_document(fit), "seconds": fit.fit_seconds})
+
+
+def _groups(pending: Sequence[Pending]) -> list[list[Pending]]:
+    """The same candidate at every site: these may share their coefficients."""
+    groups: dict[str, list[Pending]] = {}
+    for p in pending:
+        groups.setdefault(p.collector.recipe.label(), []).append(p)
+    return list(groups.values())
+
+
+def _finished_fits(pending: Sequence[Pending], aside: Aside) -> dict[str, AnySiteCalibration]:
+    """Fits of an earlier run; those that share coefficients count only together."""
+    found: dict[str, AnySiteCalibration] = {}
+    for group in _groups(pending):
+        own = {p.key: fit for p in group if (fit := _finished(p, aside)) is not None}
+        if len(own) == len(group) or group[0].collector.recipe.coefficients != "shared":
+            found |= own
+    return found
 
 
 def _finished(p: Pending, aside: Aside) -> AnySiteCalibration | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from asapc.ir import SiteTensors
 from asapc.timing import extra_bytes, interleaved_medians
 
 Shape = tuple[int, int]  # examples, tokens
-Apply = Callable[[SiteTensors, Tensor], Any]
+Apply = Callable[[SiteTensors, Tensor | None], Any]
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ def prices(
     repeats: int = 5,
     memory: bool = False,
 ) -> dict[str, Price]:
-    """Every call's price; the calls take turns. memory: also what a call holds at its peak."""
+    """Every call's price; the calls take turns. memory: also what a call holds at its peak.
+
+    Where the model returns the attention map, the calls compute the map, as they will in it.
+    """
     taken: dict[str, dict[str, dict[Shape, float]]] = {
         name: {"median_ms": {}, "q1": {}, "q3": {}} for name in calls
     }
@@ -92,17 +96,15 @@ def prices(
     with torch.no_grad():
         for shape in shapes:
             own = resized(t, shape)
-            v = own.k if own.v is None else own.v
-            bound = {name: (lambda f=f, own=own, v=v: f(own, v)) for name, f in calls.items()}
+            bound = {name: partial(f, own, own.v) for name, f in calls.items()}
             times = interleaved_medians(bound, repeats=repeats, warmup=1)
             for name, found in times.items():
                 for key, into in taken[name].items():
                     into[shape] = found[key]
         if memory:
             own = resized(t, max(shapes, key=lambda shape: shape[0] * shape[1] ** 2))
-            v = own.k if own.v is None else own.v
             for name, f in calls.items():
-                held = extra_bytes(lambda f=f, own=own, v=v: f(own, v))  # type: ignore[misc]
+                held = extra_bytes(partial(f, own, own.v))
                 mib[name] = None if held is None else held / 2**20
     return {
         name: Price(own["median_ms"], own["q1"], own["q3"], mib[name]) for name, own in taken.items()

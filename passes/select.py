@@ -6,8 +6,9 @@
               turn the most damaging sites back, one by one: to the lossless operator, at last the teacher
 
 Everything is measured on the selection split, against the lossless model, which reproduces the teacher.
-A candidate that is slower than the teacher at any of the required shapes is never chosen, nor is an
-approximation that is hardly cheaper than the exact operator. A recipe that names an operator gets it.
+A candidate that is slower at any of the required shapes than the teacher's loop in plain PyTorch is never
+chosen, nor is an approximation that is hardly cheaper than the exact operator; the whole model is timed
+against the teacher's own code on the largest batch. A recipe that names an operator gets it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from asapc.timing import interleaved_medians
 WORTHWHILE = 1.1  # an approximation must be this much cheaper than the exact operator to be picked
 TIGHTENED = 0.8  # of the budget that a set exceeded, or of what it was predicted to use
 MAX_ROUNDS = 8  # of solving again, before sites are turned back one by one
+SLOWER_MODEL = "the whole model is slower than the teacher with it"
 MAP_EXAMPLES = 128  # attention maps are compared on so many examples; outputs on all
 
 
@@ -121,15 +123,15 @@ def select(
             settled[index] = choice
         else:
             sites.append(_opened(index, site, own, recipe, calibration))
-    first = _measure_sites(analysis, sites, batches, progress)
-    model = _Model(analysis, batches, recipe)
+    largest, first = _measure_sites(analysis, sites, batches, progress)
+    model = WholeModel(analysis, batches, recipe)
     _measure_alone(model, sites, progress)
     shapes = _measure_prices(analysis, sites, first, recipe, progress) if batches else {}
-    _rule_out(sites, recipe.objective)
+    _rule_out(sites, recipe.objective, analysis.drop_maps)
     rounds: list[dict[str, Any]] = []
     picked = _solved(model, sites, recipe, rounds)
     if picked and not all(own.forced for own in sites):
-        picked = _not_slower(model, sites, picked, rounds)
+        picked = _not_slower(model, sites, picked, rounds, largest)
     chosen = {own.index: _choice(own, own.tried[i]) for own, i in zip(sites, picked, strict=True)}
     trail = {
         "objective": recipe.objective,
@@ -163,20 +165,22 @@ def _opened(
 
 def _measure_sites(
     analysis: Analysis, sites: Sequence[OpenSite], batches: Sequence[Batch], progress: Progress
-) -> list[SiteTensors]:
-    """Errors of every approximation behind the teacher's layers; returns the sites' first batch."""
+) -> tuple[Batch | None, list[SiteTensors]]:
+    """Errors of every approximation behind the teacher's layers; returns the largest of the batches
+    looked at, and what the sites see on it."""
     if not batches:
-        return []
+        return None, []
     tap = Tap(analysis.model, analysis.lifted)
     approximate = [(own, t) for own in sites for t in own.tried if t.approximate]
     maps = {id(t): (AttentionFidelity(), TensorFidelity()) for _, t in approximate}
-    first: list[SiteTensors] = []
+    largest, first = batches[0], list[SiteTensors]()
     seen = 0
     for batch in progress.track(batches, "selection split", len(batches)):
         if seen and (not approximate or seen >= MAP_EXAMPLES):
             break
         _, tensors = tap(batch)
-        first = first or tensors
+        if sum(t.q.numel() for t in tensors) > sum(t.q.numel() for t in first):
+            largest, first = batch, tensors
         for own in sites:
             tried = [t for t in own.tried if t.approximate]
             for piece in pieces(tensors[own.index]) if tried else []:
@@ -187,7 +191,7 @@ def _measure_sites(
         found = attention.metrics()
         t.errors = {"attention_rel_l2": found.get("attention_rel_l2", math.inf)}
         t.errors["output_rel_l2"] = output.metrics().get("output_rel_l2", math.inf)
-    return first
+    return largest, first
 
 
 def _compare(
@@ -208,7 +212,7 @@ def _compare(
             output.update(exact @ values, approximate @ values)
 
 
-class _Model:
+class WholeModel:
     """The whole model on the selection split, whatever its sites become, against the lossless one."""
 
     def __init__(self, analysis: Analysis, batches: Sequence[Batch], recipe: Recipe) -> None:
@@ -220,19 +224,19 @@ class _Model:
     def _limits(self, recipe: Recipe) -> dict[str, float]:
         """The budget of the whole model, as far as this model has what it limits."""
         limits = {key: limit for key, limit in recipe.budget.items() if key != "attention_rel_l2"}
-        asked = set(limits).union(*(own.get("budget", {}) for own in recipe.sites.values()))
-        asked.discard("attention_rel_l2")
+        of_sites = set[str]().union(*(own.get("budget", {}) for own in recipe.sites.values()))
+        asked = (set(limits) | of_sites) - {"attention_rel_l2"}
         if not self.batches or not asked:
             return limits
         there = self._metrics(self.exact)
         for key in sorted(asked - set(there)):
-            if recipe.budget == DEFAULT_BUDGET and key in DEFAULT_BUDGET:
+            if recipe.budget == DEFAULT_BUDGET and key in DEFAULT_BUDGET and key not in of_sites:
                 del limits[key]  # not asked for: a model without classes has nothing to agree on
                 continue
-            needs = "labels" if key == "accuracy_drop" and "prediction_agreement" in there else (
-                "an output [B, classes]"
-            )
-            raise InputError(f"recipe: budget: {key} cannot be measured here", got=f"no {needs}")
+            lacks = "no output [B, classes]"
+            if key == "accuracy_drop" and "prediction_agreement" in there:
+                lacks = "no labels"
+            raise InputError(f"recipe: budget: {key} cannot be measured here", got=lacks)
         return limits
 
     def _metrics(self, outputs: Iterable[Any]) -> dict[str, float]:
@@ -240,6 +244,10 @@ class _Model:
         for batch, exact, own in zip(self.batches, self.exact, outputs, strict=True):
             fidelity.update(exact, own, batch.labels)
         return fidelity.metrics()
+
+    def excess(self, own: Mapping[int, Replacement]) -> str:
+        """What of the budget the model exceeds with these sites replaced, in words; empty if nothing."""
+        return _excess(self.measure(own), self.limits) if self.limits else ""
 
     def measure(self, own: Mapping[int, Replacement]) -> dict[str, float]:
         """Metrics of the model with these sites replaced."""
@@ -258,7 +266,7 @@ def compiled_programs(
     return rewritten_programs(lifted, [replacements.get(index) for index in kept])
 
 
-def _measure_alone(model: _Model, sites: Sequence[OpenSite], progress: Progress) -> None:
+def _measure_alone(model: WholeModel, sites: Sequence[OpenSite], progress: Progress) -> None:
     """What the model does with one approximation alone, where the budget asks."""
     asking = [
         (own, t) for own in sites for t in own.tried
@@ -285,6 +293,7 @@ def _measure_prices(
     for own in progress.track(timed, "timing candidates", len(timed)) if timed else ():
         t = first[own.index]
         shapes[own.index] = shapes_of(t, recipe.shapes, batch)
+        _check_one_length(own, t, shapes[own.index])
         calls = _calls(analysis, own)
         layout = tuple(None if x is None else (x.shape, x.dtype) for x in vars(t).values())
         key = (repr(own.site.convention.to_dict()), layout, *calls)
@@ -295,6 +304,18 @@ def _measure_prices(
         for tried in own.tried:
             tried.price = known[key][tried.candidate.label]
     return shapes
+
+
+def _check_one_length(own: OpenSite, t: SiteTensors, shapes: Sequence[Shape]) -> None:
+    tokens = t.q.shape[2]
+    for tried in own.tried:
+        features = getattr(tried.candidate.fit, "features", ())
+        if "token_bias" in features and any(shape[1] != tokens for shape in shapes):
+            raise InputError(
+                f"recipe: shapes: {tried.candidate.label} holds for sequences of one length",
+                got=f"{_text(next(s for s in shapes if s[1] != tokens))}, fitted on {tokens} tokens",
+                help="leave out `shapes`, or token_bias",
+            )
 
 
 def _calls(analysis: Analysis, own: OpenSite) -> dict[str, Apply]:
@@ -337,8 +358,12 @@ def _excess(metrics: Mapping[str, float], budget: Mapping[str, float]) -> str:
     return ""
 
 
-def _rule_out(sites: Sequence[OpenSite], objective: str) -> None:
-    """Verdicts on candidates that cannot be chosen, whatever the other sites become."""
+def _rule_out(sites: Sequence[OpenSite], objective: str, drop_maps: bool) -> None:
+    """Verdicts on candidates that cannot be chosen, whatever the other sites become.
+
+    drop_maps: the teacher's own code computes the attention maps that are to be dropped, so that it is
+    no choice.
+    """
     for own in sites:
         if own.forced or own.teacher is None:
             continue
@@ -358,7 +383,7 @@ def _rule_out(sites: Sequence[OpenSite], objective: str) -> None:
                     tried.verdict = _slower(slower)
                 else:
                     tried.verdict = _hardly_cheaper(tried, exact, objective)
-            elif slower is not None:
+            elif slower is not None and not drop_maps:
                 tried.verdict = _slower(slower)
         if exact.verdict:  # nothing exact beats the teacher's own code
             left = Tried(Candidate(TEACHER, TEACHER), price=own.teacher)
@@ -399,7 +424,7 @@ def _damage(key: str, value: float) -> float:
 
 
 def _solved(
-    model: _Model, sites: Sequence[OpenSite], recipe: Recipe, rounds: list[dict[str, Any]]
+    model: WholeModel, sites: Sequence[OpenSite], recipe: Recipe, rounds: list[dict[str, Any]]
 ) -> list[int]:
     """Which of each site's `tried`; every set that was verified is added to `rounds`."""
     limits = {key: _damage(key, limit) for key, limit in model.limits.items()}
@@ -468,7 +493,7 @@ def _replacements(sites: Sequence[OpenSite], picked: Sequence[int]) -> dict[int,
 
 
 def _verified(
-    model: _Model,
+    model: WholeModel,
     sites: Sequence[OpenSite],
     picked: Sequence[int],
     limits: Mapping[str, float],
@@ -494,40 +519,68 @@ def _verified(
 
 
 def _not_slower(
-    model: _Model, sites: Sequence[OpenSite], picked: list[int], rounds: list[dict[str, Any]]
+    model: WholeModel,
+    sites: Sequence[OpenSite],
+    picked: list[int],
+    rounds: list[dict[str, Any]],
+    batch: Batch | None,
 ) -> list[int]:
-    """The set, or the teacher at every free site where the whole model is slower with the set."""
-    batch = model.batches[0] if model.batches else None
+    """The set; where the whole model is slower with it than with the teacher's code at the free sites,
+    exact operators there, and where these are too, the teacher's code."""
     if batch is None:
         return picked
+    if _faster_than_teacher(model, sites, picked, rounds, batch):
+        return picked
+    approximate = [
+        not own.forced and own.tried[i].approximate for own, i in zip(sites, picked, strict=True)
+    ]
+    exact = [0 if turn else i for turn, i in zip(approximate, picked, strict=True)]
+    for own, i, turn in zip(sites, picked, approximate, strict=True):
+        if turn:
+            own.tried[i].verdict = SLOWER_MODEL
+    if any(approximate) and _faster_than_teacher(model, sites, exact, rounds, batch):
+        return exact
+    if model.analysis.drop_maps:
+        return exact
+    for i, own in enumerate(sites):
+        if not own.forced and own.tried[exact[i]].candidate.operator != TEACHER:
+            own.tried[exact[i]].verdict = SLOWER_MODEL
+            own.tried.insert(0, Tried(Candidate(TEACHER, TEACHER), price=own.teacher))
+            exact[i] = 0
+    return exact
+
+
+def _faster_than_teacher(
+    model: WholeModel,
+    sites: Sequence[OpenSite],
+    picked: Sequence[int],
+    rounds: list[dict[str, Any]],
+    batch: Batch,
+) -> bool:
+    """Not slower by more than the spread of the measurement, on one batch; told in the last round.
+
+    The teacher here has its own code at every site that is free to choose, and what was asked for at
+    the others.
+    """
+    analysis = model.analysis
+    free = {own.index for own in sites if not own.forced}
+    replacements = _replacements(sites, picked)
+    forced = {index: own for index, own in replacements.items() if index not in free}
     kept = {
         own.index for own, i in zip(sites, picked, strict=True)
         if own.tried[i].candidate.operator == TEACHER
     }  # fmt: skip
-    analysis = model.analysis
-    runners = {
-        "teacher": Runner(analysis.model, analysis.capture.programs),
-        "compiled": Runner(
-            analysis.model, compiled_programs(analysis, kept, _replacements(sites, picked))
-        ),
+    programs = {
+        "teacher": compiled_programs(analysis, free, forced),
+        "compiled": compiled_programs(analysis, kept, replacements),
     }
-    times = interleaved_medians(
-        {name: partial(runner, batch) for name, runner in runners.items()}, repeats=5, warmup=1
-    )
-    whole = {f"{name}_ms": found["median_ms"] for name, found in times.items()}
-    rounds[-1]["whole_model"] = whole
-    if times["compiled"]["q1"] <= times["teacher"]["q3"]:
-        return picked
-    rounds[-1]["verdict"] = "the whole model is slower than the teacher"
-    turned = list(picked)
-    for i, own in enumerate(sites):
-        if own.forced:
-            continue
-        own.tried[picked[i]].verdict = "the whole model is slower than the teacher with it"
-        if own.tried[0].candidate.operator != TEACHER:
-            own.tried.insert(0, Tried(Candidate(TEACHER, TEACHER), price=own.teacher))
-        turned[i] = 0
-    return turned
+    calls = {name: partial(Runner(analysis.model, own), batch) for name, own in programs.items()}
+    times = interleaved_medians(calls, repeats=5, warmup=1)
+    rounds[-1]["whole_model"] = {f"{name}_ms": found["median_ms"] for name, found in times.items()}
+    slower = times["compiled"]["q1"] > times["teacher"]["q3"]
+    if slower:
+        rounds[-1]["verdict"] = SLOWER_MODEL
+    return not slower
 
 
 # Telling
@@ -546,7 +599,9 @@ def _reason(own: OpenSite, tried: Tried) -> str:
     if own.forced:
         return tried.verdict or "the recipe asks for it"
     if tried.candidate.operator == TEACHER:
-        return "nothing that was tried is faster than the teacher's own code"
+        whole = any(t.verdict == SLOWER_MODEL for t in own.tried)
+        where = "in the whole model" if whole else "at every shape"
+        return f"nothing that was tried is faster {where} than the teacher's own code"
     if tried.approximate:
         return "the cheapest inside the budget"
     convention = own.site.convention
@@ -602,6 +657,12 @@ def _by_shape(price: Price) -> dict[str, float]:
 
 def _text(shape: Shape) -> str:
     return f"{shape[0]}x{shape[1]}"
+
+
+def exceeded_together(model: WholeModel, choices: Sequence[Choice]) -> str:
+    """What of the budget the model exceeds with all of these, in words; empty if nothing."""
+    own = {i: choice.replacement for i, choice in enumerate(choices) if choice.replacement is not None}
+    return model.excess(own)
 
 
 def turned_back(choice: Choice, operator: str, reason: str) -> Choice:

@@ -64,5 +64,9 @@ def largest_difference(first: Any, second: Any) -> float:
 
 
 def comparable(output: Any) -> list[Tensor]:
-    """Without attention maps that were dropped: an empty tensor has nothing to compare."""
-    return [tensor for tensor in tensor_outputs(output) if tensor.numel()][:1]
+    """What two models are compared by: the first [B, classes], else the first float output.
+
+    Attention maps that were dropped are empty tensors, and have nothing to compare.
+    """
+    there = [tensor for tensor in tensor_outputs(output) if tensor.numel()]
+    return ([tensor for tensor in there if tensor.dim() == 2] or there)[:1]

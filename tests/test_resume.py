@@ -123,6 +123,30 @@ def test_finished_fits_are_not_made_again(
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
+def test_shared_coefficients_are_fitted_together_again(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the first site's fit was kept: the others must not be fitted among themselves."""
+    shared = {"coefficients": "shared", "features": ["norm"]}
+    recipe = {**SMALL, "candidates": [shared, {**shared, "closures": 3}]}
+    calibrate(work, tmp_path / "whole", recipe)
+    true_put, kept = Shards.put, []
+
+    def put(self: Shards, key: str, *rest: Any) -> None:
+        if key.startswith("fit."):
+            kept.append(key)
+            if len(kept) == 3:
+                raise Killed
+        true_put(self, key, *rest)
+
+    with monkeypatch.context() as crash:
+        crash.setattr(Shards, "put", put)
+        with pytest.raises(Killed):
+            calibrate(work, tmp_path / "cut", recipe)
+    calibrate(work, tmp_path / "cut", recipe)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
 def test_other_work_is_not_gone_on_with(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from asapc.evaluate import bench, report
 from asapc.fidelity import OutputFidelity
 from asapc.formats.calibration import Calibration, load_calibration
 from asapc.formats.load import load_teacher
+from asapc.ir import SiteTensors
 from asapc.passes import price, select
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.price import Price
@@ -183,13 +185,13 @@ def test_a_set_that_exceeds_the_budget_together_is_tightened(
 ) -> None:
     """Damages that add up to more than their sum: the next rounds solve for less."""
     priced(monkeypatch, CHEAP)
-    true_measure = select._Model.measure
+    true_measure = select.WholeModel.measure
 
     def interacting(self: Any, own: Any) -> dict[str, float]:
         found = true_measure(self, own)
         return {**found, "logit_kl": found["logit_kl"] * (1 if len(own) < 2 else 50 * len(own))}
 
-    monkeypatch.setattr(select._Model, "measure", interacting)
+    monkeypatch.setattr(select.WholeModel, "measure", interacting)
     free = chosen(ground, {"budget": {"logit_kl": 1e9}}).trail
     tried = [c for site in free["sites"] for c in site["candidates"]]
     alone = [c["alone"]["logit_kl"] for c in tried if c["label"] == ROUGH]
@@ -211,7 +213,7 @@ def test_sites_are_turned_back_one_by_one_where_nothing_else_helps(
     def treacherous(self: Any, own: Any) -> dict[str, float]:
         return {"prediction_agreement": 1.0 if len(own) < 2 else 0.5}
 
-    monkeypatch.setattr(select._Model, "measure", treacherous)
+    monkeypatch.setattr(select.WholeModel, "measure", treacherous)
     trail = chosen(ground, {"budget": {"prediction_agreement": 0.9}}).trail
     assert sorted(labels(trail)) == [ROUGH, "sinkhorn", "sinkhorn"]
     counts = [sum(label != "sinkhorn" for label in own["choice"].values()) for own in trail["rounds"]]
@@ -220,7 +222,7 @@ def test_sites_are_turned_back_one_by_one_where_nothing_else_helps(
     def broken(self: Any, own: Any) -> dict[str, float]:
         return {"prediction_agreement": 0.5 if own else 1.0}
 
-    monkeypatch.setattr(select._Model, "measure", broken)
+    monkeypatch.setattr(select.WholeModel, "measure", broken)
     made = chosen(ground, {"budget": {"prediction_agreement": 0.9}})
     trail = made.trail
     assert labels(trail) == ["sinkhorn"] * 3
@@ -293,7 +295,7 @@ def test_a_compiled_model_slower_than_the_teacher_is_the_teacher(
     })  # fmt: skip
     made = chosen(ground, {"budget": {"attention_rel_l2": 9.0}})
     assert {choice.operator for choice in made.choices} == {"teacher"}
-    assert made.trail["rounds"][-1]["verdict"] == "the whole model is slower than the teacher"
+    assert made.trail["rounds"][-1]["verdict"] == select.SLOWER_MODEL
 
 
 def test_an_approximation_must_gain_something(
@@ -340,21 +342,57 @@ def test_a_metric_that_cannot_be_measured_is_an_error(
         select.select(ground.analysis, recipe, ground.calibration, unlabelled, QUIET)
 
 
+def test_a_site_budget_needs_what_it_limits(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without classes: the default budget of the model asks for nothing, a site's budget does."""
+    priced(monkeypatch, CHEAP)
+    monkeypatch.setattr(select, "comparable", lambda output: [output[1][0]])  # maps: no classes
+    model = select.WholeModel(ground.analysis, ground.batches, Recipe())
+    assert "prediction_agreement" not in model.limits
+    own = {"*": {"budget": {"prediction_agreement": 0.5}}}
+    with pytest.raises(InputError, match=r"prediction_agreement cannot be measured here, got no output"):
+        chosen(ground, {"sites": own})
+
+
+def test_exact_operators_come_before_the_teacher(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model is slower than the teacher with approximations, and faster with exact operators."""
+    priced(monkeypatch, CHEAP)
+    found = iter([2.0, 0.5])
+
+    def medians(calls: Any, **_: Any) -> Any:
+        whole = {"teacher": 1.0, "compiled": next(found)}
+        return {name: dict.fromkeys(("median_ms", "q1", "q3"), whole[name]) for name in calls}
+
+    monkeypatch.setattr(select, "interleaved_medians", medians)
+    made = chosen(ground, {"budget": {"attention_rel_l2": 9.0}})
+    assert {choice.operator for choice in made.choices} == {"sinkhorn"}
+    assert labels(made.trail) == ["sinkhorn"] * 3
+
+
+def test_a_bias_by_position_has_one_length(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    priced(monkeypatch, CHEAP)
+    site = ground.analysis.sites[0]
+    fit = SimpleNamespace(features=("norm", "token_bias"))
+    tried = [select.Tried(select.Candidate("asap", "asap", None, fit))]  # type: ignore[arg-type]
+    own = select.OpenSite(0, site, Recipe(), {}, tried)
+    t = SiteTensors(torch.ones(1, 1, 12, 4), torch.ones(1, 1, 12, 4))
+    select._check_one_length(own, t, [(4, 12)])
+    with pytest.raises(InputError, match=r"asap holds for sequences of one length, got 4x13"):
+        select._check_one_length(own, t, [(4, 12), (4, 13)])
+
+
 def test_prices_are_measured_at_other_shapes() -> None:
     """Sizes of what the calls see, and medians that are times."""
-    from asapc.ir import SiteTensors
-
     seen: list[tuple[int, ...]] = []
     keep = torch.arange(7)[None] < torch.tensor([[7], [3]])
     q, k, bias = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 7, 4), torch.randn(1, 2, 5, 7)
     t = SiteTensors(q, k, keep, bias)
 
-    def call(own: SiteTensors, v: torch.Tensor) -> None:
-        assert own.keep is not None and own.bias is not None
-        seen.append((*own.q.shape[:3], own.k.shape[2], *own.keep.shape, *own.bias.shape, v.shape[2]))
+    def call(own: SiteTensors, v: torch.Tensor | None) -> None:
+        assert own.keep is not None and own.bias is not None and v is None
+        seen.append((*own.q.shape[:3], own.k.shape[2], *own.keep.shape, *own.bias.shape))
 
     found = price.prices({"a": call}, t, [(2, 5), (3, 10)], repeats=2)["a"]
-    assert set(seen) == {(2, 2, 5, 7, 2, 7, 1, 2, 5, 7, 7), (3, 2, 10, 14, 3, 14, 1, 2, 10, 14, 14)}
+    assert set(seen) == {(2, 2, 5, 7, 2, 7, 1, 2, 5, 7), (3, 2, 10, 14, 3, 14, 1, 2, 10, 14)}
     assert set(found.median) == {(2, 5), (3, 10)} and found.milliseconds > 0
     assert found.slower_than(found) is None
     fast = Price({(2, 5): 1.0}, {(2, 5): 0.9}, {(2, 5): 1.1})
