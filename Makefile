@@ -15,7 +15,7 @@ demo: $(VENV)/.installed
 	$(BIN)/asapc demo
 
 # One process a core and one thread each: the tests' tensors are too small to share.
-WORKERS ?= -n auto --dist loadfile
+WORKERS ?= -n auto --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) $(PYTEST_ARGS)
 

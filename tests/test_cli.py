@@ -233,7 +233,7 @@ def test_calibrate_summarises_the_fit(
 ) -> None:
     arguments = [*ARGUMENTS["calibrate"], "--json", *(["--sequential"] if sequential else [])]
     assert cli.main(arguments) == 0
-    assert calls["calibrate"][0][-2:] == (sequential, False)  # and restart
+    assert calls["calibrate"][0][-3:] == (sequential, False, None)  # and restart, max_memory
     summary = json.loads(capsys.readouterr().out)
     assert (summary["model"], summary["order"]) == ("teacher", "parallel")
     assert summary["sites"] == [

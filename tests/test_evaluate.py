@@ -197,7 +197,7 @@ def test_a_site_left_to_the_teacher_has_no_error(
 ) -> None:
     """The compiled graph holds one call for two sites: the second's must not be taken for the first's."""
 
-    def left(model: Any, sites: Any, picked: list[int], rounds: Any) -> list[int]:
+    def left(model: Any, sites: Any, picked: list[int], *_: Any) -> list[int]:
         own = sites[0]
         own.tried.insert(0, select.Tried(Candidate(TEACHER, TEACHER), price=own.teacher))
         approximate = [i for i, tried in enumerate(sites[1].tried) if tried.approximate]

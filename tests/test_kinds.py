@@ -53,7 +53,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keep = np.arange(10) < random.integers(4, 11, (200, 1))
     np.savez(folder / "data.npz", x=random.standard_normal((200, 10, 4)).astype("float32"), keep=keep)
     (folder / "recipe.yaml").write_text(
-        "budget: {prediction_agreement: 0}\nsites: {scaled: {operator: asap, features: [norm]}}\n"
+        "budget: {prediction_agreement: 0}\n"
+        "sites: {scaled: {operator: asap, features: [norm]}, glued: {operator: lossless}}\n"
     )
     model = (folder / "mixed.py:build", "--weights", folder / "mixed.safetensors")
     data = ("--data", folder / "data.npz")

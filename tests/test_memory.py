@@ -23,12 +23,12 @@ MIB = 1 << 20
 
 # A model that returns its maps, 4 MiB an example, and a site's statistics of a batch.
 CHILD = """
-import json, resource, sys
+import json, sys
 import torch
 from asapc.calibration.collect import SiteStatistics
 from asapc.features.predictor import closure_plan
 from asapc.ir import Convention, OutputFactor, SiteTensors
-from asapc.memory import MemoryLimit, current
+from asapc.memory import MemoryLimit, current, peak
 from asapc.recipe import Recipe
 
 torch.set_num_threads(1)
@@ -50,8 +50,7 @@ limit = current() + room
 size = 64 if room == 0 else MemoryLimit(limit).batch_size(step, 64)
 for _ in range(3):
     step(size)
-most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-print(json.dumps({"size": size, "limit": limit, "peak": most}))
+print(json.dumps({"size": size, "limit": limit, "peak": peak()}))
 """
 
 
@@ -170,8 +169,8 @@ def test_a_calibration_keeps_its_limit(tmp_path: Path) -> None:
     )
     arguments = ["calibrate", "teacher", "--data", "data.npz", "-o", "out", "--recipe", "recipe.yaml"]
     code = (
-        "import resource, sys; from asapc.cli import main; code = main(sys.argv[1:]);"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10); sys.exit(code)"
+        "import sys; from asapc.cli import main; from asapc.memory import peak;"
+        "code = main(sys.argv[1:]); print(peak()); sys.exit(code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments, "--max-memory", "760MiB"], cwd=tmp_path,
