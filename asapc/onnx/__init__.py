@@ -1,0 +1,1 @@
+"""ONNX: files as teachers, and compiled models as files that any runtime runs."""
