@@ -94,12 +94,19 @@ class Analysis:
 def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis:
     """Everything that is known about a teacher before data is streamed through it.
 
-    Raises InputError if the model cannot be run or captured, VerificationError if the lossless
-    rewrite does not reproduce the untouched model although every site replays.
+    Raises InputError if the model cannot be run or captured, VerificationError if an ONNX file was not
+    understood as onnxruntime does, or if the lossless rewrite does not reproduce the untouched model
+    although every site replays.
     """
     subject: nn.Module | ExportedProgram
     subject = teacher.model if teacher.model is not None else _program(teacher)
     captured = capture(subject, batch.args, batch.kwargs)
+    if teacher.onnx is not None:
+        from asapc.onnx.check import check_import
+        from asapc.onnx.module import OnnxModule
+
+        assert isinstance(teacher.model, OnnxModule)
+        check_import(teacher.model, teacher.onnx, batch)
     sites: list[Site] = []
     left: list[LeftAlone] = []
     lifted: list[Program] = []

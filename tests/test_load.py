@@ -220,7 +220,7 @@ def test_other_files(tmp_path: Path, factory: Path) -> None:
         (tmp_path / name).touch()
         assert "file.py:factory --weights" in refused(tmp_path / name)
     assert f"{factory}:NAME" in refused(factory)
-    assert "ONNX teachers are not supported yet" in refused(tmp_path / "teacher.onnx")
+    assert "no such model" in refused(tmp_path / "teacher.onnx")
     (tmp_path / "notes.txt").touch()
     assert "is not a model" in refused(tmp_path / "notes.txt")
 

@@ -25,7 +25,7 @@ from asapc.models import ARCHITECTURES
 
 MODEL_GRAMMAR = (
     "give a folder with config.json and model.safetensors, pkg.module:factory or file.py:factory "
-    "(with --weights), or a .pt2 program"
+    "(with --weights), a .pt2 program or an .onnx model"
 )
 EXAMPLE_BATCH = 3
 MAX_LOOP = 1000  # half-steps of a built-in model's loop: it is unrolled
@@ -41,6 +41,7 @@ class Teacher:
     fingerprint: sha256 over the sorted state-dict names, dtypes, shapes and bytes.
     builtin:     one of asapc.models.ARCHITECTURES, so example_inputs knows its inputs.
     factory:     "pkg.module:factory" or "file.py:factory", None otherwise.
+    onnx:        the .onnx file that `model` evaluates, None otherwise.
     """
 
     model: nn.Module | None
@@ -49,6 +50,7 @@ class Teacher:
     fingerprint: str
     builtin: bool
     factory: str | None
+    onnx: Path | None = None
 
 
 def load_teacher(
@@ -73,13 +75,12 @@ def load_teacher(
         return _factory_teacher(model, weights, kwargs)
     if path.is_dir():
         return _folder_teacher(path)
-    if path.suffix == ".onnx":
-        raise InputError(
-            f"{model}: ONNX teachers are not supported yet",
-            help="give the PyTorch model the file was exported from: " + MODEL_GRAMMAR,
-        )
     if not path.exists():
         raise InputError(f"{model}: no such model", help=MODEL_GRAMMAR)
+    if path.suffix == ".onnx":
+        from asapc.onnx.load import onnx_teacher
+
+        return onnx_teacher(path)
     if path.suffix == ".pt2":
         return _program_teacher(path)
     if path.suffix in (".safetensors", ".pt", ".pth"):

@@ -1,70 +1,64 @@
-"""ONNX Runtime on tensors: the runtime that checks every file, and times it."""
+"""onnxruntime, where it is installed: sessions on the CPU, tensors in and out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import onnx
 import torch
 from torch import Tensor
 
 from asapc.errors import InputError
 
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
 
-def open_session(model: Path | bytes, threads: int | None = None, optimise: bool = True) -> Any:
-    """An onnxruntime.InferenceSession on the CPU, or on CUDA where the runtime has it.
+NUMPY = {
+    "tensor(float)": torch.float32, "tensor(double)": torch.float64, "tensor(float16)": torch.float16,
+    "tensor(int64)": torch.int64, "tensor(int32)": torch.int32, "tensor(int16)": torch.int16,
+    "tensor(int8)": torch.int8, "tensor(uint8)": torch.uint8, "tensor(bool)": torch.bool,
+}  # fmt: skip
+ONLY_FATAL = 4  # of its log, which tells what is raised anyway
 
-    model: a file, or a model without external data.  threads: for one operator, None for the
-    runtime's own choice.  Raises InputError if onnxruntime is not installed or refuses the model.
+
+def open_session(
+    model: onnx.ModelProto | str | Path, threads: int | None = None, optimise: bool = True
+) -> InferenceSession:
+    """A session of a model or a file.  threads: within an operator, None leaves it to onnxruntime.
+
+    Raises InputError where onnxruntime is missing or does not take the model.
     """
-    runtime = onnxruntime()
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors: its warnings speak of nodes it folds
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    if not optimise:
-        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    known = runtime.get_available_providers()
-    providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in known]
-    try:
-        return runtime.InferenceSession(
-            model if isinstance(model, bytes) else str(model), options, providers=providers
-        )
-    except Exception as error:  # the runtime's own exceptions share no base class
-        name = model.name if isinstance(model, Path) else "the model"
-        raise InputError(
-            f"{name}: ONNX Runtime {runtime.__version__} must be able to load it",
-            got=" ".join(str(error).split())[:300],
-        ) from error
-
-
-def run(session: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The outputs in order.  inputs: tensors by name, on any device; extra ones are left out.
-
-    Raises InputError with the runtime's message if it fails on them.
-    """
-    wanted = [value.name for value in session.get_inputs()]
-    arrays = {name: inputs[name].detach().cpu().contiguous().numpy() for name in wanted}
-    try:
-        outputs: Sequence[np.ndarray] = session.run(None, arrays)
-    except Exception as error:
-        raise InputError(
-            "ONNX Runtime must be able to run the model on this batch",
-            got=" ".join(str(error).split())[:300],
-        ) from error
-    return [torch.from_numpy(np.array(output)) for output in outputs]
-
-
-def onnxruntime() -> Any:
-    """The module.  Raises InputError with the command that installs it."""
     try:
         import onnxruntime
     except ImportError as error:
         raise InputError(
-            "ONNX files are checked and timed with onnxruntime",
-            got="it is not installed",
+            "ONNX models are checked with onnxruntime", got="no onnxruntime",
             help="pip install 'asapc[onnx]'",
-        ) from error
-    return onnxruntime
+        ) from error  # fmt: skip
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = ONLY_FATAL
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimise else levels.ORT_DISABLE_ALL
+    if threads is not None:
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+    source: Any = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
+    try:
+        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # it has its own types, one for each status
+        place = "the model" if isinstance(model, onnx.ModelProto) else str(model)
+        raise InputError(
+            f"{place}: onnxruntime must be able to run it", got=str(error).splitlines()[0],
+            help="onnx.checker.check_model says what is wrong with a file",
+        ) from error  # fmt: skip
+
+
+def run(session: InferenceSession, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Its outputs in order.  inputs: by name, converted to the types that the model declares."""
+    arrays = {}
+    for declared in session.get_inputs():
+        tensor = inputs[declared.name].detach().cpu()
+        arrays[declared.name] = tensor.to(NUMPY.get(declared.type, tensor.dtype)).numpy()
+    return [torch.as_tensor(output) for output in session.run(None, arrays)]

@@ -1,0 +1,166 @@
+"""Host values: ONNX integers that are shapes in the making, kept as Python numbers.
+
+A graph computes shapes with the operators it computes tensors with. What comes out of `Shape` stays an
+int or SymInt, or a list of them, through such operators, so that a dynamic size remains a symbol under
+torch.export; an operator on tensors turns it into an int64 (or bool) tensor. A `Real` is a float that
+is not in a tensor yet: a constant that scales something, or a size cast to float.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_HOST = 16  # entries of a constant that may be a shape; a longer one is a tensor
+MOST_ENTRIES = 1 << 31  # of a tensor that a file makes from numbers alone
+
+
+@dataclass(frozen=True)
+class Real:
+    """A 0-d float32; its number may be a size."""
+
+    number: Any
+
+
+def is_host(value: Any) -> bool:
+    """An integer or bool (0-d), a list of them (1-d), or None for an input that is left out."""
+    return not isinstance(value, (Tensor, Real))
+
+
+def tensor_of(value: Any) -> Any:
+    """The tensor of a host value; tensors and None (an input that is absent) as they are."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    if isinstance(value, Real):
+        return torch.full((), value.number, dtype=torch.float32)
+    if isinstance(value, list):
+        if all(isinstance(item, (bool, int)) for item in value):
+            flags = bool(value) and all(isinstance(item, bool) for item in value)
+            return torch.tensor(value, dtype=torch.bool if flags else torch.int64)
+        return torch.stack([tensor_of(item) for item in value])
+    return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else torch.int64)
+
+
+def operand_of(value: Any) -> Any:
+    """The second operand of a torch function whose first is a tensor: a plain number stays one."""
+    number = value.number if isinstance(value, Real) else value
+    return number if isinstance(number, (bool, int, float)) else tensor_of(value)
+
+
+def constant_of(tensor: Tensor) -> Any:
+    """The host value of a constant that is one float, or integers that may be a shape; or the tensor."""
+    if tensor.dtype == torch.float32 and tensor.dim() == 0:
+        return Real(tensor.item())
+    shape_like = tensor.dtype in (torch.int64, torch.int32) and tensor.dim() <= 1
+    if (shape_like and tensor.numel() <= MOST_HOST) or (
+        tensor.dtype == torch.bool and tensor.dim() == 0
+    ):
+        return tensor.tolist()
+    return tensor
+
+
+def ints(value: Any, what: str) -> list[Any]:
+    """The numbers of a host value or of a constant tensor.
+
+    Raises ValueError where they depend on data: `what` names them.
+    """
+    if isinstance(value, Tensor):
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if isinstance(value, FakeTensor):
+            raise ValueError(f"{what} must be known before the model runs, and depends on its data")
+        value = value.tolist()
+    if isinstance(value, Real):
+        value = value.number
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def checked_size(shape: Sequence[Any]) -> Sequence[Any]:
+    """The shape of a tensor that is about to be made.  Raises ValueError if it is absurdly large."""
+    known = math.prod(size for size in shape if isinstance(size, int))
+    if known > MOST_ENTRIES:
+        raise ValueError(f"a tensor of {known} entries, more than {MOST_ENTRIES}, is not made")
+    return shape
+
+
+def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    """function of numbers, over numbers and lists that broadcast."""
+
+    def apply(*values: Any) -> Any:
+        lengths = [len(value) for value in values if isinstance(value, list)]
+        if not lengths:
+            return function(*values)
+        length = 0 if 0 in lengths else max(lengths)
+        if not {*lengths} <= {length, 1}:
+            raise ValueError(f"lists of {lengths} entries do not broadcast")
+        spread = [
+            (value * length if len(value) == 1 and length != 1 else value)
+            if isinstance(value, list) else [value] * length
+            for value in values
+        ]  # fmt: skip
+        return [function(*items) for items in zip(*spread, strict=True)]
+
+    return apply
+
+
+def on_host(host: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An operator that has a form for host values, taken where every input is one.
+
+    NotImplemented from that form leaves the work to the decorated function.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def apply(*values: Any, **attributes: Any) -> Any:
+            result = NotImplemented
+            if all(is_host(value) for value in values):
+                result = host(*values, **attributes)
+            return function(*values, **attributes) if result is NotImplemented else result
+
+        return apply
+
+    return decorate
+
+
+def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator whose inputs are all tensors."""
+
+    @functools.wraps(function)
+    def apply(*values: Any, **attributes: Any) -> Any:
+        return function(*map(tensor_of, values), **attributes)
+
+    return apply
+
+
+def on_tensor(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator whose first input is a tensor, and the others shapes, axes and the like."""
+
+    @functools.wraps(function)
+    def apply(x: Any, *values: Any, **attributes: Any) -> Any:
+        return function(tensor_of(x), *values, **attributes)
+
+    return apply
+
+
+def truncated_division(a: Any, b: Any) -> Any:
+    """a / b towards zero; sizes, which are symbols, are not negative."""
+    quotient = abs(a) // abs(b)
+    return quotient if (a >= 0) == (b >= 0) else -quotient
+
+
+def numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """function of (the numbers of a list, along its one axis) for a reduction of a host value."""
+
+    def reduce(value: Any, axes: Any = None, *, keepdims: int = 1, **rest: Any) -> Any:
+        if not isinstance(value, list) or not value or rest.get("noop_with_empty_axes"):
+            return NotImplemented
+        result = function(value)
+        return [result] if keepdims else result
+
+    return reduce

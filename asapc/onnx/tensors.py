@@ -1,0 +1,121 @@
+"""Tensors of an ONNX file, inside it or in files beside it, read without trusting what it declares."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor
+
+from asapc.errors import InputError
+from asapc.onnx.ops import DTYPES
+
+# Where a TensorProto without raw_data keeps its entries, and the numpy type of one.
+FIELDS = {
+    1: ("float_data", np.float32), 2: ("int32_data", np.uint8), 3: ("int32_data", np.int8),
+    5: ("int32_data", np.int16), 6: ("int32_data", np.int32), 7: ("int64_data", np.int64),
+    9: ("int32_data", np.bool_), 10: ("int32_data", np.float16), 11: ("double_data", np.float64),
+    16: ("int32_data", np.uint16),
+}  # fmt: skip
+
+
+def read_tensor(proto: onnx.TensorProto, path: Path) -> Tensor:
+    """The tensor, on the CPU.  path: of the ONNX file.
+
+    Raises InputError for other element types and for data that is missing, outside the file's folder or
+    of another size than the shape says.
+    """
+    place = f"{path}: tensor {proto.name or '(unnamed)'}"
+    if proto.data_type not in DTYPES:
+        raise InputError(
+            f"{place} must hold floats, integers or bools", got=type_name(proto.data_type),
+            help="export the model in float32",
+        )  # fmt: skip
+    dtype, shape = DTYPES[proto.data_type], list(proto.dims)
+    if proto.HasField("segment") or min(shape, default=0) < 0:
+        raise InputError(f"{place} must be whole and have sizes", got=f"dimensions {shape}")
+    count = math.prod(shape)
+    size = count * torch.empty((), dtype=dtype).element_size()
+    if proto.data_location == onnx.TensorProto.EXTERNAL:
+        data = _external(proto, path, place, size)
+    elif proto.HasField("raw_data"):
+        data = proto.raw_data
+    else:
+        data = _typed(proto, place, count)
+    if len(data) != size:
+        raise InputError(
+            f"{place} must hold the {size} bytes of {dtype} {shape}", got=f"{len(data)} bytes",
+            help="the file is damaged or truncated: copy or export it again",
+        )  # fmt: skip
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    if dtype == torch.bool:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).bool().reshape(shape)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def type_name(number: int) -> str:
+    """FLOAT8E4M3FN and the like."""
+    known = onnx.TensorProto.DataType.items()
+    return next((name for name, value in known if value == number), f"type {number}")
+
+
+def _typed(proto: onnx.TensorProto, place: str, count: int) -> bytes:
+    field, kind = FIELDS[proto.data_type]
+    values = getattr(proto, field)
+    if len(values) != count:
+        raise InputError(
+            f"{place} must hold {count} entries", got=f"{len(values)}",
+            help="the file is damaged: export it again",
+        )  # fmt: skip
+    if proto.data_type == onnx.TensorProto.FLOAT16:  # bits
+        return np.array(values, dtype=np.int64).astype(np.uint16).tobytes()
+    return np.array(values).astype(kind).tobytes()
+
+
+def _external(proto: onnx.TensorProto, path: Path, place: str, size: int) -> bytes:
+    entries = {entry.key: entry.value for entry in proto.external_data}
+    location = entries.get("location", "")
+    folder = path.parent.resolve()
+    relative = Path(location)
+    inside = location and not relative.is_absolute() and ".." not in relative.parts
+    if not inside or "\0" in location or "\\" in location or not _within(folder / relative, folder):
+        raise InputError(
+            f"{place}: its data must lie in the folder of the ONNX file", got=repr(location),
+            help="put both files into one folder, as files and not as links",
+        )  # fmt: skip
+    file = folder / relative
+    if not file.is_file():
+        raise InputError(
+            f"{place}: the file with its data must be there", got=f"no {file}",
+            help=f"copy {relative.name} into the folder of the ONNX file",
+        )  # fmt: skip
+    offset, length = (_number(entries, key, default, place)
+                      for key, default in (("offset", 0), ("length", size)))  # fmt: skip
+    stored = file.stat().st_size
+    if length != size or offset + length > stored:
+        raise InputError(
+            f"{place}: {file.name} must hold its {size} bytes from {offset} on",
+            got=f"{length} bytes declared, in a file of {stored}",
+            help="the file is truncated or belongs to another model: copy or export both again",
+        )
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        return stream.read(length)
+
+
+def _within(file: Path, folder: Path) -> bool:
+    try:
+        return file.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError):  # links in a circle
+        return False
+
+
+def _number(entries: dict[str, str], key: str, default: int, place: str) -> int:
+    text = entries.get(key, str(default))
+    if not text.isdecimal() or len(text) > 18:
+        raise InputError(f"{place}: {key} of its data must be a number of bytes", got=repr(text))
+    return int(text)
