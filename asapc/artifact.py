@@ -209,6 +209,13 @@ def _read(place: Path, stages: Sequence[Stage]) -> Artifact:
     )  # fmt: skip
 
 
+def read_exported(artifact: Artifact, stage: Stage = "graph") -> ExportedProgram:
+    """The one program of a model captured whole, with its weights, as torch.export has it."""
+    tensors = read_safetensors(artifact.folder / "model.safetensors")
+    own = {**_under(tensors, "0."), **_under(tensors, f"{stage}.0.")}
+    return load_program(_inside(artifact.folder, artifact.manifest["programs"][0][stage]), own)
+
+
 def _module(exported: ExportedProgram, path: Path) -> GraphModule:
     try:
         graph = exported.module(check_guards=False)

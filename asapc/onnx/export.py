@@ -1,0 +1,148 @@
+"""A compiled program as OUT/model.onnx, which stands there only after it was run and compared.
+
+    translate   the program by torch's exporter, its asapc calls as calls of model-local functions
+    check       onnx.checker with shape inference; weights beyond 2 GB go into model.onnx.data
+    verify      asapc.onnx.verify: ONNX Runtime against the compiled program
+
+OUT/onnx.json says how it was written and what the comparison found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir
+from torch.export import ExportedProgram
+
+from asapc.artifact import Artifact, read_exported
+from asapc.data import Batch
+from asapc.errors import InputError, VerificationError
+from asapc.formats.atomic import replace_file
+from asapc.onnx.functions import DOMAIN, take_out_calls
+from asapc.onnx.translate import translate
+from asapc.onnx.verify import verify
+from asapc.progress import Progress
+
+MODEL, RECORD = "model.onnx", "onnx.json"
+OPSETS = (18, 23)  # least and most
+DEFAULT_OPSET = 18
+INLINE_BYTES = 1_900_000_000  # of weights: protobuf ends at 2 GiB
+_PARTIAL = ".onnx-"
+
+
+def export(
+    artifact: Artifact,
+    batches: Sequence[Batch],
+    *,
+    opset: int = DEFAULT_OPSET,
+    tolerance: float,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write OUT/model.onnx and OUT/onnx.json; returns what onnx.json holds.
+
+    batches: unseen examples that the file is verified on.  tolerance: largest difference of an
+    output, relative to max(1, its largest entry).  Raises InputError for a model that has no one graph,
+    VerificationError where the file does not compute what the compiled program does: nothing is
+    written then, and an earlier file stays.
+    """
+    if not OPSETS[0] <= opset <= OPSETS[1]:
+        raise InputError(
+            f"export: opset must be from {OPSETS[0]} to {OPSETS[1]}", got=opset,
+            help=f"{DEFAULT_OPSET} runs everywhere",
+        )  # fmt: skip
+    if artifact.capture != "whole":
+        raise InputError(
+            f"{artifact.folder}: one graph of the whole model is what ONNX holds",
+            got="a model that torch.export could trace by its modules only",
+            help="keep data-dependent Python out of its forward; `asapc inspect` says what was in the way",
+        )
+    progress.note("writing ONNX")
+    exported = read_exported(artifact)
+    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    model = onnx_model(exported, opset)
+    for left in artifact.folder.glob(f"{_PARTIAL}*"):  # of a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=artifact.folder, prefix=_PARTIAL) as place:
+        path = Path(place) / MODEL
+        save(model, path)
+        check(path)
+        found = verify(path, artifact.programs["graph"][0].graph, names, batches, tolerance, progress)
+        record = {
+            "opset": opset,
+            "bytes": sum(own.stat().st_size for own in path.parent.iterdir()),
+            "functions": sorted({function.name for function in model.functions.values()}),
+            **asdict(found),
+        }
+        for own in sorted(path.parent.iterdir(), reverse=True):  # model.onnx.data first
+            os.replace(own, artifact.folder / own.name)
+    replace_file(artifact.folder / RECORD, json.dumps(record, indent=2) + "\n")
+    return record
+
+
+def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
+    """The program in ONNX; `exported` is taken apart."""
+    functions = take_out_calls(exported, opset)
+    model = translate(exported, opset)
+    for function in functions:
+        model.functions[function.identifier()] = function
+    if functions:
+        model.graph.opset_imports[DOMAIN] = 1
+    _name_sizes(model)
+    model.producer_name = "asapc"
+    model.producer_version = None
+    return model
+
+
+def save(model: onnx_ir.Model, path: Path) -> None:
+    """Weights go into a file of their own where one would pass 2 GB."""
+    weights = sum(value.const_value.nbytes for value in model.graph.initializers.values()
+                  if value.const_value is not None)  # fmt: skip
+    if weights <= INLINE_BYTES:
+        onnx_ir.save(model, path)
+    else:
+        onnx_ir.save(model, path, external_data=path.name + ".data")
+
+
+def check(path: Path) -> None:
+    """onnx.checker with strict shape inference.  Raises VerificationError."""
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:  # ValidationError and InferenceError share no base class
+        raise VerificationError(
+            f"{path.name}: the ONNX checker accepts the file", got=" ".join(str(error).split())[:300]
+        ) from error
+
+
+def _name_sizes(model: onnx_ir.Model) -> None:
+    """Dynamic sizes are called batch, length, length_2 ... in the order of the inputs."""
+    names: dict[str, str] = {}
+    for value in model.graph.inputs:
+        for axis, size in enumerate(value.shape or ()):
+            own = getattr(size, "value", None)
+            if isinstance(own, str) and own not in names:
+                known = sum(name.startswith("length") for name in names.values())
+                if axis == 0 and "batch" not in names.values():
+                    names[own] = "batch"
+                else:
+                    names[own] = "length" if known == 0 else f"length_{known + 1}"
+    for value in _values(model):
+        if value.shape is None:
+            continue
+        value.shape = onnx_ir.Shape([
+            names.get(own, own) if isinstance(own := getattr(size, "value", size), str) else size
+            for size in value.shape
+        ])  # fmt: skip
+
+
+def _values(model: onnx_ir.Model) -> list[onnx_ir.Value]:
+    graph = model.graph
+    return [*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)]
+

@@ -1,0 +1,86 @@
+"""ATen to ONNX by torch's own exporter, without the traces it leaves in the file."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir
+import torch
+from torch.export import ExportedProgram
+
+from asapc.errors import InputError
+
+_NOISY = ("torch.onnx", "onnxscript", "onnx_ir")
+
+
+def translate(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
+    """The program in standard operators of `opset`; names of values are those of its nodes.
+
+    Raises InputError if onnxscript is missing, or for an operator the exporter does not know.
+    """
+    try:
+        import onnxscript  # noqa: F401  # torch.onnx writes with it
+    except ImportError as error:
+        raise InputError(
+            "torch's ONNX exporter needs onnxscript",
+            got="it is not installed",
+            help="pip install 'asapc[onnx]'",
+        ) from error
+    levels = {name: logging.getLogger(name).level for name in _NOISY}
+    try:
+        for name in _NOISY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                exported, dynamo=True, opset_version=opset, verbose=False, optimize=True,
+                custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
+            )  # fmt: skip
+    except Exception as error:  # the exporter's errors share no public base class
+        raise InputError(
+            "the compiled program can be written in ONNX", got=_cause(error),
+        ) from error  # fmt: skip
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+    assert program is not None
+    model: onnx_ir.Model = program.model
+    for node in model.graph.all_nodes():
+        _strip(node)
+    model.graph.metadata_props.clear()
+    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+    return model
+
+
+def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """aten.sort.stable: of equal entries TopK takes the one with the lower index first."""
+    from onnxscript import opset18 as op
+
+    length = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
+    return op.TopK(x, length, axis=dim, largest=int(descending), sorted=1)
+
+
+def _strip(node: onnx_ir.Node) -> None:
+    """Stack traces and source paths of the machine that exported."""
+    node.metadata_props.clear()
+    node.doc_string = None
+    for value in node.outputs:
+        value.metadata_props.clear()
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the innermost error: the outer ones tell what to report to PyTorch."""
+    for own in _chain(error):
+        error = own
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

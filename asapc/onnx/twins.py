@@ -1,0 +1,683 @@
+"""Twins of the operators in what ONNX has, and in the order ONNX Runtime is fast at.
+
+Traced by torch.export they become the bodies of the functions in a file (asapc.onnx.functions), and
+they run in PyTorch, where tests hold them against operators/. A loop takes its first two half-steps
+in the log domain, as the meaning does. The plan is closed on one side then, so that no later factor is
+further from 1 than the number of rows or columns: what is left are products with a kernel that is
+formed once, where the log domain takes an exponential of every entry at every step.
+
+Sizes are read from shapes and nothing branches on a value, so that one body serves every batch and
+length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from asapc.features.clouds import Budget, Clouds
+from asapc.features.coarse import coarse_problem
+from asapc.features.gaussian import JITTER, moments, newton_schulz_scale
+from asapc.features.quantiles import drop_massless, project, quantiles, stable_sort_values
+from asapc.ir import Side
+from asapc.kernels.dual import Backend
+from asapc.operators import asap as asap_meaning
+from asapc.operators import esp as esp_meaning
+from asapc.operators import lot as lot_meaning
+from asapc.operators.closures import log_marginals
+from asapc.operators.sinkhorn import (
+    clean_values,
+    factor_value,
+    initial_duals,
+    open_empty,
+    score_matrix,
+    widen,
+)
+
+LOG_STEPS = 2
+ROOT_STEPS = 16  # of the scaled Newton-Schulz iteration, enough for condition numbers of 1e6
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A finite loop's end: the plan is diag(u) K diag(v), its duals are f + log u and g + log v.
+
+    kernel K: [B, H, N, M]; u: [B, H, N, 1]; v: [B, H, M, 1]; f: [B, H, N]; g: [B, H, M].
+    """
+
+    kernel: Tensor
+    u: Tensor
+    v: Tensor
+    f: Tensor
+    g: Tensor
+
+    def apply(self, values: Tensor) -> Tensor:
+        """Plan times values [B, H, M, E]: [B, H, N, E]; the plan is not formed."""
+        return self.u * (self.kernel @ (self.v * values))
+
+    def plan(self) -> Tensor:
+        """[B, H, N, M]."""
+        return self.u * self.kernel * self.v.transpose(-1, -2)
+
+
+def log_sum_exp(x: Tensor, dim: int) -> Tensor:
+    """Along `dim`; -inf where all is. In ONNX Runtime three times as fast as ReduceLogSumExp."""
+    top = x.amax(dim, keepdim=True)
+    top = torch.where(top == -math.inf, 0.0, top)
+    return (torch.exp(x - top).sum(dim, keepdim=True).log() + top).squeeze(dim)
+
+
+def run_loop(
+    scores: Tensor,
+    f: Tensor,
+    g: Tensor,
+    log_mu: Tensor,
+    log_nu: Tensor,
+    half_steps: int,
+    first_side: Side,
+    row_keep: Tensor | None = None,
+) -> Loop:
+    """`half_steps` alternating closures from the duals f [B, H, N] and g [B, H, M].
+
+    scores: [B, H, N, M]; log_mu, log_nu: broadcastable to f and g, -inf without mass; row_keep:
+    [B, 1, N] bool, the rows that columns sum over, where the others are closed all the same.
+    Meaning: operators.sinkhorn.run_half_steps, features.coarse.coarse_duals, operators.lot.pivot_plan.
+    """
+
+    def of_rows(x: Tensor, fill: float) -> Tensor:
+        return x if row_keep is None else torch.where(row_keep[..., None], x, fill)
+
+    on_rows = first_side == "row"
+    for _ in range(min(LOG_STEPS, half_steps)):
+        if on_rows:
+            f = _closed(log_mu, log_sum_exp(scores + g[..., None, :], -1))
+        else:
+            g = _closed(log_nu, log_sum_exp(of_rows(scores + f[..., :, None], -math.inf), -2))
+        on_rows = not on_rows
+    kernel = torch.exp(scores + f[..., :, None] + g[..., None, :])
+    u, v = torch.ones_like(f)[..., None], torch.ones_like(g)[..., None]
+    if half_steps > LOG_STEPS:
+        kernel = of_rows(kernel, 0.0)
+        transposed = kernel.transpose(-1, -2).contiguous()  # a matrix times a column is the fast order
+        mu, nu = log_mu.exp()[..., None], log_nu.exp()[..., None]
+    for _ in range(half_steps - LOG_STEPS):
+        if on_rows:
+            u = _scaling(mu, kernel @ v)
+        else:
+            v = _scaling(nu, transposed @ u)
+        on_rows = not on_rows
+    return Loop(kernel, u, v, f, g)
+
+
+def _closed(log_mass: Tensor, total: Tensor) -> Tensor:
+    """log mass - total; where there is nothing to close 0, or -inf without mass."""
+    empty = torch.where(log_mass == -math.inf, log_mass, 0.0)
+    return torch.where((total == -math.inf) | (log_mass == -math.inf), empty, log_mass - total)
+
+
+def _scaling(mass: Tensor, total: Tensor) -> Tensor:
+    """mass / total; where there is no total nothing is scaled."""
+    return mass / torch.where(total > 0, total, 1.0)
+
+
+def _sinkhorn_loop(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    source_dual: Tensor | None,
+    target_dual: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    first_side: Side,
+    output_factor: Sequence[float],
+) -> tuple[Loop, float | Tensor, Tensor | None]:
+    """The loop, the factor of its plan, and the mask with one key opened where none was active."""
+    duals = [None if dual is None else asap_meaning.open_dual(dual, keep)
+             for dual in (source_dual, target_dual)]  # fmt: skip
+    q, opened, bias = open_empty(q, keep, bias)
+    scores = score_matrix(widen(q), widen(k), opened, widen(bias), score_multiplier)
+    f, g = initial_duals(scores, opened)
+    if duals[0] is not None:
+        f = duals[0].to(scores.dtype)
+    if duals[1] is not None:
+        g = duals[1].to(scores.dtype)
+        if opened is not None:
+            g = g.masked_fill(~opened[:, None, :], -math.inf)
+    log_mu, log_nu = log_marginals(scores.shape[-2], scores.shape[-1], opened, scores)
+    loop = run_loop(scores, f, g, log_mu, log_nu, half_steps, first_side)
+    factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], opened)
+    return loop, factor.to(scores.dtype) if isinstance(factor, Tensor) else factor, opened
+
+
+def sinkhorn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Arguments and result as operators.sinkhorn.sinkhorn."""
+    side: Side = "row" if rows_first else "column"
+    loop, factor, opened = _sinkhorn_loop(
+        q, k, keep, bias, None, None, score_multiplier, half_steps, side, output_factor
+    )
+    return (loop.apply(widen(clean_values(v, opened))) * factor).to(v.dtype)
+
+
+def sinkhorn_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Arguments and result as operators.sinkhorn.sinkhorn_attention."""
+    side: Side = "row" if rows_first else "column"
+    loop, factor, _ = _sinkhorn_loop(
+        q, k, keep, bias, None, None, score_multiplier, half_steps, side, output_factor
+    )
+    return (loop.plan() * factor).to(q.dtype)
+
+
+def asap(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    source_dual: Tensor | None,
+    target_dual: Tensor | None,
+    score_multiplier: float,
+    closures: int,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Arguments and result as operators.asap.asap."""
+    side = asap_meaning.first_closure(source_dual, target_dual, closures)
+    if closures == 1 and target_dual is not None:
+        return _key_closure(q, k, v, keep, bias, target_dual, score_multiplier, output_factor)
+    loop, factor, opened = _sinkhorn_loop(
+        q, k, keep, bias, source_dual, target_dual, score_multiplier, closures, side, output_factor
+    )
+    return (loop.apply(widen(clean_values(v, opened))) * factor).to(v.dtype)
+
+
+def asap_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    source_dual: Tensor | None,
+    target_dual: Tensor | None,
+    score_multiplier: float,
+    closures: int,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Arguments and result as operators.asap.asap_attention."""
+    side = asap_meaning.first_closure(source_dual, target_dual, closures)
+    loop, factor, _ = _sinkhorn_loop(
+        q, k, keep, bias, source_dual, target_dual, score_multiplier, closures, side, output_factor
+    )
+    return (loop.plan() * factor).to(q.dtype)
+
+
+def _key_closure(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    target_dual: Tensor,
+    score_multiplier: float,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Softmax attention with a key bias, in the one pattern that runtimes have a kernel for."""
+    dual = asap_meaning.open_dual(target_dual, keep)
+    q, opened, bias = open_empty(q, keep, bias)
+    wide = torch.promote_types(widen(q).dtype, widen(v).dtype)
+    mask = dual.to(wide)[:, :, None, :]
+    if opened is not None:
+        mask = mask.masked_fill(~opened[:, None, None, :], -math.inf)
+    if bias is not None:
+        mask = mask + bias.to(wide)
+    out = functional.scaled_dot_product_attention(
+        q.to(wide), clean_values(k, opened).to(wide), clean_values(v, opened).to(wide),
+        attn_mask=mask, scale=score_multiplier,
+    )  # fmt: skip
+    factor = factor_value(output_factor, q.shape[2], k.shape[2], opened)
+    factor = factor.to(wide) if isinstance(factor, Tensor) else factor
+    return (out * (factor / q.shape[2])).to(v.dtype)
+
+
+# Predicted duals: each family's contribution, where its meaning does not translate well
+
+
+def _coarse(
+    clouds: Clouds, pivots: Tensor, budget: Budget, want_mass: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The coarse column [B, H, N] up to a constant, and features.coarse.row_mass [B, H, M].
+
+    Cluster masses are scaled to the mass of x, as in kernels/cpu/coarse.py, which shifts the dual.
+    """
+    problem = coarse_problem(clouds, pivots)
+    scores, counts = problem.scores, problem.counts
+    rows = clouds.x_keep
+    if rows is not None:
+        rows = (rows | ~rows.any(-1, keepdim=True))[:, None, :]  # [B, 1, N]
+        mass = rows.sum(-1, keepdim=True).to(scores.dtype)
+    else:
+        mass = torch.full_like(counts[..., :1], scores.shape[2])
+    active = counts.sum(-1, keepdim=True)
+    nobody = active == 0  # [B, H, 1]
+    log_nu = torch.where(nobody, 0.0, counts * (mass / active.clamp(min=1.0))).log()
+    log_nu = torch.where(nobody, 0.0, log_nu)
+    side: Side = "row" if budget.starts_on_x else "column"
+    zero = torch.zeros_like(scores[..., 0])
+    loop = run_loop(scores, zero, log_nu, zero, log_nu, budget.half_steps, side, rows)
+    f = torch.where(nobody, 0.0, loop.f + loop.u[..., 0].log())
+    column = f + clouds.cost_offset()
+    if not want_mass:
+        return column, None
+    # r_c = exp(v_c) sum_i exp(S_ic + u_i), 1 where one more half-step would change nothing
+    spread = scores + f[..., :, None]
+    if rows is not None:
+        spread = torch.where(rows[..., None], spread, -math.inf)
+    used = counts > 0
+    log_mass = loop.g + loop.v[..., 0].log() - log_nu + log_sum_exp(spread, -2)
+    log_mass = torch.where(used, log_mass, -math.inf)
+    top = log_mass.amax(-1, keepdim=True)
+    masses = torch.exp(log_mass - torch.where(top == -math.inf, 0.0, top))
+    total = (counts * masses).sum(-1, keepdim=True)
+    masses = masses * active / torch.where(total > 0, total, 1.0)
+    if clouds.x_keep is not None:
+        masses = masses * clouds.x_keep.to(masses.dtype).mean(-1)[:, None, None]
+    return column, (problem.member @ masses[..., None])[..., 0]
+
+
+def _coarse_contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:
+    return _coarse(clouds, pivots, budget, False)[0] * weights
+
+
+def _gaussian(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
+    """features.gaussian.columns times weights [1|H, 3]."""
+    mean_x, spread_x = moments(clouds.x, clouds.x_keep)
+    mean_y, spread_y = moments(clouds.y, clouds.y_keep)
+    matrix = brenier_matrix(spread_x, spread_y)
+    shifted = clouds.x - mean_x
+    beta = (clouds.x @ mean_y.transpose(-1, -2))[..., 0] + ((shifted @ matrix) * shifted).sum(-1) / 2
+    total = clouds.cost_offset() * weights[:, :1] + beta * weights[:, 1:2]
+    if clouds.x_real is None:
+        return total
+    return total + clouds.x_real[:, None, :].to(total.dtype) * weights[:, 2:]
+
+
+def brenier_matrix(spread_x: Tensor, spread_y: Tensor) -> Tensor:
+    """features.gaussian.brenier_matrix by products alone, in which ONNX has all it takes.
+
+    A = R (W + I/2)^-1 R with R = Sy^(1/2) in place of the Cholesky factor, W = (R Sx R + I/4)^(1/2).
+    """
+    eye = torch.eye(spread_y.shape[-1], dtype=spread_y.dtype, device=spread_y.device)
+    tiny = torch.finfo(spread_y.dtype).tiny ** 0.5
+    trace = (spread_y * eye).sum((-2, -1), keepdim=True)
+    floor = JITTER * trace + tiny
+    root_y, _ = square_roots(spread_y + floor * eye, floor)
+    root, inverse = square_roots(root_y @ spread_x @ root_y + eye / 4, torch.full_like(trace, 0.25))
+    # (W + I/2)^-1 by Newton's iteration from a good start: W^-1 bounds it from above by at most 2.
+    middle = root + eye / 2
+    solved = inverse / 1.5
+    for _ in range(SOLVE_STEPS):
+        solved = solved @ (2 * eye - middle @ solved)
+    return root_y @ solved @ root_y
+
+
+def square_roots(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Square root of positive definite [B, H, D, D] and its inverse.  floor: of eigenvalues [B, H, 1, 1].
+
+    Source: Higham, Functions of Matrices (2008), Eq. 6.35, scaled as in features.gaussian.
+    """
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    norm = matrix.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=torch.finfo(matrix.dtype).tiny)
+    y, z = matrix / norm, eye.expand_as(matrix)
+    low = floor / norm
+    for _ in range(ROOT_STEPS):
+        scale, low = newton_schulz_scale(low)
+        step = (3 * eye - scale * (z @ y)) / 2 * scale.sqrt()
+        y, z = y @ step, step @ z
+    return y * norm.sqrt(), z / norm.sqrt()
+
+
+SOLVE_STEPS = 6  # from an error of at most 1/3 in W^-1 (W + I/2) / 1.5 - I, squared each time
+
+
+def _closures(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
+    """features.lse.columns times weights [1|H, 1], every example at once."""
+    scores = clouds.x @ clouds.y.transpose(-1, -2)
+    if clouds.bias is not None:
+        scores = scores + clouds.bias.to(scores.dtype)
+    if clouds.y_keep is not None:
+        scores = scores.masked_fill(~clouds.y_keep[:, None, None, :], -math.inf)
+    total = log_sum_exp(scores, -1)
+    return torch.where(total == -math.inf, 0.0, clouds.cost_offset() - total) * weights
+
+
+def _rank_displacement(
+    clouds: Clouds, parameter: Tensor, weights: Tensor, budget: Budget
+) -> Tensor:
+    """features.rank_displacement.columns times weights [1|H, L]; ranks are counted, not searched."""
+    lines = project(clouds, parameter)
+    below = (lines.a[..., None, :] < lines.a[..., :, None]).sum(-1)
+    up_to = (lines.a[..., None, :] <= lines.a[..., :, None]).sum(-1)
+    ordered_y = drop_massless(stable_sort_values(lines.b), clouds.y_keep, lines.n_y)
+    numerator = (below + up_to) * lines.n_y + lines.n_x
+    moved = lines.a - quantiles(ordered_y, lines.n_y, numerator, 2 * lines.n_x.clamp(min=1))
+    if clouds.x_keep is not None:
+        moved = moved.masked_fill(~clouds.x_keep[:, None, None, :], 0.0)
+    return (moved * weights[:, :, None]).sum(2)
+
+
+def _token_bias(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
+    """features.token_bias.columns, the identity, times weights [1|H, N]."""
+    return weights.expand(clouds.x.shape[:3])
+
+
+def _finish(total: Tensor, clouds: Clouds) -> Tensor:
+    return clouds.centre(total) - clouds.cost_offset()
+
+
+_DUALS = Backend(
+    {
+        "coarse": _coarse_contribution,
+        "gaussian": _gaussian,
+        "lse": _closures,
+        "rank_displacement": _rank_displacement,
+        "token_bias": _token_bias,
+    },
+    _coarse,
+    _finish,
+)
+dual = _DUALS.dual
+dual_and_row_mass = _DUALS.dual_and_row_mass
+
+
+# Sliced plans and pivots
+
+
+def gather_rows(points: Tensor, rows: Tensor) -> Tensor:
+    """points [B, H, M, E] at rows [B, H, N]: [B, H, N, E]."""
+    batch, heads, count = points.shape[:3]
+    first = torch.arange(batch * heads, device=points.device).view(batch, heads, 1) * count
+    return points.flatten(0, 2)[(rows + first).flatten()].view(*rows.shape, points.shape[3])
+
+
+def _esp_hard(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    """operators.esp.matched_plan, one slice at a time, rows gathered."""
+    clouds = esp_meaning.clouds_of(q, k, keep, query_keep, slices)
+    matching = esp_meaning.match_ranks(clouds)
+    pairs = list(zip(matching.keys, matching.shares(), strict=True))
+    costs = []
+    for index in range(clouds.num_slices):
+        total: Any = 0.0
+        for keys, share in pairs:
+            apart = clouds.q - gather_rows(clouds.k, keys[:, :, index])
+            distance = apart.square().sum(-1)
+            distance = distance if squared_cost else distance.sqrt()
+            total = total + distance * (share[:, :, index] if isinstance(share, Tensor) else share)
+        if clouds.query_keep is not None:
+            total = total.masked_fill(~clouds.query_keep[:, None, :], 0.0)
+        costs.append(total.double().sum(-1))
+    cost = torch.stack(costs, -1)  # [B, H, L]
+    if mean_cost:
+        cost = cost / esp_meaning.active(clouds.query_keep, clouds.q)[:, None, None]
+    tau = inverse_temperature.to(cost.dtype)[:, None]
+    weights = torch.softmax(-tau * (cost - cost.amin(-1, keepdim=True)), -1)
+    weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
+    keys, shares = matching.of_rows(weights)
+    if v is None:
+        columns = torch.arange(clouds.k.shape[2], device=q.device)
+        result = clouds.q.new_zeros(1)
+        for index in range(keys.shape[2]):
+            here = keys[:, :, index, :, None] == columns
+            result = result + torch.where(here, shares[:, :, index, :, None], 0.0)
+    else:
+        values = clean_values(widen(v), keep)
+        result = values.new_zeros(1)
+        for index in range(keys.shape[2]):
+            result = result + shares[:, :, index, :, None] * gather_rows(values, keys[:, :, index])
+    return esp_meaning.close(result, keep, query_keep, output_factor)
+
+
+def esp_hard(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    """Arguments and result as operators.esp.esp_hard."""
+    return _esp_hard(
+        q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost, output_factor
+    ).to(v.dtype)
+
+
+def esp_hard_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    """Arguments and result as operators.esp.esp_hard_attention."""
+    return _esp_hard(
+        q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost, output_factor
+    ).to(q.dtype)
+
+
+def _esp_soft(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    softsort_temperature: float,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    """operators.esp.expected_plan with distances by one coordinate at a time."""
+    clouds = esp_meaning.clouds_of(q, k, keep, query_keep, slices)
+    values = None if v is None else clean_values(widen(v), keep)
+    cost: Any = 0.0
+    for axis in range(clouds.q.shape[3]):  # by differences, which lose no digits near 0
+        cost = cost + (clouds.q[..., axis, None] - clouds.k[..., None, :, axis]).square()
+    cost = cost if squared_cost else cost.sqrt()
+    between = None if clouds.one_to_one() else esp_meaning.interpolation(clouds)
+    tau = inverse_temperature.to(cost.dtype).view(-1, 1, 1)
+    count = esp_meaning.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
+
+    def sort(x: Tensor, kept: Tensor | None) -> Tensor:
+        return esp_meaning.soft_sort(x, kept, softsort_temperature)
+
+    result: Any = 0.0
+    total: Any = 0.0
+    lowest: Any = None
+    for index in range(clouds.num_slices):
+        plan = esp_meaning.soft_plan(
+            clouds.x[:, :, index], clouds.y[:, :, index], clouds.keep, clouds.query_keep, between, sort
+        )
+        own = (cost * plan).sum((-1, -2))[..., None, None]
+        own = own / count if mean_cost else own
+        moved = plan if values is None else plan @ values
+        before = own if lowest is None else lowest
+        lowest = torch.minimum(before, own)
+        kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (own - lowest))
+        result, total = result * kept + weight * moved, total * kept + weight
+    return esp_meaning.close(result / total, keep, query_keep, output_factor)
+
+
+def esp_soft(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    softsort_temperature: float,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    """Arguments and result as operators.esp.esp_soft."""
+    return _esp_soft(
+        q, k, v, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
+        mean_cost, output_factor,
+    ).to(v.dtype)  # fmt: skip
+
+
+def esp_soft_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    softsort_temperature: float,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+) -> Tensor:
+    """Arguments and result as operators.esp.esp_soft_attention."""
+    return _esp_soft(
+        q, k, None, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
+        mean_cost, output_factor,
+    ).to(q.dtype)  # fmt: skip
+
+
+def _lot(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+) -> tuple[Loop, Loop, Tensor]:
+    """Both loops, pivots by tokens, and 1 / sigma [H, R, 1], 1 where a pivot has no mass."""
+    dtype = lot_meaning.work_dtype(q)
+    sigma = pivot_mass.to(dtype)
+    log_sigma = torch.where(sigma > 0, sigma.log(), -math.inf)
+    loops = []
+    for tokens, mask, bias, multiplier, half_steps, tokens_first in (
+        (q, query_keep, None, query_multiplier, query_half_steps, queries_first),
+        (k, keep, key_bias, key_multiplier, key_half_steps, keys_first),
+    ):
+        scores = lot_meaning.pivot_scores(tokens, mask, bias, pivots, multiplier, dtype)
+        log_mass = lot_meaning.token_log_mass(mask, scores)
+        zero = torch.zeros_like(scores[..., 0]) + torch.where(log_sigma == -math.inf, log_sigma, 0.0)
+        none = torch.zeros_like(scores[..., 0, :]) + torch.where(log_mass == -math.inf, log_mass, 0.0)
+        side: Side = "column" if tokens_first else "row"
+        loops.append(run_loop(scores, zero, none, log_sigma, log_mass, half_steps, side))
+    return loops[0], loops[1], (1 / torch.where(sigma > 0, sigma, 1.0))[..., None]
+
+
+def lot(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Arguments and result as operators.lot.lot."""
+    first, second, over = _lot(
+        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
+        query_half_steps, queries_first, key_half_steps, keys_first,
+    )  # fmt: skip
+    values = over * second.apply(clean_values(v, keep).to(over.dtype))  # [B, H, R, E]
+    out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
+    out = out * lot_meaning.token_factor(output_factor, q, k, keep, query_keep)
+    return _masked(out, keep, query_keep).to(v.dtype)
+
+
+def lot_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Arguments and result as operators.lot.lot_attention."""
+    first, second, over = _lot(
+        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
+        query_half_steps, queries_first, key_half_steps, keys_first,
+    )  # fmt: skip
+    dense = first.plan().transpose(-1, -2) @ (over * second.plan())
+    dense = dense * lot_meaning.token_factor(output_factor, q, k, keep, query_keep)
+    return _masked(dense, keep, query_keep).to(q.dtype)
+
+
+def _masked(out: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> Tensor:
+    if query_keep is not None:
+        out = out.masked_fill(~query_keep[:, None, :, None], 0.0)
+    if keep is not None:
+        out = out.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
+    return out

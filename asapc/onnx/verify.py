@@ -1,0 +1,216 @@
+"""A written file against the program it was written from: ONNX Runtime and PyTorch, at many shapes.
+
+Real examples are taken at several batch sizes; where the length is dynamic they are also cut, and
+repeated to lengths that no example has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from asapc.data import Batch
+from asapc.errors import InputError, VerificationError
+from asapc.onnx.session import open_session, run
+from asapc.progress import Progress
+
+SHAPES = 20  # tried at most
+LONGER = 1.25
+
+
+@dataclass(frozen=True)
+class Verified:
+    """largest: difference of an output relative to max(1, its largest entry), over all shapes.
+
+    shapes: the sizes that were run; skipped: sizes that the compiled program itself does not accept.
+    """
+
+    tolerance: float
+    largest: float
+    shapes: list[dict[str, int]] = field(default_factory=list)
+    skipped: list[dict[str, int]] = field(default_factory=list)
+
+
+def verify(
+    path: Path,
+    program: GraphModule,
+    names: Sequence[str],
+    batches: Sequence[Batch],
+    tolerance: float,
+    progress: Progress,
+) -> Verified:
+    """Run both at up to SHAPES shapes.
+
+    names: of the program's tensor inputs, in order, as the file has them.
+    Raises VerificationError, with the first node that differs, where an output does by more than
+    `tolerance`; InputError if there is no example to run.
+    """
+    session = open_session(path)
+    axes = {value.name: value.shape for value in session.get_inputs()}
+    inputs = _joined(batches, names)
+    done = Verified(tolerance, 0.0)
+    largest = 0.0
+    for sizes in progress.track(list(_sizes(inputs, axes)), "verifying", None):
+        feeds = {name: _resized(tensor, axes[name], sizes) for name, tensor in inputs.items()}
+        ours = _run_program(program, feeds)
+        if ours is None:
+            done.skipped.append(sizes)
+            continue
+        try:
+            difference = _difference(ours, run(session, feeds))
+        except InputError as error:
+            raise VerificationError(
+                f"{path.name}: runs wherever the compiled program does", got=f"at {_told(sizes)}: {error.got}"
+            ) from error
+        if not difference <= tolerance:
+            raise VerificationError(
+                f"{path.name}: outputs are those of the compiled program, to {tolerance:g}",
+                got=f"{difference:.2g} at {_told(sizes)}; {first_difference(path, program, feeds, tolerance)}",
+                help="keep the PyTorch artefact, or allow more with --tolerance if that is enough for you",
+            )
+        largest = max(largest, difference)
+        done.shapes.append(sizes)
+    if not done.shapes:
+        raise InputError(
+            "export: needs examples that the compiled program can be run on", got="none",
+            help="pass --data with more examples",
+        )  # fmt: skip
+    return Verified(tolerance, largest, done.shapes, done.skipped)
+
+
+def first_difference(
+    path: Path, program: GraphModule, feeds: Mapping[str, Tensor], tolerance: float
+) -> str:
+    """In words, the first value of the file, in its order, that is not the program's value of that name."""
+    model = onnx.load(str(path))
+    values = _values(program, feeds)
+    made = [(node, name) for node in model.graph.node for name in node.output if name in values]
+    outputs = {value.name for value in model.graph.output}
+    model.graph.output.extend(
+        onnx.ValueInfoProto(name=name) for _, name in made if name not in outputs
+    )
+    probe = path.with_name("probe.onnx")
+    try:
+        onnx.save(model, str(probe))  # external weights stay where they are, beside it
+        session = open_session(probe, optimise=False)
+        order = [value.name for value in session.get_outputs()]
+        theirs = dict(zip(order, run(session, feeds), strict=True))
+    except InputError as error:
+        return f"no node could be named: {error.got}"
+    finally:
+        probe.unlink(missing_ok=True)
+    for node, name in made:
+        difference = _difference([values[name]], [theirs[name]])
+        if not difference <= tolerance:
+            return f"first in {node.op_type} {node.name} ({name}): {difference:.2g}"
+    return "no value before the outputs differs"
+
+
+def _values(program: GraphModule, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every floating tensor of the program by the name of its node."""
+    values: dict[str, Tensor] = {}
+
+    class Recorder(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if n.op == "call_function" and isinstance(value, Tensor) and value.is_floating_point():
+                values[n.name] = value
+            return value
+
+    with torch.no_grad():
+        Recorder(program).run(*feeds.values(), enable_io_processing=False)
+    return values
+
+
+def _run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tensor] | None:
+    """The tensors it returns; None where it does not accept these sizes."""
+    try:
+        with torch.no_grad():
+            output = Interpreter(program).run(*feeds.values(), enable_io_processing=False)
+    except (RuntimeError, IndexError, ValueError, AssertionError):
+        return None
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Largest over all outputs; infinite where shapes or integers differ, NaN where only one holds it."""
+    if len(ours) != len(theirs):
+        return math.inf
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a.shape != b.shape or (not a.is_floating_point() and not torch.equal(a, b.to(a.dtype))):
+            return math.inf
+        if a.numel() == 0 or not a.is_floating_point():
+            continue
+        a, b = a.double(), b.double()
+        same = (a == b) | (a.isnan() & b.isnan())  # infinities too
+        apart = torch.where(same, 0.0, (a - b).abs())
+        finite = a[a.isfinite()].abs()
+        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+        value = float(apart.max()) / scale
+        if value != value:
+            return value
+        worst = max(worst, value)
+    return worst
+
+
+def _joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]:
+    """The inputs of the first batches, as many as share their shapes, by name."""
+    rows = [[leaf for leaf in pytree.tree_leaves((b.args, b.kwargs)) if isinstance(leaf, Tensor)]
+            for b in batches]  # fmt: skip
+    if not rows:
+        raise InputError(
+            "export: needs examples that calibration and selection have not seen", got="none",
+            help="pass them with --data",
+        )  # fmt: skip
+    shapes = [tensor.shape[1:] for tensor in rows[0]]
+    alike = [row for row in rows if [tensor.shape[1:] for tensor in row] == shapes]
+    columns = [torch.cat(column) for column in zip(*alike, strict=True)]
+    return dict(zip(names, columns, strict=True))
+
+
+def _sizes(
+    inputs: Mapping[str, Tensor], axes: Mapping[str, Sequence[int | str]]
+) -> Iterator[dict[str, int]]:
+    """Values of the file's dynamic sizes by their names, as they are first, at most SHAPES."""
+    known: dict[str, int] = {}
+    for name, tensor in inputs.items():
+        for size, own in zip(axes[name], tensor.shape, strict=True):
+            if isinstance(size, str):
+                known.setdefault(size, own)
+    lengths = {name: own for name, own in known.items() if name != "batch"}
+    choices = [_lengths(own) for own in lengths.values()]
+    by_length = [dict(zip(lengths, own, strict=True)) for own in zip(*choices, strict=True)] or [{}]
+    if "batch" not in known:
+        yield from by_length[:SHAPES]
+        return
+    counts = [*range(1, max(2, SHAPES // len(by_length)) + 1)]
+    for count, own in itertools.product(counts, by_length):
+        yield {"batch": count, **own}
+
+
+def _lengths(own: int) -> tuple[int, ...]:
+    """As it is, shorter, very short, longer."""
+    return own, max(1, own // 2 + 1), min(own, 3), math.ceil(LONGER * own)
+
+
+def _resized(tensor: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int]) -> Tensor:
+    """Cut, or begun again at its end, to the sizes of its dynamic axes."""
+    for axis, size in enumerate(axes):
+        if isinstance(size, str):
+            tensor = tensor.index_select(axis, torch.arange(sizes[size]) % tensor.shape[axis])
+    return tensor
+
+
+def _told(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "the only shape"
