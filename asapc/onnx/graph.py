@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.onnx.host import constant_of
-from asapc.onnx.ops import DTYPES, OPERATORS, REFUSED
+from asapc.onnx.host import DTYPES, constant_of
+from asapc.onnx.ops import OPERATORS, REFUSED
 from asapc.onnx.tensors import read_tensor, type_name
 
 MAX_DEPTH = 8  # of subgraphs in subgraphs

@@ -17,8 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DTYPES = {
+    1: torch.float32, 2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64,
+    9: torch.bool, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16,
+}  # fmt: skip
 MOST_HOST = 16  # entries of a constant that may be a shape; a longer one is a tensor
 MOST_ENTRIES = 1 << 31  # of a tensor that a file makes from numbers alone
+
+
+def dtype_of(number: int) -> torch.dtype:
+    """The torch type of an ONNX element type.  Raises ValueError for one that is not supported."""
+    if number not in DTYPES:
+        raise ValueError(f"element type {number} is not supported")
+    return DTYPES[number]
 
 
 @dataclass(frozen=True)

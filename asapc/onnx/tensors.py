@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.onnx.ops import DTYPES
+from asapc.onnx.host import DTYPES
 
 # Where a TensorProto without raw_data keeps its entries, and the numpy type of one.
 FIELDS = {
