@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,73 +20,14 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.onnx.host import DTYPES, constant_of
+from asapc.onnx.nodes import Filled, Graph, Held, Input, Node
 from asapc.onnx.ops import OPERATORS, REFUSED
 from asapc.onnx.tensors import read_tensor, type_name
+from asapc.onnx.transposes import take_apart
 
 MAX_DEPTH = 8  # of subgraphs in subgraphs
 DEFAULT_DOMAIN = ("", "ai.onnx")
 NO_MODULE = "_empty_nn_module_stack"  # what torch's exporter writes for a node of no module
-
-
-@dataclass(frozen=True)
-class Node:
-    """One node.  function(*values of inputs, **attributes) gives its outputs; subgraphs come besides.
-
-    scope: dotted name of the module that it was exported from, or its own name.
-    drops: values that nothing after it needs.
-    """
-
-    name: str
-    kind: str
-    scope: str
-    inputs: tuple[str | None, ...]
-    outputs: tuple[str, ...]
-    function: Callable[..., Any]
-    attributes: dict[str, Any]
-    subgraphs: dict[str, Graph]
-    drops: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.kind} node {self.name}"
-
-
-@dataclass(frozen=True)
-class Graph:
-    """constants: host values, or the key of a tensor among all of the model's, by value name.
-
-    outer: values of the graphs around it that it uses.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    constants: dict[str, Any]
-    nodes: tuple[Node, ...]
-    outer: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Held:
-    """A constant that is a tensor: its key."""
-
-    key: int
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A constant of one number everywhere: no weight, but something an exporter has worked out."""
-
-    shape: tuple[int, ...]
-    number: Any
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Input:
-    """What the model is given.  shape: sizes, None where any will do, or None for any rank."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int | None, ...] | None
 
 
 @dataclass
@@ -142,8 +83,8 @@ class Reader:
         for name in outputs:
             self._check_known(name, known, later, "an output of the graph")
         outer |= {name for name in outputs if name not in own}
-        kept = frozenset(outputs)
-        return Graph(inputs, outputs, constants, _with_drops(nodes, own - kept), frozenset(outer))
+        ordered = _with_drops(take_apart(nodes), own - {*outputs})
+        return Graph(inputs, outputs, constants, ordered, frozenset(outer))
 
     def _check_known(self, name: str, known: set[str], later: set[str], user: str) -> None:
         if name in known:
@@ -316,10 +257,5 @@ def _with_drops(nodes: list[Node], droppable: set[str]) -> tuple[Node, ...]:
         names = {*_uses(node), *filter(None, node.outputs)}
         drops = tuple(sorted((names & droppable) - needed))
         needed |= names
-        result.append(
-            Node(
-                node.name, node.kind, node.scope, node.inputs, node.outputs, node.function,
-                node.attributes, node.subgraphs, drops,
-            )
-        )  # fmt: skip
+        result.append(replace(node, drops=drops))
     return tuple(reversed(result))
