@@ -19,6 +19,7 @@ from asapc.session import EXIT_INTERRUPTED, Session
 
 if TYPE_CHECKING:
     from asapc.formats.calibration import Calibration
+    from asapc.onnx.settings import OnnxSettings
 
 app = typer.Typer(
     name="asapc",
@@ -55,6 +56,13 @@ OptionalData = Annotated[
 RecipeFile = Annotated[
     str | None,
     typer.Option("--recipe", metavar="FILE", help="YAML: what may be tried, and limits."),
+]
+Opset = Annotated[int | None, typer.Option("--opset", help="Of the ONNX file: 18 (default) to 23.")]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance", help="Largest relative difference of the ONNX file's outputs: 1e-4 (default)."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
@@ -164,6 +172,11 @@ def compile(
     out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
     recipe: RecipeFile = None,
     data: OptionalData = None,
+    emit: Annotated[
+        str | None, typer.Option(metavar="onnx", help="Write OUT/model.onnx too.")
+    ] = None,
+    opset: Opset = None,
+    tolerance: Tolerance = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
     json: Json = False,
@@ -175,9 +188,49 @@ def compile(
     def body(run: Session) -> None:
         from asapc.report.tables import compile_tables
 
-        manifest = compile_model(run, model, calibration, out, recipe, data, weights, kwargs)
+        _only_onnx("--emit", emit)
+        if emit is None and (opset is not None or tolerance is not None):
+            raise InputError(
+                "--opset and --tolerance are of an ONNX file", got="no --emit onnx",
+                help="add --emit onnx, or drop them",
+            )  # fmt: skip
+        manifest = compile_model(
+            run, model, calibration, out, recipe, data, weights, kwargs,
+            onnx=None if emit is None else (opset, tolerance),
+        )  # fmt: skip
         run.show(manifest, compile_tables)
+        if emit is not None:
+            run.note(f"wrote {Path(out) / 'model.onnx'}, which ONNX Runtime runs to the same outputs")
         run.note(f"wrote {out}; load it with asapc.load({out!r}); next: asapc report {out}")
+
+    return session.run(body, json=json, quiet=quiet, debug=debug)
+
+
+@app.command()
+def export(
+    artifact: Artifact,
+    format: Annotated[str, typer.Option("--format", metavar="onnx", help="What to write.")] = "onnx",
+    data: OptionalData = None,
+    opset: Opset = None,
+    tolerance: Tolerance = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Write a compiled model as OUT/model.onnx, run it with ONNX Runtime and compare.
+
+    Exit code 4, and no file, where an output differs by more than the tolerance.
+    """
+
+    def body(run: Session) -> None:
+        from asapc.report.tables import onnx_tables
+
+        _only_onnx("--format", format)
+        from asapc import pipeline
+
+        record = pipeline.export(artifact, data, _onnx_settings(opset, tolerance), run.progress)
+        run.show({"artifact": artifact, **record}, onnx_tables)
+        run.note(f"wrote {Path(artifact) / 'model.onnx'}")
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -435,8 +488,12 @@ def compile_model(
     data: str | None = None,
     weights: str | None = None,
     kwargs: str | None = None,
+    onnx: tuple[int | None, float | None] | None = None,
 ) -> dict[str, Any]:
-    """Compile: the manifest.  Without a recipe, the calibration's own is used."""
+    """Compile: the manifest.  Without a recipe, the calibration's own is used.
+
+    onnx: opset and tolerance of OUT/model.onnx, None for the usual ones; no such file without.
+    """
     from asapc.recipe import load_recipe
 
     resolved = None if recipe is None else load_recipe(recipe)
@@ -445,7 +502,21 @@ def compile_model(
     teacher = load_teacher(model, weights=weights, kwargs=kwargs)
     from asapc import pipeline
 
-    return pipeline.compile(teacher, calibration, out, resolved, data, run.progress)
+    settings = None if onnx is None else _onnx_settings(*onnx)
+    return pipeline.compile(teacher, calibration, out, resolved, data, run.progress, settings)
+
+
+def _only_onnx(option: str, value: str | None) -> None:
+    if value not in (None, "onnx"):
+        raise InputError(f"{option} must be onnx", got=value)
+
+
+def _onnx_settings(opset: int | None, tolerance: float | None) -> OnnxSettings:
+    from asapc.onnx.settings import DEFAULT_OPSET, TOLERANCE, OnnxSettings
+
+    return OnnxSettings(
+        DEFAULT_OPSET if opset is None else opset, TOLERANCE if tolerance is None else tolerance
+    )
 
 
 def report_artifact(

@@ -32,6 +32,7 @@ from asapc.measure import (
     time_site,
     tune_site,
 )
+from asapc.onnx.settings import read_record
 from asapc.passes.candidates import TEACHER
 from asapc.passes.verify import comparable
 from asapc.progress import Progress
@@ -96,6 +97,7 @@ def report(
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
     fitted = any(entry["fit"] is not None for entry in artifact.manifest["sites"])
     exact = lossless.metrics()
+    onnx = read_record(artifact.folder)
     result = {
         "format_version": REPORT_FORMAT,
         "fingerprints": {
@@ -123,6 +125,7 @@ def report(
         "selection": artifact.selection if "sites" in artifact.selection else None,
         **({} if audit is None else {"soft_to_hard": audit.result(first)}),
         **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
+        **({} if onnx is None else {"onnx": onnx}),
         "environment": environment(),
         "gate": {"verdict": None, "passed": True, "checks": [], "baseline": None},
     }

@@ -33,6 +33,7 @@ from asapc.calibration.distill import Distiller
 from asapc.calibration.stream import Collector, Pending, stream, take_in
 from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
+from asapc.evaluate import Unseen
 from asapc.features.predictor import closure_plan
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.calibration import (
@@ -46,6 +47,7 @@ from asapc.formats.load import Teacher, example_inputs
 from asapc.formats.shards import Shards, code_digest
 from asapc.ir import Convention, Program, SiteTensors
 from asapc.memory import MemoryLimit, format_size, give_back
+from asapc.onnx.settings import OnnxSettings, require_extra
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
 from asapc.passes.candidates import DISTILLED, TEACHER, Choice, fits_needed
 from asapc.passes.rewrite import rewritten_programs
@@ -64,6 +66,7 @@ from asapc.runner import Runner, Tap
 
 SAMPLE_EXAMPLES = 32  # slices and pivots are made from
 EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
+VERIFIED_EXAMPLES = 16  # that a file is run on, at many shapes
 ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
 
 
@@ -212,9 +215,16 @@ def compile(
     recipe: Recipe | None,
     data: str | DataSource | None,
     progress: Progress,
+    onnx: OnnxSettings | None = None,
 ) -> dict[str, Any]:
-    """Select an operator per site, rewrite, verify, write the artefact; returns its manifest."""
+    """Select an operator per site, rewrite, verify, write the artefact; returns its manifest.
+
+    onnx: write OUT/model.onnx too, verified on examples that calibration and selection have not seen;
+    where that fails nothing is written at all.
+    """
     check_replaceable(out, [calibration_path, teacher.source, *_paths(data)])
+    if onnx is not None:
+        require_extra()
     calibration = load_calibration(calibration_path)
     if calibration.teacher != teacher.fingerprint:
         raise InputError(
@@ -269,7 +279,20 @@ def compile(
     with replace_folder(out) as folder:
         write_artifact(folder, manifest, recipe, programs, seen, analysis.model, told)
         _verify_written(folder, analysis.model, programs, example)
+        if onnx is not None:
+            _write_onnx(folder, source, onnx, progress)
     return manifest
+
+
+def export(
+    artifact_path: str | Path, data: str | None, settings: OnnxSettings, progress: Progress
+) -> dict[str, Any]:
+    """Write OUT/model.onnx, verified on unseen examples; returns what OUT/onnx.json holds."""
+    artifact = read_artifact(artifact_path, ())
+    source = open_data(
+        data or recorded_data(artifact.manifest["data"], "export"), artifact.signature()
+    )
+    return _write_onnx(artifact.folder, source, settings, progress)
 
 
 def refresh(
@@ -301,6 +324,18 @@ def refresh(
 
 
 # Steps of the commands above
+
+
+def _write_onnx(
+    folder: Path, source: DataSource, settings: OnnxSettings, progress: Progress
+) -> dict[str, Any]:
+    require_extra()
+    from asapc.onnx.export import write_onnx
+
+    artifact = read_artifact(folder, ("graph",))
+    unseen = Unseen(artifact, source)
+    batches = source.batches(VERIFIED_EXAMPLES, select=unseen.select, limit=VERIFIED_EXAMPLES)
+    return write_onnx(artifact, list(batches), settings, progress)
 
 
 def _paths(data: str | DataSource | None) -> list[str]:

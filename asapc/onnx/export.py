@@ -27,56 +27,44 @@ from asapc.data import Batch
 from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
 from asapc.onnx.functions import DOMAIN, take_out_calls
+from asapc.onnx.settings import MODEL, RECORD, OnnxSettings
 from asapc.onnx.translate import translate
 from asapc.onnx.verify import verify
 from asapc.progress import Progress
 
-MODEL, RECORD = "model.onnx", "onnx.json"
-OPSETS = (18, 23)  # least and most
-DEFAULT_OPSET = 18
 INLINE_BYTES = 1_900_000_000  # of weights: protobuf ends at 2 GiB
 _PARTIAL = ".onnx-"
 
 
-def export(
-    artifact: Artifact,
-    batches: Sequence[Batch],
-    *,
-    opset: int = DEFAULT_OPSET,
-    tolerance: float,
-    progress: Progress,
+def write_onnx(
+    artifact: Artifact, batches: Sequence[Batch], settings: OnnxSettings, progress: Progress
 ) -> dict[str, Any]:
     """Write OUT/model.onnx and OUT/onnx.json; returns what onnx.json holds.
 
-    batches: unseen examples that the file is verified on.  tolerance: largest difference of an
-    output, relative to max(1, its largest entry).  Raises InputError for a model that has no one graph,
-    VerificationError where the file does not compute what the compiled program does: nothing is
-    written then, and an earlier file stays.
+    artifact: with its compiled program read.  batches: unseen examples that the file is verified on.
+    Raises InputError for a model that has no one graph, VerificationError where the file does not
+    compute what the compiled program does: nothing is written then, and an earlier file stays.
     """
-    if not OPSETS[0] <= opset <= OPSETS[1]:
-        raise InputError(
-            f"export: opset must be from {OPSETS[0]} to {OPSETS[1]}", got=opset,
-            help=f"{DEFAULT_OPSET} runs everywhere",
-        )  # fmt: skip
     if artifact.capture != "whole":
         raise InputError(
             f"{artifact.folder}: one graph of the whole model is what ONNX holds",
             got="a model that torch.export could trace by its modules only",
-            help="keep data-dependent Python out of its forward; `asapc inspect` says what was in the way",
+            help="keep data-dependent Python out of its forward; `asapc inspect` names it",
         )
     progress.note("writing ONNX")
     exported = read_exported(artifact)
     names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
-    model = onnx_model(exported, opset)
+    model = onnx_model(exported, settings.opset)
     for left in artifact.folder.glob(f"{_PARTIAL}*"):  # of a run that was killed
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=artifact.folder, prefix=_PARTIAL) as place:
         path = Path(place) / MODEL
         save(model, path)
         check(path)
-        found = verify(path, artifact.programs["graph"][0].graph, names, batches, tolerance, progress)
+        program = artifact.programs["graph"][0].graph
+        found = verify(path, program, names, batches, settings.tolerance, progress)
         record = {
-            "opset": opset,
+            "opset": settings.opset,
             "bytes": sum(own.stat().st_size for own in path.parent.iterdir()),
             "functions": sorted({function.name for function in model.functions.values()}),
             **asdict(found),

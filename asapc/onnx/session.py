@@ -1,4 +1,4 @@
-"""onnxruntime, where it is installed: sessions on the CPU, tensors in and out."""
+"""onnxruntime, where it is installed: sessions on the CPU or on CUDA, tensors in and out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
+from asapc.onnx.settings import require_extra
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -30,13 +31,9 @@ def open_session(
 
     Raises InputError where onnxruntime is missing or does not take the model.
     """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise InputError(
-            "ONNX models are checked with onnxruntime", got="no onnxruntime",
-            help="pip install 'asapc[onnx]'",
-        ) from error  # fmt: skip
+    require_extra()
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ONLY_FATAL
     levels = onnxruntime.GraphOptimizationLevel
@@ -46,7 +43,7 @@ def open_session(
         options.inter_op_num_threads = 1
     source: Any = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
     try:
-        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(source, options, providers=providers())
     except Exception as error:  # it has its own types, one for each status
         place = "the model" if isinstance(model, onnx.ModelProto) else str(model)
         raise InputError(
@@ -55,10 +52,27 @@ def open_session(
         ) from error  # fmt: skip
 
 
+def providers() -> list[str]:
+    """Where a session runs, best first."""
+    import onnxruntime
+
+    known = onnxruntime.get_available_providers()
+    return [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in known]
+
+
 def run(session: InferenceSession, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Its outputs in order.  inputs: by name, converted to the types that the model declares."""
+    """Its outputs in order.  inputs: by name, converted to the types that the model declares.
+
+    Raises InputError where the runtime fails on them.
+    """
     arrays = {}
     for declared in session.get_inputs():
         tensor = inputs[declared.name].detach().cpu()
         arrays[declared.name] = tensor.to(NUMPY.get(declared.type, tensor.dtype)).numpy()
-    return [torch.as_tensor(output) for output in session.run(None, arrays)]
+    try:
+        outputs = session.run(None, arrays)
+    except Exception as error:  # it has its own types, one for each status
+        raise InputError(
+            "onnxruntime must be able to run the model on this batch", got=" ".join(str(error).split())
+        ) from error
+    return [torch.as_tensor(output) for output in outputs]

@@ -19,16 +19,8 @@ _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")
 def translate(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
     """The program in standard operators of `opset`; names of values are those of its nodes.
 
-    Raises InputError if onnxscript is missing, or for an operator the exporter does not know.
+    Raises InputError for an operator the exporter does not know.
     """
-    try:
-        import onnxscript  # noqa: F401  # torch.onnx writes with it
-    except ImportError as error:
-        raise InputError(
-            "torch's ONNX exporter needs onnxscript",
-            got="it is not installed",
-            help="pip install 'asapc[onnx]'",
-        ) from error
     levels = {name: logging.getLogger(name).level for name in _NOISY}
     try:
         for name in _NOISY:

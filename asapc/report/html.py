@@ -31,6 +31,7 @@ from asapc.report.tables import (
     convention_text,
     fit_text,
     number,
+    onnx_tables,
     refresh_tables,
     refused_table,
     soft_to_hard_tables,
@@ -143,6 +144,7 @@ class Page:
     candidates: list[tuple[str, str, Grid]] = field(default_factory=list)  # site, summary, table
     audit: list[Grid] = field(default_factory=list)
     refresh: list[Grid] = field(default_factory=list)
+    onnx: list[Grid] = field(default_factory=list)
     gate: Grid | None = None
     baseline: list[tuple[str, str]] = field(default_factory=list)
     left_alone: list[Grid] = field(default_factory=list)
@@ -196,6 +198,8 @@ def page(report: Mapping[str, Any], pictures: Sequence[SitePictures] = ()) -> Pa
         audit=[_grid(t) for t in soft_to_hard_tables(_mapping(report, "soft_to_hard"))],
         refresh=[_grid(t) for t in refresh_tables(_mapping(report, "refresh"))]
         if _mapping(report, "refresh") else [],
+        onnx=[_grid(t) for t in onnx_tables(_mapping(report, "onnx"))]
+        if _mapping(report, "onnx") else [],
         gate=_gate(gate),
         baseline=_facts(_mapping(gate, "baseline"), without=("skipped",)),
         left_alone=[_grid(t) for t in refused_table(_mappings(report, "refused"))],

@@ -203,6 +203,8 @@ def report_tables(report: Mapping[str, Any]) -> list[Table]:
     tables += refused_table(_list(report, "refused"))
     if _mapping(report, "refresh"):
         tables += refresh_tables(_mapping(report, "refresh"))
+    if _mapping(report, "onnx"):
+        tables += onnx_tables(_mapping(report, "onnx"))
     rows = [(f"examples, {name}", _cell(value)) for name, value in _mapping(report, "splits").items()]
     rows += [(str(key), _cell(value)) for key, value in _mapping(report, "environment").items()]
     if rows:
@@ -510,6 +512,25 @@ def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
     if rows:
         tables.append(Table("Kernels", ("site", "operator", "shape", "kernel", "because"), rows))
     return tables
+
+
+def onnx_tables(record: Mapping[str, Any]) -> list[Table]:
+    """What was written, and how it compared with the compiled program."""
+    shapes = _list(record, "shapes")
+    rows = (
+        ("opset", str(record.get("opset"))),
+        ("size (MB)", number(record.get("bytes", 0) / 1e6)),
+        ("functions", ", ".join(record.get("functions", ()))),
+        ("largest difference", number(record.get("largest"))),
+        ("allowed", number(record.get("tolerance"))),
+        ("shapes run", str(len(shapes))),
+        *((name, _span(shapes, name)) for name in (shapes[0] if shapes else ())),
+    )
+    return [Table("ONNX, run with ONNX Runtime against the compiled model", ("", ""), rows)]
+
+
+def _span(shapes: Sequence[Mapping[str, Any]], name: str) -> str:
+    return ", ".join(map(str, sorted({shape[name] for shape in shapes})))
 
 
 def study_tables(result: Mapping[str, Any]) -> list[Table]:

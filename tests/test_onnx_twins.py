@@ -1,0 +1,201 @@
+"""The twins that become ONNX functions, against the operators they stand for, in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asapc.features.clouds import clouds_from
+from asapc.features.gaussian import brenier_matrix, moments
+from asapc.onnx import twins
+from asapc.operators import asap, esp, lot, sinkhorn
+
+BATCH, HEADS, DIM = 2, 3, 8
+FACTOR = [1.0, 0.0, 1.0, 0.0]
+Case = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def tensors(queries: int, keys: int, kind: str, dtype: torch.dtype = torch.float64) -> Case:
+    """q, k, v, keep and bias."""
+    generator = torch.Generator().manual_seed(queries * 100 + keys)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k = normal(BATCH, HEADS, queries, DIM), normal(BATCH, HEADS, keys, DIM)
+    v = normal(BATCH, HEADS, keys, 5)
+    keep = bias = None
+    if kind == "twins":
+        k = k[:, :, :1].expand_as(k).contiguous()
+    if kind == "huge":
+        q, k = q * 8, k * 8
+    if kind == "biased":
+        bias = normal(1, HEADS, queries, keys)
+    if kind in ("masked", "one", "none"):
+        active = {"masked": (keys + 1) // 2, "one": 1, "none": 0}[kind]
+        keep = torch.arange(keys) < torch.tensor([[keys], [active]])
+        v = torch.where(keep[:, None, :, None] | (active == 0), v, torch.nan)
+    return q, k, v, keep, bias
+
+
+SHAPES = [(1, 1), (7, 7), (6, 11), (33, 32)]
+KINDS = ["plain", "masked", "one", "none", "biased", "huge", "twins"]
+
+
+def close(own: Tensor, meant: Tensor, tolerance: float = 1e-10) -> None:
+    assert own.dtype == meant.dtype and own.shape == meant.shape
+    scale = max(1.0, float(meant.abs().max())) if meant.numel() else 1.0
+    assert float((own - meant).abs().max()) <= tolerance * scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("half_steps", "rows_first"), [(1, True), (2, False), (5, True), (20, False)])
+def test_finite_loops(shape: tuple[int, int], kind: str, half_steps: int, rows_first: bool) -> None:
+    q, k, v, keep, bias = tensors(*shape, kind)
+    settings = (0.4, half_steps, rows_first, [0.5, 1.0, 0.0, 1.0])
+    close(twins.sinkhorn(q, k, v, keep, bias, *settings), sinkhorn.sinkhorn(q, k, v, keep, bias, *settings))
+    close(
+        twins.sinkhorn_attention(q, k, keep, bias, *settings),
+        sinkhorn.sinkhorn_attention(q, k, keep, bias, *settings),
+    )
+
+
+def test_a_long_loop_in_float32_keeps_what_float32_keeps() -> None:
+    """Scores up to several hundred: beyond the log-domain steps, products must neither overflow nor
+    lose mass."""
+    q, k, v, keep, bias = tensors(64, 64, "masked")
+    q = q * 20
+    settings = (1.0, 41, True, FACTOR)
+    v = torch.where(torch.isnan(v), 0.0, v)
+    exact = sinkhorn.sinkhorn(q, k, v, keep, bias, *settings)
+    single = [q.float(), k.float(), v.float(), keep, bias]
+    honest = float((sinkhorn.sinkhorn(*single, *settings) - exact).abs().max())
+    own = float((twins.sinkhorn(*single, *settings) - exact).abs().max())
+    assert own <= 4 * honest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("closures", [1, 2, 3])
+@pytest.mark.parametrize("side", ["source", "key"])
+def test_closures_from_a_dual(kind: str, closures: int, side: str) -> None:
+    q, k, v, keep, bias = tensors(6, 11, kind)
+    dual = torch.randn(BATCH, HEADS, 6 if side == "source" else 11, dtype=torch.float64)
+    duals = (dual, None) if side == "source" else (None, dual)
+    arguments = (keep, bias, *duals, 0.4, closures, FACTOR)
+    close(twins.asap(q, k, v, *arguments), asap.asap(q, k, v, *arguments))
+    close(twins.asap_attention(q, k, *arguments), asap.asap_attention(q, k, *arguments))
+
+
+FEATURES = {
+    "coarse": "coarse:4", "gaussian": "gaussian", "sliced": "sliced:3", "norm": "norm", "raw": "raw",
+    "lse": "lse", "active": "active", "rank": "rank_displacement:3",
+    "several": "coarse:4 gaussian sliced:3 lse",
+}  # fmt: skip
+WIDTHS = {"gaussian": 3, "sliced": 3, "raw": DIM, "rank_displacement": 3}
+
+
+def parameters(features: str) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    own, width = [], 0
+    for text in features.split():
+        family = text.split(":")[0]
+        width += WIDTHS.get(family, 1)
+        if family == "coarse":
+            own.append(torch.randn(HEADS, 4, DIM, generator=generator))
+        elif ":" in text:
+            own.append(torch.randn(3, DIM, generator=generator))
+    return own, torch.randn(HEADS, width, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["plain", "masked", "one", "none", "biased", "twins"])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize(("side", "starts_on_x"), [("source", True), ("key", False)])
+@pytest.mark.parametrize("shape", [(1, 1), (9, 9), (6, 11)])
+def test_predicted_duals(
+    features: str, kind: str, side: str, starts_on_x: bool, shape: tuple[int, int]
+) -> None:
+    q, k, _, keep, bias = tensors(*shape, kind)
+    own, coefficients = parameters(features)
+    half_steps = 17 if starts_on_x else 18
+    arguments = (q, k, keep, bias, own, coefficients, features, side, 0.4, half_steps, starts_on_x)
+    # Newton-Schulz stops at its own tolerance in float64; the rest is the same sums in another order.
+    tolerance = 1e-5 if "gaussian" in features else 1e-8
+    close(twins.dual(*arguments), asap.dual(*arguments), tolerance)
+
+
+@pytest.mark.parametrize("kind", ["plain", "masked", "one", "none"])
+@pytest.mark.parametrize("features", ["coarse:4", "norm"])
+@pytest.mark.parametrize("half_steps", [0, 1, 2, 19])
+def test_row_masses(kind: str, features: str, half_steps: int) -> None:
+    q, k, _, keep, bias = tensors(9, 9, kind)
+    own, coefficients = parameters(features)
+    arguments = (q, k, keep, bias, own, coefficients, features, 0.4, half_steps, False)
+    for one, other in zip(
+        twins.dual_and_row_mass(*arguments), asap.dual_and_row_mass(*arguments), strict=True
+    ):
+        close(one, other, 1e-8)
+
+
+def test_token_bias() -> None:
+    q, k, _, keep, bias = tensors(9, 9, "plain")
+    arguments = (q, k, keep, bias, [], torch.randn(HEADS, 9), "token_bias", "source", 0.4, 5, True)
+    close(twins.dual(*arguments), asap.dual(*arguments))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gaussian_matrix_by_products(scale: float, dtype: torch.dtype) -> None:
+    """Also with a covariance of rank 1, whose root is the hardest."""
+    for kind in ("plain", "twins", "one"):
+        q, k, _, keep, bias = tensors(33, 32, kind)
+        clouds = clouds_from(q * scale, k * scale, keep, bias, 0.4, "source")
+        spreads = [moments(clouds.x, clouds.x_keep)[1], moments(clouds.y, clouds.y_keep)[1]]
+        meant = brenier_matrix(*spreads)
+        own = twins.brenier_matrix(*(spread.to(dtype) for spread in spreads))
+        scale_of = max(1.0, float(meant.abs().max()))
+        assert float((own - meant).abs().max()) <= (2e-3 if dtype == torch.float32 else 2e-4) * scale_of
+
+
+@pytest.mark.parametrize("masks", ["none", "keys", "both"])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 7), (6, 11)])
+@pytest.mark.parametrize(("squared", "mean"), [(False, False), (True, True)])
+@pytest.mark.parametrize("slices", ["axes", "frozen", "learnt"])
+def test_sliced_plans(
+    masks: str, shape: tuple[int, int], squared: bool, mean: bool, slices: str
+) -> None:
+    q, k, v, keep, _ = tensors(*shape, "plain" if masks == "none" else "masked")
+    query_keep = None
+    if masks == "both":
+        query_keep = torch.arange(shape[0]) < torch.tensor([[shape[0]], [(shape[0] + 1) // 2]])
+    theta = {"axes": None, "frozen": torch.randn(4, DIM), "learnt": torch.randn(HEADS, 4, DIM)}[slices]
+    tau = torch.tensor([0.5])
+    settings = (keep, query_keep, theta, tau)
+    pairs: list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = [
+        (twins.esp_soft, esp.esp_soft, (q, k, v, *settings, 0.3, squared, mean, 1.0)),
+        (twins.esp_hard, esp.esp_hard, (q, k, v, *settings, squared, mean, 1.0)),
+        (twins.esp_soft_attention, esp.esp_soft_attention, (q, k, *settings, 0.3, squared, mean, 1.0)),
+        (twins.esp_hard_attention, esp.esp_hard_attention, (q, k, *settings, squared, mean, 1.0)),
+    ]
+    for own, meant, arguments in pairs:
+        close(own(*arguments), meant(*arguments), 1e-8)
+
+
+@pytest.mark.parametrize("kind", ["plain", "masked", "one", "none"])
+@pytest.mark.parametrize("massless", [False, True])
+@pytest.mark.parametrize(("half_steps", "first"), [(1, True), (4, False), (5, True), (20, False)])
+def test_pivots(kind: str, massless: bool, half_steps: int, first: bool) -> None:
+    q, k, v, keep, _ = tensors(11, 11, kind)
+    pivots = torch.randn(HEADS, 4, DIM, dtype=torch.float64)
+    mass = torch.softmax(torch.randn(HEADS, 4, dtype=torch.float64), -1)
+    if massless:
+        mass[:, 0] = 0
+        mass = mass / mass.sum(-1, keepdim=True)
+    rest = (pivots, mass, 0.3, 0.4, half_steps, first, half_steps + 1, not first, [1.0, 1.0, 0.0, 0.0])
+    arguments = (keep, keep, None, *rest)
+    close(twins.lot(q, k, v, *arguments), lot.lot(q, k, v, *arguments))
+    close(twins.lot_attention(q, k, *arguments), lot.lot_attention(q, k, *arguments))
