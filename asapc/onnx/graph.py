@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.onnx.host import DTYPES, constant_of
+from asapc.onnx.host import DTYPES, constant_of, shortest
 from asapc.onnx.nodes import Filled, Graph, Held, Input, Node
 from asapc.onnx.ops import OPERATORS, REFUSED
 from asapc.onnx.tensors import read_tensor, type_name
@@ -139,13 +139,16 @@ class Reader:
         plain = {kinds.FLOAT: "f", kinds.INT: "i", kinds.FLOATS: "floats", kinds.INTS: "ints"}
         if attribute.type in plain and not attribute.ref_attr_name:
             value = getattr(attribute, plain[attribute.type])
-            return value if isinstance(value, (int, float)) else [*value]
+            if isinstance(value, float):
+                return shortest(value)
+            return value if isinstance(value, int) else [*value]
         if attribute.type == kinds.STRING and not attribute.ref_attr_name:
             return attribute.s.decode("utf-8", "replace")
         if attribute.type == kinds.TENSOR and len(attribute.t.dims) <= 1:
             tensor = read_tensor(attribute.t, self.path)
             if tensor.numel() == 1:
-                return tensor.reshape(()).item(), tensor.dtype
+                number = tensor.reshape(()).item()
+                return shortest(number) if tensor.dtype == torch.float32 else number, tensor.dtype
         raise InputError(f"{where} must have plain attributes", got=repr(attribute.name))
 
     def _constant_node(self, proto: onnx.NodeProto) -> Any:
@@ -170,7 +173,10 @@ class Reader:
         if isinstance(value, Tensor):
             folded = tensor.numel() > 1 and (tensor.dim() > 1 or not initializer)
             if folded and bool((tensor == tensor.flatten()[0]).all()):
-                return Filled((*tensor.shape,), tensor.flatten()[0].item(), tensor.dtype)
+                number = tensor.flatten()[0].item()
+                if tensor.dtype == torch.float32:
+                    number = shortest(number)
+                return Filled((*tensor.shape,), number, tensor.dtype)
             self.tensors.append((name, value, initializer))
             return Held(len(self.tensors) - 1)
         return value

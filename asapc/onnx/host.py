@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,13 +68,18 @@ def operand_of(value: Any) -> Any:
 def constant_of(tensor: Tensor) -> Any:
     """The host value of a constant that is one float, or integers that may be a shape; or the tensor."""
     if tensor.dtype == torch.float32 and tensor.dim() == 0:
-        return Real(tensor.item())
+        return Real(shortest(tensor.item()))
     shape_like = tensor.dtype in (torch.int64, torch.int32) and tensor.dim() <= 1
     if (shape_like and tensor.numel() <= MOST_HOST) or (
         tensor.dtype == torch.bool and tensor.dim() == 0
     ):
         return tensor.tolist()
     return tensor
+
+
+def shortest(number: float) -> float:
+    """The decimal that somebody wrote down: 0.1 for the float32 0.10000000149, to which it rounds."""
+    return float(str(np.float32(number)))
 
 
 def ints(value: Any, what: str) -> list[Any]:
