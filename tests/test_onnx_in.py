@@ -1,0 +1,611 @@
+"""Teachers from ONNX files: the conventions of the PyTorch model, the values behind them, every error."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect as inspection
+import io
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnxscript import FLOAT, script
+from onnxscript import opset18 as op
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import Interpreter
+
+import asapc
+from asapc import cli
+from asapc.data import Batch
+from asapc.errors import InputError, VerificationError
+from asapc.formats.load import Teacher, load_teacher
+from asapc.models import SinkformerText
+from asapc.models.esp import ESPFormerViT
+from asapc.models.lot import LOTFormerText
+from asapc.onnx import ops
+from asapc.onnx.check import check_import
+from asapc.onnx.graph import MAX_DEPTH
+from asapc.onnx.module import OnnxModule, value_nodes
+from asapc.onnx.session import open_session, run
+from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.capture import capture
+
+sys.path.insert(0, str(Path(__file__).parent))
+import attention_zoo as zoo
+
+sys.path.pop(0)
+pytest.importorskip("onnxruntime")
+
+TEXT = {
+    "vocab_size": 30, "seq_len": 9, "d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8,
+    "num_classes": 3,
+}  # fmt: skip
+
+
+def export(model: nn.Module, args: tuple[Any, ...], path: Path, dynamo: bool, axes: int = 2) -> Path:
+    """With the batch, and for two axes the length, dynamic."""
+    names = list(inspection.signature(model.forward).parameters)
+    dims = {0: "batch", 1: "length"} if axes == 2 else {0: "batch"}
+    settings: dict[str, Any] = {"dynamic_axes": dict.fromkeys(names, dims), "opset_version": 17}
+    if dynamo:
+        free = {axis: Dim(name) for axis, name in dims.items()}
+        settings = {"dynamic_shapes": tuple(free for _ in names), "external_data": False}
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, args, path, dynamo=dynamo, input_names=names, **settings)
+    return path
+
+
+def of(teacher: Teacher, args: tuple[Any, ...]) -> Analysis:
+    return analyse(teacher, Batch(args, {}, None, [0] * len(args[0])))
+
+
+def in_torch(model: nn.Module) -> Teacher:
+    return Teacher(model, None, "module", "", False, None)
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    """Conventions, to the rounding of constants that ONNX holds in float32."""
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys()
+        for key in wanted:
+            assert_same(got[key], wanted[key])
+    elif isinstance(wanted, float):
+        assert got == pytest.approx(wanted, rel=1e-6)
+    elif not (isinstance(wanted, str) and "*" in wanted):  # a factor, whose terms are compared
+        assert got == wanted
+
+
+def sink_text() -> tuple[nn.Module, tuple[Any, ...], int]:
+    model = SinkformerText(**TEXT, max_iter=4)
+    return model, tuple(model.example_inputs(3).values()), 2
+
+
+def lot_text() -> tuple[nn.Module, tuple[Any, ...], int]:
+    model = LOTFormerText(**TEXT, n_pivots=3)
+    return model, tuple(model.example_inputs(3).values()), 2
+
+
+def esp_vit() -> tuple[nn.Module, tuple[Any, ...], int]:
+    model = ESPFormerViT(
+        image_size=6, patch_size=2, num_classes=3, dim=8, depth=1, heads=2, mlp_dim=8, channels=1,
+        dim_head=4,
+    )  # fmt: skip
+    return model, tuple(model.example_inputs(3).values()), 1
+
+
+def of_zoo(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], int]]:
+    def make() -> tuple[nn.Module, tuple[Any, ...], int]:
+        model = getattr(zoo, name)()
+        return model, zoo.inputs_for(model), 2
+
+    return make
+
+
+TEACHERS = {
+    "sink_text": sink_text, "lot_text": lot_text, "esp_vit": esp_vit,
+    **{name: of_zoo(name) for name in ("Alternating", "SlicedSoft", "SlicedLearnt", "Biased", "Mixed",
+                                       "ExpDomain", "GluedMasked", "AdditiveMask")},
+}  # fmt: skip
+NEW = ("sink_text", "SlicedLearnt", "GluedMasked")  # the new exporter takes ten seconds a model
+
+
+@pytest.mark.parametrize(
+    "name, dynamo", [*((name, False) for name in TEACHERS), *((name, True) for name in NEW)]
+)
+def test_conventions_are_those_of_the_pytorch_model(name: str, dynamo: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, args, axes = TEACHERS[name]()
+    expected = of(in_torch(model.eval()), args)
+    teacher = load_teacher(str(export(model, args, tmp_path / "m.onnx", dynamo, axes)))
+    found = of(teacher, args)
+    assert found.capture.kind == "whole" and found.sites
+    assert [site.name for site in found.sites] == [site.name for site in expected.sites]
+    assert [left.reason for left in found.left_alone] == [left.reason for left in expected.left_alone]
+    for own, wanted in zip(found.sites, expected.sites, strict=True):
+        assert_same(own.convention.to_dict(), wanted.convention.to_dict())
+        assert own.heads == wanted.heads and own.head_dim == wanted.head_dim
+
+
+def loop_model(stop: bool) -> onnx.ModelProto:
+    """Softmax, then columns and rows in turn, in a Loop of its own; with an early stop or without."""
+    generator = torch.Generator().manual_seed(0)
+    wq, wk, wv = (
+        numpy_helper.from_array(torch.randn(8, 8, generator=generator).numpy() * 0.5, name)
+        for name in ("wq", "wk", "wv")
+    )
+
+    @script()
+    def plain(x: FLOAT[None, None, 8]) -> FLOAT[None, None, 8]:  # type: ignore[valid-type]
+        heads = op.Constant(value_ints=[0, 0, 2, 4])
+        q = op.Transpose(op.Reshape(op.MatMul(x, op.Constant(value=wq)), heads), perm=[0, 2, 1, 3])
+        k = op.Transpose(op.Reshape(op.MatMul(x, op.Constant(value=wk)), heads), perm=[0, 2, 3, 1])
+        v = op.Transpose(op.Reshape(op.MatMul(x, op.Constant(value=wv)), heads), perm=[0, 2, 1, 3])
+        weights = op.Softmax(op.MatMul(q, k) * 0.5, axis=-1)
+        for _ in range(3):
+            weights = weights / op.ReduceSum(weights, op.Constant(value_ints=[-2]))
+            weights = weights / op.ReduceSum(weights, op.Constant(value_ints=[-1]))
+        out = op.Transpose(op.MatMul(weights, v), perm=[0, 2, 1, 3])
+        return op.Reshape(out, op.Constant(value_ints=[0, 0, -1]))
+
+    @script()
+    def stopping(x: FLOAT[None, None, 8]) -> FLOAT[None, None, 8]:  # type: ignore[valid-type]
+        heads = op.Constant(value_ints=[0, 0, 2, 4])
+        q = op.Transpose(op.Reshape(op.MatMul(x, op.Constant(value=wq)), heads), perm=[0, 2, 1, 3])
+        k = op.Transpose(op.Reshape(op.MatMul(x, op.Constant(value=wk)), heads), perm=[0, 2, 3, 1])
+        v = op.Transpose(op.Reshape(op.MatMul(x, op.Constant(value=wv)), heads), perm=[0, 2, 1, 3])
+        weights = op.Softmax(op.MatMul(q, k) * 0.5, axis=-1)
+        for _ in range(3):
+            before = weights
+            weights = weights / op.ReduceSum(weights, op.Constant(value_ints=[-2]))
+            weights = weights / op.ReduceSum(weights, op.Constant(value_ints=[-1]))
+            small = op.ReduceMax(op.Abs(weights - before), keepdims=0) < 1e-12
+            if small:
+                break
+        out = op.Transpose(op.MatMul(weights, v), perm=[0, 2, 1, 3])
+        return op.Reshape(out, op.Constant(value_ints=[0, 0, -1]))
+
+    return (stopping if stop else plain).to_model_proto()
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["fixed", "early_stop"])
+def test_a_loop_of_onnx_is_unrolled_and_identified(stop: bool, tmp_path: Path) -> None:
+    path = tmp_path / "loop.onnx"
+    onnx.save(loop_model(stop), path)
+    found = of(load_teacher(str(path)), (torch.randn(3, 6, 8),))
+    convention = found.sites[0].loop
+    assert (convention.half_steps, convention.first_side, convention.last_side) == (7, "row", "row")
+    assert convention.score_multiplier == pytest.approx(0.5)
+    assert convention.early_stop == stop
+
+
+def test_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(1)
+    model, args, axes = sink_text()
+    path = str(export(model.eval(), args, tmp_path / "m.onnx", True, axes))
+    tokens = torch.randint(1, 30, (160, 9), generator=torch.Generator().manual_seed(1))
+    tokens[::3, 6:] = 0
+    data, out, calib = (str(tmp_path / name) for name in ("d.npz", "out", "calib"))
+    np.savez(data, inputs=tokens.numpy())
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("operator: lossless\nbatch_size: 16\nmax_examples: 32\nselection_examples: 16\n")
+    with_data = ["--data", data, "--quiet"]
+    assert cli.main(["inspect", path, *with_data, "--json"]) == 0
+    sites = json.loads(capsys.readouterr().out)["sites"]
+    assert [(site["name"], site["status"]) for site in sites] == [("layers.0.mha", "matched")]
+    assert cli.main(["calibrate", path, *with_data, "-o", calib, "--recipe", str(recipe)]) == 0
+    assert cli.main(["compile", path, "--calibration", calib, "-o", out, "--quiet"]) == 0
+    assert cli.main(["report", out, *with_data, "--examples", "16"]) == 0
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["teacher"]["source"] == path
+    expected = run(open_session(path, threads=1), {"inputs": tokens[:5]})
+    with torch.no_grad():
+        for own, wanted in zip(asapc.load(out)(tokens[:5]), expected, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_every_value_is_found_in_the_captured_graph(dynamo: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, args, axes = of_zoo("Alternating")() if dynamo else sink_text()
+    path = export(model.eval(), args, tmp_path / "m.onnx", dynamo, axes)
+    teacher = load_teacher(str(path))
+    module = teacher.model
+    assert isinstance(module, OnnxModule)
+    graph = capture(module, args, {}).programs[0].graph
+    found = value_nodes(graph, module)
+    assert {value.name for value in module.inputs} <= found.keys()
+    assert {*module.graph.outputs} <= found.keys()
+    assert {name for key, name in module.weights.items()} & found.keys()
+    held: dict[Any, Any] = {}
+
+    class Recorder(Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            held[n] = super().run_node(n)
+            return held[n]
+
+    names = [name for node in module.graph.nodes for name in node.outputs if name in found]
+    assert len(names) > 60
+    with torch.no_grad():
+        Recorder(graph).run(*args, enable_io_processing=False)
+        for name, value in zip(names, module.values(args, names), strict=True):
+            assert held[found[name]].shape == value.shape and torch.equal(held[found[name]], value), name
+
+
+# Small models by hand
+
+
+def info(name: str, shape: Any, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def node(op: str, inputs: list[str], *outputs: str, **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(op, inputs, [*outputs], name=f"the_{outputs[0]}", **attributes)
+
+
+WEIGHT = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+def model_of(
+    nodes: list[onnx.NodeProto] | None = None, *, inputs: Any = None, outputs: Any = None,
+    weights: Any = None, opset: int = 18, functions: Any = (), extra: Any = (),
+) -> onnx.ModelProto:  # fmt: skip
+    """y = exp(x @ w) unless told otherwise."""
+    if nodes is None:
+        nodes = [node("MatMul", ["x", "w"], "product"), node("Exp", ["product"], "y")]
+    weights = [numpy_helper.from_array(WEIGHT, "w")] if weights is None else weights
+    inputs = [info("x", ["batch", 4])] if inputs is None else inputs
+    graph = helper.make_graph(nodes, "g", inputs, outputs or [info("y", None)], weights)
+    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in extra)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=functions)
+
+
+def saved(model: onnx.ModelProto, folder: Path, name: str = "m.onnx") -> Path:
+    path = folder / name
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def loaded(model: onnx.ModelProto, folder: Path) -> OnnxModule:
+    module = load_teacher(str(saved(model, folder))).model
+    assert isinstance(module, OnnxModule)
+    return module
+
+
+def refused(model: onnx.ModelProto | Path, folder: Path) -> str:
+    path = model if isinstance(model, Path) else saved(model, folder)
+    with pytest.raises(InputError) as caught:
+        load_teacher(str(path))
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    return message
+
+
+def external(model: onnx.ModelProto, location: str, length: int | None = None, offset: str = "0") -> None:
+    """The weight moves into a file of its own; length of what is declared, None to declare none."""
+    weight = model.graph.initializer[0]
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        if value is not None:
+            weight.external_data.add(key=key, value=str(value))
+
+
+def test_arguments_are_named_after_the_inputs(tmp_path: Path) -> None:
+    nodes = [node("Sum", ["class", "in.1", "in_1", "2x"], "y")]
+    inputs = [info(name, ["n"]) for name in ("class", "in.1", "in_1", "2x")]
+    module = loaded(model_of(nodes, inputs=inputs, weights=[]), tmp_path)
+    assert list(inspection.signature(module.forward).parameters) == ["class_", "in_1", "in_1_", "_2x"]
+    x = torch.ones(3)
+    assert torch.equal(module(x, 2 * x, _2x=4 * x, in_1_=3 * x), 10 * x)
+    assert torch.equal(copy.deepcopy(module)(x, x, x, x), 4 * x)
+
+
+def test_weights_that_are_inputs_too_are_weights(tmp_path: Path) -> None:
+    inputs = [info("x", ["batch", 4]), info("w", [4, 3])]
+    module = loaded(model_of(inputs=inputs), tmp_path)
+    assert list(inspection.signature(module.forward).parameters) == ["x"]
+    assert [name for name, p in module.named_parameters() if not p.requires_grad] == ["w_w"]
+
+
+def test_scopes(tmp_path: Path) -> None:
+    """Of both exporters, and of a model that says nothing."""
+    from asapc.onnx.graph import scope_of
+
+    for name, scope in (
+        ("/encoder/layers.0/attn/MatMul", "encoder.layers.0.attn"), ("/MatMul", ""),
+        ("/layers/layers.0/layers.0.1/fn/MatMul", "layers.0.1.fn"), ("attention", "attention"), ("", "y"),
+    ):  # fmt: skip
+        assert scope_of(helper.make_node("MatMul", [], ["y"], name=name)) == scope
+    new = helper.make_node("MatMul", [], ["y"], name="node_7")
+    scopes = "['', 'layers', 'layers.0.attn', 'matmul']"
+    new.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
+    assert scope_of(new) == "layers.0.attn"
+    new.metadata_props[0].value = "__import__('os')"
+    assert scope_of(new) == "node_7"
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    plain = model_of()
+
+    def print_of(model: onnx.ModelProto, name: str = "m.onnx") -> str:
+        return load_teacher(str(saved(model, tmp_path, name))).fingerprint
+
+    own = print_of(plain)
+    assert print_of(plain, "other.onnx") == own
+    outside = copy.deepcopy(plain)
+    (tmp_path / "w.bin").write_bytes(b"\0" * 8 + WEIGHT.tobytes())
+    external(outside, "w.bin", WEIGHT.nbytes, "8")
+    assert print_of(outside) == own
+    commented = copy.deepcopy(plain)
+    commented.doc_string, commented.graph.node[0].doc_string = "a", "b"
+    assert print_of(commented) == own
+    others = [
+        model_of(opset=17), model_of(weights=[numpy_helper.from_array(WEIGHT + 1, "w")]),
+        model_of([node("MatMul", ["x", "w"], "product"), node("Tanh", ["product"], "y")]),
+        model_of([node("MatMul", ["x", "w"], "z"), node("Exp", ["z"], "y")]),
+        model_of(inputs=[info("x", [2, 4])]),
+    ]  # fmt: skip
+    assert len({own, *(print_of(model) for model in others)}) == len(others) + 1
+
+
+def test_functions_of_the_model_are_written_out(tmp_path: Path) -> None:
+    inner = helper.make_function(
+        "mine", "Twice", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])],
+        [helper.make_opsetid("", 18)],
+    )  # fmt: skip
+    nodes = [node("Twice", ["x"], "z", domain="mine"), node("Twice", ["z"], "y", domain="mine")]
+    model = model_of(nodes, weights=[], functions=[inner], extra=["mine"])
+    assert torch.equal(loaded(model, tmp_path)(torch.ones(2, 4)), torch.full((2, 4), 4.0))
+
+
+def test_functions_that_call_themselves_or_explode(tmp_path: Path) -> None:
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
+
+    def function(name: str, calls: str, times: int) -> onnx.FunctionProto:
+        nodes = [
+            helper.make_node(calls, ["a" if i == 0 else f"t{i}"], [f"t{i + 1}"], domain="mine")
+            for i in range(times)
+        ]
+        return helper.make_function("mine", name, ["a"], [f"t{times}"], nodes, opsets)
+
+    nodes = [node("F0", ["x"], "y", domain="mine")]
+    circle = model_of(
+        nodes, weights=[], functions=[function("F0", "F1", 1), function("F1", "F0", 1)], extra=["mine"]
+    )
+    assert "must not call themselves" in refused(circle, tmp_path)
+    laughs = [function(f"F{i}", f"F{i + 1}", 10) for i in range(12)]
+    last = helper.make_function(
+        "mine", "F12", ["a"], ["b"], [helper.make_node("Neg", ["a"], ["b"])], opsets
+    )
+    bomb = model_of(nodes, weights=[], functions=[*laughs, last], extra=["mine"])
+    assert "nodes" in refused(bomb, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello, world\n" * 20, b"\x80\x02}q\x00.", b"PK\x03\x04" + b"\0" * 90, b"\x08\x0a"],
+    ids=["empty", "text", "pickle", "zip", "header"],
+)
+def test_what_is_no_onnx_file(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(content)
+    assert "not an ONNX model, or a truncated one" in refused(path, tmp_path)
+
+
+def test_truncated_anywhere(tmp_path: Path) -> None:
+    content = model_of().SerializeToString()
+    path = tmp_path / "m.onnx"
+    for length in range(0, len(content), 7):
+        path.write_bytes(content[:length])
+        with pytest.raises(InputError):
+            load_teacher(str(path))
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such model"):
+        load_teacher(str(tmp_path / "gone.onnx"))
+    (tmp_path / "d.onnx").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="no such model"):
+        load_teacher(str(tmp_path / "d.onnx"))
+
+
+@pytest.mark.parametrize("opset", [1, 10, 24, 99])
+def test_opsets(opset: int, tmp_path: Path) -> None:
+    message = refused(model_of(opset=opset), tmp_path)
+    assert f"must be of opset 11 to 23, got opset {opset}" in message and "opset_version=18" in message
+
+
+def test_no_opset(tmp_path: Path) -> None:
+    model = model_of()
+    del model.opset_import[:]
+    assert "got no opset" in refused(model, tmp_path)
+
+
+def with_weight(array: Any) -> onnx.ModelProto:
+    return model_of(weights=[numpy_helper.from_array(np.asarray(array, dtype=np.float32), "w")])
+
+
+NOT_OF_OPSET = "must have the inputs and attributes of opset 18"
+UNREADABLE: list[tuple[Callable[[], onnx.ModelProto], str]] = [
+    (lambda: model_of([node("FusedGemm", ["x"], "y", domain="com.microsoft")], extra=["com.microsoft"]),
+     "must be a standard ONNX operator, got com.microsoft.FusedGemm"),
+    (lambda: model_of([node("StringSplit", ["x"], "y")]), "StringSplit node the_y cannot be read"),
+    (lambda: model_of([node("NonZero", ["x"], "y")]), "the shape of its result depends on values"),
+    (lambda: model_of([node("RandomNormalLike", ["x"], "y")]), "its result is random"),
+    (lambda: model_of([node("DequantizeLinear", ["x", "w"], "y")]), "quantised models are not compiled"),
+    (lambda: model_of([node("Exp", ["x", "w"], "y")]), NOT_OF_OPSET),
+    (lambda: model_of([node("Exp", ["x"], "y", extra=3)]), NOT_OF_OPSET),
+    (lambda: model_of([node("Exp", ["x"], "y"), node("Neg", ["x"], "y")]), "got 'y' twice"),
+    (lambda: model_of([node("Exp", ["x"], "w"), node("Neg", ["w"], "y")]), "got 'w' twice"),
+    (lambda: model_of([node("Exp", ["z"], "y")]), "uses 'z', which nothing computes"),
+    (lambda: model_of([node("Exp", ["z"], "y"), node("Neg", ["x"], "z")]), "uses 'z', which comes later"),
+    (lambda: model_of([node("Exp", ["z"], "y"), node("Neg", ["y"], "z")]), "uses 'z', which comes later"),
+    (lambda: model_of([node("Add", ["x", "y"], "y")]), "uses 'y', which comes later, or from itself"),
+    (lambda: model_of(outputs=[info("q", None)]), "an output of the graph uses 'q', which nothing"),
+    (lambda: model_of(inputs=[info("x", [2], TensorProto.STRING)]), "a tensor of numbers, got STRING"),
+    (lambda: model_of(inputs=[helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None)]),
+     "a tensor of numbers, got sequence_type"),
+    (lambda: model_of(weights=[helper.make_tensor("w", TensorProto.STRING, [1], [b"a"])]),
+     "must hold floats, integers or bools, got STRING"),
+    (lambda: model_of(weights=[helper.make_tensor("w", TensorProto.FLOAT8E4M3FN, [1], b"a", raw=True)]),
+     "got FLOAT8E4M3FN"),
+    (lambda: with_weight(np.where(WEIGHT == 5, np.nan, WEIGHT)), "got 1 NaN of 12 values in w_w"),
+    (lambda: with_weight(np.where(WEIGHT == 5, np.inf, WEIGHT)), "got 1 infinite of 12 values in w_w"),
+    (lambda: model_of([node("Neg", ["w"], "y")], inputs=[]), "must have inputs, got none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make, told", UNREADABLE, ids=[told for _, told in UNREADABLE])
+def test_a_model_that_cannot_be_read(
+    make: Callable[[], onnx.ModelProto], told: str, tmp_path: Path
+) -> None:
+    assert told in refused(make(), tmp_path)
+
+
+def test_a_mask_of_minus_infinity_is_no_diverged_weight(tmp_path: Path) -> None:
+    mask = np.triu(np.full((4, 4), -np.inf, dtype=np.float32), 1)
+    model = model_of([node("Add", ["x", "m"], "y")], weights=[numpy_helper.from_array(mask, "m")])
+    module = loaded(model, tmp_path)
+    assert [*module.state_dict()] == ["w_m"] and not [*module.parameters()]
+
+
+def test_subgraphs_that_are_too_deep(tmp_path: Path) -> None:
+    def branch(depth: int) -> onnx.GraphProto:
+        name = f"v{depth}"
+        if depth == 0:
+            own = helper.make_node("Neg", ["x"], [name])
+        else:
+            inner = branch(depth - 1)
+            own = helper.make_node("If", ["c"], [name], then_branch=inner, else_branch=inner)
+        return helper.make_graph([own], "b", [], [info(name, None)])
+
+    flag = numpy_helper.from_array(np.array(True), "c")
+    for depth, fits in ((MAX_DEPTH - 1, True), (MAX_DEPTH + 1, False)):
+        nodes = [node("If", ["c"], "y", then_branch=branch(depth), else_branch=branch(0))]
+        model = model_of(nodes, weights=[flag])
+        if fits:
+            assert torch.equal(loaded(model, tmp_path)(torch.ones(1, 4)), -torch.ones(1, 4))
+        else:
+            assert "nested 8 deep" in refused(model, tmp_path)
+
+
+def test_tensors_of_another_size_than_declared(tmp_path: Path) -> None:
+    short = model_of()
+    short.graph.initializer[0].raw_data = WEIGHT.tobytes()[:-4]
+    assert "must hold the 48 bytes of torch.float32 [4, 3], got 44 bytes" in refused(short, tmp_path)
+    huge = model_of()
+    huge.graph.initializer[0].dims[0] = 1 << 60
+    assert "got 48 bytes" in refused(huge, tmp_path)
+    negative = model_of()
+    negative.graph.initializer[0].dims[0] = -4
+    assert "must be whole and have sizes" in refused(negative, tmp_path)
+    typed = model_of(weights=[helper.make_tensor("w", TensorProto.FLOAT, [4, 3], WEIGHT.flatten())])
+    typed.graph.initializer[0].float_data.pop()
+    assert "must hold 12 entries, got 11" in refused(typed, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [
+    "FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "INT64", "INT32", "INT16", "INT8", "UINT8", "BOOL",
+])  # fmt: skip
+@pytest.mark.parametrize("raw", [True, False], ids=["raw", "typed"])
+def test_element_types(kind: str, raw: bool, tmp_path: Path) -> None:
+    from asapc.onnx.tensors import read_tensor
+
+    values = [0, 1, 1] if kind == "BOOL" else [3, 0, 7] if kind == "UINT8" else [3, 0, -7]
+    number = TensorProto.DataType.Value(kind)
+    tensor = helper.make_tensor("t", number, [3], values)
+    if raw:
+        array = numpy_helper.to_array(tensor)
+        tensor = helper.make_tensor("t", number, [3], array.tobytes(), raw=True)
+    read = read_tensor(tensor, tmp_path / "m.onnx")
+    assert str(read.dtype).removeprefix("torch.") == kind.lower().replace("double", "float64").replace(
+        "float", "float32" if kind == "FLOAT" else "float"
+    )
+    assert read.double().tolist() == values
+
+
+@pytest.mark.parametrize("location, told", [
+    ("gone.bin", "must be there, got no"), ("sub", "must be there, got no"), ("round.bin", "must"),
+    *((outside, "must lie in the folder") for outside in (
+        "", "/etc/passwd", "../w.bin", "sub/../../w.bin", "link.bin", "a\\w.bin"
+    )),
+])  # fmt: skip
+def test_external_data_outside_of_the_folder(location: str, told: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (tmp_path / "w.bin").write_bytes(WEIGHT.tobytes())
+    (folder / "link.bin").symlink_to(tmp_path / "w.bin")
+    (folder / "round.bin").symlink_to(folder / "round.bin")
+    model = model_of()
+    external(model, location, WEIGHT.nbytes)
+    assert told in refused(model, folder)
+
+
+@pytest.mark.parametrize("length, offset, told", [
+    (48, "8", "must hold its 48 bytes from 8 on"), (44, "0", "got 44 bytes declared"),
+    (48, "-8", "must be a number of bytes"), (48, "1e3", "must be a number of bytes"),
+    (48, "9" * 30, "must be a number of bytes"), (1 << 50, "0", "bytes declared, in a file of 48"),
+])  # fmt: skip
+def test_external_data_of_another_size(length: int, offset: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(WEIGHT.tobytes())
+    model = model_of()
+    external(model, "w.bin", length, offset)
+    assert told in refused(model, tmp_path)
+
+
+def test_a_declared_batch_is_kept(tmp_path: Path) -> None:
+    module = loaded(model_of(inputs=[info("x", [1, 4])]), tmp_path)
+    assert module(torch.ones(1, 4)).shape == (1, 3)
+    with pytest.raises(ValueError, match=r"x must be of shape \[1, 4\].*dynamic batch"):
+        module(torch.ones(2, 4))
+
+
+def test_the_import_is_held_against_onnxruntime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(model_of(), tmp_path)
+    batch = Batch((), {"x": 0.1 * torch.randn(3, 4)}, None, [0] * 3)
+    module = load_teacher(str(path)).model
+    assert isinstance(module, OnnxModule) and check_import(module, path, batch) < 1e-5
+    monkeypatch.setitem(ops.OPERATORS, "Exp", lambda x: torch.exp(x) + 0.01)
+    wrong = load_teacher(str(path)).model
+    assert isinstance(wrong, OnnxModule)
+    with pytest.raises(VerificationError, match="first in Exp node the_y"):
+        check_import(wrong, path, batch)
+
+
+def test_without_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(InputError, match=r"pip install 'asapc\[onnx\]'"):
+        open_session(saved(model_of(), tmp_path))
+
+
+def test_what_onnxruntime_does_not_run(tmp_path: Path) -> None:
+    """The batch is checked with a message; types that only one of both takes are, too."""
+    path = saved(model_of(inputs=[info("x", [None, None])]), tmp_path)
+    module = load_teacher(str(path)).model
+    assert isinstance(module, OnnxModule)
+    with pytest.raises(InputError, match="onnxruntime must be able to run it on the given data"):
+        check_import(module, path, Batch((torch.ones(2, 5),), {}, None, [0, 0]))
+    bad = saved(model_of([node("Neg", ["x"], "y")], inputs=[info("x", [2], TensorProto.BOOL)]), tmp_path)
+    with pytest.raises(InputError, match="onnxruntime must be able to run it"):
+        open_session(bad)
+
+
+def test_inputs_arrive_in_the_declared_type(tmp_path: Path) -> None:
+    nodes = [node("Gather", ["w", "ids"], "y")]
+    model = model_of(nodes, inputs=[info("ids", ["n"], TensorProto.INT32)])
+    module = loaded(model, tmp_path)
+    ids: Tensor = torch.tensor([3, 0])
+    assert torch.equal(module(ids), torch.as_tensor(WEIGHT)[ids])
+    assert check_import(module, saved(model, tmp_path), Batch((ids,), {}, None, [0, 0])) == 0.0
