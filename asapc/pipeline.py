@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from asapc.artifact import (
+    Artifact,
     Stage,
     call_of,
     read_artifact,
@@ -279,7 +281,10 @@ def compile(
     with replace_folder(out) as folder:
         write_artifact(folder, manifest, recipe, programs, seen, analysis.model, told)
         _verify_written(folder, analysis.model, programs, example)
-        if onnx is not None:
+        if teacher.onnx is not None:
+            captured, own = analysis.capture.programs[0].graph, compiled[0].graph
+            _write_edited(folder, teacher, captured, own, source, onnx or OnnxSettings(), progress)
+        elif onnx is not None:
             _write_onnx(folder, source, onnx, progress)
     return manifest
 
@@ -326,6 +331,21 @@ def refresh(
 # Steps of the commands above
 
 
+def _write_edited(
+    folder: Path,
+    teacher: Teacher,
+    captured: GraphModule,
+    compiled: GraphModule,
+    source: DataSource,
+    settings: OnnxSettings,
+    progress: Progress,
+) -> None:
+    from asapc.onnx.export import write_edited
+
+    batches = _unseen(read_artifact(folder, ()), source)
+    write_edited(folder, teacher, captured, compiled, batches, settings, progress)
+
+
 def _write_onnx(
     folder: Path, source: DataSource, settings: OnnxSettings, progress: Progress
 ) -> dict[str, Any]:
@@ -333,9 +353,13 @@ def _write_onnx(
     from asapc.onnx.export import write_onnx
 
     artifact = read_artifact(folder, ("graph",))
-    unseen = Unseen(artifact, source)
-    batches = source.batches(VERIFIED_EXAMPLES, select=unseen.select, limit=VERIFIED_EXAMPLES)
-    return write_onnx(artifact, list(batches), settings, progress)
+    return write_onnx(artifact, _unseen(artifact, source), settings, progress)
+
+
+def _unseen(artifact: Artifact, source: DataSource) -> list[Batch]:
+    """Examples that calibration and selection have not seen."""
+    select = Unseen(artifact, source).select
+    return list(source.batches(VERIFIED_EXAMPLES, select=select, limit=VERIFIED_EXAMPLES))
 
 
 def _paths(data: str | DataSource | None) -> list[str]:

@@ -21,12 +21,15 @@ from typing import Any
 import onnx
 import onnx_ir
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from asapc.artifact import Artifact, read_exported
 from asapc.data import Batch
 from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
-from asapc.onnx.functions import DOMAIN, take_out_calls
+from asapc.formats.load import Teacher
+from asapc.onnx.functions import DOMAIN, Functions, take_out_calls
+from asapc.onnx.module import OnnxModule
 from asapc.onnx.settings import MODEL, RECORD, OnnxSettings
 from asapc.onnx.translate import translate
 from asapc.onnx.verify import verify
@@ -39,7 +42,7 @@ _PARTIAL = ".onnx-"
 def write_onnx(
     artifact: Artifact, batches: Sequence[Batch], settings: OnnxSettings, progress: Progress
 ) -> dict[str, Any]:
-    """Write OUT/model.onnx and OUT/onnx.json; returns what onnx.json holds.
+    """Write OUT/model.onnx from the compiled program; returns what OUT/onnx.json holds.
 
     artifact: with its compiled program read.  batches: unseen examples that the file is verified on.
     Raises InputError for a model that has no one graph, VerificationError where the file does not
@@ -55,37 +58,77 @@ def write_onnx(
     exported = read_exported(artifact)
     names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
     model = onnx_model(exported, settings.opset)
-    for left in artifact.folder.glob(f"{_PARTIAL}*"):  # of a run that was killed
+    program = artifact.programs["graph"][0].graph
+    return place(artifact.folder, model, program, names, batches, settings, progress)
+
+
+def write_edited(
+    folder: Path,
+    teacher: Teacher,
+    captured: GraphModule,
+    compiled: GraphModule,
+    batches: Sequence[Batch],
+    settings: OnnxSettings,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The same for an ONNX teacher: its own file, with its attention replaced.
+
+    captured: what the teacher's graph was when it was traced; compiled: what the passes made of it.
+    """
+    from asapc.onnx.edit import edited_model
+
+    progress.note("editing the ONNX graph")
+    assert teacher.onnx is not None and isinstance(teacher.model, OnnxModule)
+    model = edited_model(teacher.onnx, teacher.model, captured, compiled)
+    model.producer_name, model.producer_version = "asapc", None
+    names = [value.name for value in teacher.model.inputs]
+    return place(folder, model, compiled, names, batches, settings, progress)
+
+
+def place(
+    folder: Path,
+    model: onnx_ir.Model,
+    program: GraphModule,
+    names: Sequence[str],
+    batches: Sequence[Batch],
+    settings: OnnxSettings,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Check and verify the model aside; then it becomes OUT/model.onnx, with OUT/onnx.json.
+
+    names: of the program's tensor inputs in the file.
+    """
+    for left in folder.glob(f"{_PARTIAL}*"):  # of a run that was killed
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=artifact.folder, prefix=_PARTIAL) as place:
-        path = Path(place) / MODEL
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_PARTIAL) as aside:
+        path = Path(aside) / MODEL
         save(model, path)
         check(path)
-        program = artifact.programs["graph"][0].graph
         found = verify(path, program, names, batches, settings.tolerance, progress)
         record = {
-            "opset": settings.opset,
+            "opset": model.graph.opset_imports[""],
             "bytes": sum(own.stat().st_size for own in path.parent.iterdir()),
             "functions": sorted({function.name for function in model.functions.values()}),
             **asdict(found),
         }
         for own in sorted(path.parent.iterdir(), reverse=True):  # model.onnx.data first
-            os.replace(own, artifact.folder / own.name)
-    replace_file(artifact.folder / RECORD, json.dumps(record, indent=2) + "\n")
+            own.chmod(0o644)
+            os.replace(own, folder / own.name)
+    replace_file(folder / RECORD, json.dumps(record, indent=2) + "\n")
     return record
 
 
 def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
     """The program in ONNX; `exported` is taken apart."""
-    functions = take_out_calls(exported, opset)
+    functions = Functions(opset)
+    take_out_calls(exported, functions)
     model = translate(exported, opset)
-    for function in functions:
+    for function in functions.made:
         model.functions[function.identifier()] = function
-    if functions:
+    if functions.made:
         model.graph.opset_imports[DOMAIN] = 1
     _name_sizes(model)
-    model.producer_name = "asapc"
-    model.producer_version = None
+    model.producer_name, model.producer_version = "asapc", None
     return model
 
 

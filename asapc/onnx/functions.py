@@ -3,8 +3,6 @@
 before: torch.ops.asapc.sinkhorn(q, k, v, keep, bias, settings ...)
 after:  onnx_symbolic("ai.asapc::sinkhorn")(q, k, v, keep), and one ir.Function whose body is the
         traced twin (asapc.onnx.twins) in standard operators, with the settings in its doc string
-
-Calls that differ in nothing but their tensors share a function.
 """
 
 from __future__ import annotations
@@ -28,30 +26,42 @@ SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is trac
 TENSOR = object()  # in the settings of a call, the place of a tensor
 
 
-def take_out_calls(exported: ExportedProgram, opset: int) -> list[onnx_ir.Function]:
-    """Replace every asapc call, in place; the functions that are called now, in order of their calls."""
-    graph = exported.graph
-    functions: dict[Any, onnx_ir.Function] = {}
-    names: dict[str, int] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or getattr(node.target, "namespace", None) != "asapc":
-            continue
-        call = _Call.of(node)
+class Functions:
+    """The functions of one file; calls that differ in nothing but their tensors share one."""
+
+    def __init__(self, opset: int) -> None:
+        self.opset = opset
+        self._made: dict[Any, onnx_ir.Function] = {}
+        self._count: dict[str, int] = {}
+
+    @property
+    def made(self) -> list[onnx_ir.Function]:
+        return list(self._made.values())
+
+    def of(self, call: _Call) -> onnx_ir.Function:
         key = (call.name, call.settings, call.sizes)
-        if key not in functions:
-            names[call.name] = names.get(call.name, 0) + 1
-            suffix = "" if names[call.name] == 1 else f"_{names[call.name]}"
-            functions[key] = call.function(call.name + suffix, opset)
-        call.replace(graph, functions[key].name)
+        if key not in self._made:
+            self._count[call.name] = number = self._count.get(call.name, 0) + 1
+            name = call.name if number == 1 else f"{call.name}_{number}"
+            self._made[key] = call.function(name, self.opset)
+        return self._made[key]
+
+
+def take_out_calls(exported: ExportedProgram, functions: Functions) -> None:
+    """Replace every asapc call of the program, in place, by a call of one of the functions."""
+    graph = exported.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and getattr(node.target, "namespace", None) == "asapc":
+            call = _Call.of(node)
+            call.replace(graph, functions.of(call).name)
     exported.graph_module.recompile()
-    return list(functions.values())
 
 
 @dataclass(frozen=True)
 class _Call:
     """tensors: the nodes among its arguments; settings: the others, TENSOR in their place.
 
-    sizes: of every tensor, dynamic ones as expressions, so that equal ones are seen to be equal.
+    sizes: of every tensor, dynamic ones by names that tell which are equal.
     """
 
     node: Node
@@ -74,20 +84,25 @@ class _Call:
 
         settings = tuple(setting(argument) for argument in node.args)
         assert isinstance(node.target, torch._ops.OpOverload) and not node.kwargs
+        symbols: dict[Any, str] = {}
+
+        def told(length: Any) -> str:
+            if isinstance(length, int):
+                return str(length)
+            expression = length.node.expr
+            for symbol in sorted(expression.free_symbols, key=str):
+                symbols.setdefault(symbol, f"size_{len(symbols)}")
+            return str(expression.subs(symbols))
+
         values = [own.meta["val"] for own in tensors]
-        sizes = tuple((str(value.dtype), *map(str, value.shape)) for value in values)
+        sizes = tuple((str(value.dtype), *map(told, value.shape)) for value in values)
         return cls(node, node.target._opname, tuple(tensors), settings, sizes)
 
     def function(self, name: str, opset: int) -> onnx_ir.Function:
         """The traced twin."""
         twin: Callable[..., Any] = getattr(twins, self.name)
-        examples, dynamic = self._examples()
-        body = _Body(twin, self.settings)
-        with torch.no_grad():
-            traced = torch.export.export(
-                body, tuple(examples), dynamic_shapes=(tuple(dynamic),), strict=False
-            )
-        graph = translate(traced, opset).graph
+        body = traced(_Body(twin, self.settings), [node.meta["val"] for node in self.tensors])
+        graph = translate(body, opset).graph
         _constants_as_nodes(graph)
         _without_names(graph)
         parameters = list(inspect.signature(twin).parameters)
@@ -99,30 +114,6 @@ class _Call:
         return onnx_ir.Function(
             DOMAIN, name, graph=_described(graph, f"{self.name}: {told}"), attributes=[]
         )
-
-    def _examples(self) -> tuple[list[Tensor], list[dict[int, Any]]]:
-        known: dict[Any, int] = {}
-
-        def size(length: Any) -> int:
-            if isinstance(length, int):
-                return length
-            expression = length.node.expr
-            for symbol in sorted(expression.free_symbols, key=str):
-                known.setdefault(symbol, SIZES[len(known)])
-            return int(expression.subs(known))
-
-        examples, dynamic = [], []
-        generator = torch.Generator().manual_seed(0)
-        for node in self.tensors:
-            value = node.meta["val"]
-            shape = [size(length) for length in value.shape]
-            example = torch.rand(shape, generator=generator)
-            examples.append(example > 0 if value.dtype == torch.bool else example.to(value.dtype))
-            dynamic.append({
-                axis: Dim.STATIC if isinstance(length, int) else Dim.AUTO
-                for axis, length in enumerate(value.shape)
-            })  # fmt: skip
-        return examples, dynamic
 
     def replace(self, graph: Graph, name: str) -> None:
         """The call by one that torch's exporter writes as a node of our domain."""
@@ -154,6 +145,56 @@ class _Call:
                     size.meta["val"] = own
                     return size
         raise AssertionError(f"{self.node}: no argument has the size {length}")
+
+
+def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
+    """module(*tensors) exported for tensors of the shapes of these fake ones.
+
+    Their dynamic sizes stay dynamic, and equal where they are.
+    """
+    symbols: dict[Any, int] = {}
+    first: dict[Any, tuple[int, int]] = {}
+    equal: list[tuple[int, int, int, int]] = []
+
+    def size(length: Any) -> int:
+        if isinstance(length, int):
+            return length
+        expression = length.node.expr
+        for symbol in sorted(expression.free_symbols, key=str):
+            symbols.setdefault(symbol, SIZES[len(symbols)])
+        return int(expression.subs(symbols))
+
+    examples, dynamic = [], []
+    generator = torch.Generator().manual_seed(0)
+    for number, value in enumerate(values):
+        example = torch.rand([size(length) for length in value.shape], generator=generator)
+        examples.append(example > 0 if value.dtype == torch.bool else example.to(value.dtype))
+        dynamic.append({
+            axis: Dim.STATIC if isinstance(length, int) else Dim.AUTO
+            for axis, length in enumerate(value.shape)
+        })  # fmt: skip
+        for axis, length in enumerate(value.shape):
+            if not isinstance(length, int):
+                one = first.setdefault(length.node.expr, (number, axis))
+                if one != (number, axis):
+                    equal.append((*one, number, axis))
+    with torch.no_grad():
+        return torch.export.export(
+            _Alike(module, equal), tuple(examples), dynamic_shapes=(tuple(dynamic),), strict=False
+        )
+
+
+class _Alike(nn.Module):
+    """A module that is told which sizes of its arguments are the same: each has a symbol of its own."""
+
+    def __init__(self, inner: nn.Module, equal: Sequence[tuple[int, int, int, int]]) -> None:
+        super().__init__()
+        self.inner, self.equal = inner, tuple(equal)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        for one, axis, other, its_axis in self.equal:
+            torch._check(tensors[one].shape[axis] == tensors[other].shape[its_axis])
+        return self.inner(*tensors)
 
 
 class _Body(nn.Module):

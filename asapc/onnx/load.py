@@ -48,6 +48,13 @@ def onnx_teacher(path: str | Path) -> Teacher:
     )  # fmt: skip
 
 
+def read_model(path: Path) -> onnx.ModelProto:
+    """The file of an onnx_teacher, functions written out, external weights read in."""
+    model = _parsed(path)
+    onnx.load_external_data_for_model(model, str(path.parent))
+    return _inlined(model, path) if model.functions else model
+
+
 def _parsed(path: Path) -> onnx.ModelProto:
     if not path.is_file():
         raise InputError(f"{path}: no such model", help="check the path") if not path.exists() else (

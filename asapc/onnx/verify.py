@@ -25,6 +25,7 @@ from asapc.onnx.session import open_session, run
 from asapc.progress import Progress
 
 SHAPES = 20  # tried at most
+BATCH = "batch"
 LONGER = 1.25
 
 
@@ -56,7 +57,7 @@ def verify(
     `tolerance`; InputError if there is no example to run.
     """
     session = open_session(path)
-    axes = {value.name: value.shape for value in session.get_inputs()}
+    axes = {value.name: _named(value.shape) for value in session.get_inputs()}
     inputs = _joined(batches, names)
     done = Verified(tolerance, 0.0)
     largest = 0.0
@@ -185,6 +186,15 @@ def _joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]
     return dict(zip(names, columns, strict=True))
 
 
+def _named(shape: Sequence[int | str | None]) -> list[int | str]:
+    """The axes of an input. A first one that is dynamic counts examples, whatever it is called; others
+    without a name are left as they are, for nothing tells which of them go together."""
+    named: list[int | str] = [-1 if size is None else size for size in shape]
+    if shape and not isinstance(shape[0], int):
+        named[0] = BATCH
+    return named
+
+
 def _sizes(
     inputs: Mapping[str, Tensor], axes: Mapping[str, Sequence[int | str]]
 ) -> Iterator[dict[str, int]]:
@@ -194,18 +204,18 @@ def _sizes(
         for size, own in zip(axes[name], tensor.shape, strict=True):
             if isinstance(size, str):
                 known.setdefault(size, own)
-    lengths = {name: own for name, own in known.items() if name != "batch"}
+    lengths = {name: own for name, own in known.items() if name != BATCH}
     choices = [_lengths(own) for own in lengths.values()]
     by_length = [dict(zip(lengths, own, strict=True)) for own in zip(*choices, strict=True)] or [{}]
-    if "batch" not in known:
+    if BATCH not in known:
         yield from by_length
         return
     for count, own in itertools.product(range(1, SHAPES + 1), by_length):
-        yield {"batch": count, **own}
+        yield {BATCH: count, **own}
 
 
 def _same_lengths(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
-    return all(first[name] == second[name] for name in first if name != "batch")
+    return all(first[name] == second[name] for name in first if name != BATCH)
 
 
 def _lengths(own: int) -> tuple[int, ...]:

@@ -1,0 +1,201 @@
+"""An ONNX teacher's own file with its attention replaced: everything else stays as the file has it.
+
+before: the file's nodes, and a compiled program that was captured from them
+after:  what is new in the program, translated (asapc.onnx.functions), between the values it reads and
+        the values it replaces; what nothing uses any more is removed
+
+A node of the program is new where a pass has inserted it: captured ones carry the value they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx_ir
+from onnx import version_converter
+from onnx_ir.passes import common
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from asapc.errors import InputError
+from asapc.onnx.functions import DOMAIN, Functions, take_out_calls, traced
+from asapc.onnx.load import read_model
+from asapc.onnx.module import OnnxModule, value_nodes
+from asapc.onnx.settings import OPSETS
+from asapc.onnx.translate import translate
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring new nodes. inputs: what they read of the captured ones; outputs: what those read."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+def edited_model(
+    path: Path, module: OnnxModule, captured: GraphModule, compiled: GraphModule
+) -> onnx_ir.Model:
+    """The file at `path` with the new nodes of `compiled` in the place of what they replace.
+
+    module: the import of the file that `captured` was traced from; `compiled` comes of it by passes.
+    Raises InputError where the file has no value at a place that would have to be cut.
+    """
+    names: dict[str, list[str]] = {}
+    for name, node in value_nodes(captured, module).items():
+        names.setdefault(node.name, []).append(name)
+    proto = _of_known_opset(read_model(path))
+    model = onnx_ir.from_proto(proto)
+    opset = model.graph.opset_imports[""]
+    values = {
+        value.name: value
+        for value in [*model.graph.inputs, *model.graph.initializers.values(),
+                      *(own for node in model.graph for own in node.outputs)]
+    }  # fmt: skip
+
+    def there(node: Node) -> list[onnx_ir.Value]:
+        return [values[name] for name in names.get(node.name, ()) if name in values]
+
+    functions = Functions(opset)
+    replaced = _replaced(captured, compiled)
+    for number, part in enumerate(_parts(compiled, lambda node: bool(there(node)))):
+        inner = _exported(compiled, part)
+        take_out_calls(inner, functions)
+        piece = translate(inner, opset).graph
+        for value, node in zip(list(piece.inputs), part.inputs, strict=True):
+            value.replace_all_uses_with(there(node)[0])
+        outputs = list(piece.outputs)
+        _move(piece, model.graph, f"asapc_{number}_")
+        for value, node in zip(outputs, part.outputs, strict=True):
+            olds = [own for old in replaced[node] for own in there(old)]
+            if not olds:
+                raise InputError(
+                    f"{path}: the file has a value where attention is replaced",
+                    got=f"none for {', '.join(old.name for old in replaced[node])}",
+                )
+            for old in olds:
+                _redirect(model.graph, old, value)
+    for function in functions.made:
+        model.functions[function.identifier()] = function
+    if functions.made:
+        model.graph.opset_imports[DOMAIN] = 1
+    common.RemoveUnusedNodesPass()(model)
+    model.graph.sort()
+    return model
+
+
+def _of_known_opset(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """In an opset that functions are written in."""
+    version = next(own.version for own in proto.opset_import if own.domain in ("", "ai.onnx"))
+    if version >= OPSETS[0]:
+        return proto
+    try:
+        return version_converter.convert_version(proto, OPSETS[0])
+    except Exception as error:  # of the C++ converter
+        raise InputError(
+            f"the file can be converted from opset {version} to {OPSETS[0]}",
+            got=" ".join(str(error).split())[:200],
+        ) from error
+
+
+def _is_new(node: Node) -> bool:
+    return node.op in ("call_function", "get_attr") and "val" not in node.meta
+
+
+def _parts(compiled: GraphModule, has_value: Callable[[Node], bool]) -> list[Part]:
+    """In graph order. A captured node without a value in the file is computed again inside the part."""
+    group: dict[Node, int] = {}
+    members: dict[int, set[Node]] = {}
+
+    def join(node: Node, number: int) -> None:
+        before = group.get(node)
+        if before == number:
+            return
+        for own in {node} if before is None else members.pop(before):
+            group[own] = number
+            members[number].add(own)
+
+    for number, node in enumerate(own for own in compiled.graph.nodes if _is_new(own)):
+        members[number] = set()
+        join(node, number)
+        for read in node.all_input_nodes:
+            if read in group:
+                join(read, group[node])
+    parts = []
+    order = {node: place for place, node in enumerate(compiled.graph.nodes)}
+    for own in members.values():
+        nodes = set(own)
+        _add_missing(nodes, has_value)
+        inputs = {read for node in nodes for read in node.all_input_nodes if read not in nodes}
+        outputs = [node for node in own if any(not _is_new(user) for user in node.users)]
+        ordered = [tuple(sorted(own, key=order.__getitem__)) for own in (nodes, inputs, outputs)]
+        parts.append(Part(*ordered))
+    return sorted(parts, key=lambda part: order[part.nodes[-1]])
+
+
+def _add_missing(nodes: set[Node], has_value: Callable[[Node], bool]) -> None:
+    """Take in what is read and is no tensor of the file: sizes, and steps inside of one ONNX operator."""
+    waiting = list(nodes)
+    while waiting:
+        for read in waiting.pop().all_input_nodes:
+            if read in nodes or has_value(read):
+                continue
+            if read.op == "placeholder":
+                raise InputError("the model's inputs are values of the file", got=read.name)
+            nodes.add(read)
+            waiting.append(read)
+
+
+def _exported(compiled: GraphModule, part: Part) -> ExportedProgram:
+    """The part as a program of its own, with the dynamic sizes of what it reads."""
+    graph = Graph()
+    copies: dict[Node, Node] = {node: graph.placeholder(node.name) for node in part.inputs}
+    for node in part.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in part.outputs))
+    return traced(GraphModule(compiled, graph), [node.meta["val"] for node in part.inputs])
+
+
+def _replaced(captured: GraphModule, compiled: GraphModule) -> dict[Node, list[Node]]:
+    """By new node, what its users read in its place when the graph was captured."""
+    before = {node.name: node for node in captured.graph.nodes}
+    found: dict[Node, list[Node]] = {}
+    for node in compiled.graph.nodes:
+        if _is_new(node) or node.op in ("placeholder", "get_attr"):
+            continue
+        own, old = (pytree.tree_leaves((n.args, n.kwargs)) for n in (node, before[node.name]))
+        for now, then in zip(own, old, strict=True):
+            if isinstance(now, Node) and _is_new(now) and then not in found.setdefault(now, []):
+                found[now].append(then)
+    return found
+
+
+def _move(piece: onnx_ir.Graph, graph: onnx_ir.Graph, prefix: str) -> None:
+    """Nodes and weights of `piece` into `graph`, under names that nothing there has."""
+    nodes: Sequence[onnx_ir.Node] = list(piece)
+    for name, value in list(piece.initializers.items()):
+        del piece.initializers[name]
+        value.name = prefix + name
+        graph.initializers[value.name] = value
+    piece.outputs.clear()
+    piece.remove(nodes)
+    for node in nodes:
+        node.name = prefix + (node.name or node.op_type)
+        for value in node.outputs:
+            value.name = prefix + (value.name or "")
+    graph.extend(nodes)
+
+
+def _redirect(graph: onnx_ir.Graph, old: onnx_ir.Value, new: onnx_ir.Value) -> None:
+    """Whatever reads `old` reads `new`, which takes its name where the graph puts it out."""
+    put_out = any(output is old for output in graph.outputs)
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    if put_out:
+        name = old.name
+        old.name = f"{name}_replaced"
+        new.name, new.shape, new.type = name, old.shape, old.type
