@@ -179,9 +179,16 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
                 if one != (number, axis):
                     equal.append((*one, number, axis))
     with torch.no_grad():
-        return torch.export.export(
+        exported = torch.export.export(
             _Alike(module, equal), tuple(examples), dynamic_shapes=(tuple(dynamic),), strict=False
         )
+    given = (node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
+             and node.name in exported.graph_signature.user_inputs)  # fmt: skip
+    for value, own in zip(values, given, strict=True):
+        fixed = [int(b) for a, b in zip(value.shape, own.shape, strict=True)
+                 if isinstance(b, int) and not isinstance(a, int)]  # fmt: skip
+        assert not fixed, f"a size that varies was traced as {fixed}: the body reads it as a number"
+    return exported
 
 
 class _Alike(nn.Module):
@@ -234,9 +241,10 @@ def _constants_as_nodes(graph: onnx_ir.Graph) -> None:
     """A function has no initializers of its own."""
     nodes = []
     for name, value in list(graph.initializers.items()):
-        node = onnx_ir.Node("", "Constant", [], [onnx_ir.AttrTensor("value", value.const_value)])
-        node.outputs[0].name, node.outputs[0].dtype = name, value.dtype
-        node.outputs[0].shape = value.shape
+        tensor = value.const_value
+        assert tensor is not None
+        node = onnx_ir.Node("", "Constant", [], [onnx_ir.AttrTensor("value", tensor)])
+        node.outputs[0].name = name
         value.replace_all_uses_with(node.outputs[0])
         del graph.initializers[name]
         nodes.append(node)

@@ -50,7 +50,9 @@ def translate(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
 
 def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
     """aten.sort.stable: of equal entries TopK takes the one with the lower index first."""
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
+
+    op: Any = opset18  # its types speak of arrays, not of values in a graph
 
     length = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
     return op.TopK(x, length, axis=dim, largest=int(descending), sorted=1)

@@ -30,7 +30,6 @@ from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
 from asapc.operators import esp as esp_meaning
 from asapc.operators import lot as lot_meaning
-from asapc.operators.closures import log_marginals
 from asapc.operators.sinkhorn import (
     clean_values,
     factor_value,
@@ -115,6 +114,16 @@ def run_loop(
     return Loop(kernel, u, v, f, g)
 
 
+def _log_uniform(dual: Tensor) -> Tensor:
+    """log 1/n for the n points of a dual [B, H, n]: [n]. Counted: math.log of a size would fix it."""
+    return -_count(dual).log().expand(dual.shape[-1])
+
+
+def _count(points: Tensor) -> Tensor:
+    """n of [B, H, n], as a number of its dtype: [1]."""
+    return points.new_ones(points.shape[-1]).sum(0, keepdim=True)
+
+
 def _closed(log_mass: Tensor, total: Tensor) -> Tensor:
     """log mass - total; where there is nothing to close 0, or -inf without mass."""
     empty = torch.where(log_mass == -math.inf, log_mass, 0.0)
@@ -150,7 +159,9 @@ def _sinkhorn_loop(
         g = duals[1].to(scores.dtype)
         if opened is not None:
             g = g.masked_fill(~opened[:, None, :], -math.inf)
-    log_mu, log_nu = log_marginals(scores.shape[-2], scores.shape[-1], opened, scores)
+    log_mu, log_nu = _log_uniform(f), _log_uniform(g)
+    if opened is not None:
+        log_nu = torch.where(opened[:, None, :], log_nu, -math.inf)
     loop = run_loop(scores, f, g, log_mu, log_nu, half_steps, first_side)
     factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], opened)
     return loop, factor.to(scores.dtype) if isinstance(factor, Tensor) else factor, opened
@@ -613,7 +624,10 @@ def _lot(
         (k, keep, key_bias, key_multiplier, key_half_steps, keys_first),
     ):
         scores = lot_meaning.pivot_scores(tokens, mask, bias, pivots, multiplier, dtype)
-        log_mass = lot_meaning.token_log_mass(mask, scores)
+        if mask is None:
+            log_mass = _log_uniform(scores[..., 0, :])
+        else:
+            log_mass = lot_meaning.token_log_mass(mask, scores)
         zero = torch.zeros_like(scores[..., 0]) + torch.where(log_sigma == -math.inf, log_sigma, 0.0)
         none = torch.zeros_like(scores[..., 0, :]) + torch.where(log_mass == -math.inf, log_mass, 0.0)
         side: Side = "column" if tokens_first else "row"
@@ -645,7 +659,7 @@ def lot(
     )  # fmt: skip
     values = over * second.apply(clean_values(v, keep).to(over.dtype))  # [B, H, R, E]
     out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
-    out = out * lot_meaning.token_factor(output_factor, q, k, keep, query_keep)
+    out = out * _token_factor(output_factor, q, k, keep, query_keep)
     return _masked(out, keep, query_keep).to(v.dtype)
 
 
@@ -671,8 +685,30 @@ def lot_attention(
         query_half_steps, queries_first, key_half_steps, keys_first,
     )  # fmt: skip
     dense = first.plan().transpose(-1, -2) @ (over * second.plan())
-    dense = dense * lot_meaning.token_factor(output_factor, q, k, keep, query_keep)
+    dense = dense * _token_factor(output_factor, q, k, keep, query_keep)
     return _masked(dense, keep, query_keep).to(q.dtype)
+
+
+def _token_factor(
+    output_factor: Sequence[float],
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+) -> Tensor:
+    """operators.lot.token_factor, counted: [B, 1, 1, 1], or [1] without masks."""
+    dtype = lot_meaning.work_dtype(q)
+    coefficient, query_power, key_power, length_power = output_factor
+    value = torch.pow(_count(q[..., 0].to(dtype)), length_power) * coefficient
+    for tokens, mask, power in ((q, query_keep, query_power), (k, keep, key_power)):
+        if power == 0:
+            continue
+        if mask is None:
+            value = value * torch.pow(_count(tokens[..., 0].to(dtype)), power)
+        else:
+            counts = mask.sum(-1).clamp(min=1).to(dtype)[:, None, None, None]
+            value = value * torch.pow(counts, power)
+    return value
 
 
 def _masked(out: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> Tensor:
