@@ -198,7 +198,7 @@ def read_inputs(proto: onnx.GraphProto, path: Path) -> list[Input]:
             )
         shape = None
         if kind.HasField("shape"):
-            shape = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
+            shape = tuple(dim.dim_value if dim.dim_value > 0 else None for dim in kind.shape.dim)
         inputs.append(Input(value.name, DTYPES[kind.elem_type], shape))
     return inputs
 

@@ -40,8 +40,8 @@ def onnx_teacher(path: str | Path) -> Teacher:
     if not inputs:
         raise InputError(f"{path}: the model must have inputs", got="none")
     module = onnx_module(graph, inputs, reader.tensors).eval()
-    parameters = {name for name, _ in module.named_parameters()}
-    _check_finite(module.state_dict(), parameters, str(path))
+    state = {module.weights[key]: tensor for key, tensor in module.state_dict().items()}
+    _check_finite(state, {module.weights[key] for key, _ in module.named_parameters()}, str(path))
     return Teacher(
         model=module, program=None, source=str(path), fingerprint=_fingerprint(model, opset, path),
         builtin=False, factory=None, onnx=path,

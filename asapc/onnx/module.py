@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ from asapc.onnx.graph import identifier
 from asapc.onnx.host import tensor_of
 from asapc.onnx.nodes import Filled, Graph, Held, Input, Node
 
+MAX_NESTING = 64  # of modules in modules
+MAX_STEPS = 200_000  # nodes of loops and branches that one call runs
 VALUES = "onnx_values"  # in node.meta["custom"]: names of the ONNX values that a node computes
 
 Values = MutableMapping[str, Any]
@@ -53,6 +56,7 @@ class OnnxModule(nn.Module):
         self.graph, self.inputs = graph, tuple(inputs)
         self.weights: dict[str, str] = {}
         self._keys: list[str] = []
+        self._steps = 0
         for name, tensor, initializer in tensors:
             self._hold(name, tensor, initializer)
         self._blocks = [
@@ -70,6 +74,7 @@ class OnnxModule(nn.Module):
 
         Raises ValueError for inputs of another shape than the file declares.
         """
+        self._steps = 0
         env: Values = {}
         kept: dict[str, Any] = dict.fromkeys(wanted)
         for value, given in zip(self.inputs, inputs, strict=True):
@@ -114,6 +119,9 @@ class OnnxModule(nn.Module):
         def body(*inputs: Any) -> list[Any]:
             own: Values = ChainMap(dict(zip(graph.inputs, inputs, strict=True)), env)
             self._enter(graph, own)
+            self._steps += len(graph.nodes)
+            if self._steps > MAX_STEPS:
+                raise ValueError(f"loops of more than {MAX_STEPS} nodes in all are not run")
             self._run(graph.nodes, own)
             return [own[name] for name in graph.outputs]
 
@@ -144,8 +152,8 @@ class OnnxModule(nn.Module):
         if not path:
             return lambda work: work()
         parent: nn.Module = self
-        for part in path.split("."):
-            name = "".join(c if c.isascii() and (c.isalnum() or c in "_:@+ -/") else "_" for c in part)
+        for part in path.split(".")[:MAX_NESTING]:
+            name = re.sub(r"[^A-Za-z0-9_:@+ /-]", "_", part)
             parent = parent._modules.setdefault(name or "_", Scope())  # type: ignore[assignment]
         return parent
 

@@ -20,6 +20,8 @@ FIELDS = {
     9: ("int32_data", np.bool_), 10: ("int32_data", np.float16), 11: ("double_data", np.float64),
     16: ("int32_data", np.uint16),
 }  # fmt: skip
+MOST_STORED = 1 << 40  # entries, those of empty axes counted as one: beyond that sizes overflow
+MAX_RANK = 64
 
 
 def read_tensor(proto: onnx.TensorProto, path: Path) -> Tensor:
@@ -35,7 +37,8 @@ def read_tensor(proto: onnx.TensorProto, path: Path) -> Tensor:
             help="export the model in float32",
         )  # fmt: skip
     dtype, shape = DTYPES[proto.data_type], list(proto.dims)
-    if proto.HasField("segment") or min(shape, default=0) < 0:
+    possible = min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) < MOST_STORED
+    if proto.HasField("segment") or not possible or len(shape) > MAX_RANK:
         raise InputError(f"{place} must be whole and have sizes", got=f"dimensions {shape}")
     count = math.prod(shape)
     size = count * torch.empty((), dtype=dtype).element_size()
@@ -50,11 +53,9 @@ def read_tensor(proto: onnx.TensorProto, path: Path) -> Tensor:
             f"{place} must hold the {size} bytes of {dtype} {shape}", got=f"{len(data)} bytes",
             help="the file is damaged or truncated: copy or export it again",
         )  # fmt: skip
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    if dtype == torch.bool:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).bool().reshape(shape)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    stored = torch.uint8 if dtype == torch.bool else dtype
+    flat = torch.frombuffer(bytearray(data), dtype=stored) if count else torch.empty(0, dtype=stored)
+    return flat.to(dtype).reshape(shape)
 
 
 def type_name(number: int) -> str:
