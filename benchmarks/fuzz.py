@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
 from safetensors.torch import save_file
 
@@ -420,6 +421,47 @@ def change_checkpoint(name: str) -> Callable[[Random, Path], None]:
     return change
 
 
+def change_onnx(name: str) -> Callable[[Random, Path], None]:
+    """A model whose fields lie."""
+
+    def message(random: Random, document: Any) -> Any:
+        """A part of the model that has fields, larger ones more often."""
+        while True:
+            inner = [
+                item
+                for field, value in document.ListFields() if field.message_type is not None
+                for item in (value if isinstance(value, Sequence) or hasattr(value, "add") else [value])
+            ]  # fmt: skip
+            if not inner or random.random() < 0.2:
+                return document
+            document = random.choice(inner)
+
+    def change(random: Random, folder: Path) -> None:
+        path = folder / name
+        model = onnx.load_model_from_string(path.read_bytes())
+        for _ in range(random.choice([1, 1, 2, 5])):
+            own = message(random, model)
+            field = random.choice(own.DESCRIPTOR.fields)
+            held = getattr(own, field.name)
+            many = hasattr(held, "append")
+            match random.randrange(4):
+                case 0:
+                    own.ClearField(field.name)
+                case 1 if many and len(held):
+                    held.extend(list(held) * random.choice([1, 50]))
+                case 2 if field.message_type is not None:
+                    other = message(random, model)
+                    if field.message_type == other.DESCRIPTOR:
+                        held.append(other) if many else held.CopyFrom(other)
+                case _:
+                    with suppress(TypeError, ValueError, AttributeError, OverflowError):  # another type
+                        evil = random.choice(EVIL)
+                        held.append(evil) if many else setattr(own, field.name, evil)
+        path.write_bytes(model.SerializeToString())
+
+    return change
+
+
 def change_folder(files: list[str]) -> Callable[[Random, Path], None]:
     """Files that are missing, links, folders or pipes."""
 
@@ -559,6 +601,11 @@ TARGETS: dict[str, Target] = {
     "program": Target(
         change_pt2("teacher.pt2"), lambda f: load_program(f / "teacher.pt2").module(check_guards=False)
     ),
+    "onnx": Target(
+        one_of(change_onnx("teacher.onnx"), change_onnx("teacher.onnx"), change_bytes("teacher.onnx"),
+               change_folder(["teacher.onnx", "w.bin"])),
+        lambda f: load_teacher(str(f / "teacher.onnx")),
+    ),
     "recipe": Target(
         one_of(change_yaml("recipe.yaml"), change_folder(["recipe.yaml"])),
         lambda f: load_recipe(f / "recipe.yaml")
@@ -612,6 +659,7 @@ def build_corpus(folder: Path) -> None:
         place.rmdir()
     calibrate(loaded, data, places["calibration"], recipe, Progress())
     compile(loaded, places["calibration"], places["artifact"], None, data, Progress())
+    write_onnx(places["onnx"])
     program = torch.export.export(model, (torch.from_numpy(inputs[:3]),))
     torch.export.save(program, places["program"] / "teacher.pt2")
     (places["baseline"] / "report.json").write_text(json.dumps(a_report()))
@@ -619,6 +667,46 @@ def build_corpus(folder: Path) -> None:
         shards.put("layers.0", {"gram": torch.eye(3)}, {"tokens": 3})
     own = next((places["shards"] / "parts").glob("*.safetensors"))
     shutil.copy(own, own.with_name("a.safetensors"))
+
+
+def write_onnx(folder: Path) -> None:
+    """A weight in a file of its own, one inside, a function, a loop and a branch."""
+    make, info = onnx.helper, onnx.helper.make_tensor_value_info
+    number, flag = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
+    outside = onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
+    (folder / "w.bin").write_bytes(outside.raw_data)
+    onnx.external_data_helper.set_external_data(outside, "w.bin", offset=0, length=64)
+    outside.ClearField("raw_data")
+    constants = [
+        onnx.numpy_helper.from_array(np.array(value, kind), name)
+        for name, value, kind in (
+            ("trips", 3, np.int64), ("true", True, bool), ("b", [0.1, 0.2], np.float32),
+            ("shape", [0, 2, 2], np.int64),
+        )
+    ]  # fmt: skip
+    body = make.make_graph(
+        [make.make_node("MatMul", ["x_in", "w"], ["x_out"]), make.make_node("Identity", ["go"], ["on"])],
+        "body", [info("i", number, []), info("go", flag, []), info("x_in", 1, None)],
+        [info("on", flag, []), info("x_out", 1, None)],
+    )  # fmt: skip
+    branch = make.make_graph([make.make_node("Neg", ["z"], ["n"])], "b", [], [info("n", 1, None)])
+    nodes = [
+        make.make_node("Loop", ["trips", "true", "x"], ["y"], body=body),
+        make.make_node("Softmax", ["y"], ["s"], axis=-1),
+        make.make_node("Reshape", ["s", "shape"], ["r"]),
+        make.make_node("Transpose", ["r"], ["t"], perm=[0, 2, 1]),
+        make.make_node("Plus", ["t", "b"], ["z"], domain="own"),
+        make.make_node("If", ["true"], ["out"], then_branch=branch, else_branch=branch),
+    ]  # fmt: skip
+    opsets = [make.make_opsetid("", 18), make.make_opsetid("own", 1)]
+    plus = make.make_function(
+        "own", "Plus", ["a", "b"], ["c"], [make.make_node("Add", ["a", "b"], ["c"])], opsets[:1]
+    )
+    graph = make.make_graph(
+        nodes, "g", [info("x", 1, ["n", 4])], [info("out", 1, None)], [outside, *constants]
+    )
+    model = make.make_model(graph, opset_imports=opsets, functions=[plus], ir_version=10)
+    (folder / "teacher.onnx").write_bytes(model.SerializeToString())
 
 
 def a_report() -> dict[str, Any]:
