@@ -131,8 +131,8 @@ def _closed(log_mass: Tensor, total: Tensor) -> Tensor:
 
 
 def _scaling(mass: Tensor, total: Tensor) -> Tensor:
-    """mass / total; where there is no total nothing is scaled."""
-    return mass / torch.where(total > 0, total, 1.0)
+    """mass / total; finite where there is no total, for there is nothing to scale."""
+    return mass / total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
 def _sinkhorn_loop(
@@ -255,19 +255,23 @@ def _key_closure(
     score_multiplier: float,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """Softmax attention with a key bias, in the one pattern that runtimes have a kernel for."""
+    """Softmax attention, in the one pattern that runtimes have a kernel for.
+
+    The dual rides as one more head dimension, (q, 1) . (k, g) = q . k + g: no N x M mask is made.
+    """
     dual = asap_meaning.open_dual(target_dual, keep)
     q, opened, bias = open_empty(q, keep, bias)
     wide = torch.promote_types(widen(q).dtype, widen(v).dtype)
-    mask = dual.to(wide)[:, :, None, :]
+    dual = dual.to(wide)[..., None]
     if opened is not None:
-        mask = mask.masked_fill(~opened[:, None, None, :], -math.inf)
-    if bias is not None:
-        mask = mask + bias.to(wide)
+        dual = dual.masked_fill(~opened[:, None, :, None], -math.inf)
+    queries = q.to(wide) * score_multiplier
+    queries = torch.cat([queries, torch.ones_like(queries[..., :1])], -1)
+    keys = torch.cat([clean_values(k, opened).to(wide), dual], -1)
+    mask = None if bias is None else bias.to(wide).expand(*q.shape[:3], k.shape[2])
     out = functional.scaled_dot_product_attention(
-        q.to(wide), clean_values(k, opened).to(wide), clean_values(v, opened).to(wide),
-        attn_mask=mask, scale=score_multiplier,
-    )  # fmt: skip
+        queries, keys, clean_values(v, opened).to(wide), attn_mask=mask, scale=1.0
+    )
     factor = factor_value(output_factor, q.shape[2], k.shape[2], opened)
     factor = factor.to(wide) if isinstance(factor, Tensor) else factor
     return (out * (factor / q.shape[2])).to(v.dtype)
