@@ -294,6 +294,19 @@ def test_huge_scores_with_zero_spread_and_tiny_masses() -> None:
     assert error(ops.lot(*arguments, *settings), exact) <= budget
 
 
+def test_tiny_masses_after_few_half_steps() -> None:
+    """1 / sigma, and the scalings of tokens near a pivot of little mass, leave float32."""
+    for steps in ((1, True, 1, True), (2, False, 2, False), (20, False, 2, False)):
+        for spread in (1.0, 4.0):
+            arguments = problem((2, 2, 6, 40, 4, 3, 4), masked=True)
+            arguments[6] = arguments[6] * spread
+            arguments[7] = torch.tensor([[1.0, 1e-20, 1e-37, 3e-39], [0.0, 1e-12, 1.0, 1e-30]])
+            exact = meaning.lot(*double(arguments), 3.0, 3.0, *steps, COUNTED)
+            budget = 2 * error(meaning.lot(*arguments, 3.0, 3.0, *steps, COUNTED), exact)
+            own = ops.lot(*arguments, 3.0, 3.0, *steps, COUNTED)
+            assert error(own, exact) <= budget + 1e-5 * float(exact.abs().max())
+
+
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 4), (2, 2, 0, 4), (2, 2, 5, 0)], ids=str)
 def test_nothing_in_nothing_out(sizes: tuple[int, ...]) -> None:
     shape = (*sizes, 3, 6, 2)

@@ -7,12 +7,13 @@ several examples with their padded tokens, as zeros; where there are fewer heads
 threads share the tokens of each.
 
 What a loop runs in is decided by its scores before they are exponentiated: float32 as they are, float32
-less each token's largest, the same in float64, and beyond that the log domain of the meaning. Extra
-memory is one K and one row of scalings per thread.
+less each token's largest, the same in float64, and beyond that the log domain of the meaning; pivots of
+little mass, by which the scalings are divided, leave less room for the scores. Extra memory is one K and one row of scalings per thread.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from asapc.kernels.thresholds import thresholds
 from asapc.operators import lot as meaning
 
 SHARED_TOKENS = 2048  # per thread; fewer are not worth meeting after every sweep
+SPARE_RANGE = 8.0  # a mass of exp(-8) fits beside scores of the whole SAFE_ROW_RANGE
 
 # The tokens of an example that take part: all (None), the first so many, or those at these places.
 Chosen = int | Tensor | None
@@ -142,8 +144,8 @@ def lot(
             values = own.of(v, chosen)
             if tile.absent is not None:
                 values = _clean(values, tile.absent)
-            mixed = _gather(tile, values, space)
-            mixed = mixed.to(dtype) * own.of(factor, None)
+            mixed = _gather(tile, values, space)  # / sigma: near a format's end before the factor
+            mixed = (mixed * own.of(factor, None)).to(dtype)
             chosen = some_queries[own.examples.start]
             tile = own.tile(query_side, chosen)
             target = out.view(batch * heads, queries, width)[start:stop]
@@ -170,6 +172,7 @@ def describe(
     query_keep: Tensor | None,
     key_bias: Tensor | None,
     pivots: Tensor,
+    pivot_mass: Tensor,
     query_multiplier: float,
     key_multiplier: float,
     half_steps: int,
@@ -200,12 +203,12 @@ def describe(
             largest = max(largest, float(scores.abs().max()))
             span = max(span, float((scores.amax(-2) - scores.amin(-2)).max()))
     found = f"scores reach {largest:.1f}, those of a token span {span:.1f}"
-    safe = SAFE_ROW_RANGE[dtype]
+    safe = _safe_range(pivot_mass, dtype)
     if largest <= safe / 2:
         domain = "linear domain"
     elif span <= safe:
         domain = "linear domain, shifted"
-    elif span <= SAFE_ROW_RANGE[torch.float64]:
+    elif span <= _safe_range(pivot_mass, torch.float64):
         domain = "linear domain, shifted, float64"
     else:
         domain = "log domain"
@@ -302,7 +305,7 @@ def _gather(tile: Tile, values: Tensor, space: Workspace) -> Tensor:
         if found is not None:
             return found
     plan = _log_domain(tile, True)
-    return plan @ values.to(plan.dtype)
+    return (plan @ values.to(plan.dtype)).double() * tile.count  # 0 where no token is active
 
 
 def _spread(tile: Tile, mixed: Tensor, out: Tensor, space: Workspace) -> None:
@@ -310,7 +313,7 @@ def _spread(tile: Tile, mixed: Tensor, out: Tensor, space: Workspace) -> None:
     for dtype, shifted in _domains(tile):
         if _linear(tile, dtype, shifted, None, mixed, out, space) is not None:
             return
-    plan = _log_domain(tile, False)
+    plan = _log_domain(tile, False) * tile.count
     out.copy_(plan.transpose(1, 2) @ mixed)
 
 
@@ -327,17 +330,24 @@ def _domains(tile: Tile) -> list[tuple[torch.dtype, bool]]:
 
 
 def _log_domain(tile: Tile, over_mass: bool) -> Tensor:
-    """P [G, R, N] of mass n as the meaning has it, or diag(1 / sigma) P."""
+    """P [G, R, N] of mass 1 as the meaning has it, or diag(1 / sigma) P."""
     scores = (tile.x.to(tile.z.dtype) @ tile.z).transpose(1, 2)
     if tile.bias is not None:
         scores = scores + tile.bias.transpose(1, 2)
     if scores.shape[2] == 0:
         return scores
     keep = None if tile.absent is None else tile.absent[:, 0] == 0
-    plan = meaning.pivot_plan(
+    return meaning.pivot_plan(
         scores[:, None], keep, tile.sigma, tile.half_steps, tile.tokens_first, over_mass
     )[:, 0]
-    return plan * tile.count  # also 0 where no token is active
+
+
+def _safe_range(pivot_mass: Tensor, dtype: torch.dtype) -> float:
+    """What the scores of a token may span, so that 1 / sigma fits beside them; negative where it does
+    not fit at all."""
+    least = float(pivot_mass.masked_fill(pivot_mass <= 0, 1.0).amin())
+    room = SAFE_ROW_RANGE[dtype] - max(0.0, -math.log(least) - SPARE_RANGE) / 2
+    return room if room >= SPARE_RANGE else -1.0
 
 
 def _sweeps(half_steps: int, tokens_first: bool) -> list[tuple[bool, bool]]:
@@ -363,6 +373,9 @@ def _linear(
     so that the scalings do not drift.
     """
     groups, tokens, _ = tile.x.shape
+    safe = _safe_range(tile.sigma, dtype)
+    if safe < 0:
+        return None
     z, sigma, count = tile.z.to(dtype), tile.sigma.to(dtype), tile.count.to(dtype)
     kernel = space.kernel(groups, tokens, z.shape[2], dtype)
     sweeps = _sweeps(tile.half_steps, tile.tokens_first)
@@ -372,7 +385,7 @@ def _linear(
     loop = _shared_loop if space.shared else _loop
     fits, result = loop(
         tile.x, tile.bias, absent, z, kernel, sigma, count, values, mixed, out, sweeps, shifted,
-        SAFE_ROW_RANGE[dtype], space.block,
+        safe, space.block,
     )  # fmt: skip
     return result if fits else None
 

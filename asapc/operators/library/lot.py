@@ -34,7 +34,7 @@ def lot(
 ) -> Tensor:
     def describe() -> tuple[str, str]:
         return cpu_lot.describe(
-            q, k, keep, query_keep, key_bias, pivots, query_multiplier, key_multiplier,
+            q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
             min(query_half_steps, key_half_steps),
         )  # fmt: skip
 
