@@ -2,8 +2,8 @@
 
 A knapsack with one weight per limited metric, exact: a table over the sites keeps every sum of damages
 that can be reached, with the cheapest way there, and drops what another way beats at every metric. Only
-where a table outgrows MOST_WAYS is it thinned, to the cheapest way in each cell of a grid; sums stay
-true, so that what is found keeps the limits even then.
+where a table outgrows MOST_WAYS, or MOST_REACHED before anything is dropped, is it thinned, to the
+cheapest way in each cell of a grid; sums stay true, so that what is found keeps the limits even then.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 MOST_WAYS = 2000
+MOST_REACHED = 20_000
 ROUNDING = 1e-9  # of a limit: sums that should be equal to it are
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -24,55 +31,68 @@ class Option:
     damages: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class _Way:
-    cost: float
-    damages: tuple[float, ...]
-    chosen: tuple[int, ...]
-
-
 def cheapest(sites: Sequence[Sequence[Option]], limits: Sequence[float]) -> list[int] | None:
     """The option of each site; None where no set keeps the limits. Of equals the least damage wins.
 
     limits: >= 0; a limit of 0 allows no damage at all, inf any.
     """
-    most = tuple(limit * (1 + ROUNDING) for limit in limits)
-    ways = [_Way(0.0, (0.0,) * len(limits), ())]
+    most = np.array([limit * (1 + ROUNDING) for limit in limits])
+    ways = _Ways(np.zeros(1), np.zeros((1, len(limits))), np.zeros((1, 0), dtype=np.int64))
     for options in sites:
-        reached = []
-        for way in ways:
-            for index, own in enumerate(options):
-                sums = tuple(a + b for a, b in zip(way.damages, own.damages, strict=True))
-                inside = all(total <= limit for total, limit in zip(sums, most, strict=True))
-                if inside and not math.isinf(own.cost):
-                    reached.append(_Way(way.cost + own.cost, sums, (*way.chosen, index)))
-        ways = _undominated(reached)
-        if len(ways) > MOST_WAYS:
+        parts = [ways.extended(index, own, most) for index, own in enumerate(options)]
+        if not parts:
+            return None
+        ways = _joined(parts).ordered()
+        if len(ways.cost) > MOST_REACHED:
             ways = _thinned(ways, limits)
-    return list(ways[0].chosen) if ways else None
+        ways = _undominated(ways)
+        if len(ways.cost) > MOST_WAYS:
+            ways = _thinned(ways, limits)
+    return [int(index) for index in ways.chosen[0]] if len(ways.cost) else None
 
 
-def _undominated(ways: Sequence[_Way]) -> list[_Way]:
-    """By cost, without those that another way beats or equals at cost and every damage."""
-    kept: list[_Way] = []
-    least = math.inf
-    for way in sorted(ways, key=lambda way: (way.cost, way.damages, way.chosen)):
-        if len(way.damages) == 1:  # the least damage so far tells
-            if way.damages[0] >= least:
-                continue
-            least = way.damages[0]
-        elif any(all(a <= b for a, b in zip(x.damages, way.damages, strict=True)) for x in kept):
-            continue
-        kept.append(way)
-    return kept
+@dataclass(frozen=True)
+class _Ways:
+    """cost: [W]; damages: [W, limits]; chosen: [W, sites so far]."""
+
+    cost: Floats
+    damages: Floats
+    chosen: NDArray[np.int64]
+
+    def extended(self, index: int, own: Option, most: Floats) -> _Ways:
+        """With the index-th option of one more site, those inside the limits; none where it costs inf."""
+        damages = self.damages + np.array(own.damages).reshape(1, -1)
+        inside = ((damages <= most) & np.isfinite(damages)).all(1) & math.isfinite(own.cost)
+        chosen = np.pad(self.chosen[inside], ((0, 0), (0, 1)), constant_values=index)
+        return _Ways(self.cost[inside] + own.cost, damages[inside], chosen)
+
+    def at(self, places: Any) -> _Ways:
+        return _Ways(self.cost[places], self.damages[places], self.chosen[places])
+
+    def ordered(self) -> _Ways:
+        """By cost, then damages, then what is chosen."""
+        keys = [*self.chosen.T[::-1], *self.damages.T[::-1], self.cost]
+        return self.at(np.lexsort(keys))
 
 
-def _thinned(ways: Sequence[_Way], limits: Sequence[float]) -> list[_Way]:
+def _joined(parts: Sequence[_Ways]) -> _Ways:
+    fields = zip(*((own.cost, own.damages, own.chosen) for own in parts), strict=True)
+    return _Ways(*(np.concatenate(field) for field in fields))
+
+
+def _undominated(ways: _Ways) -> _Ways:
+    """Without those that a way before them beats or equals at cost and every damage."""
+    left, kept = np.arange(len(ways.cost)), []
+    while len(left):
+        kept.append(left[0])
+        left = left[(ways.damages[left] < ways.damages[left[0]]).any(1)]
+    return ways.at(np.array(kept, dtype=np.int64))
+
+
+def _thinned(ways: _Ways, limits: Sequence[float]) -> _Ways:
     """The cheapest way in each cell; cells are as fine as MOST_WAYS allows."""
     parts = max(2, round(MOST_WAYS ** (1 / len(limits))))
-    cells: dict[tuple[int, ...], _Way] = {}
-    for way in ways:
-        shares = zip(way.damages, limits, strict=True)
-        cell = tuple(0 if math.isinf(x) or x == 0 else min(parts, int(d / x * parts)) for d, x in shares)
-        cells.setdefault(cell, way)
-    return list(cells.values())
+    scale = [0.0 if math.isinf(x) or x == 0 else parts / x for x in limits]
+    cells = np.minimum(parts, ways.damages * np.array(scale)).astype(np.int64)
+    _, first = np.unique(cells, axis=0, return_index=True)
+    return ways.at(np.sort(first))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,3 +98,20 @@ def test_many_sites_are_solved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert thin is not None
     assert sum(site[i].damages[0] for site, i in zip(sites, thin, strict=True)) <= 0.4 * (1 + 1e-8)
     assert cost <= sum(site[i].cost for site, i in zip(sites, thin, strict=True)) <= 1.05 * cost
+
+
+def test_many_candidates_at_many_sites_end_in_seconds() -> None:
+    random = np.random.default_rng(0)
+    sites = [
+        [Option(30.0, (0.0, 0.0)), *(Option(*own) for own in zip(
+            random.uniform(5, 28, 120), map(tuple, random.exponential(0.01, (120, 2))), strict=True
+        ))]
+        for _ in range(6)
+    ]  # fmt: skip
+    start = time.monotonic()
+    chosen = cheapest(sites, [0.02, 0.02])
+    assert time.monotonic() - start < 20
+    assert chosen is not None
+    for metric in range(2):
+        damages = (own[index].damages[metric] for own, index in zip(sites, chosen, strict=True))
+        assert sum(damages) <= 0.02 * (1 + 1e-8)

@@ -8,7 +8,8 @@ threads share the tokens of each.
 
 What a loop runs in is decided by its scores before they are exponentiated: float32 as they are, float32
 less each token's largest, the same in float64, and beyond that the log domain of the meaning; pivots of
-little mass, by which the scalings are divided, leave less room for the scores. Extra memory is one K and one row of scalings per thread.
+little mass, by which the scalings are divided, leave less room for the scores. Extra memory is one K and
+one row of scalings per thread.
 """
 
 from __future__ import annotations
