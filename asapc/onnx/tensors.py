@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
+from asapc.formats.user_code import describe
 from asapc.onnx.host import DTYPES
 
 # Where a TensorProto without raw_data keeps its entries, and the numpy type of one.
@@ -89,23 +90,33 @@ def _external(proto: onnx.TensorProto, path: Path, place: str, size: int) -> byt
             help="put both files into one folder, as files and not as links",
         )  # fmt: skip
     file = folder / relative
-    if not file.is_file():
+    offset, length = (_number(entries, key, default, place)
+                      for key, default in (("offset", 0), ("length", size)))  # fmt: skip
+    try:
+        stored = file.stat().st_size if file.is_file() else None
+        content = _part(file, offset, size) if stored and length == size else b""
+    except OSError as error:  # a name that is too long, a file that may not be read
+        raise InputError(f"{place}: its data could not be read", got=describe(error)) from error
+    if stored is None:
         raise InputError(
             f"{place}: the file with its data must be there", got=f"no {file}",
             help=f"copy {relative.name} into the folder of the ONNX file",
         )  # fmt: skip
-    offset, length = (_number(entries, key, default, place)
-                      for key, default in (("offset", 0), ("length", size)))  # fmt: skip
-    stored = file.stat().st_size
-    if length != size or offset + length > stored:
+    if len(content) != size:
         raise InputError(
             f"{place}: {file.name} must hold its {size} bytes from {offset} on",
             got=f"{length} bytes declared, in a file of {stored}",
             help="the file is truncated or belongs to another model: copy or export both again",
         )
+    return content
+
+
+def _part(file: Path, offset: int, size: int) -> bytes:
     with file.open("rb") as stream:
+        if offset + size > file.stat().st_size:
+            return b""
         stream.seek(offset)
-        return stream.read(length)
+        return stream.read(size)
 
 
 def _within(file: Path, folder: Path) -> bool:
