@@ -369,6 +369,14 @@ def test_functions_of_the_model_are_written_out(tmp_path: Path) -> None:
     assert torch.equal(loaded(model, tmp_path)(torch.ones(2, 4)), torch.full((2, 4), 4.0))
 
 
+def test_a_function_of_another_opset(tmp_path: Path) -> None:
+    mean = helper.make_node("ReduceMean", ["a"], ["b"], axes=[-1])
+    inner = helper.make_function("mine", "M", ["a"], ["b"], [mean], [helper.make_opsetid("", 17)])
+    nodes = [node("M", ["x"], "y", domain="mine")]
+    model = model_of(nodes, weights=[], functions=[inner], extra=["mine"])
+    assert torch.equal(loaded(model, tmp_path)(torch.ones(2, 4)), torch.ones(2, 1))
+
+
 def test_functions_that_call_themselves_or_explode(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
 

@@ -56,10 +56,10 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def _parsed(path: Path) -> onnx.ModelProto:
+    if not path.exists():
+        raise InputError(f"{path}: no such model", help="check the path")
     if not path.is_file():
-        raise InputError(f"{path}: no such model", help="check the path") if not path.exists() else (
-            InputError(f"{path} must be a file", got="something else")
-        )
+        raise InputError(f"{path} must be a file", got="something else")
     try:
         if path.stat().st_size > MAX_BYTES:
             raise InputError(
@@ -141,7 +141,7 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
             f"{path}: a model may have {MAX_NODES} nodes", got=f"{count}, functions written out"
         )
     try:
-        return onnx.inliner.inline_local_functions(model)
+        return onnx.inliner.inline_local_functions(model, convert_version=True)
     except Exception as error:  # of the C++ inliner
         raise InputError(
             f"{path}: the model's functions must be valid", got=describe(error), help=EXPORT
