@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asapc import session
-from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError
+from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text
 from asapc.session import EXIT_INTERRUPTED, Session
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ Opset = Annotated[int | None, typer.Option("--opset", help="Of the ONNX file: 18
 Tolerance = Annotated[
     float | None,
     typer.Option(
-        "--tolerance", help="Largest relative difference of the ONNX file's outputs: 1e-4 (default)."
+        "--tolerance", help="Largest relative difference of the ONNX file's outputs; 1e-4 in float32."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -212,6 +212,9 @@ def export(
     format: Annotated[str, typer.Option("--format", metavar="onnx", help="What to write.")] = "onnx",
     data: OptionalData = None,
     opset: Opset = None,
+    float16: Annotated[
+        bool, typer.Option("--float16", help="Weights and activations in half precision.")
+    ] = False,
     tolerance: Tolerance = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -228,7 +231,8 @@ def export(
         _only_onnx("--format", format)
         from asapc import pipeline
 
-        record = pipeline.export(artifact, data, _onnx_settings(opset, tolerance), run.progress)
+        settings = _onnx_settings(opset, tolerance, float16)
+        record = pipeline.export(artifact, data, settings, run.progress)
         run.show({"artifact": artifact, **record}, onnx_tables)
         run.note(f"wrote {Path(artifact) / 'model.onnx'}")
 
@@ -511,12 +515,12 @@ def _only_onnx(option: str, value: str | None) -> None:
         raise InputError(f"{option} must be onnx", got=value)
 
 
-def _onnx_settings(opset: int | None, tolerance: float | None) -> OnnxSettings:
-    from asapc.onnx.settings import DEFAULT_OPSET, TOLERANCE, OnnxSettings
+def _onnx_settings(
+    opset: int | None, tolerance: float | None, float16: bool = False
+) -> OnnxSettings:
+    from asapc.onnx.settings import DEFAULT_OPSET, OnnxSettings
 
-    return OnnxSettings(
-        DEFAULT_OPSET if opset is None else opset, TOLERANCE if tolerance is None else tolerance
-    )
+    return OnnxSettings(DEFAULT_OPSET if opset is None else opset, tolerance, float16)
 
 
 def report_artifact(
@@ -564,15 +568,21 @@ def report_artifact(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; usage errors print like any other error."""
     command = typer.main.get_command(app)
+    own = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        for argument in own:
+            check_text(argument, "an argument")
         code = command.main(
-            args=None if arguments is None else list(arguments),
+            args=own,
             prog_name="asapc",
             standalone_mode=False,
         )
     except KeyboardInterrupt:
         print("asapc: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except InputError as error:
+        print(f"asapc: {error}", file=sys.stderr)
+        return error.exit_code
     except Exception as error:
         # A usage error.  Its class has moved between typer releases; these two attributes have not.
         if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):

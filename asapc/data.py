@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asapc.errors import InputError
+from asapc.errors import InputError, check_text
 from asapc.formats.load import read_safetensors
 from asapc.formats.user_code import UserCode
 
@@ -264,6 +264,7 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     """
     if isinstance(spec, DataSource):
         return spec
+    check_text(spec, "the name of data")
     signature = Signature(model_signature)
     path = Path(spec)
     if path.suffix in (".npz", ".safetensors"):

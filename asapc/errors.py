@@ -56,3 +56,13 @@ class VerificationError(AsapcError):
     """A rewritten program does not reproduce its teacher; nothing was emitted."""
 
     exit_code = EXIT_VERIFICATION
+
+
+def check_text(name: str, what: str) -> None:
+    """InputError for a name that no file of text can record: one whose bytes are not UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{what} must be UTF-8", got=ascii(name), help="rename the file or folder, or run inside it"
+        ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 import traceback
@@ -49,7 +50,7 @@ class Session:
         if self.json:
             from asapc.report.text import json_text
 
-            print(json_text(result), file=self.results)
+            print(json_text(result, ascii=not _takes_any(self.results)), file=self.results)
         else:
             from asapc.report.console import print_tables
 
@@ -107,9 +108,16 @@ def _fail(message: str, code: int, debug: bool) -> int:
     return code
 
 
+def _takes_any(stream: TextIO) -> bool:
+    """Whether its encoding has every character."""
+    return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+
+
 @contextlib.contextmanager
 def _stdout_for_results() -> Iterator[TextIO]:
     results = sys.stdout
+    if isinstance(results, io.TextIOWrapper):  # a name that its encoding lacks is no reason to fail
+        results.reconfigure(errors="backslashreplace")
     with contextlib.redirect_stdout(sys.stderr):
         yield results
 

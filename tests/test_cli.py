@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import signal
 import subprocess
@@ -393,6 +394,29 @@ def test_a_missing_model_is_bad_input_in_a_real_process(tmp_path: Path) -> None:
     assert found.returncode == 2
     assert found.stdout == ""
     assert found.stderr.startswith("asapc: ") and "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "tables"])
+def test_names_that_stdout_cannot_hold(
+    encoding: str, as_json: bool, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    facts = {**INSPECTION, "sites": [{**INSPECTION["sites"][0], "name": "é\udcff"}]}
+    monkeypatch.setattr(
+        "asapc.pipeline.inspect", lambda *_: SimpleNamespace(to_dict=lambda: facts)
+    )
+    assert cli.main([*ARGUMENTS["inspect"], *["--json"][:as_json]]) == 0
+    sys.stdout.flush()
+    if as_json:
+        assert json.loads(raw.getvalue())["sites"][0]["name"] == "é\ufffd"
+
+
+def test_an_argument_that_is_not_utf_8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Calibrations and artefacts record the names of model and data, as text."""
+    assert cli.main(["inspect", "m\udcff.py:build"]) == 2
+    assert "must be UTF-8, got 'm\\udcff.py:build'" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_one_line_in_a_real_process(tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ def test_combinations_are_counted_before_they_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 10**6,
                                   '{"a":' * 10**5, "[" * 200 + "]" * 200, "9" * 5000, '"\\ud800"',
-                                  b"\xff", b"", "{", '{"a": 1} x'],
+                                  b"\xff", b"", "{", b'"\xed\xa0\x80"', '"\ud800"',
+                                  '"\\ud800"'.encode("utf-16"), '{"a": 1} x'],
                                   ids=lambda t: ascii(t)[:12])  # fmt: skip
 def test_json(text: str | bytes) -> None:
     with pytest.raises(ValueError):

@@ -347,3 +347,9 @@ def test_junit_takes_any_name() -> None:
     problem = root.findall(".//failure")[0]
     assert problem.text == problem.get("message") == "<a b='c'>&]]>\"\ufffd\ufffd\ufffd\ufffdé😀"
     assert {own["class"] for own in report["gate"]["checks"]} <= set(CLASSES)
+
+
+def test_json_takes_any_name() -> None:
+    text = json_text({"a\udcff": ["\ud800é", "😀"]})
+    assert json.loads(text.encode()) == {"a\ufffd": ["\ufffdé", "😀"]}
+    assert json.loads(json_text({"é": "😀"}, ascii=True).encode("ascii")) == {"é": "😀"}

@@ -29,8 +29,11 @@ def parse_json(text: str | bytes) -> Any:
     """The document.  Raises ValueError, and nothing else, for what is not JSON, nested too deep or has
     half a surrogate pair, which no file or terminal takes."""
     try:
+        if isinstance(text, bytes):  # json.loads itself lets half a pair pass
+            text = text.decode(json.detect_encoding(text))
         document = json.loads(text)
-        if (b"\\ud" if isinstance(text, bytes) else "\\ud") in text.lower():  # type: ignore[operator]
+        text.encode()
+        if "\\ud" in text.lower():
             json.dumps(document, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("brackets are nested too deep") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from html import escape
@@ -17,6 +18,7 @@ MAX_CHARACTERS = 65_000
 MAX_WIDTH = 110
 MAX_CELL = 300
 MAX_MESSAGES = 10
+_HALF_PAIRS = re.compile("[\ud800-\udfff]")
 ROW_LIMITS = (500, 200, 100, 50, 20, 10, 5, 2)
 
 
@@ -101,18 +103,21 @@ def markdown_table(table: Table) -> str:
     return f"## {table.title}\n\n" + "\n".join(lines)
 
 
-def json_text(data: Any) -> str:
-    """Strict JSON, indented; NaN and infinities become null, which no gate accepts."""
-    return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+def json_text(data: Any, ascii: bool = False) -> str:
+    """Strict JSON, indented; NaN and infinities become null, which no gate accepts, and half a surrogate
+    pair U+FFFD, as no reader takes it.  ascii: other characters are escaped."""
+    return json.dumps(_strict(data), indent=2, ensure_ascii=ascii, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _strict(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return _HALF_PAIRS.sub("\ufffd", value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {_strict(str(key)): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_strict(item) for item in value]
     return value
 
 
