@@ -29,12 +29,14 @@ from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
 from asapc.formats.load import Teacher
 from asapc.onnx.functions import DOMAIN, Functions, take_out_calls
+from asapc.onnx.half import in_half, rounding
 from asapc.onnx.module import OnnxModule
-from asapc.onnx.settings import MODEL, RECORD, OnnxSettings
+from asapc.onnx.settings import MODEL, RECORD, TOLERANCE, OnnxSettings
 from asapc.onnx.translate import translate
 from asapc.onnx.verify import verify
 from asapc.progress import Progress
 
+HALF_MARGIN = 4
 INLINE_BYTES = 1_900_000_000  # of weights: protobuf ends at 2 GiB
 _PARTIAL = ".onnx-"
 
@@ -57,9 +59,16 @@ def write_onnx(
     progress.note("writing ONNX")
     exported = read_exported(artifact)
     names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    program, tolerance = artifact.programs["graph"][0].graph, settings.tolerance or TOLERANCE
+    if settings.float16:
+        half = in_half(exported, names)
+        if settings.tolerance is None:
+            lost = rounding(program, half, names, batches)
+            tolerance = HALF_MARGIN * lost
+            progress.note(f"float16 in PyTorch: largest relative difference {lost:.2g}")
+        exported = half.exported
     model = onnx_model(exported, settings.opset)
-    program = artifact.programs["graph"][0].graph
-    return place(artifact.folder, model, program, names, batches, settings, progress)
+    return place(artifact.folder, model, program, names, batches, tolerance, progress)
 
 
 def write_edited(
@@ -82,7 +91,8 @@ def write_edited(
     model = edited_model(teacher.onnx, teacher.model, captured, compiled)
     model.producer_name, model.producer_version = "asapc", None
     names = [value.name for value in teacher.model.inputs]
-    return place(folder, model, compiled, names, batches, settings, progress)
+    tolerance = settings.tolerance or TOLERANCE
+    return place(folder, model, compiled, names, batches, tolerance, progress)
 
 
 def place(
@@ -91,7 +101,7 @@ def place(
     program: GraphModule,
     names: Sequence[str],
     batches: Sequence[Batch],
-    settings: OnnxSettings,
+    tolerance: float,
     progress: Progress,
 ) -> dict[str, Any]:
     """Check and verify the model aside; then it becomes OUT/model.onnx, with OUT/onnx.json.
@@ -104,7 +114,7 @@ def place(
         path = Path(aside) / MODEL
         save(model, path)
         check(path)
-        found = verify(path, program, names, batches, settings.tolerance, progress)
+        found = verify(path, program, names, batches, tolerance, progress)
         record = {
             "opset": model.graph.opset_imports[""],
             "bytes": sum(own.stat().st_size for own in path.parent.iterdir()),
@@ -128,6 +138,7 @@ def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
     if functions.made:
         model.graph.opset_imports[DOMAIN] = 1
     _name_sizes(model)
+    model.ir_version = 11 if opset >= 23 else 10  # an opset is read by the runtimes of its IR version
     model.producer_name, model.producer_version = "asapc", None
     return model
 

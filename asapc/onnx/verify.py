@@ -58,7 +58,7 @@ def verify(
     """
     session = open_session(path)
     axes = {value.name: _named(value.shape) for value in session.get_inputs()}
-    inputs = _joined(batches, names)
+    inputs = joined(batches, names)
     done = Verified(tolerance, 0.0)
     largest = 0.0
     for sizes in progress.track(_sizes(inputs, axes), "verifying", SHAPES):
@@ -67,12 +67,12 @@ def verify(
         if any(_same_lengths(sizes, own) for own in done.skipped):
             continue
         feeds = {name: _resized(tensor, axes[name], sizes) for name, tensor in inputs.items()}
-        ours = _run_program(program, feeds)
+        ours = run_program(program, feeds)
         if ours is None:
             done.skipped.append(sizes)
             continue
         try:
-            difference = _difference(ours, run(session, feeds))
+            difference = difference_of(ours, run(session, feeds))
         except InputError as error:
             raise VerificationError(
                 f"{path.name}: runs wherever the compiled program does",
@@ -117,7 +117,7 @@ def first_difference(
     finally:
         probe.unlink(missing_ok=True)
     for node, name in made:
-        difference = _difference([values[name]], [theirs[name]])
+        difference = difference_of([values[name]], [theirs[name]])
         if not difference <= tolerance:
             return f"first in {node.op_type} {node.name} ({name}): {difference:.2g}"
     return "no value before the outputs differs"
@@ -139,7 +139,7 @@ def _values(program: GraphModule, feeds: Mapping[str, Tensor]) -> dict[str, Tens
     return values
 
 
-def _run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tensor] | None:
+def run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tensor] | None:
     """The tensors it returns; None where it does not accept these sizes."""
     try:
         with torch.no_grad():
@@ -149,7 +149,7 @@ def _run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tens
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+def difference_of(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Largest over all outputs; infinite where shapes or integers differ, NaN where only one holds it."""
     if len(ours) != len(theirs):
         return math.inf
@@ -171,7 +171,7 @@ def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return worst
 
 
-def _joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]:
+def joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]:
     """The inputs of the first batches, as many as share their shapes, by name."""
     rows = [[leaf for leaf in pytree.tree_leaves((b.args, b.kwargs)) if isinstance(leaf, Tensor)]
             for b in batches]  # fmt: skip
