@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asapc.errors import InputError
 from asapc.ir import SiteTensors
 from asapc.timing import extra_bytes, interleaved_medians
 
@@ -95,9 +97,10 @@ def prices(
     mib: dict[str, float | None] = dict.fromkeys(calls)
     with torch.no_grad():
         for shape in shapes:
-            own = resized(t, shape)
-            bound = {name: partial(f, own, own.v) for name, f in calls.items()}
-            times = interleaved_medians(bound, repeats=repeats, warmup=1)
+            with _fitting(shape):
+                own = resized(t, shape)
+                bound = {name: partial(f, own, own.v) for name, f in calls.items()}
+                times = interleaved_medians(bound, repeats=repeats, warmup=1)
             for name, found in times.items():
                 for key, into in taken[name].items():
                     into[shape] = found[key]
@@ -109,3 +112,18 @@ def prices(
     return {
         name: Price(own["median_ms"], own["q1"], own["q3"], mib[name]) for name, own in taken.items()
     }
+
+
+@contextmanager
+def _fitting(shape: Shape) -> Iterator[None]:
+    """InputError where this machine's memory does not hold a call at the shape."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocat" not in str(error):
+            raise
+        raise InputError(
+            "recipe: shapes: candidates are timed on this machine, whose memory must hold them",
+            got=f"{shape[0]}x{shape[1]}, examples by tokens",
+            help="name smaller shapes",
+        ) from error

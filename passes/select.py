@@ -419,8 +419,9 @@ def _cost(tried: Tried, objective: str) -> float:
 
 
 def _damage(key: str, value: float) -> float:
-    """How far a metric is from harmless; these are taken to add up over sites."""
-    return max(0.0, 1 - value if BUDGET_BOUNDS[key] == "min" else value)
+    """How far a metric is from harmless; these are taken to add up over sites. inf: not a number."""
+    distance = 1 - value if BUDGET_BOUNDS[key] == "min" else value
+    return math.inf if math.isnan(distance) else max(0.0, distance)
 
 
 def _solved(

@@ -410,3 +410,13 @@ def test_memory_of_a_call_is_what_it_holds_at_its_peak() -> None:
     if found is None:
         pytest.skip("this system does not tell how much a process holds")
     assert 180 * 2**20 < found < 260 * 2**20
+
+
+def test_a_shape_that_memory_does_not_hold_is_bad_input() -> None:
+    t = SiteTensors(*(torch.ones(1, 1, 2, 4) for _ in range(2)), None, v=torch.ones(1, 1, 2, 4))
+    with pytest.raises(InputError, match="1048576x1048576"):
+        price.prices({"own": lambda t, v: v}, t, [(2**20, 2**20)])
+
+
+def test_a_damage_that_is_no_number_is_beyond_every_limit() -> None:
+    assert all(select._damage(key, float("nan")) == float("inf") for key in BUDGET_BOUNDS)
