@@ -261,7 +261,9 @@ class OutputFidelity:
         if self._probabilities is None:
             self._probabilities = are_probabilities(exact) and are_probabilities(approximate)
         log_p, log_q = (log_probabilities(x, self._probabilities) for x in (exact, approximate))
-        terms = torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q))
+        # With q - p no term is below 0, also where probabilities are rounded and do not sum to one.
+        p, q = log_p.exp(), log_q.exp()
+        terms = (torch.where(log_p.isneginf(), 0.0, p * (log_p - log_q)) + q - p).clamp(min=0.0)
         self._kl.append(terms.sum(-1).nan_to_num(nan=math.inf, posinf=math.inf).cpu())
         # Where a row holds a NaN, argmax would still name a class: no prediction, no agreement.
         broken = log_q.isnan().any(-1)

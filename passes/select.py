@@ -625,7 +625,7 @@ def _lost(tried: Tried) -> str:
         return tried.verdict
     if tried.verdict:
         return "not enough faster"
-    return "the whole model exceeded the budget with it"
+    return "the whole model's budget had no room for it"
 
 
 def _trail(own: OpenSite, picked: Tried) -> dict[str, Any]:
@@ -633,7 +633,7 @@ def _trail(own: OpenSite, picked: Tried) -> dict[str, Any]:
     for t in own.tried:
         price = t.price
         verdict = "chosen" if t is picked else t.verdict or (
-            "another set is cheaper inside the budget" if t.approximate else "exact, but not the cheapest"
+            "not in the cheapest set in the budget" if t.approximate else "exact, but not the cheapest"
         )
         listed.append(
             {

@@ -146,6 +146,16 @@ def test_outputs_with_labels():
     assert set(found) <= set(METRICS)
 
 
+def test_rounded_probabilities_have_no_negative_divergence():
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(64, 4, generator=generator).softmax(-1)
+    fidelity = OutputFidelity()
+    fidelity.update(teacher, teacher * (1 + 1e-7))
+    fidelity.update(teacher * (1 + 1e-7), teacher)
+    assert 0 <= fidelity.metrics()["logit_kl"] < 1e-10
+    assert min(fidelity.confidence()["logit_kl"]) >= 0
+
+
 def test_logits_are_found_among_other_outputs():
     """[1, 0] reads as a distribution; the compiled row shows that it is a logit."""
     logits = torch.tensor([[1.0, 0.0]])

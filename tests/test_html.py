@@ -106,6 +106,7 @@ def test_every_part_is_there(full: str) -> None:
     page = Reader(full)
     assert len(page.named("svg")) == 2 + 3 * 3 + 9  # the model's, three a layer, one an example
     assert len(page.named("img")) == 27
+    assert full.count("sinkhorn: error 0,") == 3  # the exact operator is among what was tried
 
 
 @pytest.mark.parametrize("kind", ["full", "minimal"])

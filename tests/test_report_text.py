@@ -353,3 +353,12 @@ def test_json_takes_any_name() -> None:
     text = json_text({"a\udcff": ["\ud800é", "😀"]})
     assert json.loads(text.encode()) == {"a\ufffd": ["\ufffdé", "😀"]}
     assert json.loads(json_text({"é": "😀"}, ascii=True).encode("ascii")) == {"é": "😀"}
+
+
+def test_memory_that_was_predicted_is_told_as_memory() -> None:
+    report = with_everything()
+    report["selection"] |= {"objective": "memory"}
+    report["selection"]["rounds"][0] |= {"predicted_mib": 7.25}
+    text = markdown(report)
+    assert "| predicted MiB |" in text and "| 7.25 |" in text
+    assert "predicted ms" not in text

@@ -465,6 +465,8 @@ def _pareto(name: str, trail: Mapping[str, Any], selection: Mapping[str, Any]) -
         cost = item.get("memory_mib") if memory else _mapping(item, "latency_ms").get(shape)
         time, error = _positive(cost), _float(item.get("attention_rel_l2"))
         operator = item.get("operator")
+        if error is None and item.get("label") == operator:
+            error = 0.0  # the exact operator, the one that is called by its name alone
         kind: plots.Kind = "candidate"
         if operator == "teacher":
             kind, error = "teacher", error or 0.0
@@ -578,6 +580,7 @@ def _budget_text(budget: Mapping[str, Any], between: str = ", ") -> str:
 
 
 def _rounds(selection: Mapping[str, Any]) -> Grid | None:
+    unit = "MiB" if selection.get("objective") == "memory" else "ms"
     rows = []
     for index, item in enumerate(_mappings(selection, "rounds"), 1):
         choice: dict[str, int] = {}
@@ -592,12 +595,12 @@ def _rounds(selection: Mapping[str, Any]) -> Grid | None:
                 Cell(str(index)),
                 Cell(_budget_text(_mapping(item, "budget"), "\n")),
                 Cell("\n".join(f"{n} × {label}" for label, n in choice.items())),
-                Cell(_number(item.get("predicted_ms"))),
+                Cell(_number(item.get(f"predicted_{unit.lower()}"))),
                 Cell("\n".join(measured)),
                 Cell(verdict, tone=TONES.get(verdict, "bad" if verdict else "")),
             ]
         )
-    columns = [("round", False), ("budget", False), ("choice", False), ("predicted ms", True),
+    columns = [("round", False), ("budget", False), ("choice", False), (f"predicted {unit}", True),
                ("whole model measured", False), ("verdict", False)]  # fmt: skip
     return Grid("Rounds", columns, rows, marked=len(rows) - 1) if rows else None
 

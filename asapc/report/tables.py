@@ -282,12 +282,13 @@ def selection_tables(selection: Mapping[str, Any]) -> list[Table]:
         for own in _list(site, "candidates")
         if isinstance(own, Mapping)
     )
+    unit = "MiB" if selection.get("objective") == "memory" else "ms"
     rounds = tuple(
         (
             str(place),
             _cell(own.get("budget")),
             _cell(own.get("measured")),
-            number(own.get("predicted_ms")),
+            number(own.get(f"predicted_{unit.lower()}")),
             str(own.get("verdict") or ""),
         )
         for place, own in enumerate(_list(selection, "rounds"), 1)
@@ -302,7 +303,7 @@ def selection_tables(selection: Mapping[str, Any]) -> list[Table]:
         )  # fmt: skip
         tables.append(Table(title, columns, tried))
     if rounds:
-        of_rounds = ("round", "budget", "measured", "predicted ms|", "verdict")
+        of_rounds = ("round", "budget", "measured", f"predicted {unit}|", "verdict")
         tables.append(Table("Selection: the whole model", of_rounds, rounds))
     return tables
 
