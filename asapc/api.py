@@ -22,9 +22,10 @@ from asapc.progress import make_progress
 from asapc.recipe import Recipe
 from asapc.report import markdown, write_report
 from asapc.report.pictures import SitePictures
+from asapc.report.tables import headline
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """facts: what OUT/report.json holds.  pictures: attention maps of a few examples for the page."""
 
@@ -35,6 +36,9 @@ class Report:
     def passed(self) -> bool:
         """Whether the gates were kept; True where none was set."""
         return bool(self.facts["gate"]["passed"])
+
+    def __repr__(self) -> str:  # the facts fill pages
+        return f"Report({headline(self.facts)})"
 
     def markdown(self) -> str:
         return markdown(self.facts)

@@ -120,6 +120,8 @@ def calibrate(
             run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory
         )
         run.show(summary, calibration_tables)
+        if not summary["sites"]:
+            run.note("nothing had to be fitted: no layer predicts a dual or is distilled")
         run.note(f"wrote {out}; next: asapc compile {model} --calibration {out} -o OUT")
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -540,7 +542,7 @@ def report_artifact(
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
     from asapc import baseline as regression
     from asapc import evaluate, gates
-    from asapc.formats.atomic import replace_file
+    from asapc.formats.atomic import make_parent, replace_file
     from asapc.report import junit_text, write_report
 
     limits = [] if gate is None else gates.load_gates(gate)
@@ -548,6 +550,8 @@ def report_artifact(
     if baseline is None and max_regression:
         raise InputError("--max-regression needs a --baseline to compare with")
     earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
+    if junit is not None:
+        make_parent(junit)  # before minutes of measuring, not after
     result, pictures = evaluate.report(
         artifact,
         data,

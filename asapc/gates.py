@@ -473,6 +473,8 @@ def _parse_metric(metric: Any, limits: Any, pattern: str | None, where: str) -> 
                 raise InputError(f"{place}: a share is at most 1", got=f"{limit:g}",
                                  help="write 99 % as 0.99")  # fmt: skip
             gates.append(Gate(metric, bound, limit, pattern, confidence))
+    if len(gates) == 2 and gates[0].limit > gates[1].limit:
+        raise InputError(f"{place}: min must not be above max", got=short(limits))
     return gates
 
 

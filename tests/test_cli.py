@@ -277,12 +277,12 @@ def test_an_anomalous_report_fails_the_gate_with_the_same_code(
     calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("gates.yaml").write_text("prediction_agreement: {min: 0.999}\nspeedup: {min: 9}")
-    assert cli.main(["report", "out", "--gate", "gates.yaml", "--junit", "elsewhere.xml"]) == 1
+    assert cli.main(["report", "out", "--gate", "gates.yaml", "--junit", "new/elsewhere.xml"]) == 1
     lines = capsys.readouterr().err.splitlines()[-3:]
     assert lines[0] == "asapc: gate failed: ANOMALOUS"
     assert lines[1].startswith("  ANOMALOUS: prediction_agreement of model rests on 512 examples, too")
     assert lines[2].startswith("  REGRESSION: speedup of model is 3.5, beyond its limit")
-    text = Path("elsewhere.xml").read_text()
+    text = Path("new/elsewhere.xml").read_text()
     assert text == Path("out/junit.xml").read_text()
     assert 'errors="1"' in text and 'failures="1"' in text
 

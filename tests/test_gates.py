@@ -164,6 +164,7 @@ def test_design_metrics_are_known() -> None:
         ("[speedup]", "must be a mapping"),
         ("speedup: {confidence: true}", "speedup must be limited"),
         ("speedup: {min: 1, confidence: 0.95}", "confidence must be true or false, got 0.95"),
+        ("speedup: {min: 3, max: 2}", "speedup: min must not be above max"),
         ("prediction_agreement: {min: 99}", r"a share is at most 1, got 99(.|\n)*write 99 % as 0.99"),
         ("accuracy_compiled: {min: -0.1}", "a share is at most 1"),
         ("sites: {}", "sites must map patterns"),

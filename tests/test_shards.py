@@ -81,8 +81,15 @@ def test_parts_of_something_else_are_refused_by_name(
     filled(tmp_path)
     with pytest.raises(InputError, match=named) as caught:
         shards(tmp_path, **other).open()
-    assert "delete the folder" in str(caught.value)
+    assert "--restart, or delete" in str(caught.value)
     assert filled(tmp_path).open().keys() == ["layers.0", "layers.1"]  # nothing was lost
+
+
+def test_a_run_cut_short_before_its_first_part_stands_in_no_way(tmp_path: Path) -> None:
+    shards(tmp_path).open().close()
+    with shards(tmp_path, model="x") as own:
+        own.put("k", {"x": torch.zeros(1)}, {})
+    assert shards(tmp_path, model="x").open().keys() == ["k"]
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:

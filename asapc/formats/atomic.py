@@ -93,6 +93,14 @@ def replace_file(path: str | Path, content: bytes | str) -> None:
         partial.write_bytes(data)
 
 
+def make_parent(path: str | Path) -> None:
+    """The folder that a file is to be written in. Raises InputError where it cannot be made."""
+    try:
+        _absolute(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(Path(path), error) from error
+
+
 @contextmanager
 def new_file(path: str | Path) -> Iterator[Path]:
     """Yield an empty file beside `path` to be filled by its name; on success it takes path's place."""

@@ -142,8 +142,7 @@ class Shards:
         index = self.folder / _INDEX
         self._require_own()
         if not index.exists():
-            document = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
-            replace_file(index, json.dumps(document, indent=2) + "\n")
+            self._write_index(index)
             return
         try:
             document = read_json(index)
@@ -158,12 +157,18 @@ class Shards:
             ) from error
         if version != FORMAT_VERSION:
             unlike = ["version of this format", *unlike]
-        if unlike:
+        if unlike and not self.keys():  # cut short before anything was worth keeping
+            self._write_index(index)
+        elif unlike:
             raise InputError(
                 f"{self.folder}: an interrupted run goes on only with what it was started with",
                 got="another " + ", ".join(unlike),
-                help=f"repeat the interrupted command, or delete the folder {self.folder} to start again",
+                help=f"repeat the interrupted command, or begin anew: --restart, or delete {self.folder}",
             )
+
+    def _write_index(self, index: Path) -> None:
+        document = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
+        replace_file(index, json.dumps(document, indent=2) + "\n")
 
     def _require_own(self) -> None:
         """Raises InputError if the folder holds other things than parts."""
