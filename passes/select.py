@@ -133,9 +133,10 @@ def select(
     if picked and not all(own.forced for own in sites):
         picked = _not_slower(model, sites, picked, rounds, largest)
     chosen = {own.index: _choice(own, own.tried[i]) for own, i in zip(sites, picked, strict=True)}
+    held = {"attention_rel_l2", *model.limits}  # the default also limits what a model may lack
     trail = {
         "objective": recipe.objective,
-        "budget": dict(recipe.budget),
+        "budget": {key: recipe.budget[key] for key in recipe.budget if key in held},
         "examples": sum(map(len, batches)),
         "seconds": time.perf_counter() - start,
         "shapes": [list(shape) for shape in dict.fromkeys(s for own in shapes.values() for s in own)],

@@ -350,6 +350,8 @@ def test_a_site_budget_needs_what_it_limits(ground: Ground, monkeypatch: pytest.
     monkeypatch.setattr(select, "comparable", lambda output: [output[1][0]])  # maps: no classes
     model = select.WholeModel(ground.analysis, ground.batches, Recipe())
     assert "prediction_agreement" not in model.limits
+    trail = chosen(ground, {}).trail
+    assert trail["budget"] == {"attention_rel_l2": 0.05}  # what was kept, and not what could not be
     own = {"*": {"budget": {"prediction_agreement": 0.5}}}
     with pytest.raises(InputError, match=r"prediction_agreement cannot be measured here, got no output"):
         chosen(ground, {"sites": own})
