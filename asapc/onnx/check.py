@@ -30,10 +30,9 @@ def check_import(module: OnnxModule, path: Path, batch: Batch) -> float:
     session = open_session(path)
     try:
         expected = run(session, inputs)
-    except Exception as error:  # onnxruntime's own types
+    except InputError as error:
         raise InputError(
-            f"{path}: onnxruntime must be able to run it on the given data",
-            got=str(error).splitlines()[0],
+            f"{path}: onnxruntime must be able to run it on the given data", got=error.got,
             help="check the data against the model's inputs, a batch of several examples included",
         ) from error
     with torch.no_grad():
