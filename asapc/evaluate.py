@@ -32,7 +32,7 @@ from asapc.measure import (
     time_site,
     tune_site,
 )
-from asapc.onnx.settings import read_record
+from asapc.onnx.settings import read_record, require_extra
 from asapc.passes.candidates import TEACHER
 from asapc.passes.verify import comparable
 from asapc.progress import Progress
@@ -218,7 +218,8 @@ def bench(
 ) -> dict[str, Any]:
     """Median latencies of teacher, lossless and compiled: the whole model and every site.
 
-    A site's teacher is the usual log-domain PyTorch loop on the site's own activations.
+    A site's teacher is the usual log-domain PyTorch loop on the site's own activations. Where there is
+    a model.onnx, it is timed under ONNX Runtime with its teacher too.
     explain: also which kernels each compiled site runs, and why. tune: True measures tile sizes for
     every site first and keeps the best in the tuning cache; False leaves that cache aside.
     """
@@ -252,8 +253,15 @@ def bench(
             sites[-1]["kernels"] = explain_site(artifact, index, tensors[index])
         if tuned:
             sites[-1]["tuned"] = tuned[index]
+    onnx: dict[str, Any] = {}
+    if read_record(artifact.folder) is not None:
+        require_extra()
+        from asapc.onnx.bench import bench_onnx
+
+        onnx = {"onnx": bench_onnx(artifact, batch, repeats, progress)}
     return {
         "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
+        **onnx,
         "sites": sites,
         "environment": environment(),
     }

@@ -150,7 +150,8 @@ def _distilled_call(graph: GraphModule, index: int, o: Operands, choice: Distill
     result = call(target, (o.q, o.k, *values, o.keep, None, *arguments))
     if not choice.share:
         return result
-    share = call(aten.mean.dim, (o.keep, [1], True), {"dtype": torch.float32})  # [B, 1]
+    active = call(aten.to.dtype, (o.keep, torch.float32))  # a mean with a dtype is lost in ONNX
+    share = call(aten.mean.dim, (active, [1], True))  # [B, 1]
     for _ in range(2):
         share = call(aten.unsqueeze.default, (share, -1))
     return call(aten.type_as.default, (call(aten.mul.Tensor, (result, share)), result))

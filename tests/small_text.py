@@ -18,10 +18,10 @@ KEYWORDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_teacher(folder: Path, seq_len: int = 12) -> Path:
+def write_teacher(folder: Path, seq_len: int = 12, **changed: int) -> Path:
     """Random, with attention that is not flat and an output that depends on it."""
     torch.manual_seed(0)
-    keywords = {**KEYWORDS, "seq_len": seq_len}
+    keywords = {**KEYWORDS, "seq_len": seq_len, **changed}
     model = ARCHITECTURES["sinkformer-text"](**keywords)
     folder.mkdir(parents=True)
     with torch.no_grad():

@@ -68,6 +68,8 @@ def write_onnx(
             progress.note(f"float16 in PyTorch: largest relative difference {lost:.2g}")
         exported = half.exported
     model = onnx_model(exported, settings.opset)
+    for value, name in zip(model.graph.inputs, names, strict=True):
+        value.name = name
     return place(artifact.folder, model, program, names, batches, tolerance, progress)
 
 

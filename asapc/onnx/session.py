@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +41,10 @@ def open_session(
     if threads is not None:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
-    source: Any = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
     try:
+        source: Any = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
         return onnxruntime.InferenceSession(source, options, providers=providers())
-    except Exception as error:  # it has its own types, one for each status
+    except Exception as error:  # it has its own types, one for each status; protobuf too
         place = "the model" if isinstance(model, onnx.ModelProto) else str(model)
         raise InputError(
             f"{place}: onnxruntime must be able to run it", got=str(error).splitlines()[0],
@@ -76,3 +76,19 @@ def run(session: InferenceSession, inputs: Mapping[str, Tensor]) -> list[Tensor]
             "onnxruntime must be able to run the model on this batch", got=" ".join(str(error).split())
         ) from error
     return [torch.as_tensor(output) for output in outputs]
+
+
+def observe(path: Path, wanted: Collection[str], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values by name, in the order of the file's nodes, of a run without optimisation: those of `wanted`
+    that nodes of the main graph make.
+
+    Raises InputError as open_session and run, a model too large for one message included.
+    """
+    model = onnx.load(path)
+    made = [name for node in model.graph.node for name in node.output if name in wanted]
+    known = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made if name not in known)
+    session = open_session(model, optimise=False)
+    names = [value.name for value in session.get_outputs()]
+    values = dict(zip(names, run(session, inputs), strict=True))
+    return {name: values[name] for name in made}

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import onnx
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
@@ -21,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.data import Batch
 from asapc.errors import InputError, VerificationError
-from asapc.onnx.session import open_session, run
+from asapc.onnx.session import observe, open_session, run
 from asapc.progress import Progress
 
 SHAPES = 20  # tried at most
@@ -99,27 +98,15 @@ def first_difference(
     path: Path, program: GraphModule, feeds: Mapping[str, Tensor], tolerance: float
 ) -> str:
     """In words, the first value of the file, in its order, that differs from the program's."""
-    model = onnx.load(str(path))
     values = _values(program, feeds)
-    made = [(node, name) for node in model.graph.node for name in node.output if name in values]
-    outputs = {value.name for value in model.graph.output}
-    model.graph.output.extend(
-        onnx.ValueInfoProto(name=name) for _, name in made if name not in outputs
-    )
-    probe = path.with_name("probe.onnx")
     try:
-        onnx.save(model, str(probe))  # external weights stay where they are, beside it
-        session = open_session(probe, optimise=False)
-        order = [value.name for value in session.get_outputs()]
-        theirs = dict(zip(order, run(session, feeds), strict=True))
+        theirs = observe(path, values, feeds)
     except InputError as error:
         return f"no node could be named: {error.got}"
-    finally:
-        probe.unlink(missing_ok=True)
-    for node, name in made:
-        difference = difference_of([values[name]], [theirs[name]])
+    for name, value in theirs.items():
+        difference = difference_of([values[name]], [value])
         if not difference <= tolerance:
-            return f"first in {node.op_type} {node.name} ({name}): {difference:.2g}"
+            return f"first in {name}: {difference:.2g}"
     return "no value before the outputs differs"
 
 

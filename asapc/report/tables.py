@@ -496,6 +496,8 @@ def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
 def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
     """Latencies and ratios, whole model and per site."""
     tables = [_model_table("Whole model", _mapping(bench, "model"))]
+    if _mapping(bench, "onnx"):
+        tables.append(_model_table("Whole model, ONNX Runtime", _mapping(bench, "onnx")))
     tables += _latency_table(_list(bench, "sites"))
     rows = tuple(
         (str(site.get("name")), *(str(kernel[key]) for key in ("operator", "shape", "kernel", "reason")))

@@ -1,0 +1,73 @@
+"""Teacher and compiled model under ONNX Runtime, by turns, on one batch."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from asapc.artifact import Artifact, Stage, read_exported
+from asapc.data import Batch
+from asapc.errors import InputError
+from asapc.onnx.export import onnx_model, save
+from asapc.onnx.load import onnx_teacher
+from asapc.onnx.session import open_session, providers, run
+from asapc.onnx.settings import DEFAULT_OPSET, MODEL
+from asapc.progress import Progress
+from asapc.timing import interleaved_medians
+
+STAGES: tuple[Stage, ...] = ("teacher", "lossless")
+
+
+def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progress) -> dict[str, Any]:
+    """Median latencies of OUT/model.onnx, of the teacher and of the lossless loop as ONNX files.
+
+    The teacher is its own file where it came as one that is still there; otherwise what torch's exporter
+    makes of it, as for the lossless loop.
+    """
+    threads = torch.get_num_threads()
+    sessions = {"graph": open_session(artifact.folder / MODEL, threads)}
+    with tempfile.TemporaryDirectory() as place:
+        for stage in STAGES:
+            path = _own_file(artifact) if stage == "teacher" else None
+            if path is None:
+                progress.note(f"writing the {stage} in ONNX, to be timed")
+                path = Path(place) / f"{stage}.onnx"
+                save(onnx_model(read_exported(artifact, stage), DEFAULT_OPSET), path)
+            sessions[stage] = open_session(path, threads)
+    given = [leaf for leaf in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(leaf, Tensor)]
+    feeds = {
+        stage: dict(zip((own.name for own in session.get_inputs()), given, strict=True))
+        for stage, session in sessions.items()
+    }
+    progress.note("timing ONNX Runtime")
+    calls = {stage: partial(run, session, feeds[stage]) for stage, session in sessions.items()}
+    times = interleaved_medians(calls, repeats)
+    own = {stage: quartiles["median_ms"] for stage, quartiles in times.items()}
+    return {
+        "latency_teacher_ms": own["teacher"],
+        "latency_lossless_ms": own["lossless"],
+        "latency_compiled_ms": own["graph"],
+        "speedup": own["teacher"] / own["graph"],
+        "speedup_lossless": own["teacher"] / own["lossless"],
+        "threads": threads,
+        "provider": providers()[0],
+    }
+
+
+def _own_file(artifact: Artifact) -> Path | None:
+    """The teacher's file, if it came as one and is the one that was compiled."""
+    teacher = artifact.manifest["teacher"]
+    path = Path(teacher["source"])
+    if path.suffix != ".onnx" or not path.is_file():
+        return None
+    try:
+        same = onnx_teacher(path).fingerprint == teacher["fingerprint"]
+    except InputError:
+        return None
+    return path if same else None

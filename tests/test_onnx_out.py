@@ -1,0 +1,346 @@
+"""Compiled models as ONNX files: written, run with onnxruntime, compared; refused where they differ."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import asapc
+from asapc import cli
+from asapc.artifact import read_artifact
+from asapc.data import Batch, open_data
+from asapc.errors import InputError, VerificationError
+from asapc.onnx.settings import OnnxSettings, read_record
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+import onnx
+from onnx import numpy_helper
+
+from asapc.onnx import export as exporting
+from asapc.onnx import verify as verifying
+from asapc.onnx.export import write_onnx
+from asapc.onnx.functions import DOMAIN
+from asapc.onnx.session import open_session, run
+from asapc.progress import make_progress
+
+sys.path.insert(0, str(Path(__file__).parent))
+import small_text
+
+sys.path.pop(0)
+
+QUIET = make_progress(quiet=True)
+RECIPES = {
+    "lossless": "operator: sinkhorn\n",
+    "key": "operator: asap\nfeatures: ['coarse:4']\nside: key\nclosures: 1\n",
+}
+
+
+def call(*arguments: object) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("onnx")
+    # Torch's exporter takes its time for every operator: two layers and short loops are enough.
+    small_text.write_teacher(place / "teacher", n_layers=2, max_iter=4)
+    small_text.write_data(place / "data.npz", 120)
+    return place
+
+
+def compiled(folder: Path, name: str) -> Path:
+    """The small text teacher compiled by one of RECIPES, once."""
+    out = folder / name
+    if not out.exists():
+        recipe = folder / f"{name}.yaml"
+        recipe.write_text(RECIPES[name] + "drop_attention_maps: true\n")
+        data = folder / "data.npz"
+        calibration = folder / f"{name}.calibration"
+        teacher = folder / "teacher"
+        settings = ("--data", data, "--recipe", recipe, "-o", calibration, "-q")
+        assert call("calibrate", teacher, *settings) == 0
+        emit = ("--emit", "onnx") if name == "key" else ()
+        assert call("compile", teacher, "--calibration", calibration, "-o", out, "-q", *emit) == 0
+    return out
+
+
+def exported(folder: Path, name: str) -> Path:
+    """The same with a verified model.onnx."""
+    out = compiled(folder, name)
+    if not (out / "model.onnx").exists():
+        assert call("export", out, "-q") == 0
+    return out
+
+
+def copied(folder: Path, name: str, place: Path) -> Path:
+    return Path(shutil.copytree(exported(folder, name), place / name))
+
+
+def batches(artifact: Path) -> list[Batch]:
+    loaded = read_artifact(artifact, ())
+    return list(open_data(loaded.manifest["data"], loaded.signature()).batches(8, limit=8))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_operator_is_a_function_of_standard_operators(folder: Path, name: str) -> None:
+    out = exported(folder, name)
+    record = read_record(out)
+    assert record is not None and record["largest"] <= record["tolerance"] == 1e-4
+    assert len(record["shapes"]) == verifying.SHAPES
+    lengths = {shape["length"] for shape in record["shapes"]}
+    assert len(lengths) >= 3 and min(lengths) < 12 and {s["batch"] for s in record["shapes"]} >= {1, 2, 5}
+    model = onnx.load(out / "model.onnx")
+    calls = [node for node in model.graph.node if node.domain == DOMAIN]
+    assert calls and {node.op_type for node in calls} == {own.name for own in model.functions}
+    assert record["functions"] == sorted(own.name for own in model.functions)
+    inner = [node for own in model.functions for node in own.node]
+    assert {node.domain for node in inner} == {""}
+    outer = {node.domain for node in model.graph.node} - {DOMAIN}
+    assert outer == {""}
+    text = (out / "model.onnx").read_bytes()
+    assert str(Path(asapc.__file__).parent).encode() not in text  # no traces of this machine
+    assert call("report", out, "-q", "--examples", 8) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["onnx"]["largest"] == record["largest"]
+    assert "run with ONNX Runtime" in (out / "report.md").read_text()
+
+
+def test_layers_of_one_convention_share_their_function(folder: Path) -> None:
+    out = exported(folder, "lossless")
+    model = onnx.load(out / "model.onnx")
+    assert [own.name for own in model.functions] == ["sinkhorn"]
+    assert sum(node.op_type == "sinkhorn" for node in model.graph.node) == 2
+    assert "half_steps=4" in model.functions[0].doc_string
+
+
+def test_the_file_runs_on_padded_batches_of_any_length(folder: Path) -> None:
+    """By hand, without the code that verified it."""
+    out = exported(folder, "key")
+    model, session = asapc.load(out), open_session(out / "model.onnx")
+    random = np.random.default_rng(3)
+    for batch, length in ((1, 12), (3, 5), (7, 9), (2, 1)):
+        ids = torch.from_numpy(random.integers(1, 40, (batch, length)))
+        ids[0, length // 2 + 1 :] = 0
+        with torch.no_grad():
+            ours = model(ids)
+        theirs = run(session, {"inputs": ids})
+        assert float((ours[0] - theirs[0]).abs().max()) < 1e-5
+
+
+def test_opset_23_has_the_standard_attention_operator(folder: Path, tmp_path: Path) -> None:
+    out = copied(folder, "key", tmp_path)
+    assert call("export", out, "-q", "--opset", 23) == 0
+    model = onnx.load(out / "model.onnx")
+    closure = next(own for own in model.functions if own.name.startswith("asap"))
+    assert [node.op_type for node in closure.node].count("Attention") == 1
+    assert next(own.version for own in model.opset_import if own.domain == "") == 23
+
+
+def test_float16_is_allowed_what_float16_costs_in_pytorch(folder: Path, tmp_path: Path) -> None:
+    out = copied(folder, "key", tmp_path)
+    full = (out / "model.onnx").stat().st_size
+    assert call("export", out, "-q", "--float16") == 0
+    record = read_record(out)
+    assert record is not None and 1e-5 < record["largest"] <= record["tolerance"] < 0.1
+    model = onnx.load(out / "model.onnx")
+    weights = [own for own in model.graph.initializer if own.data_type == onnx.TensorProto.FLOAT16]
+    assert weights and (out / "model.onnx").stat().st_size < full
+
+
+def test_a_file_that_computes_something_else_is_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = exported(folder, "lossless")
+    before = {own.name: own.read_bytes() for own in out.iterdir() if own.is_file()}
+    write = exporting.save
+
+    def spoilt(model: Any, path: Path) -> None:
+        write(model, path)
+        proto = onnx.load(path)
+        weight = next(own for own in proto.graph.initializer if len(own.dims) == 2)
+        array = numpy_helper.to_array(weight).copy()
+        array[0] += 1.0
+        weight.CopyFrom(numpy_helper.from_array(array, weight.name))
+        onnx.save(proto, path)
+
+    monkeypatch.setattr(exporting, "save", spoilt)
+    capsys.readouterr()
+    assert call("export", out, "-q") == 4
+    message = capsys.readouterr().err
+    assert "outputs are those of the compiled program" in message and "first in " in message
+    assert {own.name: own.read_bytes() for own in out.iterdir() if own.is_file()} == before
+
+
+def test_a_compile_whose_file_differs_writes_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(folder, "lossless")
+    arguments = ("compile", folder / "teacher", "--calibration", folder / "lossless.calibration")
+    out = tmp_path / "out"
+    assert call(*arguments, "-o", out, "-q", "--emit", "onnx", "--tolerance", 1e-12) == 4
+    assert not out.exists()
+
+
+def test_large_weights_lie_beside_the_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = copied(folder, "lossless", tmp_path)
+    monkeypatch.setattr(exporting, "INLINE_BYTES", 100)
+    assert call("export", out, "-q") == 0
+    assert (out / "model.onnx.data").stat().st_size > 1000
+    assert (out / "model.onnx").stat().st_size < 100_000
+    session = open_session(out / "model.onnx")
+    assert run(session, {"inputs": torch.ones(2, 7, dtype=torch.int64)})[0].shape == (2, 3)
+
+
+OPS = torch.ops.asapc
+THETA = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+PIVOTS = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+MASS = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0]])
+TAU = torch.tensor([0.5])
+FACTOR = [1.0, 1.0, 0.0, 0.0]
+
+
+def predicted(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
+    features, weights = "gaussian sliced:3 coarse:3 lse rank_displacement:3", torch.ones(2, 11)
+    dual = OPS.dual(
+        q, k, keep, None, [THETA, PIVOTS, THETA], weights, features, "source", 0.5, 5, True
+    )  # fmt: skip
+    return OPS.asap(q, k, v, keep, None, dual, None, 0.5, 3, FACTOR)
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
+    "sinkhorn": lambda q, k, v, keep: OPS.sinkhorn_attention(q, k, keep, None, 0.5, 7, False, FACTOR),
+    "asap": predicted,
+    "lot": lambda q, k, v, keep: OPS.lot(
+        q, k, v, keep, keep, None, PIVOTS, MASS, 0.5, 0.4, 5, True, 4, False, FACTOR
+    ),
+    "lot, unmasked": lambda q, k, v, keep: OPS.lot(
+        q, k, v, None, None, None, PIVOTS, MASS, 0.5, 0.4, 5, True, 4, False, FACTOR
+    ),
+    "esp_hard": lambda q, k, v, keep: OPS.esp_hard(q, k, v, keep, keep, THETA, TAU, False, True, 1.0),
+    "esp_soft": lambda q, k, v, keep: OPS.esp_soft(q, k, v, keep, keep, None, TAU, 0.1, True, False, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_run_at_lengths_they_were_not_traced_at(name: str, tmp_path: Path) -> None:
+    """Against the operators in PyTorch, with padded examples."""
+
+    class Net(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
+            return CALLS[name](q, k, v, keep)
+
+    def inputs(batch: int, length: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(length)
+        q, k, v = (torch.randn(batch, 2, length, 4, generator=generator) for _ in range(3))
+        active = torch.arange(batch)[:, None] % length + 1
+        return q, k, v, torch.arange(length) < active
+
+    batch, length = Dim("batch"), Dim("length")
+    shapes = [{0: batch, 2: length}] * 3 + [{0: batch, 1: length}]
+    with torch.no_grad():
+        program = torch.export.export(Net(), inputs(3, 6), dynamic_shapes=tuple(shapes))
+    path = tmp_path / "model.onnx"
+    exporting.save(exporting.onnx_model(program, 18), path)
+    exporting.check(path)
+    session = open_session(path)
+    names = [own.name for own in session.get_inputs()]
+    for size in ((3, 6), (1, 2), (5, 11), (2, 1)):
+        given = inputs(*size)
+        ours, theirs = Net()(*given), run(session, dict(zip(names, given, strict=True)))[0]
+        assert float((ours - theirs).abs().max()) < 1e-4 * max(1.0, float(ours.abs().max())), size
+
+
+def test_what_is_asked_for_wrongly(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = compiled(folder, "lossless")
+    arguments = ("compile", folder / "teacher", "--calibration", folder / "lossless.calibration")
+    cases = [
+        (("export", out, "--format", "tflite"), "--format must be onnx"),
+        (("export", out, "--opset", 12), "opset must be from 18 to 23"),
+        (("export", out, "--tolerance", 0), "tolerance must lie between 0 and 1"),
+        (("export", folder), "not a compiled artefact"),
+        ((*arguments, "-o", folder / "new", "--emit", "torchscript"), "--emit must be onnx"),
+        ((*arguments, "-o", folder / "new", "--opset", 18), "add --emit onnx"),
+    ]
+    for case, words in cases:
+        capsys.readouterr()
+        assert call(*case) == 2
+        assert words in capsys.readouterr().err
+    assert not (folder / "new").exists()
+
+
+def test_a_model_captured_by_modules_has_no_one_graph(folder: Path) -> None:
+    loaded = read_artifact(compiled(folder, "lossless"), ("graph",))
+    loaded.manifest["capture"] = "module"
+    with pytest.raises(InputError, match="one graph of the whole model"):
+        write_onnx(loaded, [], OnnxSettings(), QUIET)
+
+
+def test_examples_are_needed(folder: Path) -> None:
+    loaded = read_artifact(compiled(folder, "lossless"), ("graph",))
+    with pytest.raises(InputError, match="not seen"):
+        write_onnx(loaded, [], OnnxSettings(), QUIET)
+
+
+def test_a_broken_record_is_one_message(tmp_path: Path) -> None:
+    assert read_record(tmp_path) is None
+    for text in ("", "[]", '{"opset": 18}', '{"opset": "18", "bytes": 1}'):
+        (tmp_path / "onnx.json").write_text(text)
+        with pytest.raises(InputError):
+            read_record(tmp_path)
+
+
+def test_differences_count_shapes_integers_and_nan() -> None:
+    one = torch.tensor([1.0, 2.0])
+    difference = verifying.difference_of
+    assert difference([one], [one + 0.5]) == 0.25
+    assert difference([one], [one[:1]]) == float("inf") == difference([one], [])
+    assert difference([torch.tensor([1])], [torch.tensor([2])]) == float("inf")
+    nan = torch.tensor([1.0, torch.nan])
+    assert np.isnan(difference([one], [nan])) and difference([nan], [nan]) == 0.0
+    assert not difference([one], [nan]) <= 1.0  # so that NaN never passes
+
+
+def test_bench_times_the_file_and_its_teacher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = exported(folder, "lossless")
+    capsys.readouterr()
+    assert call("bench", out, "--repeats", 1, "--json", "-q") == 0
+    timed = json.loads(capsys.readouterr().out)["onnx"]
+    assert timed["speedup"] == pytest.approx(timed["latency_teacher_ms"] / timed["latency_compiled_ms"])
+    assert timed["threads"] == torch.get_num_threads() and timed["provider"] == "CPUExecutionProvider"
+
+
+def test_a_missing_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name == "onnxruntime" else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(InputError, match=r"pip install 'asapc\[onnx\]'"):
+        open_session(folder / "model.onnx")
+    assert call("export", compiled(folder, "lossless"), "-q") == 2
+
+
+def test_the_first_node_that_differs(folder: Path) -> None:
+    """Of a file that is not the program's: named by the value that both know."""
+    out, other = exported(folder, "lossless"), exported(folder, "key")
+    loaded = read_artifact(out, ("graph",))
+    with pytest.raises(VerificationError, match="first in "):
+        verifying.verify(
+            other / "model.onnx", loaded.programs["graph"][0].graph, ["inputs"], batches(out), 1e-6, QUIET
+        )
