@@ -213,9 +213,9 @@ FACTOR = [1.0, 1.0, 0.0, 0.0]
 
 
 def predicted(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
-    features, weights = "gaussian sliced:3 coarse:3 lse rank_displacement:3", torch.ones(2, 11)
+    features, weights = "gaussian sliced:3 lse rank_displacement:3", torch.ones(2, 10)
     dual = OPS.dual(
-        q, k, keep, None, [THETA, PIVOTS, THETA], weights, features, "source", 0.5, 5, True
+        q, k, keep, None, [THETA, THETA], weights, features, "source", 0.5, 5, True
     )  # fmt: skip
     return OPS.asap(q, k, v, keep, None, dual, None, 0.5, 3, FACTOR)
 

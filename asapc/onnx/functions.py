@@ -186,9 +186,14 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
              and node.name in exported.graph_signature.user_inputs)  # fmt: skip
     for value, own in zip(values, given, strict=True):
         fixed = [int(b) for a, b in zip(value.shape, own.shape, strict=True)
-                 if isinstance(b, int) and not isinstance(a, int)]  # fmt: skip
+                 if not isinstance(a, int) and _is_number(b)]  # fmt: skip
         assert not fixed, f"a size that varies was traced as {fixed}: the body reads it as a number"
     return exported
+
+
+def _is_number(size: int | torch.SymInt) -> bool:
+    """Also of a symbol that stands for one number only."""
+    return isinstance(size, int) or bool(size.node.expr.is_number)
 
 
 class _Alike(nn.Module):

@@ -117,7 +117,7 @@ def interpolation(clouds: Clouds) -> tuple[Tensor, Tensor, Tensor]:
     """
     n = active(clouds.query_keep, clouds.q)[:, None]
     m = active(clouds.keep, clouds.k)[:, None]
-    rank = torch.arange(clouds.q.shape[2], device=clouds.q.device).expand(len(n), -1)
+    rank = torch.arange(clouds.q.shape[2], device=clouds.q.device).expand(n.shape[0], -1)
     gaps = (n - 1).clamp(min=1)
     place = torch.minimum(rank, gaps) * (m - 1)  # in gaps of the queries; padded ranks stay inside
     low = place // gaps
@@ -153,7 +153,10 @@ def soft_plan(
     b = sort(y, keep)
     if between is not None:
         low, high, share = (t[:, None, :, None] for t in between)
-        b = torch.lerp(b.take_along_dim(low, -2), b.take_along_dim(high, -2), share)
+        below, above = (
+            b.gather(-2, ranks.expand(*b.shape[:2], -1, b.shape[3])) for ranks in (low, high)
+        )
+        b = torch.lerp(below, above, share)
     return sort(x, query_keep).transpose(-1, -2) @ b
 
 
