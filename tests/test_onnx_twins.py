@@ -58,7 +58,8 @@ def close(own: Tensor, meant: Tensor, tolerance: float = 1e-10) -> None:
 def test_finite_loops(shape: tuple[int, int], kind: str, half_steps: int, rows_first: bool) -> None:
     q, k, v, keep, bias = tensors(*shape, kind)
     settings = (0.4, half_steps, rows_first, [0.5, 1.0, 0.0, 1.0])
-    close(twins.sinkhorn(q, k, v, keep, bias, *settings), sinkhorn.sinkhorn(q, k, v, keep, bias, *settings))
+    arguments = (q, k, v, keep, bias, *settings)
+    close(twins.sinkhorn(*arguments), sinkhorn.sinkhorn(*arguments))
     close(
         twins.sinkhorn_attention(q, k, keep, bias, *settings),
         sinkhorn.sinkhorn_attention(q, k, keep, bias, *settings),
