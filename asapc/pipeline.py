@@ -281,7 +281,7 @@ def compile(
     with replace_folder(out) as folder:
         write_artifact(folder, manifest, recipe, programs, seen, analysis.model, told)
         _verify_written(folder, analysis.model, programs, example)
-        if teacher.onnx is not None:
+        if teacher.onnx is not None and analysis.capture.kind == "whole":
             captured, own = analysis.capture.programs[0].graph, compiled[0].graph
             _write_edited(folder, teacher, captured, own, source, onnx or OnnxSettings(), progress)
         elif onnx is not None:
@@ -343,7 +343,11 @@ def _write_edited(
     from asapc.onnx.export import write_edited
 
     batches = _unseen(read_artifact(folder, ()), source)
-    write_edited(folder, teacher, captured, compiled, batches, settings, progress)
+    try:
+        write_edited(folder, teacher, captured, compiled, batches, settings, progress)
+    except InputError as error:
+        progress.note(f"writing the whole program anew, for the teacher's file cannot be edited: {error}")
+        _write_onnx(folder, source, settings, progress)
 
 
 def _write_onnx(

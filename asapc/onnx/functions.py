@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, Node
 
+from asapc.errors import VerificationError
 from asapc.onnx import twins
 from asapc.onnx.translate import translate
 
@@ -150,7 +151,7 @@ class _Call:
 def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
     """module(*tensors) exported for tensors of the shapes of these fake ones.
 
-    Their dynamic sizes stay dynamic, and equal where they are.
+    Their dynamic sizes stay dynamic, and equal where they are.  Raises VerificationError if one does not.
     """
     symbols: dict[Any, int] = {}
     first: dict[Any, tuple[int, int]] = {}
@@ -187,7 +188,12 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
     for value, own in zip(values, given, strict=True):
         fixed = [int(b) for a, b in zip(value.shape, own.shape, strict=True)
                  if not isinstance(a, int) and _is_number(b)]  # fmt: skip
-        assert not fixed, f"a size that varies was traced as {fixed}: the body reads it as a number"
+        if fixed:
+            raise VerificationError(
+                "a function works at every size that the model works at",
+                got=f"one traced at {fixed} only",
+                help="keep the PyTorch artefact; this is a defect of asapc: please report the model",
+            )
     return exported
 
 

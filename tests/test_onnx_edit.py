@@ -1,0 +1,138 @@
+"""Compiling an ONNX teacher edits its own file: attention is replaced, everything else stays."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import Dim
+
+import asapc
+from asapc import cli
+from asapc.formats.load import load_teacher
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+import onnx
+
+from asapc.errors import InputError
+from asapc.onnx import edit
+from asapc.onnx.functions import DOMAIN
+from asapc.onnx.session import open_session, run
+from asapc.onnx.settings import read_record
+
+sys.path.insert(0, str(Path(__file__).parent))
+import small_text
+
+sys.path.pop(0)
+
+RECIPE = "operator: asap\nfeatures: ['coarse:4']\nside: key\nclosures: 1\n"
+
+
+def call(*arguments: object) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PyTorch teacher, the same as teacher.onnx, data, a recipe and the calibrations of both."""
+    place = tmp_path_factory.mktemp("edit")
+    small_text.write_teacher(place / "teacher", n_layers=2, max_iter=4)
+    small_text.write_data(place / "data.npz", 120)
+    model = load_teacher(str(place / "teacher")).model
+    assert model is not None
+    ids = torch.randint(1, 40, (3, 12))
+    ids[0, 7:] = 0
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            model, (ids,), place / "teacher.onnx", dynamo=True, input_names=["inputs"],
+            dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},), external_data=False,
+        )  # fmt: skip
+    (place / "recipe.yaml").write_text(RECIPE)
+    for name in ("teacher", "teacher.onnx"):
+        calibration = place / f"{name}.calibration"
+        settings = ("--data", place / "data.npz", "--recipe", place / "recipe.yaml", "-o", calibration)
+        assert call("calibrate", place / name, *settings, "-q") == 0
+    return place
+
+
+@pytest.fixture(scope="module")
+def out(folder: Path) -> Path:
+    calibration = folder / "teacher.onnx.calibration"
+    written = folder / "out"
+    settings = ("--calibration", calibration, "-o", written, "-q")
+    assert call("compile", folder / "teacher.onnx", *settings) == 0
+    return written
+
+
+def test_what_is_not_attention_stays_as_it_is(folder: Path, out: Path) -> None:
+    before, after = onnx.load(folder / "teacher.onnx"), onnx.load(out / "model.onnx")
+    assert [own.name for own in after.graph.input] == [own.name for own in before.graph.input]
+    assert [own.name for own in after.graph.output] == [own.name for own in before.graph.output]
+    old = {node.name: node for node in before.graph.node}
+    kept = [node for node in after.graph.node if node.name in old]
+    assert len(kept) > 10 and all(node.op_type == old[node.name].op_type for node in kept)
+    new = [node for node in after.graph.node if node.name not in old]
+    assert all(node.name.startswith("asapc_") for node in new)
+    calls = [node.op_type for node in new if node.domain == DOMAIN]
+    assert calls.count("asap") + calls.count("asap_attention") == 2
+    removed = [node for name, node in old.items() if name not in {own.name for own in kept}]
+    assert {"Log", "Exp"} & {node.op_type for node in removed}  # the loops
+    weights = {own.name: own for own in before.graph.initializer}
+    same = [own for own in after.graph.initializer if own.name in weights]
+    assert same and all(own.raw_data == weights[own.name].raw_data for own in same)
+
+
+def test_the_edited_file_is_the_compiled_model(folder: Path, out: Path) -> None:
+    record = read_record(out)
+    assert record is not None and record["largest"] <= 1e-4 and len(record["shapes"]) == 20
+    model, session = asapc.load(out), open_session(out / "model.onnx")
+    ids = torch.randint(1, 40, (4, 9))
+    ids[2, 3:] = 0
+    with torch.no_grad():
+        ours = torch.utils._pytree.tree_leaves(model(ids))
+    theirs = run(session, {"inputs": ids})
+    for a, b in zip(ours, theirs, strict=True):
+        assert float((a - b).abs().max()) < 1e-5
+
+
+def test_the_report_is_that_of_the_pytorch_teacher(folder: Path, out: Path) -> None:
+    """The same conventions, and the same fidelity to rounding."""
+    other = folder / "out_pytorch"
+    calibration = folder / "teacher.calibration"
+    assert call("compile", folder / "teacher", "--calibration", calibration, "-o", other, "-q") == 0
+    reports = []
+    for place in (out, other):
+        assert call("report", place, "-q", "--examples", 16) == 0
+        reports.append(json.loads((place / "report.json").read_text()))
+    one, two = reports
+    for key in ("accuracy_compiled", "prediction_agreement", "logit_kl", "output_rel_l2"):
+        assert one["model"][key] == pytest.approx(two["model"][key], rel=1e-3, abs=1e-6)
+    for mine, theirs in zip(one["sites"], two["sites"], strict=True):
+        for key in ("half_steps", "first_side", "output_factor", "mask"):
+            assert mine["convention"][key] == theirs["convention"][key]
+        assert mine["metrics"]["attention_rel_l2"] == pytest.approx(
+            theirs["metrics"]["attention_rel_l2"], rel=1e-3
+        )
+
+
+def test_a_file_that_cannot_be_cut_is_written_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise InputError("a value to cut at", got="none")
+
+    monkeypatch.setattr(edit, "edited_model", refuse)
+    calibration = folder / "teacher.onnx.calibration"
+    arguments = ("--calibration", calibration, "-o", tmp_path / "out")
+    assert call("compile", folder / "teacher.onnx", *arguments) == 0
+    assert "writing the whole program anew" in capsys.readouterr().err
+    model = onnx.load(tmp_path / "out" / "model.onnx")
+    assert {own.domain for own in model.functions} == {DOMAIN}
