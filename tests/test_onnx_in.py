@@ -114,11 +114,11 @@ def of_zoo(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], int]]:
 
 TEACHERS = {
     "sink_text": sink_text, "lot_text": lot_text, "esp_vit": esp_vit,
-    **{name: of_zoo(name) for name in ("Alternating", "SlicedSoft", "SlicedLearnt", "Biased", "Mixed",
-                                       "GluedMasked", "AdditiveMask")},
+    **{name: of_zoo(name) for name in ("Alternating", "SlicedSoft", "Biased", "GluedMasked",
+                                       "AdditiveMask")},
 }  # fmt: skip
 OLD = ("sink_text", "lot_text", "esp_vit", "Alternating", "SlicedSoft", "Biased", "AdditiveMask")
-NEW = ("sink_text", "SlicedLearnt", "GluedMasked", "Mixed")  # this exporter takes ten seconds a model
+NEW = ("sink_text", "GluedMasked")  # this exporter takes ten seconds a model
 
 
 @pytest.mark.parametrize(
