@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from asapc.errors import InputError, check_text
 from asapc.formats.load import read_safetensors
@@ -63,6 +64,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.hashes)
+
+    def tensors(self) -> list[Tensor]:
+        """Those among args and kwargs, in order."""
+        given = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in given if isinstance(leaf, Tensor)]
 
 
 class DataSource(ABC):

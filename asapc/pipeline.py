@@ -285,7 +285,7 @@ def compile(
             captured, own = analysis.capture.programs[0].graph, compiled[0].graph
             _write_edited(folder, teacher, captured, own, source, onnx or OnnxSettings(), progress)
         elif onnx is not None:
-            _write_onnx(folder, source, onnx, progress)
+            _write_onnx(read_artifact(folder, ("graph",)), source, onnx, progress)
     return manifest
 
 
@@ -293,11 +293,11 @@ def export(
     artifact_path: str | Path, data: str | None, settings: OnnxSettings, progress: Progress
 ) -> dict[str, Any]:
     """Write OUT/model.onnx, verified on unseen examples; returns what OUT/onnx.json holds."""
-    artifact = read_artifact(artifact_path, ())
+    artifact = read_artifact(artifact_path, ("graph",))
     source = open_data(
         data or recorded_data(artifact.manifest["data"], "export"), artifact.signature()
     )
-    return _write_onnx(artifact.folder, source, settings, progress)
+    return _write_onnx(artifact, source, settings, progress)
 
 
 def refresh(
@@ -347,16 +347,15 @@ def _write_edited(
         write_edited(folder, teacher, captured, compiled, batches, settings, progress)
     except InputError as error:
         progress.note(f"writing the whole program anew, for the teacher's file cannot be edited: {error}")
-        _write_onnx(folder, source, settings, progress)
+        _write_onnx(read_artifact(folder, ("graph",)), source, settings, progress)
 
 
 def _write_onnx(
-    folder: Path, source: DataSource, settings: OnnxSettings, progress: Progress
+    artifact: Artifact, source: DataSource, settings: OnnxSettings, progress: Progress
 ) -> dict[str, Any]:
     require_extra()
     from asapc.onnx.export import write_onnx
 
-    artifact = read_artifact(folder, ("graph",))
     return write_onnx(artifact, _unseen(artifact, source), settings, progress)
 
 

@@ -15,11 +15,15 @@ Source: Janati et al. 2020, Entropic optimal transport between unbalanced Gaussi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from asapc.features import active
 from asapc.features.clouds import Budget, Clouds
+
+MatrixOf = Callable[[Tensor, Tensor], Tensor]  # two covariances to A
 
 JITTER = 1e-6  # share of the trace added to Sy, which may be singular
 STEPS = 30  # Newton-Schulz steps at most; scaled ones take 7 to 12
@@ -39,11 +43,19 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     )
 
 
-def brenier_potential(clouds: Clouds) -> Tensor:
-    """beta(x): [B, H, N]."""
+def weighted(clouds: Clouds, beta: Tensor, weights: Tensor) -> Tensor:
+    """The columns, beta given, times their coefficients [1|H, 3]: [B, H, N], uncentred."""
+    total = clouds.cost_offset() * weights[:, :1] + beta * weights[:, 1:2]
+    if clouds.x_real is not None:
+        total = total + clouds.x_real[:, None, :].to(total.dtype) * weights[:, 2:]
+    return total
+
+
+def brenier_potential(clouds: Clouds, matrix_of: MatrixOf | None = None) -> Tensor:
+    """beta(x): [B, H, N].  matrix_of: another way to brenier_matrix."""
     mean_x, spread_x = moments(clouds.x, clouds.x_keep)
     mean_y, spread_y = moments(clouds.y, clouds.y_keep)
-    matrix = brenier_matrix(spread_x, spread_y)
+    matrix = (matrix_of or brenier_matrix)(spread_x, spread_y)
     shifted = clouds.x - mean_x
     linear = (clouds.x @ mean_y.transpose(-1, -2))[..., 0]
     return linear + ((shifted @ matrix) * shifted).sum(-1) / 2

@@ -185,7 +185,7 @@ def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _module_teacher(model: nn.Module, source: str, factory: str | None) -> Teacher:
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    _check_finite(state, {name for name, _ in model.named_parameters()}, source)
+    check_finite(state, {name for name, _ in model.named_parameters()}, source)
     return Teacher(
         model=model.eval(),
         program=None,
@@ -263,7 +263,7 @@ def _program_teacher(path: Path) -> Teacher:
 
     program = load_program(path)
     state = dict(program.state_dict)
-    _check_finite(state, set(program.graph_signature.parameters), str(path))
+    check_finite(state, set(program.graph_signature.parameters), str(path))
     return Teacher(
         model=None,
         program=program,
@@ -423,7 +423,7 @@ def _listed(names: Iterable[str]) -> str:
     return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
 
 
-def _check_finite(state: Mapping[str, Tensor], parameters: set[str], place: str) -> None:
+def check_finite(state: Mapping[str, Tensor], parameters: set[str], place: str) -> None:
     """No NaN anywhere, no infinity in a parameter (a buffer may hold a mask of -inf)."""
     for name, tensor in state.items():
         if not (tensor.is_floating_point() or tensor.is_complex()):

@@ -16,16 +16,21 @@ from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
 Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor]
 
 
+def finished(total: Tensor, clouds: Clouds) -> Tensor:
+    """centre(total) - |x|^2 / 2: [B, H, N], a predicted dual in score coordinates."""
+    return clouds.centre(total) - clouds.cost_offset()
+
+
 @dataclass(frozen=True)
 class Backend:
     """contributions: the families that have a fast path, the others run their plain meaning.
 
-    dual_and_mass: of the coarse family.  finish: (total [B, H, N], clouds) -> centre(total) - |x|^2 / 2.
+    dual_and_mass: of the coarse family.  finish: as `finished`, which it is unless a backend has its own.
     """
 
     contributions: Mapping[str, Contribution]
     dual_and_mass: Callable[[Clouds, Tensor, Budget, bool], tuple[Tensor, Tensor | None]]
-    finish: Callable[[Tensor, Clouds], Tensor]
+    finish: Callable[[Tensor, Clouds], Tensor] = finished
 
     def dual(
         self,

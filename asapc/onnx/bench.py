@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from asapc.artifact import Artifact, Stage, read_exported
 from asapc.data import Batch
@@ -40,9 +38,8 @@ def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progres
                 path = Path(place) / f"{stage}.onnx"
                 save(onnx_model(read_exported(artifact, stage), DEFAULT_OPSET), path)
             sessions[stage] = open_session(path, threads)
-    given = [leaf for leaf in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(leaf, Tensor)]
     feeds = {
-        stage: dict(zip((own.name for own in session.get_inputs()), given, strict=True))
+        stage: dict(zip((own.name for own in session.get_inputs()), batch.tensors(), strict=True))
         for stage, session in sessions.items()
     }
     progress.note("timing ONNX Runtime")

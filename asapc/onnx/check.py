@@ -12,9 +12,8 @@ from asapc.data import Batch
 from asapc.errors import InputError, VerificationError
 from asapc.onnx.module import OnnxModule
 from asapc.onnx.session import observe, open_session, run
+from asapc.onnx.settings import TOLERANCE
 from asapc.onnx.verify import difference_of
-
-TOLERANCE = 1e-4  # of float32 outputs, relative to max(1, largest)
 
 
 def check_import(module: OnnxModule, path: Path, batch: Batch) -> float:

@@ -7,7 +7,6 @@ after:  onnx_symbolic("ai.asapc::sinkhorn")(q, k, v, keep), and one ir.Function 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +39,7 @@ class Functions:
         return list(self._made.values())
 
     def of(self, call: _Call) -> onnx_ir.Function:
-        key = (call.name, call.settings, call.sizes)
+        key = (call.name, call.settings, call.layout)
         if key not in self._made:
             self._count[call.name] = number = self._count.get(call.name, 0) + 1
             name = call.name if number == 1 else f"{call.name}_{number}"
@@ -62,14 +61,14 @@ def take_out_calls(exported: ExportedProgram, functions: Functions) -> None:
 class _Call:
     """tensors: the nodes among its arguments; settings: the others, TENSOR in their place.
 
-    sizes: of every tensor, dynamic ones by names that tell which are equal.
+    layout: dtype, stand-in shape and which sizes are fixed, of every tensor.
     """
 
     node: Node
     name: str
     tensors: tuple[Node, ...]
     settings: tuple[Any, ...]
-    sizes: tuple[tuple[str, ...], ...]
+    layout: tuple[Any, ...]
 
     @classmethod
     def of(cls, node: Node) -> _Call:
@@ -85,19 +84,12 @@ class _Call:
 
         settings = tuple(setting(argument) for argument in node.args)
         assert isinstance(node.target, torch._ops.OpOverload) and not node.kwargs
-        symbols: dict[Any, str] = {}
-
-        def told(length: Any) -> str:
-            if isinstance(length, int):
-                return str(length)
-            expression = length.node.expr
-            for symbol in sorted(expression.free_symbols, key=str):
-                symbols.setdefault(symbol, f"size_{len(symbols)}")
-            return str(expression.subs(symbols))
-
         values = [own.meta["val"] for own in tensors]
-        sizes = tuple((str(value.dtype), *map(told, value.shape)) for value in values)
-        return cls(node, node.target._opname, tuple(tensors), settings, sizes)
+        layout = tuple(
+            (value.dtype, shape, tuple(isinstance(length, int) for length in value.shape))
+            for value, shape in zip(values, stand_ins(values), strict=True)
+        )
+        return cls(node, node.target._opname, tuple(tensors), settings, layout)
 
     def function(self, name: str, opset: int) -> onnx_ir.Function:
         """The traced twin."""
@@ -106,15 +98,19 @@ class _Call:
         graph = translate(body, opset).graph
         _constants_as_nodes(graph)
         _without_names(graph)
-        parameters = list(inspect.signature(twin).parameters)
         told = ", ".join(
-            f"{parameter}={value}"
-            for parameter, value in zip(parameters, self.settings, strict=True)
+            f"{argument.name}={value}"
+            for argument, value in zip(self.arguments, self.settings, strict=True)
             if value is not TENSOR and value is not None and TENSOR not in _items(value)
         )
-        return onnx_ir.Function(
-            DOMAIN, name, graph=_described(graph, f"{self.name}: {told}"), attributes=[]
-        )
+        graph.doc_string = f"{self.name}: {told}"
+        return onnx_ir.Function(DOMAIN, name, graph=graph, attributes=[])
+
+    @property
+    def arguments(self) -> Sequence[Any]:
+        """Of the operator's schema, in order."""
+        assert isinstance(self.node.target, torch._ops.OpOverload)
+        return self.node.target._schema.arguments
 
     def replace(self, graph: Graph, name: str) -> None:
         """The call by one that torch's exporter writes as a node of our domain."""
@@ -148,14 +144,9 @@ class _Call:
         raise AssertionError(f"{self.node}: no argument has the size {length}")
 
 
-def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
-    """module(*tensors) exported for tensors of the shapes of these fake ones.
-
-    Their dynamic sizes stay dynamic, and equal where they are.  Raises VerificationError if one does not.
-    """
+def stand_ins(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of fake tensors with numbers for dynamic sizes: the same number where they are equal."""
     symbols: dict[Any, int] = {}
-    first: dict[Any, tuple[int, int]] = {}
-    equal: list[tuple[int, int, int, int]] = []
 
     def size(length: Any) -> int:
         if isinstance(length, int):
@@ -165,10 +156,20 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
             symbols.setdefault(symbol, SIZES[len(symbols)])
         return int(expression.subs(symbols))
 
+    return [tuple(size(length) for length in value.shape) for value in values]
+
+
+def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
+    """module(*tensors) exported for tensors of the shapes of these fake ones.
+
+    Their dynamic sizes stay dynamic, and equal where they are.  Raises VerificationError if one does not.
+    """
+    first: dict[Any, tuple[int, int]] = {}
+    equal: list[tuple[int, int, int, int]] = []
     examples, dynamic = [], []
     generator = torch.Generator().manual_seed(0)
-    for number, value in enumerate(values):
-        example = torch.rand([size(length) for length in value.shape], generator=generator)
+    for number, (value, shape) in enumerate(zip(values, stand_ins(values), strict=True)):
+        example = torch.rand(shape, generator=generator)
         examples.append(example > 0 if value.dtype == torch.bool else example.to(value.dtype))
         dynamic.append({
             axis: Dim.STATIC if isinstance(length, int) else Dim.AUTO
@@ -272,7 +273,3 @@ def _without_names(graph: onnx_ir.Graph) -> None:
             if id(value) not in ends:
                 value.type = value.shape = None
 
-
-def _described(graph: onnx_ir.Graph, text: str) -> onnx_ir.Graph:
-    graph.doc_string = text
-    return graph

@@ -11,7 +11,7 @@ import onnx
 import torch
 
 from asapc.errors import InputError
-from asapc.formats.load import Teacher, _check_finite
+from asapc.formats.load import Teacher, check_finite
 from asapc.formats.user_code import describe
 from asapc.onnx.graph import DEFAULT_DOMAIN, Reader, read_inputs
 from asapc.onnx.module import onnx_module
@@ -41,7 +41,7 @@ def onnx_teacher(path: str | Path) -> Teacher:
         raise InputError(f"{path}: the model must have inputs", got="none")
     module = onnx_module(graph, inputs, reader.tensors).eval()
     state = {module.weights[key]: tensor for key, tensor in module.state_dict().items()}
-    _check_finite(state, {module.weights[key] for key, _ in module.named_parameters()}, str(path))
+    check_finite(state, {module.weights[key] for key, _ in module.named_parameters()}, str(path))
     return Teacher(
         model=module, program=None, source=str(path), fingerprint=_fingerprint(model, opset, path),
         builtin=False, factory=None, onnx=path,

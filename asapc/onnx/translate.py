@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import onnx_ir
@@ -67,14 +66,8 @@ def _strip(node: onnx_ir.Node) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the innermost error: the outer ones tell what to report to PyTorch."""
-    for own in _chain(error):
-        error = own
+    """The innermost error on one line: the outer ones tell what to report to PyTorch."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from asapc.features import gaussian
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.coarse import coarse_problem
-from asapc.features.gaussian import JITTER, moments, newton_schulz_scale
 from asapc.features.quantiles import drop_massless, project, quantiles, stable_sort_values
 from asapc.ir import Side
 from asapc.kernels.dual import Backend
@@ -289,16 +289,15 @@ def _coarse(
     """
     problem = coarse_problem(clouds, pivots)
     scores, counts = problem.scores, problem.counts
-    rows = clouds.x_keep
+    rows = esp_meaning.opened(clouds.x_keep)
     if rows is not None:
-        rows = (rows | ~rows.any(-1, keepdim=True))[:, None, :]  # [B, 1, N]
+        rows = rows[:, None, :]  # [B, 1, N]
         mass = rows.sum(-1, keepdim=True).to(scores.dtype)
     else:
         mass = torch.full_like(counts[..., :1], scores.shape[2])
     active = counts.sum(-1, keepdim=True)
     nobody = active == 0  # [B, H, 1]
-    log_nu = torch.where(nobody, 0.0, counts * (mass / active.clamp(min=1.0))).log()
-    log_nu = torch.where(nobody, 0.0, log_nu)
+    log_nu = torch.where(nobody, 0.0, (counts * (mass / active.clamp(min=1.0))).log())
     side: Side = "row" if budget.starts_on_x else "column"
     zero = torch.zeros_like(scores[..., 0])
     loop = run_loop(scores, zero, log_nu, zero, log_nu, budget.half_steps, side, rows)
@@ -328,15 +327,8 @@ def _coarse_contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget
 
 def _gaussian(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
     """features.gaussian.columns times weights [1|H, 3]."""
-    mean_x, spread_x = moments(clouds.x, clouds.x_keep)
-    mean_y, spread_y = moments(clouds.y, clouds.y_keep)
-    matrix = brenier_matrix(spread_x, spread_y)
-    shifted = clouds.x - mean_x
-    beta = (clouds.x @ mean_y.transpose(-1, -2))[..., 0] + ((shifted @ matrix) * shifted).sum(-1) / 2
-    total = clouds.cost_offset() * weights[:, :1] + beta * weights[:, 1:2]
-    if clouds.x_real is None:
-        return total
-    return total + clouds.x_real[:, None, :].to(total.dtype) * weights[:, 2:]
+    beta = gaussian.brenier_potential(clouds, brenier_matrix)
+    return gaussian.weighted(clouds, beta, weights)
 
 
 def brenier_matrix(spread_x: Tensor, spread_y: Tensor) -> Tensor:
@@ -347,7 +339,7 @@ def brenier_matrix(spread_x: Tensor, spread_y: Tensor) -> Tensor:
     eye = torch.eye(spread_y.shape[-1], dtype=spread_y.dtype, device=spread_y.device)
     tiny = torch.finfo(spread_y.dtype).tiny ** 0.5
     trace = (spread_y * eye).sum((-2, -1), keepdim=True)
-    floor = JITTER * trace + tiny
+    floor = gaussian.JITTER * trace + tiny
     root_y, _ = square_roots(spread_y + floor * eye, floor)
     root, inverse = square_roots(root_y @ spread_x @ root_y + eye / 4, torch.full_like(trace, 0.25))
     # (W + I/2)^-1 by Newton's iteration from a good start: W^-1 bounds it from above by at most 2.
@@ -368,7 +360,7 @@ def square_roots(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     y, z = matrix / norm, eye.expand_as(matrix)
     low = floor / norm
     for _ in range(ROOT_STEPS):
-        scale, low = newton_schulz_scale(low)
+        scale, low = gaussian.newton_schulz_scale(low)
         step = (3 * eye - scale * (z @ y)) / 2 * scale.sqrt()
         y, z = y @ step, step @ z
     return y * norm.sqrt(), z / norm.sqrt()
@@ -408,10 +400,6 @@ def _token_bias(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget
     return weights.expand(clouds.x.shape[:3])
 
 
-def _finish(total: Tensor, clouds: Clouds) -> Tensor:
-    return clouds.centre(total) - clouds.cost_offset()
-
-
 _DUALS = Backend(
     {
         "coarse": _coarse_contribution,
@@ -421,7 +409,6 @@ _DUALS = Backend(
         "token_bias": _token_bias,
     },
     _coarse,
-    _finish,
 )
 dual = _DUALS.dual
 dual_and_row_mass = _DUALS.dual_and_row_mass
@@ -485,39 +472,14 @@ def _esp_hard(
     return esp_meaning.close(result, keep, query_keep, output_factor)
 
 
-def esp_hard(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-) -> Tensor:
+def esp_hard(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
     """Arguments and result as operators.esp.esp_hard."""
-    return _esp_hard(
-        q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost, output_factor
-    ).to(v.dtype)
+    return _esp_hard(q, k, v, *settings).to(v.dtype)
 
 
-def esp_hard_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-) -> Tensor:
+def esp_hard_attention(q: Tensor, k: Tensor, *settings: Any) -> Tensor:
     """Arguments and result as operators.esp.esp_hard_attention."""
-    return _esp_hard(
-        q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost, output_factor
-    ).to(q.dtype)
+    return _esp_hard(q, k, None, *settings).to(q.dtype)
 
 
 def _esp_soft(
@@ -564,43 +526,14 @@ def _esp_soft(
     return esp_meaning.close(result / total, keep, query_keep, output_factor)
 
 
-def esp_soft(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-) -> Tensor:
+def esp_soft(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
     """Arguments and result as operators.esp.esp_soft."""
-    return _esp_soft(
-        q, k, v, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
-        mean_cost, output_factor,
-    ).to(v.dtype)  # fmt: skip
+    return _esp_soft(q, k, v, *settings).to(v.dtype)
 
 
-def esp_soft_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-) -> Tensor:
+def esp_soft_attention(q: Tensor, k: Tensor, *settings: Any) -> Tensor:
     """Arguments and result as operators.esp.esp_soft_attention."""
-    return _esp_soft(
-        q, k, None, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
-        mean_cost, output_factor,
-    ).to(q.dtype)  # fmt: skip
+    return _esp_soft(q, k, None, *settings).to(q.dtype)
 
 
 def _lot(
@@ -646,25 +579,15 @@ def lot(
     keep: Tensor | None,
     query_keep: Tensor | None,
     key_bias: Tensor | None,
-    pivots: Tensor,
-    pivot_mass: Tensor,
-    query_multiplier: float,
-    key_multiplier: float,
-    query_half_steps: int,
-    queries_first: bool,
-    key_half_steps: int,
-    keys_first: bool,
-    output_factor: Sequence[float],
+    *settings: Any,
 ) -> Tensor:
     """Arguments and result as operators.lot.lot."""
-    first, second, over = _lot(
-        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
-        query_half_steps, queries_first, key_half_steps, keys_first,
-    )  # fmt: skip
+    *loops, output_factor = settings
+    first, second, over = _lot(q, k, keep, query_keep, key_bias, *loops)
     values = over * second.apply(clean_values(v, keep).to(over.dtype))  # [B, H, R, E]
     out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
     out = out * _token_factor(output_factor, q, k, keep, query_keep)
-    return _masked(out, keep, query_keep).to(v.dtype)
+    return lot_meaning.masked(out, keep, query_keep).to(v.dtype)
 
 
 def lot_attention(
@@ -673,24 +596,14 @@ def lot_attention(
     keep: Tensor | None,
     query_keep: Tensor | None,
     key_bias: Tensor | None,
-    pivots: Tensor,
-    pivot_mass: Tensor,
-    query_multiplier: float,
-    key_multiplier: float,
-    query_half_steps: int,
-    queries_first: bool,
-    key_half_steps: int,
-    keys_first: bool,
-    output_factor: Sequence[float],
+    *settings: Any,
 ) -> Tensor:
     """Arguments and result as operators.lot.lot_attention."""
-    first, second, over = _lot(
-        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
-        query_half_steps, queries_first, key_half_steps, keys_first,
-    )  # fmt: skip
+    *loops, output_factor = settings
+    first, second, over = _lot(q, k, keep, query_keep, key_bias, *loops)
     dense = first.plan().transpose(-1, -2) @ (over * second.plan())
     dense = dense * _token_factor(output_factor, q, k, keep, query_keep)
-    return _masked(dense, keep, query_keep).to(q.dtype)
+    return lot_meaning.masked(dense, keep, query_keep).to(q.dtype)
 
 
 def _token_factor(
@@ -713,11 +626,3 @@ def _token_factor(
             counts = mask.sum(-1).clamp(min=1).to(dtype)[:, None, None, None]
             value = value * torch.pow(counts, power)
     return value
-
-
-def _masked(out: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> Tensor:
-    if query_keep is not None:
-        out = out.masked_fill(~query_keep[:, None, :, None], 0.0)
-    if keep is not None:
-        out = out.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
-    return out

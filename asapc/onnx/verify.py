@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ BATCH = "batch"
 LONGER = 1.25
 
 
+Sizes = dict[str, int]
+
+
 @dataclass(frozen=True)
 class Verified:
     """largest: difference of an output relative to max(1, its largest entry), over all shapes.
@@ -37,8 +40,8 @@ class Verified:
 
     tolerance: float
     largest: float
-    shapes: list[dict[str, int]] = field(default_factory=list)
-    skipped: list[dict[str, int]] = field(default_factory=list)
+    shapes: list[Sizes]
+    skipped: list[Sizes]
 
 
 def verify(
@@ -58,17 +61,16 @@ def verify(
     session = open_session(path)
     axes = {value.name: _named(value.shape) for value in session.get_inputs()}
     inputs = joined(batches, names)
-    done = Verified(tolerance, 0.0)
-    largest = 0.0
+    largest, shapes, skipped = 0.0, list[Sizes](), list[Sizes]()
     for sizes in progress.track(_sizes(inputs, axes), "verifying", SHAPES):
-        if len(done.shapes) == SHAPES:
+        if len(shapes) == SHAPES:
             break
-        if any(_same_lengths(sizes, own) for own in done.skipped):
+        if any(_same_lengths(sizes, own) for own in skipped):
             continue
         feeds = {name: _resized(tensor, axes[name], sizes) for name, tensor in inputs.items()}
         ours = run_program(program, feeds)
         if ours is None:
-            done.skipped.append(sizes)
+            skipped.append(sizes)
             continue
         try:
             difference = difference_of(ours, run(session, feeds))
@@ -85,13 +87,13 @@ def verify(
                 help="keep the PyTorch artefact, or allow more with --tolerance",
             )
         largest = max(largest, difference)
-        done.shapes.append(sizes)
-    if not done.shapes:
+        shapes.append(sizes)
+    if not shapes:
         raise InputError(
             "export: needs examples that the compiled program can be run on", got="none",
             help="pass --data with more examples",
         )  # fmt: skip
-    return Verified(tolerance, largest, done.shapes, done.skipped)
+    return Verified(tolerance, largest, shapes, skipped)
 
 
 def first_difference(
@@ -160,8 +162,7 @@ def difference_of(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 def joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]:
     """The inputs of the first batches, as many as share their shapes, by name."""
-    rows = [[leaf for leaf in pytree.tree_leaves((b.args, b.kwargs)) if isinstance(leaf, Tensor)]
-            for b in batches]  # fmt: skip
+    rows = [batch.tensors() for batch in batches]
     if not rows:
         raise InputError(
             "export: needs examples that calibration and selection have not seen", got="none",

@@ -59,7 +59,7 @@ def lot(
     values = second @ _clean(v, keep).to(second.dtype)  # [B, H, R, E]
     out = first.transpose(-1, -2) @ values
     out = out * token_factor(output_factor, q, k, keep, query_keep)
-    return _masked(out, keep, query_keep).to(v.dtype)
+    return masked(out, keep, query_keep).to(v.dtype)
 
 
 def lot_attention(
@@ -87,7 +87,7 @@ def lot_attention(
     )  # fmt: skip
     dense = first.transpose(-1, -2) @ second
     dense = dense * token_factor(output_factor, q, k, keep, query_keep)
-    return _masked(dense, keep, query_keep).to(q.dtype)
+    return masked(dense, keep, query_keep).to(q.dtype)
 
 
 def _plans(
@@ -210,7 +210,7 @@ def _clean(tokens: Tensor, keep: Tensor | None) -> Tensor:
     return tokens if keep is None else tokens.masked_fill(~keep[:, None, :, None], 0.0)
 
 
-def _masked(out: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> Tensor:
+def masked(out: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> Tensor:
     """0 in padded rows, and in every row of an example without an active key.  out: [B, H, N, ...]."""
     if query_keep is not None:
         out = out.masked_fill(~query_keep[:, None, :, None], 0.0)

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from asapc.features.clouds import Clouds
 from asapc.kernels.cpu import coarse, gaussian, sliced
 from asapc.kernels.dual import Backend
-
-
-def _finish(total: Tensor, clouds: Clouds) -> Tensor:
-    return clouds.centre(total) - clouds.cost_offset()
-
 
 _BACKEND = Backend(
     {
@@ -20,7 +12,6 @@ _BACKEND = Backend(
         "sliced": sliced.contribution,
     },
     coarse.dual_and_mass,
-    _finish,
 )
 dual = _BACKEND.dual
 dual_and_row_mass = _BACKEND.dual_and_row_mass

@@ -14,10 +14,7 @@ from asapc.kernels.cpu.workers import TILE_BYTES, each_worker, without_gil
 
 def contribution(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
     """Columns |x|^2 / 2, beta and active times their coefficients [1|H, 3]: [B, H, N], uncentred."""
-    total = clouds.cost_offset() * weights[:, :1] + beta(clouds) * weights[:, 1:2]
-    if clouds.x_real is not None:
-        total += clouds.x_real[:, None, :] * weights[:, 2:]
-    return total
+    return gaussian.weighted(clouds, beta(clouds), weights)
 
 
 def beta(clouds: Clouds) -> Tensor:
