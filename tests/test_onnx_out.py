@@ -25,6 +25,8 @@ from asapc.onnx.settings import OnnxSettings, read_record
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 import onnx
+import onnx_ir
+import onnxruntime
 from onnx import numpy_helper
 
 from asapc.onnx import export as exporting
@@ -87,6 +89,13 @@ def copied(folder: Path, name: str, place: Path) -> Path:
     return Path(shutil.copytree(exported(folder, name), place / name))
 
 
+@pytest.fixture
+def translated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program of this test is translated to the lossless file, without the exporter's seconds."""
+    path = exported(folder, "lossless") / "model.onnx"
+    monkeypatch.setattr(exporting, "onnx_model", lambda exported, opset: onnx_ir.load(path))
+
+
 def batches(artifact: Path) -> list[Batch]:
     loaded = read_artifact(artifact, ())
     return list(open_data(loaded.manifest["data"], loaded.signature()).batches(8, limit=8))
@@ -145,6 +154,23 @@ def test_opset_23_has_the_standard_attention_operator(folder: Path, tmp_path: Pa
     closure = next(own for own in model.functions if own.name.startswith("asap"))
     assert [node.op_type for node in closure.node].count("Attention") == 1
     assert next(own.version for own in model.opset_import if own.domain == "") == 23
+    assert [own.op_type for own in optimised(out, tmp_path)].count("Attention") == 2  # one a layer
+
+
+def test_one_closure_is_plain_attention(folder: Path) -> None:
+    """The pattern that runtimes fuse, before they have an operator for it."""
+    model = onnx.load(exported(folder, "key") / "model.onnx")
+    closure = next(own for own in model.functions if own.name.startswith("asap"))
+    products = [own.op_type for own in closure.node if own.op_type in ("MatMul", "Softmax", "Reshape")]
+    assert products == ["MatMul", "Softmax", "MatMul"]
+
+
+def optimised(artifact: Path, place: Path) -> list[onnx.NodeProto]:
+    """What onnxruntime makes of model.onnx: its functions written out, its patterns fused."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(place / "optimised.onnx"), 4
+    onnxruntime.InferenceSession(artifact / "model.onnx", options, ["CPUExecutionProvider"])
+    return list(onnx.load(place / "optimised.onnx").graph.node)
 
 
 def test_float16_is_allowed_what_float16_costs_in_pytorch(folder: Path, tmp_path: Path) -> None:
@@ -158,6 +184,7 @@ def test_float16_is_allowed_what_float16_costs_in_pytorch(folder: Path, tmp_path
     assert weights and (out / "model.onnx").stat().st_size < full
 
 
+@pytest.mark.usefixtures("translated")
 def test_a_file_that_computes_something_else_is_not_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,9 +209,8 @@ def test_a_file_that_computes_something_else_is_not_written(
     assert {own.name: own.read_bytes() for own in out.iterdir() if own.is_file()} == before
 
 
-def test_a_compile_whose_file_differs_writes_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("translated")
+def test_a_compile_whose_file_differs_writes_nothing(folder: Path, tmp_path: Path) -> None:
     compiled(folder, "lossless")
     arguments = ("compile", folder / "teacher", "--calibration", folder / "lossless.calibration")
     out = tmp_path / "out"
@@ -192,6 +218,7 @@ def test_a_compile_whose_file_differs_writes_nothing(
     assert not out.exists()
 
 
+@pytest.mark.usefixtures("translated")
 def test_large_weights_lie_beside_the_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ class _Call:
         """The traced twin."""
         twin: Callable[..., Any] = getattr(twins, self.name)
         body = traced(_Body(twin, self.settings), [node.meta["val"] for node in self.tensors])
-        graph = translate(body, opset).graph
+        graph = translate(body, opset, plain_attention=True).graph
         _constants_as_nodes(graph)
         _without_names(graph)
         told = ", ".join(

@@ -12,14 +12,19 @@ from torch.export import ExportedProgram
 
 from asapc.errors import InputError
 
+ATTENTION_OPSET = 23  # has an operator for it
 _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")
 
 
-def translate(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
+def translate(exported: ExportedProgram, opset: int, plain_attention: bool = False) -> onnx_ir.Model:
     """The program in standard operators of `opset`; names of values are those of its nodes.
 
+    plain_attention: its scaled_dot_product_attention has scale 1 and nothing but a mask added to it.
     Raises InputError for an operator the exporter does not know.
     """
+    table: dict[Any, Any] = {torch.ops.aten.sort.stable: _stable_sort}
+    if plain_attention and opset < ATTENTION_OPSET:
+        table[torch.ops.aten.scaled_dot_product_attention.default] = _attention
     levels = {name: logging.getLogger(name).level for name in _NOISY}
     try:
         for name in _NOISY:
@@ -28,7 +33,7 @@ def translate(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, verbose=False, optimize=True,
-                custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
+                custom_translation_table=table,
             )  # fmt: skip
     except Exception as error:  # the exporter's errors share no public base class
         raise InputError(
@@ -55,6 +60,17 @@ def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: 
 
     length = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
     return op.TopK(x, length, axis=dim, largest=int(descending), sorted=1)
+
+
+def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, **__: Any) -> Any:
+    """As runtimes fuse it; torch's own writes the transpose of the keys with two reshapes around it."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    scores = op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2]))
+    if attn_mask is not None:
+        scores = op.Add(scores, attn_mask)
+    return op.MatMul(op.Softmax(scores, axis=-1), v)
 
 
 def _strip(node: onnx_ir.Node) -> None:
