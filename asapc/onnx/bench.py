@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx
 import torch
 
 from asapc.artifact import Artifact, Stage, read_exported
@@ -23,13 +24,14 @@ STAGES: tuple[Stage, ...] = ("teacher", "lossless")
 
 
 def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Median latencies of OUT/model.onnx, of the teacher and of the lossless loop as ONNX files.
+    """Median latencies and sizes of OUT/model.onnx, of the teacher and of the lossless loop as ONNX files.
 
     The teacher is its own file where it came as one that is still there; otherwise what torch's exporter
     makes of it, as for the lossless loop.
     """
     threads = torch.get_num_threads()
     sessions = {"graph": open_session(artifact.folder / MODEL, threads)}
+    sizes = {"graph": _bytes(artifact.folder / MODEL)}
     with tempfile.TemporaryDirectory() as place:
         for stage in STAGES:
             path = _own_file(artifact) if stage == "teacher" else None
@@ -37,7 +39,7 @@ def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progres
                 progress.note(f"writing the {stage} in ONNX, to be timed")
                 path = Path(place) / f"{stage}.onnx"
                 save(onnx_model(read_exported(artifact, stage), DEFAULT_OPSET), path)
-            sessions[stage] = open_session(path, threads)
+            sessions[stage], sizes[stage] = open_session(path, threads), _bytes(path)
     feeds = {
         stage: dict(zip((own.name for own in session.get_inputs()), batch.tensors(), strict=True))
         for stage, session in sessions.items()
@@ -52,9 +54,19 @@ def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progres
         "latency_compiled_ms": own["graph"],
         "speedup": own["teacher"] / own["graph"],
         "speedup_lossless": own["teacher"] / own["lossless"],
+        "megabytes_teacher": sizes["teacher"] / 1e6,
+        "megabytes_lossless": sizes["lossless"] / 1e6,
+        "megabytes_compiled": sizes["graph"] / 1e6,
         "threads": threads,
         "provider": providers()[0],
     }
+
+
+def _bytes(path: Path) -> int:
+    """Of the file and of the files that its weights lie in."""
+    weights = onnx.load(path, load_external_data=False).graph.initializer
+    beside = {entry.value for own in weights for entry in own.external_data if entry.key == "location"}
+    return sum(own.stat().st_size for own in (path, *(path.parent / name for name in beside)))
 
 
 def _own_file(artifact: Artifact) -> Path | None:
