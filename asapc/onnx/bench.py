@@ -24,7 +24,7 @@ STAGES: tuple[Stage, ...] = ("teacher", "lossless")
 
 
 def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Median latencies and sizes of OUT/model.onnx, of the teacher and of the lossless loop as ONNX files.
+    """Median latencies and sizes of OUT/model.onnx, of the teacher and the lossless loop as ONNX files.
 
     The teacher is its own file where it came as one that is still there; otherwise what torch's exporter
     makes of it, as for the lossless loop.
