@@ -80,6 +80,23 @@ def test_a_long_loop_in_float32_keeps_what_float32_keeps() -> None:
     assert own <= 4 * honest
 
 
+@pytest.mark.parametrize(("tokens", "margin", "half_steps"), [(16, 100, 40), (64, 200, 60), (256, 110, 20)])
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_an_attention_sink(tokens: int, margin: float, half_steps: int, rows_first: bool) -> None:
+    """All rows but one prefer one key: what two half-steps leave below float32 becomes the plan."""
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(1, 1, tokens, tokens, generator=generator, dtype=torch.float64)
+    bias[..., :-1, 1:] -= margin
+    bias[..., -1, 0] -= margin
+    nothing = torch.zeros(1, 1, tokens, 4, dtype=torch.float64)
+    v = torch.randn(1, 1, tokens, 4, generator=generator, dtype=torch.float64)
+    settings = (1.0, half_steps, rows_first, FACTOR)
+    exact = sinkhorn.sinkhorn(nothing, nothing, v, None, bias, *settings)
+    single = (nothing.float(), nothing.float(), v.float(), None, bias.float(), *settings)
+    honest = float((sinkhorn.sinkhorn(*single) - exact).abs().max())
+    assert float((twins.sinkhorn(*single) - exact).abs().max()) <= 4 * honest + 1e-6
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("closures", [1, 2, 3])
 @pytest.mark.parametrize("side", ["source", "key"])
@@ -200,3 +217,16 @@ def test_pivots(kind: str, massless: bool, half_steps: int, first: bool) -> None
     arguments = (keep, keep, None, *rest)
     close(twins.lot(q, k, v, *arguments), lot.lot(q, k, v, *arguments))
     close(twins.lot_attention(q, k, *arguments), lot.lot_attention(q, k, *arguments))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_pivots_of_almost_no_mass(first: bool) -> None:
+    """In float32, where 1 / sigma is not."""
+    q, k, v, *_ = tensors(11, 11, "plain")
+    pivots = torch.randn(HEADS, 4, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mass = torch.tensor([0.5, 0.5, 1e-20, 1e-39], dtype=torch.float64).expand(HEADS, 4)
+    rest = (0.3, 0.4, 5, first, 5, not first, [1.0, 1.0, 0.0, 0.0])
+    exact = lot.lot(q, k, v, None, None, None, pivots, mass, *rest)
+    single = (q.float(), k.float(), v.float(), None, None, None, pivots.float(), mass.float(), *rest)
+    honest = float((lot.lot(*single) - exact).abs().max())
+    assert float((twins.lot(*single) - exact).abs().max()) <= 4 * honest + 1e-6

@@ -3,8 +3,9 @@
 Traced by torch.export they become the bodies of the functions in a file (asapc.onnx.functions), and
 they run in PyTorch, where tests hold them against operators/. A loop takes its first two half-steps
 in the log domain, as the meaning does. The plan is closed on one side then, so that no later factor is
-further from 1 than the number of rows or columns: what is left are products with a kernel that is
-formed once, where the log domain takes an exponential of every entry at every step.
+further from 1 than the number of rows or columns: what is left are products with a kernel, where the
+log domain takes an exponential of every entry at every step. Factors of many steps multiply, and an
+entry too small for the kernel may become the whole row, so every KERNEL_STEPS it is formed anew.
 
 Sizes are read from shapes and nothing branches on a value, so that one body serves every batch and
 length.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from asapc.operators.sinkhorn import (
 )
 
 LOG_STEPS = 2
+KERNEL_STEPS = 9  # half-steps from one kernel: N to that power stays in float32's range to N = 2048
 ROOT_STEPS = 16  # of the scaled Newton-Schulz iteration, enough for condition numbers of 1e6
 
 
@@ -81,11 +83,13 @@ def run_loop(
     half_steps: int,
     first_side: Side,
     row_keep: Tensor | None = None,
+    log_steps: int = LOG_STEPS,
 ) -> Loop:
     """`half_steps` alternating closures from the duals f [B, H, N] and g [B, H, M].
 
     scores: [B, H, N, M]; log_mu, log_nu: broadcastable to f and g, -inf without mass; row_keep:
-    [B, 1, N] bool, the rows that columns sum over, where the others are closed all the same.
+    [B, 1, N] bool, the rows that columns sum over, where the others are closed all the same;
+    log_steps: taken in the log domain, all of them where masses may be tiny.
     Meaning: operators.sinkhorn.run_half_steps, features.coarse.coarse_duals, operators.lot.pivot_plan.
     """
 
@@ -93,19 +97,23 @@ def run_loop(
         return x if row_keep is None else torch.where(row_keep[..., None], x, fill)
 
     on_rows = first_side == "row"
-    for _ in range(min(LOG_STEPS, half_steps)):
+    for _ in range(min(log_steps, half_steps)):
         if on_rows:
             f = _closed(log_mu, log_sum_exp(scores + g[..., None, :], -1))
         else:
             g = _closed(log_nu, log_sum_exp(of_rows(scores + f[..., :, None], -math.inf), -2))
         on_rows = not on_rows
-    kernel = torch.exp(scores + f[..., :, None] + g[..., None, :])
     u, v = torch.ones_like(f)[..., None], torch.ones_like(g)[..., None]
-    if half_steps > LOG_STEPS:
-        kernel = of_rows(kernel, 0.0)
-        transposed = kernel.transpose(-1, -2).contiguous()  # a matrix times a column is the fast order
-        mu, nu = log_mu.exp()[..., None], log_nu.exp()[..., None]
-    for _ in range(half_steps - LOG_STEPS):
+    mu, nu = log_mu.exp()[..., None], log_nu.exp()[..., None]
+    kernel = torch.exp(scores + f[..., :, None] + g[..., None, :])
+    for step in range(half_steps - log_steps):
+        if step % KERNEL_STEPS == 0:
+            if step > 0:
+                f, g = f + u[..., 0].log(), g + v[..., 0].log()
+                u, v = torch.ones_like(u), torch.ones_like(v)
+                kernel = torch.exp(scores + f[..., :, None] + g[..., None, :])
+            kernel = of_rows(kernel, 0.0)
+            transposed = kernel.transpose(-1, -2).contiguous()  # a matrix times a column is the fast order
         if on_rows:
             u = _scaling(mu, kernel @ v)
         else:
@@ -550,8 +558,8 @@ def _lot(
     queries_first: bool,
     key_half_steps: int,
     keys_first: bool,
-) -> tuple[Loop, Loop, Tensor]:
-    """Both loops, pivots by tokens, and 1 / sigma [H, R, 1], 1 where a pivot has no mass."""
+) -> tuple[Loop, Loop]:
+    """Both loops, pivots by tokens; the plan of the second is over sigma, in the log domain."""
     dtype = lot_meaning.work_dtype(q)
     sigma = pivot_mass.to(dtype)
     log_sigma = torch.where(sigma > 0, sigma.log(), -math.inf)
@@ -568,8 +576,12 @@ def _lot(
         zero = torch.zeros_like(scores[..., 0]) + torch.where(log_sigma == -math.inf, log_sigma, 0.0)
         none = torch.zeros_like(scores[..., 0, :]) + torch.where(log_mass == -math.inf, log_mass, 0.0)
         side: Side = "column" if tokens_first else "row"
-        loops.append(run_loop(scores, zero, none, log_sigma, log_mass, half_steps, side))
-    return loops[0], loops[1], (1 / torch.where(sigma > 0, sigma, 1.0))[..., None]
+        loop = run_loop(scores, zero, none, log_sigma, log_mass, half_steps, side, None, half_steps)
+        loops.append((scores, loop))
+    (_, first), (scores, second) = loops
+    over = second.f - torch.where(log_sigma == -math.inf, 0.0, log_sigma)
+    kernel = torch.exp(scores + over[..., :, None] + second.g[..., None, :])
+    return first, replace(second, kernel=kernel)
 
 
 def lot(
@@ -583,8 +595,8 @@ def lot(
 ) -> Tensor:
     """Arguments and result as operators.lot.lot."""
     *loops, output_factor = settings
-    first, second, over = _lot(q, k, keep, query_keep, key_bias, *loops)
-    values = over * second.apply(clean_values(v, keep).to(over.dtype))  # [B, H, R, E]
+    first, second = _lot(q, k, keep, query_keep, key_bias, *loops)
+    values = second.apply(clean_values(v, keep).to(second.kernel.dtype))  # [B, H, R, E]
     out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
     out = out * _token_factor(output_factor, q, k, keep, query_keep)
     return lot_meaning.masked(out, keep, query_keep).to(v.dtype)
@@ -600,8 +612,8 @@ def lot_attention(
 ) -> Tensor:
     """Arguments and result as operators.lot.lot_attention."""
     *loops, output_factor = settings
-    first, second, over = _lot(q, k, keep, query_keep, key_bias, *loops)
-    dense = first.plan().transpose(-1, -2) @ (over * second.plan())
+    first, second = _lot(q, k, keep, query_keep, key_bias, *loops)
+    dense = first.plan().transpose(-1, -2) @ second.plan()
     dense = dense * _token_factor(output_factor, q, k, keep, query_keep)
     return lot_meaning.masked(dense, keep, query_keep).to(q.dtype)
 
