@@ -202,6 +202,8 @@ CASES = [
     c("TopK", f(3, 5), Const([2]), outputs=2), c("TopK", f(3, 5), Const([5]), outputs=2, largest=0),
     c("TopK", f(3, 5), Const([3]), outputs=2, axis=0, largest=0),
     c("TopK", f(3, 5), Const([5]), outputs=2),
+    *(c("TopK", (np.arange(400).reshape(2, 200) % 3).astype(np.float32), Const([k]), outputs=2, largest=v)
+      for k in (2, 50, 200) for v in (0, 1)),
     c("OneHot", i(0, 2, -1, 5), Const(3), f(2)), c("OneHot", i(0, 2), Const([3]), f(2), axis=0),
     c("EyeLike", f(3, 4)), c("EyeLike", f(3, 4), k=1, dtype=TensorProto.INT64),
     c("EyeLike", f(3, 3), k=-1),
@@ -230,6 +232,7 @@ CASES = [
     c("GroupNormalization", IMAGE, f(4), f(4, seed=1), num_groups=2, opset=21, reference=True),
     c("BatchNormalization", IMAGE, f(4), f(4, seed=1), f(4, seed=2), f(4, low=0.5)),
     c("LpNormalization", X), c("LpNormalization", X, p=1, axis=1),
+    *(c("LpNormalization", i([0, 0], [3, -4], dtype=np.float32), p=p) for p in (1, 2)),
     c("Dropout", X), c("Dropout", X, outputs=2), c("Dropout", X, Const(0.5, np.float32)),
     c("Conv", IMAGE, f(3, 4, 2, 3)),
     c("Conv", IMAGE, f(3, 4, 2, 3), f(3), pads=[1, 0, 2, 1], strides=[2, 1]),

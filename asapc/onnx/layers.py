@@ -143,7 +143,9 @@ def over_all(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def lp_normalization(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
-    return F.normalize(x, p, axis, eps=0.0)
+    """A row of zeros stays one."""
+    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    return x / torch.where(norm == 0, torch.ones_like(norm), norm)
 
 
 def attention(

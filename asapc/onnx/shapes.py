@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from asapc.onnx.host import (
@@ -246,10 +247,12 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = 
 def top_k(
     x: Tensor, count: Any, *, axis: int = -1, largest: int = 1, sorted: int = 1
 ) -> tuple[Tensor, ...]:
+    """Of equal entries the first, which torch.topk does not promise."""
     k = ints(count, "the k of TopK")[0]
-    if k == x.shape[axis]:
-        return tuple(torch.sort(x, dim=axis, descending=bool(largest)))
-    return tuple(torch.topk(x, k, axis, bool(largest), bool(sorted)))
+    results = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
+    if statically_known_true(k == x.shape[axis]):
+        return tuple(results)
+    return tuple(result.narrow(axis, 0, k) for result in results)
 
 
 def one_hot(indices: Any, depth: Any, values: Tensor, *, axis: int = -1) -> Tensor:
