@@ -26,7 +26,8 @@ app = typer.Typer(
     help=(
         "Compile checkpoints with Sinkhorn attention into checkpoints without the loop.\n\n"
         "MODEL is a folder with config.json and model.safetensors of a built-in architecture, "
-        "pkg.module:factory or file.py:factory with --weights (and --kwargs), or a .pt2 program. "
+        "pkg.module:factory or file.py:factory with --weights (and --kwargs), a .pt2 program, or an "
+        ".onnx file. "
         "DATA is an .npz or .safetensors file with arrays named after the forward's arguments, or "
         "module:callable yielding batches.\n\n"
         "Exit codes: 0 done; 1 gate failed; 2 usage or bad input; 3 no site compiled; "
@@ -38,7 +39,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="The teacher: folder, factory or .pt2.")
+    str, typer.Argument(metavar="MODEL", help="The teacher: folder, factory, .pt2 or .onnx file.")
 ]
 Artifact = Annotated[str, typer.Argument(metavar="OUT", help="A folder `asapc compile` wrote.")]
 Weights = Annotated[
@@ -57,11 +58,19 @@ RecipeFile = Annotated[
     str | None,
     typer.Option("--recipe", metavar="FILE", help="YAML: what may be tried, and limits."),
 ]
-Opset = Annotated[int | None, typer.Option("--opset", help="Of the ONNX file: 18 (default) to 23.")]
+Opset = Annotated[
+    int | None,
+    typer.Option(
+        "--opset",
+        help="Of the ONNX file: 18 to 23. 18 by default; an .onnx teacher that is edited keeps its own.",
+    ),
+]
 Tolerance = Annotated[
     float | None,
     typer.Option(
-        "--tolerance", help="Largest relative difference of the ONNX file's outputs; 1e-4 in float32."
+        "--tolerance",
+        help="Largest difference of the ONNX file's outputs, relative to each one's largest entry; "
+        "1e-4 by default, in float16 four times what PyTorch loses.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -175,7 +184,8 @@ def compile(
     recipe: RecipeFile = None,
     data: OptionalData = None,
     emit: Annotated[
-        str | None, typer.Option(metavar="onnx", help="Write OUT/model.onnx too.")
+        str | None,
+        typer.Option(metavar="onnx", help="Write OUT/model.onnx too; an .onnx MODEL always does."),
     ] = None,
     opset: Opset = None,
     tolerance: Tolerance = None,
@@ -191,18 +201,23 @@ def compile(
         from asapc.report.tables import compile_tables
 
         _only_onnx("--emit", emit)
-        if emit is None and (opset is not None or tolerance is not None):
+        asked = opset is not None or tolerance is not None
+        is_onnx = Path(model).suffix == ".onnx" and not Path(model).is_dir()
+        if asked and emit is None and not is_onnx:
             raise InputError(
                 "--opset and --tolerance are of an ONNX file", got="no --emit onnx",
                 help="add --emit onnx, or drop them",
             )  # fmt: skip
+        from asapc.onnx.settings import MODEL, OnnxSettings, read_record
+
+        onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
         manifest = compile_model(
-            run, model, calibration, out, recipe, data, weights, kwargs,
-            onnx=None if emit is None else (opset, tolerance),
-        )  # fmt: skip
-        run.show(manifest, compile_tables)
-        if emit is not None:
-            run.note(f"wrote {Path(out) / 'model.onnx'}, which ONNX Runtime runs to the same outputs")
+            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx
+        )
+        record = read_record(Path(out))
+        run.show({**manifest, **({} if record is None else {"onnx": record})}, compile_tables)
+        if record is not None:
+            run.note(f"wrote {Path(out) / MODEL}, which ONNX Runtime runs to the same outputs")
         run.note(f"wrote {out}; load it with asapc.load({out!r}); next: asapc report {out}")
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -224,19 +239,22 @@ def export(
 ) -> int:
     """Write a compiled model as OUT/model.onnx, run it with ONNX Runtime and compare.
 
-    Exit code 4, and no file, where an output differs by more than the tolerance.
+    Exit code 4, and no new file, where an output differs by more than the tolerance: an earlier verified
+    model.onnx stays.
     """
 
     def body(run: Session) -> None:
         from asapc.report.tables import onnx_tables
 
         _only_onnx("--format", format)
+        from asapc.onnx.settings import MODEL, OnnxSettings
+
+        settings = OnnxSettings(opset, tolerance, float16)
         from asapc import pipeline
 
-        settings = _onnx_settings(opset, tolerance, float16)
         record = pipeline.export(artifact, data, settings, run.progress)
         run.show({"artifact": artifact, **record}, onnx_tables)
-        run.note(f"wrote {Path(artifact) / 'model.onnx'}")
+        run.note(f"wrote {Path(artifact) / MODEL}")
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -297,12 +315,17 @@ def refresh(
             "labels" if labels else "distil", epochs, learning_rate, batch_size,
             tuple(parameters or ()), seed, examples, anneal,
         )  # fmt: skip
+        from asapc.onnx.settings import MODEL
+
+        has_onnx = (Path(artifact) / MODEL).exists()
         entry = pipeline.refresh(
             artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs,
             progress=run.progress,
         )  # fmt: skip
         written = out or artifact
         run.show({"artifact": written, **entry}, refresh_tables)
+        if has_onnx:
+            run.note(f"{MODEL} is of the old weights and is left behind: asapc export {written}")
         run.note(f"wrote {written}; next: asapc report {written} --data {data}")
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -352,6 +375,7 @@ def report(
             baseline=baseline, max_regression=max_regression or (), junit=junit,
         )  # fmt: skip
         run.show(result, report_tables)
+        _note_unverified(run, artifact)
         run.note(f"wrote {Path(artifact) / 'report.json'}, report.md and junit.xml")
         page = Path(artifact) / "report.html"
         if page.exists():
@@ -404,6 +428,7 @@ def bench(
             progress=run.progress,
         )
         run.show(result, bench_tables)
+        _note_unverified(run, artifact)
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -494,11 +519,11 @@ def compile_model(
     data: str | None = None,
     weights: str | None = None,
     kwargs: str | None = None,
-    onnx: tuple[int | None, float | None] | None = None,
+    onnx: OnnxSettings | None = None,
 ) -> dict[str, Any]:
     """Compile: the manifest.  Without a recipe, the calibration's own is used.
 
-    onnx: opset and tolerance of OUT/model.onnx, None for the usual ones; no such file without.
+    onnx: of OUT/model.onnx; without, only an .onnx model writes one.
     """
     from asapc.recipe import load_recipe
 
@@ -508,8 +533,7 @@ def compile_model(
     teacher = load_teacher(model, weights=weights, kwargs=kwargs)
     from asapc import pipeline
 
-    settings = None if onnx is None else _onnx_settings(*onnx)
-    return pipeline.compile(teacher, calibration, out, resolved, data, run.progress, settings)
+    return pipeline.compile(teacher, calibration, out, resolved, data, run.progress, onnx)
 
 
 def _only_onnx(option: str, value: str | None) -> None:
@@ -517,12 +541,12 @@ def _only_onnx(option: str, value: str | None) -> None:
         raise InputError(f"{option} must be onnx", got=value)
 
 
-def _onnx_settings(
-    opset: int | None, tolerance: float | None, float16: bool = False
-) -> OnnxSettings:
-    from asapc.onnx.settings import DEFAULT_OPSET, OnnxSettings
+def _note_unverified(run: Session, artifact: str) -> None:
+    from asapc.onnx.settings import MODEL, is_unverified
 
-    return OnnxSettings(DEFAULT_OPSET if opset is None else opset, tolerance, float16)
+    if is_unverified(Path(artifact)):
+        place = Path(artifact) / MODEL
+        run.note(f"{place} is not the file that was verified, and is left out: asapc export {artifact}")
 
 
 def report_artifact(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
@@ -20,6 +20,9 @@ from asapc.onnx.settings import DEFAULT_OPSET, MODEL
 from asapc.progress import Progress
 from asapc.timing import interleaved_medians
 
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
 STAGES: tuple[Stage, ...] = ("teacher", "lossless")
 
 
@@ -27,10 +30,11 @@ def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progres
     """Median latencies and sizes of OUT/model.onnx, of the teacher and the lossless loop as ONNX files.
 
     The teacher is its own file where it came as one that is still there; otherwise what torch's exporter
-    makes of it, as for the lossless loop.
+    makes of it, as for the lossless loop.  Raises InputError where model.onnx takes other inputs.
     """
     threads = torch.get_num_threads()
     sessions = {"graph": open_session(artifact.folder / MODEL, threads)}
+    _check_inputs(sessions["graph"], artifact, batch)
     sizes = {"graph": _bytes(artifact.folder / MODEL)}
     with tempfile.TemporaryDirectory() as place:
         for stage in STAGES:
@@ -60,6 +64,17 @@ def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progres
         "threads": threads,
         "provider": providers()[0],
     }
+
+
+def _check_inputs(session: InferenceSession, artifact: Artifact, batch: Batch) -> None:
+    """Of model.onnx: one for every tensor of the batch."""
+    names, expected = [own.name for own in session.get_inputs()], len(batch.tensors())
+    if len(names) != expected:
+        raise InputError(
+            f"{artifact.folder / MODEL}: must take the {expected} tensors that the compiled model takes",
+            got=", ".join(names) or "no inputs",
+            help=f"asapc export {artifact.folder}",
+        )
 
 
 def _bytes(path: Path) -> int:

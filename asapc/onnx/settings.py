@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,25 +15,26 @@ from asapc.formats.json_text import read_json
 
 MODEL, RECORD = "model.onnx", "onnx.json"
 OPSETS = (18, 23)  # least and most
-DEFAULT_OPSET = 18
+DEFAULT_OPSET = 18  # of a file that is written anew
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class OnnxSettings:
-    """tolerance: largest difference of an output, relative to max(1, its largest entry); None for
+    """opset: None for DEFAULT_OPSET, or for the teacher's own where its file is edited.
+    tolerance: largest difference of an output, relative to max(1, its largest entry); None for
     TOLERANCE, or in float16 for four times what PyTorch itself loses there.
     float16: weights and activations in half precision, attention operators inside in float32.
 
     Raises InputError for an opset that is not written, or a tolerance that is none.
     """
 
-    opset: int = DEFAULT_OPSET
+    opset: int | None = None
     tolerance: float | None = None
     float16: bool = False
 
     def __post_init__(self) -> None:
-        if not OPSETS[0] <= self.opset <= OPSETS[1]:
+        if self.opset is not None and not OPSETS[0] <= self.opset <= OPSETS[1]:
             raise InputError(
                 f"ONNX: opset must be from {OPSETS[0]} to {OPSETS[1]}", got=self.opset,
                 help=f"{DEFAULT_OPSET} runs everywhere",
@@ -43,7 +47,8 @@ class OnnxSettings:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """What onnx.json of an artefact holds, None without one.  Raises InputError for a broken file."""
+    """What onnx.json of an artefact holds of its model.onnx; None without one, and where the file is gone
+    or another than was verified.  Raises InputError for a broken onnx.json."""
     path = folder / RECORD
     if not path.exists():
         return None
@@ -54,23 +59,59 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not _is_record(record):
         raise InputError(f"{path}: must be what `asapc export` writes", help="export again")
     checked: dict[str, Any] = record
-    return checked
+    return checked if _digest(folder / MODEL) == checked["sha256"] else None
+
+
+def is_unverified(folder: Path) -> bool:
+    """Whether there is a model.onnx that no record is of.  Raises InputError as read_record."""
+    return (folder / MODEL).is_file() and read_record(folder) is None
+
+
+def _digest(path: Path) -> str | None:
+    """sha256 of a file's bytes, None without one."""
+    if not path.is_file():
+        return None
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: must be readable", got=error.strerror) from error
 
 
 def _is_record(record: Any) -> bool:
-    def are_sizes(shapes: Any) -> bool:
-        return isinstance(shapes, list) and all(
-            isinstance(shape, dict) and all(isinstance(size, int) for size in shape.values())
-            for shape in shapes
-        )
-
-    return (
-        isinstance(record, dict)
-        and all(isinstance(record.get(key), int) for key in ("opset", "bytes"))
-        and all(isinstance(record.get(key), float) for key in ("largest", "tolerance"))
-        and all(isinstance(name, str) for name in record.get("functions", [None]))
-        and all(are_sizes(record.get(key)) for key in ("shapes", "skipped"))
+    return isinstance(record, dict) and all(
+        key in record and holds(record[key]) for key, holds in _HOLDS.items()
     )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value) and value >= 0
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(shape, dict) and all(map(_is_count, shape.values())) for shape in value
+    )
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
+_HOLDS: dict[str, Callable[[Any], bool]] = {
+    "opset": _is_count, "bytes": _is_count, "sha256": _is_digest,
+    "float16": lambda value: isinstance(value, bool),
+    "functions": _are_names, "largest": _is_number, "tolerance": _is_number,
+    "shapes": _are_sizes, "skipped": _are_sizes,
+}  # fmt: skip
 
 
 def require_extra() -> None:

@@ -453,7 +453,7 @@ def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
-    """What every site became."""
+    """What every site became; with an entry `onnx` also what model.onnx is."""
     rows = tuple(
         (
             str(site.get("name")),
@@ -465,7 +465,12 @@ def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
         for site in _list(manifest, "sites")
     )
     columns = ("site", "operator", "predicted", "convention", "reason")
-    return [Table("Compiled", columns, rows), *refused_table(_list(manifest, "refused"))]
+    onnx = _mapping(manifest, "onnx")
+    return [
+        Table("Compiled", columns, rows),
+        *refused_table(_list(manifest, "refused")),
+        *(onnx_tables(onnx) if onnx else []),
+    ]
 
 
 def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
@@ -528,6 +533,7 @@ def onnx_tables(record: Mapping[str, Any]) -> list[Table]:
     rows = (
         ("opset", str(record.get("opset"))),
         ("size (MB)", number(record.get("bytes", 0) / 1e6)),
+        ("float16", number(record.get("float16"))),
         ("functions", ", ".join(record.get("functions", ()))),
         ("largest difference", number(record.get("largest"))),
         ("allowed", number(record.get("tolerance"))),
@@ -538,7 +544,7 @@ def onnx_tables(record: Mapping[str, Any]) -> list[Table]:
 
 
 def _span(shapes: Sequence[Mapping[str, Any]], name: str) -> str:
-    return ", ".join(map(str, sorted({shape[name] for shape in shapes})))
+    return ", ".join(map(str, sorted({shape[name] for shape in shapes if name in shape})))
 
 
 def study_tables(result: Mapping[str, Any]) -> list[Table]:
