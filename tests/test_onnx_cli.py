@@ -1,0 +1,229 @@
+"""The command line's ONNX options, and the record of a model.onnx, around stand-ins for the pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asapc import cli, evaluate, pipeline
+from asapc.data import Batch
+from asapc.errors import InputError
+from asapc.onnx.settings import OnnxSettings, is_unverified, read_record
+from asapc.report.tables import onnx_tables
+
+CONTENT = b"a model"
+RECORD: dict[str, Any] = {
+    "opset": 18, "bytes": len(CONTENT), "sha256": hashlib.sha256(CONTENT).hexdigest(), "float16": False,
+    "functions": ["asap"], "tolerance": 1e-4, "largest": 2e-6,
+    "shapes": [{"batch": 1, "length": 5}, {"batch": 2, "length": 5}], "skipped": [],
+}  # fmt: skip
+MANIFEST = {"sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}], "refused": []}
+
+
+def write(folder: Path, content: bytes | None = CONTENT, **changes: Any) -> Path:
+    """model.onnx and its onnx.json."""
+    folder.mkdir(exist_ok=True)
+    if content is not None:
+        (folder / "model.onnx").write_bytes(content)
+    (folder / "onnx.json").write_text(json.dumps({**RECORD, **changes}))
+    return folder
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[OnnxSettings | None]:
+    """What `asapc compile` asks for; it writes a model.onnx where asked to, or for an .onnx model."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[OnnxSettings | None] = []
+
+    def compile_model(
+        run: Any, model: str, calibration: str, out: str, *rest: Any, **options: Any
+    ) -> Any:
+        seen.append(options["onnx"])
+        if options["onnx"] is not None or model.endswith(".onnx"):
+            write(Path(out))
+        return MANIFEST
+
+    monkeypatch.setattr(cli, "compile_model", compile_model)
+    return seen
+
+
+def call_compile(model: str, *options: str) -> int:
+    return cli.main(["compile", model, "--calibration", "calib", "-o", "out", *options])
+
+
+def words(text: str) -> str:
+    """Without the frames and line breaks of a help text."""
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", [(), ("inspect",), ("calibrate",), ("study",), ("compile",)])
+def test_help_names_onnx_files_as_models(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, "--help"]) == 0
+    assert ".onnx file" in words(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["compile", "export"])
+def test_help_tells_the_default_opset(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    text = words(capsys.readouterr().out)
+    assert "18 by default" in text and "keeps its own" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("teacher", (), None),
+        ("teacher", ("--emit", "onnx"), OnnxSettings()),
+        ("teacher", ("--emit", "onnx", "--opset", "20"), OnnxSettings(20)),
+        ("teacher.onnx", (), None),
+        ("teacher.onnx", ("--opset", "20"), OnnxSettings(20)),
+        ("teacher.onnx", ("--tolerance", "1e-3"), OnnxSettings(tolerance=1e-3)),
+    ],
+)
+def test_options_of_the_file(
+    model: str, options: tuple[str, ...], expected: OnnxSettings | None, asked: list[OnnxSettings | None]
+) -> None:
+    assert call_compile(model, *options, "-q") == 0
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("teacher", ("--opset", "20"), "got no --emit onnx"),
+        ("teacher.onnx", ("--opset", "17"), "opset must be from 18 to 23, got 17"),
+        ("teacher.onnx", ("--emit", "tflite"), "--emit must be onnx, got tflite"),
+        ("teacher.onnx", ("--tolerance", "nan"), "tolerance must lie between 0 and 1"),
+    ],
+)
+def test_options_that_are_none(
+    model: str,
+    options: tuple[str, ...],
+    message: str,
+    asked: list[OnnxSettings | None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call_compile(model, *options) == 2
+    assert message in capsys.readouterr().err and not asked
+
+
+def test_compile_shows_what_was_written(
+    asked: list[OnnxSettings | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call_compile("teacher.onnx") == 0
+    out, err = capsys.readouterr()
+    assert "Compiled" in out and "run with ONNX Runtime" in out and "model.onnx" in err
+    assert call_compile("teacher.onnx", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {**MANIFEST, "onnx": RECORD}
+
+
+def test_compile_without_a_file_shows_none(
+    asked: list[OnnxSettings | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call_compile("teacher") == 0
+    assert "ONNX" not in "".join(capsys.readouterr())
+    assert call_compile("teacher", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == MANIFEST
+
+
+def test_a_record_is_of_its_file_only(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    assert read_record(folder) == RECORD and not is_unverified(folder)
+    (folder / "model.onnx").write_bytes(b"another")
+    assert read_record(folder) is None and is_unverified(folder)
+    (folder / "model.onnx").unlink()
+    assert read_record(folder) is None and not is_unverified(folder)
+    (folder / "onnx.json").unlink()
+    assert read_record(folder) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"functions": 5}, {"functions": "asap"}, {"functions": [5]}, {"functions": None},
+        {"opset": True}, {"opset": 18.0}, {"bytes": 10**400}, {"bytes": -1},
+        {"largest": float("nan")}, {"tolerance": float("inf")}, {"tolerance": -1.0},
+        {"largest": False}, {"float16": 0}, {"sha256": None}, {"sha256": "0" * 63},
+        {"shapes": [{"batch": 1.5}]}, {"shapes": [{"batch": True}]}, {"shapes": {}},
+        {"skipped": [[]]}, {"skipped": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_broken_record_is_one_message(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="must be what `asapc export` writes"):
+        read_record(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("key", RECORD)
+def test_a_record_has_every_key(tmp_path: Path, key: str) -> None:
+    write(tmp_path)
+    (tmp_path / "onnx.json").write_text(json.dumps({k: v for k, v in RECORD.items() if k != key}))
+    with pytest.raises(InputError, match="must be what `asapc export` writes"):
+        read_record(tmp_path)
+
+
+def test_the_table_says_float16_and_takes_shapes_without_a_size() -> None:
+    shapes = [{"batch": 1, "length": 5}, {"batch": 2}]
+    rows = dict(onnx_tables({**RECORD, "float16": True, "shapes": shapes})[0].rows)
+    assert rows["float16"] == "yes" and rows["batch"] == "1, 2" and rows["length"] == "5"
+    assert dict(onnx_tables(RECORD)[0].rows)["float16"] == "no"
+
+
+@pytest.mark.parametrize("command", ["bench", "report"])
+def test_a_file_that_is_not_the_verified_one_is_told(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = {"model": {}, "sites": [], "gate": {"passed": True}}
+    monkeypatch.setattr(evaluate, "bench", lambda *args, **kwargs: result)
+    monkeypatch.setattr(cli, "report_artifact", lambda *args, **kwargs: result)
+    folder = write(tmp_path / "out")
+    assert cli.main([command, str(folder)]) == 0
+    assert "verified" not in capsys.readouterr().err
+    write(folder, b"another")
+    assert cli.main([command, str(folder)]) == 0
+    assert "is not the file that was verified, and is left out" in words(capsys.readouterr().err)
+
+
+def test_bench_refuses_a_file_with_other_inputs(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    from onnx import TensorProto, helper, save
+
+    from asapc.onnx.bench import bench_onnx
+    from asapc.progress import make_progress
+
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 2]) for n in "abc"]
+    graph = helper.make_graph([helper.make_node("Add", ["a", "b"], ["c"])], "g", values[:2], values[2:])
+    opsets = [helper.make_opsetid("", 18)]
+    save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "model.onnx")
+    artifact: Any = SimpleNamespace(folder=tmp_path)
+    with pytest.raises(InputError, match=r"must take the 1 tensors .*, got a, b\n  help: asapc export"):
+        bench_onnx(artifact, Batch((torch.ones(3, 2),), {}, None, [0] * 3), 1, make_progress(quiet=True))
+
+
+@pytest.mark.parametrize("out", [None, "other"])
+def test_refresh_tells_that_the_file_is_left_behind(
+    out: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refresh(artifact: str, *rest: Any, **options: Any) -> dict[str, Any]:
+        if out is None:
+            (Path(artifact) / "model.onnx").unlink(missing_ok=True)
+        return {"best_epoch": 1}
+
+    monkeypatch.setattr(pipeline, "refresh", refresh)
+    folder = str(write(tmp_path / "out"))
+    options = ["refresh", folder, "--data", "d.npz", "--distil", *([] if out is None else ["-o", out])]
+    assert cli.main(options) == 0
+    told = f"model.onnx is of the old weights and is left behind: asapc export {out or folder}"
+    assert told in words(capsys.readouterr().err)
+    (Path(folder) / "model.onnx").unlink(missing_ok=True)
+    assert cli.main(options) == 0
+    assert "model.onnx" not in capsys.readouterr().err
