@@ -215,7 +215,7 @@ def compile(
             run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx
         )
         record = read_record(Path(out))
-        run.show({**manifest, **({} if record is None else {"onnx": record})}, compile_tables)
+        run.show({**manifest, **({} if record is None else {"onnx_file": record})}, compile_tables)
         if record is not None:
             run.note(f"wrote {Path(out) / MODEL}, which ONNX Runtime runs to the same outputs")
         run.note(f"wrote {out}; load it with asapc.load({out!r}); next: asapc report {out}")

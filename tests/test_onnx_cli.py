@@ -23,7 +23,10 @@ RECORD: dict[str, Any] = {
     "functions": ["asap"], "tolerance": 1e-4, "largest": 2e-6,
     "shapes": [{"batch": 1, "length": 5}, {"batch": 2, "length": 5}], "skipped": [],
 }  # fmt: skip
-MANIFEST = {"sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}], "refused": []}
+MANIFEST = {
+    "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}], "refused": [],
+    "onnx": {"inputs": ["ids"], "outputs": ["logits"]},
+}  # fmt: skip
 
 
 def write(folder: Path, content: bytes | None = CONTENT, **changes: Any) -> Path:
@@ -122,7 +125,7 @@ def test_compile_shows_what_was_written(
     out, err = capsys.readouterr()
     assert "Compiled" in out and "run with ONNX Runtime" in out and "model.onnx" in err
     assert call_compile("teacher.onnx", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {**MANIFEST, "onnx": RECORD}
+    assert json.loads(capsys.readouterr().out) == {**MANIFEST, "onnx_file": RECORD}
 
 
 def test_compile_without_a_file_shows_none(

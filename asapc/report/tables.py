@@ -453,7 +453,7 @@ def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
-    """What every site became; with an entry `onnx` also what model.onnx is."""
+    """What every site became; with an entry `onnx_file` also what model.onnx is."""
     rows = tuple(
         (
             str(site.get("name")),
@@ -465,7 +465,7 @@ def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
         for site in _list(manifest, "sites")
     )
     columns = ("site", "operator", "predicted", "convention", "reason")
-    onnx = _mapping(manifest, "onnx")
+    onnx = _mapping(manifest, "onnx_file")
     return [
         Table("Compiled", columns, rows),
         *refused_table(_list(manifest, "refused")),
