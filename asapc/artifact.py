@@ -286,8 +286,11 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     def is_dict(value: Any, *keys: str) -> bool:
         return isinstance(value, dict) and set(keys) <= set(value)
 
+    def are_strings(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(x, str) for x in value)
+
     def are_names(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(x, str) and x.isidentifier() for x in value)
+        return are_strings(value) and all(x.isidentifier() for x in value)
 
     keys = ("capture", "call", "programs", "sites", "refused", "teacher", "data",
             "calibration_order")  # fmt: skip
@@ -303,6 +306,9 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     are_texts = all(isinstance(text, str) for text in texts)
     require(are_texts, "teacher, data and calibration_order are text", teacher)
     require(is_dict(manifest.get("refresh", {})), "refresh is a mapping", manifest.get("refresh"))
+    ends = manifest.get("onnx", {"inputs": [], "outputs": []})
+    told = is_dict(ends, "inputs", "outputs") and all(are_strings(names) for names in ends.values())
+    require(told, "onnx lists the names of inputs and outputs", ends)
 
     programs = manifest["programs"]
     require(isinstance(programs, list) and bool(programs), "programs is a list", programs)

@@ -272,6 +272,7 @@ def compile(
             for left in analysis.left_alone
         ],
         **({} if switch is None else {"soft_to_hard": switch}),
+        **({} if teacher.onnx is None else {"onnx": _interface(teacher)}),
     }
     programs: dict[Stage, Sequence[Program]] = {
         "graph": compiled, "lossless": analysis.lifted, "teacher": analysis.capture.programs,
@@ -329,6 +330,15 @@ def refresh(
 
 
 # Steps of the commands above
+
+
+def _interface(teacher: Teacher) -> dict[str, list[str]]:
+    """What an ONNX teacher calls its inputs and outputs."""
+    from asapc.onnx.module import OnnxModule
+
+    assert isinstance(teacher.model, OnnxModule)
+    inputs = [value.name for value in teacher.model.inputs]
+    return {"inputs": inputs, "outputs": list(teacher.model.graph.outputs)}
 
 
 def _write_edited(

@@ -9,7 +9,7 @@ A node of the program is new where a pass has inserted it: captured ones carry t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from asapc.onnx.module import OnnxModule, value_nodes
 from asapc.onnx.settings import OPSETS
 from asapc.onnx.translate import translate
 
+FUNCTIONS_IR = 8  # the first version of the format that knows model-local functions
+
 
 @dataclass(frozen=True)
 class Part:
@@ -39,19 +41,22 @@ class Part:
 
 
 def edited_model(
-    path: Path, module: OnnxModule, captured: GraphModule, compiled: GraphModule
-) -> onnx_ir.Model:
-    """The file at `path` with the new nodes of `compiled` in the place of what they replace.
+    path: Path, module: OnnxModule, captured: GraphModule, compiled: GraphModule, opset: int | None
+) -> tuple[onnx_ir.Model, dict[str, list[str]]]:
+    """The file at `path` with the new nodes of `compiled` in the place of what they replace, and the
+    values of that file by the names of captured nodes.
 
     module: the import of the file that `captured` was traced from; `compiled` comes of it by passes.
-    Raises InputError where the file has no value at a place that would have to be cut.
+    opset: None for the file's own.
+    Raises InputError where the file has no value at a place that would have to be cut, or cannot be
+    converted to the opset.
     """
     names: dict[str, list[str]] = {}
     for name, node in value_nodes(captured, module).items():
         names.setdefault(node.name, []).append(name)
-    proto = _of_known_opset(read_model(path))
-    model = onnx_ir.from_proto(proto)
+    model = onnx_ir.from_proto(_of_opset(read_model(path), opset))
     opset = model.graph.opset_imports[""]
+    _tell_shapes(model.graph, value_nodes(captured, module))
     values = {
         value.name: value
         for value in [*model.graph.inputs, *model.graph.initializers.values(),
@@ -84,21 +89,32 @@ def edited_model(
         model.functions[function.identifier()] = function
     if functions.made:
         model.graph.opset_imports[DOMAIN] = 1
+        model.ir_version = max(model.ir_version, FUNCTIONS_IR)
     common.RemoveUnusedNodesPass()(model)
     model.graph.sort()
-    return model
+    return model, names
 
 
-def _of_known_opset(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """In an opset that functions are written in."""
+def _tell_shapes(graph: onnx_ir.Graph, nodes: Mapping[str, Node]) -> None:
+    """Of outputs that the file declares without one, which a checker of the edited file misses."""
+    for value in graph.outputs:
+        node = nodes.get(value.name or "")
+        if value.shape is None and node is not None:
+            sizes = node.meta["val"].shape
+            value.shape = onnx_ir.Shape([size if isinstance(size, int) else None for size in sizes])
+
+
+def _of_opset(proto: onnx.ModelProto, wanted: int | None) -> onnx.ModelProto:
+    """In the wanted opset, or in one that functions are written in."""
     version = next(own.version for own in proto.opset_import if own.domain in ("", "ai.onnx"))
-    if version >= OPSETS[0]:
+    target = wanted or max(version, OPSETS[0])
+    if version == target:
         return proto
     try:
-        return version_converter.convert_version(proto, OPSETS[0])
+        return version_converter.convert_version(proto, target)
     except Exception as error:  # of the C++ converter
         raise InputError(
-            f"the file can be converted from opset {version} to {OPSETS[0]}",
+            f"the file can be converted from opset {version} to {target}",
             got=" ".join(str(error).split())[:200],
         ) from error
 

@@ -9,12 +9,14 @@ OUT/onnx.json says how it was written and what the comparison found.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,15 @@ from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
 from asapc.formats.load import Teacher
 from asapc.onnx.functions import DOMAIN, Functions, take_out_calls
-from asapc.onnx.half import in_half, rounding
+from asapc.onnx.half import MARGIN, in_half, rounding
+from asapc.onnx.interface import input_names, output_names, rename
 from asapc.onnx.module import OnnxModule
-from asapc.onnx.settings import MODEL, RECORD, TOLERANCE, OnnxSettings
+from asapc.onnx.settings import DEFAULT_OPSET, MODEL, RECORD, TOLERANCE, OnnxSettings
 from asapc.onnx.translate import translate
-from asapc.onnx.verify import verify
+from asapc.onnx.verify import Verified, verify
 from asapc.progress import Progress
 
-HALF_MARGIN = 4
+DATA = ".data"  # after the name of a file, of the one that holds its weights
 INLINE_BYTES = 1_900_000_000  # of weights: protobuf ends at 2 GiB
 _PARTIAL = ".onnx-"
 
@@ -56,21 +59,28 @@ def write_onnx(
             got="a model that torch.export could trace by its modules only",
             help="keep data-dependent Python out of its forward; `asapc inspect` names it",
         )
+    _check_place(artifact.folder)
     progress.note("writing ONNX")
     exported = read_exported(artifact)
-    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    names, outputs = input_names(exported), output_names(exported)
+    called = artifact.manifest.get("onnx", {"inputs": names, "outputs": outputs})
+    if (len(called["inputs"]), len(called["outputs"])) != (len(names), len(outputs)):
+        raise InputError(
+            f"{artifact.folder}: manifest.json names every input and output", got=called,
+            help="compile again",
+        )  # fmt: skip
     program, tolerance = artifact.programs["graph"][0].graph, settings.tolerance or TOLERANCE
     if settings.float16:
         half = in_half(exported, names)
         if settings.tolerance is None:
             lost = rounding(program, half, names, batches)
-            tolerance = HALF_MARGIN * lost
+            tolerance = MARGIN * lost
             progress.note(f"float16 in PyTorch: largest relative difference {lost:.2g}")
         exported = half.exported
-    model = onnx_model(exported, settings.opset)
-    for value, name in zip(model.graph.inputs, names, strict=True):
-        value.name = name
-    return place(artifact.folder, model, program, names, batches, tolerance, progress)
+    model = onnx_model(exported, settings.opset or DEFAULT_OPSET)
+    rename(model, called["inputs"], called["outputs"])
+    verified = partial(verify, program=program, names=called["inputs"], batches=batches)
+    return place(artifact.folder, model, verified, tolerance, settings.float16, progress)
 
 
 def write_edited(
@@ -90,25 +100,25 @@ def write_edited(
 
     progress.note("editing the ONNX graph")
     assert teacher.onnx is not None and isinstance(teacher.model, OnnxModule)
-    model = edited_model(teacher.onnx, teacher.model, captured, compiled)
+    _check_place(folder)
+    model, known = edited_model(teacher.onnx, teacher.model, captured, compiled, settings.opset)
     model.producer_name, model.producer_version = "asapc", None
     names = [value.name for value in teacher.model.inputs]
-    tolerance = settings.tolerance or TOLERANCE
-    return place(folder, model, compiled, names, batches, tolerance, progress)
+    verified = partial(verify, program=compiled, names=names, batches=batches, known=known)
+    return place(folder, model, verified, settings.tolerance or TOLERANCE, False, progress)
 
 
 def place(
     folder: Path,
     model: onnx_ir.Model,
-    program: GraphModule,
-    names: Sequence[str],
-    batches: Sequence[Batch],
+    verified: Callable[..., Verified],
     tolerance: float,
+    float16: bool,
     progress: Progress,
 ) -> dict[str, Any]:
     """Check and verify the model aside; then it becomes OUT/model.onnx, with OUT/onnx.json.
 
-    names: of the program's tensor inputs in the file.
+    verified: asapc.onnx.verify.verify of a file, given its path, tolerance and progress.
     """
     for left in folder.glob(f"{_PARTIAL}*"):  # of a run that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -116,18 +126,30 @@ def place(
         path = Path(aside) / MODEL
         save(model, path)
         check(path)
-        found = verify(path, program, names, batches, tolerance, progress)
+        found = verified(path, tolerance=tolerance, progress=progress)
         record = {
             "opset": model.graph.opset_imports[""],
+            "float16": float16,
             "bytes": sum(own.stat().st_size for own in path.parent.iterdir()),
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "functions": sorted({function.name for function in model.functions.values()}),
             **asdict(found),
         }
-        for own in sorted(path.parent.iterdir(), reverse=True):  # model.onnx.data first
-            own.chmod(0o644)
-            os.replace(own, folder / own.name)
+        beside = path.with_name(MODEL + DATA)
+        for own in (beside, path):
+            if own.exists():
+                own.chmod(0o644)
+                os.replace(own, folder / own.name)
+            else:  # weights that the earlier file had apart
+                (folder / own.name).unlink(missing_ok=True)
     replace_file(folder / RECORD, json.dumps(record, indent=2) + "\n")
     return record
+
+
+def _check_place(folder: Path) -> None:
+    for name in (MODEL, MODEL + DATA, RECORD):
+        if (folder / name).is_dir():
+            raise InputError(f"{folder / name}: must be a file, or not be there", got="a folder")
 
 
 def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
@@ -152,7 +174,7 @@ def save(model: onnx_ir.Model, path: Path) -> None:
     if weights <= INLINE_BYTES:
         onnx_ir.save(model, path)
     else:
-        onnx_ir.save(model, path, external_data=path.name + ".data")
+        onnx_ir.save(model, path, external_data=path.name + DATA)
 
 
 def check(path: Path) -> None:

@@ -7,7 +7,7 @@ after:  onnx_symbolic("ai.asapc::sinkhorn")(q, k, v, keep), and one ir.Function 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, Node
 
-from asapc.errors import VerificationError
+from asapc.errors import InputError, VerificationError
 from asapc.onnx import twins
-from asapc.onnx.translate import translate
+from asapc.onnx.translate import cause, translate
 
 DOMAIN = "ai.asapc"
 SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: no usual ones
@@ -153,16 +153,26 @@ def stand_ins(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
             return length
         expression = length.node.expr
         for symbol in sorted(expression.free_symbols, key=str):
-            symbols.setdefault(symbol, SIZES[len(symbols)])
+            if symbol not in symbols:
+                symbols[symbol] = _stand_in(length.node.shape_env, symbol, symbols.values())
         return int(expression.subs(symbols))
 
     return [tuple(size(length) for length in value.shape) for value in values]
 
 
+def _stand_in(shape_env: Any, symbol: Any, taken: Collection[int]) -> int:
+    """One of SIZES that the program allows for the symbol, else the largest that it does."""
+    bounds = shape_env.var_to_range.get(symbol)
+    low, high = (2, 2**31) if bounds is None else (bounds.lower, bounds.upper)
+    sizes = (*SIZES, *range(min(int(high), SIZES[0]) if high < 2**31 else SIZES[0], 1, -1))
+    return next(size for size in sizes if low <= size <= high and size not in taken)
+
+
 def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
     """module(*tensors) exported for tensors of the shapes of these fake ones.
 
-    Their dynamic sizes stay dynamic, and equal where they are.  Raises VerificationError if one does not.
+    Their dynamic sizes stay dynamic, and equal where they are.  Raises VerificationError if one does not,
+    InputError where torch.export does not trace it.
     """
     first: dict[Any, tuple[int, int]] = {}
     equal: list[tuple[int, int, int, int]] = []
@@ -180,10 +190,13 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
                 one = first.setdefault(length.node.expr, (number, axis))
                 if one != (number, axis):
                     equal.append((*one, number, axis))
-    with torch.no_grad():
-        exported = torch.export.export(
-            _Alike(module, equal), tuple(examples), dynamic_shapes=(tuple(dynamic),), strict=False
-        )
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(
+                _Alike(module, equal), tuple(examples), dynamic_shapes=(tuple(dynamic),), strict=False
+            )
+    except Exception as error:  # torch.export raises many types
+        raise InputError("the compiled program can be traced for ONNX", got=cause(error)) from error
     given = (node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
              and node.name in exported.graph_signature.user_inputs)  # fmt: skip
     for value, own in zip(values, given, strict=True):

@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 DTYPES = {
     1: torch.float32, 2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64,
     9: torch.bool, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16,
 }  # fmt: skip
 MOST_HOST = 16  # entries of a constant that may be a shape; a longer one is a tensor
-MOST_ENTRIES = 1 << 31  # of a tensor that a file makes from numbers alone
+MOST_ENTRIES = 1 << 31  # of a tensor that is made larger
+MOST_MADE = 1 << 26  # of one that a few bytes of a file ask for: a mask of 8192 tokens, 512 MB at most
 
 
 def dtype_of(number: int) -> torch.dtype:
@@ -40,6 +42,10 @@ class Real:
     number: Any
 
 
+class Int32(int):
+    """An int32: any other host integer is an int64."""
+
+
 def is_host(value: Any) -> bool:
     """An integer or bool (0-d), a list of them (1-d), or None for an input that is left out."""
     return not isinstance(value, (Tensor, Real))
@@ -52,16 +58,23 @@ def tensor_of(value: Any) -> Any:
     if isinstance(value, Real):
         return torch.full((), value.number, dtype=torch.float32)
     if isinstance(value, list):
-        if all(isinstance(item, (bool, int)) for item in value):
-            flags = bool(value) and all(isinstance(item, bool) for item in value)
-            return torch.tensor(value, dtype=torch.bool if flags else torch.int64)
+        if all(isinstance(item, int) for item in value):
+            types = {_type_of(item) for item in value}
+            return torch.tensor(value, dtype=types.pop() if len(types) == 1 else torch.int64)
         return torch.stack([tensor_of(item) for item in value])
-    return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else torch.int64)
+    return torch.full((), value, dtype=_type_of(value))
+
+
+def _type_of(number: Any) -> torch.dtype:
+    if isinstance(number, (bool, torch.SymBool)):
+        return torch.bool
+    return torch.int32 if isinstance(number, Int32) else torch.int64
 
 
 def operand_of(value: Any) -> Any:
     """The second operand of a torch function whose first is a tensor: a plain number stays one."""
     number = value.number if isinstance(value, Real) else value
+    number = int(number) if isinstance(number, Int32) else number
     return number if isinstance(number, (bool, int, float)) else tensor_of(value)
 
 
@@ -69,12 +82,11 @@ def constant_of(tensor: Tensor) -> Any:
     """The host value of a constant that is one float, or integers that may be a shape; or the tensor."""
     if tensor.dtype == torch.float32 and tensor.dim() == 0:
         return Real(shortest(tensor.item()))
-    shape_like = tensor.dtype in (torch.int64, torch.int32) and tensor.dim() <= 1
-    if (shape_like and tensor.numel() <= MOST_HOST) or (
-        tensor.dtype == torch.bool and tensor.dim() == 0
-    ):
-        return tensor.tolist()
-    return tensor
+    most = {torch.int64: MOST_HOST, torch.int32: MOST_HOST, torch.bool: 1}.get(tensor.dtype, 0)
+    if tensor.dim() > 1 or tensor.numel() > most or (tensor.dtype == torch.bool and not tensor.numel()):
+        return tensor
+    value = tensor.tolist()
+    return elementwise(Int32)(value) if tensor.dtype == torch.int32 else value
 
 
 def shortest(number: float) -> float:
@@ -95,14 +107,75 @@ def ints(value: Any, what: str) -> list[Any]:
         value = value.tolist()
     if isinstance(value, Real):
         value = value.number
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [int(number) if isinstance(number, Int32) else number for number in values]
 
 
-def checked_size(shape: Sequence[Any]) -> Sequence[Any]:
+def decided(condition: Any) -> Any:
+    """True or False, or the condition itself where that depends on a size that is still open.
+
+    bool() of such a condition would make a trace that holds for the sizes of the example alone.
+    """
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    if statically_known_true(condition):
+        return True
+    return False if statically_known_true(torch.sym_not(condition)) else condition
+
+
+def known(condition: Any, what: str) -> bool:
+    """The condition as a bool.  Raises ValueError where it depends on data or on an open size."""
+    value = decided(ints(condition, what)[0])
+    if isinstance(value, torch.SymBool):
+        raise ValueError(
+            f"{what} must be known before the model runs, and depends on the sizes of its inputs"
+        )
+    return bool(value)
+
+
+def chosen(flag: Any, a: Any, b: Any) -> Any:
+    """a where the flag is set, else b.  Raises ValueError where the flag is not known."""
+    return a if known(flag, "the condition of Where") else b
+
+
+def differ(a: Any, b: Any) -> Any:
+    """Exclusive or."""
+    return (a & torch.sym_not(b)) | (torch.sym_not(a) & b)
+
+
+def least(a: Any, b: Any) -> Any:
+    return torch.sym_min(a, b) if torch.SymInt in (type(a), type(b)) else min(a, b)
+
+
+def greatest(a: Any, b: Any) -> Any:
+    return torch.sym_max(a, b) if torch.SymInt in (type(a), type(b)) else max(a, b)
+
+
+def wrapped(number: int, dtype: torch.dtype) -> int:
+    """The number as one of int32 or int64, which both begin again where they end."""
+    half = 1 << (31 if dtype == torch.int32 else 63)
+    number = (number + half) % (2 * half) - half
+    return Int32(number) if dtype == torch.int32 else number
+
+
+def wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Arithmetic of int32 or int64, of whichever its operands are."""
+
+    def apply(*values: Any) -> Any:
+        result = function(*values)
+        if not isinstance(result, int):  # a symbol
+            return result
+        small = any(isinstance(value, Int32) for value in values)
+        return wrapped(result, torch.int32 if small else torch.int64)
+
+    return apply
+
+
+def checked_size(shape: Sequence[Any], most: int = MOST_ENTRIES) -> Sequence[Any]:
     """The shape of a tensor that is about to be made.  Raises ValueError if it is absurdly large."""
-    known = math.prod(size for size in shape if isinstance(size, int))
-    if known > MOST_ENTRIES:
-        raise ValueError(f"a tensor of {known} entries, more than {MOST_ENTRIES}, is not made")
+    entries = math.prod(size for size in shape if isinstance(size, int))
+    if entries > most:
+        raise ValueError(f"a tensor of {entries} entries, more than {most}, is not made")
     return shape
 
 
@@ -172,12 +245,12 @@ def truncated_division(a: Any, b: Any) -> Any:
 
 
 def numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """function of (the numbers of a list, along its one axis) for a reduction of a host value."""
+    """function of two numbers, as a reduction of a list along its one axis."""
 
     def reduce(value: Any, axes: Any = None, *, keepdims: int = 1, **rest: Any) -> Any:
         if not isinstance(value, list) or not value or rest.get("noop_with_empty_axes"):
             return NotImplemented
-        result = function(value)
+        result = functools.reduce(function, value)
         return [result] if keepdims else result
 
     return reduce

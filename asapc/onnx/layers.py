@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asapc.onnx.host import ints, tensor_of
+from asapc.onnx.host import ints, known, tensor_of
 
 Body = Callable[..., list[Any]]
 
@@ -193,13 +193,12 @@ def loop(trips: Any, condition: Any, *carried: Any, body: Body) -> tuple[Any, ..
 
 def _is_true(condition: Any) -> bool:
     if not isinstance(condition, Tensor):
-        return bool(ints(condition, "the condition of Loop")[0])
+        return known(condition, "the condition of Loop")
     return not bool(torch.lt(condition.reshape(()).to(torch.float32), 0.5))
 
 
 def branch(condition: Any, *, then_branch: Body, else_branch: Body) -> tuple[Any, ...]:
-    known = condition if isinstance(condition, Tensor) else ints(condition, "the condition of If")[0]
-    return tuple(then_branch() if bool(known) else else_branch())
+    return tuple(then_branch() if known(condition, "the condition of If") else else_branch())
 
 
 def scan(

@@ -21,9 +21,14 @@ from torch.nn import functional as F
 from asapc.onnx import layers, shapes
 from asapc.onnx.host import (
     Real,
+    chosen,
+    decided,
+    differ,
     dtype_of,
     elementwise,
+    greatest,
     ints,
+    least,
     numbers,
     on_host,
     on_tensor,
@@ -31,6 +36,8 @@ from asapc.onnx.host import (
     operand_of,
     tensor_of,
     truncated_division,
+    wrapped,
+    wrapping,
 )
 
 INTEGERS = (torch.int64, torch.int32)
@@ -79,7 +86,7 @@ def _divide(a: Tensor, b: Any) -> Tensor:
     return torch.div(a, b, rounding_mode=None if a.is_floating_point() else "trunc")
 
 
-@on_host(lambda a, b, fmod=0: NotImplemented if fmod else elementwise(operator.mod)(a, b))
+@on_host(lambda a, b, fmod=0: NotImplemented if fmod else elementwise(wrapping(operator.mod))(a, b))
 @on_tensors
 def _mod(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
     return torch.fmod(a, b) if fmod else torch.remainder(a, b)
@@ -113,19 +120,25 @@ def _is_inf(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) ->
 def _cast_host(value: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
     dtype = dtype_of(to)
     if dtype == torch.float32 and not isinstance(value, list):
-        return Real(int(value) if isinstance(value, bool) else value)
+        return Real(_integer(value, torch.int64))
     if dtype == torch.bool:
-        return elementwise(lambda x: bool(x != 0))(value)
+        return elementwise(lambda x: x if isinstance(x, torch.SymBool) else decided(x != 0))(value)
     if dtype in INTEGERS:
-        return elementwise(lambda x: int(x) if isinstance(x, bool) else x)(value)
+        return elementwise(lambda x: _integer(x, dtype))(value)
     return NotImplemented
+
+
+def _integer(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, torch.SymBool):
+        return torch.sym_ite(x, 1, 0)
+    return wrapped(int(x), dtype) if isinstance(x, (int, float)) else x
 
 
 @on_host(_cast_host)
 def _cast(x: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
     dtype = dtype_of(to)
     if isinstance(x, Real) and dtype in INTEGERS:
-        return int(x.number) if isinstance(x.number, float) else x.number
+        return _integer(x.number, dtype)
     x = tensor_of(x)
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -136,7 +149,7 @@ def _cast_like(x: Tensor, like: Tensor, *, saturate: int = 1, round_mode: str = 
 
 
 def _where_host(condition: Any, a: Any, b: Any) -> Any:
-    return elementwise(lambda flag, x, y: x if flag else y)(condition, a, b)
+    return elementwise(chosen)(condition, a, b)
 
 
 @on_host(_where_host)
@@ -310,25 +323,25 @@ COMPARISONS = {
 
 
 def _compared(host: Callable[..., Any]) -> Callable[..., Any]:
-    """A comparison of sizes as a plain bool: of symbols it becomes a condition of the trace."""
-    return lambda a, b: bool(host(a, b))
+    """A comparison of sizes, as a plain bool if it comes out the same for all of them."""
+    return lambda a, b: decided(host(a, b))
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: _unary(function) for name, function in UNARY.items()},
     **{name: _binary(f, _compared(host)) for name, (f, host) in COMPARISONS.items()},
-    "Neg": _unary_on_host(operator.neg, torch.neg),
-    "Abs": _unary_on_host(abs, torch.abs),
-    "Not": _unary_on_host(operator.not_, torch.logical_not),
-    "Add": _binary(torch.add, operator.add),
-    "Sub": _binary(torch.sub, operator.sub),
-    "Mul": _binary(torch.mul, operator.mul),
-    "Div": _binary(_divide, truncated_division),
-    "And": _binary(torch.logical_and, lambda a, b: a and b),
-    "Or": _binary(torch.logical_or, lambda a, b: a or b),
-    "Xor": _binary(torch.logical_xor, lambda a, b: a != b),
-    "Min": _variadic(torch.minimum, min),
-    "Max": _variadic(torch.maximum, max),
+    "Neg": _unary_on_host(wrapping(operator.neg), torch.neg),
+    "Abs": _unary_on_host(wrapping(abs), torch.abs),
+    "Not": _unary_on_host(torch.sym_not, torch.logical_not),
+    "Add": _binary(torch.add, wrapping(operator.add)),
+    "Sub": _binary(torch.sub, wrapping(operator.sub)),
+    "Mul": _binary(torch.mul, wrapping(operator.mul)),
+    "Div": _binary(_divide, wrapping(truncated_division)),
+    "And": _binary(torch.logical_and, operator.and_),
+    "Or": _binary(torch.logical_or, operator.or_),
+    "Xor": _binary(torch.logical_xor, differ),
+    "Min": _variadic(torch.minimum, least),
+    "Max": _variadic(torch.maximum, greatest),
     "Sum": _variadic(torch.add),
     "Mean": _mean_of,
     "Mod": _mod, "Pow": _pow, "Clip": _clip, "IsInf": _is_inf, "Cast": _cast, "CastLike": _cast_like,
@@ -337,10 +350,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ThresholdedRelu": _thresholded_relu,
     "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),
     "MatMul": _matmul, "Gemm": _gemm, "Einsum": _einsum, "Attention": layers.attention,
-    "ReduceSum": _reduction(_sum, host=sum), "ReduceMean": _reduction(_mean),
-    "ReduceProd": _reduction(_prod, host=math.prod),
-    "ReduceMax": _reduction(_extreme(torch.amax, -math.inf), host=max),
-    "ReduceMin": _reduction(_extreme(torch.amin, math.inf), host=min),
+    "ReduceSum": _reduction(_sum, host=wrapping(operator.add)), "ReduceMean": _reduction(_mean),
+    "ReduceProd": _reduction(_prod, host=wrapping(operator.mul)),
+    "ReduceMax": _reduction(_extreme(torch.amax, -math.inf), host=greatest),
+    "ReduceMin": _reduction(_extreme(torch.amin, math.inf), host=least),
     "ReduceL1": _reduction(_sum, before=torch.abs),
     "ReduceL2": _reduction(_sum, before=torch.square, after=torch.sqrt),
     "ReduceSumSquare": _reduction(_sum, before=torch.square),

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from asapc.onnx.host import (
     MOST_HOST,
+    MOST_MADE,
+    Int32,
     checked_size,
     dtype_of,
     elementwise,
@@ -285,7 +287,7 @@ def constant_of_shape(shape: Any, *, value: tuple[Any, torch.dtype] = (0.0, torc
             return number
         if isinstance(sizes[0], int) and sizes[0] <= MOST_HOST:
             return [number] * sizes[0]
-    return torch.full([*checked_size(sizes)], number, dtype=dtype)
+    return torch.full([*checked_size(sizes, MOST_MADE)], number, dtype=dtype)
 
 
 def range_of(start: Any, limit: Any, delta: Any) -> Any:
@@ -293,14 +295,15 @@ def range_of(start: Any, limit: Any, delta: Any) -> Any:
     if all(map(is_host, (start, limit, delta))) and all(isinstance(x, int) for x in (first, last, step)):
         values = range(first, last, step)
         if len(values) <= MOST_HOST:
-            return [*values]
-    dtype = torch.int64 if is_host(start) else tensor_of(start).dtype
+            return [Int32(value) for value in values] if isinstance(start, Int32) else [*values]
+    on_host = torch.int32 if isinstance(start, Int32) else torch.int64
+    dtype = on_host if is_host(start) else tensor_of(start).dtype
     if all(isinstance(x, (int, torch.SymInt)) or float(x).is_integer() for x in (first, last, step)):
         first, last, step = (int(x) if isinstance(x, float) else x for x in (first, last, step))
-        checked_size([(last - first) // step])
+        checked_size([(last - first) // step], MOST_MADE)
         return torch.arange(first, last, step).to(dtype)
     count = max(math.ceil((last - first) / step), 0)
-    checked_size([count])
+    checked_size([count], MOST_MADE)
     return first + torch.arange(count, dtype=dtype) * step
 
 

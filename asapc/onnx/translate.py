@@ -37,7 +37,7 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
             )  # fmt: skip
     except Exception as error:  # the exporter's errors share no public base class
         raise InputError(
-            "the compiled program can be written in ONNX", got=_cause(error),
+            "the compiled program can be written in ONNX", got=cause(error),
         ) from error  # fmt: skip
     finally:
         for name, level in levels.items():
@@ -81,7 +81,7 @@ def _strip(node: onnx_ir.Node) -> None:
         value.metadata_props.clear()
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """The innermost error on one line: the outer ones tell what to report to PyTorch."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -113,7 +113,7 @@ def run_loop(
                 u, v = torch.ones_like(u), torch.ones_like(v)
                 kernel = torch.exp(scores + f[..., :, None] + g[..., None, :])
             kernel = of_rows(kernel, 0.0)
-            transposed = kernel.transpose(-1, -2).contiguous()  # a matrix times a column is the fast order
+            transposed = kernel.transpose(-1, -2).contiguous()  # matrix times column is the fast order
         if on_rows:
             u = _scaling(mu, kernel @ v)
         else:

@@ -26,14 +26,14 @@ from asapc.progress import Progress
 SHAPES = 20  # tried at most
 BATCH = "batch"
 LONGER = 1.25
-
+FLOOR = 1e-3  # an output that is smaller is compared as if its largest entry were this
 
 Sizes = dict[str, int]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """largest: difference of an output relative to max(1, its largest entry), over all shapes.
+    """largest: difference of an output relative to max(FLOOR, its largest entry), over all shapes.
 
     shapes: the sizes that were run; skipped: sizes that the compiled program itself does not accept.
     """
@@ -51,10 +51,11 @@ def verify(
     batches: Sequence[Batch],
     tolerance: float,
     progress: Progress,
+    known: Mapping[str, Sequence[str]] | None = None,
 ) -> Verified:
     """Run both at up to SHAPES shapes.
 
-    names: of the program's tensor inputs, in order, as the file has them.
+    names: of the program's tensor inputs, in order, as the file has them.  known: as first_difference.
     Raises VerificationError, with the first node that differs, where an output does by more than
     `tolerance`; InputError if there is no example to run.
     """
@@ -68,8 +69,10 @@ def verify(
         if any(_same_lengths(sizes, own) for own in skipped):
             continue
         feeds = {name: _resized(tensor, axes[name], sizes) for name, tensor in inputs.items()}
-        ours = run_program(program, feeds)
-        if ours is None:
+        try:
+            ours = run_program(program, feeds)
+        except InputError as error:
+            progress.note(f"{_told(sizes)}: not run, PyTorch says {error.got}")
             skipped.append(sizes)
             continue
         try:
@@ -80,7 +83,7 @@ def verify(
                 got=f"at {_told(sizes)}: {error.got}",
             ) from error
         if not difference <= tolerance:
-            where = first_difference(path, program, feeds, tolerance)
+            where = first_difference(path, program, feeds, tolerance, known)
             raise VerificationError(
                 f"{path.name}: outputs are those of the compiled program, to {tolerance:g}",
                 got=f"{difference:.2g} at {_told(sizes)}; {where}",
@@ -97,10 +100,17 @@ def verify(
 
 
 def first_difference(
-    path: Path, program: GraphModule, feeds: Mapping[str, Tensor], tolerance: float
-) -> str:
-    """In words, the first value of the file, in its order, that differs from the program's."""
-    values = _values(program, feeds)
+    path: Path, program: GraphModule, feeds: Mapping[str, Tensor], tolerance: float,
+    known: Mapping[str, Sequence[str]] | None = None,
+) -> str:  # fmt: skip
+    """In words, the first value of the file, in its order, that differs from the program's.
+
+    known: the file's values by the name of the program's node; None where they have the same names.
+    """
+    found = _values(program, feeds)
+    values = found if known is None else {
+        own: found[name] for name, names in known.items() if name in found for own in names
+    }  # fmt: skip
     try:
         theirs = observe(path, values, feeds)
     except InputError as error:
@@ -128,13 +138,13 @@ def _values(program: GraphModule, feeds: Mapping[str, Tensor]) -> dict[str, Tens
     return values
 
 
-def run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tensor] | None:
-    """The tensors it returns; None where it does not accept these sizes."""
+def run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors it returns.  Raises InputError where it does not accept these sizes."""
     try:
         with torch.no_grad():
             output = Interpreter(program).run(*feeds.values(), enable_io_processing=False)
-    except (RuntimeError, IndexError, ValueError, AssertionError):
-        return None
+    except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+        raise InputError("the program runs at these sizes", got=_line(error)) from error
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
@@ -148,16 +158,20 @@ def difference_of(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
             return math.inf
         if a.numel() == 0 or not a.is_floating_point():
             continue
-        a, b = a.double(), b.double()
+        a, b = a.detach().double(), b.detach().double()
         same = (a == b) | (a.isnan() & b.isnan())  # infinities too
         apart = torch.where(same, 0.0, (a - b).abs())
         finite = a[a.isfinite()].abs()
-        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+        scale = max(FLOOR, float(finite.max())) if finite.numel() else 1.0
         value = float(apart.max()) / scale
         if value != value:
             return value
         worst = max(worst, value)
     return worst
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split("\n\n")[0].split())[:200]
 
 
 def joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]:

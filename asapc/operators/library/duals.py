@@ -12,6 +12,7 @@ from asapc.kernels import dispatch
 from asapc.kernels.cpu import dual as cpu_dual
 from asapc.operators import asap as asap_meaning
 from asapc.operators.library.gradients import differentiate
+from asapc.operators.library.sizes import share_sizes
 
 
 def _dual_twin(backend: dispatch.Backend) -> Any:
@@ -71,7 +72,7 @@ def dual_and_row_mass(
 def _(
     q: Tensor,
     k: Tensor,
-    _keep: Tensor | None,
+    keep: Tensor | None,
     _bias: Tensor | None,
     _parameters: Sequence[Tensor],
     _coefficients: Tensor,
@@ -79,11 +80,13 @@ def _(
     side: str,
     *_rest: Any,
 ) -> Tensor:
+    share_sizes(q, k, None, keep)
     return _float_like(q, q if side == "source" else k)
 
 
 @dual_and_row_mass.register_fake
-def _(q: Tensor, k: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, keep: Tensor | None, *_rest: Any) -> tuple[Tensor, Tensor]:
+    share_sizes(q, k, None, keep)
     return _float_like(q, k), _float_like(q, q)
 
 

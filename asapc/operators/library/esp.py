@@ -11,6 +11,7 @@ from asapc.kernels import dispatch
 from asapc.kernels.cpu import esp as cpu_esp
 from asapc.operators import esp as meaning
 from asapc.operators.library.gradients import differentiate
+from asapc.operators.library.sizes import share_sizes
 
 
 @torch.library.custom_op("asapc::esp_soft", mutates_args=())
@@ -116,11 +117,17 @@ def esp_hard_attention(
     )
 
 
-def _fake_output(q: Tensor, _k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
+def _fake_output(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None, *_rest: Any
+) -> Tensor:
+    share_sizes(q, k, v, keep, query_keep)
     return v.new_empty((*q.shape[:3], v.shape[3]))
 
 
-def _fake_map(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
+def _fake_map(
+    q: Tensor, k: Tensor, keep: Tensor | None, query_keep: Tensor | None, *_rest: Any
+) -> Tensor:
+    share_sizes(q, k, None, keep, query_keep)
     return q.new_empty((*q.shape[:3], k.shape[2]))
 
 

@@ -15,6 +15,7 @@ from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
 from asapc.operators.library.gradients import differentiate
+from asapc.operators.library.sizes import share_sizes
 
 
 @torch.library.custom_op("asapc::sinkhorn", mutates_args=())
@@ -142,22 +143,26 @@ def _loop(
 
 
 @sinkhorn.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *_rest: Any) -> Tensor:
+    share_sizes(q, k, v, keep)
     return v.new_empty((*q.shape[:3], v.shape[3]))
 
 
 @asap.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *_rest: Any) -> Tensor:
+    share_sizes(q, k, v, keep)
     return v.new_empty((*q.shape[:3], v.shape[3]))
 
 
 @sinkhorn_attention.register_fake
-def _(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, keep: Tensor | None, *_rest: Any) -> Tensor:
+    share_sizes(q, k, None, keep)
     return q.new_empty((*q.shape[:3], k.shape[2]))
 
 
 @asap_attention.register_fake
-def _(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, keep: Tensor | None, *_rest: Any) -> Tensor:
+    share_sizes(q, k, None, keep)
     return q.new_empty((*q.shape[:3], k.shape[2]))
 
 

@@ -12,6 +12,7 @@ from asapc.kernels import dispatch
 from asapc.kernels.cpu import lot as cpu_lot
 from asapc.operators import lot as meaning
 from asapc.operators.library.gradients import differentiate
+from asapc.operators.library.sizes import share_sizes
 
 
 @torch.library.custom_op("asapc::lot", mutates_args=())
@@ -71,12 +72,16 @@ def lot_attention(
 
 
 @lot.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None, *_rest: Any
+) -> Tensor:
+    share_sizes(q, k, v, keep, query_keep)
     return v.new_empty((*q.shape[:3], v.shape[3]))
 
 
 @lot_attention.register_fake
-def _(q: Tensor, k: Tensor, *_rest: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, keep: Tensor | None, query_keep: Tensor | None, *_rest: Any) -> Tensor:
+    share_sizes(q, k, None, keep, query_keep)
     return q.new_empty((*q.shape[:3], k.shape[2]))
 
 
