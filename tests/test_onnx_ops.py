@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 from torch.fx import GraphModule
 
+from asapc.errors import InputError
 from asapc.onnx.graph import Reader, read_inputs
 from asapc.onnx.module import OnnxModule, onnx_module
 from asapc.onnx.ops import OPERATORS
@@ -93,6 +94,16 @@ CASES = [
     *(c(op, f(2, 3, low=1.1)) for op in ("Acosh", "Sqrt", "Log")),
     *(c(op, WEIRD) for op in ("Neg", "Abs", "Relu", "IsNaN", "IsInf", "Exp")),
     c("IsInf", WEIRD, detect_negative=0), c("IsInf", WEIRD, detect_positive=0),
+    *(c(op, Const(a, d), Const(b, d)) for op in ("Add", "Sub", "Mul", "Div") for a, b, d in (
+        (70000, 70000, np.int32), ([2**31 - 1, -(2**31)], [2, 3], np.int32),
+        ([2**40, -(2**63)], 2**40, np.int64), ([7, -7], [-2, -2], np.int32),
+    )),
+    *(c(op, Const([700, -800, 5], np.int32), Const([0])) for op in ("ReduceSum", "ReduceProd")),
+    c("ReduceMax", Const([3, 9], np.int32), Const([0])),
+    c("Range", *(Const(n, np.int32) for n in (1, 9, 3))),
+    *(c("Cast", Const(value), to=to) for value in (2**31 + 5, [-(2**31) - 1, 7], [-1, 0])
+      for to in (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)),
+    c("Min", Const([7], np.int32), Const([3, 9], np.int32)), c("Max", Const([7]), Const([3, 9])),
     c("Neg", i(1, -2, 3)), c("Abs", i(1, -2, 3, dtype=np.int32)), c("Not", BOOLS),
     *(c(op, X, Y) for op in ("Add", "Sub", "Mul", "Div", "Min", "Max", "Sum", "Mean", "Less", "Equal")),
     *(c(op, X, f(4, seed=2)) for op in ("Add", "Sub", "Mul", "Div")),
@@ -462,6 +473,73 @@ def test_shape_arithmetic_keeps_sizes_dynamic() -> None:
         check(model, {"x": x.numpy()})
 
 
+def branching(condition: list[onnx.NodeProto]) -> onnx.ModelProto:
+    """10 x if the `condition`, -x if not; five and six are integers."""
+    then = body_of([node("Mul", ["x", "ten"], "y_then")], [], [info("y_then", [])])
+    other = body_of([node("Neg", ["x"], "y_else")], [], [info("y_else", [])])
+    nodes = [
+        scalar("ten", 10.0, np.float32), scalar("five", 5), scalar("one", 1), scalar("axis", 1),
+        node("Shape", ["x"], "shape"), node("Gather", ["shape", "axis"], "n"), *condition,
+        helper.make_node("If", ["c"], ["y"], "the_if", then_branch=then, else_branch=other),
+    ]  # fmt: skip
+    return graph_model(nodes, [info("x", ["b", "n"])], ["y"])
+
+
+@pytest.mark.parametrize("condition, told", [
+    ([node("ReduceMax", ["x"], "top", keepdims=0), node("Greater", ["top", "ten"], "c")],
+     "depends on its data"),
+    ([node("Greater", ["n", "five"], "c")], "depends on the sizes of its inputs"),
+    ([node("Equal", ["n", "five"], "c")], "depends on the sizes of its inputs"),
+    ([node("Greater", ["n", "five"], "long"), node("Not", ["long"], "c")], "depends on the sizes"),
+], ids=["data", "longer", "equal", "not"])  # fmt: skip
+def test_a_branch_that_one_trace_cannot_decide(condition: list[onnx.NodeProto], told: str) -> None:
+    model = branching(condition)
+    for n in (5, 7):
+        check(model, {"x": f(3, n)})
+        with pytest.raises(InputError, match=f"If node the_if: the condition of If must .*{told}"):
+            capture(module_of(model), (torch.ones(3, n),), {})
+
+
+def test_a_size_that_one_trace_cannot_decide() -> None:
+    nodes = [node("Greater", ["n", "five"], "long"), node("Where", ["long", "five", "n"], "k")]
+    model = branching([*nodes, node("Greater", ["k", "one"], "c")])
+    check(model, {"x": f(3, 7)})
+    with pytest.raises(InputError, match="Where node k: the condition of Where must be known"):
+        capture(module_of(model), (torch.ones(3, 7),), {})
+
+
+@pytest.mark.parametrize("condition", [
+    [scalar("c", True, np.bool_)], [scalar("c", [True], np.bool_)], [node("Greater", ["n", "one"], "c")],
+    [node("Equal", ["n", "one"], "alone"), node("Not", ["alone"], "c")],
+], ids=["constant", "list", "size", "squeeze"])  # fmt: skip
+def test_a_branch_that_is_the_same_for_every_size(condition: list[onnx.NodeProto]) -> None:
+    _, graph = exported(branching(condition), torch.ones(3, 5))
+    assert torch.equal(graph(torch.ones(2, 9)), torch.full((2, 9), 10.0))
+
+
+@pytest.mark.parametrize("choose", [
+    [node("Min", ["n1", "six"], "k")], [node("Max", ["half", "six"], "k")],
+    [node("Concat", ["n1", "six"], "both", axis=0), node("ReduceMin", ["both"], "k", keepdims=1)],
+    [node("Concat", ["half", "six"], "both", axis=0), node("ReduceMax", ["both"], "k", keepdims=1)],
+    *([node("Less", ["n1", "six"], "c"), node("Less", ["half", "two"], "d"), node(op, ["c", "d"], "e"),
+       node("Cast", ["e"], "e_int", to=TensorProto.INT64), node("Add", ["e_int", "two"], "k")]
+      for op in ("And", "Or", "Xor")),
+], ids=["min", "max", "reduce_min", "reduce_max", "and", "or", "xor"])  # fmt: skip
+def test_a_choice_between_sizes_stays_one(choose: list[onnx.NodeProto]) -> None:
+    """The first k of n tokens, for n on both sides of the six that the example has."""
+    nodes = [
+        scalar("six", [6]), scalar("one", [1]), scalar("zero", [0]), scalar("two", [2]),
+        node("Shape", ["x"], "n1", start=1, end=2), node("Div", ["n1", "two"], "half"), *choose,
+        node("Slice", ["x", "zero", "k", "one"], "y"),
+    ]  # fmt: skip
+    model = graph_model(nodes, [info("x", ["b", "n"])], ["y"])
+    for example in (4, 6, 9):
+        _, graph = exported(model, torch.randn(3, example))
+        for n in (3, 6, 14):
+            x = torch.randn(2, n)
+            assert torch.equal(graph(x), run(open_session(model, threads=1), {"x": x})[0])
+
+
 def test_early_stop_is_traced_at_its_full_budget() -> None:
     more = [
         helper.make_node("ReduceSum", ["x_out"], ["total"], keepdims=0),
@@ -489,7 +567,8 @@ def test_a_loop_without_an_end() -> None:
 
 
 @pytest.mark.parametrize("op, inputs, attributes", [
-    ("ConstantOfShape", [Const([1 << 20, 1 << 20])], {}),
+    ("ConstantOfShape", [Const([1 << 20, 1 << 20])], {}), ("ConstantOfShape", [Const([1 << 27])], {}),
+    ("Range", [Const(0), Const(1 << 27), Const(1)], {}),
     ("Expand", [f(1), Const([1 << 40])], {}),
     ("Tile", [f(4), Const([1 << 40])], {}),
     ("Pad", [f(4), Const([0, 1 << 40])], {}),
