@@ -35,6 +35,7 @@ from asapc.models.lot import LOTFormerText
 from asapc.onnx import ops
 from asapc.onnx.check import check_import
 from asapc.onnx.graph import MAX_DEPTH
+from asapc.onnx.load import MAX_CALLS
 from asapc.onnx.module import OnnxModule, value_nodes
 from asapc.onnx.session import open_session, run
 from asapc.passes.analyse import Analysis, analyse
@@ -332,6 +333,21 @@ def test_scopes(tmp_path: Path) -> None:
     assert scope_of(new) == "node_7"
 
 
+def test_scopes_named_like_attributes_of_a_module(tmp_path: Path) -> None:
+    names = ["training", "forward", "state_dict", "graph", "_blocks", "w_w", "_modules", "a.training"]
+    nodes = [
+        helper.make_node("Neg", [f"v{i}"], [f"v{i + 1}"], name=f"/{name.replace('.', '/')}/Neg")
+        for i, name in enumerate([*names, "training"])
+    ]
+    nodes = [node("MatMul", ["x", "w"], "v0"), *nodes, node("Identity", [f"v{len(nodes)}"], "y")]
+    module = loaded(model_of(nodes), tmp_path)
+    x = torch.randn(2, 4)
+    assert torch.equal(module.train().eval()(x), -(x @ torch.as_tensor(WEIGHT)))
+    found = {name for name, _ in module.named_modules()}
+    assert {"training_", "forward_", "graph_", "_blocks_", "w_w_", "a.training_"} <= found
+    assert capture(module, (x,), {}).kind == "whole"
+
+
 def test_fingerprints(tmp_path: Path) -> None:
     plain = model_of()
 
@@ -372,6 +388,40 @@ def test_a_function_of_another_opset(tmp_path: Path) -> None:
     nodes = [node("M", ["x"], "y", domain="mine")]
     model = model_of(nodes, weights=[], functions=[inner], extra=["mine"])
     assert torch.equal(loaded(model, tmp_path)(torch.ones(2, 4)), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("met_first", ["outermost", "innermost"])
+def test_functions_that_are_nested_too_deeply(met_first: str, tmp_path: Path) -> None:
+    """Called in either order: one is known already when what calls it is met."""
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
+
+    def function(number: int, count: int) -> onnx.FunctionProto:
+        inner = helper.make_node("Neg", ["a"], ["b"])
+        if number < count:
+            inner = helper.make_node(f"F{number + 1}", ["a"], ["b"], domain="mine")
+        return helper.make_function("mine", f"F{number}", ["a"], ["b"], [inner], opsets)
+
+    for count in (MAX_CALLS - 1, 2000):
+        calls = [0] if met_first == "outermost" else [*reversed(range(count + 1))]
+        nodes = [node(f"F{call}", ["x"], f"y{call}", domain="mine") for call in calls]
+        functions = [function(number, count) for number in range(count + 1)]
+        model = model_of(
+            nodes, weights=[], functions=functions, extra=["mine"], outputs=[info("y0", None)]
+        )
+        if count < MAX_CALLS:
+            assert torch.equal(loaded(model, tmp_path)(torch.ones(2, 4)), -torch.ones(2, 4))
+        else:
+            assert f"functions may be nested {MAX_CALLS} deep" in refused(model, tmp_path)
+
+
+def test_a_file_that_asapc_has_written(tmp_path: Path) -> None:
+    own = helper.make_function(
+        "ai.asapc", "sinkhorn", ["a"], ["b"], [helper.make_node("Neg", ["a"], ["b"])],
+        [helper.make_opsetid("", 18)],
+    )  # fmt: skip
+    nodes = [node("sinkhorn", ["x"], "y", domain="ai.asapc")]
+    model = model_of(nodes, weights=[], functions=[own], extra=["ai.asapc"])
+    assert "one that asapc has written already" in refused(model, tmp_path)
 
 
 def test_functions_that_call_themselves_or_explode(tmp_path: Path) -> None:
@@ -444,7 +494,9 @@ def with_weight(array: Any) -> onnx.ModelProto:
 NOT_OF_OPSET = "must have the inputs and attributes of opset 18"
 UNREADABLE: list[tuple[Callable[[], onnx.ModelProto], str]] = [
     (lambda: model_of([node("FusedGemm", ["x"], "y", domain="com.microsoft")], extra=["com.microsoft"]),
-     "must be a standard ONNX operator, got com.microsoft.FusedGemm"),
+     "must be a standard ONNX operator, got com.microsoft.FusedGemm\n  help: fused operators"),
+    (lambda: model_of([node("Magic", ["x"], "y", domain="my.own")], extra=["my.own"]),
+     "got my.own.Magic\n  help: write it with standard operators, or as a function inside the file"),
     (lambda: model_of([node("StringSplit", ["x"], "y")]), "StringSplit node the_y cannot be read"),
     (lambda: model_of([node("NonZero", ["x"], "y")]), "the shape of its result depends on values"),
     (lambda: model_of([node("RandomNormalLike", ["x"], "y")]), "its result is random"),
@@ -588,6 +640,33 @@ def test_external_data_of_another_size(length: int, offset: str, told: str, tmp_
     model = model_of()
     external(model, "w.bin", length, offset)
     assert told in refused(model, tmp_path)
+
+
+def test_tensors_that_share_their_bytes(tmp_path: Path) -> None:
+    """Twelve of one file would take twelve times its memory; links to it are the same file."""
+    (tmp_path / "w.bin").write_bytes(WEIGHT.tobytes() * 2)
+    (tmp_path / "same.bin").hardlink_to(tmp_path / "w.bin")
+    model = model_of()
+    external(model, "w.bin", WEIGHT.nbytes)
+    for count, fits in ((2, True), (3, False)):
+        own = copy.deepcopy(model)
+        for number in range(1, count):
+            own.graph.initializer.append(model.graph.initializer[0])
+            own.graph.initializer[-1].name = f"w{number}"
+            own.graph.initializer[-1].external_data[0].value = "same.bin"
+        if fits:
+            loaded(own, tmp_path)
+        else:
+            assert "got 144 bytes in 1 files of 96" in refused(own, tmp_path)
+    value = copy.deepcopy(own.graph.initializer[0])
+    hidden = model_of([helper.make_node("Constant", [], [f"c{i}"], value=value) for i in range(3)])
+    assert "must not share the bytes of their files" in refused(hidden, tmp_path)
+    constant = helper.make_node("Constant", [], ["b"], value=value)
+    opsets = [helper.make_opsetid("", 18)]
+    functions = [helper.make_function("mine", "F", [], ["b"], [constant], opsets)]
+    calls = [node("F", [], f"c{i}", domain="mine") for i in range(3)]
+    repeated = model_of([*calls, node("Neg", ["x"], "y")], weights=[], functions=functions, extra=["mine"])
+    assert "must not share the bytes of their files" in refused(repeated, tmp_path)
 
 
 def test_a_declared_batch_is_kept(tmp_path: Path) -> None:

@@ -99,10 +99,12 @@ class Reader:
     def _node(self, proto: onnx.NodeProto, known: set[str], depth: int) -> Node:
         where = f"{self.path}: {_label(proto)}"
         if proto.domain not in DEFAULT_DOMAIN:
+            fused = proto.domain.startswith("com.microsoft")
             raise InputError(
                 f"{where} must be a standard ONNX operator", got=f"{proto.domain}.{proto.op_type}",
                 help="fused operators belong to one runtime: export without optimisation, and give "
-                "the file from before any optimiser",
+                "the file from before any optimiser" if fused else
+                "write it with standard operators, or as a function inside the file",
             )  # fmt: skip
         if proto.op_type not in OPERATORS:
             reason = REFUSED.get(proto.op_type, f"not among the {len(OPERATORS)} that are supported")

@@ -15,11 +15,12 @@ from asapc.formats.load import Teacher, check_finite
 from asapc.formats.user_code import describe
 from asapc.onnx.graph import DEFAULT_DOMAIN, Reader, read_inputs
 from asapc.onnx.module import onnx_module
-from asapc.onnx.tensors import read_tensor
+from asapc.onnx.tensors import check_external, read_tensor
 
-OPSETS = range(11, 24)
+READ_OPSETS = range(11, 24)
 MAX_BYTES = 2**31 - 1  # of a protobuf
 MAX_NODES = 200_000  # after functions are inlined
+MAX_CALLS = 64  # of functions in functions, subgraphs counted
 EXPORT = "export it again, such as with torch.onnx.export(model, args, 'model.onnx', opset_version=18)"
 
 
@@ -32,8 +33,10 @@ def onnx_teacher(path: str | Path) -> Teacher:
     model = _parsed(path)
     opset = _opset(model, path)
     if model.functions:
+        _check_teacher(model, path)
         model = _inlined(model, path)
     _check_count(model.graph, path)
+    check_external(_tensors(model.graph), path)
     reader = Reader(path, opset)
     graph = reader.graph(model.graph)
     inputs = read_inputs(model.graph, path)
@@ -46,6 +49,16 @@ def onnx_teacher(path: str | Path) -> Teacher:
         model=module, program=None, source=str(path), fingerprint=_fingerprint(model, opset, path),
         builtin=False, factory=None, onnx=path,
     )  # fmt: skip
+
+
+def _check_teacher(model: onnx.ModelProto, path: Path) -> None:
+    from asapc.onnx.functions import DOMAIN
+
+    if any(function.domain == DOMAIN for function in model.functions):
+        raise InputError(
+            f"{path}: the model must be a teacher", got="one that asapc has written already",
+            help="compile the teacher that it was made from",
+        )  # fmt: skip
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -88,22 +101,32 @@ def _parsed(path: Path) -> onnx.ModelProto:
 
 def _opset(model: onnx.ModelProto, path: Path) -> int:
     versions = [entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAIN]
-    if len({*versions}) != 1 or versions[0] not in OPSETS:
+    if len({*versions}) != 1 or versions[0] not in READ_OPSETS:
         got = ", ".join(f"opset {version}" for version in versions) or "no opset"
         raise InputError(
-            f"{path}: the model must be of opset {OPSETS[0]} to {OPSETS[-1]}", got=got,
+            f"{path}: the model must be of opset {READ_OPSETS[0]} to {READ_OPSETS[-1]}", got=got,
             help=f"{EXPORT}, or convert it with onnx.version_converter",
         )  # fmt: skip
     return versions[0]
 
 
-def _nodes(graph: onnx.GraphProto, depth: int = 0) -> Iterator[onnx.NodeProto]:
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Every node, those of subgraphs too."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                yield from _nodes(inner, depth + 1)
+                yield from _nodes(inner)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor that is stored, those of subgraphs too."""
+    yield from graph.initializer
+    for node in _nodes(graph):
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for inner in (attribute.g, *attribute.graphs):
+                yield from inner.initializer
 
 
 def _check_count(graph: onnx.GraphProto, path: Path) -> None:
@@ -113,29 +136,43 @@ def _check_count(graph: onnx.GraphProto, path: Path) -> None:
 
 
 def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """The model without functions of its own.  Raises InputError where they call each other in circles
-    or would become absurdly many nodes."""
+    """The model without functions of its own.  Raises InputError where they call each other in circles,
+    too deeply, or would become absurdly many nodes."""
     import onnx.inliner
 
     bodies = {(f.domain, f.name, f.overload): f for f in model.functions}
-    sizes: dict[Any, int | None] = {}
+    sizes: dict[Any, tuple[int, int] | None] = {}
 
-    def size(nodes: Any) -> int:
-        return sum(1 + of(node) for node in nodes)
+    def size(nodes: Any, depth: int) -> tuple[int, int]:
+        """How many nodes they become, and how deeply calls and subgraphs are nested in them."""
+        inner = [of(node, depth + 1) for node in nodes]
+        return len(inner) + sum(n for n, _ in inner), max((height for _, height in inner), default=0)
 
-    def of(node: onnx.NodeProto) -> int:
+    def of(node: onnx.NodeProto, depth: int) -> tuple[int, int]:
         key = (node.domain, node.op_type, node.overload)
         if key not in bodies:
-            return sum(size(inner.node) for a in node.attribute for inner in (a.g, *a.graphs))
+            graphs = (graph for a in node.attribute for graph in (a.g, *a.graphs) if graph.node)
+            inner = [size(graph.node, depth) for graph in graphs]
+            return sum(n for n, _ in inner), max((1 + height for _, height in inner), default=0)
+        if depth > MAX_CALLS:
+            raise too_deep(node)
         if key not in sizes:
             sizes[key] = None
-            sizes[key] = size(bodies[key].node)
+            sizes[key] = size(bodies[key].node, depth)
         known = sizes[key]
         if known is None:
             raise InputError(f"{path}: functions must not call themselves", got=node.op_type)
-        return known
+        if depth + known[1] > MAX_CALLS:
+            raise too_deep(node)
+        return known[0], 1 + known[1]
 
-    count = size(model.graph.node)
+    def too_deep(node: onnx.NodeProto) -> InputError:
+        return InputError(
+            f"{path}: functions may be nested {MAX_CALLS} deep", got=f"more, in {node.op_type}",
+            help="export the model without functions",
+        )  # fmt: skip
+
+    count, _ = size(model.graph.node, 0)
     if count > MAX_NODES:
         raise InputError(
             f"{path}: a model may have {MAX_NODES} nodes", got=f"{count}, functions written out"

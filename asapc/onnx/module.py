@@ -59,10 +59,9 @@ class OnnxModule(nn.Module):
         self._steps = 0
         for name, tensor, initializer in tensors:
             self._hold(name, tensor, initializer)
-        self._blocks = [
-            (self._scope(scope), tuple(nodes))
-            for scope, nodes in groupby(graph.nodes, key=lambda node: node.scope)
-        ]
+        self._blocks: list[tuple[Callable[[Callable[[], None]], None], tuple[Node, ...]]] = []
+        for scope, nodes in groupby(graph.nodes, key=lambda node: node.scope):
+            self._blocks.append((self._scope(scope), tuple(nodes)))
 
     def evaluate(self, *inputs: Any) -> Any:
         """The outputs for inputs in the graph's order."""
@@ -149,12 +148,15 @@ class OnnxModule(nn.Module):
         self._keys.append(key)
 
     def _scope(self, path: str) -> Callable[[Callable[[], None]], None]:
+        """The module of that path, whose parts get a _ where they are attributes of any module."""
         if not path:
             return lambda work: work()
         parent: nn.Module = self
         for part in path.split(".")[:MAX_NESTING]:
-            name = re.sub(r"[^A-Za-z0-9_:@+ /-]", "_", part)
-            parent = parent._modules.setdefault(name or "_", Scope())  # type: ignore[assignment]
+            name = re.sub(r"[^A-Za-z0-9_:@+ /-]", "_", part) or "_"
+            while name not in parent._modules and hasattr(parent, name):
+                name += "_"
+            parent = parent._modules.setdefault(name, Scope())  # type: ignore[assignment]
         return parent
 
 

@@ -33,7 +33,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """constants: host values, or the key of a tensor among all of the model's, by value name.
+    """constants: host values, Held or Filled, by value name.
 
     outer: values of the graphs around it that it uses.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,34 @@ def read_tensor(proto: onnx.TensorProto, path: Path) -> Tensor:
     return flat.to(dtype).reshape(shape)
 
 
+def check_external(protos: Iterable[onnx.TensorProto], path: Path) -> None:
+    """Raises InputError where tensors would take more memory than the files that they lie in.
+
+    What else is wrong with one of them is for read_tensor to say.
+    """
+    wanted, stored = 0, {}
+    for proto in protos:
+        if proto.data_location != onnx.TensorProto.EXTERNAL or proto.data_type not in DTYPES:
+            continue
+        location = next((entry.value for entry in proto.external_data if entry.key == "location"), "")
+        file = _beside(location, path.parent.resolve())
+        try:
+            found = None if file is None else file.stat()
+        except OSError:
+            continue
+        size = torch.empty((), dtype=DTYPES[proto.data_type]).element_size()
+        size *= math.prod(max(n, 0) for n in proto.dims)
+        if found is not None and size <= found.st_size:
+            stored[found.st_dev, found.st_ino] = found.st_size
+            wanted += size
+    if wanted > sum(stored.values()):
+        raise InputError(
+            f"{path}: its tensors must not share the bytes of their files",
+            got=f"{wanted} bytes in {len(stored)} files of {sum(stored.values())}",
+            help="the files are truncated or belong to another model: copy or export them again",
+        )
+
+
 def type_name(number: int) -> str:
     """FLOAT8E4M3FN and the like."""
     known = onnx.TensorProto.DataType.items()
@@ -81,15 +110,12 @@ def _typed(proto: onnx.TensorProto, place: str, count: int) -> bytes:
 def _external(proto: onnx.TensorProto, path: Path, place: str, size: int) -> bytes:
     entries = {entry.key: entry.value for entry in proto.external_data}
     location = entries.get("location", "")
-    folder = path.parent.resolve()
-    relative = Path(location)
-    inside = location and not relative.is_absolute() and ".." not in relative.parts
-    if not inside or "\0" in location or "\\" in location or not _within(folder / relative, folder):
+    file = _beside(location, path.parent.resolve())
+    if file is None:
         raise InputError(
             f"{place}: its data must lie in the folder of the ONNX file", got=repr(location),
             help="put both files into one folder, as files and not as links",
         )  # fmt: skip
-    file = folder / relative
     offset, length = (_number(entries, key, default, place)
                       for key, default in (("offset", 0), ("length", size)))  # fmt: skip
     try:
@@ -100,7 +126,7 @@ def _external(proto: onnx.TensorProto, path: Path, place: str, size: int) -> byt
     if stored is None:
         raise InputError(
             f"{place}: the file with its data must be there", got=f"no {file}",
-            help=f"copy {relative.name} into the folder of the ONNX file",
+            help=f"copy {file.name} into the folder of the ONNX file",
         )  # fmt: skip
     if len(content) != size:
         raise InputError(
@@ -117,6 +143,15 @@ def _part(file: Path, offset: int, size: int) -> bytes:
             return b""
         stream.seek(offset)
         return stream.read(size)
+
+
+def _beside(location: str, folder: Path) -> Path | None:
+    """The file in the folder, or None for a place outside of it."""
+    relative = Path(location)
+    inside = location and not relative.is_absolute() and ".." not in relative.parts
+    if not inside or "\0" in location or "\\" in location or not _within(folder / relative, folder):
+        return None
+    return folder / relative
 
 
 def _within(file: Path, folder: Path) -> bool:
