@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -131,7 +131,8 @@ def program_of(
         graph = functional(exported).module(check_guards=False)
     assert isinstance(graph, GraphModule)
     split_einsums(graph)
-    return Program(name, graph, args, kwargs, _dynamic_shapes(args, kwargs))
+    shapes = _bounded(_dynamic_shapes(args, kwargs), exported)
+    return Program(name, graph, args, kwargs, shapes)
 
 
 def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,6 +179,7 @@ def _export(
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     split_einsums(graph)
+    shapes = _bounded(shapes, exported)
     return Program(name, graph, args, kwargs, shapes, early_stop=budget.stopped)
 
 
@@ -207,6 +209,48 @@ def _dynamic_shapes(
     except TypeError:
         return None  # the model itself will say what is wrong with the call
     return pytree.tree_map(dims, dict(bound.arguments))
+
+
+def _bounded(shapes: Any, exported: ExportedProgram) -> Any:
+    """Dynamic shapes with the sizes that the trace holds for.
+
+    A branch on a length is traced on one side only: a program that is made from the graph refuses the
+    lengths of the other side, as torch.export has it, where it would compute something else.
+    """
+    own = exported.graph_signature.user_inputs
+    values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.name in own}
+
+    def bound(axes: dict[int, Any], value: Any) -> dict[int, Any]:
+        return {
+            axis: free if isinstance(size, int) else _hint(exported.range_constraints, size) or free
+            for (axis, free), size in zip(axes.items(), value.shape, strict=True)
+        }
+
+    if isinstance(shapes, dict):
+        return {name: bound(axes, values[name]) if _are_axes(axes) and name in values else axes
+                for name, axes in shapes.items()}  # fmt: skip
+    leaves, spec = pytree.tree_flatten(shapes, is_leaf=_are_axes)
+    given = [values.get(name) for name in own]
+    if len(given) != len(leaves):
+        return shapes
+    return pytree.tree_unflatten(
+        [bound(axes, value) if _are_axes(axes) and isinstance(value, torch.Tensor) else axes
+         for axes, value in zip(leaves, given, strict=True)], spec,
+    )  # fmt: skip
+
+
+def _are_axes(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(axis, int) for axis in value)
+
+
+def _hint(ranges: Mapping[Any, Any], size: torch.SymInt) -> Any:
+    """Dim.AUTO with the limits of a size, None if it has none. Every size is traced as 2 or more."""
+    limits = ranges.get(size.node.expr)
+    if limits is None:
+        return None
+    low = int(limits.lower) if limits.lower > 2 else None
+    high = int(limits.upper) if limits.upper < 2**31 else None
+    return None if low is None and high is None else Dim.AUTO(min=low, max=high)
 
 
 class _ProductCounter(TorchDispatchMode):

@@ -20,12 +20,16 @@ from asapc.formats.load import load_teacher
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 import onnx
+from onnx import numpy_helper
 
 from asapc.errors import InputError
 from asapc.onnx import edit
 from asapc.onnx.functions import DOMAIN
+from asapc.onnx.module import value_nodes
 from asapc.onnx.session import open_session, run
 from asapc.onnx.settings import read_record
+from asapc.onnx.verify import first_difference
+from asapc.passes.capture import capture
 
 sys.path.insert(0, str(Path(__file__).parent))
 import small_text
@@ -121,6 +125,21 @@ def test_the_report_is_that_of_the_pytorch_teacher(folder: Path, out: Path) -> N
         assert mine["metrics"]["attention_rel_l2"] == pytest.approx(
             theirs["metrics"]["attention_rel_l2"], rel=1e-3
         )
+
+
+def test_the_first_value_that_differs_is_one_of_the_file(folder: Path, tmp_path: Path) -> None:
+    """The program's nodes have names of their own."""
+    teacher = load_teacher(str(folder / "teacher.onnx"))
+    ids = torch.randint(1, 40, (3, 12))
+    captured = capture(teacher.model, (ids,), {}).programs[0].graph
+    known = {node.name: [name] for name, node in value_nodes(captured, teacher.model).items()}
+    model = onnx.load(folder / "teacher.onnx")
+    last = next(node for node in model.graph.node if "linear.bias" in node.input)
+    bias = next(own for own in model.graph.initializer if own.name == "linear.bias")
+    bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + 0.5, bias.name))
+    onnx.save(model, tmp_path / "spoilt.onnx")
+    found = first_difference(tmp_path / "spoilt.onnx", captured, {"inputs": ids}, 1e-4, known)
+    assert found.startswith(f"first in {last.output[0]}: 0.")
 
 
 def test_a_file_that_cannot_be_cut_is_written_anew(

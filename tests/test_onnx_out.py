@@ -30,9 +30,11 @@ import onnxruntime
 from onnx import numpy_helper
 
 from asapc.onnx import export as exporting
+from asapc.onnx import interface
 from asapc.onnx import verify as verifying
 from asapc.onnx.export import write_onnx
 from asapc.onnx.functions import DOMAIN
+from asapc.onnx.half import in_half, rounding
 from asapc.onnx.session import open_session, run
 from asapc.progress import make_progress
 
@@ -184,6 +186,58 @@ def test_float16_is_allowed_what_float16_costs_in_pytorch(folder: Path, tmp_path
     assert weights and (out / "model.onnx").stat().st_size < full
 
 
+class Pooled(nn.Module):
+    """Masked mean pooling: a cast in the middle, positions that bound the length."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.gain = nn.Linear(4, 4), gain
+        self.register_buffer("positions", torch.randn(9, 4))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        weight = keep.to(torch.float32)[..., None]
+        mean = ((x + self.positions[: x.shape[1]]) * weight).sum(1) / weight.sum(1)
+        return self.inner(mean) * self.gain
+
+
+def pooled(gain: float) -> tuple[Any, list[str], list[Batch]]:
+    x, keep = torch.randn(3, 7, 4), torch.arange(7) < torch.tensor([[3], [7], [1]])
+    free = {0: Dim("batch"), 1: Dim("length", max=9)}
+    with torch.no_grad():
+        program = torch.export.export(Pooled(gain), (x, keep), dynamic_shapes=(free, free))
+    return program, ["x", "keep"], [Batch((x, keep), {}, None, [0, 1, 2])]
+
+
+def test_float16_of_a_program_that_casts() -> None:
+    program, names, examples = pooled(1.0)
+    half = in_half(program, names)
+    products = [node for node in half.exported.graph.nodes if node.name.startswith("mul")]
+    assert {node.meta["val"].dtype for node in products} == {torch.float16}
+    assert 0 < rounding(program.module(), half, names, examples) < 0.01
+
+
+def test_float16_out_of_its_range_is_refused() -> None:
+    program, names, examples = pooled(1e6)
+    with pytest.raises(InputError, match=r"float16 keeps the outputs.*inf"):
+        rounding(program.module(), in_half(program, names), names, examples)
+
+
+def test_a_mask_that_only_attention_reads_has_the_tokens_length() -> None:
+    """An operator hides from torch.export that it has: its function could not be traced then."""
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor, keep: Tensor) -> Any:
+            q = x[:, None]
+            return OPS.sinkhorn(q, q, q, keep, None, 0.5, 4, True, FACTOR)[:, 0, 0]
+
+    free = {0: Dim.AUTO, 1: Dim.AUTO}
+    given = (torch.randn(3, 7, 4), torch.ones(3, 7, dtype=torch.bool))
+    program = torch.export.export(Net(), given, dynamic_shapes=(free, free))
+    x, keep = (node.meta["val"] for node in program.graph.nodes if node.op == "placeholder")
+    assert str(x.shape[:2]) == str(keep.shape)
+
+
 @pytest.mark.usefixtures("translated")
 def test_a_file_that_computes_something_else_is_not_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -290,6 +344,44 @@ def test_operators_run_at_lengths_they_were_not_traced_at(name: str, tmp_path: P
         assert float((ours - theirs).abs().max()) < 1e-4 * max(1.0, float(ours.abs().max())), size
 
 
+def test_names_of_inputs_and_outputs(tmp_path: Path) -> None:
+    """Names that the exporter gives to values of its own, an output that is an input, a text argument."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, linear: Tensor, mode: str) -> dict[str, Tensor]:
+            return {"logits": self.inner(x) + linear, "linear": linear, "again": linear}
+
+    given = (torch.randn(3, 4), torch.randn(3, 4))
+    program = torch.export.export(Net(), (*given, "mean"), dynamic_shapes=({0: Dim("b")},) * 2 + (None,))
+    names, outputs = interface.input_names(program), interface.output_names(program)
+    assert names == ["x", "linear"] and outputs == ["logits", "linear_", "again"]
+    model = exporting.onnx_model(program, 18)
+    interface.rename(model, names, outputs)
+    path = tmp_path / "model.onnx"
+    exporting.save(model, path)
+    exporting.check(path)
+    session = open_session(path)
+    assert [own.name for own in session.get_outputs()] == outputs
+    found = run(session, dict(zip(names, given, strict=True)))
+    wanted = program.module()(*given, "mean")
+    for own, value in zip(found, wanted.values(), strict=True):
+        torch.testing.assert_close(own, value)
+
+
+def test_an_output_that_is_no_tensor() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"y": x + 1, "count": 3}
+
+    program = torch.export.export(Net(), (torch.randn(3, 4),))
+    with pytest.raises(InputError, match=r"outputs of the model are tensors.*count: int 3"):
+        interface.output_names(program)
+
+
 def test_what_is_asked_for_wrongly(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = compiled(folder, "lossless")
     arguments = ("compile", folder / "teacher", "--calibration", folder / "lossless.calibration")
@@ -333,6 +425,8 @@ def test_differences_count_shapes_integers_and_nan() -> None:
     one = torch.tensor([1.0, 2.0])
     difference = verifying.difference_of
     assert difference([one], [one + 0.5]) == 0.25
+    assert difference([one / 1e3], [one / 1e3 + 0.0005]) == pytest.approx(0.25)
+    assert difference([one / 1e6], [one / 1e6 + 0.0005]) == pytest.approx(0.5)  # of the floor
     assert difference([one], [one[:1]]) == float("inf") == difference([one], [])
     assert difference([torch.tensor([1])], [torch.tensor([2])]) == float("inf")
     nan = torch.tensor([1.0, torch.nan])

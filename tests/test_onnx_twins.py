@@ -80,7 +80,9 @@ def test_a_long_loop_in_float32_keeps_what_float32_keeps() -> None:
     assert own <= 4 * honest
 
 
-@pytest.mark.parametrize(("tokens", "margin", "half_steps"), [(16, 100, 40), (64, 200, 60), (256, 110, 20)])
+@pytest.mark.parametrize(
+    ("tokens", "margin", "half_steps"), [(16, 100, 40), (64, 200, 60), (256, 110, 20)]
+)
 @pytest.mark.parametrize("rows_first", [True, False])
 def test_an_attention_sink(tokens: int, margin: float, half_steps: int, rows_first: bool) -> None:
     """All rows but one prefer one key: what two half-steps leave below float32 becomes the plan."""

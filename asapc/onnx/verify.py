@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.data import Batch
 from asapc.errors import InputError, VerificationError
+from asapc.onnx.functions import limits_of
 from asapc.onnx.session import observe, open_session, run
 from asapc.progress import Progress
 
@@ -140,6 +141,7 @@ def _values(program: GraphModule, feeds: Mapping[str, Tensor]) -> dict[str, Tens
 
 def run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tensor]:
     """The tensors it returns.  Raises InputError where it does not accept these sizes."""
+    _check_sizes(program, feeds)
     try:
         with torch.no_grad():
             output = Interpreter(program).run(*feeds.values(), enable_io_processing=False)
@@ -168,6 +170,19 @@ def difference_of(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
             return value
         worst = max(worst, value)
     return worst
+
+
+def _check_sizes(program: GraphModule, feeds: Mapping[str, Tensor]) -> None:
+    """Raises InputError for sizes that the trace does not hold for, as of a branch on a length."""
+    places = (node for node in program.graph.nodes if node.op == "placeholder")
+    for place, tensor in zip(places, feeds.values(), strict=True):
+        for size, own in zip(place.meta["val"].shape, tensor.shape, strict=True):
+            limits = (size, size) if isinstance(size, int) else limits_of(size)
+            if not limits[0] <= own <= limits[1]:
+                raise InputError(
+                    "the program runs at these sizes",
+                    got=f"{place.name}: {own}, traced for {limits[0]} to {limits[1]}",
+                )
 
 
 def _line(error: Exception) -> str:
