@@ -665,7 +665,8 @@ def test_tensors_that_share_their_bytes(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", 18)]
     functions = [helper.make_function("mine", "F", [], ["b"], [constant], opsets)]
     calls = [node("F", [], f"c{i}", domain="mine") for i in range(3)]
-    repeated = model_of([*calls, node("Neg", ["x"], "y")], weights=[], functions=functions, extra=["mine"])
+    calls.append(node("Neg", ["x"], "y"))
+    repeated = model_of(calls, weights=[], functions=functions, extra=["mine"])
     assert "must not share the bytes of their files" in refused(repeated, tmp_path)
 
 
