@@ -20,10 +20,11 @@ from asapc.formats.load import load_teacher
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 import onnx
+import onnx_ir
 from onnx import numpy_helper
 
 from asapc.errors import InputError
-from asapc.onnx import edit
+from asapc.onnx import edit, export
 from asapc.onnx.functions import DOMAIN
 from asapc.onnx.module import value_nodes
 from asapc.onnx.session import open_session, run
@@ -143,15 +144,31 @@ def test_the_first_value_that_differs_is_one_of_the_file(folder: Path, tmp_path:
 
 
 def test_a_file_that_cannot_be_cut_is_written_anew(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folder: Path, out: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     def refuse(*arguments: object) -> None:
         raise InputError("a value to cut at", got="none")
 
     monkeypatch.setattr(edit, "edited_model", refuse)
+    same = out / "model.onnx"  # without the exporter's seconds
+    monkeypatch.setattr(export, "onnx_model", lambda exported, opset: onnx_ir.load(same))
     calibration = folder / "teacher.onnx.calibration"
     arguments = ("--calibration", calibration, "-o", tmp_path / "out")
     assert call("compile", folder / "teacher.onnx", *arguments) == 0
     assert "writing the whole program anew" in capsys.readouterr().err
     model = onnx.load(tmp_path / "out" / "model.onnx")
+    before = onnx.load(folder / "teacher.onnx")
+    for ends in ("input", "output"):
+        names = [[own.name for own in getattr(own.graph, ends)] for own in (before, model)]
+        assert names[0] == names[1]
     assert {own.domain for own in model.functions} == {DOMAIN}
+
+
+def test_the_opset_that_was_asked_for(folder: Path) -> None:
+    teacher = onnx.load(folder / "teacher.onnx")
+    own = next(opset.version for opset in teacher.opset_import if opset.domain == "")
+    assert edit.of_opset(teacher, None) is teacher is edit.of_opset(teacher, own)
+    newer = edit.of_opset(teacher, own + 1)
+    assert next(opset.version for opset in newer.opset_import if opset.domain == "") == own + 1
+    onnx.checker.check_model(newer, full_check=True)

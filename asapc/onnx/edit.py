@@ -54,7 +54,7 @@ def edited_model(
     names: dict[str, list[str]] = {}
     for name, node in value_nodes(captured, module).items():
         names.setdefault(node.name, []).append(name)
-    model = onnx_ir.from_proto(_of_opset(read_model(path), opset))
+    model = onnx_ir.from_proto(of_opset(read_model(path), opset))
     opset = model.graph.opset_imports[""]
     _tell_shapes(model.graph, value_nodes(captured, module))
     values = {
@@ -104,7 +104,7 @@ def _tell_shapes(graph: onnx_ir.Graph, nodes: Mapping[str, Node]) -> None:
             value.shape = onnx_ir.Shape([size if isinstance(size, int) else None for size in sizes])
 
 
-def _of_opset(proto: onnx.ModelProto, wanted: int | None) -> onnx.ModelProto:
+def of_opset(proto: onnx.ModelProto, wanted: int | None) -> onnx.ModelProto:
     """In the wanted opset, or in one that functions are written in."""
     version = next(own.version for own in proto.opset_import if own.domain in ("", "ai.onnx"))
     target = wanted or max(version, OPSETS[0])

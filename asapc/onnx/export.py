@@ -36,7 +36,7 @@ from asapc.onnx.interface import input_names, output_names, rename
 from asapc.onnx.module import OnnxModule
 from asapc.onnx.settings import DEFAULT_OPSET, MODEL, RECORD, TOLERANCE, OnnxSettings
 from asapc.onnx.translate import translate
-from asapc.onnx.verify import Verified, verify
+from asapc.onnx.verify import Verified, joined, verify
 from asapc.progress import Progress
 
 DATA = ".data"  # after the name of a file, of the one that holds its weights
@@ -60,9 +60,10 @@ def write_onnx(
             help="keep data-dependent Python out of its forward; `asapc inspect` names it",
         )
     _check_place(artifact.folder)
-    progress.note("writing ONNX")
     exported = read_exported(artifact)
     names, outputs = input_names(exported), output_names(exported)
+    joined(batches, names)  # raises before the time is spent
+    progress.note("writing ONNX")
     called = artifact.manifest.get("onnx", {"inputs": names, "outputs": outputs})
     if (len(called["inputs"]), len(called["outputs"])) != (len(names), len(outputs)):
         raise InputError(
