@@ -4,7 +4,8 @@
     python benchmarks/onnx_loop.py --tokens 256 --half-steps 20 -o FOLDER
 
     log        every half-step is a ReduceLogSumExp over the scores
-    products   two half-steps of that kind, the others as matrix-vector products, unrolled: asapc's form
+    products   two half-steps of that kind, the others as matrix-vector products, unrolled: asapc's form,
+               but for the kernel that it forms anew every nine half-steps
     Loop       the same with the products inside an ONNX `Loop`
 
 All start at the rows and read the scores [B, H, N, N] once more to form the plan.  Speed is printed
