@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.errors import InputError, check_text
 from asapc.formats.load import read_safetensors
+from asapc.formats.names import identifier
 from asapc.formats.user_code import UserCode
 
 Split = Literal["calibration", "selection", "gate"]
@@ -277,7 +278,7 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
         if not path.is_file():
             raise InputError(f"{spec}: no such data file", help="check the path")
         arrays = _read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
-        return ArrayData(spec, _validated(arrays, signature, spec), signature)
+        return ArrayData(spec, _validated(signature.renamed(arrays), signature, spec), signature)
     if ":" in spec:
         return CallableData(spec, signature)
     if path.suffix == ".npy":
@@ -307,6 +308,15 @@ class Signature:
     @property
     def first_name(self) -> str:
         return self.arguments[0] if self.arguments else "NAME"
+
+    def renamed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """By arguments' names where Python cannot have theirs: input_1 for an ONNX graph's input.1."""
+        found = {}
+        for name, array in arrays.items():
+            own = identifier(name)
+            taken = name in self.arguments or own in arrays or own not in self.arguments
+            found[name if taken else own] = array
+        return found
 
     def bind(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str

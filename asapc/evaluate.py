@@ -219,7 +219,7 @@ def bench(
     """Median latencies of teacher, lossless and compiled: the whole model and every site.
 
     A site's teacher is the usual log-domain PyTorch loop on the site's own activations. Where there is
-    a model.onnx, it is timed under ONNX Runtime with its teacher too.
+    a verified model.onnx, it is timed under ONNX Runtime with its teacher too.
     explain: also which kernels each compiled site runs, and why. tune: True measures tile sizes for
     every site first and keeps the best in the tuning cache; False leaves that cache aside.
     """

@@ -76,6 +76,21 @@ def test_arrays_are_batched_in_order_and_can_be_read_again(npz: Open) -> None:
         assert batches[1].labels.dtype == torch.int64 and not batches[1].kwargs
 
 
+def test_names_that_python_cannot_have(npz: Open) -> None:
+    """As the inputs of ONNX graphs may be called."""
+
+    def graph(input_1: Tensor, attention_mask: Tensor) -> None: ...
+
+    arrays = {"input.1": np.ones((3, 2)), "attention-mask": np.zeros((3, 2))}
+    batch = next(npz(inspect.signature(graph), **arrays).batches(3))
+    assert [float(own.sum()) for own in batch.tensors()] == [6.0, 0.0]
+    for name in ("input", "input.2"):
+        with pytest.raises(InputError, match="must be named after"):
+            npz(inspect.signature(graph), **{name: np.ones((3, 2)), "attention-mask": np.zeros((3, 2))})
+    with pytest.raises(InputError, match="must be named after"):
+        npz(inspect.signature(graph), **arrays, input_1=np.ones((3, 2)))
+
+
 def test_arguments_keep_the_order_of_forward(npz: Open) -> None:
     both = npz(mask=np.ones((3, 2), bool), scale=np.ones(3), img=images(3))
     (batch,) = read(both)

@@ -136,13 +136,12 @@ def place(
             "functions": sorted({function.name for function in model.functions.values()}),
             **asdict(found),
         }
-        beside = path.with_name(MODEL + DATA)
-        for own in (beside, path):
-            if own.exists():
-                own.chmod(0o644)
-                os.replace(own, folder / own.name)
-            else:  # weights that the earlier file had apart
-                (folder / own.name).unlink(missing_ok=True)
+        if any((place / (MODEL + DATA)).exists() for place in (folder, path.parent)):
+            (folder / MODEL).unlink(missing_ok=True)  # a kill in between leaves none, not a mixed one
+            (folder / (MODEL + DATA)).unlink(missing_ok=True)
+        for own in sorted(path.parent.iterdir(), reverse=True):  # model.onnx.data first
+            own.chmod(0o644)
+            os.replace(own, folder / own.name)
     replace_file(folder / RECORD, json.dumps(record, indent=2) + "\n")
     return record
 

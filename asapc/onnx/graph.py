@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -236,12 +235,6 @@ def _string_list(text: str) -> list[str]:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return []
     return [str(item) for item in value] if isinstance(value, list) else []
-
-
-def identifier(name: str) -> str:
-    """The name with everything replaced that Python, or a path of modules, would take for syntax."""
-    plain = re.sub(r"[^A-Za-z0-9_]", "_", name)
-    return plain if re.match(r"[A-Za-z_]", plain) else f"_{plain}"
 
 
 def _name(node: onnx.NodeProto) -> str:

@@ -22,7 +22,7 @@ from torch.fx import Node as FxNode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from asapc.errors import InputError
-from asapc.onnx.graph import identifier
+from asapc.formats.names import identifier
 from asapc.onnx.host import tensor_of
 from asapc.onnx.nodes import Filled, Graph, Held, Input, Node
 
