@@ -287,6 +287,8 @@ def compile(
             _write_edited(folder, teacher, captured, own, source, onnx or OnnxSettings(), progress)
         elif onnx is not None:
             _write_onnx(read_artifact(folder, ("graph",)), source, onnx, progress)
+        elif teacher.onnx is not None:
+            progress.note("no model.onnx: torch.export could trace the teacher by its modules only")
     return manifest
 
 
