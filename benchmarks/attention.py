@@ -487,13 +487,19 @@ def main() -> None:
     if options.json:
         print(json.dumps(document, indent=2))
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "attention.json").write_text(json.dumps(document, indent=2) + "\n")
         title = ["# Attention: time and memory", f"`{json.dumps(document['environment'])}`"]
-        text = "\n\n".join([*title, *map(table, results)]) + "\n"
-        (options.out / "attention.md").write_text(text)
+        text = "\n\n".join([*title, *map(table, results)])
+        write_results(options.out, "attention", document, text)
         if not plot(results, options.out / "attention.svg"):
             print("no plot: matplotlib is not installed", file=sys.stderr)
+
+
+def write_results(folder: Path | None, name: str, document: Any, text: str) -> None:
+    """As name.json and name.md of the folder, where there is one."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+        (folder / f"{name}.md").write_text(text + "\n")
 
 
 def environment(cpu: bool) -> dict[str, str | int]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import environment, error, extra_mib
+from attention import environment, error, extra_mib, write_results
 from torch import Tensor
 from torch.nn.functional import one_hot, scaled_dot_product_attention
 
@@ -178,10 +178,7 @@ def main() -> None:
             results.append(measure(options, temperature))
             print(table(results[-1]), "\n", flush=True)
     document = {"environment": environment(cpu=True), "results": results}
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "esp.json").write_text(json.dumps(document, indent=2) + "\n")
-        (options.out / "esp.md").write_text("\n\n".join(map(table, results)) + "\n")
+    write_results(options.out, "esp", document, "\n\n".join(map(table, results)))
 
 
 if __name__ == "__main__":

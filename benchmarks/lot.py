@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import environment, error, extra_mib
+from attention import environment, error, extra_mib, write_results
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -281,10 +281,7 @@ def main() -> None:
             "scaling": scaling(shape(0), options),
         }
     print(table(document))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "lot.json").write_text(json.dumps(document, indent=2) + "\n")
-        (options.out / "lot.md").write_text(table(document) + "\n")
+    write_results(options.out, "lot", document, table(document))
 
 
 if __name__ == "__main__":

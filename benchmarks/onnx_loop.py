@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import torch
-from attention import environment
+from attention import environment, write_results
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from asapc.onnx.session import open_session
@@ -203,10 +202,7 @@ def main() -> None:
         "results": [measure(n, t, options) for n in options.tokens for t in options.half_steps],
     }
     print(table(document))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "onnx_loop.json").write_text(json.dumps(document, indent=2) + "\n")
-        (options.out / "onnx_loop.md").write_text(table(document) + "\n")
+    write_results(options.out, "onnx_loop", document, table(document))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asapc.errors import InputError
 from asapc.ir import Program
+from asapc.limits import MOST, limits_of
 from asapc.passes.einsum import split_einsums
 
 
@@ -244,13 +245,11 @@ def _are_axes(value: Any) -> bool:
 
 
 def _hint(ranges: Mapping[Any, Any], size: torch.SymInt) -> Any:
-    """Dim.AUTO with the limits of a size, None if it has none. Every size is traced as 2 or more."""
-    limits = ranges.get(size.node.expr)
-    if limits is None:
+    """Dim.AUTO with the limits of a size, None if it has none."""
+    low, high = limits_of(ranges, size.node.expr)
+    if (low, high) == (0, MOST):
         return None
-    low = int(limits.lower) if limits.lower > 2 else None
-    high = int(limits.upper) if limits.upper < 2**31 else None
-    return None if low is None and high is None else Dim.AUTO(min=low, max=high)
+    return Dim.AUTO(min=low or None, max=high if high < MOST else None)
 
 
 class _ProductCounter(TorchDispatchMode):

@@ -9,7 +9,6 @@ OUT/onnx.json says how it was written and what the comparison found.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -34,7 +33,7 @@ from asapc.onnx.functions import DOMAIN, Functions, take_out_calls
 from asapc.onnx.half import MARGIN, in_half, rounding
 from asapc.onnx.interface import input_names, output_names, rename
 from asapc.onnx.module import OnnxModule
-from asapc.onnx.settings import DEFAULT_OPSET, MODEL, RECORD, TOLERANCE, OnnxSettings
+from asapc.onnx.settings import DEFAULT_OPSET, MODEL, RECORD, TOLERANCE, OnnxSettings, digest_of
 from asapc.onnx.translate import translate
 from asapc.onnx.verify import Verified, joined, verify
 from asapc.progress import Progress
@@ -132,7 +131,7 @@ def place(
             "opset": model.graph.opset_imports[""],
             "float16": float16,
             "bytes": sum(own.stat().st_size for own in path.parent.iterdir()),
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "sha256": digest_of(path),
             "functions": sorted({function.name for function in model.functions.values()}),
             **asdict(found),
         }

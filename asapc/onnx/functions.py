@@ -18,12 +18,12 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, Node
 
 from asapc.errors import InputError, VerificationError
+from asapc.limits import limits_of
 from asapc.onnx import twins
 from asapc.onnx.translate import cause, translate
 
 DOMAIN = "ai.asapc"
 SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: no usual ones
-MOST = 2**31 - 1  # of a size that has no limit
 TENSOR = object()  # in the settings of a call, the place of a tensor
 
 
@@ -155,23 +155,12 @@ def stand_ins(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
         expression = length.node.expr
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in symbols:
-                symbols[symbol] = _stand_in(_limits(length, symbol), symbols.values())
+                symbols[symbol] = _stand_in(
+                    limits_of(length.node.shape_env.var_to_range, symbol), symbols.values()
+                )
         return int(expression.subs(symbols))
 
     return [tuple(size(length) for length in value.shape) for value in values]
-
-
-def limits_of(size: torch.SymInt) -> tuple[int, int]:
-    """Least and most that a dynamic size of a program may be."""
-    return _limits(size, size.node.expr)
-
-
-def _limits(size: torch.SymInt, symbol: Any) -> tuple[int, int]:
-    limits = size.node.shape_env.var_to_range.get(symbol)
-    if limits is None:
-        return 0, MOST
-    low = int(limits.lower) if limits.lower > 2 else 0  # every size is traced as 2 or more
-    return low, int(limits.upper) if limits.upper < MOST else MOST
 
 
 def _stand_in(limits: tuple[int, int], taken: Collection[int]) -> int:

@@ -30,9 +30,10 @@ def output_names(exported: ExportedProgram) -> list[str]:
     assert spec is not None
     paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))[0]
     names: list[str] = []
+    taken = input_names(exported)
     for path, _ in paths:
         name = "_".join([*(() if _is_key(path) else ("output",)), *(_text(key) for key in path)])
-        while name in names or name in input_names(exported):
+        while name in names or name in taken:
             name += "_"
         names.append(name)
     for name, own in zip(names, exported.graph_signature.output_specs, strict=True):

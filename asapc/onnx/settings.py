@@ -59,7 +59,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not _is_record(record):
         raise InputError(f"{path}: must be what `asapc export` writes", help="export again")
     checked: dict[str, Any] = record
-    return checked if _digest(folder / MODEL) == checked["sha256"] else None
+    return checked if digest_of(folder / MODEL) == checked["sha256"] else None
 
 
 def is_unverified(folder: Path) -> bool:
@@ -67,7 +67,7 @@ def is_unverified(folder: Path) -> bool:
     return (folder / MODEL).is_file() and read_record(folder) is None
 
 
-def _digest(path: Path) -> str | None:
+def digest_of(path: Path) -> str | None:
     """sha256 of a file's bytes, None without one."""
     if not path.is_file():
         return None

@@ -105,13 +105,13 @@ def run_loop(
         on_rows = not on_rows
     u, v = torch.ones_like(f)[..., None], torch.ones_like(g)[..., None]
     mu, nu = log_mu.exp()[..., None], log_nu.exp()[..., None]
-    kernel = torch.exp(scores + f[..., :, None] + g[..., None, :])
+    kernel = _kernel(scores, f, g)
     for step in range(half_steps - log_steps):
         if step % KERNEL_STEPS == 0:
             if step > 0:
                 f, g = f + u[..., 0].log(), g + v[..., 0].log()
                 u, v = torch.ones_like(u), torch.ones_like(v)
-                kernel = torch.exp(scores + f[..., :, None] + g[..., None, :])
+                kernel = _kernel(scores, f, g)
             kernel = of_rows(kernel, 0.0)
             transposed = kernel.transpose(-1, -2).contiguous()  # matrix times column is the fast order
         if on_rows:
@@ -120,6 +120,10 @@ def run_loop(
             v = _scaling(nu, transposed @ u)
         on_rows = not on_rows
     return Loop(kernel, u, v, f, g)
+
+
+def _kernel(scores: Tensor, f: Tensor, g: Tensor) -> Tensor:
+    return torch.exp(scores + f[..., :, None] + g[..., None, :])
 
 
 def _log_uniform(dual: Tensor) -> Tensor:
@@ -580,8 +584,7 @@ def _lot(
         loops.append((scores, loop))
     (_, first), (scores, second) = loops
     over = second.f - torch.where(log_sigma == -math.inf, 0.0, log_sigma)
-    kernel = torch.exp(scores + over[..., :, None] + second.g[..., None, :])
-    return first, replace(second, kernel=kernel)
+    return first, replace(second, kernel=_kernel(scores, over, second.g))
 
 
 def lot(

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.data import Batch
 from asapc.errors import InputError, VerificationError
-from asapc.onnx.functions import limits_of
+from asapc.limits import limits_of
 from asapc.onnx.session import observe, open_session, run
 from asapc.progress import Progress
 
@@ -177,11 +177,14 @@ def _check_sizes(program: GraphModule, feeds: Mapping[str, Tensor]) -> None:
     places = (node for node in program.graph.nodes if node.op == "placeholder")
     for place, tensor in zip(places, feeds.values(), strict=True):
         for size, own in zip(place.meta["val"].shape, tensor.shape, strict=True):
-            limits = (size, size) if isinstance(size, int) else limits_of(size)
-            if not limits[0] <= own <= limits[1]:
+            if isinstance(size, int):
+                low = high = size
+            else:
+                low, high = limits_of(size.node.shape_env.var_to_range, size.node.expr)
+            if not low <= own <= high:
                 raise InputError(
                     "the program runs at these sizes",
-                    got=f"{place.name}: {own}, traced for {limits[0]} to {limits[1]}",
+                    got=f"{place.name}: {own}, traced for {low} to {high}",
                 )
 
 
