@@ -40,6 +40,51 @@ class OutputFactor:
 
 
 @dataclass(frozen=True)
+class Stabiliser:
+    """A constant that keeps a loop in the exp domain from dividing by 0, see operators.stabilised.
+
+    form:        "scaling" vectors a and b multiply exp(S) at the end, or the "plan" itself is divided.
+    kind:        the constant is added to a sum ("add") or is its least value ("clamp").
+    start:       what is subtracted before exp: nothing ("plain"), the maximum of the "row", of the
+                 "matrix" or of the whole "tensor"; "softmax": the first half-step has no constant.
+    shares:      rows are brought to 1/N and columns to 1/M, not to 1.
+    start_share: scaling vectors start at 1/N and 1/M, not at 1.
+    """
+
+    form: Literal["scaling", "plan"]
+    kind: Literal["add", "clamp"]
+    constant: float
+    start: Literal["plain", "row", "matrix", "tensor", "softmax"] = "plain"
+    shares: bool = False
+    start_share: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in _STABILISERS.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}")
+        if not 0.0 < self.constant < 1.0:
+            raise ValueError("constant must be between 0 and 1")
+
+    def __str__(self) -> str:
+        sign = "+" if self.kind == "add" else "at least"
+        return f"sums {sign} {self.constant:g}"
+
+    @classmethod
+    def of(
+        cls, form: str, kind: str, constant: float, start: str, shares: bool, start_share: bool
+    ) -> Stabiliser:
+        """From what a file or an operator call holds. Raises ValueError for anything unknown."""
+        return cls(form, kind, constant, start, bool(shares), bool(start_share))  # type: ignore[arg-type]
+
+
+_STABILISERS: dict[str, tuple[str, ...]] = {
+    "form": ("scaling", "plan"),
+    "kind": ("add", "clamp"),
+    "start": ("plain", "row", "matrix", "tensor", "softmax"),
+}
+
+
+@dataclass(frozen=True)
 class Convention:
     """The exact finite loop a teacher runs: sides, half-steps, scores and mass.
 
@@ -48,7 +93,9 @@ class Convention:
     mask:             "key" if a key mask enters: padded keys get no attention, padded queries
                       keep their mass.
     bias:             an additive [B|1, H|1, N, M] score bias enters.
-    early_stop:       the teacher's code stops early on a small residual; replay proves it equal.
+    early_stop:       the teacher's code stops early on a small residual; it has been tried on what the
+                      stop leaves out, see passes.early_stop.
+    stabiliser:       a constant in the divisions of a loop in the exp domain, None where there is none.
     """
 
     half_steps: int
@@ -58,6 +105,7 @@ class Convention:
     mask: Mask = "none"
     bias: bool = False
     early_stop: bool = False
+    stabiliser: Stabiliser | None = None
 
     @property
     def last_side(self) -> Side:
@@ -78,6 +126,7 @@ class Convention:
             "mask": self.mask,
             "bias": self.bias,
             "early_stop": self.early_stop,
+            **({} if self.stabiliser is None else {"stabiliser": asdict(self.stabiliser)}),
         }
 
     @classmethod
@@ -91,6 +140,7 @@ class Convention:
             mask=data["mask"],
             bias=bool(data["bias"]),
             early_stop=bool(data["early_stop"]),
+            stabiliser=Stabiliser.of(**data["stabiliser"]) if data.get("stabiliser") else None,
         )
 
 

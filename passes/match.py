@@ -23,7 +23,17 @@ from asapc.ir import Convention, EspConvention, Program
 from asapc.passes.cut import Cut, depends_on_data, evaluate, is_tensor, reaches
 from asapc.passes.match_esp import EspSite, match_esp
 from asapc.passes.match_lot import LotSite, match_lot
-from asapc.passes.probe import EXACT, Fit, NoFit, Sample, identify
+from asapc.passes.probe import (
+    HELD,
+    Fit,
+    NoFit,
+    Sample,
+    attention_of,
+    convention_error,
+    identify,
+    score_multiplier,
+    with_factor,
+)
 from asapc.passes.products import (
     BARRIERS,
     KeyMask,
@@ -39,7 +49,15 @@ from asapc.passes.products import (
 
 aten = torch.ops.aten
 
-PROBE_SPREADS = (1.0, 3.0, 6.0)  # standard deviations of the probed scores, in units of epsilon
+# Standard deviations of the probed scores, in units of epsilon. The sharp ones are for budgets of hundreds
+# of half-steps, which look converged at mild ones, and for constants that are not seen there.
+SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
+FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
+LARGE = 64 * 64
+MILD = 6.0  # up to here multipliers are measured
+SHARP_MASKED = 25.0
+SEPARATES = 1e-6  # relative difference on which two budgets are told apart
+SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
 PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dynamic
 PROBE_BATCH = 2
 MASKED_BELOW = -1e4  # an additive score below this removes the key in every published code
@@ -465,26 +483,30 @@ def _run_experiments(
         softmax_only = any(node.target in SOFTMAX for node in region.inside)
         return _describe(rough, region, softmax_only)
 
-    by_spread: list[list[Sample]] = []
-    for spread in PROBE_SPREADS:
-        by_spread.append([])
-        for at in _lengths_to_try(experiment, lengths, region):
-            size = experiment.dims(at)
-            inputs = neutral if at is lengths else _resize(experiment, region, neutral, roles, at)
-            s = scores(spread / abs(rough), size)
-            a = experiment.run(s, inputs, at)
-            if bool(a.isfinite().all()):
-                by_spread[-1].append(Sample(_four(s), _four(a)))
-    if not by_spread[0]:
+    def sample(spread: float, at: dict[Any, int]) -> Sample | None:
+        size = experiment.dims(at)
+        inputs = neutral if at is lengths else _resize(experiment, region, neutral, roles, at)
+        s = scores(spread / abs(rough), size)
+        a = experiment.run(s, inputs, at)
+        if not bool(a.isfinite().all()):
+            return None
+        return Sample(_four(s), _four(a), mild=spread <= MILD)
+
+    sizes = _lengths_to_try(experiment, lengths, region)
+    large = dims[-2] * dims[-1] > LARGE
+    drawn = [sample(spread, at) for spread in (FEW_SPREADS if large else SPREADS) for at in sizes]
+    samples = [own for own in drawn if own is not None]
+    if not samples:
         return "the region gives NaN or infinity on random scores"
-    # A stabilising constant in a denominator shows at large spreads first: retreat from those.
-    for count in range(len(by_spread), 0, -1):
-        samples = [sample for group in by_spread[:count] for sample in group]
-        fit = identify(samples)
-        if isinstance(fit, Fit):
-            break
+    fit = identify(samples, constants=_small_constants(region))
+    if isinstance(fit, Fit) and fit.rival is not None:
+        if 1 in dims[-2:]:
+            side = "query" if dims[-2] == 1 else "key"
+            return f"with one {side} the attention does not depend on the scores"
+        fit = _separated(experiment, neutral, lengths, samples, fit)
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
+    mildest = samples[: len(sizes)]
 
     mask: KeyMask | None = None
     bias: ScoreBias | None = None
@@ -497,16 +519,24 @@ def _run_experiments(
             inputs = list(neutral)
             polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
             inputs[index] = _key_pattern(neutral[index], pattern, polarity)
-            s = scores(2.0 / abs(rough))
+            s = scores(1.0 / abs(rough))
             a = _four(experiment.run(s, inputs, lengths))
             if not bool(a.isfinite().all()):
                 return f"masking keys through {node.name} gives NaN or infinity"
             if float(a[..., ~pattern].abs().max()) > 1e-12:
                 return f"keys masked through {node.name} still receive attention"
-            keep = pattern.expand(len(a), keys)
-            masked = identify([*samples, Sample(_four(s), a, keep)])
+            seen = [Sample(_four(s), a, pattern.expand(len(a), keys))]
+            alone = torch.arange(keys) == keys // 2
+            for spread, active in ((SHARP_MASKED, pattern), (1.0, alone)):
+                inputs[index] = _key_pattern(neutral[index], active, polarity)
+                s = scores(spread / abs(rough))
+                a = _four(experiment.run(s, inputs, lengths))
+                if bool(a.isfinite().all()):
+                    seen.append(Sample(_four(s), a, active.expand(len(a), keys)))
+            masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
             if isinstance(masked, NoFit):
-                return f"with {node.name} as key mask: {masked.reason}"
+                error = "" if masked.error is None else f"; relative error {masked.error:.2g}"
+                return f"with {node.name} as key mask: {masked.reason}{error}"
             fit = masked
             mask = KeyMask(node, polarity, merged or _merged(node, region))
         if role == "bias" or (role == "additive" and _adds_more(node)):
@@ -523,17 +553,63 @@ def _run_experiments(
             s = scores(2.0 / abs(rough))
             a = experiment.run(s, inputs, lengths)
             shift = coefficient / fit.convention.score_multiplier * dense
-            biased = identify([*samples, Sample(_four(s + shift), _four(a))])
-            if isinstance(biased, NoFit):
-                return f"with {node.name} as score bias: {biased.reason}"
+            error = convention_error(
+                replace(fit.convention, mask="none"), [Sample(_four(s + shift), _four(a))]
+            )
+            if not error <= HELD:
+                return f"with {node.name} as score bias: another loop; relative error {error:.2g}"
             bias = ScoreBias(node, coefficient, merged or _merged(node, region))
     return fit, mask, bias
 
 
 def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:
-    from asapc.passes.probe import score_multiplier
-
     return score_multiplier([Sample(_four(scores), _four(attention))])
+
+
+def _separated(
+    experiment: _Experiment,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+    samples: Sequence[Sample],
+    fit: Fit,
+) -> Fit | NoFit:
+    """The fit, held against its rival on scores on which the two differ; a reason where none are found.
+
+    Two blocks of tokens that hardly see each other, of unequal mass, exchange it slowly: every half-step
+    moves the duals by the same amount until the gap between the blocks is overcome.
+    """
+    first, rival = fit.convention, fit.rival
+    assert rival is not None
+    queries, keys = experiment.dims(lengths)[-2:]
+    across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(experiment.dims(lengths), generator=generator, dtype=torch.float64)
+    for gap in (10.0, 20.0, 40.0, 80.0, 160.0, 320.0):
+        s = (noise - gap * across) / abs(first.score_multiplier)
+        if not convention_error(rival, [Sample(_four(s), attention_of(first, _four(s), None))]) > SEPARATES:
+            continue
+        a = experiment.run(s, neutral, lengths)
+        if bool(a.isfinite().all()):
+            sample = Sample(_four(s), _four(a), mild=False)
+            return identify([*samples, sample])
+    return NoFit(
+        f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
+        f"({rival.first_side}s first) give the same attention on everything that was tried"
+    )
+
+
+def _small_constants(region: Region) -> list[float]:
+    """Numbers in the region that may keep a division from being one by 0, in order."""
+    found: list[float] = []
+
+    def note(value: Any) -> Any:
+        if isinstance(value, float) and 0.0 < value < SMALL_CONSTANT and value not in found:
+            found.append(value)
+        return value
+
+    for node in region.inside:
+        pytree.tree_map(note, (node.args, node.kwargs))
+    return found
 
 
 def _describe(failure: NoFit, region: Region, softmax_only: bool) -> str:
@@ -700,7 +776,7 @@ def _merged(node: Node, region: Region) -> bool:
 
 
 __all__ = [
-    "EXACT", "AnySite", "AttentionSite", "EspSite", "KeyMask", "LotSite", "Product", "Refusal",
+    "AnySite", "AttentionSite", "EspSite", "KeyMask", "LotSite", "Product", "Refusal",
     "ScoreBias", "find_regions",
     "holds_attention", "match",
 ]  # fmt: skip

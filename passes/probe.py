@@ -3,43 +3,71 @@
 A region between q k^T and A v is treated as a function of its scores. Nothing here looks at code.
 
     log A = m S + u 1' + 1 v'      double centring removes u and v, what is left is the multiplier m
-    constant sums of A             give the last side and the output factor
-    smallest T that reproduces A   gives the half-steps (visible at large score spreads)
+    constant sums of A             give the last side and the output factor, at mild scores
+    the T that reproduces A        gives the half-steps, at scores so sharp that every loop still moves
+    what departs at sharp scores   gives the stabilising constant, if there is one
+
+Long loops look converged at mild scores: T = 80 and T = 33 then agree to rounding. So samples must reach
+the sharpest scores at which the region is finite, and a budget that other budgets agree with there is
+said to have a rival.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from asapc.ir import Convention, Mask, OutputFactor, Side
+from asapc.ir import Convention, Mask, OutputFactor, Side, Stabiliser
 from asapc.operators.closures import close_columns, close_rows, log_marginals
-from asapc.operators.sinkhorn import initial_duals
+from asapc.operators.sinkhorn import (
+    attention_map,
+    factor_terms,
+    factor_value,
+    finite_duals,
+    initial_duals,
+)
+from asapc.operators.stabilised import stabilised_plans, unit_mass
 
-MAX_HALF_STEPS = 64
+MAX_HALF_STEPS = 1024
 EXACT = 1e-9  # relative error in float64 of a loop that is the convention, to rounding
-STABILISED = 1e-6  # the same with a small constant in a denominator ("+ 1e-8"), still told apart
+STABILISED = 1e-6  # the same with a constant too small to matter, such as log(1 / N + 1e-8)
+HELD = 1e-4  # of a convention that a constant nobody could name leaves at the sharpest scores
+BEYOND = 8  # half-steps that are looked at after the first that fits: do they fit as well?
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One observation: scores [B, H, N, M] (raw products), attention [B, H, N, M], keep [B, M]."""
+    """One observation: scores [B, H, N, M] (raw products), attention [B, H, N, M], keep [B, M].
+
+    mild: the scores spread so little that a stabilising constant is not seen.
+    """
 
     scores: Tensor
     attention: Tensor
     keep: Tensor | None = None
+    mild: bool = True
+
+    def head(self) -> Sample:
+        """The first head of the first example, by which loops are searched."""
+        keep = None if self.keep is None else self.keep[:1]
+        return Sample(self.scores[:1, :1], self.attention[:1, :1], keep, self.mild)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A convention and the largest relative error with which it reproduces the samples."""
+    """A convention and the largest relative error with which it reproduces the samples.
+
+    rival: another budget that reproduces them as well, which only other scores could tell apart.
+    """
 
     convention: Convention
     error: float
+    rival: Convention | None = None
 
 
 @dataclass(frozen=True)
@@ -50,43 +78,106 @@ class NoFit:
     error: float | None = None
 
 
-def identify(samples: Sequence[Sample], tolerance: float = STABILISED) -> Fit | NoFit:
+@dataclass(frozen=True)
+class Budget:
+    """The half-steps of a loop, its largest error, and another budget that fits as well."""
+
+    first_side: Side
+    half_steps: int
+    error: float
+    rival: tuple[Side, int] | None = None
+
+
+def identify(
+    samples: Sequence[Sample], tolerance: float = STABILISED, constants: Sequence[float] = ()
+) -> Fit | NoFit:
     """The convention that reproduces every sample to `tolerance` (relative to max A), or why none does.
 
-    Samples without a mask decide the multiplier; all must agree. Use several score spreads: at a small
-    spread the loop converges at once and its length cannot be seen.
+    Samples without a mask decide the multiplier; all must agree. Use several score spreads, the mildest
+    first, up to the sharpest at which attention is finite. constants: what the code might add to its
+    denominators.
     """
-    plain = [sample for sample in samples if sample.keep is None] or samples
-    multiplier = score_multiplier(plain)
+    plain = [sample for sample in samples if sample.keep is None] or list(samples)
+    mild = [sample for sample in samples if sample.mild] or list(samples)
+    multiplier = score_multiplier([s for s in plain if s.mild] or plain)
     if isinstance(multiplier, NoFit):
         return multiplier
-    mass_tolerance = tolerance
-    sides = _constant_sides(samples, mass_tolerance)
+    mildest = mild[: max(1, len(mild) // 2)]
+    sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
     if not sides:
         return NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
-    best: tuple[float, int, Side] | None = None
-    errors = _errors_by_half_steps(samples, multiplier, sides)
-    for (first, half_steps), error in errors.items():
-        if best is None or error < best[0]:
-            best = (error, half_steps, first)
-    assert best is not None
-    if not best[0] <= tolerance:
+    at_mild = _budget(mild, multiplier, sides)
+    if not at_mild.error <= max(tolerance, HELD):
         return NoFit(
             f"not a finite Sinkhorn loop of at most {MAX_HALF_STEPS} half-steps (best: "
-            f"{best[1]} half-steps, {best[2]}s first)",
-            best[0],
+            f"{at_mild.half_steps} half-steps, {at_mild.first_side}s first)",
+            at_mild.error,
         )
-    # The smallest budget that is as good as the best, up to the rounding both share.
-    enough = max(EXACT, 4 * best[0]) if best[0] <= EXACT else 1.5 * best[0]
-    fits = {key: error for key, error in errors.items() if error <= min(enough, tolerance)}
-    first, half_steps = min(fits, key=lambda key: (key[1], key[0] == "column"))
-    last: Side = first if half_steps % 2 else ("column" if first == "row" else "row")
-    factor = _output_factor(samples, last)
+    # Only what looks converged at mild scores may be longer than it looks there.
+    most = MAX_HALF_STEPS if at_mild.rival is not None else at_mild.half_steps + BEYOND
+    budget = _budget(samples, multiplier, sides, most)
+    stabiliser: Stabiliser | None = None
+    if budget.error > tolerance and constants:
+        found = _stabilised(samples, multiplier, sides, constants, most)
+        if found is not None:
+            stabiliser, budget = found
+    if not budget.error <= max(tolerance, HELD):
+        return NoFit(
+            f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp ones: "
+            "a constant in its divisions, a clamp or an early stop that is not known",
+            budget.error,
+        )
+    convention = Convention(
+        budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser
+    )
+    fit = with_factor(convention, samples, mildest)
+    if isinstance(fit, NoFit) or budget.rival is None:
+        return fit
+    first, half_steps = budget.rival
+    return replace(fit, rival=replace(fit.convention, first_side=first, half_steps=half_steps))
+
+
+def with_factor(
+    convention: Convention, samples: Sequence[Sample], mildest: Sequence[Sample]
+) -> Fit | NoFit:
+    """The convention with the output factor that the mildest samples show, held against all of them."""
+    factor = _output_factor(mildest, convention.last_side)
     if isinstance(factor, NoFit):
         return factor
     mask: Mask = "none" if all(sample.keep is None for sample in samples) else "key"
-    convention = Convention(half_steps, first, multiplier, factor, mask)
-    return Fit(convention, errors[(first, half_steps)])
+    convention = replace(convention, output_factor=factor, mask=mask)
+    error = convention_error(convention, samples)
+    if not error <= HELD:
+        return NoFit("one head or example runs this loop and another does not", error)
+    return Fit(convention, error)
+
+
+def convention_error(convention: Convention, samples: Sequence[Sample]) -> float:
+    """Largest error of the convention over all heads and examples, relative to each sample's largest
+    entry; infinite where it is not a number."""
+    worst = 0.0
+    for sample in samples:
+        own = attention_of(convention, sample.scores, sample.keep)
+        scale = sample.attention.abs().amax().clamp(min=1e-300)
+        error = float((own - sample.attention).abs().amax() / scale)
+        worst = max(worst, math.inf if error != error else error)
+    return worst
+
+
+def attention_of(convention: Convention, scores: Tensor, keep: Tensor | None) -> Tensor:
+    """The map that the convention computes from raw products [B, H, N, M], in their dtype."""
+    scores = convention.score_multiplier * scores
+    if keep is not None:
+        scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
+    factor, rows_first = factor_terms(convention.output_factor), convention.first_side == "row"
+    if convention.stabiliser is None:
+        f, g = finite_duals(scores, convention.half_steps, convention.first_side, keep)
+        return attention_map(scores, f, g, factor, keep)
+    queries, keys = scores.shape[-2:]
+    steps = stabilised_plans(scores, rows_first, convention.stabiliser, keep)
+    a, kernel, b = next(itertools.islice(steps, convention.half_steps - 1, None))
+    unit = unit_mass(convention.stabiliser, convention.half_steps, rows_first, queries, keys)
+    return a * unit * factor_value(factor, queries, keys, keep) * kernel * b.transpose(-1, -2)
 
 
 def double_centre(matrix: Tensor) -> Tensor:
@@ -149,34 +240,157 @@ def _mass_spread(sample: Sample, side: Side) -> float:
     return float(((sums.amax(-1) - sums.amin(-1)) / sums.amax(-1).abs().clamp(min=1e-300)).max())
 
 
-def _errors_by_half_steps(
-    samples: Sequence[Sample], multiplier: float, sides: Sequence[Side]
-) -> dict[tuple[Side, int], float]:
-    """Largest relative error over the samples for every (first side, half-steps) ending on `sides`."""
+def _last_side(first: Side, half_steps: int) -> Side:
+    return Convention(half_steps, first, 1.0).last_side
+
+
+# Budgets
+
+
+Plans = Callable[[Side], Iterator[tuple[Tensor, ...]]]
+"""From a first side, the ways in which the plan [G, H, N, M] after each half-step may be read."""
+
+
+def search_budget(
+    targets: Sequence[Tensor],
+    plans: Sequence[Plans],
+    sides: Sequence[Side] = ("row", "column"),
+    most: int = MAX_HALF_STEPS,
+) -> Budget:
+    """The shortest loop, among those that end on `sides`, that is as good as the best.
+
+    targets: attention [G, H, N, M] of each group of samples; plans: the loops that should give it;
+    most: the longest that is tried.
+    Every target counts up to a number: an output factor is looked for afterwards.
+    """
     errors: dict[tuple[Side, int], float] = {}
+    for first in ("row", "column"):
+        running = [make(first) for make in plans]
+        for half_steps in itertools.count(1):
+            if half_steps > most:
+                break
+            views = [next(own) for own in running]
+            if _last_side(first, half_steps) not in sides:
+                continue
+            error = max(
+                min(_up_to_scale(view, target) for view in own)
+                for own, target in zip(views, targets, strict=True)
+            )
+            errors[first, half_steps] = error
+            if error <= EXACT:
+                most = min(most, half_steps + BEYOND)
+    least = min(errors.values())
+    enough = EXACT if least <= EXACT else 1.5 * least
+    fits = sorted(
+        (key for key, error in errors.items() if error <= enough),
+        key=lambda key: (key[1], key[0] == "column"),
+    )
+    if not fits:  # nothing but NaN
+        return Budget("row", 1, math.inf)
+    (first, half_steps), rivals = fits[0], fits[1:]
+    return Budget(first, half_steps, errors[fits[0]], rivals[0] if rivals else None)
+
+
+def loop_plans(scores: Tensor, keep: Tensor | None, log_mu: Tensor, log_nu: Tensor) -> Plans:
+    """The finite loop on scores [G, H, N, M] from zero duals."""
+
+    def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
+        f, g = initial_duals(scores, keep)
+        rows_turn = first == "row"
+        while True:
+            if rows_turn:
+                f = close_rows(scores, g, log_mu)
+            else:
+                g = close_columns(scores, f, log_nu)
+            yield (torch.exp(scores + f[..., None] + g[..., None, :]),)
+            rows_turn = not rows_turn
+
+    return run
+
+
+def _up_to_scale(own: Tensor, observed: Tensor) -> float:
+    """Largest error relative to the largest entry, where each matrix counts up to a number."""
+    ratio = observed.sum((-1, -2), keepdim=True) / own.sum((-1, -2), keepdim=True).clamp(min=1e-300)
+    scale = observed.abs().amax((-1, -2), keepdim=True).clamp(min=1e-300)
+    error = float(((own * ratio - observed).abs() / scale).max())
+    return math.inf if error != error else error
+
+
+def _budget(
+    samples: Sequence[Sample],
+    multiplier: float,
+    sides: Sequence[Side],
+    most: int = MAX_HALF_STEPS,
+) -> Budget:
+    groups = _groups(samples, multiplier)
+    plans = [
+        loop_plans(scores, keep, *log_marginals(*scores.shape[-2:], keep, scores))
+        for scores, keep, _ in groups
+    ]
+    return search_budget([target for *_, target in groups], plans, sides, most)
+
+
+def _groups(
+    samples: Sequence[Sample], multiplier: float
+) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+    """(scores in units of epsilon, keep, attention) of one head of every sample, stacked by shape."""
+    by_shape: dict[object, list[Sample]] = {}
     for sample in samples:
-        scores = multiplier * sample.scores
-        if sample.keep is not None:
-            scores = scores.masked_fill(~sample.keep[:, None, None, :], -math.inf)
-        log_mu, log_nu = log_marginals(scores.shape[-2], scores.shape[-1], sample.keep, scores)
-        scale = sample.attention.abs().amax().clamp(min=1e-300)
-        for first in ("row", "column"):
-            f, g = initial_duals(scores, sample.keep)
-            rows_turn = first == "row"
-            for half_steps in range(1, MAX_HALF_STEPS + 1):
-                if rows_turn:
-                    f = close_rows(scores, g, log_mu)
-                else:
-                    g = close_columns(scores, f, log_nu)
-                if ("row" if rows_turn else "column") in sides:
-                    plan = torch.exp(scores + f[..., None] + g[..., None, :])
-                    mass = sample.attention.sum((-1, -2), keepdim=True)
-                    plan = plan * (mass / plan.sum((-1, -2), keepdim=True).clamp(min=1e-300))
-                    error = float((plan - sample.attention).abs().amax() / scale)
-                    key: tuple[Side, int] = (first, half_steps)
-                    errors[key] = max(errors.get(key, 0.0), math.inf if error != error else error)
-                rows_turn = not rows_turn
-    return errors
+        own = sample.head()
+        by_shape.setdefault((own.scores.shape, own.keep is None), []).append(own)
+    groups = []
+    for own in by_shape.values():
+        scores = multiplier * torch.cat([sample.scores for sample in own])
+        keeps = [sample.keep for sample in own if sample.keep is not None]
+        keep = torch.cat(keeps) if keeps else None
+        if keep is not None:
+            scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
+        groups.append((scores, keep, torch.cat([sample.attention for sample in own])))
+    return groups
+
+
+# Stabilising constants
+
+
+def _stabilised(
+    samples: Sequence[Sample],
+    multiplier: float,
+    sides: Sequence[Side],
+    constants: Sequence[float],
+    most: int,
+) -> tuple[Stabiliser, Budget] | None:
+    """The loop with a constant in its divisions that reproduces every sample, if there is one."""
+    groups = _groups(samples, multiplier)
+    best: tuple[Stabiliser, Budget] | None = None
+    for stabiliser in _hypotheses(constants):
+        plans = [_stabilised_plans(scores, keep, stabiliser) for scores, keep, _ in groups]
+        budget = search_budget([target for *_, target in groups], plans, sides, most)
+        if best is None or budget.error < best[1].error:
+            best = stabiliser, budget
+        if budget.error <= EXACT:
+            break
+    return best if best is not None and best[1].error <= STABILISED else None
+
+
+def _hypotheses(constants: Sequence[float]) -> Iterator[Stabiliser]:
+    """The most usual first: a matrix that is divided, then scaling vectors."""
+    for constant in constants:
+        for kind in ("add", "clamp"):
+            for start in ("softmax", "plain", "row", "matrix", "tensor"):
+                for shares in (False, True):
+                    yield Stabiliser.of("plan", kind, constant, start, shares, False)
+            for start in ("plain", "row", "matrix", "tensor"):
+                for shares in (False, True):
+                    for start_share in (False, True):
+                        yield Stabiliser.of("scaling", kind, constant, start, shares, start_share)
+
+
+def _stabilised_plans(scores: Tensor, keep: Tensor | None, stabiliser: Stabiliser) -> Plans:
+    def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
+        for a, kernel, b in stabilised_plans(scores, first == "row", stabiliser, keep):
+            yield (a * kernel * b.transpose(-1, -2),)
+
+    return run
 
 
 def _output_factor(samples: Sequence[Sample], last: Side) -> OutputFactor | NoFit:

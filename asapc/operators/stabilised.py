@@ -1,0 +1,167 @@
+"""Finite Sinkhorn loops in the exp domain with a stabilising constant in every division.
+
+    D = K b                            the sums that the next half-step divides by, K = exp(S - offset)
+    a = mass / (D (+) delta)           of "scaling": vectors a and b multiply K at the end
+    a = a mass / (a D (+) delta)       of "plan": the matrix diag(a) K diag(b) itself is divided
+
+x (+) delta is x + delta ("add") or max(x, delta) ("clamp"). At mild scores the constant is not seen and
+the plan is that of operators.sinkhorn; where a row or a column sums to less than delta, it is another
+plan, and that is what such a teacher computes.
+
+Scaling vectors and K are float64: where a float32 teacher divides by 1e-30, vectors leave float32 while
+the plan does not. One exponential an entry and a matrix-vector product a half-step, in plain PyTorch on
+every device; differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from asapc.ir import Stabiliser
+from asapc.operators.sinkhorn import clean_values, factor_value, open_empty, score_matrix, widen
+
+
+def stabilised_plans(
+    scores: Tensor, rows_first: bool, stabiliser: Stabiliser, keep: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(a, K, b) after each half-step, without end: the code's own plan is diag(a) K diag(b).
+
+    scores: [B, H, N, M] in units of epsilon, float64, -inf on masked keys.
+    a: [B, H, N, 1]; K: [B, H, N, M]; b: [B, H, M, 1].
+    """
+    queries, keys = scores.shape[-2:]
+    kernel = torch.exp(scores - _offset(scores, stabiliser))
+    row_mass, column_mass = (1.0 / queries, 1.0 / keys) if stabiliser.shares else (1.0, 1.0)
+    a = torch.ones_like(kernel[..., :1])
+    b = torch.ones_like(kernel[..., :1, :]).transpose(-1, -2)
+    if stabiliser.form == "scaling" and stabiliser.start_share:
+        a, b = a / queries, b / keys
+    exact = stabiliser.start == "softmax"
+    while True:
+        if rows_first:
+            a = _divided(a, kernel @ b, row_mass, stabiliser, exact)
+        else:
+            b = _divided(b, kernel.transpose(-1, -2) @ a, column_mass, stabiliser, exact)
+        exact = False
+        yield a, kernel, b
+        rows_first = not rows_first
+
+
+def _divided(own: Tensor, sums: Tensor, mass: float, stabiliser: Stabiliser, exact: bool) -> Tensor:
+    plan = stabiliser.form == "plan"
+    total = own * sums if plan else sums
+    if exact:  # a softmax has no constant; the keys of an empty row or column carry nothing
+        total = total.masked_fill(total == 0, 1.0)
+    elif stabiliser.kind == "add":
+        total = total + stabiliser.constant
+    else:
+        total = total.clamp(min=stabiliser.constant)
+    return (own * mass if plan else mass) / total
+
+
+def _offset(scores: Tensor, stabiliser: Stabiliser) -> Tensor:
+    """What is subtracted from the scores before exp; without effect but through the constant."""
+    if stabiliser.start == "plain":
+        return scores.new_zeros(())
+    if stabiliser.start == "matrix":
+        top = scores.amax((-1, -2), keepdim=True)
+    elif stabiliser.start == "tensor":
+        top = scores.amax()
+    else:  # "row", and "softmax", whose exp is safe after any offset
+        top = scores.amax(-1, keepdim=True)
+    return top.masked_fill(top.isneginf(), 0.0)
+
+
+def settings_of(stabiliser: Stabiliser) -> tuple[str, str, float, str, bool, bool]:
+    """A Stabiliser as what the registered operators take, in the order of their arguments."""
+    s = stabiliser
+    return s.form, s.kind, s.constant, s.start, s.shares, s.start_share
+
+
+def stabilised_sinkhorn_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    form: str,
+    kind: str,
+    constant: float,
+    start: str,
+    shares: bool,
+    start_share: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """Dense attention map, [B, H, N, M] in q's dtype.  Arguments as sinkhorn_attention, and Stabiliser's.
+
+    output_factor: as for sinkhorn_attention, of the plan whose last side would have mass 1/N or 1/M each
+    without the constant.
+    """
+    a, kernel, b, factor = _scalings(
+        q, k, keep, bias, score_multiplier, half_steps, rows_first,
+        Stabiliser.of(form, kind, constant, start, shares, start_share), output_factor,
+    )  # fmt: skip
+    return (a * factor * kernel * b.transpose(-1, -2)).to(q.dtype)
+
+
+def stabilised_sinkhorn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    form: str,
+    kind: str,
+    constant: float,
+    start: str,
+    shares: bool,
+    start_share: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """A v [B, H, N, E] in v's dtype, of the map of stabilised_sinkhorn_attention."""
+    a, kernel, b, factor = _scalings(
+        q, k, keep, bias, score_multiplier, half_steps, rows_first,
+        Stabiliser.of(form, kind, constant, start, shares, start_share), output_factor,
+    )  # fmt: skip
+    values = b * clean_values(v, keep).double()
+    return (a * factor * (kernel @ values)).to(v.dtype)
+
+
+def _scalings(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    stabiliser: Stabiliser,
+    output_factor: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
+    q, keep, bias = open_empty(q, keep, bias)
+    # Scores are rounded where the teacher's are, and only then widened.
+    scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier).double()
+    steps = stabilised_plans(scores, rows_first, stabiliser, keep)
+    for _ in range(half_steps):
+        a, kernel, b = next(steps)
+    queries, keys = scores.shape[-2:]
+    factor = factor_value(output_factor, queries, keys, keep)
+    return a, kernel, b, factor * unit_mass(stabiliser, half_steps, rows_first, queries, keys)
+
+
+def unit_mass(
+    stabiliser: Stabiliser, half_steps: int, rows_first: bool, queries: int, keys: int
+) -> float:
+    """Brings the code's own plan to mass 1/N a row or 1/M a column, without the constant."""
+    if stabiliser.shares:
+        return 1.0
+    ends_on_rows = rows_first == (half_steps % 2 == 1)
+    return 1.0 / max(queries if ends_on_rows else keys, 1)
