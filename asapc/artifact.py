@@ -42,10 +42,11 @@ from asapc.formats.load import build_factory, load_teacher, read_safetensors
 from asapc.formats.pt2 import load_program, save_program
 from asapc.ir import Convention, Program, convention_from_dict
 from asapc.monitor import attach
+from asapc.passes.calls import name_calls, sites_of
 from asapc.passes.capture import export_graph
 from asapc.recipe import Recipe
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SELECTION = "selection.json"
 Stage = Literal["graph", "lossless", "teacher"]
 STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
@@ -108,17 +109,20 @@ def write_artifact(
     see passes.select, and fit_seconds; what holds times is apart from the rest.
     """
     tensors: dict[str, Tensor] = {}
-    files: dict[str, dict[str, str]] = {}
+    files: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         for index, program in enumerate(programs[stage]):
             exported = _exported(program)
+            calls = sites_of(program)
+            assert name_calls(exported.graph_module, calls), "a program is written call for call"
             prefix = f"{index}."
             for name, tensor in exported.state_dict.items():
                 tensors.setdefault(prefix + name, tensor.detach().contiguous().clone())
             path = f"{stage}.pt2" if program.name == "" else f"modules/{index}.{stage}.pt2"
             (folder / path).parent.mkdir(exist_ok=True)
             save_program(exported, folder / path)
-            files.setdefault(str(index), {"name": program.name})[stage] = path
+            entry = files.setdefault(str(index), {"name": program.name, "calls": {}})
+            entry[stage], entry["calls"][stage] = path, calls
     if model is not None and manifest["capture"] == "module":
         for name, tensor in model.state_dict().items():
             tensors[_MODEL + name] = tensor.detach().contiguous().clone()
@@ -197,9 +201,13 @@ def _read(place: Path, stages: Sequence[Stage]) -> Artifact:
         for stage in stages:
             own = {**shared, **_under(tensors, f"{stage}.{index}.")}
             path = _inside(place, entry[stage])
-            programs[stage].append(
-                Program(str(entry["name"]), _module(load_program(path, own), path), (), {}, None)
-            )
+            graph = _module(load_program(path, own), path)
+            if not name_calls(graph, entry["calls"][stage]):
+                raise InputError(
+                    f"{path}: must have one operator call for each site that the manifest lists",
+                    got=f"{len(entry['calls'][stage])} sites listed", help="compile again",
+                )  # fmt: skip
+            programs[stage].append(Program(str(entry["name"]), graph, (), {}, None))
     seen = tensors.get(_SEEN, torch.empty(0, dtype=torch.int64))
     if seen.dtype != torch.int64 or seen.dim() != 1:
         raise InputError(f"{place}: {_SEEN} must list integers", got=f"{seen.dtype} {[*seen.shape]}")
@@ -314,8 +322,11 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     require(isinstance(programs, list) and bool(programs), "programs is a list", programs)
     files = []
     for entry in programs:
-        require(is_dict(entry, "name", *STAGES), "every program names its files", entry)
+        require(is_dict(entry, "name", "calls", *STAGES), "every program names its files", entry)
         require(isinstance(entry["name"], str), "a program's name is text", entry)
+        calls = entry["calls"]
+        listed = is_dict(calls, *STAGES) and all(are_strings(calls[stage]) for stage in STAGES)
+        require(listed, "a program lists the sites that it calls operators for", entry)
         for stage in STAGES:
             _inside(path.parent, entry[stage])
             require(str(entry[stage]).endswith(".pt2"), "a program is a .pt2 file", entry)
@@ -324,6 +335,9 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
 
     sites = manifest["sites"]
     require(isinstance(sites, list) and bool(sites), "sites is a list", sites)
+    called = {
+        stage: [site for entry in programs for site in entry["calls"][stage]] for stage in STAGES
+    }
     for site in sites:
         require(is_dict(site, *_SITE_KEYS), f"a site has the keys {', '.join(_SITE_KEYS)}", site)
         for key in _TEXTS:
@@ -340,6 +354,13 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
                 require(first in ("row", "column"), "first_side is row or column", first)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             require(False, "a site has a convention", site["convention"])
+    names = [site["name"] for site in sites]
+    own = [site["name"] for site in sites if site["operator"] != "teacher"]
+    for stage, wanted in (("lossless", names), ("graph", own), ("teacher", [])):
+        require(
+            sorted(called[stage]) == sorted(wanted) and len(set(wanted)) == len(wanted),
+            f"the {stage} programs call an operator for each of its sites, once", called[stage],
+        )  # fmt: skip
     refused = manifest["refused"]
     listed = isinstance(refused, list) and all(
         is_dict(x, "name", "status", "reason") and all(isinstance(text, str) for text in x.values())

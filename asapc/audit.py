@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from asapc.data import Batch
 from asapc.fidelity import OutputFidelity
-from asapc.ir import Program, SiteTensors
+from asapc.ir import Program
 from asapc.passes.calls import FORMS, SiteFunction, operator_calls, site_function
 from asapc.passes.candidates import Choice
 from asapc.passes.rewrite import Hardened, rewritten_programs
@@ -30,16 +30,15 @@ from asapc.runner import Runner, Tap
 from asapc.timing import interleaved_medians
 
 
-def soft_sites(programs: Sequence[Program]) -> list[int]:
-    """Which sites, counted through all programs, sort softly."""
-    calls = [o.call.target for program in programs for o in operator_calls(program.graph)]
-    return [index for index, target in enumerate(calls) if FORMS[target].operator == "esp_soft"]
+def soft_sites(programs: Sequence[Program]) -> list[str]:
+    """The names of the sites that sort softly."""
+    calls = [o for program in programs for o in operator_calls(program.graph)]
+    return [o.site for o in calls if FORMS[o.call.target].operator == "esp_soft"]
 
 
-def hardened(programs: Sequence[Program], hard: Hardened, sites: Sequence[int]) -> list[Program]:
+def hardened(programs: Sequence[Program], hard: Hardened, sites: Sequence[str]) -> list[Program]:
     """The programs with these soft sites hardened."""
-    count = sum(len(operator_calls(program.graph)) for program in programs)
-    return rewritten_programs(programs, [hard if i in sites else None for i in range(count)])
+    return rewritten_programs(programs, dict.fromkeys(sites, hard))
 
 
 @dataclass
@@ -92,26 +91,19 @@ class Variant:
     """One way to sort, behind its own activations."""
 
     def __init__(
-        self, model: nn.Module | None, programs: Sequence[Program], sites: Sequence[int]
+        self, model: nn.Module | None, programs: Sequence[Program], sites: Sequence[str]
     ) -> None:
         self.runner = Runner(model, programs)
         self.outputs, self.balance = OutputFidelity(), Balance()
-        self._tap = Tap(model, programs)
-        found = [
-            (program.graph, i) for program in programs
-            for i in range(len(operator_calls(program.graph)))
-        ]  # fmt: skip
-        self._maps: dict[int, SiteFunction] = {
-            site: site_function(*found[site], unit=True) for site in sites
-        }
+        self._tap = Tap(model, programs, sites)
+        self._maps: list[SiteFunction] = [site_function(programs, site, unit=True) for site in sites]
 
     def update(self, batch: Batch, soft: Any = None) -> Any:
         """Add one batch; soft: the soft variant's output, None if this is the soft one."""
         output, seen = self._tap(batch)
         self.outputs.update(output if soft is None else soft, output, batch.labels)
         with torch.no_grad():
-            for site, function in self._maps.items():
-                own: SiteTensors = seen[site]
+            for own, function in zip(seen, self._maps, strict=True):
                 self.balance.update(function(own, None), own.keep, own.query_keep)
         return output
 
@@ -139,7 +131,7 @@ class SoftToHard:
         model: nn.Module | None,
         lossless: Sequence[Program],
         refreshed: Sequence[Program] | None = None,
-        untouched: Collection[int] = (),
+        untouched: Collection[str] = (),
     ) -> None:
         self.sites, self.examples = soft_sites(lossless), 0
         programs: dict[str, Sequence[Program]] = {
@@ -149,11 +141,8 @@ class SoftToHard:
         }
         self._variants = {name: Variant(model, own, self.sites) for name, own in programs.items()}
         if refreshed is not None:
-            places = [
-                site - sum(other < site for other in untouched)
-                for site in self.sites if site not in untouched
-            ]  # fmt: skip
-            self._variants["refreshed"] = Variant(model, refreshed, places)
+            kept = [site for site in self.sites if site not in untouched]
+            self._variants["refreshed"] = Variant(model, refreshed, kept)
 
     def update(self, batch: Batch) -> None:
         soft = None
@@ -201,14 +190,16 @@ def agreement_of(budget: Mapping[str, float]) -> float:
 def settle_exact_sorting(
     model: nn.Module | None,
     lossless: Sequence[Program],
+    sites: Sequence[str],
     choices: Sequence[Choice],
     recipes: Sequence[Recipe],
     batches: Iterable[Batch],
 ) -> tuple[list[Choice], dict[str, Any] | None]:
     """Whether sites proposed for exact sorting get it: a decision for the whole model.
 
-    recipes: one for each site. Where the predictions change by more than the smallest budget of the
-    sites left to `operator: auto`, or cannot be compared, those stay soft; forced sites switch anyway.
+    sites, recipes: names and recipes, one for each choice. Where the predictions change by more than the
+    smallest budget of the sites left to `operator: auto`, or cannot be compared, those stay soft; forced
+    sites switch anyway.
     Returns the choices with what was measured in their reasons, and the same for the manifest, None
     where no site is proposed: {"prediction_change", "examples", "switched"}, the change of the proposal.
     """
@@ -218,8 +209,9 @@ def settle_exact_sorting(
     seen = list(batches)
     examples = sum(map(len, seen))
 
-    def measure(sites: Sequence[int]) -> tuple[float | None, str]:
-        change = prediction_change(model, lossless, hardened(lossless, Hardened(), sites), seen)
+    def measure(places: Sequence[int]) -> tuple[float | None, str]:
+        exact = hardened(lossless, Hardened(), [sites[i] for i in places])
+        change = prediction_change(model, lossless, exact, seen)
         if change is None:
             return None, "what exact sorting changes cannot be measured: no predicted classes"
         return change, f"exact sorting changes {change:.2%} of {examples} predictions"

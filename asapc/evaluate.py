@@ -67,7 +67,8 @@ def report(
     )
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-    tap = Tap(surrounding, artifact.programs["lossless"])
+    names = [str(site["name"]) for site in artifact.manifest["sites"]]
+    tap = Tap(surrounding, artifact.programs["lossless"], names)
     outputs, lossless = OutputFidelity(), OutputFidelity()
     sites = [SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
     audit = _audit(artifact, surrounding)
@@ -233,7 +234,8 @@ def bench(
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
     batch = next(source.batches(recipe.batch_size))
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-    _, tensors = Tap(surrounding, artifact.programs["lossless"])(batch)
+    names = [str(site["name"]) for site in artifact.manifest["sites"]]
+    _, tensors = Tap(surrounding, artifact.programs["lossless"], names)(batch)
     tuned: dict[int, dict[str, Any]] = {}
     if tune:
         by_key: dict[str, dict[str, Any]] = {}  # sites of one shape share an entry of the cache
@@ -274,7 +276,7 @@ def _audit(artifact: Artifact, model: nn.Module | None) -> SoftToHard | None:
         return None
     refreshed = artifact.programs["graph"] if "refresh" in artifact.manifest else None
     sites = artifact.manifest["sites"]
-    untouched = [i for i, site in enumerate(sites) if site["operator"] == TEACHER]
+    untouched = [str(site["name"]) for site in sites if site["operator"] == TEACHER]
     return SoftToHard(model, lossless, refreshed, untouched)
 
 

@@ -14,7 +14,6 @@ import torch
 from asapc.artifact import Artifact, Stage
 from asapc.certificates import SiteCertificates
 from asapc.data import Batch
-from asapc.errors import InputError
 from asapc.features.predictor import closure_plan
 from asapc.fidelity import AttentionFidelity, TensorFidelity
 from asapc.ir import Convention, SiteTensors, convention_from_dict
@@ -28,7 +27,7 @@ from asapc.kernels.thresholds import (
     without_cache,
 )
 from asapc.operators.sinkhorn import clean_values
-from asapc.passes.calls import operator_calls, predicted_duals, site_function
+from asapc.passes.calls import predicted_duals, site_function
 from asapc.report.pictures import PictureCollector
 from asapc.runner import Runner
 from asapc.timing import interleaved_medians
@@ -65,7 +64,7 @@ def tune_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> d
 
     On the CPU: the GPU kernels have one size to choose, and hold it in registers or not.
     """
-    lossless = site_function(*_graph_of_site(artifact, "lossless", index))
+    lossless = site_function(artifact.programs["lossless"], _name(artifact, index))
     with without_cache():
         start = thresholds(t.q, t.k)
     size = t.q.shape[2] * t.k.shape[2] * 4
@@ -96,7 +95,7 @@ def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[st
     """Which kernels the compiled site runs on these tensors, in order, and why; none if untouched."""
     if _is_untouched(artifact.manifest["sites"][index]):
         return []
-    own = site_function(*_graph_of_site(artifact, "graph", index))
+    own = site_function(artifact.programs["graph"], _name(artifact, index))
     with torch.no_grad(), explained() as choices:
         own(t, t.k)
     return [asdict(choice) for choice in choices]
@@ -110,13 +109,13 @@ def time_site(
     A site that selection left as it was runs the teacher's own code.
     """
     entry = artifact.manifest["sites"][index]
-    lossless = _graph_of_site(artifact, "lossless", index)
+    lossless = artifact.programs["lossless"], _name(artifact, index)
     functions: dict[str, Any] = {
         "teacher": partial(site_function(*lossless, plain=True), t, t.k),
         "lossless": partial(site_function(*lossless), t, t.k),
     }
     if not _is_lossless(entry) and not _is_untouched(entry):
-        own = site_function(*_graph_of_site(artifact, "graph", index))
+        own = site_function(artifact.programs["graph"], _name(artifact, index))
         functions["graph"] = partial(own, t, t.k)
     with torch.no_grad():
         times = interleaved_medians(functions, repeats=repeats)
@@ -133,17 +132,8 @@ def _is_untouched(entry: Mapping[str, Any]) -> bool:
     return bool(entry["operator"] == "teacher")
 
 
-def _graph_of_site(artifact: Artifact, stage: Stage, index: int) -> tuple[Any, int]:
-    """The graph that holds the index-th site of the artefact, and its number there."""
-    if stage == "graph":
-        earlier = artifact.manifest["sites"][:index]
-        index -= sum(_is_untouched(entry) for entry in earlier)
-    for program in artifact.programs[stage]:
-        count = len(operator_calls(program.graph))
-        if index < count:
-            return program.graph, index
-        index -= count
-    raise InputError(f"{artifact.folder}: the manifest lists more sites than the programs hold")
+def _name(artifact: Artifact, index: int) -> str:
+    return str(artifact.manifest["sites"][index]["name"])
 
 
 ZERO_OF_UNTOUCHED = ("attention_rel_l2", "attention_rel_l2_worst", "output_rel_l2")
@@ -163,11 +153,12 @@ class SiteFidelity:
         self.certificates: SiteCertificates | None = None
         if _is_untouched(self.entry):
             return
-        compiled = _graph_of_site(artifact, "graph", index)
+        name = _name(artifact, index)
+        compiled = artifact.programs["graph"], name
         # Rows sum to about 1, whatever the teacher's factor; plain: independent of the kernels.
         self.compiled_site = site_function(*compiled, unit=True)
         self.teacher_site = site_function(
-            *_graph_of_site(artifact, "lossless", index), unit=True, plain=True
+            artifact.programs["lossless"], name, unit=True, plain=True
         )
         if isinstance(self.convention, Convention):
             source, key = predicted_duals(*compiled)

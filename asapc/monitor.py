@@ -39,7 +39,7 @@ from torch.fx import GraphModule
 
 from asapc.errors import InputError
 from asapc.ir import Program
-from asapc.passes.calls import operator_calls
+from asapc.passes.calls import Operands, call_of
 
 MARGIN = 0.1
 _PENDING = 256  # batches whose bounds stay on the device until they are counted
@@ -167,10 +167,10 @@ class _Watch:
 
 @dataclass
 class _Place:
-    """A watched site's operator call, the index-th of a graph."""
+    """A watched site's operator call."""
 
     graph: GraphModule
-    index: int
+    operands: Operands
     name: str
     score_multiplier: float
     range: ScoreRange
@@ -202,7 +202,7 @@ class Monitor(Mapping[str, dict[str, Any]]):
         self.disable()
         for place in self.places:
             watch = _Watch(place.name, place.score_multiplier, place.range, margin)
-            operands = operator_calls(place.graph)[place.index]
+            operands = place.operands
             with place.graph.graph.inserting_before(operands.call):
                 place.graph.graph.call_function(watch.watch, (operands.q, operands.k, operands.keep))
             self._watches.append(watch)
@@ -250,21 +250,9 @@ def attach(module: nn.Module, programs: Sequence[Program], sites: Sequence[Mappi
     """
     if any(hasattr(module, name) for name in _ATTRIBUTES):
         return  # the user's own
-    calls = [
-        (program.graph, index)
-        for program in programs
-        for index in range(len(operator_calls(program.graph)))
-    ]
-    # A site that was left to the teacher's code has no call.
-    called = [site for site in sites if site["operator"] != "teacher"]
-    if len(called) != len(calls):
-        raise InputError(
-            "the manifest must list the sites that the programs hold",
-            got=f"{len(called)} sites for {len(calls)} operator calls", help="compile again",
-        )  # fmt: skip
     places: list[_Place] = []
     without: list[str] = []
-    for site, (graph, index) in zip(called, calls, strict=True):
+    for site in sites:
         if site["operator"] != "asap":
             continue
         name = str(site["name"])
@@ -279,7 +267,7 @@ def attach(module: nn.Module, programs: Sequence[Program], sites: Sequence[Mappi
         if seen is None:
             without.append(name)
         else:
-            places.append(_Place(graph, index, name, multiplier, seen))
+            places.append(_Place(*call_of(programs, name), name, multiplier, seen))
     monitor = Monitor(module, places, without)
     module.enable_monitor = monitor.enable  # type: ignore[assignment]
     module.disable_monitor = monitor.disable  # type: ignore[assignment]

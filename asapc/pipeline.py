@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect as inspection
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ from asapc.runner import Runner, Tap
 
 SAMPLE_EXAMPLES = 32  # slices and pivots are made from
 EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
+REPLAYED_BATCHES = 3
 VERIFIED_EXAMPLES = 16  # that a file is run on, at many shapes
 ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
 
@@ -92,7 +94,8 @@ class Inspection:
 
 def inspect(teacher: Teacher, data: str | None = None) -> Inspection:
     """Every attention region with its convention, or the reason it is left alone."""
-    analysis = analyse(teacher, _example(teacher, data))
+    example, *more = _examples(teacher, data)
+    analysis = analyse(teacher, example, more=more)
     entries = {site.name: _inspected(site) for site in analysis.sites}
     for left in analysis.left_alone:
         entries[left.name] = {
@@ -102,6 +105,7 @@ def inspect(teacher: Teacher, data: str | None = None) -> Inspection:
             "heads": left.heads,
             "head_dim": left.head_dim,
             "replay_error": left.replay_error,
+            "replay": dict(left.replay),
             "convention": left.convention.to_dict() if left.convention else None,
         }
     sites = [entries[name] for name in analysis.regions]
@@ -131,7 +135,8 @@ def calibrate(
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
-    analysis = analyse(teacher, first_batch(source), recipe.drop_attention_maps)
+    example, *more = first_batches(source)
+    analysis = analyse(teacher, example, recipe.drop_attention_maps, more)
     require_sites(analysis)
     _note_left_alone(analysis, progress)
     recipe.check_patterns(site.name for site in analysis.sites)
@@ -169,7 +174,7 @@ def calibrate(
                 for most in (min(SAMPLE_EXAMPLES, recipe.max_examples), recipe.max_examples)
             )
             first = {name: fits[min(fits)] for name, fits in fitted.items()}
-            tap = Tap(analysis.model, _behind_fitted(analysis, first))
+            tap = Tap(analysis.model, _behind_fitted(analysis, first), analysis.names)
             fits, seen = stream(
                 [p for p in pending if p.site in own],
                 sample,
@@ -237,8 +242,8 @@ def compile(
     recipe = recipe or Recipe.from_dict(calibration.recipe, where=f"{calibration_path}: recipe")
     check_replaceable(out, _paths(data or calibration.data))
     source = open_data(data or recorded_data(calibration.data, "compile"), forward_signature(teacher))
-    example = first_batch(source)
-    analysis = analyse(teacher, example, recipe.drop_attention_maps)
+    example, *more = first_batches(source)
+    analysis = analyse(teacher, example, recipe.drop_attention_maps, more)
     require_sites(analysis)
     _note_left_alone(analysis, progress)
     recipe.check_patterns(site.name for site in analysis.sites)
@@ -390,22 +395,24 @@ def forward_signature(teacher: Teacher) -> inspection.Signature:
     return signature_of({"args": positional, "kwargs": list(keywords)})
 
 
-def _example(teacher: Teacher, data: str | None) -> Batch:
+def _examples(teacher: Teacher, data: str | None) -> list[Batch]:
     if data is not None:
-        return first_batch(open_data(data, forward_signature(teacher)))
+        return first_batches(open_data(data, forward_signature(teacher)))
     built_in = example_inputs(teacher)
     if built_in is None:
         raise InputError(
             "inspect: a model that is not built in needs one batch to be run on",
             help="pass --data DATA with arrays named after the arguments of forward",
         )
-    return Batch((), dict(built_in), None, [0] * EXAMPLE_BATCH)
+    return [Batch((), dict(built_in), None, [0] * EXAMPLE_BATCH)]
 
 
-def first_batch(source: DataSource) -> Batch:
-    for batch in source.batches(EXAMPLE_BATCH):
-        return batch
-    raise InputError(f"{source.source}: the data must hold examples", got="none")
+def first_batches(source: DataSource) -> list[Batch]:
+    """What a model is captured on, and what its sites are replayed on besides."""
+    found = list(itertools.islice(source.batches(EXAMPLE_BATCH), REPLAYED_BATCHES))
+    if not found:
+        raise InputError(f"{source.source}: the data must hold examples", got="none")
+    return found
 
 
 def require_sites(analysis: Analysis) -> None:
@@ -498,7 +505,7 @@ def _within(
     ]
     for p in keeping:
         p.collector.keep_at_most(limit.kept(len(keeping), 2**28))
-    tap = Tap(analysis.model, analysis.lifted)
+    tap = Tap(analysis.model, analysis.lifted, analysis.names)
 
     def step(examples: int) -> None:
         batch = next(source.batches(examples))
@@ -521,7 +528,9 @@ def _settled(
     """The choices, with exact sorting where predictions on the selection split allow it, alone, and the
     budget of the whole model does, with everything else that is approximate."""
     recipes = [recipe.for_site(site.name) for site in analysis.sites]
-    settled, switch = settle_exact_sorting(analysis.model, analysis.lifted, choices, recipes, batches)
+    settled, switch = settle_exact_sorting(
+        analysis.model, analysis.lifted, analysis.names, choices, recipes, batches
+    )
     auto = any(
         own.operator == "esp_hard" and r.operator == "auto"
         for own, r in zip(settled, recipes, strict=True)
@@ -573,8 +582,9 @@ def _behind_fitted(
     analysis: Analysis, fitted: Mapping[str, AnySiteCalibration]
 ) -> list[Program]:
     """The lifted programs with every fitted site replaced."""
-    own = [fitted.get(site.name) for site in analysis.sites]
-    return rewritten_programs(analysis.lifted, [site.replacement if site else None for site in own])
+    return rewritten_programs(
+        analysis.lifted, {name: site.replacement for name, site in fitted.items()}
+    )
 
 
 def _verify_finite(output: Any, teacher: Teacher) -> None:
@@ -615,6 +625,7 @@ def _inspected(site: Site) -> dict[str, Any]:
         "heads": site.heads,
         "head_dim": site.head_dim,
         "replay_error": site.replay_error,
+        "replay": dict(site.replay),
         "convention": site.convention.to_dict(),
     }
 
@@ -628,6 +639,7 @@ def _manifest_site(site: Site, choice: Choice) -> dict[str, Any]:
         "head_dim": site.head_dim,
         "convention": site.convention.to_dict(),
         "replay_error": site.replay_error,
+        "replay": dict(site.replay),
         "selection_attention_rel_l2": choice.attention_rel_l2,
         **fit_facts(choice.fit),
     }

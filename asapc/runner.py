@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from asapc.data import Batch
 from asapc.ir import Program, SiteTensors
-from asapc.passes.calls import operator_calls, tapped
+from asapc.passes.calls import tapped
 
 
 class Runner:
@@ -41,30 +42,24 @@ class Runner:
 
 
 class Tap:
-    """Runs lifted programs and hands out what every attention site saw, in site order."""
+    """Runs lifted programs and hands out what the named sites saw, in the order of the names."""
 
-    def __init__(self, model: nn.Module | None, lifted: Sequence[Program]) -> None:
-        self._seen: dict[int, SiteTensors] = {}
-        programs = []
-        offset = 0
-        for program in lifted:
-            graph = tapped(program, self._recorder(offset))
-            offset += len(operator_calls(program.graph))
-            programs.append(Program(program.name, graph, (), {}, None))
-        self.count = offset
+    def __init__(
+        self, model: nn.Module | None, lifted: Sequence[Program], sites: Sequence[str]
+    ) -> None:
+        self._seen: dict[str, SiteTensors] = {}
+        self._sites = tuple(sites)
+        programs = [replace(program, graph=tapped(program, self._record)) for program in lifted]
         self._run = Runner(model, programs)
 
     def __call__(self, batch: Batch) -> tuple[Any, list[SiteTensors]]:
         """(the model's output, one SiteTensors per site)."""
         self._seen.clear()
         output = self._run(batch)
-        return output, [self._seen[index] for index in range(self.count)]
+        return output, [self._seen[site] for site in self._sites]
 
-    def _recorder(self, offset: int) -> Callable[..., None]:
-        def record(index: int, *tensors: Any) -> None:
-            self._seen[offset + index] = SiteTensors(*tensors)
-
-        return record
+    def _record(self, site: str, *tensors: Any) -> None:
+        self._seen[site] = SiteTensors(*tensors)
 
 
 @contextlib.contextmanager

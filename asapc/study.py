@@ -46,7 +46,7 @@ from asapc.passes.apply import apply_lossless, apply_replacement, predict
 from asapc.passes.candidates import DISTILLED
 from asapc.passes.rewrite import rewritten_programs, shortened_programs
 from asapc.passes.verify import tensor_outputs
-from asapc.pipeline import first_batch, forward_signature, require_sites, site_collector
+from asapc.pipeline import first_batches, forward_signature, require_sites, site_collector
 from asapc.progress import Progress
 from asapc.recipe import Recipe, combinations
 from asapc.report.tables import study_tables
@@ -149,7 +149,8 @@ def study(
     check_replaceable(out, [path for path in (teacher.source, data, test) if path is not None])
     signature = forward_signature(teacher)
     source = open_data(data, signature)
-    analysis = analyse(teacher, first_batch(source), drop_maps=True)
+    example, *more = first_batches(source)
+    analysis = analyse(teacher, example, drop_maps=True, more=more)
     require_sites(analysis)
     most = max((row.recipe.max_examples for block in grid for row in block if row.recipe), default=0)
     _check_loops(analysis)
@@ -212,7 +213,7 @@ class _Bench:
         self.source = source
         self.batch_size = batch_size
         self.progress = progress
-        self.tap = Tap(analysis.model, analysis.lifted)
+        self.tap = Tap(analysis.model, analysis.lifted, analysis.names)
         self.batches, self.teacher_out, self.seen = self._test(
             test, signature, max_test_examples, most_fitted
         )
@@ -334,7 +335,8 @@ class _Bench:
             }
             for index, (site, a) in enumerate(zip(sites, replacements, strict=True))
         ]
-        programs = rewritten_programs(self.analysis.lifted, list(replacements))
+        chosen = dict(zip(self.analysis.names, replacements, strict=True))
+        programs = rewritten_programs(self.analysis.lifted, chosen)
         return {**facts, **_mean(own), **self._outputs(programs)}
 
     def _cut_short(self, half_steps: int) -> dict[str, Any]:

@@ -6,40 +6,37 @@ is, with the error it would have had.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import Interpreter, Node
-from torch.utils import _pytree as pytree
 
 from asapc.data import Batch
 from asapc.errors import VerificationError
 from asapc.formats.load import Teacher
 from asapc.ir import AnyConvention, Convention, Program
-from asapc.passes.calls import operator_calls, site_function
 from asapc.passes.capture import Capture, capture
 from asapc.passes.lift import lift
-from asapc.passes.match import AnySite, LotSite, Refusal, match
+from asapc.passes.match import AnySite, Refusal, match
+from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.verify import largest_difference
-from asapc.runner import Runner, Tap
+from asapc.runner import Runner
 
-REPLAY_TOLERANCE = 1e-4  # float32 attention maps, relative to the largest entry
 OUTPUT_TOLERANCE = 1e-3  # the whole model's outputs, relative to max(1, largest entry)
 
 
 @dataclass(frozen=True)
 class Site:
-    """A site that replays: its convention, heads, and the replay error on real activations."""
+    """A site that replays: its convention, heads, and its largest error by what was tried."""
 
     name: str
     convention: AnyConvention
     heads: int
     head_dim: int
     replay_error: float
+    replay: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loop(self) -> Convention:
@@ -59,13 +56,14 @@ class LeftAlone:
     convention: AnyConvention | None = None
     heads: int | None = None
     head_dim: int | None = None
+    replay: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Analysis:
     """teacher programs and their lossless rewrites, and every region in order.
 
-    lifted: parallel to capture.programs; the i-th entry of `sites` is the i-th operator call.
+    lifted: parallel to capture.programs, an operator call for each of `sites`.
     matched: the regions behind `sites`, of each program.
     output_error: untouched teacher against the lossless rewrite on the batch (relative).
     """
@@ -80,20 +78,26 @@ class Analysis:
     output_error: float
     drop_maps: bool = False
 
-    def lifted_without(self, sites: Collection[int]) -> list[Program]:
+    @property
+    def names(self) -> list[str]:
+        """Of the sites, in order."""
+        return [site.name for site in self.sites]
+
+    def lifted_without(self, sites: Collection[str]) -> list[Program]:
         """The lifted programs with these sites left as the teacher has them; attention maps that were
         dropped elsewhere stay."""
-        programs, start = [], 0
-        for program, own in zip(self.capture.programs, self.matched, strict=True):
-            kept = [site for i, site in enumerate(own, start) if i not in sites]
-            programs.append(lift(program, kept, self.drop_maps))
-            start += len(own)
-        return programs
+        return [
+            lift(program, [site for site in own if site.name not in sites], self.drop_maps)
+            for program, own in zip(self.capture.programs, self.matched, strict=True)
+        ]
 
 
-def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis:
+def analyse(
+    teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = ()
+) -> Analysis:
     """Everything that is known about a teacher before data is streamed through it.
 
+    batch: what it is captured on; more: what its sites are replayed on besides.
     Raises InputError if the model cannot be run or captured, VerificationError if an ONNX file was not
     understood as onnxruntime does, or if the lossless rewrite does not reproduce the untouched model
     although every site replays.
@@ -112,26 +116,28 @@ def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis
     lifted: list[Program] = []
     regions_of: list[list[AnySite]] = []
     regions: list[str] = []
+    matched: list[list[AnySite]] = []
     for program in captured.programs:
-        matched: list[AnySite] = []
+        matched.append([])
         for outcome in match(program):
             regions.append(outcome.name)
             if isinstance(outcome, Refusal):
                 left.append(LeftAlone(outcome.name, "refused", outcome.reason))
             else:
-                matched.append(outcome)
-        errors = _replay(program, matched)
-        for site, error in zip(matched, errors, strict=True):
-            if error <= REPLAY_TOLERANCE:
-                sites.append(Site(site.name, site.convention, site.heads, site.head_dim, error))
+                matched[-1].append(outcome)
+    replayed = replay(teacher.model, captured.programs, matched, [batch, *more])
+    for program, own in zip(captured.programs, matched, strict=True):
+        good = []
+        for site in own:
+            found = replayed[site.name]
+            tried, worst = found.worst
+            facts = (site.convention, site.heads, site.head_dim)
+            if worst <= TOLERANCE:
+                good.append(site)
+                sites.append(Site(site.name, *facts, worst, found.errors))
             else:
-                reason = f"does not replay on the given data: relative error {error:.2g}"
-                left.append(
-                    LeftAlone(
-                        site.name, "kept", reason, error, site.convention, site.heads, site.head_dim
-                    )
-                )
-        good = [s for s, e in zip(matched, errors, strict=True) if e <= REPLAY_TOLERANCE]
+                reason = f"does not replay on {tried}: relative error {worst:.2g}"
+                left.append(LeftAlone(site.name, "kept", reason, worst, *facts, found.errors))
         lifted.append(lift(program, good, drop_maps))
         regions_of.append(good)
     for name, why in captured.skipped:
@@ -153,61 +159,6 @@ def analyse(teacher: Teacher, batch: Batch, drop_maps: bool = False) -> Analysis
 def _program(teacher: Teacher) -> ExportedProgram:
     assert teacher.program is not None
     return teacher.program
-
-
-def _replay(program: Program, sites: Sequence[AnySite]) -> list[float]:
-    """Largest error of each operator against the teacher's own code, relative to its largest entry.
-
-    Maps are compared where there are any: a LOT layer has none, so what it gives is compared.
-    """
-    if not sites:
-        return []
-    lifted = lift(program, sites)
-    calls = operator_calls(lifted.graph)
-    flat = pytree.tree_leaves((program.args, program.kwargs))
-    whole = Program("", lifted.graph, program.args, program.kwargs, None)
-    with torch.no_grad():
-        theirs = _values_of(program, [_observed(site) for site in sites], flat)
-        ours = _values_of(lifted, [o.call for o in calls], flat)
-        _, seen = Tap(None, [whole])(Batch(program.args, program.kwargs, None, []))
-        errors = []
-        for index, site in enumerate(sites):
-            teacher, order = theirs[_observed(site)], _order(site)
-            if order is not None:
-                teacher = teacher.permute(order)
-            if isinstance(site, LotSite):
-                own = ours[calls[index].call]
-            else:
-                own = site_function(lifted.graph, index)(seen[index], None)
-            own = own.reshape(teacher.shape)
-            scale = float(teacher.abs().max()) if teacher.numel() else 1.0
-            difference = float((own.double() - teacher.double()).abs().max()) if own.numel() else 0.0
-            error = difference / max(scale, 1e-30)
-            errors.append(float("inf") if error != error else error)
-    return errors
-
-
-def _observed(site: AnySite) -> Node:
-    return site.outer.node if isinstance(site, LotSite) else site.attention
-
-
-def _order(site: AnySite) -> tuple[int, ...] | None:
-    return site.outer.out_order if isinstance(site, LotSite) else site.value.left_order
-
-
-def _values_of(program: Program, wanted: Sequence[Node], inputs: Sequence[Any]) -> dict[Node, Tensor]:
-    """What the nodes hold on the inputs."""
-    values: dict[Node, Tensor] = {}
-
-    class Recorder(Interpreter):
-        def run_node(self, n: Node) -> Any:
-            value = super().run_node(n)
-            if n in wanted:
-                values[n] = value
-            return value
-
-    Recorder(program.graph).run(*inputs, enable_io_processing=False)
-    return values
 
 
 def _whole_replay(

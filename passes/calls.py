@@ -1,7 +1,8 @@
 """Calls: the operator calls of a rewritten graph, one for each attention site, read back.
 
 A graph is the one place that says what its sites compute. What calibration, reports and benchmarks
-need of a site, they get from here.
+need of a site, they get from here, by the site's name: `lift` notes it in the call's meta["site"], and
+a manifest lists the names of each program's calls.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from asapc.operators import asap as asap_meaning
 from asapc.operators import esp as esp_meaning
 from asapc.operators import lot as lot_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
-from asapc.passes.lift import copied
+from asapc.operators import stabilised as stabilised_meaning
+from asapc.passes.lift import SITE, copied
 
 assert _operators is not None
 aten = torch.ops.aten
@@ -50,6 +52,7 @@ def _forms() -> dict[Any, Form]:
     forms = {}
     for name, operands, meaning in (
         ("sinkhorn", bias, sinkhorn_meaning), ("asap", bias, asap_meaning),
+        ("stabilised_sinkhorn", bias, stabilised_meaning),
         ("esp_soft", masks, esp_meaning), ("esp_hard", masks, esp_meaning),
         ("esp_released_hard", masks, esp_meaning), ("lot", masks, lot_meaning),
     ):  # fmt: skip
@@ -70,6 +73,7 @@ FORMS = _forms()
 class Operands:
     """The operator call of one site, with its operands as graph nodes (None if absent)."""
 
+    site: str
     call: Node
     q: Node
     k: Node
@@ -81,7 +85,7 @@ class Operands:
 
 
 def operator_calls(graph: GraphModule) -> list[Operands]:
-    """The operator calls of a rewritten graph in graph order, one for each site."""
+    """The operator calls of a rewritten graph in graph order, one for each site in it."""
     found = []
     for node in graph.graph.nodes:
         form = FORMS.get(node.target) if node.op == "call_function" else None
@@ -92,7 +96,8 @@ def operator_calls(graph: GraphModule) -> list[Operands]:
         nodes = {name: x if isinstance(x, Node) else None for name, x in own.items()}
         found.append(
             Operands(
-                node, node.args[0], node.args[1], None if form.is_dense else node.args[2],
+                str(node.meta.get(SITE, "")), node, node.args[0], node.args[1],
+                None if form.is_dense else node.args[2],
                 nodes["keep"], nodes.get("bias"), nodes.get("query_keep"),
                 tuple(node.args[start + 2 :]),
             )
@@ -100,26 +105,53 @@ def operator_calls(graph: GraphModule) -> list[Operands]:
     return found
 
 
+def call_of(programs: Sequence[Program], site: str) -> tuple[GraphModule, Operands]:
+    """The graph that holds the call of a site, and the call.
+
+    Raises KeyError where no program has one: a site that was left to the teacher's code has no call.
+    """
+    for program in programs:
+        for operands in operator_calls(program.graph):
+            if operands.site == site:
+                return program.graph, operands
+    raise KeyError(site)
+
+
+def sites_of(program: Program) -> list[str]:
+    """The names of the sites that a program calls operators for, in graph order."""
+    return [operands.site for operands in operator_calls(program.graph)]
+
+
+def name_calls(graph: GraphModule, sites: Sequence[str]) -> bool:
+    """Note the names of a graph's calls, in graph order; False where there are more or fewer calls."""
+    calls = operator_calls(graph)
+    if len(calls) != len(sites):
+        return False
+    for operands, site in zip(calls, sites, strict=True):
+        operands.call.meta[SITE] = site
+    return True
+
+
 def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
-    """The lifted graph that also calls record(i, *fields of SiteTensors) at its i-th site."""
+    """The lifted graph that also calls record(site, *fields of SiteTensors) at each of its sites."""
     graph, _ = copied(lifted.graph)
-    for index, o in enumerate(operator_calls(graph)):
+    for o in operator_calls(graph):
         with graph.graph.inserting_before(o.call):
-            seen = (index, o.q, o.k, o.keep, o.bias, o.query_keep, o.values)
+            seen = (o.site, o.q, o.k, o.keep, o.bias, o.query_keep, o.values)
             graph.graph.call_function(record, seen)
     graph.recompile()
     return graph
 
 
 def site_function(
-    graph: GraphModule, index: int, unit: bool = False, plain: bool = False
+    programs: Sequence[Program], site: str, unit: bool = False, plain: bool = False
 ) -> SiteFunction:
-    """The graph's i-th site by itself: (what it sees, values or None for the map) -> output.
+    """A site by itself: (what it sees, values or None for the map) -> output.
 
     unit: with an output factor that makes rows sum to 1.  plain: the operator's plain PyTorch meaning
     instead of its kernels.
     """
-    o = operator_calls(graph)[index]
+    graph, o = call_of(programs, site)
     form = FORMS[o.call.target]
     settings = [attribute(graph, x) if isinstance(x, Node) and form.operator != "asap" else x
                 for x in o.settings]  # fmt: skip
@@ -182,10 +214,10 @@ def _amortised(graph: GraphModule, o: Operands, settings: Sequence[Any]) -> Site
 
 
 def predicted_duals(
-    graph: GraphModule, index: int
+    programs: Sequence[Program], site: str
 ) -> tuple[Callable[[SiteTensors], Tensor] | None, Callable[[SiteTensors], Tensor] | None]:
-    """(source, key) duals the i-th call starts from, in score coordinates; None where not predicted."""
-    o = operator_calls(graph)[index]
+    """(source, key) duals a site's call starts from, in score coordinates; None where not predicted."""
+    graph, o = call_of(programs, site)
     if FORMS[o.call.target].operator != "asap":
         return None, None
     source, key = (_predicted(graph, node) for node in o.settings[:2])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,25 @@ SHAPE_ONLY = {
     aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
 HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a graph that a site stands for, from its queries to its map or output.
+
+    inputs: queries, keys, and whatever else enters, masks last; output: the map, or what a layer without
+    one gives; order: brings the output to canonical axes, None where it is; batch, queries, keys: sizes,
+    as the graph has them; masks: (node, what it says of a hidden token, None for a low score).
+    """
+
+    inputs: tuple[Node, ...]
+    output: Node
+    inside: frozenset[Node]
+    order: tuple[int, ...] | None
+    batch: Any
+    queries: Any
+    keys: Any
+    masks: tuple[tuple[Node, bool | None], ...] = ()
 
 
 class Cut:
@@ -146,9 +166,12 @@ def is_tensor(node: Node) -> bool:
 
 def holds_tensors(node: Node) -> bool:
     """A tensor, or several from one operator (a sort, a split)."""
+    return is_tensor(node) or holds_several(node)
+
+
+def holds_several(node: Node) -> bool:
     value = node.meta.get("val")
-    several = isinstance(value, (tuple, list)) and any(isinstance(x, Tensor) for x in value)
-    return several or isinstance(value, Tensor)
+    return isinstance(value, (tuple, list)) and any(isinstance(x, Tensor) for x in value)
 
 
 def _is_bool(node: Node) -> bool:
@@ -200,10 +223,10 @@ def _extract(
         env[node] = copy.placeholder(f"input_{index}")
     for node in graph.graph.nodes:
         if node in needed and node not in env:
-            env[node] = copy.node_copy(node, env.__getitem__)
-            new = env[node]
+            new = copy.node_copy(node, env.__getitem__)
             new.args = torch.fx.node.map_aggregate(new.args, _promote)
             new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)
+            env[node] = copy.call_function(aten.to.dtype, (new, torch.float64)) if _made(node) else new
     copy.output(env[output])
     module = GraphModule(graph, copy)
     for node in list(copy.nodes):
@@ -215,6 +238,18 @@ def _extract(
                 node.target = name
     module.recompile()
     return module, shells, sizes
+
+
+def _made(node: Node) -> bool:
+    """Whether a lower precision begins here, in the default dtype: `torch.linspace(0, 1, n)`, a mean of
+    integers, a mask times a number. What is computed from promoted tensors is promoted already."""
+    if node.op != "call_function" or not _is_lower(node):
+        return False
+    return not any(_is_lower(source) or holds_several(source) for source in node.all_input_nodes)
+
+
+def _is_lower(node: Node) -> bool:
+    return is_tensor(node) and node.meta["val"].dtype in HALF_OR_SINGLE
 
 
 def _promote(value: Any) -> Any:

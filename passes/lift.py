@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,31 +21,51 @@ from torch.fx import Graph, GraphModule, Node
 
 from asapc.ir import LotConvention, Program
 from asapc.operators.sinkhorn import factor_terms
+from asapc.operators.stabilised import settings_of
 from asapc.passes.match import MASKED_BELOW, AnySite, AttentionSite, EspSite, ScoreBias
 from asapc.passes.match_lot import LotSite, Points
 from asapc.passes.products import KeyMask, Product
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
+SITE = "site"  # in the meta of an operator call: the name of the site that it computes
 
 
 def lift(program: Program, sites: Sequence[AnySite], drop_maps: bool = False) -> Program:
     """Every matched region becomes one lossless operator call; what it replaces is removed."""
     graph, nodes = copied(program.graph)
     for index, site in enumerate(sites):
-        if isinstance(site, EspSite):
-            _lift_esp(graph, index, site, nodes, drop_maps)
-        elif isinstance(site, LotSite):
-            _lift_lot(graph, index, site, nodes)
-        else:
-            _lift_loop(graph.graph, site, nodes, drop_maps)
+        for old, new, users in _called(graph, index, site, nodes, drop_maps):
+            old.replace_all_uses_with(new, delete_user_cb=users)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     check_graph(graph, "lift", [site.name for site in sites])
-    return Program(
-        program.name, graph, program.args, program.kwargs, program.dynamic_shapes,
-        program.early_stop,
-    )  # fmt: skip
+    return replace(program, graph=graph)
+
+
+def beside(program: Program, sites: Sequence[AnySite]) -> Program:
+    """The same calls beside the teacher's own code, which still gives the outputs: what the sites see is
+    then exactly what the teacher's code sees."""
+    graph, nodes = copied(program.graph)
+    for index, site in enumerate(sites):
+        _called(graph, index, site, nodes, drop_maps=False)
+    graph.recompile()
+    return replace(program, graph=graph)
+
+
+Swap = tuple[Node, Node, Callable[[Node], bool]]
+"""A node, what is put in its place, and for which of its users."""
+
+
+def _called(
+    graph: GraphModule, index: int, site: AnySite, nodes: dict[Node, Node], drop_maps: bool
+) -> list[Swap]:
+    """The site's operator call, put into the graph; what it is to replace."""
+    if isinstance(site, EspSite):
+        return _lift_esp(graph, index, site, nodes, drop_maps)
+    if isinstance(site, LotSite):
+        return _lift_lot(graph, index, site, nodes)
+    return _lift_loop(graph.graph, site, nodes, drop_maps)
 
 
 def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
@@ -59,7 +80,9 @@ def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
     return GraphModule(graph, fresh), nodes
 
 
-def _lift_loop(graph: Graph, site: AttentionSite, nodes: dict[Node, Node], drop_maps: bool) -> None:
+def _lift_loop(
+    graph: Graph, site: AttentionSite, nodes: dict[Node, Node], drop_maps: bool
+) -> list[Swap]:
     attention, value = nodes[site.attention], nodes[site.value.node]
     score = _moved(site.score, nodes)
     product = _moved(site.value, nodes)
@@ -75,20 +98,16 @@ def _lift_loop(graph: Graph, site: AttentionSite, nodes: dict[Node, Node], drop_
         batch = _batch(graph, nodes, site) if site.mask else None
         keep = _keep(graph, site.mask, nodes, site.heads, batch) if site.mask and batch else None
         bias = _bias(graph, site.bias, nodes, site) if site.bias else None
-        settings = (
-            convention.score_multiplier,
-            convention.half_steps,
-            convention.first_side == "row",
-            factor_terms(convention.output_factor),
-        )
-    _place(
-        graph, "sinkhorn", (q, k), (keep, bias, *settings), site, product, attention, value, anchor, dense
-    )
+    loop = (convention.score_multiplier, convention.half_steps, convention.first_side == "row")
+    constant = () if convention.stabiliser is None else settings_of(convention.stabiliser)
+    name = "sinkhorn" if convention.stabiliser is None else "stabilised_sinkhorn"
+    rest = (keep, bias, *loop, *constant, factor_terms(convention.output_factor))
+    return _place(graph, name, (q, k), rest, site, product, attention, value, anchor, dense)
 
 
 def _lift_esp(
     graph: GraphModule, index: int, site: EspSite, nodes: dict[Node, Node], drop_maps: bool
-) -> None:
+) -> list[Swap]:
     attention, value = nodes[site.attention], nodes[site.value.node]
     product, convention, own = _moved(site.value, nodes), site.convention, graph.graph
     dense = any(user is not value for user in attention.users) and not drop_maps
@@ -109,7 +128,7 @@ def _lift_esp(
         )  # fmt: skip
     name = "esp_soft" if soft else "esp_hard"
     rest = (keep, query_keep, *settings)
-    _place(own, name, (q, k), rest, site, product, attention, value, anchor, dense)
+    return _place(own, name, (q, k), rest, site, product, attention, value, anchor, dense)
 
 
 def _place(
@@ -123,7 +142,7 @@ def _place(
     value: Node,
     anchor: Node,
     dense: bool,
-) -> None:
+) -> list[Swap]:
     """The operator call instead of A v, or of A where the map is used otherwise too.
 
     anchor: what the call's other operands stand before; a user of the map may stand before A v.
@@ -133,22 +152,26 @@ def _place(
         with graph.inserting_before(anchor):
             target = getattr(torch.ops.asapc, f"{name}_attention").default
             call = graph.call_function(target, (*clouds, *rest))
+            call.meta[SITE] = site.name
             result = _original_layout(graph, call, attention, product.left_order, site.heads)
-        attention.replace_all_uses_with(result, delete_user_cb=lambda user: user is not call)
-        return
+        return [(attention, result, lambda user: user is not call)]
     with graph.inserting_before(value):
         v = _values(graph, product, site.value, site.heads)
         apply = getattr(torch.ops.asapc, name).default
         call = graph.call_function(apply, (*clouds, v, *rest))
+        call.meta[SITE] = site.name
         result = _original_layout(graph, call, value, product.out_order, site.heads)
-    value.replace_all_uses_with(result)
+    swaps: list[Swap] = [(value, result, lambda user: True)]
     if others:  # maps are dropped: an empty one keeps the structure of the output
         with graph.inserting_before(value):
             empty = graph.call_function(aten.slice.Tensor, (call, 0, 0, 0))
-        attention.replace_all_uses_with(empty, delete_user_cb=lambda user: user in others)
+        swaps.append((attention, empty, lambda user: user in others))
+    return swaps
 
 
-def _lift_lot(graph: GraphModule, index: int, site: LotSite, nodes: dict[Node, Node]) -> None:
+def _lift_lot(
+    graph: GraphModule, index: int, site: LotSite, nodes: dict[Node, Node]
+) -> list[Swap]:
     own, outer, c = graph.graph, nodes[site.outer.node], site.convention
     inner, product = _moved(site.inner, nodes), _moved(site.outer, nodes)
     with own.inserting_before(outer):
@@ -166,8 +189,9 @@ def _lift_lot(graph: GraphModule, index: int, site: LotSite, nodes: dict[Node, N
              c.keys.score_multiplier, c.queries.half_steps, c.queries.tokens_first,
              c.keys.half_steps, c.keys.tokens_first, _lot_factor(c)),
         )  # fmt: skip
+        call.meta[SITE] = site.name
         result = _original_layout(own, call, outer, product.out_order, site.heads)
-    outer.replace_all_uses_with(result)
+    return [(outer, result, lambda user: True)]
 
 
 def _lot_factor(c: LotConvention) -> list[float]:

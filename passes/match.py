@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from asapc.ir import Convention, EspConvention, Program
-from asapc.passes.cut import Cut, depends_on_data, evaluate, is_tensor, reaches
+from asapc.passes.cut import Cut, Part, depends_on_data, evaluate, is_tensor, reaches
 from asapc.passes.match_esp import EspSite, match_esp
 from asapc.passes.match_lot import LotSite, match_lot
 from asapc.passes.probe import (
@@ -49,8 +49,8 @@ from asapc.passes.products import (
 
 aten = torch.ops.aten
 
-# Standard deviations of the probed scores, in units of epsilon. The sharp ones are for budgets of hundreds
-# of half-steps, which look converged at mild ones, and for constants that are not seen there.
+# Standard deviations of the probed scores, in units of epsilon. The sharp ones are for budgets of
+# hundreds of half-steps, which look converged at mild ones, and for constants not seen there.
 SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
 FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
 LARGE = 64 * 64
@@ -90,6 +90,17 @@ class AttentionSite:
     mask: KeyMask | None
     bias: ScoreBias | None
     probe_error: float
+    inside: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+
+    def part(self) -> Part:
+        """From the operands of the score product to the map."""
+        shape = canonical_shape(self.score.node, self.score.out_order)
+        return Part(
+            (self.score.left, self.score.right, *self.inputs), self.attention,
+            frozenset((self.score.node, *self.inside)), self.value.left_order, shape[0], shape[-2],
+            shape[-1], () if self.mask is None else ((self.mask.node, self.mask.true_means_masked),),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -435,7 +446,7 @@ def _examine(program: Program, region: Region) -> AttentionSite | Refusal:
     head_dim = canonical_shape(region.score.left, region.score.left_order)[-1]
     return AttentionSite(
         name, convention, region.score, region.value, region.attention, heads,
-        int(head_dim), mask, bias, fit.error,
+        int(head_dim), mask, bias, fit.error, region.inside, region.inputs,
     )  # fmt: skip
 
 
@@ -586,7 +597,8 @@ def _separated(
     noise = torch.randn(experiment.dims(lengths), generator=generator, dtype=torch.float64)
     for gap in (10.0, 20.0, 40.0, 80.0, 160.0, 320.0):
         s = (noise - gap * across) / abs(first.score_multiplier)
-        if not convention_error(rival, [Sample(_four(s), attention_of(first, _four(s), None))]) > SEPARATES:
+        expected = Sample(_four(s), attention_of(first, _four(s), None))
+        if not convention_error(rival, [expected]) > SEPARATES:
             continue
         a = experiment.run(s, neutral, lengths)
         if bool(a.isfinite().all()):

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from asapc.ir import EspConvention, Program
 from asapc.passes.cut import (
     Cut,
+    Part,
     ancestors,
     constant_value,
     depends_on_data,
@@ -71,6 +72,16 @@ class EspSite:
     mask: KeyMask | None
     slices: Tensor | None
     probe_error: float
+
+    def part(self) -> Part:
+        """From the queries and keys to the map."""
+        q, k = (node.meta["val"].shape for node in (self.q, self.k))
+        mask = self.mask
+        own = () if mask is None else ((mask.node, mask.true_means_masked),)
+        return Part(
+            (self.q, self.k, *(node for node, _ in own)), self.attention, self.inside,
+            self.value.left_order, q[0], q[-2], k[-2], own,
+        )  # fmt: skip
 
 
 def match_esp(

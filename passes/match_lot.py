@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from asapc.ir import LotConvention, OutputFactor, Program
 from asapc.operators.lot import lot as lot_meaning
 from asapc.operators.sinkhorn import factor_terms
-from asapc.passes.cut import Cut, ancestors, constant_value, depends_on_data, is_tensor, separate
+from asapc.passes.cut import Cut, Part, ancestors, constant_value, depends_on_data, is_tensor, separate
 from asapc.passes.probe import EXACT, STABILISED, NoFit, snapped
 from asapc.passes.probe_lot import HalfFit, identify_half
 from asapc.passes.products import (
@@ -74,6 +74,16 @@ class LotSite:
     pivots: Tensor
     mass: Tensor
     probe_error: float
+
+    def part(self) -> Part:
+        """From the queries, keys and values to the output."""
+        q, k = ([x.node.meta["val"].shape[i] for i in x.order] for x in (self.q, self.k))
+        both = [mask for mask in (self.mask, self.query_mask) if mask is not None]
+        own = tuple({mask.node: mask.true_means_masked for mask in both}.items())
+        return Part(
+            (self.q.node, self.k.node, self.inner.right, *(node for node, _ in own)), self.outer.node,
+            self.inside | {self.outer.node}, self.outer.out_order, q[0], q[-2], k[-2], own,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ def identify(
             stabiliser, budget = found
     if not budget.error <= max(tolerance, HELD):
         return NoFit(
-            f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp ones: "
-            "a constant in its divisions, a clamp or an early stop that is not known",
+            f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp "
+            "ones: a constant in its divisions, a clamp or a damping that is not known",
             budget.error,
         )
     convention = Convention(

@@ -20,8 +20,8 @@ from torch.fx import GraphModule, Node
 
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Distilled, Program
-from asapc.passes.calls import FORMS, Operands, operator_calls
-from asapc.passes.lift import copied
+from asapc.passes.calls import FORMS, Operands, operator_calls, sites_of
+from asapc.passes.lift import SITE, copied
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
@@ -38,34 +38,31 @@ class Hardened:
 Replacement = Amortised | Hardened | Distilled
 
 
-def rewrite(lifted: Program, choices: Mapping[int, Replacement]) -> Program:
-    """The i-th lifted call is replaced by choices[i], where there is one."""
+def rewrite(lifted: Program, choices: Mapping[str, Replacement]) -> Program:
+    """The call of every named site is replaced by what is chosen for it."""
     graph, _ = copied(lifted.graph)
     for index, operands in enumerate(operator_calls(graph)):
-        if index in choices:
+        if operands.site in choices:
             with graph.graph.inserting_before(operands.call):
-                replacement = _replacement(graph, index, operands, choices[index])
+                replacement = _replacement(graph, index, operands, choices[operands.site])
             operands.call.replace_all_uses_with(replacement)
             graph.graph.erase_node(operands.call)
+            for node in graph.graph.nodes:
+                if node.target in FORMS:
+                    node.meta.setdefault(SITE, operands.site)  # the others have theirs
     graph.recompile()
-    check_graph(graph, "rewrite", [str(index) for index in choices])
-    return Program(
-        lifted.name, graph, lifted.args, lifted.kwargs, lifted.dynamic_shapes, lifted.early_stop
-    )
+    check_graph(graph, "rewrite", list(choices))
+    return replace(lifted, graph=graph)
 
 
 def rewritten_programs(
-    lifted: Sequence[Program], choices: Sequence[Replacement | None]
+    lifted: Sequence[Program], choices: Mapping[str, Replacement]
 ) -> list[Program]:
-    """The lifted programs with the i-th site, counted through all of them, replaced by choices[i]."""
-    compiled, start = [], 0
-    for program in lifted:
-        count = len(operator_calls(program.graph))
-        own = dict(enumerate(choices[start : start + count]))
-        chosen = {index: choice for index, choice in own.items() if choice is not None}
-        compiled.append(rewrite(program, chosen) if chosen else program)
-        start += count
-    return compiled
+    """The lifted programs with every named site replaced by what is chosen for it."""
+    return [
+        rewrite(program, choices) if choices.keys() & set(sites_of(program)) else program
+        for program in lifted
+    ]
 
 
 def shortened_programs(lifted: Sequence[Program], half_steps: int) -> list[Program]:

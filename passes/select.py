@@ -32,7 +32,7 @@ from asapc.ir import Convention, Distilled, Program, SiteTensors
 from asapc.operators.sinkhorn import clean_values
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.apply import apply_lossless, apply_replacement
-from asapc.passes.calls import operator_calls, site_function
+from asapc.passes.calls import site_function
 from asapc.passes.candidates import (
     FEW_HALF_STEPS,
     TEACHER,
@@ -171,7 +171,7 @@ def _measure_sites(
     looked at, and what the sites see on it."""
     if not batches:
         return None, []
-    tap = Tap(analysis.model, analysis.lifted)
+    tap = Tap(analysis.model, analysis.lifted, analysis.names)
     approximate = [(own, t) for own in sites for t in own.tried if t.approximate]
     maps = {id(t): (AttentionFidelity(), TensorFidelity()) for _, t in approximate}
     largest, first = batches[0], list[SiteTensors]()
@@ -261,10 +261,13 @@ class WholeModel:
 def compiled_programs(
     analysis: Analysis, teacher: set[int], replacements: Mapping[int, Replacement]
 ) -> list[Program]:
-    """The programs with every site lossless, but those left to the teacher's code, or replaced."""
-    lifted = analysis.lifted if not teacher else analysis.lifted_without(teacher)
-    kept = [index for index in range(len(analysis.sites)) if index not in teacher]
-    return rewritten_programs(lifted, [replacements.get(index) for index in kept])
+    """The programs with every site lossless, but those left to the teacher's code, or replaced; sites by
+    their place in the analysis."""
+    names = analysis.names
+    lifted = analysis.lifted_without([names[i] for i in teacher]) if teacher else analysis.lifted
+    return rewritten_programs(
+        lifted, {names[i]: own for i, own in replacements.items() if i not in teacher}
+    )
 
 
 def _measure_alone(model: WholeModel, sites: Sequence[OpenSite], progress: Progress) -> None:
@@ -320,26 +323,16 @@ def _check_one_length(own: OpenSite, t: SiteTensors, shapes: Sequence[Shape]) ->
 
 
 def _calls(analysis: Analysis, own: OpenSite) -> dict[str, Apply]:
-    graph, place = site_graph(analysis.lifted, own.index)
-    calls: dict[str, Apply] = {TEACHER: site_function(graph, place, plain=True)}
+    lifted, name = analysis.lifted, own.site.name
+    calls: dict[str, Apply] = {TEACHER: site_function(lifted, name, plain=True)}
     for tried in own.tried:
         replacement = tried.candidate.replacement
         if replacement is None:
-            calls[tried.candidate.label] = site_function(graph, place)
+            calls[tried.candidate.label] = site_function(lifted, name)
         else:
             assert isinstance(replacement, Amortised | Distilled)
             calls[tried.candidate.label] = partial(apply_replacement, own.site.loop, replacement)
     return calls
-
-
-def site_graph(programs: Sequence[Program], index: int) -> tuple[torch.fx.GraphModule, int]:
-    """The graph that holds the index-th operator call of all programs, and its number there."""
-    for program in programs:
-        count = len(operator_calls(program.graph))
-        if index < count:
-            return program.graph, index
-        index -= count
-    raise IndexError("there are fewer operator calls than sites")
 
 
 # Deciding

@@ -130,6 +130,13 @@ def token_backend(
     return "plain" if reason else "cpu"
 
 
+def note_plain(operator: str, q: Tensor, k: Tensor, reason: str) -> None:
+    """Of an operator that has no kernel."""
+    choices = _listening.get()
+    if choices is not None:
+        choices.append(_choice(operator, q, k, "plain PyTorch", reason))
+
+
 def _choice(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> Choice:
     batch, heads, queries, dim = q.shape
     shape = f"B{batch} H{heads} N{queries} M{k.shape[2]} D{dim}"

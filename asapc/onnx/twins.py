@@ -39,6 +39,12 @@ from asapc.operators.sinkhorn import (
     score_matrix,
     widen,
 )
+from asapc.operators.stabilised import (  # products of one kernel already: their own twins
+    stabilised_sinkhorn as stabilised_sinkhorn,
+)
+from asapc.operators.stabilised import (
+    stabilised_sinkhorn_attention as stabilised_sinkhorn_attention,
+)
 
 LOG_STEPS = 2
 KERNEL_STEPS = 9  # half-steps from one kernel: N to that power stays in float32's range to N = 2048

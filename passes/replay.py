@@ -1,0 +1,283 @@
+"""Replay: a site's operator against the teacher's own code, on the given data and beyond it.
+
+On every batch the operator, as it will run, is held against the map that the teacher computes. Data may
+be harmless: a loop that has converged there is any longer loop. So the teacher's part of the graph is
+cut out in float64 and both are run again where the data does not go: queries a quarter and four times as
+long, and longer until rows are nearly one-hot; fewer tokens; all but one key masked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from asapc.data import Batch
+from asapc.ir import Convention, Program, SiteTensors
+from asapc.passes.calls import SiteFunction, site_function
+from asapc.passes.cut import Cut, Part, evaluate
+from asapc.passes.lift import beside, copied
+from asapc.passes.match import AnySite, LotSite
+from asapc.runner import Runner, Tap
+
+TOLERANCE = 1e-4  # of maps, relative to the largest entry
+SCALES = {"queries / 4": 0.25, "as given, in float64": 1.0, "queries x 4": 4.0}
+SHARPER = (16.0, 64.0, 256.0, 1024.0, 4096.0)
+ONE_HOT = 0.99  # mean share of a row's largest entry at which rows are nearly one-hot
+EXAMPLES = 2  # of each batch, beyond the data
+ENTRIES = 1 << 21  # of a map beyond the data: of larger ones, one example
+HIDDEN_SCORE = -1e9
+
+
+@dataclass
+class Replay:
+    """Largest errors of one site by what was tried, relative to the largest entry of each map."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def note(self, tried: str, error: float) -> None:
+        error = math.inf if error != error else error
+        self.errors[tried] = max(error, self.errors.get(tried, 0.0))
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """What was tried where the error is largest, and the error."""
+        return max(self.errors.items(), key=lambda pair: pair[1])
+
+
+def replay(
+    model: nn.Module | None,
+    programs: Sequence[Program],
+    matched: Sequence[Sequence[AnySite]],
+    batches: Iterable[Batch],
+) -> dict[str, Replay]:
+    """Every matched site by name.  matched: the sites of each program."""
+    sites = {site.name: (program, site) for program, own in zip(programs, matched, strict=True)
+             for site in own}  # fmt: skip
+    found = {name: Replay() for name in sites}
+    if not sites:
+        return found
+    lifted = [beside(program, own) for program, own in zip(programs, matched, strict=True)]
+    parts = {name: site.part() for name, (_, site) in sites.items()}
+    teacher = _Observer(model, programs, matched, parts)
+    tap = Tap(model, lifted, list(sites))
+    kernels = {name: site_function(lifted, name) for name in sites}
+    references = {name: site_function(lifted, name, plain=True) for name in sites}
+    for batch in batches:
+        theirs = teacher(batch)
+        seen = dict(zip(sites, tap(batch)[1], strict=True))
+        for name, (program, site) in sites.items():
+            values, t = theirs[name], seen[name]
+            with torch.no_grad():
+                own = kernels[name](t, t.v if isinstance(site, LotSite) else None)
+            expected = _canonical(values[parts[name].output], parts[name])
+            found[name].note("the data", _difference(own.reshape(expected.shape), expected))
+            beyond = _Beyond(program, site, parts[name], values, t, references[name])
+            for tried, error in beyond.errors():
+                found[name].note(tried, error)
+    return found
+
+
+class _Observer:
+    """Runs the teacher's programs and hands out what enters and leaves the part of each site."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        programs: Sequence[Program],
+        matched: Sequence[Sequence[AnySite]],
+        parts: Mapping[str, Part],
+    ) -> None:
+        self._values: dict[str, dict[Node, Tensor]] = {}
+        observed = []
+        for program, own in zip(programs, matched, strict=True):
+            graph, nodes = copied(program.graph)
+            for site in own:
+                part = parts[site.name]
+                for node in {*part.inputs, part.output}:
+                    self._record(graph, site.name, node, nodes[node])
+            graph.recompile()
+            observed.append(replace(program, graph=graph))
+        self._run = Runner(model, observed)
+
+    def __call__(self, batch: Batch) -> dict[str, dict[Node, Tensor]]:
+        self._values = {}
+        self._run(batch)
+        return self._values
+
+    def _record(self, graph: GraphModule, site: str, original: Node, node: Node) -> None:
+        def record(value: Tensor) -> None:
+            self._values.setdefault(site, {})[original] = value.detach()
+
+        after = node
+        while after.next.op == "placeholder":
+            after = after.next
+        with graph.graph.inserting_after(after):
+            graph.graph.call_function(record, (node,))
+
+
+class _Beyond:
+    """One site on one batch, changed in ways that the data does not show."""
+
+    def __init__(
+        self,
+        program: Program,
+        site: AnySite,
+        part: Part,
+        values: Mapping[Node, Tensor],
+        seen: SiteTensors,
+        reference: SiteFunction,
+    ) -> None:
+        self.site, self.part, self.seen, self.reference = site, part, seen, reference
+        self.cut = Cut(program.graph, part.inputs, part.output, part.inside)
+        self.values = {node: _double(value) for node, value in values.items()}
+        self.sizes = self.cut.lengths(_sizes(part.inputs, values))
+        self.heads = seen.q.shape[1]
+
+    def errors(self) -> Iterable[tuple[str, float]]:
+        few = self._with_examples()
+        for tried, scale in SCALES.items():
+            yield tried, self._error(few, scale)[0]
+        sharp: float | None = None
+        for scale in SHARPER if isinstance(self.site.convention, Convention) else ():
+            error, share = self._error(few, scale)
+            if not math.isfinite(share):
+                break  # the teacher itself is not finite here
+            sharp = max(error, sharp or 0.0)
+            if share >= ONE_HOT:
+                break
+        if sharp is not None:
+            yield "rows nearly one-hot", sharp
+        fewer = self._fewer_tokens(few)
+        if fewer is not None:
+            yield "fewer tokens", self._error(fewer, 1.0)[0]
+        if self.part.masks and self.seen.k.shape[2] > 1:
+            yield "all but one key masked", self._error(few, 1.0, one_key=True)[0]
+
+    def _with_examples(self) -> dict[Any, int]:
+        """Sizes with few examples, where their number is free."""
+        q, k = self.seen.q, self.seen.k
+        most = 1 if self.heads * q.shape[2] * k.shape[2] > ENTRIES else EXAMPLES
+        return self._shrunk(self.sizes, self.part.batch, min(most, q.shape[0]))
+
+    def _fewer_tokens(self, sizes: dict[Any, int]) -> dict[Any, int] | None:
+        fewer = dict(sizes)
+        for size in (self.part.queries, self.part.keys):
+            length = evaluate(size, sizes)
+            fewer = self._shrunk(fewer, size, max(2, length * 2 // 3))
+        return None if fewer == sizes else fewer
+
+    def _shrunk(self, sizes: dict[Any, int], size: Any, to: int) -> dict[Any, int]:
+        """Sizes in which a dynamic one, or the only symbol of a product, is smaller."""
+        if not isinstance(size, torch.SymInt):
+            return sizes
+        symbols = size.node.expr.free_symbols
+        if len(symbols) != 1:
+            return sizes
+        (symbol,) = symbols
+        if not size.node.expr.is_Symbol and size is not self.part.batch:
+            return sizes  # a length that is computed from another: what becomes of it is not known
+        return {**sizes, symbol: min(to, sizes[symbol])}
+
+    def _error(
+        self, sizes: dict[Any, int], scale: float, one_key: bool = False
+    ) -> tuple[float, float]:
+        """(relative error, mean share of a row's largest entry); the share is NaN where the teacher's own
+        code is not finite, which is then no error of the operator's."""
+        tensors = [self._input(node, sizes) for node in self.part.inputs]
+        tensors[0] = tensors[0] * scale
+        t = self._tensors(sizes, scale)
+        if one_key:
+            active = t.k.shape[2] // 2
+            only = torch.zeros(t.k.shape[0], t.k.shape[2], dtype=torch.bool)
+            only[:, active] = True
+            t = replace(t, keep=only, query_keep=None if t.query_keep is None else only)
+            hidden = dict(self.part.masks)
+            tensors = [
+                _all_but(value, active, hidden[node]) if node in hidden else value
+                for node, value in zip(self.part.inputs, tensors, strict=True)
+            ]
+        theirs = _canonical(self.cut.run(tensors, sizes), self.part)
+        if not bool(theirs.isfinite().all()):
+            return 0.0, math.nan
+        is_map = not isinstance(self.site, LotSite)
+        with torch.no_grad():
+            own = self.reference(t, None if is_map else t.v)
+        rows = theirs.sum(-1)
+        share = theirs.amax(-1) / torch.where(rows == 0, 1.0, rows)
+        return (
+            _difference(own.reshape(theirs.shape), theirs),
+            float(share[rows != 0].mean()) if is_map and bool((rows != 0).any()) else 0.0,
+        )
+
+    def _input(self, node: Node, sizes: dict[Any, int]) -> Tensor:
+        shape = self.cut.shape_of(node, sizes)
+        return self.values[node][tuple(slice(0, length) for length in shape)].contiguous()
+
+    def _tensors(self, sizes: dict[Any, int], scale: float) -> SiteTensors:
+        t = self.seen
+        batch = evaluate(self.part.batch, sizes)
+        if t.q.shape[0] * self.heads == evaluate(self.part.batch, self.sizes) and self.heads > 1:
+            batch //= self.heads  # heads are merged into the batch
+        n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
+        return SiteTensors(
+            q=_double(t.q[:batch, :, :n]) * scale,
+            k=_double(t.k[:batch, :, :m]),
+            keep=None if t.keep is None else t.keep[:batch, :m],
+            bias=None if t.bias is None else _double(_bias(t.bias, batch, n, m)),
+            query_keep=None if t.query_keep is None else t.query_keep[:batch, :n],
+            v=None if t.v is None else _double(t.v[:batch, :, :m]),
+        )
+
+
+def _bias(bias: Tensor, batch: int, n: int, m: int) -> Tensor:
+    """The part of a bias broadcastable to [B, H, N, M] that fewer examples and tokens see."""
+    sizes = (batch, None, n, m)[4 - bias.dim() :]
+    return bias[tuple(slice(0, size) for size in sizes)]
+
+
+def _sizes(nodes: Sequence[Node], values: Mapping[Node, Tensor]) -> dict[Any, int]:
+    """What the dynamic sizes of the nodes are on a batch."""
+    found: dict[Any, int] = {}
+    for node in nodes:
+        for size, length in zip(node.meta["val"].shape, values[node].shape, strict=True):
+            if not isinstance(size, torch.SymInt):
+                continue
+            expr = size.node.expr
+            if expr.is_Symbol:
+                found[expr] = int(length)
+            elif len(expr.free_symbols) == 1:
+                (symbol,) = expr.free_symbols
+                unit = int(expr.xreplace({symbol: 1}))
+                if expr == unit * symbol:  # batch times heads
+                    found.setdefault(symbol, int(length) // unit)
+    return found
+
+
+def _all_but(mask: Tensor, active: int, hidden: bool | None) -> Tensor:
+    """The mask with every key but one hidden."""
+    others = torch.arange(mask.shape[-1]) != active
+    if hidden is None:
+        shown = torch.where(mask <= HIDDEN_SCORE / 10, 0.0, mask)
+        return torch.where(others, HIDDEN_SCORE, shown)
+    return torch.where(others, hidden, not hidden).expand(mask.shape).contiguous()
+
+
+def _canonical(value: Tensor, part: Part) -> Tensor:
+    return value if part.order is None else value.permute(part.order)
+
+
+def _double(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
+
+
+def _difference(own: Tensor, expected: Tensor) -> float:
+    if not own.numel():
+        return 0.0
+    scale = float(expected.abs().max())
+    return float((own.double() - expected.double()).abs().max()) / max(scale, 1e-30)
