@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 Side = Literal["row", "column"]
 Mask = Literal["none", "key"]
@@ -274,6 +274,17 @@ class Distilled:
     share: bool = False
 
 
+@dataclass(frozen=True)
+class Stop:
+    """Where a teacher's loop may end early: if the residual, one number, is at most the threshold.
+
+    threshold: None where the code does not show it.
+    """
+
+    residual: Node
+    threshold: float | None
+
+
 @dataclass
 class Program:
     """A captured computation: the whole model (name "") or one of its modules (dotted name).
@@ -281,7 +292,7 @@ class Program:
     graph:          functional ATen graph with the original calling convention.
     args, kwargs:   the example call it was captured with.
     dynamic_shapes: as given to torch.export, to capture a rewritten graph again.
-    early_stop:     a data-dependent stop was traced through at its full budget.
+    stops:          data-dependent stops that were traced through at their full budget, in order.
     """
 
     name: str
@@ -289,4 +300,4 @@ class Program:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dynamic_shapes: Any
-    early_stop: bool = False
+    stops: tuple[Stop, ...] = ()

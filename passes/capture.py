@@ -11,7 +11,9 @@ they were.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,14 +22,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asapc.errors import InputError
-from asapc.ir import Program
+from asapc.ir import Program, Stop
 from asapc.limits import MOST, limits_of
+from asapc.passes.early_stop import branches_elsewhere
 from asapc.passes.einsum import split_einsums
 
 
@@ -46,16 +49,17 @@ class Capture:
 
 
 class _FullBudget(TorchFunctionMode):
-    """Traces a data-dependent early stop through at its full budget.
+    """Traces a data-dependent early stop through at its full budget, and keeps what it looks at.
 
-    `err.item()` becomes NaN, and NaN is never less than a threshold. Only replay can tell whether the
-    teacher really runs its budget, so every program traced this way says so.
+    The number that `err.item()` gives compares as one that never ends a loop. What is compared, and with
+    which threshold, is noted in `stops`: passes.early_stop finds out what stopping would change.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.stopped = False
-        self.comparisons: list[torch.Tensor] = []  # kept alive, so that identity is meaningful
+        self.stops: list[tuple[torch.Tensor, float | None]] = []
+        # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
+        self._comparisons: list[tuple[torch.Tensor, bool, torch.Tensor, Any]] = []
 
     def __torch_function__(
         self,
@@ -64,23 +68,80 @@ class _FullBudget(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in (torch.Tensor.item, torch.Tensor.__float__) and args[0].is_floating_point():
-            self.stopped = True
-            return float("nan")
-        if func is torch.Tensor.__bool__ and any(args[0] is known for known in self.comparisons):
-            self.stopped = True
-            return False  # what every comparison with NaN gives
+        if func is torch.Tensor.item and args[0].is_floating_point():
+            return _Residual(self, args[0])
+        if func is torch.Tensor.__float__ and args[0].is_floating_point():
+            self.note(args[0], None)  # a plain number: nobody sees what it is compared with
+            return math.nan
+        if func is torch.Tensor.__bool__:
+            for known, goes_on, residual, threshold in self._comparisons:
+                if args[0] is known:
+                    self.note(residual, threshold)
+                    return goes_on
         result = func(*args, **(kwargs or {}))
         scalar = isinstance(result, torch.Tensor) and result.dim() == 0
         if func in _COMPARISONS and scalar and args[0].is_floating_point():
-            self.comparisons.append(result)
+            self._comparisons.append((result, _COMPARISONS[func], args[0], args[1]))
         return result
 
+    def note(self, residual: torch.Tensor, threshold: object) -> None:
+        """The way that a program takes depends on a residual."""
+        known = float(threshold) if isinstance(threshold, int | float) else None
+        self.stops.append((residual, known))
+        if len(self.stops) > MOST_CHECKS:
+            raise RuntimeError(f"a loop that only a residual ends took more than {MOST_CHECKS} steps")
 
+
+class _Residual(float):
+    """NaN, but larger than every threshold it is compared with: the loop goes on."""
+
+    def __new__(cls, budget: _FullBudget, residual: torch.Tensor) -> _Residual:
+        return super().__new__(cls, "nan")
+
+    def __init__(self, budget: _FullBudget, residual: torch.Tensor) -> None:
+        self._budget, self._residual = budget, residual
+
+    def __lt__(self, other: float) -> bool:
+        self._budget.note(self._residual, other)
+        return False
+
+    def __gt__(self, other: float) -> bool:
+        self._budget.note(self._residual, other)
+        return True
+
+    __le__, __ge__ = __lt__, __gt__
+
+    def _plain(self) -> float:
+        """A number that something is computed from, which may be compared with anything."""
+        self._budget.note(self._residual, None)
+        return math.nan
+
+    def __abs__(self) -> _Residual:  # type: ignore[override]
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self._plain())
+
+
+def _computed(name: str) -> Callable[..., Any]:
+    def method(self: _Residual, *others: Any) -> Any:
+        return getattr(self._plain(), name)(*others)
+
+    return method
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg",
+              "eq", "ne"):  # fmt: skip
+    setattr(_Residual, f"__{_name}__", _computed(f"__{_name}__"))
+_Residual.__hash__ = float.__hash__  # type: ignore[method-assign]
+
+
+MOST_CHECKS = 4096
+# A comparison of a residual with a threshold, and what it says while the loop is to go on.
 _COMPARISONS = {
-    *(getattr(torch.Tensor, name) for name in ("lt", "le", "gt", "ge")),
-    *(getattr(torch.Tensor, f"__{name}__") for name in ("lt", "le", "gt", "ge")),
-    *(getattr(torch, name) for name in ("lt", "le", "gt", "ge")),
+    getattr(home, name.format(compared)): compared[0] == "g"
+    for compared in ("lt", "le", "gt", "ge")
+    for home, name in ((torch.Tensor, "{}"), (torch.Tensor, "__{}__"), (torch, "{}"))
 }
 
 
@@ -110,7 +171,10 @@ def capture(
     with _undisturbed(model):
         run_example(model, args, kwargs)
         try:
-            return Capture("whole", [_export("", model, args, kwargs)])
+            program = _export("", model, args, kwargs)
+            reason = branches_elsewhere(program)
+            if reason is None:
+                return Capture("whole", [program])
         except Exception as error:  # torch.export raises many types; the reason is kept and shown
             reason = _first_line(error)
         programs, skipped = _capture_modules(model, args, kwargs)
@@ -175,13 +239,54 @@ def _export(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Program:
     shapes = _dynamic_shapes(args, kwargs, module.forward)
-    with _FullBudget() as budget:
+    with _FullBudget() as budget, _returning_residuals(module, budget) as thresholds:
         exported = export_graph(module, args, kwargs, shapes)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
+    residuals = _take_residuals(graph)
     split_einsums(graph)
     shapes = _bounded(shapes, exported)
-    return Program(name, graph, args, kwargs, shapes, early_stop=budget.stopped)
+    stops = tuple(Stop(*own) for own in zip(residuals, thresholds, strict=True))
+    return Program(name, graph, args, kwargs, shapes, stops)
+
+
+@contextlib.contextmanager
+def _returning_residuals(module: nn.Module, budget: _FullBudget) -> Iterator[list[float | None]]:
+    """The module's forward also returns what its early stops look at; yields their thresholds, which are
+    known afterwards. A tensor that nothing returns would not be in the graph."""
+    forward = module.forward
+    thresholds: list[float | None] = []
+
+    @functools.wraps(forward)
+    def with_residuals(*args: Any, **kwargs: Any) -> Any:
+        budget.stops.clear()
+        output = forward(*args, **kwargs)
+        thresholds[:] = [threshold for _, threshold in budget.stops]
+        return output, tuple(residual for residual, _ in budget.stops)
+
+    own = "forward" in module.__dict__
+    module.forward = with_residuals  # type: ignore[method-assign]
+    try:
+        yield thresholds
+    finally:
+        if own:
+            module.forward = forward  # type: ignore[method-assign]
+        else:
+            del module.forward
+
+
+def _take_residuals(graph: GraphModule) -> list[Node]:
+    """The second part of (output, residuals), taken out of what the graph returns."""
+    output = graph.graph.output_node()
+    leaves, codegen = list(output.args[0]), graph.graph._codegen
+    info = codegen.pytree_info  # type: ignore[attr-defined]
+    first, second = info.out_spec.children()
+    residuals = leaves[first.num_leaves :]
+    assert len(residuals) == second.num_leaves
+    output.args = (type(output.args[0])(leaves[: first.num_leaves]),)
+    codegen.pytree_info = info._replace(out_spec=first)  # type: ignore[attr-defined]
+    graph.recompile()
+    return residuals
 
 
 def _dynamic_shapes(
@@ -318,6 +423,10 @@ def _capture_modules(
             program = _export(name, modules[name], call_args, call_kwargs)
         except Exception as error:  # its parent may still cover it; else it is reported
             failed[name] = _first_line(error)
+            continue
+        elsewhere = branches_elsewhere(program)
+        if elsewhere is not None:
+            failed[name] = elsewhere
             continue
         if holds_attention(program.graph):
             found.append(program)

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from asapc.ir import Convention, EspConvention, Program
+from asapc.ir import Convention, EspConvention, Program, Stop
 from asapc.passes.cut import Cut, Part, depends_on_data, evaluate, is_tensor, reaches
+from asapc.passes.early_stop import stops_of, what_a_stop_changes
 from asapc.passes.match_esp import EspSite, match_esp
 from asapc.passes.match_lot import LotSite, match_lot
 from asapc.passes.probe import (
@@ -36,6 +37,7 @@ from asapc.passes.probe import (
 )
 from asapc.passes.products import (
     BARRIERS,
+    NORMALISERS,
     KeyMask,
     Product,
     Unidentified,
@@ -55,16 +57,13 @@ SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
 FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
 LARGE = 64 * 64
 MILD = 6.0  # up to here multipliers are measured
+STOPPED_SPREADS = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 25.0)  # where loops converge soon, or late
 SHARP_MASKED = 25.0
 SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
 PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dynamic
 PROBE_BATCH = 2
 MASKED_BELOW = -1e4  # an additive score below this removes the key in every published code
-NORMALISERS = {
-    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default,
-    aten.logsumexp.default, aten.exp.default,
-}  # fmt: skip
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 FUSED = {aten.scaled_dot_product_attention.default}
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def match(program: Program) -> list[AnySite | Refusal]:
     for score, regions in candidates.items():
         outcomes: list[AttentionSite | Refusal] = []
         for region in regions:
-            outcome = _examine(program, region)
+            outcome = _examine(program, region, list(candidates))
             outcomes.append(outcome)
             if isinstance(outcome, AttentionSite):
                 break
@@ -395,21 +394,24 @@ class _Experiment:
         self, scores: Tensor, inputs: Sequence[Tensor], lengths: dict[Any, int]
     ) -> Tensor:
         """Attention in the canonical shape of the scores."""
-        own = scores
-        order = self.region.score.out_order
-        if order is not None:
-            own = scores.permute([order.index(i) for i in range(len(order))])
-        result = self.cut.run([own.contiguous(), *inputs], lengths)
+        result = self.cut.run([self.raw(scores), *inputs], lengths)
         if self.region.value.left_order is not None:
             result = result.permute(self.region.value.left_order)
         return result.reshape(scores.shape).to(torch.float64)
+
+    def raw(self, scores: Tensor) -> Tensor:
+        """Scores of canonical shape as the graph's own product has them."""
+        order = self.region.score.out_order
+        if order is None:
+            return scores.contiguous()
+        return scores.permute([order.index(i) for i in range(len(order))]).contiguous()
 
     def lengths(self, assigned: dict[Any, int] | None = None) -> dict[Any, int]:
         return self.cut.lengths(assigned)
 
 
-def _examine(program: Program, region: Region) -> AttentionSite | Refusal:
-    """Run the experiments on one region."""
+def _examine(program: Program, region: Region, scores: Sequence[Node]) -> AttentionSite | Refusal:
+    """Run the experiments on one region.  scores: of every region."""
     name = site_name(program, region.value.node)
 
     def refuse(reason: str, node: Node | None = None) -> Refusal:
@@ -424,6 +426,10 @@ def _examine(program: Program, region: Region) -> AttentionSite | Refusal:
         small = experiment.lengths(_probe_lengths(region, experiment))
         experiment.dims(small)
         outcome = _run_experiments(experiment, region, small)
+        stops = stops_of(program, region.score.node, scores)
+        if stops and not isinstance(outcome, str):
+            changed = _stopping(program, stops, experiment, outcome[0].convention, outcome[3], small)
+            outcome = outcome if changed is None else changed
     except Exception as error:  # the region is the user's code: whatever it raises is a reason
         line = str(error).splitlines()[0][:200] if str(error) else ""
         return refuse(f"the region cannot be run on its own: {type(error).__name__}: {line}")
@@ -431,7 +437,7 @@ def _examine(program: Program, region: Region) -> AttentionSite | Refusal:
         return refuse(outcome)
     if used_outside is not None:
         return refuse("an intermediate value of the loop is also used elsewhere", used_outside)
-    fit, mask, bias = outcome
+    fit, mask, bias, _ = outcome
     softmax = any(node.target in SOFTMAX for node in region.inside)
     convention = fit.convention
     if convention.half_steps == 1 and convention.first_side == "row" and softmax:
@@ -441,7 +447,7 @@ def _examine(program: Program, region: Region) -> AttentionSite | Refusal:
         convention,
         mask="key" if mask is not None else "none",
         bias=bias is not None,
-        early_stop=program.early_stop,
+        early_stop=bool(stops),
     )
     head_dim = canonical_shape(region.score.left, region.score.left_order)[-1]
     return AttentionSite(
@@ -466,8 +472,11 @@ def _probe_lengths(region: Region, experiment: _Experiment) -> dict[Any, int]:
 
 def _run_experiments(
     experiment: _Experiment, region: Region, lengths: dict[Any, int]
-) -> tuple[Fit, KeyMask | None, ScoreBias | None] | str:
-    """Identify the loop without masks, then what every input does, then everything together."""
+) -> tuple[Fit, KeyMask | None, ScoreBias | None, list[Tensor]] | str:
+    """Identify the loop without masks, then what every input does, then everything together.
+
+    Also returns the inputs that hide nothing and add nothing.
+    """
     generator = torch.Generator().manual_seed(0)
     dims = experiment.dims(lengths)
     keys = dims[-1]
@@ -570,7 +579,28 @@ def _run_experiments(
             if not error <= HELD:
                 return f"with {node.name} as score bias: another loop; relative error {error:.2g}"
             bias = ScoreBias(node, coefficient, merged or _merged(node, region))
-    return fit, mask, bias
+    return fit, mask, bias, neutral
+
+
+def _stopping(
+    program: Program,
+    stops: Sequence[Stop],
+    experiment: _Experiment,
+    convention: Convention,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+) -> str | None:
+    """What an early stop would change on scores of every spread, None if nothing."""
+    generator = torch.Generator().manual_seed(4)
+    convention = replace(convention, mask="none")
+    observations = []
+    for spread in (0.0, *STOPPED_SPREADS):
+        s = torch.randn(experiment.dims(lengths), generator=generator, dtype=torch.float64)
+        s = s * spread / abs(convention.score_multiplier)
+        sample = Sample(_four(s), attention_of(convention, _four(s), None))
+        observations.append(([experiment.raw(s), *neutral], lengths, sample))
+    inputs = [experiment.region.score.node, *experiment.region.inputs]
+    return what_a_stop_changes(program, stops, inputs, convention, observations)
 
 
 def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:

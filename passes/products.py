@@ -20,6 +20,10 @@ BARRIERS = {
     aten.embedding.default, aten.conv1d.default, aten.conv2d.default, aten.batch_norm.default,
     aten.native_layer_norm.default, aten.convolution.default, aten.rms_norm.default,
 }  # fmt: skip
+NORMALISERS = {
+    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default,
+    aten.logsumexp.default, aten.exp.default,
+}  # fmt: skip
 VIEWS = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
     aten.contiguous.default, aten.flatten.using_ints, aten.detach.default, aten.alias.default,

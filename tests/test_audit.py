@@ -22,7 +22,7 @@ from asapc.audit import Balance, SoftToHard, hardened, settle_exact_sorting, sof
 from asapc.cli import main
 from asapc.data import Batch, open_data, split_of
 from asapc.ir import Program
-from asapc.passes.calls import FORMS, operator_calls
+from asapc.passes.calls import FORMS, name_calls, operator_calls
 from asapc.passes.candidates import Choice
 from asapc.passes.capture import export_graph
 from asapc.passes.rewrite import Hardened
@@ -171,8 +171,9 @@ def test_only_soft_sites_of_a_mixed_padded_model_are_audited() -> None:
     keep = torch.arange(9) < torch.tensor([9, 7, 5, 3, 1, 2])[:, None]
     exported = export_graph(Padded(), (x, keep), {}, None)
     graph = exported.module(check_guards=False)
+    assert name_calls(graph, [str(i) for i, _ in enumerate(operator_calls(graph))])
     programs = [Program("", graph, (), {}, None)]  # type: ignore[arg-type]
-    assert soft_sites(programs) == [0]
+    assert soft_sites(programs) == ["0"]
     audit, batch = SoftToHard(None, programs), Batch((x, keep), {}, None, list(range(6)))
     audit.update(batch)
     result = audit.result(batch, repeats=1)
@@ -208,10 +209,15 @@ def decide(
         for name, budget in zip(operators, budgets, strict=True)
     ]
     batches = kwargs.get("batches", split(work, artifact, "calibration"))
-    return settle_exact_sorting(None, artifact.programs["lossless"], proposed, recipes, batches)
+    lossless = artifact.programs["lossless"]
+    return settle_exact_sorting(None, lossless, names(artifact), proposed, recipes, batches)
 
 
-def changed(work: Path, artifact: Artifact, sites: list[int]) -> float:
+def names(artifact: Artifact) -> list[str]:
+    return [site["name"] for site in artifact.manifest["sites"]]
+
+
+def changed(work: Path, artifact: Artifact, sites: list[str]) -> float:
     """Predictions that differ with these sites exact, by hand."""
     lossless = artifact.programs["lossless"]
     runners = [Runner(None, own) for own in (lossless, hardened(lossless, Hardened(), sites))]
@@ -221,7 +227,7 @@ def changed(work: Path, artifact: Artifact, sites: list[int]) -> float:
 
 
 def test_auto_within_the_budget_switches(work: Path, artifact: Artifact) -> None:
-    change = changed(work, artifact, [0, 1])
+    change = changed(work, artifact, names(artifact))
     assert 0.01 < change < 0.9
     choices, facts = decide(work, artifact, ("auto", "auto"), (0.9, change + 1e-9))
     assert facts is not None and facts["switched"] is True
@@ -233,7 +239,7 @@ def test_auto_within_the_budget_switches(work: Path, artifact: Artifact) -> None
 
 
 def test_auto_beyond_the_budget_stays_soft(work: Path, artifact: Artifact) -> None:
-    change = changed(work, artifact, [0, 1])
+    change = changed(work, artifact, names(artifact))
     choices, facts = decide(work, artifact, ("auto", "auto"), (0.9, change - 1e-9))
     assert facts is not None and facts["switched"] is False
     for choice in choices:
@@ -242,7 +248,7 @@ def test_auto_beyond_the_budget_stays_soft(work: Path, artifact: Artifact) -> No
 
 
 def test_forced_switches_anyway_measured_without_the_others(work: Path, artifact: Artifact) -> None:
-    both, alone = changed(work, artifact, [0, 1]), changed(work, artifact, [0])
+    both, alone = changed(work, artifact, names(artifact)), changed(work, artifact, names(artifact)[:1])
     choices, facts = decide(work, artifact, ("esp_hard", "auto"), (0.9, 1e-9))
     assert facts is not None and facts["switched"] is True
     assert facts["prediction_change"] == pytest.approx(both)

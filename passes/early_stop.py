@@ -1,0 +1,84 @@
+"""Early stop: what a loop that ends on a small residual would leave out.
+
+A program holds the full budget, and the residuals that the teacher's code compares with a threshold on
+the way. Where the first of them is small enough, the teacher stops. That is harmless if the half-steps
+that are left change nothing, which is tried on scores of every spread; otherwise the site is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from asapc.ir import Convention, Program, Stop
+from asapc.passes.cut import Cut, ancestors, depends_on_data, descendants
+from asapc.passes.probe import HELD, Sample, attention_of, convention_error
+from asapc.passes.products import BARRIERS, NORMALISERS
+
+
+def branches_elsewhere(program: Program) -> str | None:
+    """Why a program that was traced one way is not the model: a branch that is no loop's early stop."""
+    for stop in program.stops:
+        above = ancestors(stop.residual, until=BARRIERS)
+        if depends_on_data(stop.residual) and not any(node.target in NORMALISERS for node in above):
+            what = stop.residual.name if stop.threshold is None else f"{stop.threshold:g}"
+            return f"branches on a number of the data, compared with {what}, that is no loop's residual"
+    return None
+
+
+def stops_of(program: Program, scores: Node, others: Sequence[Node]) -> list[Stop]:
+    """The stops of the loop on these scores.  others: the scores of every site."""
+    order = {node: index for index, node in enumerate(program.graph.graph.nodes)}
+    found = []
+    for stop in program.stops:
+        above = ancestors(stop.residual, until=BARRIERS)
+        latest = max((node for node in others if node in above), key=order.__getitem__, default=None)
+        if latest is scores:
+            found.append(stop)
+    return found
+
+
+def what_a_stop_changes(
+    program: Program,
+    stops: Sequence[Stop],
+    inputs: Sequence[Node],
+    convention: Convention,
+    observations: Sequence[tuple[Sequence[Tensor], dict[Any, int], Sample]],
+) -> str | None:
+    """Why the full budget is not what the teacher computes; None where stopping changes nothing.
+
+    inputs: the scores and what else enters the region.  observations: what was fed to them, the sizes,
+    and what came of it.
+    """
+    if any(stop.threshold is None for stop in stops):
+        return (
+            "its loop ends early on a residual that is compared with an unknown number: compare "
+            "`residual.item()` or the tensor itself with the threshold"
+        )
+    below = descendants(inputs[:1])
+    run: list[Callable[[Sequence[Tensor], dict[Any, int]], Tensor]] = []
+    for stop in stops:
+        inside = below & ancestors(stop.residual)
+        run.append(Cut(program.graph, inputs, stop.residual, inside).run)
+    worst, at = 0.0, stops[0].threshold
+    for tensors, lengths, sample in observations:
+        for number, (stop, residual) in enumerate(zip(stops, run, strict=True), 1):
+            assert stop.threshold is not None
+            if float(residual(tensors, lengths)) <= stop.threshold:
+                done = round(number * convention.half_steps / len(stops))
+                short = replace(convention, half_steps=max(done, 1))
+                own = attention_of(short, sample.scores, sample.keep)
+                error = convention_error(convention, [replace(sample, attention=own)])
+                if error > worst:
+                    worst, at = error, stop.threshold
+                break
+    if worst <= HELD:
+        return None
+    return (
+        f"its loop ends early where a residual is at most {at:g}, which changes the attention by up to "
+        f"{worst:.2g} of its largest entry"
+    )
