@@ -39,7 +39,7 @@ from torch.fx import GraphModule
 
 from asapc.errors import InputError
 from asapc.ir import Program
-from asapc.passes.calls import Operands, call_of
+from asapc.passes.calls import call_of
 
 MARGIN = 0.1
 _PENDING = 256  # batches whose bounds stay on the device until they are counted
@@ -170,7 +170,6 @@ class _Place:
     """A watched site's operator call."""
 
     graph: GraphModule
-    operands: Operands
     name: str
     score_multiplier: float
     range: ScoreRange
@@ -202,7 +201,7 @@ class Monitor(Mapping[str, dict[str, Any]]):
         self.disable()
         for place in self.places:
             watch = _Watch(place.name, place.score_multiplier, place.range, margin)
-            operands = place.operands
+            _, operands = call_of([Program("", place.graph, (), {}, None)], place.name)
             with place.graph.graph.inserting_before(operands.call):
                 place.graph.graph.call_function(watch.watch, (operands.q, operands.k, operands.keep))
             self._watches.append(watch)
@@ -267,7 +266,7 @@ def attach(module: nn.Module, programs: Sequence[Program], sites: Sequence[Mappi
         if seen is None:
             without.append(name)
         else:
-            places.append(_Place(*call_of(programs, name), name, multiplier, seen))
+            places.append(_Place(call_of(programs, name)[0], name, multiplier, seen))
     monitor = Monitor(module, places, without)
     module.enable_monitor = monitor.enable  # type: ignore[assignment]
     module.disable_monitor = monitor.disable  # type: ignore[assignment]

@@ -7,10 +7,12 @@ that are left change nothing, which is tried on scores of every spread; otherwis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -18,6 +20,13 @@ from asapc.ir import Convention, Program, Stop
 from asapc.passes.cut import Cut, ancestors, depends_on_data, descendants
 from asapc.passes.probe import HELD, Sample, attention_of, convention_error
 from asapc.passes.products import BARRIERS, NORMALISERS
+
+aten = torch.ops.aten
+SUMS = {  # a half-step has one of them, or as many as every other
+    aten.logsumexp.default, aten.softmax.int, aten._softmax.default, aten.log_softmax.int,
+    aten._log_softmax.default, aten.sum.dim_IntList, aten.matmul.default, aten.bmm.default,
+    aten.mv.default, aten.einsum.default,
+}  # fmt: skip
 
 
 def branches_elsewhere(program: Program) -> str | None:
@@ -46,13 +55,14 @@ def what_a_stop_changes(
     program: Program,
     stops: Sequence[Stop],
     inputs: Sequence[Node],
+    inside: Sequence[Node],
     convention: Convention,
     observations: Sequence[tuple[Sequence[Tensor], dict[Any, int], Sample]],
 ) -> str | None:
     """Why the full budget is not what the teacher computes; None where stopping changes nothing.
 
-    inputs: the scores and what else enters the region.  observations: what was fed to them, the sizes,
-    and what came of it.
+    inputs: the scores and what else enters the region; inside: the region, in order.
+    observations: what was fed to the inputs, the sizes, and what came of it.
     """
     if any(stop.threshold is None for stop in stops):
         return (
@@ -62,23 +72,36 @@ def what_a_stop_changes(
     below = descendants(inputs[:1])
     run: list[Callable[[Sequence[Tensor], dict[Any, int]], Tensor]] = []
     for stop in stops:
-        inside = below & ancestors(stop.residual)
-        run.append(Cut(program.graph, inputs, stop.residual, inside).run)
+        around = below & ancestors(stop.residual)
+        run.append(Cut(program.graph, inputs, stop.residual, around).run)
     worst, at = 0.0, stops[0].threshold
     for tensors, lengths, sample in observations:
-        for number, (stop, residual) in enumerate(zip(stops, run, strict=True), 1):
+        for stop, residual in zip(stops, run, strict=True):
             assert stop.threshold is not None
-            if float(residual(tensors, lengths)) <= stop.threshold:
-                done = round(number * convention.half_steps / len(stops))
-                short = replace(convention, half_steps=max(done, 1))
+            if float(residual(tensors, lengths)) > stop.threshold:
+                continue
+            for done in _half_steps_before(stop.residual, inside, convention.half_steps):
+                short = replace(convention, half_steps=done)
                 own = attention_of(short, sample.scores, sample.keep)
                 error = convention_error(convention, [replace(sample, attention=own)])
                 if error > worst:
                     worst, at = error, stop.threshold
-                break
+            break
     if worst <= HELD:
         return None
     return (
         f"its loop ends early where a residual is at most {at:g}, which changes the attention by up to "
         f"{worst:.2g} of its largest entry"
     )
+
+
+def _half_steps_before(residual: Node, inside: Sequence[Node], half_steps: int) -> list[int]:
+    """How many half-steps are done where a residual is looked at: each has its sums, in the order of the
+    graph. Where they do not divide evenly, the neighbours are possible too."""
+    order = {node: index for index, node in enumerate(residual.graph.nodes)}
+    sums = [node for node in inside if node.target in SUMS]
+    before = sum(order[node] < order[residual] for node in sums)
+    done = before * half_steps / max(len(sums), 1)
+    spare = 0 if sums and len(sums) % half_steps == 0 else 1
+    low, high = math.floor(done) - spare, math.ceil(done) + spare
+    return list(range(max(low, 1), min(high, half_steps) + 1))

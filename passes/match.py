@@ -600,7 +600,8 @@ def _stopping(
         sample = Sample(_four(s), attention_of(convention, _four(s), None))
         observations.append(([experiment.raw(s), *neutral], lengths, sample))
     inputs = [experiment.region.score.node, *experiment.region.inputs]
-    return what_a_stop_changes(program, stops, inputs, convention, observations)
+    inside = experiment.region.inside
+    return what_a_stop_changes(program, stops, inputs, inside, convention, observations)
 
 
 def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:

@@ -190,12 +190,16 @@ def inputs(laws: tuple[Law, ...], crossed: bool, seed: int, dtype: torch.dtype) 
     masks = {law.mask for law in laws} - {"none"}
     if not masks:
         return x, memory
-    hidden = torch.arange(KEYS if crossed else LENGTH) >= torch.tensor([[7 + 2 * (not crossed)], [4], [5]])
+    length = KEYS if crossed else LENGTH
+    hidden = torch.arange(length) >= torch.tensor([[length], [4], [5]])
     return x, memory, ~hidden if masks == {"active"} else hidden
 
 
 def judge(laws: tuple[Law, ...], crossed: bool, swapped: bool, double: bool, seed: int) -> list[str]:
-    """"identified" or "refused: why", one for each layer in any order.  Raises AssertionError on a wrong acceptance."""
+    """"identified" or "refused: why", one for each layer in any order.
+
+    Raises AssertionError on a wrong acceptance.
+    """
     torch.manual_seed(seed)
     dtype = torch.float64 if double else torch.float32
     model = Adversary(laws, crossed, swapped).to(dtype).eval()
@@ -245,7 +249,8 @@ def _hold(law: Law, convention: Convention, crossed: bool) -> None:
     generator = torch.Generator().manual_seed(9)
     for n, m in ((LENGTH, KEYS), (12, 5)) if crossed else ((LENGTH, LENGTH), (5, 5)):
         for spread in SPREADS:
-            scores = torch.randn(2, HEADS, n, m, generator=generator, dtype=torch.float64) * spread / law.scale
+            scores = torch.randn(2, HEADS, n, m, generator=generator, dtype=torch.float64)
+            scores *= spread / law.scale
             for hidden in (None, torch.arange(m).expand(2, -1) > 2):
                 if hidden is not None and law.mask == "none":
                     continue

@@ -53,13 +53,14 @@ def stabilised_plans(
 def _divided(own: Tensor, sums: Tensor, mass: float, stabiliser: Stabiliser, exact: bool) -> Tensor:
     plan = stabiliser.form == "plan"
     total = own * sums if plan else sums
-    if exact:  # a softmax has no constant; the keys of an empty row or column carry nothing
-        total = total.masked_fill(total == 0, 1.0)
+    empty = total == 0  # nothing there: whatever divides it, or grows with every division, is never seen
+    if exact:  # a softmax has no constant
+        total = total.masked_fill(empty, 1.0)
     elif stabiliser.kind == "add":
         total = total + stabiliser.constant
     else:
         total = total.clamp(min=stabiliser.constant)
-    return (own * mass if plan else mass) / total
+    return torch.where(empty, own, own * mass / total) if plan else mass / total
 
 
 def _offset(scores: Tensor, stabiliser: Stabiliser) -> Tensor:
