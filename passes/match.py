@@ -54,6 +54,7 @@ aten = torch.ops.aten
 # Standard deviations of the probed scores, in units of epsilon. The sharp ones are for budgets of
 # hundreds of half-steps, which look converged at mild ones, and for constants not seen there.
 SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
+SHIFTS = (100.0, -900.0)
 FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
 LARGE = 64 * 64
 MILD = 6.0  # up to here multipliers are measured
@@ -503,18 +504,26 @@ def _run_experiments(
         softmax_only = any(node.target in SOFTMAX for node in region.inside)
         return _describe(rough, region, softmax_only)
 
-    def sample(spread: float, at: dict[Any, int]) -> Sample | None:
+    def sample(
+        spread: float, at: dict[Any, int], rows: float = 0.0, columns: float = 0.0, all: float = 0.0
+    ) -> Sample | None:
         size = experiment.dims(at)
         inputs = neutral if at is lengths else _resize(experiment, region, neutral, roles, at)
         s = scores(spread / abs(rough), size)
+        by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
+        s = s + (rows * by_row + columns * by_column + all) / rough
         a = experiment.run(s, inputs, at)
         if not bool(a.isfinite().all()):
             return None
-        return Sample(_four(s), _four(a), mild=spread <= MILD)
+        shifted = bool(rows or columns or all)
+        return Sample(_four(s), _four(a), mild=spread <= MILD and not shifted)
 
     sizes = _lengths_to_try(experiment, lengths, region)
     large = dims[-2] * dims[-1] > LARGE
     drawn = [sample(spread, at) for spread in (FEW_SPREADS if large else SPREADS) for at in sizes]
+    for offset in SHIFTS:  # where scores are shifted, what is subtracted before exp is seen
+        drawn += [sample(1.0, lengths, rows=offset), sample(1.0, lengths, columns=offset),
+                  sample(1.0, lengths, all=offset)]  # fmt: skip
     samples = [own for own in drawn if own is not None]
     if not samples:
         return "the region gives NaN or infinity on random scores"

@@ -9,7 +9,7 @@ long, and longer until rows are nearly one-hot; fewer tokens; all but one key ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.data import Batch
 from asapc.ir import Convention, Program, SiteTensors
+from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.calls import SiteFunction, site_function
 from asapc.passes.cut import Cut, Part, evaluate
 from asapc.passes.lift import beside, copied
@@ -27,8 +28,8 @@ from asapc.runner import Runner, Tap
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry
 SCALES = {"queries / 4": 0.25, "as given, in float64": 1.0, "queries x 4": 4.0}
-SHARPER = (16.0, 64.0, 256.0, 1024.0, 4096.0)
-ONE_HOT = 0.99  # mean share of a row's largest entry at which rows are nearly one-hot
+SHARPER = tuple(float(1 << power) for power in range(4, 13))
+ONE_HOT = 0.9  # mean largest entry of a softmax of the scores at which rows are nearly one-hot
 EXAMPLES = 2  # of each batch, beyond the data
 ENTRIES = 1 << 21  # of a map beyond the data: of larger ones, one example
 HIDDEN_SCORE = -1e9
@@ -142,22 +143,35 @@ class _Beyond:
     def errors(self) -> Iterable[tuple[str, float]]:
         few = self._with_examples()
         for tried, scale in SCALES.items():
-            yield tried, self._error(few, scale)[0]
+            error = self._error(few, scale)
+            if error is not None:
+                yield tried, error
         sharp: float | None = None
-        for scale in SHARPER if isinstance(self.site.convention, Convention) else ():
-            error, share = self._error(few, scale)
-            if not math.isfinite(share):
+        for scale in self._sharper(few):
+            error = self._error(few, scale)
+            if error is None:
                 break  # the teacher itself is not finite here
             sharp = max(error, sharp or 0.0)
-            if share >= ONE_HOT:
-                break
-        if sharp is not None:
-            yield "rows nearly one-hot", sharp
+        others = {"rows nearly one-hot": sharp}
         fewer = self._fewer_tokens(few)
         if fewer is not None:
-            yield "fewer tokens", self._error(fewer, 1.0)[0]
+            others["fewer tokens"] = self._error(fewer, 1.0)
         if self.part.masks and self.seen.k.shape[2] > 1:
-            yield "all but one key masked", self._error(few, 1.0, one_key=True)[0]
+            others["all but one key masked"] = self._error(few, 1.0, one_key=True)
+        yield from ((tried, error) for tried, error in others.items() if error is not None)
+
+    def _sharper(self, sizes: dict[Any, int]) -> Iterator[float]:
+        """Growing scales, to the first at which a softmax of the scores is nearly one-hot."""
+        convention = self.site.convention
+        if not isinstance(convention, Convention):
+            return
+        t = self._tensors(sizes, 1.0)
+        scores = score_matrix(t.q, t.k, t.keep, None, convention.score_multiplier)
+        for scale in SHARPER:
+            yield scale
+            bias = 0.0 if t.bias is None else t.bias
+            if float(torch.softmax(scores * scale + bias, -1).amax(-1).nanmean()) >= ONE_HOT:
+                return
 
     def _with_examples(self) -> dict[Any, int]:
         """Sizes with few examples, where their number is free."""
@@ -186,9 +200,8 @@ class _Beyond:
 
     def _error(
         self, sizes: dict[Any, int], scale: float, one_key: bool = False
-    ) -> tuple[float, float]:
-        """(relative error, mean share of a row's largest entry); the share is NaN where the teacher's own
-        code is not finite, which is then no error of the operator's."""
+    ) -> float | None:
+        """The relative error; None where the teacher's own code is not finite."""
         tensors = [self._input(node, sizes) for node in self.part.inputs]
         tensors[0] = tensors[0] * scale
         t = self._tensors(sizes, scale)
@@ -204,16 +217,10 @@ class _Beyond:
             ]
         theirs = _canonical(self.cut.run(tensors, sizes), self.part)
         if not bool(theirs.isfinite().all()):
-            return 0.0, math.nan
-        is_map = not isinstance(self.site, LotSite)
+            return None
         with torch.no_grad():
-            own = self.reference(t, None if is_map else t.v)
-        rows = theirs.sum(-1)
-        share = theirs.amax(-1) / torch.where(rows == 0, 1.0, rows)
-        return (
-            _difference(own.reshape(theirs.shape), theirs),
-            float(share[rows != 0].mean()) if is_map and bool((rows != 0).any()) else 0.0,
-        )
+            own = self.reference(t, t.v if isinstance(self.site, LotSite) else None)
+        return _difference(own.reshape(theirs.shape), theirs)
 
     def _input(self, node: Node, sizes: dict[Any, int]) -> Tensor:
         shape = self.cut.shape_of(node, sizes)

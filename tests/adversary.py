@@ -98,7 +98,7 @@ class Law:
     def _log_softmax(self, s: Tensor) -> Tensor:
         for dim in self._sides(s):
             total = s.logsumexp(dim, keepdim=True)
-            s = s - self.damping * total.clamp(min=-1e8)
+            s = s - self.damping * torch.where(total < -1e8, 0.0, total)
             if self._ends(total):
                 break
         return s.exp()
