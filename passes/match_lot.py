@@ -229,8 +229,8 @@ class _Experiment:
                 result = result.permute(product.left_order)
             if side == 1:
                 result = result.transpose(-1, -2)
-            positive = bool((result.isfinite() & (result > 0)).all())
-            return result.reshape(*tokens.shape[:3], -1).double() if positive else None
+            finite = bool(result.isfinite().all())
+            return result.reshape(*tokens.shape[:3], -1).double() if finite else None
 
         return observe
 

@@ -322,7 +322,7 @@ def _budget(
     sides: Sequence[Side],
     most: int = MAX_HALF_STEPS,
 ) -> Budget:
-    groups = _groups(samples, multiplier)
+    groups = groups_of(samples, multiplier)
     plans = [
         loop_plans(scores, keep, *log_marginals(*scores.shape[-2:], keep, scores))
         for scores, keep, _ in groups
@@ -330,7 +330,7 @@ def _budget(
     return search_budget([target for *_, target in groups], plans, sides, most)
 
 
-def _groups(
+def groups_of(
     samples: Sequence[Sample], multiplier: float
 ) -> list[tuple[Tensor, Tensor | None, Tensor]]:
     """(scores in units of epsilon, keep, attention) of one head of every sample, stacked by shape."""
@@ -360,7 +360,7 @@ def _stabilised(
     most: int,
 ) -> tuple[Stabiliser, Budget] | None:
     """The loop with a constant in its divisions that reproduces every sample, if there is one."""
-    groups = _groups(samples, multiplier)
+    groups = groups_of(samples, multiplier)
     best: tuple[Stabiliser, Budget] | None = None
     for stabiliser in _hypotheses(constants):
         plans = [_stabilised_plans(scores, keep, stabiliser) for scores, keep, _ in groups]

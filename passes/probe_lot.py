@@ -9,17 +9,29 @@ Nothing here looks at code; pivots and masses are looked for among the layer's p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from asapc.ir import HalfPlan
-from asapc.operators.closures import close_columns, close_rows, log_marginals
-from asapc.passes.probe import EXACT, MAX_HALF_STEPS, STABILISED, NoFit, Sample, score_multiplier, snapped
+from asapc.ir import HalfPlan, Side
+from asapc.operators.closures import log_marginals
+from asapc.passes.probe import (
+    STABILISED,
+    NoFit,
+    Plans,
+    Sample,
+    groups_of,
+    loop_plans,
+    score_multiplier,
+    search_budget,
+    snapped,
+)
 
-SPREADS = (1.0, 3.0, 6.0)  # standard deviations of the scores, in units of epsilon
+# Standard deviations of the scores, in units of epsilon: at mild ones every long loop has converged.
+SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0)
+MILD = 6.0  # up to here multipliers are measured
 
 
 @dataclass(frozen=True)
@@ -49,9 +61,10 @@ def identify_half(
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
     trial = observe(first)
-    if trial is None:
+    if trial is None or not bool((trial > 0).all()):
         return NoFit("the region gives NaN or infinity on random tokens")
     best: HalfFit | None = None
+    unsure: NoFit | None = None
     for z in pivots:
         if trial.shape[1:] != (first.shape[1], trial.shape[2], z.shape[1]):
             continue
@@ -65,16 +78,18 @@ def identify_half(
                 x = x * spread / (abs(rough) * z.square().sum(-1).mean().sqrt())
                 plan = observe(x)
                 if plan is not None:
-                    samples.append(Sample(x @ z.transpose(-1, -2), plan))
-        multiplier = score_multiplier(samples)
+                    samples.append(Sample(x @ z.transpose(-1, -2), plan, mild=spread <= MILD))
+        multiplier = score_multiplier([own for own in samples if own.mild])
         if isinstance(multiplier, NoFit):
             continue
         for sigma in (own for own in masses if own.shape[1] == z.shape[1]):
             fit = _best_loop(samples, multiplier, z, sigma)
-            if fit is not None and (best is None or fit.error < best.error):
+            if isinstance(fit, NoFit):
+                unsure = fit
+            elif best is None or fit.error < best.error:
                 best = fit
     if best is None:
-        return NoFit("no parameter of the layer gives its scores as inner products")
+        return unsure or NoFit("no parameter of the layer gives its scores as inner products")
     if not best.error <= STABILISED:
         return NoFit("not a finite loop between tokens and pivots", best.error)
     return best
@@ -82,39 +97,30 @@ def identify_half(
 
 def _best_loop(
     samples: Sequence[Sample], multiplier: float, z: Tensor, sigma: Tensor
-) -> HalfFit | None:
-    """The shortest loop that is as good as the best, with these masses."""
-    errors: dict[tuple[bool, int], float] = {}
-    for sample in samples:
-        scores = multiplier * sample.scores
+) -> HalfFit | NoFit:
+    """The shortest loop that is as good as the best, with these masses, by its first head."""
+    targets, plans = [], []
+    for scores, _, target in groups_of(samples, multiplier):
         log_mu, _ = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
-        scale = sample.attention.abs().amax((-1, -2), keepdim=True)
-        for tokens_first in (True, False):
-            f, g = scores.new_zeros(scores.shape[:-1]), scores.new_zeros(*scores.shape[:2], len(z[0]))
-            tokens_turn = tokens_first
-            for half_steps in range(1, MAX_HALF_STEPS + 1):
-                if tokens_turn:
-                    f = close_rows(scores, g, log_mu)
-                else:
-                    g = close_columns(scores, f, sigma.log())
-                plan = torch.exp(scores + f[..., None] + g[..., None, :])
-                error = min(
-                    _up_to_scale(own, sample.attention, scale) for own in (plan, plan / sigma[:, None, :])
-                )
-                key = (tokens_first, half_steps)
-                errors[key] = max(errors.get(key, 0.0), math.inf if error != error else error)
-                tokens_turn = not tokens_turn
-    least = min(errors.values())
-    if not least < math.inf:
-        return None
-    enough = max(EXACT, 4 * least) if least <= EXACT else 1.5 * least
-    first, half_steps = min(
-        (key for key, error in errors.items() if error <= enough), key=lambda key: (key[1], not key[0])
-    )
-    half = HalfPlan(half_steps, first, snapped(multiplier))
-    return HalfFit(half, z, sigma, errors[(first, half_steps)])
+        plans.append(_either_way(loop_plans(scores, None, log_mu, sigma[:1].log()), sigma[:1]))
+        targets.append(target)
+    budget = search_budget(targets, plans)
+    if not budget.error < math.inf:
+        return NoFit("not a finite loop between tokens and pivots")
+    if budget.rival is not None and budget.error <= STABILISED:
+        rival = budget.rival[1]
+        return NoFit(
+            f"{budget.half_steps} and {rival} half-steps give the same plan on everything that was tried"
+        )
+    half = HalfPlan(budget.half_steps, budget.first_side == "row", snapped(multiplier))
+    return HalfFit(half, z, sigma, budget.error)
 
 
-def _up_to_scale(own: Tensor, observed: Tensor, scale: Tensor) -> float:
-    ratio = observed.sum((-1, -2), keepdim=True) / own.sum((-1, -2), keepdim=True).clamp(min=1e-300)
-    return float(((own * ratio - observed).abs() / scale).max())
+def _either_way(loop: Plans, sigma: Tensor) -> Plans:
+    """A plan, or one that is divided by the masses of its pivots already."""
+
+    def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
+        for (plan,) in loop(first):
+            yield plan, plan / sigma[:, None, :]
+
+    return run
