@@ -268,7 +268,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 _SITE_KEYS = (
-    "name", "operator", "reason", "convention", "replay_error", "side", "closures", "rescaled",
+    "name", "operator", "reason", "convention", "replay_error", "replay", "side", "closures", "rescaled",
     "coefficients", "features", "fit", "fit_converged", "r2", "condition_number",
 )  # fmt: skip
 _TEXTS = ("name", "operator", "reason")
@@ -345,6 +345,9 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         for key, kind in _MAYBE.items():
             holds = site.get(key) is None or isinstance(site[key], kind)
             require(holds, f"a site's {key} is of another type", site.get(key))
+        tried = site["replay"]
+        numbers = is_dict(tried) and all(isinstance(x, int | float) for x in tried.values())
+        require(numbers, "a site's replay lists errors", tried)
         names = site["features"] or []
         require(all(isinstance(x, str) for x in names), "a site's features are names", names)
         try:

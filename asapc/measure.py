@@ -160,7 +160,7 @@ class SiteFidelity:
         self.teacher_site = site_function(
             artifact.programs["lossless"], name, unit=True, plain=True
         )
-        if isinstance(self.convention, Convention):
+        if isinstance(self.convention, Convention) and self.convention.stabiliser is None:
             source, key = predicted_duals(*compiled)
             plan = None
             if source is not None or key is not None:
@@ -209,6 +209,7 @@ class SiteFidelity:
             "fit": self.entry["fit"],
             "fit_converged": self.entry["fit_converged"],
             "replay_error": self.entry["replay_error"],
+            "replay": self.entry["replay"],
             "range": self.entry.get("range"),
             "metrics": metrics,
             "confidence": {name: list(ends) for name, ends in self.attention.confidence().items()},

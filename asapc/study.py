@@ -183,6 +183,12 @@ def _check_loops(analysis: Analysis) -> None:
                 got=f"{site.name}, which is {site.convention.to_dict()['operator']}",
                 help="`asapc compile` and `asapc report` measure ESP and LOT layers",
             )
+        if site.convention.stabiliser is not None:
+            raise InputError(
+                "study: every site must be a plain Sinkhorn loop, whose dual can be predicted",
+                got=f"{site.name}, whose divisions keep a constant ({site.convention.stabiliser})",
+                help="`asapc compile` and `asapc report` measure such layers",
+            )
 
 
 def _check_cut_short(grid: Sequence[Sequence[Row]], analysis: Analysis) -> None:

@@ -65,6 +65,8 @@ def fits_needed(
     """
     if not isinstance(convention, Convention):
         return []
+    if convention.stabiliser is not None:
+        return []
     if recipe.operator == "auto" and convention.half_steps <= FEW_HALF_STEPS:
         return []
     found: list[tuple[Recipe, ClosurePlan | None]] = []
@@ -85,7 +87,12 @@ def fits_needed(
 
 
 def why_no_fit(recipe: Recipe, convention: Convention) -> str:
-    """Why closure_plan gives none: the parity of the ending, or too few half-steps."""
+    """Why nothing is fitted: a constant in the loop, the parity of its ending, or too few half-steps."""
+    if convention.stabiliser is not None:
+        return (
+            f"the teacher's loop keeps a constant in its divisions ({convention.stabiliser}), and its "
+            "duals are those of no plain loop"
+        )
     return (
         f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no "
         f"{recipe.side} dual {recipe.closures} or fewer closures before its end"
@@ -116,8 +123,8 @@ def _alike(first: Convention, second: AnyConvention) -> bool:
     if not isinstance(second, Convention):
         return False
     close = abs(first.score_multiplier - second.score_multiplier) <= 1e-6 * abs(second.score_multiplier)
-    return close and (first.half_steps, first.first_side, first.mask, first.bias) == (
-        second.half_steps, second.first_side, second.mask, second.bias,
+    return close and (first.half_steps, first.first_side, first.mask, first.bias, first.stabiliser) == (
+        second.half_steps, second.first_side, second.mask, second.bias, second.stabiliser,
     )  # fmt: skip
 
 

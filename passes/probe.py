@@ -106,7 +106,7 @@ def identify(
     sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
     if not sides:
         return NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
-    at_mild = _budget(mild, multiplier, sides)
+    at_mild = _budget(mildest, multiplier, sides)
     if not at_mild.error <= max(tolerance, HELD):
         return NoFit(
             f"not a finite Sinkhorn loop of at most {MAX_HALF_STEPS} half-steps (best: "

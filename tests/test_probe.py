@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
-from asapc.ir import OutputFactor
+from asapc.ir import Convention, OutputFactor, Side, Stabiliser
 from asapc.operators import sinkhorn as meaning
-from asapc.passes.probe import Fit, NoFit, Sample, identify
+from asapc.passes.probe import Fit, NoFit, Sample, attention_of, identify
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "sinkhorn.json").read_text())
@@ -64,6 +65,49 @@ def test_every_budget_and_order_is_told_apart(half_steps: int, rows_first: bool)
     assert found.convention.score_multiplier == pytest.approx(0.4)
     assert found.convention.output_factor == OutputFactor(keys=1)
     assert found.error < 1e-12
+
+
+def observed(convention: Convention, spreads: tuple[float, ...]) -> list[Sample]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for spread in spreads:
+        s = spread * torch.randn(2, 2, 11, 14, generator=generator, dtype=torch.float64)
+        found.append(Sample(s, attention_of(convention, s, None), mild=spread <= 6))
+    return found
+
+
+SHARP = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
+
+
+@pytest.mark.parametrize("first", ["row", "column"])
+@pytest.mark.parametrize("half_steps", [66, 80, 100, 200, 511, 1024])
+def test_long_loops_are_told_apart_at_sharp_scores(half_steps: int, first: Side) -> None:
+    law = Convention(half_steps, first, 1.0)
+    found = identify(observed(law, SHARP))
+    assert isinstance(found, Fit) and found.rival is None
+    assert (found.convention.half_steps, found.convention.first_side) == (half_steps, first)
+
+
+def test_what_only_mild_scores_have_seen_has_a_rival() -> None:
+    """T = 80 was once taken for 33: at these spreads both have converged."""
+    found = identify(observed(Convention(80, "row", 1.0), (0.5, 1.0)))
+    assert isinstance(found, Fit) and found.rival is not None
+
+
+@pytest.mark.parametrize("form", ["plan", "scaling"])
+@pytest.mark.parametrize("kind", ["add", "clamp"])
+@pytest.mark.parametrize("constant", [1e-6, 1e-9, 1e-30])
+def test_a_stabilising_constant_is_part_of_the_convention(
+    form: Any, kind: Any, constant: float
+) -> None:
+    start = "softmax" if form == "plan" else "matrix"
+    own = Stabiliser(form, kind, constant, start)
+    law = Convention(7, "row", 1.0, OutputFactor(queries=1), stabiliser=own)
+    found = identify(observed(law, SHARP), constants=[1e-5, constant])
+    assert isinstance(found, Fit) and found.error < 1e-9
+    assert found.convention.half_steps == 7 and found.convention.stabiliser == law.stabiliser
+    unknown = identify(observed(law, SHARP))
+    assert isinstance(unknown, NoFit) and "something else at sharp ones" in unknown.reason
 
 
 def test_what_is_not_a_scaling_is_refused() -> None:

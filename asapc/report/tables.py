@@ -126,7 +126,15 @@ def _loop_text(c: Mapping[str, Any]) -> list[str]:
     return [
         f"T={c.get('half_steps')}", f"{c.get('first_side')} first", f"{c.get('last_side')} last",
         f"scale {number(c.get('score_multiplier'))}", f"factor {c.get('output_factor')}",
+        *_stabiliser_text(c.get("stabiliser")),
     ]  # fmt: skip
+
+
+def _stabiliser_text(stabiliser: Mapping[str, Any] | None) -> list[str]:
+    if not stabiliser:
+        return []
+    sign = "+" if stabiliser.get("kind") == "add" else "at least"
+    return [f"sums {sign} {number(stabiliser.get('constant'))}"]
 
 
 def _sliced_text(c: Mapping[str, Any]) -> list[str]:
@@ -404,7 +412,13 @@ def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
         for site in _list(inspection, "sites")
     )
     columns = ("site", "status", "heads|", "dim|", "convention", "replay error|", "reason")
-    return [Table(title, columns, rows)]
+    tried = sorted({name for site in _list(inspection, "sites") for name in site.get("replay") or ()})
+    worst = tuple(
+        (str(site.get("name")), *(number((site.get("replay") or {}).get(name)) for name in tried))
+        for site in _list(inspection, "sites") if site.get("replay")
+    )  # fmt: skip
+    replayed = [Table("Replayed on", ("site", *(f"{name}|" for name in tried)), worst)] if worst else []
+    return [Table(title, columns, rows), *replayed]
 
 
 def amortised_text(site: Mapping[str, Any]) -> str:

@@ -1,0 +1,52 @@
+"""Random conventions, as user code: each is identified exactly or refused; see adversary.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from adversary import Law, judge, random_case
+
+SEEDS = st.integers(0, 2**31)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(SEEDS)
+def test_no_convention_is_taken_for_another(seed: int) -> None:
+    judge(**random_case(seed, longest=24), seed=seed)  # long ones cost minutes, and are below
+
+
+# What was once taken for another loop, or could be.
+KNOWN = {
+    "80 half-steps": (Law(half_steps=80, form="potentials"),),
+    "300 half-steps, columns first": (Law(half_steps=300, rows_first=False),),
+    "two layers, used in the other order": (Law(half_steps=5), Law(half_steps=6, rows_first=False)),
+    "clamped sums": (Law(half_steps=8, form="plan", constant=1e-6, clamp=True, offset="softmax"),),
+    "a constant added to sums, low scores": (
+        Law(half_steps=6, form="scaling", constant=1e-9, shares=True, mask="low"),
+    ),
+    "a stop that changes nothing": (Law(half_steps=20, form="potentials", threshold=1e-12),),
+}
+REFUSED = {
+    "a stop that does": (Law(half_steps=20, form="potentials", threshold=1e-2), "ends early"),
+    "damped": (Law(half_steps=9, form="potentials", damping=0.9), "not"),
+    "a temperature for each head": (Law(by_head=True), ""),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_loops_that_are_known(name: str) -> None:
+    laws = KNOWN[name]
+    assert judge(laws, len(laws) == 2, True, False, 3) == ["identified"] * len(laws)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_loops_that_are_not(name: str) -> None:
+    law, why = REFUSED[name]
+    (found,) = judge((law,), False, False, True, 3)
+    assert found.startswith("refused") and why in found
