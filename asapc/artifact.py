@@ -36,6 +36,7 @@ from torch.fx import GraphModule
 
 import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
 from asapc.errors import InputError
+from asapc.formats import places
 from asapc.formats.atomic import read_whole
 from asapc.formats.json_text import read_json
 from asapc.formats.load import build_factory, load_teacher, read_safetensors
@@ -162,6 +163,21 @@ def write_refreshed(
     for name in ("recipe.yaml", SELECTION):
         shutil.copyfile(artifact.folder / name, folder / name)
     _finish(folder, manifest, tensors, seen_hashes)
+
+
+def places_moved(manifest: Mapping[str, Any], folder: Path, other: str | Path) -> dict[str, Any]:
+    """The manifest of a copy of `folder` in `other`, see formats.places."""
+
+    def own(entry: Mapping[str, Any]) -> dict[str, Any]:
+        data = {"data": places.moved(str(entry["data"]), folder, other)} if "data" in entry else {}
+        earlier = {"earlier": [own(x) for x in entry["earlier"]]} if "earlier" in entry else {}
+        return {**entry, **data, **earlier}
+
+    refresh = {"refresh": own(manifest["refresh"])} if "refresh" in manifest else {}
+    teacher = dict(manifest["teacher"])
+    if "onnx" in manifest:
+        teacher["source"] = places.moved(teacher["source"], folder, other)
+    return {**own(manifest), **refresh, "teacher": teacher}
 
 
 def _finish(

@@ -23,6 +23,7 @@ from asapc.artifact import (
     Artifact,
     Stage,
     call_of,
+    places_moved,
     read_artifact,
     signature_of,
     surrounding_model,
@@ -37,6 +38,7 @@ from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.evaluate import Unseen
 from asapc.features.predictor import closure_plan
+from asapc.formats import places
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.calibration import (
     AnySiteCalibration,
@@ -147,8 +149,8 @@ def calibrate(
     limit = None if max_memory is None else MemoryLimit(max_memory)
     if limit is not None and pending:
         size = _within(limit, analysis, pending, source, recipe)
-    places = sorted({p.site for p in pending})
-    rounds = [[place] for place in places] if sequential else [places]
+    indices = sorted({p.site for p in pending})
+    rounds = [[index] for index in indices] if sequential else [indices]
     fingerprint = {
         "model": digest(
             [teacher.fingerprint, [[site.name, site.convention.to_dict()] for site in analysis.sites]]
@@ -194,7 +196,7 @@ def calibrate(
             recipe=recipe.to_dict(),
             capture=analysis.capture.kind,
             sites={name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()},
-            data=source.source,
+            data=places.recorded(source.source, out),
             order=order,
             seen_hashes=tuple(seen),
         )
@@ -235,8 +237,9 @@ def compile(
             help="run `asapc calibrate` on this model",
         )
     recipe = recipe or Recipe.from_dict(calibration.recipe, where=f"{calibration_path}: recipe")
-    check_replaceable(out, _paths(data or calibration.data))
-    source = open_data(data or recorded_data(calibration.data, "compile"), forward_signature(teacher))
+    data = data or recorded_data(calibration.data, calibration_path, "compile")
+    check_replaceable(out, _paths(data))
+    source = open_data(data, forward_signature(teacher))
     example = first_batch(source)
     analysis = analyse(teacher, example, recipe.drop_attention_maps)
     require_sites(analysis)
@@ -258,10 +261,10 @@ def compile(
     _verify_finite(Runner(analysis.model, compiled)(example), teacher)
 
     manifest = {
-        "teacher": {"source": teacher.source, "fingerprint": teacher.fingerprint},
+        "teacher": {"source": _source(teacher, out), "fingerprint": teacher.fingerprint},
         "capture": analysis.capture.kind,
         "call": call_of(example.args, example.kwargs, list(forward_signature(teacher).parameters)),
-        "data": source.source,
+        "data": places.recorded(source.source, out),
         "calibration_order": calibration.order,
         "sites": [
             _manifest_site(site, choice)
@@ -298,7 +301,7 @@ def export(
     """Write OUT/model.onnx, verified on unseen examples; returns what OUT/onnx.json holds."""
     artifact = read_artifact(artifact_path, ("graph",))
     source = open_data(
-        data or recorded_data(artifact.manifest["data"], "export"), artifact.signature()
+        data or recorded_data(artifact.manifest["data"], artifact_path, "export"), artifact.signature()
     )
     return _write_onnx(artifact, source, settings, progress)
 
@@ -315,23 +318,29 @@ def refresh(
     progress: Progress,
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
-    check_replaceable(artifact_path if out is None else out, _paths(data))
+    target = artifact_path if out is None else out
+    check_replaceable(target, _paths(data))
     artifact = read_artifact(artifact_path)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(data, artifact.signature())
-    with replace_folder(artifact_path if out is None else out) as folder:
+    with replace_folder(target) as folder:
         refreshed = train(artifact, surrounding, source, settings, progress)
+        manifest = places_moved(refreshed.manifest, artifact.folder, target)
         write_refreshed(
-            folder, artifact, refreshed.manifest, refreshed.weights, refreshed.seen_hashes,
-            refreshed.edit,
-        )  # fmt: skip
+            folder, artifact, manifest, refreshed.weights, refreshed.seen_hashes, refreshed.edit
+        )
         compiled: dict[Stage, Sequence[Program]] = {"graph": artifact.programs["graph"]}
         _verify_written(folder, surrounding, compiled, refreshed.example)
-    entry: dict[str, Any] = refreshed.manifest["refresh"]
+    entry: dict[str, Any] = manifest["refresh"]
     return entry
 
 
 # Steps of the commands above
+
+
+def _source(teacher: Teacher, out: str | Path) -> str:
+    """In words, or the file of an ONNX teacher, which is timed beside what is compiled."""
+    return teacher.source if teacher.onnx is None else places.recorded(teacher.source, out)
 
 
 def _interface(teacher: Teacher) -> dict[str, list[str]]:
