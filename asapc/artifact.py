@@ -356,6 +356,12 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
                 require(first in ("row", "column"), "first_side is row or column", first)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             require(False, "a site has a convention", site["convention"])
+    warnings = manifest.get("warnings", [])
+    told = isinstance(warnings, list) and all(
+        is_dict(x, "sites", "text") and are_strings(x["sites"]) and isinstance(x["text"], str)
+        for x in warnings
+    )
+    require(told, "warnings list sites with a text", warnings)
     refused = manifest["refused"]
     listed = isinstance(refused, list) and all(
         is_dict(x, "name", "status", "reason") and all(isinstance(text, str) for text in x.values())

@@ -653,4 +653,5 @@ def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict
         for name, fits in calibration.sites.items()
         for fit in fits
     ]
-    return {"model": model, "calibration": out, "order": calibration.order, "sites": sites}
+    return {"model": model, "calibration": out, "order": calibration.order, "sites": sites,
+            "warnings": [dict(own) for own in calibration.warnings]}  # fmt: skip

@@ -122,6 +122,7 @@ def report(
         "sites": [site.result() for site in sites],
         "by_length": outputs.by_length(),
         "refused": artifact.manifest["refused"],
+        "warnings": artifact.manifest.get("warnings", []),
         "splits": {**unseen.splits(), "gate": measured, "excluded": unseen.excluded},
         "selection": artifact.selection if "sites" in artifact.selection else None,
         **({} if audit is None else {"soft_to_hard": audit.result(first)}),

@@ -47,6 +47,7 @@ from asapc.formats.calibration import (
     load_calibration,
     save_calibration,
 )
+from asapc.formats.enough import Shortage, shortages
 from asapc.formats.load import Teacher, example_inputs
 from asapc.formats.shards import Shards, code_digest
 from asapc.ir import Convention, Program, SiteTensors
@@ -191,14 +192,16 @@ def calibrate(
             for p in pending:
                 if p.key in fits:
                     fitted.setdefault(p.name, {})[p.candidate] = fits[p.key]
+        sites = {name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()}
         calibration = Calibration(
             teacher=teacher.fingerprint,
             recipe=recipe.to_dict(),
             capture=analysis.capture.kind,
-            sites={name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()},
+            sites=sites,
             data=places.recorded(source.source, out),
             order=order,
             seen_hashes=tuple(seen),
+            warnings=_warnings(shortages(sites), progress),
         )
         save_calibration(out, calibration)
         aside.discard()
@@ -257,6 +260,7 @@ def compile(
         )
     selection = select(analysis, recipe, calibration, batches, progress)
     choices, switch = _settled(analysis, selection.choices, batches, recipe)
+    fits = [choice.fit for choice in choices if choice.fit is not None]
     compiled = chosen_programs(analysis, choices)
     _verify_finite(Runner(analysis.model, compiled)(example), teacher)
 
@@ -274,6 +278,7 @@ def compile(
             {"name": left.name, "status": left.status, "reason": left.reason}
             for left in analysis.left_alone
         ],
+        "warnings": _warnings(shortages(calibration.sites, fits), progress),
         **({} if switch is None else {"soft_to_hard": switch}),
         **({} if teacher.onnx is None else {"onnx": _interface(teacher)}),
     }
@@ -336,6 +341,13 @@ def refresh(
 
 
 # Steps of the commands above
+
+
+def _warnings(found: Sequence[Shortage], progress: Progress) -> list[dict[str, Any]]:
+    """Said, and as files have them."""
+    for own in found:
+        progress.note(f"warning: {own.text}")
+    return [own.to_dict() for own in found]
 
 
 def _source(teacher: Teacher, out: str | Path) -> str:

@@ -78,6 +78,9 @@ SITE = SiteCalibration(
 )
 
 
+WARNING = {"sites": ["layers.0"], "of": "examples", "given": 8, "needed": 32, "text": "eight: too few"}
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Stand-ins for the pipeline that record how they were called; runs in an empty folder."""
@@ -96,7 +99,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     pipeline = ModuleType("asapc.pipeline")
     inspection = SimpleNamespace(to_dict=lambda: INSPECTION)
     pipeline.inspect = stand_in("inspect", inspection)  # type: ignore[attr-defined]
-    calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel")
+    calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel", warnings=[WARNING])
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
     pipeline.compile = stand_in("compile", MANIFEST)  # type: ignore[attr-defined]
     evaluate = ModuleType("asapc.evaluate")
@@ -242,6 +245,7 @@ def test_calibrate_summarises_the_fit(
     assert calls["calibrate"][0][-3:] == (sequential, False, None)  # and restart, max_memory
     summary = json.loads(capsys.readouterr().out)
     assert (summary["model"], summary["order"]) == ("teacher", "parallel")
+    assert summary["warnings"] == [WARNING]
     assert summary["sites"] == [
         {
             "name": "layers.0", "side": "key", "closures": 1, "rescaled": True, "features": ["norm"],

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from asapc import cli, pipeline
+from asapc.artifact import places_moved
 from asapc.data import open_data, recorded_data
 from asapc.errors import InputError
 from asapc.formats import places
@@ -211,6 +212,24 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert places.same("a/here/gen.py:batches", f"{here / 'gen.py'}:batches")
     assert not places.same("a/here/gen.py:batches", "a/here/gen.py:others")
     assert not places.same("a/here/d.npz", "d.npz")
+
+
+def test_a_manifest_moves_with_all_its_places() -> None:
+    manifest = {
+        "data": "../d.npz", "onnx": {}, "teacher": {"source": "../teacher.onnx", "fingerprint": "f"},
+        "refresh": {"data": "/far/e.npz", "earlier": [{"data": "../f.npz"}, {"mode": "distil"}]},
+        "sites": [],
+    }  # fmt: skip
+    moved = places_moved(manifest, "out", "deep/er/out")
+    assert moved == {
+        "data": "../../../d.npz", "onnx": {},
+        "teacher": {"source": "../../../teacher.onnx", "fingerprint": "f"},
+        "refresh": {"data": "/far/e.npz", "earlier": [{"data": "../../../f.npz"}, {"mode": "distil"}]},
+        "sites": [],
+    }  # fmt: skip
+    assert places_moved(moved, "deep/er/out", "out") == manifest
+    words = {"data": "d.npz", "teacher": {"source": "m.py:build with w.safetensors"}}
+    assert places_moved(words, "out", "other/out")["teacher"] == words["teacher"]
 
 
 def test_a_callable_is_named_again_and_is_the_same_by_any_path(
