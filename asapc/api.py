@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import nn
 from asapc import evaluate, pipeline
 from asapc.artifact import load, read_manifest
 from asapc.data import DataSource, data_of
-from asapc.errors import InputError
+from asapc.errors import FewExamplesWarning, InputError
 from asapc.formats.load import Teacher, fingerprint, load_teacher
 from asapc.gates import gate_result, parse_gates
 from asapc.progress import make_progress
@@ -77,7 +78,8 @@ def compile(
               which a run that is cut short goes on. Without it both live in a temporary folder.
     examples: measured for the report, at most.
     Raises the errors of asapc.errors, as the commands do: NoSiteError where nothing can be compiled,
-    VerificationError where the rewritten model does not compute the same, InputError for the rest.
+    VerificationError where the rewritten model does not compute the same, InputError for the rest. Warns
+    with FewExamplesWarning where what was chosen was fitted on too little.
 
     >>> import torch, asapc
     >>> from asapc.models import SinkformerText
@@ -111,7 +113,9 @@ def compile(
             artifact = Path(out)
             calibration = artifact.with_name(f"{artifact.name}.calibration")
         pipeline.calibrate(teacher, source, calibration, own, progress)
-        pipeline.compile(teacher, calibration, artifact, own, source, progress)
+        manifest = pipeline.compile(teacher, calibration, artifact, own, source, progress)
+        for warning in manifest["warnings"]:
+            warnings.warn(warning["text"], FewExamplesWarning, stacklevel=2)
         around = None
         if read_manifest(artifact)["capture"] == "module":
             around = copy.deepcopy(teacher.model)

@@ -36,6 +36,7 @@ from torch.fx import GraphModule
 
 import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
 from asapc.errors import InputError
+from asapc.formats import places
 from asapc.formats.atomic import read_whole
 from asapc.formats.json_text import read_json
 from asapc.formats.load import build_factory, load_teacher, read_safetensors
@@ -166,6 +167,21 @@ def write_refreshed(
     for name in ("recipe.yaml", SELECTION):
         shutil.copyfile(artifact.folder / name, folder / name)
     _finish(folder, manifest, tensors, seen_hashes)
+
+
+def places_moved(manifest: Mapping[str, Any], folder: Path, other: str | Path) -> dict[str, Any]:
+    """The manifest of a copy of `folder` in `other`, see formats.places."""
+
+    def own(entry: Mapping[str, Any]) -> dict[str, Any]:
+        data = {"data": places.moved(str(entry["data"]), folder, other)} if "data" in entry else {}
+        earlier = {"earlier": [own(x) for x in entry["earlier"]]} if "earlier" in entry else {}
+        return {**entry, **data, **earlier}
+
+    refresh = {"refresh": own(manifest["refresh"])} if "refresh" in manifest else {}
+    teacher = dict(manifest["teacher"])
+    if "onnx" in manifest:
+        teacher["source"] = places.moved(teacher["source"], folder, other)
+    return {**own(manifest), **refresh, "teacher": teacher}
 
 
 def _finish(
@@ -364,6 +380,12 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
             sorted(called[stage]) == sorted(wanted) and len(set(wanted)) == len(wanted),
             f"the {stage} programs call an operator for each of its sites, once", called[stage],
         )  # fmt: skip
+    warnings = manifest.get("warnings", [])
+    told = isinstance(warnings, list) and all(
+        is_dict(x, "sites", "text") and are_strings(x["sites"]) and isinstance(x["text"], str)
+        for x in warnings
+    )
+    require(told, "warnings list sites with a text", warnings)
     refused = manifest["refused"]
     listed = isinstance(refused, list) and all(
         is_dict(x, "name", "status", "reason") and all(isinstance(text, str) for text in x.values())

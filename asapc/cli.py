@@ -15,6 +15,7 @@ import typer
 
 from asapc import session
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text
+from asapc.hints import command_line
 from asapc.session import EXIT_INTERRUPTED, Session
 
 if TYPE_CHECKING:
@@ -93,7 +94,12 @@ def inspect(
     def body(run: Session) -> None:
         from asapc.report.tables import inspect_tables
 
-        run.show(inspect_model(model, data, weights, kwargs), inspect_tables)
+        result = inspect_model(model, data, weights, kwargs)
+        run.show(result, inspect_tables)
+        if data is not None and any(site["status"] == "matched" for site in result["sites"]):
+            run.next(
+                "calibrate", model, data=data, o="calibration", weights=weights, kwargs=kwargs
+            )
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -131,7 +137,13 @@ def calibrate(
         run.show(summary, calibration_tables)
         if not summary["sites"]:
             run.note("nothing had to be fitted: no layer predicts a dual or is distilled")
-        run.note(f"wrote {out}; next: asapc compile {model} --calibration {out} -o OUT")
+        run.note(f"wrote {out}")
+        from asapc.data import is_array_file
+
+        run.next(  # compile reads the calibration's recipe, and its data where that is a file
+            "compile", model, calibration=out, o=f"{Path(out)}.compiled",
+            data=None if is_array_file(data) else data, weights=weights, kwargs=kwargs,
+        )  # fmt: skip
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -218,7 +230,12 @@ def compile(
         run.show({**manifest, **({} if record is None else {"onnx_file": record})}, compile_tables)
         if record is not None:
             run.note(f"wrote {Path(out) / MODEL}, which ONNX Runtime runs to the same outputs")
-        run.note(f"wrote {out}; load it with asapc.load({out!r}); next: asapc report {out}")
+        around = manifest["capture"] == "module"
+        run.note(f"wrote {out}; load it with asapc.load({out!r}{', model=...' if around else ''})")
+        run.next(
+            "report", out, data=data, model=model if around else None,
+            kwargs=kwargs if around else None,
+        )  # fmt: skip
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -325,8 +342,10 @@ def refresh(
         written = out or artifact
         run.show({"artifact": written, **entry}, refresh_tables)
         if has_onnx:
-            run.note(f"{MODEL} is of the old weights and is left behind: asapc export {written}")
-        run.note(f"wrote {written}; next: asapc report {written} --data {data}")
+            again = command_line("export", written, data=data)
+            run.note(f"{MODEL} is of the old weights and is left behind: {again}")
+        run.note(f"wrote {written}")
+        run.next("report", written, data=data, model=model, kwargs=kwargs)
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -375,7 +394,7 @@ def report(
             baseline=baseline, max_regression=max_regression or (), junit=junit,
         )  # fmt: skip
         run.show(result, report_tables)
-        _note_unverified(run, artifact)
+        _note_unverified(run, artifact, data)
         run.note(f"wrote {Path(artifact) / 'report.json'}, report.md and junit.xml")
         page = Path(artifact) / "report.html"
         if page.exists():
@@ -428,7 +447,7 @@ def bench(
             progress=run.progress,
         )
         run.show(result, bench_tables)
-        _note_unverified(run, artifact)
+        _note_unverified(run, artifact, data)
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -541,12 +560,13 @@ def _only_onnx(option: str, value: str | None) -> None:
         raise InputError(f"{option} must be onnx", got=value)
 
 
-def _note_unverified(run: Session, artifact: str) -> None:
+def _note_unverified(run: Session, artifact: str, data: str | None) -> None:
     from asapc.onnx.settings import MODEL, is_unverified
 
     if is_unverified(Path(artifact)):
         place = Path(artifact) / MODEL
-        run.note(f"{place} is not the file that was verified, and is left out: asapc export {artifact}")
+        again = command_line("export", artifact, data=data)
+        run.note(f"{place} is not the file that was verified, and is left out: {again}")
 
 
 def report_artifact(
@@ -633,4 +653,5 @@ def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict
         for name, fits in calibration.sites.items()
         for fit in fits
     ]
-    return {"model": model, "calibration": out, "order": calibration.order, "sites": sites}
+    return {"model": model, "calibration": out, "order": calibration.order, "sites": sites,
+            "warnings": [dict(own) for own in calibration.warnings]}  # fmt: skip

@@ -11,6 +11,8 @@ import inspect
 import io
 import itertools
 import math
+import os
+import shlex
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from asapc.errors import InputError, check_text
+from asapc.formats import places
 from asapc.formats.load import read_safetensors
 from asapc.formats.names import identifier
 from asapc.formats.user_code import UserCode
@@ -78,7 +81,7 @@ class DataSource(ABC):
     source:      where the data came from, for reports.
     names:       the arguments it provides, empty when they are known only batch by batch.
     examples:    how many, None when unknown.
-    fingerprint: sha256 of the arrays, or of a callable's spec and source file.
+    fingerprint: sha256 of the arrays, or of a callable's name and source file, wherever that lies.
     """
 
     source: str
@@ -161,7 +164,8 @@ class CallableData(DataSource):
         self.source = spec
         self._code = UserCode(spec, "data")
         self._signature = signature
-        digest = hashlib.sha256(spec.encode())
+        is_file = spec.rpartition(":")[0].endswith(".py")
+        digest = hashlib.sha256((spec.rpartition(":")[2] if is_file else spec).encode())
         if self._code.file is not None:
             digest.update(Path(self._code.file).read_bytes())
         self.fingerprint = digest.hexdigest()
@@ -274,7 +278,7 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     check_text(spec, "the name of data")
     signature = Signature(model_signature)
     path = Path(spec)
-    if path.suffix in (".npz", ".safetensors"):
+    if is_array_file(spec):
         if not path.is_file():
             raise InputError(f"{spec}: no such data file", help="check the path")
         arrays = _read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
@@ -598,12 +602,27 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     )
 
 
-def recorded_data(recorded: str, command: str) -> str:
-    """Data named by an artefact: a file may be read again, code is never run on its word."""
-    if Path(recorded).suffix in (".npz", ".safetensors") and Path(recorded).is_file():
-        return recorded
-    raise InputError(
-        f"{command}: the data used for calibration must be named again",
-        got=f"{recorded!r}, which is no data file here",
-        help="pass --data DATA",
-    )
+def is_array_file(spec: str) -> bool:
+    return Path(spec).suffix in (".npz", ".safetensors")
+
+
+def recorded_data(record: str, folder: str | Path, command: str) -> str:
+    """DATA that `folder` names: a file may be read again, code is never run on its word.
+
+    record: see formats.places.  Raises InputError where a file is not there, and for anything else.
+    """
+    data = places.found(record, folder)
+    if not is_array_file(data):
+        code = ":" in data
+        raise InputError(
+            f"{command}: the data that {folder} was made from must be named again",
+            got=f"{data}, and code is run only where it is named" if code else data,
+            help=f"pass --data {shlex.quote(data)}" if code else "pass --data DATA",
+        )
+    if not Path(data).is_file():
+        raise InputError(
+            f"{command}: the data that {folder} was made from must be there, or be named again",
+            got=f"no file {os.path.abspath(data)}",
+            help="pass --data DATA, with the same file where it is now or with other data",
+        )
+    return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from asapc import cli
 from asapc.errors import InputError
+from asapc.hints import command_line
 from asapc.recipe import Recipe
 from asapc.report.tables import (
     Table,
@@ -56,29 +56,29 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
         run.note(f"{seconds:.1f} s")
         return result
 
-    line = _command_line
     step(
-        line("inspect", teacher),
+        command_line("inspect", teacher),
         partial(cli.inspect_model, teacher, None, None, None),
         inspect_tables,
     )
     recipe = str(folder / "asap.yaml")
     step(
-        line("calibrate", teacher, "--data", data, "-o", calibration, "--recipe", recipe),
+        command_line("calibrate", teacher, data=data, o=calibration, recipe=recipe),
         partial(cli.calibrate_model, run, teacher, data, calibration, recipe),
         calibration_tables,
     )
     reports = {}
     for name in RECIPES:
         artifact, recipe = str(folder / name), str(folder / f"{name}.yaml")
-        options = ("--calibration", calibration, "-o", artifact, "--recipe", recipe, "--data", data)
         step(
-            line("compile", teacher, *options),
+            command_line(
+                "compile", teacher, calibration=calibration, o=artifact, recipe=recipe, data=data
+            ),
             partial(cli.compile_model, run, teacher, calibration, artifact, recipe, data),
             compile_tables,
         )
         reports[name] = step(
-            line("report", artifact, "--data", data),
+            command_line("report", artifact, data=data),
             partial(cli.report_artifact, run, artifact, data),
             report_tables if name == "asap" else _no_tables,
         )
@@ -121,10 +121,6 @@ def _comparison_row(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _no_tables(result: Mapping[str, Any]) -> list[Table]:
     return []
-
-
-def _command_line(*words: str) -> str:
-    return shlex.join(["asapc", *words])
 
 
 def _place(folder: Path) -> None:

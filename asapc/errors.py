@@ -58,6 +58,10 @@ class VerificationError(AsapcError):
     exit_code = EXIT_VERIFICATION
 
 
+class FewExamplesWarning(UserWarning):
+    """A fit rests on too few examples or regression rows: from Python, as commands note it on stderr."""
+
+
 def check_text(name: str, what: str) -> None:
     """InputError for a name that no file of text can record: one whose bytes are not UTF-8."""
     try:

@@ -22,6 +22,7 @@ from asapc.bootstrap import LEVEL
 from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError
 from asapc.fidelity import OutputFidelity
+from asapc.formats import places
 from asapc.ir import SiteTensors
 from asapc.kernels.thresholds import key_of, without_cache
 from asapc.measure import (
@@ -63,7 +64,7 @@ def report(
     artifact = read_artifact(artifact_path)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(
-        data or recorded_data(artifact.manifest["data"], "report"), artifact.signature()
+        data or recorded_data(artifact.manifest["data"], artifact.folder, "report"), artifact.signature()
     )
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
@@ -122,6 +123,7 @@ def report(
         "sites": [site.result() for site in sites],
         "by_length": outputs.by_length(),
         "refused": artifact.manifest["refused"],
+        "warnings": artifact.manifest.get("warnings", []),
         "splits": {**unseen.splits(), "gate": measured, "excluded": unseen.excluded},
         "selection": artifact.selection if "sites" in artifact.selection else None,
         **({} if audit is None else {"soft_to_hard": audit.result(first)}),
@@ -144,7 +146,7 @@ class Unseen:
         """Raises InputError if the artefact has seen examples of the gate split."""
         self.seen = artifact.seen_hashes
         self.source = source.source
-        self.known = any(_same(source.source, own) for own in _data_of(artifact.manifest))
+        self.known = any(places.same(source.source, own) for own in _data_of(artifact))
         self.excluded = 0
         held_out = sum(split_of(content) == "gate" for content in self.seen)
         if held_out:
@@ -179,18 +181,11 @@ class Unseen:
         )
 
 
-def _data_of(manifest: Mapping[str, Any]) -> list[str]:
+def _data_of(artifact: Artifact) -> list[str]:
     """Where the examples of calibration, selection and refreshes came from."""
-    refresh = manifest.get("refresh", {})
-    refreshes = [refresh, *refresh.get("earlier", [])]
-    return [str(manifest["data"]), *(str(own["data"]) for own in refreshes if "data" in own)]
-
-
-def _same(first: str, second: str) -> bool:
-    """One file by two paths, or the same callable."""
-    return first == second or (
-        Path(first).is_file() and Path(second).is_file() and Path(first).samefile(second)
-    )
+    refresh = artifact.manifest.get("refresh", {})
+    entries = [artifact.manifest, refresh, *refresh.get("earlier", [])]
+    return [places.found(str(own["data"]), artifact.folder) for own in entries if "data" in own]
 
 
 def _lengths(sites: Sequence[SiteTensors], examples: int) -> Tensor | None:
@@ -230,7 +225,9 @@ def bench(
                          repeats=repeats, explain=explain, progress=progress)  # fmt: skip
     artifact = read_artifact(artifact_path)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
-    source = open_data(data or recorded_data(artifact.manifest["data"], "bench"), artifact.signature())
+    source = open_data(
+        data or recorded_data(artifact.manifest["data"], artifact.folder, "bench"), artifact.signature()
+    )
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
     batch = next(source.batches(recipe.batch_size))
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}

@@ -49,7 +49,7 @@ METRICS: Mapping[str, MetricInfo] = {
     "dual_stability": MetricInfo(
         "min", "site", "proven ratio of plan entries, exp(range(f^ - f)), at the dual's error"
     ),
-    "r2": MetricInfo("max", "site", "variance of the teacher's dual that the fit explains"),
+    "r2": MetricInfo("max", "site", "variance of the teacher's dual that the fit explains, in-sample"),
     "condition_number": MetricInfo("min", "site", "of X'X + lambda I, largest of the head groups"),
     "output_rmse": MetricInfo("min", "both", "root mean square difference of the outputs"),
     "output_rel_l2": MetricInfo("min", "both", "norm of the difference / norm of the teacher's"),

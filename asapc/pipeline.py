@@ -24,6 +24,7 @@ from asapc.artifact import (
     Artifact,
     Stage,
     call_of,
+    places_moved,
     read_artifact,
     signature_of,
     surrounding_model,
@@ -38,6 +39,7 @@ from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.evaluate import Unseen
 from asapc.features.predictor import closure_plan
+from asapc.formats import places
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.calibration import (
     AnySiteCalibration,
@@ -46,6 +48,7 @@ from asapc.formats.calibration import (
     load_calibration,
     save_calibration,
 )
+from asapc.formats.enough import Shortage, shortages
 from asapc.formats.load import Teacher, example_inputs
 from asapc.formats.shards import Shards, code_digest
 from asapc.ir import Convention, Program, SiteTensors
@@ -152,8 +155,8 @@ def calibrate(
     limit = None if max_memory is None else MemoryLimit(max_memory)
     if limit is not None and pending:
         size = _within(limit, analysis, pending, source, recipe)
-    places = sorted({p.site for p in pending})
-    rounds = [[place] for place in places] if sequential else [places]
+    indices = sorted({p.site for p in pending})
+    rounds = [[index] for index in indices] if sequential else [indices]
     fingerprint = {
         "model": digest(
             [teacher.fingerprint, [[site.name, site.convention.to_dict()] for site in analysis.sites]]
@@ -194,14 +197,16 @@ def calibrate(
             for p in pending:
                 if p.key in fits:
                     fitted.setdefault(p.name, {})[p.candidate] = fits[p.key]
+        sites = {name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()}
         calibration = Calibration(
             teacher=teacher.fingerprint,
             recipe=recipe.to_dict(),
             capture=analysis.capture.kind,
-            sites={name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()},
-            data=source.source,
+            sites=sites,
+            data=places.recorded(source.source, out),
             order=order,
             seen_hashes=tuple(seen),
+            warnings=_warnings(shortages(sites), progress),
         )
         save_calibration(out, calibration)
         aside.discard()
@@ -240,8 +245,9 @@ def compile(
             help="run `asapc calibrate` on this model",
         )
     recipe = recipe or Recipe.from_dict(calibration.recipe, where=f"{calibration_path}: recipe")
-    check_replaceable(out, _paths(data or calibration.data))
-    source = open_data(data or recorded_data(calibration.data, "compile"), forward_signature(teacher))
+    data = data or recorded_data(calibration.data, calibration_path, "compile")
+    check_replaceable(out, _paths(data))
+    source = open_data(data, forward_signature(teacher))
     example, *more = first_batches(source)
     analysis = analyse(teacher, example, recipe.drop_attention_maps, more)
     require_sites(analysis)
@@ -259,14 +265,15 @@ def compile(
         )
     selection = select(analysis, recipe, calibration, batches, progress)
     choices, switch = _settled(analysis, selection.choices, batches, recipe)
+    fits = [choice.fit for choice in choices if choice.fit is not None]
     compiled = chosen_programs(analysis, choices)
     _verify_finite(Runner(analysis.model, compiled)(example), teacher)
 
     manifest = {
-        "teacher": {"source": teacher.source, "fingerprint": teacher.fingerprint},
+        "teacher": {"source": _source(teacher, out), "fingerprint": teacher.fingerprint},
         "capture": analysis.capture.kind,
         "call": call_of(example.args, example.kwargs, list(forward_signature(teacher).parameters)),
-        "data": source.source,
+        "data": places.recorded(source.source, out),
         "calibration_order": calibration.order,
         "sites": [
             _manifest_site(site, choice)
@@ -276,6 +283,7 @@ def compile(
             {"name": left.name, "status": left.status, "reason": left.reason}
             for left in analysis.left_alone
         ],
+        "warnings": _warnings(shortages(calibration.sites, fits), progress),
         **({} if switch is None else {"soft_to_hard": switch}),
         **({} if teacher.onnx is None else {"onnx": _interface(teacher)}),
     }
@@ -303,7 +311,7 @@ def export(
     """Write OUT/model.onnx, verified on unseen examples; returns what OUT/onnx.json holds."""
     artifact = read_artifact(artifact_path, ("graph",))
     source = open_data(
-        data or recorded_data(artifact.manifest["data"], "export"), artifact.signature()
+        data or recorded_data(artifact.manifest["data"], artifact_path, "export"), artifact.signature()
     )
     return _write_onnx(artifact, source, settings, progress)
 
@@ -320,23 +328,36 @@ def refresh(
     progress: Progress,
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
-    check_replaceable(artifact_path if out is None else out, _paths(data))
+    target = artifact_path if out is None else out
+    check_replaceable(target, _paths(data))
     artifact = read_artifact(artifact_path)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(data, artifact.signature())
-    with replace_folder(artifact_path if out is None else out) as folder:
+    with replace_folder(target) as folder:
         refreshed = train(artifact, surrounding, source, settings, progress)
+        manifest = places_moved(refreshed.manifest, artifact.folder, target)
         write_refreshed(
-            folder, artifact, refreshed.manifest, refreshed.weights, refreshed.seen_hashes,
-            refreshed.edit,
-        )  # fmt: skip
+            folder, artifact, manifest, refreshed.weights, refreshed.seen_hashes, refreshed.edit
+        )
         compiled: dict[Stage, Sequence[Program]] = {"graph": artifact.programs["graph"]}
         _verify_written(folder, surrounding, compiled, refreshed.example)
-    entry: dict[str, Any] = refreshed.manifest["refresh"]
+    entry: dict[str, Any] = manifest["refresh"]
     return entry
 
 
 # Steps of the commands above
+
+
+def _warnings(found: Sequence[Shortage], progress: Progress) -> list[dict[str, Any]]:
+    """Said, and as files have them."""
+    for own in found:
+        progress.note(f"warning: {own.text}")
+    return [own.to_dict() for own in found]
+
+
+def _source(teacher: Teacher, out: str | Path) -> str:
+    """In words, or the file of an ONNX teacher, which is timed beside what is compiled."""
+    return teacher.source if teacher.onnx is None else places.recorded(teacher.source, out)
 
 
 def _interface(teacher: Teacher) -> dict[str, list[str]]:

@@ -27,6 +27,7 @@ from asapc.artifact import Artifact
 from asapc.class_scores import are_probabilities, log_probabilities
 from asapc.data import Batch, DataSource, Split, rows, split_of
 from asapc.errors import InputError
+from asapc.formats import places
 from asapc.ir import Program
 from asapc.passes.calls import FORMS, operator_calls
 from asapc.passes.candidates import TEACHER
@@ -172,7 +173,7 @@ def train(
         "learning_rate": settings.learning_rate,
         "batch_size": settings.batch_size,
         "seed": settings.seed,
-        "data": source.source,
+        "data": places.recorded(source.source, artifact.folder),
         "examples": _count(training),
         "selection_examples": _count(selection),
         "outputs": outputs,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from asapc.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_OK, AsapcError
+from asapc.hints import command_line
 from asapc.progress import Progress, make_progress
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ class Session:
     def note(self, text: str) -> None:
         """One line on stderr, unless quiet."""
         self.progress.note(text)
+
+    def next(self, command: str, *arguments: str, **options: str | None) -> None:
+        """The command to go on with, on a line of its own that a shell runs as it is."""
+        self.note(f"next: {command_line(command, *arguments, **options)}")
 
 
 def run(body: Callable[[Session], int | None], *, json: bool, quiet: bool, debug: bool) -> int:

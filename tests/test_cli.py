@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -58,7 +59,11 @@ REPORT = {
     "environment": {},
     "gate": {"passed": True, "checks": []},
 }
-MANIFEST = {"format_version": 1, "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}]}
+MANIFEST = {
+    "format_version": 1,
+    "capture": "whole",
+    "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}],
+}
 PLAN = ClosurePlan("key", 1, 20, rescaled=True)
 SITE = SiteCalibration(
     Convention(20, "row", 0.5),
@@ -71,6 +76,9 @@ SITE = SiteCalibration(
     tokens=512,
     fit_seconds=0.1,
 )
+
+
+WARNING = {"sites": ["layers.0"], "of": "examples", "given": 8, "needed": 32, "text": "eight: too few"}
 
 
 @pytest.fixture
@@ -91,7 +99,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     pipeline = ModuleType("asapc.pipeline")
     inspection = SimpleNamespace(to_dict=lambda: INSPECTION)
     pipeline.inspect = stand_in("inspect", inspection)  # type: ignore[attr-defined]
-    calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel")
+    calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel", warnings=[WARNING])
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
     pipeline.compile = stand_in("compile", MANIFEST)  # type: ignore[attr-defined]
     evaluate = ModuleType("asapc.evaluate")
@@ -237,6 +245,7 @@ def test_calibrate_summarises_the_fit(
     assert calls["calibrate"][0][-3:] == (sequential, False, None)  # and restart, max_memory
     summary = json.loads(capsys.readouterr().out)
     assert (summary["model"], summary["order"]) == ("teacher", "parallel")
+    assert summary["warnings"] == [WARNING]
     assert summary["sites"] == [
         {
             "name": "layers.0", "side": "key", "closures": 1, "rescaled": True, "features": ["norm"],
@@ -250,6 +259,71 @@ def test_calibrate_summarises_the_fit(
 def test_compile_without_a_recipe_uses_that_of_the_calibration(calls: dict[str, Any]) -> None:
     assert cli.main(ARGUMENTS["compile"]) == 0
     assert calls["compile"][0][:5] == ("TEACHER", "calib", "out", None, None)
+
+
+HINTS = {
+    "inspect": (
+        ["inspect", "m.py:build", "--data", "d.npz", "--weights", "w.pt", "--kwargs", "{}"],
+        ["calibrate", "m.py:build", "--data", "d.npz", "-o", "calibration", "--weights", "w.pt",
+         "--kwargs", "{}"],
+    ),
+    "calibrate": (
+        ["calibrate", "m.py:build", "--data", "d.npz", "-o", "my calib", "--weights", "w.pt",
+         "--kwargs", "{}"],
+        ["compile", "m.py:build", "--calibration", "my calib", "-o", "my calib.compiled",
+         "--weights", "w.pt", "--kwargs", "{}"],
+    ),
+    "calibrate on code": (
+        ["calibrate", "teacher", "--data", "gen.py:batches", "-o", "calib"],
+        ["compile", "teacher", "--calibration", "calib", "-o", "calib.compiled", "--data",
+         "gen.py:batches"],
+    ),
+    "compile": (
+        ["compile", "teacher", "--calibration", "calib", "-o", "out", "--data", "gen.py:batches"],
+        ["report", "out", "--data", "gen.py:batches"],
+    ),
+    "compile, per module": (
+        ["compile", "m.py:build", "--calibration", "calib", "-o", "out", "--weights", "w.pt",
+         "--kwargs", '{"depth": 2}'],
+        ["report", "out", "--model", "m.py:build", "--kwargs", '{"depth": 2}'],
+    ),
+    "refresh": (
+        ["refresh", "out", "--data", "d.npz", "--distil", "-o", "again", "--model", "m.py:build",
+         "--kwargs", "{}"],
+        ["report", "again", "--data", "d.npz", "--model", "m.py:build", "--kwargs", "{}"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_the_next_command_has_all_it_needs_and_is_one(
+    name: str,
+    calls: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments, expected = HINTS[name]
+    if "per module" in name:
+        per_module = {**MANIFEST, "capture": "module"}
+        monkeypatch.setattr("asapc.pipeline.compile", lambda *_, **__: per_module)
+    Path("again").mkdir()  # what refresh would have made
+    refreshed = {"mode": "distil", "best_epoch": 0, "before": {}, "after": {}}
+    monkeypatch.setattr("asapc.pipeline.refresh", lambda *_, **__: refreshed, raising=False)
+    assert cli.main([*arguments, "--json"]) == 0
+    hints = [line for line in capsys.readouterr().err.splitlines() if line.startswith("next: ")]
+    assert [shlex.split(line.removeprefix("next: asapc ")) for line in hints] == [expected]
+    assert cli.main(expected) == 0  # with the stand-ins: the command line takes it
+
+
+def test_a_stale_onnx_file_is_named_with_the_command_that_writes_it(
+    calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("asapc.onnx.settings.is_unverified", lambda _: True)
+    Path("my out").mkdir()
+    assert cli.main(["report", "my out", "--data", "gen.py:batches"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "not the file" in line]
+    assert len(told) == 1
+    assert told[0].endswith("is left out: asapc export 'my out' --data gen.py:batches")
 
 
 def test_report_writes_its_files_and_the_gate_sets_the_exit_code(

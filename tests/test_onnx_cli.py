@@ -24,7 +24,7 @@ RECORD: dict[str, Any] = {
     "shapes": [{"batch": 1, "length": 5}, {"batch": 2, "length": 5}], "skipped": [],
 }  # fmt: skip
 MANIFEST = {
-    "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}], "refused": [],
+    "capture": "whole", "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}], "refused": [],
     "onnx": {"inputs": ["ids"], "outputs": ["logits"]},
 }  # fmt: skip
 

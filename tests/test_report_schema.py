@@ -12,6 +12,7 @@ from jsonschema.exceptions import ValidationError
 from asapc import fidelity
 from asapc.baseline import Allowance, Baseline, compare
 from asapc.evaluate import REPORT_FORMAT
+from asapc.formats.enough import Shortage
 from asapc.gates import CLASSES, gate_result, parse_gates
 from asapc.report import json_text, report_schema
 
@@ -58,6 +59,7 @@ def full() -> dict[str, Any]:
             {"name": "layers.1", "operator": "teacher", "range": None},
         ],
         "refused": [{"name": "layers.2", "status": "refused", "reason": "rows only"}],
+        "warnings": [Shortage(("layers.0",), "examples", 3, 32).to_dict()],
         "by_length": [{**lengths, "prediction_agreement": 0.99, "logit_kl": 1e-4}],
         "splits": {"calibration": 350, "selection": 75, "gate": 75},
         "selection": {

@@ -87,7 +87,7 @@ def test_markdown_golden() -> None:
         r"| model | teacher\|x |",
         "| prediction agreement | 98.96% |",
         "| speedup, compiled | 4.00x |",
-        "| site | operator | attention l2 | R2 |",
+        "| site | operator | attention l2 | R2 in-sample |",
         "|---|---|---:|---:|",
         "| layers.0.fn | asap | 0.0123 | - |",
         "| layers.0.fn | asap | 12.0 |",

@@ -21,7 +21,7 @@ from asapc.progress import Progress
 from asapc.recipe import Recipe
 
 TEXT = {"vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
-        "num_classes": 3, "max_iter": 8}  # fmt: skip
+        "num_classes": 3, "max_iter": 4}  # fmt: skip
 RECIPE = {"operator": "asap", "side": "source", "closures": 3, "features": ["coarse:4", "gaussian"],
           "max_examples": 60, "batch_size": 16}  # fmt: skip
 # What is measured with a clock, and so cannot repeat, has files of its own.

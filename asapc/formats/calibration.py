@@ -1,7 +1,7 @@
 """The calibration folder: calibration.json (what and how) and calibration.safetensors (numbers).
 
-calibration.json         format_version, teacher, recipe, capture, data, order, and the facts of every
-                         fit, one for each candidate of each site
+calibration.json         format_version, teacher, recipe, capture, data, order, warnings (formats.enough),
+                         and the facts of every fit, one for each candidate of each site
 calibration.safetensors  seen_hashes int64 and, for the c-th fit of a site and each predicted side,
                          <site>.<c>.<side>.coefficients [1|H, F], <site>.<c>.<side>.parameter.<i>,
                          <site>.<c>.intercept [H] where both duals are predicted;
@@ -43,8 +43,9 @@ _HASHES = "seen_hashes"
 class FitQuality:
     """How one dual's fit went, one entry per row of its coefficients.
 
-    fit: "ls" or "kl".  condition_number: of the normal equations, may be inf.  iterations,
-    gradient_norm (mean over regression rows) and converged: of the KL fit, empty for "ls".
+    r2: in-sample, of the regression rows it was fitted on, see formats.enough.  fit: "ls" or "kl".
+    condition_number: of the normal equations, may be inf.  iterations, gradient_norm (mean over
+    regression rows) and converged: of the KL fit, empty for "ls".
     kl_examples: how many examples the KL fit has kept; the others enter only its starting point.
     """
 
@@ -122,9 +123,9 @@ class Calibration:
     """Every fit of one teacher's sites, in the order of the recipe's candidates.
 
     teacher: its fingerprint; recipe: as a mapping; capture: "whole" or "module";
-    data: where the examples came from; order: "parallel" fits every site behind the teacher's own
-    layers, "sequential" behind the already amortised ones; seen_hashes: 64-bit content hashes of the
-    examples used.
+    data: where the examples came from, see formats.places; order: "parallel" fits every site behind the
+    teacher's own layers, "sequential" behind the already amortised ones; seen_hashes: 64-bit content
+    hashes of the examples used; warnings: what formats.enough has to say, as JSON types.
     """
 
     teacher: str
@@ -134,6 +135,7 @@ class Calibration:
     data: str
     order: str = "parallel"
     seen_hashes: tuple[int, ...] = field(default=())
+    warnings: Sequence[Mapping[str, Any]] = ()
 
     @property
     def fit_seconds(self) -> float:
@@ -166,6 +168,7 @@ def save_calibration(folder: str | Path, calibration: Calibration) -> None:
         "data": calibration.data,
         "order": calibration.order,
         "recipe": dict(calibration.recipe),
+        "warnings": [dict(own) for own in calibration.warnings],
         "sites": sites,
     }
     with replace_folder(folder) as partial:
@@ -212,6 +215,7 @@ def _load(place: Path) -> Calibration:
             data=document["data"],
             order=_one_of(document["order"], "parallel", "sequential"),
             seen_hashes=tuple(h & (2**64 - 1) for h in tensors[_HASHES].tolist()),
+            warnings=tuple(dict(own) for own in document.get("warnings", ())),
         )
     except (
         InputError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,

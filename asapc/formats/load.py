@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from asapc.errors import InputError
 from asapc.formats.json_text import parse_json, read_json
 from asapc.formats.user_code import UserCode, describe
+from asapc.hints import command_line
 from asapc.models import ARCHITECTURES
 
 MODEL_GRAMMAR = (
@@ -213,7 +214,7 @@ def _folder_teacher(folder: Path) -> Teacher:
     if not config_path.is_file() and (folder / "manifest.json").is_file():
         raise InputError(
             f"{folder} is already compiled",
-            help=f"give the teacher it was compiled from, or use: asapc report {folder}",
+            help=f"give the teacher it was compiled from, or use: {command_line('report', folder)}",
         )
     for path in (config_path, weights_path):
         if not path.is_file():

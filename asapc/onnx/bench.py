@@ -13,6 +13,8 @@ import torch
 from asapc.artifact import Artifact, Stage, read_exported
 from asapc.data import Batch
 from asapc.errors import InputError
+from asapc.formats import places
+from asapc.hints import command_line
 from asapc.onnx.export import onnx_model, save
 from asapc.onnx.load import onnx_teacher
 from asapc.onnx.session import open_session, providers, run
@@ -73,7 +75,7 @@ def _check_inputs(session: InferenceSession, artifact: Artifact, batch: Batch) -
         raise InputError(
             f"{artifact.folder / MODEL}: must take the {expected} tensors that the compiled model takes",
             got=", ".join(names) or "no inputs",
-            help=f"asapc export {artifact.folder}",
+            help=command_line("export", artifact.folder),
         )
 
 
@@ -87,7 +89,7 @@ def _bytes(path: Path) -> int:
 def _own_file(artifact: Artifact) -> Path | None:
     """The teacher's file, if it came as one and is the one that was compiled."""
     teacher = artifact.manifest["teacher"]
-    path = Path(teacher["source"])
+    path = Path(places.found(teacher["source"], artifact.folder))
     if path.suffix != ".onnx" or not path.is_file():
         return None
     try:

@@ -133,6 +133,7 @@ class Page:
     sentence: str
     failures: list[tuple[str, str]] = field(default_factory=list)
     more_failures: int = 0
+    warnings: list[str] = field(default_factory=list)
     tiles: list[Tile] = field(default_factory=list)
     times: list[Bar] = field(default_factory=list)
     basis: str = ""
@@ -182,6 +183,7 @@ def page(report: Mapping[str, Any], pictures: Sequence[SitePictures] = ()) -> Pa
             for entry in failed[:FAILURES]
         ],
         more_failures=max(0, len(failed) - FAILURES),
+        warnings=[_text(own.get("text")) for own in _mappings(report, "warnings")],
         tiles=_tiles(model, sites),
         times=_times(model),
         basis=_basis(report, model),

@@ -66,7 +66,7 @@ SITE_LABELS = {
     "row_err": "row err",
     "col_err": "col err",
     "plan_kl": "plan KL",
-    "r2": "R2",
+    "r2": "R2 in-sample",
     "condition_number": "cond",
     "row_bound": "row bound",
     "contraction_bound": "contraction",
@@ -186,9 +186,10 @@ def verdict_text(gate: Mapping[str, Any]) -> str:
 
 
 def report_tables(report: Mapping[str, Any]) -> list[Table]:
-    """Gate, model, sites, what was decided, untouched layers and environment, in reading order."""
+    """Gate, warnings, model, sites, what was decided, untouched layers and environment."""
     sites = _list(report, "sites")
     tables = gate_table(_mapping(report, "gate"))
+    tables += warnings_table(_list(report, "warnings"))
     tables.append(_model_table("Model", _mapping(report, "model")))
     if sites:
         tables.append(_fidelity_table(sites))
@@ -396,6 +397,21 @@ def refused_table(refused: Sequence[Mapping[str, Any]]) -> list[Table]:
     return [Table("Left as they were", ("name", "status", "reason"), rows)] if rows else []
 
 
+def warnings_table(warnings: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Fits that rest on too few examples or regression rows, see asapc.formats.enough."""
+    rows = tuple(
+        (
+            _cell(_list(own, "sites")[:1]),
+            number(max(0, len(_list(own, "sites")) - 1)),
+            f"{number(own.get('given'))} {own.get('of')}",
+            number(own.get("needed")),
+        )
+        for own in warnings
+    )
+    columns = ("site", "sites more|", "fitted on|", "needed|")
+    return [Table("Warning: fits that rest on too little data", columns, rows)] if rows else []
+
+
 def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
     """Every attention layer found: convention if it is Sinkhorn, reason if it is not compiled."""
     title = f"{inspection.get('model')} (capture: {inspection.get('capture')})"
@@ -461,9 +477,9 @@ def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
         )
         for site in _list(summary, "sites")
     )
-    columns = ("site", "predicted", "fit", "examples|", "tokens|", "R2|", "cond|", "s|")
+    columns = ("site", "predicted", "fit", "examples|", "tokens|", "R2 in-sample|", "cond|", "s|")
     title = f"Calibration of {summary.get('model')}, {summary.get('order')}"
-    return [Table(title, columns, rows)]
+    return [Table(title, columns, rows), *warnings_table(_list(summary, "warnings"))]
 
 
 def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
@@ -483,6 +499,7 @@ def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
     return [
         Table("Compiled", columns, rows),
         *refused_table(_list(manifest, "refused")),
+        *warnings_table(_list(manifest, "warnings")),
         *(onnx_tables(onnx) if onnx else []),
     ]
 

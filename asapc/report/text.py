@@ -53,8 +53,8 @@ def _document(
     blocks.append(
         "Fidelity is measured against the teacher, on examples neither fitted nor selected on. "
         "Attention l2 is `|A' - A| / |A|` per batch and head (mean, and worst over them); row and "
-        "column errors are mean deviations from the marginals; R2 and cond belong to the fit of "
-        "the dual."
+        "column errors are mean deviations from the marginals; R2 (in-sample) and cond belong to "
+        "the fit of the dual."
     )
     return "\n\n".join(blocks) + "\n"
 

@@ -12,6 +12,7 @@ from asapc.kernels import dispatch
 from asapc.kernels.cpu import dual as cpu_dual
 from asapc.operators import asap as asap_meaning
 from asapc.operators.library.gradients import differentiate
+from asapc.operators.library.registration import operator
 from asapc.operators.library.sizes import share_sizes
 
 
@@ -25,7 +26,7 @@ def _dual_twin(backend: dispatch.Backend) -> Any:
     return cpu_dual
 
 
-@torch.library.custom_op("asapc::dual", mutates_args=())
+@operator
 def dual(
     q: Tensor,
     k: Tensor,
@@ -47,7 +48,7 @@ def dual(
     return result
 
 
-@torch.library.custom_op("asapc::dual_and_row_mass", mutates_args=())
+@operator
 def dual_and_row_mass(
     q: Tensor,
     k: Tensor,

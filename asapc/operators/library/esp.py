@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asapc.kernels import dispatch
 from asapc.kernels.cpu import esp as cpu_esp
 from asapc.operators import esp as meaning
 from asapc.operators.library.gradients import differentiate
+from asapc.operators.library.registration import operator
 from asapc.operators.library.sizes import share_sizes
 
 
-@torch.library.custom_op("asapc::esp_soft", mutates_args=())
+@operator
 def esp_soft(
     q: Tensor,
     k: Tensor,
@@ -37,7 +37,7 @@ def esp_soft(
     return result
 
 
-@torch.library.custom_op("asapc::esp_soft_attention", mutates_args=())
+@operator
 def esp_soft_attention(
     q: Tensor,
     k: Tensor,
@@ -57,7 +57,7 @@ def esp_soft_attention(
     )  # fmt: skip
 
 
-@torch.library.custom_op("asapc::esp_released_hard_attention", mutates_args=())
+@operator
 def esp_released_hard_attention(
     q: Tensor,
     k: Tensor,
@@ -77,7 +77,7 @@ def esp_released_hard_attention(
     )  # fmt: skip
 
 
-@torch.library.custom_op("asapc::esp_hard", mutates_args=())
+@operator
 def esp_hard(
     q: Tensor,
     k: Tensor,
@@ -99,7 +99,7 @@ def esp_hard(
     return result
 
 
-@torch.library.custom_op("asapc::esp_hard_attention", mutates_args=())
+@operator
 def esp_hard_attention(
     q: Tensor,
     k: Tensor,

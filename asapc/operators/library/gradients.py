@@ -13,9 +13,10 @@ from asapc.kernels import dispatch
 from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
+from asapc.operators.library.registration import operator, without_autocast
 
 
-@torch.library.custom_op("asapc::loop_gradients", mutates_args=())
+@operator
 def loop_gradients(
     grad_out: Tensor,
     q: Tensor,
@@ -112,6 +113,10 @@ def differentiate(
         ctx.layout = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Any, ...]:
+        with without_autocast(ctx.saved_tensors):
+            return gradients(ctx, output_grads)
+
+    def gradients(ctx: Any, output_grads: Sequence[Tensor]) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if constant is None else constant[0] for constant in ctx.layout]
         if loop_of is not None:

@@ -15,10 +15,11 @@ from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_meaning
 from asapc.operators import sinkhorn as sinkhorn_meaning
 from asapc.operators.library.gradients import differentiate
+from asapc.operators.library.registration import operator
 from asapc.operators.library.sizes import share_sizes
 
 
-@torch.library.custom_op("asapc::sinkhorn", mutates_args=())
+@operator
 def sinkhorn(
     q: Tensor,
     k: Tensor,
@@ -40,7 +41,7 @@ def sinkhorn(
     return _loop(backend, q, k, v, keep, bias, None, loop)
 
 
-@torch.library.custom_op("asapc::sinkhorn_attention", mutates_args=())
+@operator
 def sinkhorn_attention(
     q: Tensor,
     k: Tensor,
@@ -63,7 +64,7 @@ def sinkhorn_attention(
     return _loop(backend, q, k, None, keep, bias, None, loop)
 
 
-@torch.library.custom_op("asapc::asap", mutates_args=())
+@operator
 def asap(
     q: Tensor,
     k: Tensor,
@@ -96,7 +97,7 @@ def asap(
     return _loop(backend, q, k, v, keep, bias, start, loop)
 
 
-@torch.library.custom_op("asapc::asap_attention", mutates_args=())
+@operator
 def asap_attention(
     q: Tensor,
     k: Tensor,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asapc.kernels import dispatch
 from asapc.kernels.cpu import lot as cpu_lot
 from asapc.operators import lot as meaning
 from asapc.operators.library.gradients import differentiate
+from asapc.operators.library.registration import operator
 from asapc.operators.library.sizes import share_sizes
 
 
-@torch.library.custom_op("asapc::lot", mutates_args=())
+@operator
 def lot(
     q: Tensor,
     k: Tensor,
@@ -47,7 +47,7 @@ def lot(
     return result
 
 
-@torch.library.custom_op("asapc::lot_attention", mutates_args=())
+@operator
 def lot_attention(
     q: Tensor,
     k: Tensor,

@@ -1,0 +1,191 @@
+"""Autocast decides what an operator is given, never what happens inside, on any number of threads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_text import KEYWORDS
+
+import asapc.operators  # noqa: F401  registers torch.ops.asapc
+from asapc.data import Batch
+from asapc.formats.load import Teacher
+from asapc.models import ARCHITECTURES
+from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.verify import comparable
+from asapc.runner import Runner
+
+ops = torch.ops.asapc
+BATCH, HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 3, 9, 7, 4, 5
+ATTENTION = [1.0, 1.0, 0.0, 0.0]
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def calls() -> dict[str, tuple[Any, list[Any]]]:
+    """Operator and arguments, by the operator's name and what is particular."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v = (
+        random(BATCH, HEADS, tokens, dim)
+        for tokens, dim in ((QUERIES, DIM), (KEYS, DIM), (KEYS, VALUE_DIM))
+    )
+    keep = torch.ones(BATCH, KEYS, dtype=torch.bool)
+    keep[0, -2:] = False
+    bias = random(HEADS, QUERIES, KEYS)
+    f, g = random(BATCH, HEADS, QUERIES), random(BATCH, HEADS, KEYS)
+    sorting = [keep, None, random(HEADS, 6, DIM), torch.tensor([0.5, 1.0, 2.0])]
+    soft, hard = [*sorting, 0.3, False, True, 1.0], [*sorting, False, True, 1.0]
+    pivots, mass = random(HEADS, 4, DIM), torch.full((HEADS, 4), 0.25)
+    lot = [keep, None, random(1, HEADS, 4, KEYS), pivots, mass, 0.5, 0.5, 4, True, 5, False,
+           [1.0, 0.0, 0.0, 1.0]]  # fmt: skip
+    features = {
+        "norm": ([], 1), "raw": ([], DIM), "gaussian": ([], 3), "sliced:4": ([random(4, DIM)], 4),
+        "coarse:4": ([pivots], 1),
+    }  # fmt: skip
+    return {
+        "sinkhorn": (ops.sinkhorn, [q, k, v, keep, bias, 0.5, 5, True, ATTENTION]),
+        "sinkhorn, open": (ops.sinkhorn, [q, k, v, None, None, 0.5, 5, True, ATTENTION]),
+        "sinkhorn_attention": (ops.sinkhorn_attention, [q, k, keep, bias, 0.5, 5, True, ATTENTION]),
+        "asap, source": (ops.asap, [q, k, v, keep, bias, f, None, 0.5, 3, ATTENTION]),
+        "asap, target": (ops.asap, [q, k, v, None, None, None, g, 0.5, 2, ATTENTION]),
+        "asap, one pass": (ops.asap, [q, k, v, keep, bias, None, g, 0.5, 1, ATTENTION]),
+        "asap, no pass": (ops.asap, [q, k, v, keep, bias, f, g, 0.5, 0, ATTENTION]),
+        "asap_attention": (ops.asap_attention, [q, k, keep, bias, f, None, 0.5, 3, ATTENTION]),
+        **{
+            f"dual, {name} {side}": (
+                ops.dual,
+                [q, k, keep, bias, own, random(HEADS, width), name, side, 0.5, 5, side == "key"],
+            )
+            for side in ("source", "key")
+            for name, (own, width) in features.items()
+        },
+        "dual_and_row_mass": (
+            ops.dual_and_row_mass,
+            [q, k, keep, bias, [pivots], random(HEADS, 1), "coarse:4", 0.5, 5, True],
+        ),
+        "esp_soft": (ops.esp_soft, [q, k, v, *soft]),
+        "esp_soft_attention": (ops.esp_soft_attention, [q, k, *soft]),
+        "esp_released_hard_attention": (ops.esp_released_hard_attention, [q, k, *soft]),
+        "esp_hard": (ops.esp_hard, [q, k, v, *hard]),
+        "esp_hard_attention": (ops.esp_hard_attention, [q, k, *hard]),
+        "lot": (ops.lot, [q, k, v, *lot]),
+        "lot_attention": (ops.lot_attention, [q, k, *lot]),
+    }
+
+
+CALLS = calls()
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def run(operator: Any, inputs: Sequence[Any]) -> list[Tensor]:
+    """The outputs, then the gradients of every input that has one."""
+    has_gradient = operator is not ops.esp_released_hard_attention  # argmax has none
+    leaves = [x.detach().requires_grad_(has_gradient) if is_float(x) else x for x in inputs]
+    given = operator(*leaves)
+    outputs = [given] if isinstance(given, Tensor) else list(given)
+    generator = torch.Generator().manual_seed(1)
+    parts = [(x * torch.randn(x.shape, generator=generator)).sum() for x in outputs if x.requires_grad]
+    if parts:
+        torch.stack(parts).sum().backward()
+    grads = [x.grad for x in leaves if is_float(x) and x.grad is not None]
+    return [*(x.detach() for x in outputs), *grads]
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_every_operator_is_among_the_calls() -> None:
+    registered = {
+        name.removeprefix("asapc::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("asapc::")
+    }
+    called = {operator._qualified_op_name.removeprefix("asapc::") for operator, _ in CALLS.values()}
+    assert registered - called == {"loop_gradients"}  # runs on GPUs alone, within a gradient
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_operator_under_autocast_is_the_operator(name: str, threads: int) -> None:
+    operator, inputs = CALLS[name]
+    expected = run(operator, inputs)
+    for dtype in HALVES:
+        with torch.autocast("cpu", dtype):
+            found = run(operator, inputs)
+            assert torch.is_autocast_enabled("cpu")  # for what comes after
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_mixture_that_autocast_makes_is_taken(name: str) -> None:
+    """One input in half precision beside float32, or the other way round.
+
+    Each counts as what it holds: the result is that of the same numbers in float32, rounded to the
+    dtype of the values, or of q for a map.
+    """
+    operator, inputs = CALLS[name]
+    places = [i for i, value in enumerate(inputs) if is_float(value)]
+    valued = isinstance(inputs[2], Tensor) and inputs[2].dim() == 4
+    for place in places:
+        for half in HALVES:
+            for alone in (True, False):
+                mixed = [
+                    x.to(half) if is_float(x) and (i == place) == alone else x
+                    for i, x in enumerate(inputs)
+                ]
+                found = run(operator, mixed)
+                expected = run(operator, [x.float() if is_float(x) else x for x in mixed])
+                is_dual = name.startswith("dual")
+                assert found[0].dtype == (torch.float32 if is_dual else mixed[2 if valued else 0].dtype)
+                for own, exact in zip(found, expected, strict=True):
+                    # Rounded once, and a gradient's incoming one too; a gradient of a shared input
+                    # is a sum of rounded parts.
+                    near = 4 * torch.finfo(half).eps * float(exact.abs().max())
+                    torch.testing.assert_close(own.float(), exact, rtol=0, atol=near + 1e-6)
+
+
+@pytest.fixture(scope="module")
+def lifted() -> tuple[Analysis, Batch]:
+    torch.manual_seed(0)
+    model = ARCHITECTURES["sinkformer-text"](**{**KEYWORDS, "n_layers": 1}).eval()
+    tokens = torch.randint(1, 40, (8, 12))
+    tokens[0, 7:] = 0
+    batch = Batch((tokens,), {}, None, [0] * 8)
+    analysis = analyse(Teacher(model, None, "", "", True, None), batch)
+    assert [site.name for site in analysis.sites] == ["layers.0.mha"]
+    return analysis, batch
+
+
+def test_a_lifted_model_is_as_good_under_autocast_as_its_teacher(
+    lifted: tuple[Analysis, Batch], threads: int
+) -> None:
+    """Twice the error of the teacher itself, which computes its loop in float32 on rounded scores."""
+    analysis, batch = lifted
+    exact = comparable(Runner(analysis.model)(batch))
+    with torch.autocast("cpu", torch.bfloat16):
+        teacher = comparable(Runner(analysis.model)(batch))
+        found = comparable(Runner(analysis.model, analysis.lifted)(batch))
+    assert [t.dtype for t in found] == [t.dtype for t in teacher]
+    assert torch.bfloat16 in {t.dtype for t in teacher}
+    for own, rounded, true in zip(found, teacher, exact, strict=True):
+        budget = 2 * (rounded.float() - true).abs().max()
+        assert 0 < budget < 0.05
+        assert (own.float() - true).abs().max() <= budget
+        assert (own.float() - rounded.float()).abs().max() <= budget
