@@ -16,6 +16,8 @@ from torch.fx import GraphModule
 
 Side = Literal["row", "column"]
 Mask = Literal["none", "key"]
+Coupling = Literal["interpolated", "monotone"]  # of sorted clouds of different sizes
+Ties = Literal["shared", "descending", "ascending"]  # mass shared, or the token order of a stable sort
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ class EspConvention:
     slices:               L, number of learnt or frozen directions; None for the coordinate axes.
     output_factor:        multiplies the map, whose rows otherwise sum to 1.
     mask:                 "key" if a mask takes padded tokens out of the sort.
+    coupling:             of unequal numbers of queries and keys, see operators.ranks; None where the
+                          layer always has as many of either, and every coupling is the same.
+    ties:                 what exact sorting does with equal projections: their tokens share the mass
+                          (Eq. 5, as soft sorts do), or keep the order of the tokens in a stable sort,
+                          largest or smallest first.
     """
 
     softsort_temperature: float | None
@@ -114,6 +121,8 @@ class EspConvention:
     slices: int | None = None
     output_factor: float = 1.0
     mask: Mask = "none"
+    coupling: Coupling | None = None
+    ties: Ties = "shared"
 
     def to_dict(self) -> dict[str, Any]:
         return {"operator": "esp_hard" if self.softsort_temperature is None else "esp_soft",
@@ -127,6 +136,7 @@ class EspConvention:
             None if temperature is None else float(temperature), float(data["inverse_temperature"]),
             bool(data["squared_cost"]), bool(data["mean_cost"]),
             None if slices is None else int(slices), float(data["output_factor"]), data["mask"],
+            data.get("coupling"), data.get("ties", "shared"),
         )  # fmt: skip
 
 
