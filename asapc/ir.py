@@ -8,7 +8,7 @@ below is the textbook one at epsilon = 1. A dual times the teacher's own epsilon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -232,6 +232,21 @@ class Distilled:
     operator: Literal["lot", "esp_hard"]
     arguments: tuple[Any, ...]
     share: bool = False
+
+    def _place(self, name: str) -> int:
+        """Among the arguments, which follow those that every map has."""
+        schema = getattr(torch.ops.asapc, f"{self.operator}_attention").default._schema
+        names = [argument.name for argument in schema.arguments]
+        return names.index(name) - names.index("query_keep") - 1
+
+    def named(self, name: str) -> Any:
+        """The argument that the operator's schema calls so."""
+        return self.arguments[self._place(name)]
+
+    def with_named(self, name: str, value: Any) -> Distilled:
+        """With another value of one argument."""
+        place = self._place(name)
+        return replace(self, arguments=(*self.arguments[:place], value, *self.arguments[place + 1 :]))
 
 
 @dataclass

@@ -25,7 +25,13 @@ from asapc.passes.cut import (
     separate,
 )
 from asapc.passes.probe import STABILISED, NoFit
-from asapc.passes.probe_esp import NO_TEMPERATURE, EspSample, error_of, identify_esp
+from asapc.passes.probe_esp import (
+    NO_TEMPERATURE,
+    EspSample,
+    error_of,
+    identify_esp,
+    tied_points,
+)
 from asapc.passes.products import (
     KeyMask,
     Product,
@@ -180,9 +186,9 @@ def _examine(
     if masks:
         experiment = _Experiment(cut, value, swapped, hidden)
         own = (experiment.points(q, sizes[0]), experiment.points(k, sizes[0]))
-        masked = experiment.masked(sizes[0], *own)
+        seen = [experiment.masked(sizes[0], *own, tied) for tied in (False, True)]
         convention = replace(convention, mask="key")
-        error = max(error, error_of(convention, fit.slices, [masked]))
+        error = max(error, error_of(convention, fit.slices, seen))
         if not error <= STABILISED:
             return (
                 f"with {masks[0].name} as mask: padded tokens are not simply left out of the sorts; "
@@ -241,11 +247,14 @@ class _Experiment:
         return observe
 
     def masked(
-        self, lengths: dict[Any, int], q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+        self, lengths: dict[Any, int], q_shape: tuple[int, ...], k_shape: tuple[int, ...], tied: bool
     ) -> EspSample:
-        """One observation with a third of the tokens masked."""
+        """One observation with a third of the tokens masked.  tied: of points that tie."""
         generator = torch.Generator().manual_seed(1)
-        q, k = (torch.randn(s, generator=generator, dtype=torch.float64) for s in (q_shape, k_shape))
+        q, k = (
+            tied_points(s, generator) if tied
+            else torch.randn(s, generator=generator, dtype=torch.float64) for s in (q_shape, k_shape)
+        )  # fmt: skip
         active = torch.arange(k_shape[2]) % 3 != 1
         mask = torch.full(self.cut.shape_of(self.cut.masks[0], lengths), not self.hidden)
         mask[..., ~active] = self.hidden

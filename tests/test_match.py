@@ -48,7 +48,7 @@ SLICED = {
     "SlicedLearnt": EspConvention(1e-3, 2.0, squared_cost=True, mean_cost=True, slices=5),
     "SlicedWithMaps": EspConvention(0.1, 0.3),
     "SlicedMasked": EspConvention(0.1, 0.3, mask="key"),
-    "SlicedHard": EspConvention(None, 0.3),
+    "SlicedHard": EspConvention(None, 0.3, ties="descending"),
 }
 GLUED = {
     "Glued": LotConvention(HalfPlan(5, True, 1.0), HalfPlan(5, False, 0.5**0.5), 5, OutputFactor()),

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from asapc.ir import Coupling, Ties
 from asapc.operators.matching import (
+    cost_matrix,
     gather_sum,
     group_bounds,
     match,
@@ -39,7 +40,6 @@ from asapc.operators.ranks import (
     close,
     clouds_of,
     group_mass,
-    opened,
     order_of,
     padded_last,
     rank_matrix,
@@ -86,9 +86,10 @@ def lifted_plan(
     x: Tensor, y: Tensor, keep: Tensor | None, query_keep: Tensor | None, coupling: Coupling, ties: Ties
 ) -> Tensor:
     """P of one slice sorted exactly [B, H, N, M] in float64.  x: [B, H, N]; y: [B, H, M]."""
-    (g, g_end), (h, h_end) = _token_bounds(x, query_keep, ties), _token_bounds(y, keep, ties)
-    g, g_end, h, h_end = g[..., None], g_end[..., None], h[..., None, :], h_end[..., None, :]
-    n, m = (active(mask, own[..., None])[:, None, None, None] for mask, own in ((query_keep, x), (keep, y)))
+    g, g_end = (bound[..., None] for bound in _token_bounds(x, query_keep, ties))
+    h, h_end = (bound[..., None, :] for bound in _token_bounds(y, keep, ties))
+    n = active(query_keep, x[..., None])[:, None, None, None]
+    m = active(keep, y[..., None])[:, None, None, None]
     mass = group_mass(coupling, g, g_end, h, h_end, n, m) / ((g_end - g) * (h_end - h))
     return mass.masked_fill((g >= n) | (h >= m), 0.0)
 
@@ -109,12 +110,6 @@ def _token_bounds(x: Tensor, keep: Tensor | None, ties: Ties) -> tuple[Tensor, T
         bounds = (rank, rank + 1)
     first, end = (torch.empty_like(order).scatter_(-1, order, own) for own in bounds)
     return first, end
-
-
-def cost_matrix(q: Tensor, k: Tensor, squared: bool) -> Tensor:
-    """|q_i - k_j| [B, H, N, M], or its square; by differences, which lose no digits near 0."""
-    distance = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
-    return distance.square() if squared else distance
 
 
 def expected_plan(
@@ -160,7 +155,7 @@ def expected_plan(
 def _soft(
     coupling: Coupling, sort: Callable[[Tensor, Tensor | None], Tensor]
 ) -> Callable[[Clouds, Tensor, Tensor], Tensor]:
-    """The plan of a slice by this sort: (x [B, H, N], keep) -> the matrix [B, H, ranks, N] that sorts it."""
+    """The plan of a slice.  sort: (x [B, H, N], keep) -> the matrix [B, H, ranks, N] that sorts it."""
 
     def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
         ranks = rank_matrix(clouds, coupling)
@@ -336,8 +331,8 @@ def esp_hard(
 ) -> Tensor:
     """A v for the map of the plans sorted exactly: [B, H, N, E] in v's dtype.
 
-    Arguments as esp_soft.  ties: tokens of equal projections share the mass (Eq. 5, what esp_soft tends to
-    as its temperature falls), or keep their order in a stable sort, largest or smallest first.
+    Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
+    to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
     O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix; where different points tie and share,
     their cost takes D for every tied pair.
     """

@@ -227,12 +227,18 @@ def _shared(
 
 
 def matched_costs(
-    clouds: Clouds, queries: Ranked, keys: Ranked, matching: Matching, coupling: Coupling, squared: bool
+    clouds: Clouds,
+    queries: Ranked,
+    keys: Ranked,
+    matching: Matching,
+    coupling: Coupling,
+    squared: bool,
+    at_once: int = GATHERED_AT_ONCE,
 ) -> Tensor:
     """sum_ij |q_i - k_j| P_l,ij [B, H, L], or of its square, in float64.
 
     O(L N D) work, and that of every pair of different points in tied groups. The keys of several
-    slices are gathered together, `GATHERED_AT_ONCE` entries at a time.
+    slices are gathered together, `at_once` entries at a time.
     """
     groups = _different(clouds, queries, keys, coupling)
     left_out = None if clouds.query_keep is None else ~spread(clouds.query_keep, queries.order)
@@ -252,7 +258,7 @@ def matched_costs(
             total = total.masked_fill(left_out[:, :, part.start : part.stop], 0.0)
         return total.sum(-1, dtype=torch.float64)
 
-    step = max(1, GATHERED_AT_ONCE // max(1, clouds.q.numel()))
+    step = max(1, at_once // max(1, clouds.q.numel()))
     parts = [slice(i, i + step) for i in range(0, clouds.num_slices, step)]
     total = torch.cat([recomputed(costs, clouds.q, clouds.k, part) for part in parts], -1)
     return total if groups is None else total + _tied_costs(clouds, queries, keys, groups, squared)
@@ -317,38 +323,59 @@ def _bounds(own: Ranked, points: Tensor) -> tuple[tuple[Tensor, Tensor], bool]:
 def _tied_costs(
     clouds: Clouds, queries: Ranked, keys: Ranked, groups: _Groups, squared: bool
 ) -> Tensor:
-    """What the touched ranks add to the cost of their slices, every pair counted: [B, H, L]."""
+    """What the touched ranks add to the cost of their slices, every pair counted: [B, H, L].
+
+    Where many pairs tie, the same two points do so in several slices: query by query, the distances
+    to all keys are taken once.
+    """
     n, m = (count.expand(len(clouds.q)) for count in counts(clouds))
-    where = groups.touched.flatten().nonzero()[:, 0]
-    low, met = groups.low.flatten()[where], (groups.high - groups.low).flatten()[where]
     rows_q, rows_k = ((own.order + _starts(points)).flatten()
                       for own, points in ((queries, clouds.q), (keys, clouds.k)))  # fmt: skip
+    where = groups.touched.flatten().nonzero()[:, 0]
+    where = where[rows_q[where].argsort(stable=True)]
+    low, met = groups.low.flatten()[where], (groups.high - groups.low).flatten()[where]
     (g, g_end), (h, h_end) = ((a.flatten(), b.flatten()) for a, b in (groups.queries, groups.keys))
-    queries_a_slice, keys_a_slice = queries.order.shape[-1], keys.order.shape[-1]
-    slices_an_example = queries.order.shape[1:3].numel()
+    batch, heads, slices, num_queries = queries.order.shape
+    num_keys = clouds.k.shape[2]
 
     def costs(q: Tensor, k: Tensor, part: slice) -> Tensor:
         count = met[part]
         ranks = where[part].repeat_interleave(count)
         before = (count.cumsum(0) - count).repeat_interleave(count)
         within = torch.arange(len(ranks), device=ranks.device) - before
-        line = ranks // queries_a_slice
-        others = line * keys_a_slice + low[part].repeat_interleave(count) + within
-        example = line // slices_an_example
+        line = ranks // num_queries
+        others = line * num_keys + low[part].repeat_interleave(count) + within
+        example = line // (heads * slices)
         bounds = (g[ranks], g_end[ranks], h[others], h_end[others])
         mass = group_mass(groups.coupling, *bounds, n[example], m[example])
         mass = mass / ((bounds[1] - bounds[0]) * (bounds[3] - bounds[2]))
-        away = distance(q.flatten(0, 2)[rows_q[ranks]] - k.flatten(0, 2)[rows_k[others]], squared)
-        zero = mass.new_zeros(queries.order.shape[:3].numel())
-        return zero.index_add(0, line, mass * away)
+        away = distances(q.flatten(0, 2), k.flatten(0, 2), rows_q[ranks], rows_k[others])
+        return mass.new_zeros(batch * heads * slices).index_add(0, line, mass * away)
+
+    def distances(q: Tensor, k: Tensor, row: Tensor, other: Tensor) -> Tensor:
+        first, last = row[0], row[-1]
+        head = first // num_queries
+        if len(row) < 2 * num_keys * (last - first + 1) or bool(head != last // num_queries):
+            return distance(q[row] - k[other], squared)
+        start = head * num_keys
+        table = cost_matrix(q[first : last + 1], k[start : start + num_keys], squared)
+        return table.flatten()[(row - first) * num_keys + other - start]
 
     most = max(1, GATHERED_AT_ONCE // max(1, clouds.q.shape[3]))
-    sizes = ((met.cumsum(0) - met) // most).unique_consecutive(return_counts=True)[1].tolist()
+    piece = (met.cumsum(0) - met) // most
+    if len(piece) and bool(piece[-1] > 0):  # else one piece, of as many heads as there are
+        piece = piece + rows_q[where] // num_queries * (piece[-1] + 1)
     total, start = torch.zeros((), dtype=torch.float64, device=where.device), 0
-    for size in sizes:
+    for size in piece.unique_consecutive(return_counts=True)[1].tolist():
         total = total + recomputed(costs, clouds.q, clouds.k, slice(start, start + size))
         start += size
-    return total.view(queries.order.shape[:3])
+    return total.view(batch, heads, slices)
+
+
+def cost_matrix(q: Tensor, k: Tensor, squared: bool) -> Tensor:
+    """|q_i - k_j| [..., N, M], or its square; by differences, which lose no digits near 0."""
+    distance = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
+    return distance.square() if squared else distance
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
