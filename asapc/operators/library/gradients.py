@@ -114,6 +114,7 @@ def differentiate(
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if constant is None else constant[0] for constant in ctx.layout]
+        given = len(ctx.needs_input_grad)  # arguments of the call; the others have their defaults
         if loop_of is not None:
             name, needed = meaning.__name__, ctx.needs_input_grad
             found = _by_kernels(name, inputs, needed, output_grads[0], loop_of)
@@ -122,9 +123,9 @@ def differentiate(
         with torch.enable_grad():
             leaves = [
                 x.detach().requires_grad_(bool(needed)) if isinstance(x, Tensor) else x
-                for x, needed in zip(inputs, ctx.needs_input_grad, strict=True)
+                for x, needed in zip(inputs[:given], ctx.needs_input_grad, strict=True)
             ]
-            output = meaning(*leaves)
+            output = meaning(*leaves, *inputs[given:])
         wanted = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
         outputs = [output] if isinstance(output, Tensor) else list(output)
         # An output that depends on nothing differentiable (n / N) has no gradient to give.
@@ -138,7 +139,7 @@ def differentiate(
             allow_unused=True,
         )  # fmt: skip
         result: list[Any] = [
-            [None] * len(x) if _is_tensor_list(x) else None for x in inputs
+            [None] * len(x) if _is_tensor_list(x) else None for x in inputs[:given]
         ]
         for index, value in zip(wanted, grads, strict=True):
             result[index] = value
