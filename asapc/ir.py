@@ -111,7 +111,8 @@ class EspConvention:
                           layer always has as many of either, and every coupling is the same.
     ties:                 what exact sorting does with equal projections: their tokens share the mass
                           (Eq. 5, as soft sorts do), or keep the order of the tokens in a stable sort,
-                          largest or smallest first.
+                          largest or smallest first. "open" where its sort is not stable and leaves the
+                          order open: one order is as good as another, and token order is taken.
     """
 
     softsort_temperature: float | None
@@ -122,7 +123,12 @@ class EspConvention:
     output_factor: float = 1.0
     mask: Mask = "none"
     coupling: Coupling | None = None
-    ties: Ties = "shared"
+    ties: Ties | Literal["open"] = "shared"
+
+    @property
+    def order(self) -> Ties:
+        """`ties` as operators have it."""
+        return "descending" if self.ties == "open" else self.ties
 
     def to_dict(self) -> dict[str, Any]:
         return {"operator": "esp_hard" if self.softsort_temperature is None else "esp_soft",

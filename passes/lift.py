@@ -109,7 +109,7 @@ def _lift_esp(
             convention.output_factor, convention.coupling or "interpolated",
         )  # fmt: skip
     name = "esp_soft" if soft else "esp_hard"
-    settings = settings if soft else (*settings, convention.ties)
+    settings = settings if soft else (*settings, convention.order)
     rest = (keep, query_keep, *settings)
     _place(own, name, (q, k), rest, site, product, attention, value, anchor, dense)
 

@@ -46,6 +46,7 @@ from asapc.passes.products import (
 aten = torch.ops.aten
 
 PROBE_LENGTHS = (11, 14)
+LONGER = 9  # up to 16 numbers PyTorch's sort is stable, whether it is asked to be or not
 PROBE_BATCH = 2
 SORTS = {
     aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.topk.default,
@@ -148,7 +149,7 @@ def _examine(
     if len(masks) > 1:
         return f"two masks enter the sorts ({masks[0].name} and {masks[1].name})"
     cut = Cut(graph, pair, value.left, between, masks)
-    sizes = [_lengths(cut, pair, shift) for shift in (0, 5)]
+    sizes = [_lengths(cut, pair, shift) for shift in (0, LONGER)]
     if sizes[0] == sizes[1]:
         sizes = sizes[:1]
     fits: list[tuple[float, Any, bool, bool]] = []
@@ -186,7 +187,8 @@ def _examine(
     if masks:
         experiment = _Experiment(cut, value, swapped, hidden)
         own = (experiment.points(q, sizes[0]), experiment.points(k, sizes[0]))
-        seen = [experiment.masked(sizes[0], *own, tied) for tied in (False, True)]
+        kinds = (False,) if convention.ties == "open" else (False, True)
+        seen = [experiment.masked(sizes[0], *own, tied) for tied in kinds]
         convention = replace(convention, mask="key")
         error = max(error, error_of(convention, fit.slices, seen))
         if not error <= STABILISED:

@@ -11,7 +11,7 @@ ties shows on points that tie, and how ranks are coupled on unequal numbers of q
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -70,20 +70,19 @@ def identify_esp(
     likely: conventions of other layers, tried before anything is searched for.
     """
     generator = torch.Generator().manual_seed(0)
-    samples, tied = [], []
-    for spread in (*SPREADS, None):
-        for q_shape, k_shape in shapes:
-            if spread is None:
-                q, k = (tied_points(s, generator) for s in (q_shape, k_shape))
-            else:
-                q, k = (spread * torch.randn(s, generator=generator, dtype=torch.float64)
-                        for s in (q_shape, k_shape))  # fmt: skip
+    seen: dict[str, list[EspSample]] = {"apart": [], "tied": [], "repeated": []}
+    kinds = [*(("apart", spread) for spread in SPREADS), ("tied", 1.0), ("repeated", 1.0)]
+    for kind, spread in kinds:
+        for pair in shapes:
+            q, k = (spread * _POINTS[kind](shape, generator) for shape in pair)
             attention = observe(q, k)
             if attention is None:
                 return NoFit("the region gives NaN or infinity on random queries and keys")
-            (tied if spread is None else samples).append(EspSample(q, k, attention))
-    seen = [*samples, *tied]
-    factors = [float(s.attention.sum((-1, -2)).mean()) / s.q.shape[2] for s in seen]
+            seen[kind].append(EspSample(q, k, attention))
+    samples = seen["apart"]
+    factors = [
+        float(s.attention.sum((-1, -2)).mean()) / s.q.shape[2] for own in seen.values() for s in own
+    ]
     factor = snapped(factors[0])
     if not all(abs(f - factors[0]) <= 1e-6 * abs(factors[0]) for f in factors) or factor <= 0:
         return NoFit("not a sliced plan: the mass of the map depends on the scores")
@@ -93,9 +92,9 @@ def identify_esp(
              if c == own.coupling or None in (c, own.coupling)}  # fmt: skip
     for slices in candidates:
         for convention in tries:
-            error = error_of(convention, slices, seen)
+            error = error_of(convention, slices, samples)
             if error <= EXACT:
-                return EspFit(convention, slices, error)
+                return _with_ties(EspFit(convention, slices, error), seen)
     best: tuple[float, float | None, Tensor | None, Coupling | None] | None = None
     for slices in candidates:
         for coupling in couplings:
@@ -117,32 +116,67 @@ def identify_esp(
     fit = min(fits, key=lambda own: own.error)
     if not fit.error <= STABILISED:
         return NoFit("not a sliced plan weighted by softmax(-tau cost)", fit.error)
-    return _with_ties(fit, tied)
+    return _with_ties(fit, seen)
+
+
+def apart(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Normal points [B, H, N, D]."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def repeated_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Few points, each several times, [B, H, N, D]."""
+    few = torch.randint(1 + shape[2] // 4, (shape[2],), generator=generator)
+    return apart(shape, generator)[:, :, few]
 
 
 def tied_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Points [B, H, N, D] that tie along every direction, without rounding: one coordinate is not 0."""
+    """Points [B, H, N, D] that tie along every direction, and different ones along the axes.
+
+    One coordinate is not 0: equal points have equal projections in whatever order they are summed.
+    """
     points = torch.zeros(shape, dtype=torch.float64)
     axis = torch.randint(shape[3], (*shape[:3], 1), generator=generator)
     size = torch.randint(1, 3, axis.shape, generator=generator).double()
     return points.scatter_(-1, axis, size)
 
 
-def _with_ties(fit: EspFit, tied: Sequence[EspSample]) -> EspFit | NoFit:
+_POINTS = {"apart": apart, "tied": tied_points, "repeated": repeated_points}
+
+
+def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit | NoFit:
     """The fit with what the layer does where points tie, which other points do not show."""
     own = fit.convention
     kinds: tuple[Ties, ...] = get_args(Ties) if own.softsort_temperature is None else ("shared",)
     fits = []
     for ties in kinds:
         convention = replace(own, ties=ties)
-        fits.append(EspFit(convention, fit.slices, error_of(convention, fit.slices, tied)))
+        fits.append(EspFit(convention, fit.slices, error_of(convention, fit.slices, seen["tied"])))
     best = min(fits, key=lambda one: one.error)
-    if not best.error <= STABILISED:
-        return NoFit(
-            "tokens with equal projections neither share their mass nor keep the order of a stable sort",
-            best.error,
-        )
-    return replace(best, error=max(best.error, fit.error))
+    if best.error <= STABILISED:
+        return replace(best, error=max(best.error, fit.error))
+    some_order = replace(own, ties="open")
+    if own.softsort_temperature is None and all(
+        _leaves_open(some_order, fit.slices, s) for s in seen["repeated"]
+    ):
+        return replace(fit, convention=some_order)
+    return NoFit(
+        "tokens with equal projections neither share their mass nor have an order of their own",
+        best.error,
+    )
+
+
+def _leaves_open(convention: EspConvention, slices: Tensor | None, s: EspSample) -> bool:
+    """Whether equal points, taken together, have what they should, and every token the right mass.
+
+    Then the layer puts equal tokens in some order, in whichever.
+    """
+    exact = reference(convention, slices, s.q, s.k, s.keep)
+    one, other = ((p[..., :, None, :] == p[..., None, :, :]).all(-1).double() for p in (s.q, s.k))
+    scale = exact.abs().amax() * s.q.shape[2]
+    apart = one @ (s.attention - exact) @ other
+    masses = [(s.attention.sum(d) - exact.sum(d)).abs().amax() for d in (-1, -2)]
+    return float(torch.stack([apart.abs().amax(), *masses]).amax() / scale) <= STABILISED
 
 
 def error_of(
@@ -170,7 +204,7 @@ def reference(
     theta = None if slices is None else slices.to(q.dtype)
     shared = (c.squared_cost, c.mean_cost, c.output_factor, c.coupling or "interpolated")
     if c.softsort_temperature is None:
-        return esp_hard_attention(q, k, keep, query_keep, theta, tau, *shared, c.ties)
+        return esp_hard_attention(q, k, keep, query_keep, theta, tau, *shared, c.order)
     return esp_soft_attention(q, k, keep, query_keep, theta, tau, c.softsort_temperature, *shared)
 
 

@@ -148,6 +148,7 @@ def _sliced_text(c: Mapping[str, Any]) -> list[str]:
 _TIES = {
     "shared": "ties share mass", "descending": "ties in token order",
     "ascending": "ties in token order from the smallest",
+    "open": "ties in token order, where the layer's own sort is not stable",
 }  # fmt: skip
 
 
