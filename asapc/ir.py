@@ -8,7 +8,7 @@ below is the textbook one at epsilon = 1. A dual times the teacher's own epsilon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,8 @@ from torch.fx import GraphModule, Node
 
 Side = Literal["row", "column"]
 Mask = Literal["none", "key"]
+Coupling = Literal["interpolated", "monotone"]  # of sorted clouds of different sizes
+Ties = Literal["shared", "descending", "ascending"]  # mass shared, or the token order of a stable sort
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,12 @@ class EspConvention:
     slices:               L, number of learnt or frozen directions; None for the coordinate axes.
     output_factor:        multiplies the map, whose rows otherwise sum to 1.
     mask:                 "key" if a mask takes padded tokens out of the sort.
+    coupling:             of unequal numbers of queries and keys, see operators.ranks; None where the
+                          layer always has as many of either, and every coupling is the same.
+    ties:                 what exact sorting does with equal projections: their tokens share the mass
+                          (Eq. 5, as soft sorts do), or keep the order of the tokens in a stable sort,
+                          largest or smallest first. "open" where its sort is not stable and leaves the
+                          order open: one order is as good as another, and token order is taken.
     """
 
     softsort_temperature: float | None
@@ -164,6 +172,13 @@ class EspConvention:
     slices: int | None = None
     output_factor: float = 1.0
     mask: Mask = "none"
+    coupling: Coupling | None = None
+    ties: Ties | Literal["open"] = "shared"
+
+    @property
+    def order(self) -> Ties:
+        """`ties` as operators have it."""
+        return "descending" if self.ties == "open" else self.ties
 
     def to_dict(self) -> dict[str, Any]:
         return {"operator": "esp_hard" if self.softsort_temperature is None else "esp_soft",
@@ -177,6 +192,7 @@ class EspConvention:
             None if temperature is None else float(temperature), float(data["inverse_temperature"]),
             bool(data["squared_cost"]), bool(data["mean_cost"]),
             None if slices is None else int(slices), float(data["output_factor"]), data["mask"],
+            data.get("coupling"), data.get("ties", "shared"),
         )  # fmt: skip
 
 
@@ -272,6 +288,21 @@ class Distilled:
     operator: Literal["lot", "esp_hard"]
     arguments: tuple[Any, ...]
     share: bool = False
+
+    def _place(self, name: str) -> int:
+        """Among the arguments, which follow those that every map has."""
+        schema = getattr(torch.ops.asapc, f"{self.operator}_attention").default._schema
+        names = [argument.name for argument in schema.arguments]
+        return names.index(name) - names.index("query_keep") - 1
+
+    def named(self, name: str) -> Any:
+        """The argument that the operator's schema calls so."""
+        return self.arguments[self._place(name)]
+
+    def with_named(self, name: str, value: Any) -> Distilled:
+        """With another value of one argument."""
+        place = self._place(name)
+        return replace(self, arguments=(*self.arguments[:place], value, *self.arguments[place + 1 :]))
 
 
 @dataclass(frozen=True)

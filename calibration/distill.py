@@ -12,7 +12,8 @@ lot       Pivots start as k-means centres of a head's queries and keys, their ma
 esp_hard  Sorting has no gradient in the slices. Plans of one slice each, along principal and random
           directions of the head's tokens, are added greedily, each time the one that lowers the
           error of their mean most; that needs only the products of their outputs. Then tau is the
-          best of a few.
+          best of a few. Ties share mass, and unequal numbers meet by the monotone coupling: both
+          marginals are uniform, as the teacher's are.
 
 Neither knows a score bias: what it does to the teacher's outputs stays in the error.
 """
@@ -33,8 +34,9 @@ from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features.coarse import kmeans
 from asapc.formats.calibration import SiteDistillation
-from asapc.ir import Convention, Distilled, SiteTensors
-from asapc.operators.esp import clouds_of, match_ranks
+from asapc.ir import Convention, Coupling, Distilled, SiteTensors, Ties
+from asapc.operators.matching import match, ranked
+from asapc.operators.ranks import clouds_of
 from asapc.operators.sinkhorn import clean_values
 from asapc.passes.apply import apply_distilled, apply_lossless
 from asapc.passes.calls import times_share
@@ -55,6 +57,8 @@ HALF_STEPS = 5
 SLICE_EXAMPLES = 64  # the products of candidates are summed over
 SLICE_ROWS = 64  # queries of an example
 CANDIDATES = 256  # directions a head chooses from, at least twice its slices
+COUPLING: Coupling = "monotone"
+TIES: Ties = "shared"
 INVERSE_TEMPERATURES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # over the norm of a typical token
 
 
@@ -265,7 +269,8 @@ def esp_maker(name: str, convention: Convention, square: bool) -> Maker:
     constant = (of_keys == 0 or square) and factor.queries + of_keys == 1
     if not constant or (factor.active and not unmasked):
         raise _no_such_mass(name, convention, "esp_hard")
-    settings, share = (False, True, factor.coefficient), _share(convention)
+    settings = (False, True, factor.coefficient, COUPLING, TIES)
+    share = _share(convention)
     return lambda slices, tau: Distilled("esp_hard", (slices, tau, *settings), share)
 
 
@@ -410,15 +415,17 @@ def _products(
 def _single_plans(t: SiteTensors, slices: Tensor, rows: Tensor, make: Maker) -> Tensor:
     """What every slice alone gives to some queries of one example: [H, C, rows, E]."""
     assert t.v is not None
-    matching = match_ranks(clouds_of(t.q, t.k, t.keep, None, slices))
-    single = make(slices, torch.zeros(len(slices)))
+    clouds = clouds_of(t.q, t.k, t.keep, None, slices)
+    sorted_ = ranked(clouds.x, clouds.query_keep, TIES), ranked(clouds.y, clouds.keep, TIES)
+    matching = match(clouds, *sorted_, COUPLING)
+    table = matching.table(t.v)
     result = t.v.new_zeros(())
-    for keys, share in zip(matching.keys, matching.shares(), strict=True):
-        own = keys[..., rows]
-        index = own.flatten(2)[..., None].expand(-1, -1, -1, t.v.shape[3])
-        met = t.v.gather(2, index).unflatten(2, own.shape[2:])
-        result = result + met * (share[..., rows, None] if isinstance(share, Tensor) else share)
-    result = result * single.arguments[-1]
+    for index, keys in enumerate(matching.keys):
+        met = table[keys[..., rows]]
+        share = None if matching.shares is None else matching.shares[index][..., rows, None]
+        result = result + (met if share is None else met * share)
+    single = make(slices, torch.zeros(len(slices)))
+    result = result * single.named("output_factor")
     return (times_share(result, t.keep) if single.share else result)[0]
 
 

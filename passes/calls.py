@@ -132,6 +132,11 @@ def name_calls(graph: GraphModule, sites: Sequence[str]) -> bool:
     return True
 
 
+def argument_place(operator: Any, name: str) -> int:
+    """Where an operator's argument of this name stands."""
+    return [argument.name for argument in operator._schema.arguments].index(name)
+
+
 def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
     """The lifted graph that also calls record(site, *fields of SiteTensors) at each of its sites."""
     graph, _ = copied(lifted.graph)
@@ -156,7 +161,8 @@ def site_function(
     settings = [attribute(graph, x) if isinstance(x, Node) and form.operator != "asap" else x
                 for x in o.settings]  # fmt: skip
     if unit:
-        settings[-1] = 1.0 if isinstance(settings[-1], float) else [1.0, 1.0, 0.0, 0.0]
+        factor = argument_place(o.call.target, "output_factor") - len(o.call.args)
+        settings[factor] = 1.0 if isinstance(settings[factor], float) else [1.0, 1.0, 0.0, 0.0]
     if form.operator == "asap":
         return _amortised(graph, o, settings)
     dense, apply = (form.plain_dense, form.plain_apply) if plain else (form.dense, form.apply)

@@ -24,7 +24,7 @@ from asapc.operators.sinkhorn import factor_terms
 from asapc.operators.stabilised import settings_of
 from asapc.passes.match import MASKED_BELOW, AnySite, AttentionSite, EspSite, ScoreBias
 from asapc.passes.match_lot import LotSite, Points
-from asapc.passes.products import KeyMask, Product
+from asapc.passes.products import KeyMask, Product, same
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
@@ -117,16 +117,18 @@ def _lift_esp(
         keep = query_keep = None
         if site.mask is not None:
             keep = _keep(own, site.mask, nodes, site.heads, _batch_of(own, q))
-            query_keep = keep  # one mask enters: tokens attend to each other
+            if same(*(x.meta["val"].shape[-2] for x in (site.q, site.k))):
+                query_keep = keep  # one mask enters: tokens attend to each other
         theta = None if site.slices is None else _buffer(graph, index, "slices", site.slices)
         tau = torch.tensor([convention.inverse_temperature], dtype=torch.float64)
         weights = _buffer(graph, index, "inverse_temperature", tau)
         soft = () if convention.softsort_temperature is None else (convention.softsort_temperature,)
         settings = (
             theta, weights, *soft, convention.squared_cost, convention.mean_cost,
-            convention.output_factor,
+            convention.output_factor, convention.coupling or "interpolated",
         )  # fmt: skip
     name = "esp_soft" if soft else "esp_hard"
+    settings = settings if soft else (*settings, convention.order)
     rest = (keep, query_keep, *settings)
     return _place(own, name, (q, k), rest, site, product, attention, value, anchor, dense)
 

@@ -26,7 +26,13 @@ from asapc.passes.cut import (
     separate,
 )
 from asapc.passes.probe import STABILISED, NoFit
-from asapc.passes.probe_esp import NO_TEMPERATURE, EspSample, error_of, identify_esp
+from asapc.passes.probe_esp import (
+    NO_TEMPERATURE,
+    EspSample,
+    error_of,
+    identify_esp,
+    tied_points,
+)
 from asapc.passes.products import (
     KeyMask,
     Product,
@@ -41,6 +47,7 @@ from asapc.passes.products import (
 aten = torch.ops.aten
 
 PROBE_LENGTHS = (11, 14)
+LONGER = 9  # up to 16 numbers PyTorch's sort is stable, whether it is asked to be or not
 PROBE_BATCH = 2
 SORTS = {
     aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.topk.default,
@@ -153,7 +160,7 @@ def _examine(
     if len(masks) > 1:
         return f"two masks enter the sorts ({masks[0].name} and {masks[1].name})"
     cut = Cut(graph, pair, value.left, between, masks)
-    sizes = [_lengths(cut, pair, shift) for shift in (0, 5)]
+    sizes = [_lengths(cut, pair, shift) for shift in (0, LONGER)]
     if sizes[0] == sizes[1]:
         sizes = sizes[:1]
     fits: list[tuple[float, Any, bool, bool]] = []
@@ -191,9 +198,10 @@ def _examine(
     if masks:
         experiment = _Experiment(cut, value, swapped, hidden)
         own = (experiment.points(q, sizes[0]), experiment.points(k, sizes[0]))
-        masked = experiment.masked(sizes[0], *own)
+        kinds = (False,) if convention.ties == "open" else (False, True)
+        seen = [experiment.masked(sizes[0], *own, tied) for tied in kinds]
         convention = replace(convention, mask="key")
-        error = max(error, error_of(convention, fit.slices, [masked]))
+        error = max(error, error_of(convention, fit.slices, seen))
         if not error <= STABILISED:
             return (
                 f"with {masks[0].name} as mask: padded tokens are not simply left out of the sorts; "
@@ -252,11 +260,14 @@ class _Experiment:
         return observe
 
     def masked(
-        self, lengths: dict[Any, int], q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+        self, lengths: dict[Any, int], q_shape: tuple[int, ...], k_shape: tuple[int, ...], tied: bool
     ) -> EspSample:
-        """One observation with a third of the tokens masked."""
+        """One observation with a third of the tokens masked.  tied: of points that tie."""
         generator = torch.Generator().manual_seed(1)
-        q, k = (torch.randn(s, generator=generator, dtype=torch.float64) for s in (q_shape, k_shape))
+        q, k = (
+            tied_points(s, generator) if tied
+            else torch.randn(s, generator=generator, dtype=torch.float64) for s in (q_shape, k_shape)
+        )  # fmt: skip
         active = torch.arange(k_shape[2]) % 3 != 1
         mask = torch.full(self.cut.shape_of(self.cut.masks[0], lengths), not self.hidden)
         mask[..., ~active] = self.hidden

@@ -4,30 +4,32 @@
     log w_l = -tau D_l + const     the weights found there are linear in the right cost
     sum of A                       gives the output factor
 
-Nothing here looks at code. Exact sorting is the limit t -> 0 and is tried as such.
+Nothing here looks at code. Exact sorting is the limit t -> 0 and is tried as such. What it does with
+ties shows on points that tie, and how ranks are coupled on unequal numbers of queries and keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from asapc.ir import EspConvention
+from asapc.ir import Coupling, EspConvention, Ties
 from asapc.operators.esp import (
-    clouds_of,
-    cost_matrix,
     esp_hard_attention,
     esp_soft_attention,
-    interpolation,
+    lifted_plan,
     soft_plan,
     soft_sort,
 )
+from asapc.operators.matching import cost_matrix
+from asapc.operators.ranks import clouds_of, rank_matrix
 from asapc.passes.probe import EXACT, STABILISED, NoFit, snapped
 
 SPREADS = (1.0, 4.0, 0.25, 1e-2, 1e-4)  # of the coordinates: a temperature shows where t ~ spread^2
@@ -68,44 +70,113 @@ def identify_esp(
     likely: conventions of other layers, tried before anything is searched for.
     """
     generator = torch.Generator().manual_seed(0)
-    samples = []
-    for spread in SPREADS:
-        for q_shape, k_shape in shapes:
-            q, k = (spread * torch.randn(s, generator=generator, dtype=torch.float64)
-                    for s in (q_shape, k_shape))  # fmt: skip
+    seen: dict[str, list[EspSample]] = {"apart": [], "tied": [], "repeated": []}
+    kinds = [*(("apart", spread) for spread in SPREADS), ("tied", 1.0), ("repeated", 1.0)]
+    for kind, spread in kinds:
+        for pair in shapes:
+            q, k = (spread * _POINTS[kind](shape, generator) for shape in pair)
             attention = observe(q, k)
             if attention is None:
                 return NoFit("the region gives NaN or infinity on random queries and keys")
-            samples.append(EspSample(q, k, attention))
-    factors = [float(s.attention.sum((-1, -2)).mean()) / s.q.shape[2] for s in samples]
+            seen[kind].append(EspSample(q, k, attention))
+    samples = seen["apart"]
+    factors = [
+        float(s.attention.sum((-1, -2)).mean()) / s.q.shape[2] for own in seen.values() for s in own
+    ]
     factor = snapped(factors[0])
     if not all(abs(f - factors[0]) <= 1e-6 * abs(factors[0]) for f in factors) or factor <= 0:
         return NoFit("not a sliced plan: the mass of the map depends on the scores")
+    square = all(q[2] == k[2] for q, k in shapes)
+    couplings: tuple[Coupling | None, ...] = (None,) if square else get_args(Coupling)
+    tries = {replace(own, coupling=c): None for own in likely for c in couplings
+             if c == own.coupling or None in (c, own.coupling)}  # fmt: skip
     for slices in candidates:
-        for convention in likely:
+        for convention in tries:
             error = error_of(convention, slices, samples)
             if error <= EXACT:
-                return EspFit(convention, slices, error)
-    best: tuple[float, float | None, Tensor | None] | None = None
+                return _with_ties(EspFit(convention, slices, error), seen)
+    best: tuple[float, float | None, Tensor | None, Coupling | None] | None = None
     for slices in candidates:
-        temperature, residual = _temperature(samples, slices, factor)
-        if best is None or residual < best[0]:
-            best = (residual, temperature, slices)
+        for coupling in couplings:
+            temperature, residual = _temperature(samples, slices, factor, coupling)
+            if best is None or residual < best[0]:
+                best = (residual, temperature, slices, coupling)
     if best is None or not best[0] <= DISTINCT:
         return NoFit(
             NO_TEMPERATURE,
             None if best is None else best[0],
         )
+    _, temperature, slices, coupling = best
     fits = [
-        EspFit(convention, best[2], error_of(convention, best[2], samples))
-        for convention in _weighted(samples, best[1], best[2], factor)
+        EspFit(convention, slices, error_of(convention, slices, samples))
+        for convention in _weighted(samples, temperature, slices, factor, coupling)
     ]
     if not fits:
         return NoFit("not a sliced plan: its slice weights do not fall with the transport cost")
     fit = min(fits, key=lambda own: own.error)
     if not fit.error <= STABILISED:
         return NoFit("not a sliced plan weighted by softmax(-tau cost)", fit.error)
-    return fit
+    return _with_ties(fit, seen)
+
+
+def apart(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Normal points [B, H, N, D]."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def repeated_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Few points, each several times, [B, H, N, D]."""
+    few = torch.randint(1 + shape[2] // 4, (shape[2],), generator=generator)
+    return apart(shape, generator)[:, :, few]
+
+
+def tied_points(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Points [B, H, N, D] that tie along every direction, and different ones along the axes.
+
+    One coordinate is not 0: equal points have equal projections in whatever order they are summed.
+    """
+    points = torch.zeros(shape, dtype=torch.float64)
+    axis = torch.randint(shape[3], (*shape[:3], 1), generator=generator)
+    size = torch.randint(1, 3, axis.shape, generator=generator).double()
+    return points.scatter_(-1, axis, size)
+
+
+_POINTS = {"apart": apart, "tied": tied_points, "repeated": repeated_points}
+
+
+def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit | NoFit:
+    """The fit with what the layer does where points tie, which other points do not show."""
+    own = fit.convention
+    kinds: tuple[Ties, ...] = get_args(Ties) if own.softsort_temperature is None else ("shared",)
+    fits = []
+    for ties in kinds:
+        convention = replace(own, ties=ties)
+        fits.append(EspFit(convention, fit.slices, error_of(convention, fit.slices, seen["tied"])))
+    best = min(fits, key=lambda one: one.error)
+    if best.error <= STABILISED:
+        return replace(best, error=max(best.error, fit.error))
+    some_order = replace(own, ties="open")
+    if own.softsort_temperature is None and all(
+        _leaves_open(some_order, fit.slices, s) for s in seen["repeated"]
+    ):
+        return replace(fit, convention=some_order)
+    return NoFit(
+        "tokens with equal projections neither share their mass nor have an order of their own",
+        best.error,
+    )
+
+
+def _leaves_open(convention: EspConvention, slices: Tensor | None, s: EspSample) -> bool:
+    """Whether equal points, taken together, have what they should, and every token the right mass.
+
+    Then the layer puts equal tokens in some order, in whichever.
+    """
+    exact = reference(convention, slices, s.q, s.k, s.keep)
+    one, other = ((p[..., :, None, :] == p[..., None, :, :]).all(-1).double() for p in (s.q, s.k))
+    scale = exact.abs().amax() * s.q.shape[2]
+    apart = one @ (s.attention - exact) @ other
+    masses = [(s.attention.sum(d) - exact.sum(d)).abs().amax() for d in (-1, -2)]
+    return float(torch.stack([apart.abs().amax(), *masses]).amax() / scale) <= STABILISED
 
 
 def error_of(
@@ -114,6 +185,8 @@ def error_of(
     """Largest error of the convention over the samples, relative to each one's largest entry."""
     worst = 0.0
     for s in samples:
+        if convention.coupling is None and s.q.shape[2] != s.k.shape[2]:
+            return math.inf
         own = reference(convention, slices, s.q, s.k, s.keep)
         scale = s.attention.abs().amax().clamp(min=1e-300)
         error = float((own - s.attention).abs().amax() / scale)
@@ -129,26 +202,29 @@ def reference(
     tau = torch.tensor([c.inverse_temperature], dtype=q.dtype)
     query_keep = keep if q.shape[2] == k.shape[2] else None
     theta = None if slices is None else slices.to(q.dtype)
-    shared = (c.squared_cost, c.mean_cost, c.output_factor)
+    shared = (c.squared_cost, c.mean_cost, c.output_factor, c.coupling or "interpolated")
     if c.softsort_temperature is None:
-        return esp_hard_attention(q, k, keep, query_keep, theta, tau, *shared)
+        return esp_hard_attention(q, k, keep, query_keep, theta, tau, *shared, c.order)
     return esp_soft_attention(q, k, keep, query_keep, theta, tau, c.softsort_temperature, *shared)
 
 
 def slice_plans(
-    q: Tensor, k: Tensor, slices: Tensor | None, temperature: float | None
+    q: Tensor,
+    k: Tensor,
+    slices: Tensor | None,
+    temperature: float | None,
+    coupling: Coupling | None = None,
 ) -> Tensor:
     """P_l of one head: [L, N, M].  q: [N, D]; k: [M, D]; slices: [L, D]; no temperature: exact sorts."""
     clouds = clouds_of(q[None, None], k[None, None], None, None, slices)
-    between = None if clouds.one_to_one() else interpolation(clouds)
+    coupling = coupling or "interpolated"
+    if temperature is None:
+        return lifted_plan(clouds.x[0], clouds.y[0], None, None, coupling, "shared")[0]
 
     def sort(x: Tensor, keep: Tensor | None) -> Tensor:
-        if temperature is not None:
-            return soft_sort(x, keep, temperature)
-        order = x.argsort(dim=-1, descending=True, stable=True)
-        return torch.nn.functional.one_hot(order, x.shape[-1]).to(x.dtype)
+        return soft_sort(x, keep, temperature)
 
-    return soft_plan(clouds.x[0], clouds.y[0], None, None, between, sort)[0]
+    return soft_plan(clouds.x[0], clouds.y[0], None, None, rank_matrix(clouds, coupling), sort)[0]
 
 
 def _first_head(sample: EspSample, slices: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -157,18 +233,19 @@ def _first_head(sample: EspSample, slices: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _temperature(
-    samples: Sequence[EspSample], slices: Tensor | None, factor: float
+    samples: Sequence[EspSample], slices: Tensor | None, factor: float, coupling: Coupling | None
 ) -> tuple[float | None, float]:
     """The t for which the slices' plans span the maps, and the relative residual that is left."""
 
     # One sample a spread is enough: the fit that comes of it is checked on all of them.
-    first = [s for s in samples if s.q.shape == samples[0].q.shape]
+    shape = max((s.q.shape[2] != s.k.shape[2], -i, s.q.shape) for i, s in enumerate(samples))[2]
+    first = [s for s in samples if s.q.shape == shape]
 
     def residual(temperature: float | None) -> float:
         total = 0.0
         for s in first:
             q, k, attention, own = _first_head(s, slices)
-            plans = slice_plans(q, k, own, temperature).flatten(1).T  # [N M, L]
+            plans = slice_plans(q, k, own, temperature, coupling).flatten(1).T  # [N M, L]
             target = attention.flatten()[:, None] / factor
             weights = torch.linalg.lstsq(plans, target, driver="gelsy").solution
             total += float((plans @ weights - target).square().sum() / target.square().sum())
@@ -192,7 +269,11 @@ def _temperature(
 
 
 def _weighted(
-    samples: Sequence[EspSample], temperature: float | None, slices: Tensor | None, factor: float
+    samples: Sequence[EspSample],
+    temperature: float | None,
+    slices: Tensor | None,
+    factor: float,
+    coupling: Coupling | None,
 ) -> list[EspConvention]:
     """Conventions whose cost explains the weights: log w_l is linear in the right D_l."""
     count = None if slices is None else slices.shape[-2]
@@ -201,7 +282,7 @@ def _weighted(
         slopes: list[tuple[int, float]] = []
         for s in samples:
             q, k, attention, own = _first_head(s, slices)
-            plans = slice_plans(q, k, own, temperature)
+            plans = slice_plans(q, k, own, temperature, coupling)
             if len(plans) == 1:
                 slopes.append((q.shape[0], 0.0))
                 continue
@@ -222,6 +303,6 @@ def _weighted(
         for mean in (False, True):
             own_tau = snapped(tau * length if mean else tau)
             found.append(
-                EspConvention(temperature, own_tau, squared, mean, count, factor)
+                EspConvention(temperature, own_tau, squared, mean, count, factor, coupling=coupling)
             )
     return found

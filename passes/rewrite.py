@@ -20,12 +20,11 @@ from torch.fx import GraphModule, Node
 
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Distilled, Program
-from asapc.passes.calls import FORMS, Operands, operator_calls, sites_of
+from asapc.passes.calls import FORMS, Operands, argument_place, operator_calls, sites_of
 from asapc.passes.lift import SITE, copied
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
-TEMPERATURE = -4  # place of SoftSort's temperature among the arguments of a soft call
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,12 @@ def _exact(o: Operands) -> tuple[Any, tuple[Any, ...]]:
     ops = torch.ops.asapc
     target = ops.esp_hard_attention.default if o.values is None else ops.esp_hard.default
     arguments = list(o.call.args)
-    del arguments[TEMPERATURE]
+    del arguments[_temperature_place(o)]
     return target, tuple(arguments)
+
+
+def _temperature_place(o: Operands) -> int:
+    return argument_place(o.call.target, "softsort_temperature")
 
 
 def soft_calls(graph: GraphModule) -> list[Operands]:
@@ -115,7 +118,7 @@ def soft_calls(graph: GraphModule) -> list[Operands]:
 
 def temperature_of(o: Operands) -> float:
     """t of a soft call."""
-    value = o.call.args[TEMPERATURE]
+    value = o.call.args[_temperature_place(o)]
     assert isinstance(value, float)
     return value
 
@@ -124,7 +127,7 @@ def heat(graph: GraphModule, temperatures: Sequence[float]) -> None:
     """Set the temperature of every soft call, in place."""
     for o, t in zip(soft_calls(graph), temperatures, strict=True):
         arguments = list(o.call.args)
-        arguments[TEMPERATURE] = float(t)
+        arguments[_temperature_place(o)] = float(t)
         o.call.args = tuple(arguments)
     graph.recompile()
 

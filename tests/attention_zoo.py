@@ -355,20 +355,109 @@ class SlicedMasked(SlicedSoft):
 
 
 class SlicedHard(SlicedSoft):
-    """Exact sorting: permutation matrices from argsort."""
+    """Exact sorting: permutation matrices from a stable argsort."""
+
+    def order(self, values: Tensor) -> Tensor:
+        return values.argsort(dim=-1, descending=True, stable=True)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(x)
         n = x.shape[1]
         first, second = (
             torch.zeros(*p.shape[:2], p.shape[3], n, n).scatter(
-                -1, p.transpose(-1, -2).argsort(dim=-1, descending=True).unsqueeze(-1), 1.0
+                -1, self.order(p.transpose(-1, -2)).unsqueeze(-1), 1.0
             )
             for p in (q, k)
         )
         plans = torch.matmul(first.transpose(-1, -2), second)
         weights = self.weights(plans, q, k)
         return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+class SlicedUnstable(SlicedHard):
+    """Ties in another order than that of the tokens, as of a sort that is not stable."""
+
+    def order(self, values: Tensor) -> Tensor:
+        n = values.shape[-1]
+        mixed = torch.cat([torch.arange(0, n, 2), torch.arange(1, n, 2)])
+        return mixed[super().order(values[..., mixed])]
+
+
+class SlicedAscending(SlicedSoft):
+    """Exact sorting, smallest first: ties are met from the other end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        n = torch.arange(x.shape[1])
+        ranks = [
+            (p.transpose(-1, -2).argsort(dim=-1, stable=True)[..., None] == n).to(p.dtype) for p in (q, k)
+        ]
+        plans = torch.einsum("bhlri,bhlrj->bhlij", *ranks)
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+class SlicedLifted(SlicedSoft):
+    """Exact sorting as the definition has it: tokens with equal projections share their mass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        sides = []
+        for points in (q, k):
+            values = points.transpose(-1, -2)
+            equal = (values.sort(dim=-1).values.unsqueeze(-1) == values.unsqueeze(-2)).to(x.dtype)
+            sides.append(equal / equal.sum(-1, keepdim=True))
+        plans = torch.matmul(sides[0].transpose(-1, -2), sides[1])
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+class SlicedTop(SlicedSoft):
+    """Hardened as the released code does it: the top entry of every row, no permutation where two tie."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        n = torch.arange(x.shape[1])
+        sides = [
+            (soft_sort(p.transpose(-1, -2), 1e-3).argmax(-1, keepdim=True) == n).to(p.dtype)
+            for p in (q, k)
+        ]
+        plans = torch.matmul(sides[0].transpose(-1, -2), sides[1])
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+class SlicedCross(SlicedSoft):
+    """Another number of keys, which meet the queries by the exact coupling of both; sorted exactly."""
+
+    def coupling(self, n: int, m: int) -> tuple[Tensor, int]:
+        rows, columns = torch.arange(n)[:, None], torch.arange(m)
+        met = torch.minimum((rows + 1) * m, (columns + 1) * n) - torch.maximum(rows * m, columns * n)
+        return met.clamp(min=0), m
+
+    def sides(self, q: Tensor, k: Tensor) -> list[Tensor]:
+        orders = [p.transpose(-1, -2).argsort(dim=-1, descending=True, stable=True) for p in (q, k)]
+        return [(own[..., None] == torch.arange(own.shape[-1])).to(q.dtype) for own in orders]
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, (_, k, v) = self.split(x)[0], self.split(memory)
+        first, second = self.sides(q, k)
+        between, whole = self.coupling(x.shape[1], memory.shape[1])
+        met = (between[:, :, None] * second.unsqueeze(-3)).sum(-2) / whole
+        plans = torch.matmul(first.transpose(-1, -2), met)
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+class SlicedCrossReleased(SlicedCross):
+    """The released interpolation between ranks, of soft sorts."""
+
+    def coupling(self, n: int, m: int) -> tuple[Tensor, int]:
+        place = torch.arange(n)[:, None] * (m - 1)
+        return (n - 1 - (torch.arange(m) * (n - 1) - place).abs()).clamp(min=0), n - 1
+
+    def sides(self, q: Tensor, k: Tensor) -> list[Tensor]:
+        return [soft_sort(p.transpose(-1, -2), 0.1) for p in (q, k)]
 
 
 class SlicedByNorm(SlicedSoft):
@@ -495,6 +584,6 @@ def inputs_for(module: nn.Module, seed: int = 0) -> tuple[Any, ...]:
         padding = torch.ones(3, 10)
         padding[2, 4:] = 0
         return x, padding
-    if isinstance(module, Cross):
+    if isinstance(module, Cross | SlicedCross):
         return x, torch.randn(3, 7, 16)
     return (x,)

@@ -17,6 +17,7 @@ import asapc.operators  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels.cpu import esp as cpu
 from asapc.kernels.dispatch import explained
 from asapc.operators import esp as meaning
+from asapc.operators import matching, ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 EPS = torch.finfo(torch.float32).eps
@@ -39,12 +40,31 @@ def interpolated(n: int, m: int) -> Tensor:
     return matrix
 
 
-def sorting(x: Tensor, temperature: float | None) -> Tensor:
-    """SoftSort, or the permutation where temperature is None.  x: [n]; returns [n, n]."""
-    order = sorted(range(len(x)), key=lambda i: (-float(x[i]), i))
-    if temperature is None:
+def stairs(n: int, m: int) -> Tensor:
+    """I [n, m] of the exact coupling: the north-west corner, of rows with mass 1."""
+    matrix, r, s = torch.zeros(n, m).double(), 0, 0
+    row, column = m, n  # what is left, in units of 1 / m
+    while r < n and s < m:
+        moved = min(row, column)
+        matrix[r, s] += moved / m
+        row, column = row - moved, column - moved
+        if row == 0:
+            r, row = r + 1, m
+        if column == 0:
+            s, column = s + 1, n
+    return matrix
+
+
+def sorting(x: Tensor, temperature: float | None, ties: str = "shared") -> Tensor:
+    """SoftSort, or where temperature is None the permutation, or its mean over ties.  x: [n]."""
+    last = -1 if ties == "ascending" else 1
+    order = sorted(range(len(x)), key=lambda i: (-float(x[i]), last * i))
+    if temperature is not None:
+        return torch.stack([torch.softmax(-((x[i] - x) ** 2) / temperature, 0) for i in order])
+    if ties != "shared":
         return torch.eye(len(x)).double()[order]
-    return torch.stack([torch.softmax(-((x[i] - x) ** 2) / temperature, 0) for i in order])
+    equal = (x[order, None] == x).double()
+    return equal / equal.sum(-1, keepdim=True)
 
 
 def reference(
@@ -57,6 +77,8 @@ def reference(
     temperature: float | None,
     squared_cost: bool = False,
     mean_cost: bool = False,
+    coupling: str = "interpolated",
+    ties: str = "shared",
 ) -> Tensor:
     """The map [B, H, N, M] in float64."""
     q, k = q.double(), k.double()
@@ -72,10 +94,10 @@ def reference(
             theta = (slices if slices.dim() == 2 else slices[h]).double()
         points, keys = q[b, h, rows], k[b, h, columns]
         cost = (points[:, None] - keys).norm(dim=-1) ** (2 if squared_cost else 1)
-        between = interpolated(len(rows), len(columns))
+        between = (stairs if coupling == "monotone" else interpolated)(len(rows), len(columns))
         plans, costs = [], []
         for direction in theta:
-            a, c = (sorting(p @ direction, temperature) for p in (points, keys))
+            a, c = (sorting((p * direction).sum(-1), temperature, ties) for p in (points, keys))
             plans.append(a.T @ between @ c)
             costs.append((cost * plans[-1]).sum() / (len(rows) if mean_cost else 1))
         weights = torch.softmax(-tau.double().expand(heads)[h] * torch.stack(costs), 0)
@@ -180,6 +202,24 @@ def problem(shape: tuple[int, ...], masked: bool, spread: float = 1.0) -> tuple[
     return q, k, v, keep, query_keep
 
 
+def tying(shape: tuple[int, ...], masked: bool, kind: str) -> tuple[Any, ...]:
+    """problem() with tokens that tie along every direction, and different ones along the axes."""
+    q, k, v, keep, query_keep = problem(shape, masked)
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for points in (q, k):
+        batch, heads, count, dim = points.shape
+        if kind == "repeated":
+            few = torch.randn(batch, heads, 4, dim, generator=generator)
+            own = few[:, :, torch.randint(4, (count,), generator=generator)]
+        else:  # one coordinate is not 0: no rounding anywhere
+            own = torch.zeros(batch, heads, count, dim)
+            axis = torch.randint(dim, (batch, heads, count, 1), generator=generator)
+            own.scatter_(-1, axis, torch.randint(1, 3, axis.shape, generator=generator).float())
+        found.append(torch.where(points.isfinite(), own, points))
+    return *found, v, keep, query_keep
+
+
 def theta(kind: str, heads: int, dim: int) -> Tensor | None:
     generator = torch.Generator().manual_seed(7)
     if kind == "axes":
@@ -238,6 +278,38 @@ def test_kernels_are_within_the_honest_error(
         assert bool((kernel[0] == 0).all() and (dense[0] == 0).all())
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize(
+    ("shape", "slices"), list(zip(SHAPES.values(), itertools.cycle(SLICES))), ids=SHAPES
+)
+@pytest.mark.parametrize("points", ["apart", "repeated", "crossed"])
+@pytest.mark.parametrize("ties", ["shared", "descending", "ascending"])
+def test_ties_and_couplings(
+    ties: str, points: str, shape: tuple[int, ...], masked: bool, slices: str
+) -> None:
+    """Every operator against the lists, in float64, by both couplings and both costs."""
+    given = problem(shape, masked) if points == "apart" else tying(shape, masked, points)
+    q, k, v, keep, query_keep = (
+        t.double() if t is not None and t.is_floating_point() else t for t in given
+    )
+    directions = theta(slices, shape[1], shape[4])
+    tau = torch.tensor([0.1, 2.0][: shape[1]], dtype=torch.float64)
+    for coupling, squared, mean in (("interpolated", False, True), ("monotone", True, False)):
+        settings = (keep, query_keep, directions, tau, squared, mean, 1.5, coupling, ties)
+        exact = 1.5 * reference(
+            q.nan_to_num(), k.nan_to_num(), keep, query_keep, directions, tau, None, *settings[4:6],
+            coupling, ties,
+        )  # fmt: skip
+        product = exact @ v.nan_to_num()
+        assert error(ops.esp_hard_attention(q, k, *settings), exact) <= 1e-10
+        assert error(meaning.esp_hard(q, k, v, *settings), product) <= 1e-10
+        assert error(ops.esp_hard(q, k, v, *settings), product) <= 1e-10
+        single = ops.esp_hard(q.float(), k.float(), v.float(), *settings)
+        plain = meaning.esp_hard(q.float(), k.float(), v.float(), *settings)
+        budget = 2 * error(plain, product) + 2e-6 * float(v.nan_to_num().abs().max())
+        assert error(single, product) <= budget
+
+
 def test_a_long_head_is_banded_and_right() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 1, 420, 3), torch.randn(1, 1, 390, 3), torch.randn(1, 1, 390, 4)
@@ -292,22 +364,112 @@ def test_one_slice_sorts_a_line() -> None:
     assert torch.equal(hard_map(x[None, None, :, None], y[None, None, :, None])[0, 0], expected)
 
 
-def test_ties_keep_the_order_of_tokens() -> None:
-    """Every slice of equal tokens is the identity, on every path, also from a learnt direction."""
+@pytest.mark.parametrize("keys", [33, 20], ids=["as many keys", "fewer keys"])
+def test_equal_tokens_share_their_mass(keys: int) -> None:
+    """Every slice of equal tokens is uniform, on every path, also from a learnt direction; in the order
+    of the tokens it is the identity where there are as many of either."""
     q = torch.randn(1, 1, 1, 4).expand(1, 2, 33, 4).clone()
-    v = torch.randn(1, 2, 33, 3)
-    identity = torch.eye(33).expand(1, 2, 33, 33)
-    for directions in (None, torch.randn(5, 4), torch.randn(2, 5, 4)):
-        torch.testing.assert_close(hard_map(q, -q, slices=directions), identity)
-        own = ops.esp_hard(q, -q, v, None, None, directions, torch.ones(1), False, False, 1.0)
-        torch.testing.assert_close(own, v)
+    v = torch.randn(1, 2, keys, 3)
+    for directions, coupling in itertools.product(
+        (None, torch.randn(5, 4), torch.randn(2, 5, 4)), ("interpolated", "monotone")
+    ):
+        settings = (None, None, directions, torch.ones(1), False, False, 1.0, coupling)
+        dense = ops.esp_hard_attention(q, -q[:, :, :keys], *settings)
+        torch.testing.assert_close(dense, torch.full((1, 2, 33, keys), 1 / keys))
+        own = ops.esp_hard(q, -q[:, :, :keys], v, *settings)
+        torch.testing.assert_close(own, v.mean(2, keepdim=True).expand(1, 2, 33, 3))
+        if keys == 33:
+            own = ops.esp_hard(q, -q, v, *settings, "descending")
+            torch.testing.assert_close(own, v)
+
+
+@pytest.mark.parametrize("points", ["repeated", "crossed"])
+@pytest.mark.parametrize("shape", [(2, 2, 17, 17, 4, 5), (2, 2, 31, 17, 4, 3)], ids=str)
+def test_the_order_of_tied_tokens_has_no_effect(shape: tuple[int, ...], points: str) -> None:
+    q, k, v, _, _ = tying(shape, False, points)
+    rows, columns = torch.randperm(shape[2]), torch.randperm(shape[3])
+    for coupling, slices in itertools.product(("interpolated", "monotone"), SLICES):
+        settings = (theta(slices, 2, 4), torch.tensor([0.5]), False, False, 1.0, coupling)
+        own = ops.esp_hard(q, k, v, None, None, *settings)
+        moved = ops.esp_hard(q[:, :, rows], k[:, :, columns], v[:, :, columns], None, None, *settings)
+        torch.testing.assert_close(moved, own[:, :, rows], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("coupling", ["interpolated", "monotone"])
+@pytest.mark.parametrize("points", ["apart", "repeated", "crossed"])
+@pytest.mark.parametrize("shape", [(3, 2, 17, 17, 4, 5), (3, 2, 4, 7, 4, 3)], ids=str)
+def test_hard_is_what_soft_tends_to(shape: tuple[int, ...], points: str, coupling: str) -> None:
+    given = problem(shape, True) if points == "apart" else tying(shape, True, points)
+    q, k, v, keep, query_keep = (
+        t.double() if t is not None and t.is_floating_point() else t for t in given
+    )
+    settings = (keep, query_keep, theta("per head", 2, 4), torch.tensor([0.5]))
+    rest = (False, False, 1.0, coupling)
+    hard = ops.esp_hard(q, k, v, *settings, *rest)
+    assert error(ops.esp_soft(q, k, v, *settings, 1e-14, *rest), hard) < 1e-12
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (4, 7), (7, 4), (12, 4), (31, 17), (17, 31)], ids=str)
+def test_the_monotone_coupling_has_both_marginals(counts: tuple[int, int]) -> None:
+    """And the cost of the exact transport on a line; at most N + M - 1 entries are not 0."""
+    n, m = counts
+    x, y = torch.randn(1, 1, n, 1).double(), torch.randn(1, 1, m, 1).double()
+    settings = (None, None, None, torch.ones(1), True, False, 1.0, "monotone")
+    dense = ops.esp_hard_attention(x, y, *settings)
+    torch.testing.assert_close(dense.sum(-1), torch.ones(1, 1, n).double())
+    torch.testing.assert_close(dense.sum(-2), torch.full((1, 1, m), n / m).double())
+    assert int((dense > 1e-12).sum()) <= n + m - 1
+    levels = (torch.arange(n * m) + 0.5).double() / (n * m)
+    ends = [torch.sort(t.flatten()).values[(levels * len(t.flatten())).long()] for t in (x, y)]
+    cost = (dense[0, 0] * (x[0, 0] - y[0, 0].T).square()).sum() / n
+    torch.testing.assert_close(cost, (ends[0] - ends[1]).square().mean())
+
+
+def test_unknown_couplings_and_ties_are_refused() -> None:
+    q = torch.randn(1, 1, 3, 2)
+    settings = (q, q, q, None, None, None, torch.ones(1), False, False, 1.0)
+    with pytest.raises(ValueError, match="one of interpolated, monotone is needed, got 'exact'"):
+        ops.esp_hard(*settings, "exact")
+    with pytest.raises(ValueError, match="one of shared, descending, ascending is needed"):
+        ops.esp_hard(*settings, "monotone", "first")
+
+
+def test_tied_costs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many pairs are counted a few at a time, from tables of distances where that is less."""
+    q, k, v, keep, query_keep = tying((3, 2, 31, 17, 4, 3), True, "crossed")
+    directions = torch.eye(4).repeat(6, 1)
+    settings = (keep, query_keep, directions, torch.tensor([0.5]), False, False, 1.0)
+    whole = meaning.esp_hard(q, k, v, *settings)
+    tables: list[int] = []
+    cost_matrix = matching.cost_matrix
+
+    def counted(q: Tensor, k: Tensor, squared: bool) -> Tensor:
+        tables.append(len(q))
+        return cost_matrix(q, k, squared)
+
+    monkeypatch.setattr(matching, "cost_matrix", counted)
+    monkeypatch.setattr(matching, "GATHERED_AT_ONCE", 300)
+    torch.testing.assert_close(meaning.esp_hard(q, k, v, *settings), whole)
+    assert tables
+
+
+def test_a_call_without_the_newer_arguments_is_what_it_was() -> None:
+    """Of a program exported before they were: they have defaults, at the end."""
+    q, k, v, _, _ = problem((2, 2, 9, 6, 4, 3), False)
+    settings = (None, None, None, torch.ones(1), False, False, 1.0)
+    own = ops.esp_hard(q, k, v, *settings)
+    assert torch.equal(own, ops.esp_hard(q, k, v, *settings, "interpolated", "shared"))
+    for operator in (ops.esp_hard, ops.esp_soft, ops.esp_hard_attention, ops.esp_soft_attention):
+        arguments = operator.default._schema.arguments
+        assert [own.name for own in arguments if own.has_default_value()][:1] == ["coupling"]
 
 
 def test_order_of_signed_zeros_infinities_and_ties() -> None:
     x = torch.tensor([0.0, -0.0, 3.0, -2.0, 0.0, 3.0, -torch.inf, 1e-42, -1e-42, torch.inf])
     expected = torch.sort(x, descending=True, stable=True).indices
     assert torch.equal(cpu._descending_order(x), expected)
-    assert torch.equal(meaning.descending_order(x), expected)
+    assert torch.equal(ranks.descending_order(x), expected)
+    assert torch.equal(ranks.order_of(x, "ascending"), torch.sort(x, stable=True).indices.flip(0))
 
 
 def test_soft_becomes_hard_as_the_temperature_falls() -> None:
@@ -379,7 +541,8 @@ def test_gradients_by_finite_differences(hard: bool, keys: int, masked: bool) ->
         return result
 
     def sorted_plan(q: Tensor, k: Tensor, v: Tensor, tau: Tensor) -> Tensor:
-        settings = (keep, query_keep, directions, tau, masked, False, 2.0)
+        coupling = "monotone" if masked else "interpolated"
+        settings = (keep, query_keep, directions, tau, masked, False, 2.0, coupling)
         result: Tensor = ops.esp_hard(q, k, v, *settings)
         return result
 

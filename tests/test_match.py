@@ -48,7 +48,12 @@ SLICED = {
     "SlicedLearnt": EspConvention(1e-3, 2.0, squared_cost=True, mean_cost=True, slices=5),
     "SlicedWithMaps": EspConvention(0.1, 0.3),
     "SlicedMasked": EspConvention(0.1, 0.3, mask="key"),
-    "SlicedHard": EspConvention(None, 0.3),
+    "SlicedHard": EspConvention(None, 0.3, ties="descending"),
+    "SlicedUnstable": EspConvention(None, 0.3, ties="open"),
+    "SlicedAscending": EspConvention(None, 0.3, ties="ascending"),
+    "SlicedLifted": EspConvention(None, 0.3),
+    "SlicedCross": EspConvention(None, 0.3, coupling="monotone", ties="descending"),
+    "SlicedCrossReleased": EspConvention(0.1, 0.3, coupling="interpolated"),
 }
 GLUED = {
     "Glued": LotConvention(HalfPlan(5, True, 1.0), HalfPlan(5, False, 0.5**0.5), 5, OutputFactor()),
@@ -63,6 +68,7 @@ GLUED = {
     ),
 }
 REFUSED = {
+    "SlicedTop": "tokens with equal projections neither share their mass nor have an order of their own",
     "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
     "GluedByDistance": "no parameter of the layer gives its scores as inner products",
     "Softmax": "not Sinkhorn: rows only",
@@ -123,6 +129,19 @@ def test_sliced_plans_are_recognised_and_replaced(name: str) -> None:
     assert found.inverse_temperature == pytest.approx(expected.inverse_temperature, rel=1e-6)
     assert (site.heads, site.head_dim) == (2, 8) and site.probe_error < 1e-8
     replays(model, program, site, 2e-6)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, own in SLICED.items() if not own.softsort_temperature and own.ties != "open"]
+)
+def test_a_layer_that_sorts_exactly_is_replaced_where_tokens_are_repeated(name: str) -> None:
+    model = build(name)
+    program = capture(model, zoo.inputs_for(model), {}).programs[0]
+    lifted = lift(program, match(program))
+    few = torch.randn(3, 4, 16)
+    inputs = [few[:, torch.randint(4, own.shape[1:2])] for own in zoo.inputs_for(model)]
+    with torch.no_grad():
+        assert largest_difference(model(*inputs), lifted.graph(*inputs)) < 2e-6
 
 
 @pytest.mark.parametrize("name", GLUED)

@@ -1,8 +1,8 @@
-"""Two clouds on L lines: projections, sorting, and the quantiles that couple unequal counts.
+"""Two clouds on L lines: projections, sorting, and quantiles between points.
 
-On a line the optimal coupling matches equal quantiles. Of n points of equal mass, the one of rank p
-(1 the smallest) is the quantile at p / n; between ranks it is linear, below rank 1 and above rank n
-it is held. Points without mass get the largest float, sort last and are never read.
+Of n points of equal mass, the one of rank p (1 the smallest) is the quantile at p / n; between ranks
+it is linear, below rank 1 and above rank n it is held. Points without mass get the largest float, sort
+last and are never read.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ def quantiles(ordered: Tensor, count: Tensor, numerator: Tensor, denominator: Te
     whole = torch.div(numerator, denominator, rounding_mode="floor")
     weight = (numerator - whole * denominator).to(ordered.dtype) / denominator
     last = (count - 1).clamp(min=0)
-    below = _at(ordered, torch.minimum((whole - 1).clamp(min=0), last))
-    above = _at(ordered, torch.minimum(whole, last))
+    below = at(ordered, torch.minimum((whole - 1).clamp(min=0), last))
+    above = at(ordered, torch.minimum(whole, last))
     return torch.lerp(below, above, weight.expand_as(below))
 
 
-def _at(ordered: Tensor, index: Tensor) -> Tensor:
+def at(ordered: Tensor, index: Tensor) -> Tensor:
+    """ordered [B, H, L, M] at int64 indices that broadcast to [B, H, L, R]."""
     return ordered.gather(-1, index.expand(*ordered.shape[:-1], -1))

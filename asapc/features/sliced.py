@@ -5,12 +5,15 @@ With a = theta . x and b = theta . y, each sorted ascending over the points with
     f_(1) = 0,   f_(r+1) = f_(r) + (a_(r+1)^2 - a_(r)^2) / 2 - b_(r) (a_(r+1) - a_(r)),
 
 which is ASAP's f_(r) = a_(r)^2 / 2 - phi_r without its cancellation. With n_x points x and n_y
-points y of equal mass on either side, b_(r) is the y of rank r n_y / n_x, linear between ranks: the
-r-th y itself where n_x = n_y. Equal projections get equal potentials, so the order among ties has no
-effect. Without any y with mass, all y count as 0.
+points y of equal mass on either side, b_(r) is the y of rank ceil(r n_y / n_x), the last that the
+first r of the x give mass to: the r-th y itself where n_x = n_y. Equal projections get equal
+potentials, so the order among ties has no effect. Without any y with mass, all y count as 0.
+
+Exact: with g = min_i (C_ij - f_i), mean f + mean g is the transport cost. Any slope between this y and
+the first that the next x gives mass to serves; an interpolated quantile is mostly none of them.
 
 Columns [B, H, N, L]. Cost O((N + M) L (D + log N + log M)) a head.
-Source: ASAP, Section 3.2, Eqs. 11-12, for n_x = n_y; the quantile coupling is ours.
+Source: ASAP, Section 3.2, Eqs. 11-12, for n_x = n_y; the general case is ours.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from asapc.features.gaussian import moments
 from asapc.features.quantiles import (
     Sort,
     SortValues,
+    at,
     drop_massless,
     project,
-    quantiles,
     stable_sort,
     stable_sort_values,
 )
@@ -60,7 +63,9 @@ def potentials(
         slope = ordered_y[..., :-1]
     else:
         ranks = torch.arange(1, num_x, device=ordered.device)
-        slope = quantiles(ordered_y, lines.n_y, ranks * lines.n_y, lines.n_x.clamp(min=1))
+        n_x = lines.n_x.clamp(min=1)
+        last = (ranks * lines.n_y + n_x - 1).div(n_x, rounding_mode="floor") - 1
+        slope = at(ordered_y, torch.minimum(last, lines.n_y - 1).clamp(min=0))
     low, high = ordered[..., :-1], ordered[..., 1:]
     steps = (high - low) * ((high + low) / 2 - slope)
     ranked = torch.nn.functional.pad(torch.cumsum(steps, dim=-1), (1, 0))

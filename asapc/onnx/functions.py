@@ -99,9 +99,10 @@ class _Call:
         graph = translate(body, opset, plain_attention=True).graph
         _constants_as_nodes(graph)
         _without_names(graph)
+        left_out = (argument.default_value for argument in self.arguments[len(self.settings) :])
         told = ", ".join(
             f"{argument.name}={value}"
-            for argument, value in zip(self.arguments, self.settings, strict=True)
+            for argument, value in zip(self.arguments, (*self.settings, *left_out), strict=True)
             if value is not TENSOR and value is not None and TENSOR not in _items(value)
         )
         graph.doc_string = f"{self.name}: {told}"

@@ -14,8 +14,9 @@ length.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,14 @@ from asapc.features import gaussian
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.coarse import coarse_problem
 from asapc.features.quantiles import drop_massless, project, quantiles, stable_sort_values
-from asapc.ir import Side
+from asapc.ir import Coupling, Side, Ties
 from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
 from asapc.operators import esp as esp_meaning
 from asapc.operators import lot as lot_meaning
+from asapc.operators import ranks as esp_ranks
+from asapc.operators.matching import rank_partners
+from asapc.operators.ranks import Clouds as Ranks
 from asapc.operators.sinkhorn import (
     clean_values,
     factor_value,
@@ -307,7 +311,7 @@ def _coarse(
     """
     problem = coarse_problem(clouds, pivots)
     scores, counts = problem.scores, problem.counts
-    rows = esp_meaning.opened(clouds.x_keep)
+    rows = esp_ranks.opened(clouds.x_keep)
     if rows is not None:
         rows = rows[:, None, :]  # [B, 1, N]
         mass = rows.sum(-1, keepdim=True).to(scores.dtype)
@@ -442,6 +446,43 @@ def gather_rows(points: Tensor, rows: Tensor) -> Tensor:
     return points.flatten(0, 2)[(rows + first).flatten()].view(*rows.shape, points.shape[3])
 
 
+SliceOf = Callable[[int], tuple[Tensor, Tensor]]  # of a slice, its cost [B, H, 1, 1] and P v or P
+
+
+def _mixture(count: int, slice_of: SliceOf, inverse_temperature: Tensor) -> Tensor:
+    """sum_l w_l P_l v by an online softmax over the slices."""
+    result: Any = 0.0
+    total: Any = 0.0
+    lowest: Any = None
+    for index in range(count):
+        own, moved = slice_of(index)
+        tau = inverse_temperature.to(own.dtype).view(-1, 1, 1)
+        before = own if lowest is None else lowest
+        lowest = torch.minimum(before, own)
+        kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (own - lowest))
+        kept, weight = kept.to(moved.dtype), weight.to(moved.dtype)
+        result, total = result * kept + weight * moved, total * kept + weight
+    mixed: Tensor = result / total
+    return mixed
+
+
+def _cost_matrix(clouds: Ranks, squared: bool) -> Tensor:
+    """operators.matching.cost_matrix by one coordinate at a time."""
+    cost: Any = 0.0
+    for axis in range(clouds.q.shape[3]):  # by differences, which lose no digits near 0
+        cost = cost + (clouds.q[..., axis, None] - clouds.k[..., None, :, axis]).square()
+    found: Tensor = cost if squared else cost.sqrt()
+    return found
+
+
+def _either(condition: Tensor, one: Callable[[], Tensor], other: Callable[[], Tensor]) -> Tensor:
+    """one() or other(): in a file both, of which one runs."""
+    if torch.compiler.is_exporting():
+        chosen: Tensor = torch.cond(condition, one, other, ())
+        return chosen
+    return one() if bool(condition) else other()
+
+
 def _esp_hard(
     q: Tensor,
     k: Tensor,
@@ -453,41 +494,127 @@ def _esp_hard(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling = "interpolated",
+    ties: Ties = "shared",
 ) -> Tensor:
-    """operators.esp.matched_plan, one slice at a time, rows gathered."""
-    clouds = esp_meaning.clouds_of(q, k, keep, query_keep, slices)
-    matching = esp_meaning.match_ranks(clouds)
-    pairs = list(zip(matching.keys, matching.shares(), strict=True))
-    costs = []
-    for index in range(clouds.num_slices):
+    """operators.esp.hard_plan, one slice at a time, rows gathered; slices with ties form their plan."""
+    clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
+    values = None if v is None else clean_values(widen(v), keep)
+    count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
+
+    def per_query(total: Tensor) -> Tensor:
+        total = total[..., None, None]
+        return total / count if mean_cost else total
+
+    def formed(cost: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        plan = esp_meaning.lifted_plan(
+            clouds.x[:, :, index], clouds.y[:, :, index], clouds.keep, clouds.query_keep, coupling, ties
+        ).to(clouds.q.dtype)
+        return per_query((cost * plan).double().sum((-1, -2))), plan if values is None else plan @ values
+
+    def close(result: Tensor) -> Tensor:
+        return esp_ranks.close(result, keep, query_keep, output_factor)
+
+    num_slices = clouds.num_slices
+    if values is None:
+        cost = _cost_matrix(clouds, squared_cost)
+        return close(_mixture(num_slices, partial(formed, cost), inverse_temperature))
+    orders = [
+        esp_ranks.order_of(esp_ranks.padded_last(x, own), ties)
+        for x, own in ((clouds.x, clouds.query_keep), (clouds.y, clouds.keep))
+    ]
+    gathered = _gathered(clouds, orders, values, coupling, squared_cost, per_query)
+    if ties != "shared":
+        return close(_mixture(num_slices, gathered, inverse_temperature))
+    tied = _tied_slices(clouds, orders)
+
+    def where_tied() -> Tensor:
+        cost = _cost_matrix(clouds, squared_cost)
+
+        def slice_of(index: int) -> tuple[Tensor, Tensor]:
+            both = _either(
+                tied[index],
+                lambda: _side_by_side(*formed(cost, index)), lambda: _side_by_side(*gathered(index)),
+            )  # fmt: skip
+            return both[..., :1, :1], both[..., 1:].to(values.dtype)
+
+        return _mixture(num_slices, slice_of, inverse_temperature)
+
+    return close(
+        _either(tied.any(), where_tied, lambda: _mixture(num_slices, gathered, inverse_temperature))
+    )
+
+
+def _side_by_side(cost: Tensor, moved: Tensor) -> Tensor:
+    """One tensor, as a choice gives: [B, H, N, 1 + E] in float64."""
+    return torch.cat([cost.expand(*moved.shape[:3], 1), moved.double()], -1)
+
+
+def _tied_slices(clouds: Ranks, orders: Sequence[Tensor]) -> Tensor:
+    """Whether any tokens tie, [L] bool."""
+    found = []
+    for x, keep, order in zip(
+        (clouds.x, clouds.y), (clouds.query_keep, clouds.keep), orders, strict=True
+    ):
+        ordered = esp_ranks.padded_last(x, keep).gather(-1, order)
+        same = ordered[..., 1:] == ordered[..., :-1]
+        if keep is not None:
+            rank = torch.arange(x.shape[-1], device=x.device)[1:]
+            same = same & (rank < keep.sum(-1)[:, None, None, None])
+        found.append(same.sum((0, 1, 3)) > 0)
+    return found[0] | found[1]
+
+
+def _gathered(
+    clouds: Ranks,
+    orders: Sequence[Tensor],
+    values: Tensor,
+    coupling: Coupling,
+    squared: bool,
+    per_query: Callable[[Tensor], Tensor],
+) -> SliceOf:
+    """A slice in which nothing ties: every rank of queries meets one key or two, or stairs of them."""
+
+    def away(queries: Tensor, keys: Tensor) -> Tensor:
+        apart = (queries - gather_rows(clouds.k, keys)).square().sum(-1)
+        return apart if squared else apart.sqrt()
+
+    def by_token(order: Tensor, of_ranks: Tensor) -> Tensor:
+        return of_ranks.new_empty(order.shape).scatter_(-1, order, of_ranks.expand(order.shape))
+
+    def few(index: int) -> tuple[Tensor, Tensor]:
+        ranks, shares = rank_partners(clouds, coupling)
+        order_x, order_y = (order[:, :, index] for order in orders)
         total: Any = 0.0
-        for keys, share in pairs:
-            apart = clouds.q - gather_rows(clouds.k, keys[:, :, index])
-            distance = apart.square().sum(-1)
-            distance = distance if squared_cost else distance.sqrt()
-            total = total + distance * (share[:, :, index] if isinstance(share, Tensor) else share)
+        moved: Any = 0.0
+        for number, met in enumerate(ranks):
+            if shares is not None:
+                met = order_y.gather(-1, met[:, None].expand(*order_x.shape[:2], -1))
+            keys = by_token(order_x, order_y if shares is None else met)
+            own, found = away(clouds.q, keys), gather_rows(values, keys)
+            if shares is not None:
+                share = by_token(order_x, shares[number][:, None])
+                own, found = own * share, found * share[..., None].to(found.dtype)
+            total, moved = total + own, moved + found
         if clouds.query_keep is not None:
             total = total.masked_fill(~clouds.query_keep[:, None, :], 0.0)
-        costs.append(total.double().sum(-1))
-    cost = torch.stack(costs, -1)  # [B, H, L]
-    if mean_cost:
-        cost = cost / esp_meaning.active(clouds.query_keep, clouds.q)[:, None, None]
-    tau = inverse_temperature.to(cost.dtype)[:, None]
-    weights = torch.softmax(-tau * (cost - cost.amin(-1, keepdim=True)), -1)
-    weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
-    keys, shares = matching.of_rows(weights)
-    if v is None:
-        columns = torch.arange(clouds.k.shape[2], device=q.device)
-        result = clouds.q.new_zeros(1)
-        for index in range(keys.shape[2]):
-            here = keys[:, :, index, :, None] == columns
-            result = result + torch.where(here, shares[:, :, index, :, None], 0.0)
-    else:
-        values = clean_values(widen(v), keep)
-        result = values.new_zeros(1)
-        for index in range(keys.shape[2]):
-            result = result + shares[:, :, index, :, None] * gather_rows(values, keys[:, :, index])
-    return esp_meaning.close(result, keep, query_keep, output_factor)
+        return per_query(total.double().sum(-1)), moved
+
+    def stairs(index: int) -> tuple[Tensor, Tensor]:
+        first, second, mass = esp_ranks.monotone_pairs(clouds)
+        order_x, order_y = (order[:, :, index] for order in orders)
+        shape = (*order_x.shape[:2], -1)
+        queries, keys = (
+            order.gather(-1, ranks[:, None].expand(shape))
+            for order, ranks in ((order_x, first), (order_y, second))
+        )
+        total = away(gather_rows(clouds.q, queries), keys) * mass[:, None]
+        found = gather_rows(values, keys) * mass[:, None, :, None].to(values.dtype)
+        zero = values.new_zeros(1).expand(*clouds.q.shape[:3], values.shape[3])
+        moved = zero.scatter_add(2, queries[..., None].expand(found.shape), found)
+        return per_query(total.double().sum(-1)), moved
+
+    return stairs if coupling == "monotone" and not clouds.one_to_one() else few
 
 
 def esp_hard(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
@@ -512,36 +639,28 @@ def _esp_soft(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling = "interpolated",
 ) -> Tensor:
     """operators.esp.expected_plan with distances by one coordinate at a time."""
-    clouds = esp_meaning.clouds_of(q, k, keep, query_keep, slices)
+    clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
     values = None if v is None else clean_values(widen(v), keep)
-    cost: Any = 0.0
-    for axis in range(clouds.q.shape[3]):  # by differences, which lose no digits near 0
-        cost = cost + (clouds.q[..., axis, None] - clouds.k[..., None, :, axis]).square()
-    cost = cost if squared_cost else cost.sqrt()
-    between = None if clouds.one_to_one() else esp_meaning.interpolation(clouds)
-    tau = inverse_temperature.to(cost.dtype).view(-1, 1, 1)
-    count = esp_meaning.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
+    cost = _cost_matrix(clouds, squared_cost)
+    ranks = esp_ranks.rank_matrix(clouds, coupling)
+    count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
 
     def sort(x: Tensor, kept: Tensor | None) -> Tensor:
         return esp_meaning.soft_sort(x, kept, softsort_temperature)
 
-    result: Any = 0.0
-    total: Any = 0.0
-    lowest: Any = None
-    for index in range(clouds.num_slices):
+    def slice_of(index: int) -> tuple[Tensor, Tensor]:
         plan = esp_meaning.soft_plan(
-            clouds.x[:, :, index], clouds.y[:, :, index], clouds.keep, clouds.query_keep, between, sort
+            clouds.x[:, :, index], clouds.y[:, :, index], clouds.keep, clouds.query_keep, ranks, sort
         )
         own = (cost * plan).sum((-1, -2))[..., None, None]
         own = own / count if mean_cost else own
-        moved = plan if values is None else plan @ values
-        before = own if lowest is None else lowest
-        lowest = torch.minimum(before, own)
-        kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (own - lowest))
-        result, total = result * kept + weight * moved, total * kept + weight
-    return esp_meaning.close(result / total, keep, query_keep, output_factor)
+        return own, plan if values is None else plan @ values
+
+    mixed = _mixture(clouds.num_slices, slice_of, inverse_temperature)
+    return esp_ranks.close(mixed, keep, query_keep, output_factor)
 
 
 def esp_soft(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:

@@ -5,8 +5,9 @@
     A = factor sum_l w_l P_l
 
 Soft: A_l and B_l are SoftSort matrices, and only one slice's N x M matrices exist at a time.
-Hard: they are permutations, which are never formed: matched tokens are gathered.
-I interpolates where there are more queries than keys or fewer, and is the identity otherwise.
+Hard: they are permutations, or where tokens tie averages of them (Eq. 5), which are never formed:
+what a query meets is gathered (operators.matching).
+I is the identity where there are as many queries as keys, else one of two couplings (operators.ranks).
 Source: Shahbazi et al. 2025, ESPFormer, Eqs. 7-11 and Algorithm 1; its code sums distances over all
 pairs (`mean_cost` False, `squared_cost` False), the paper averages squares over the queries.
 
@@ -16,113 +17,35 @@ Plain PyTorch, any dtype, differentiable; permutations are constants.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
-from torch.utils.checkpoint import checkpoint
 
+from asapc.ir import Coupling, Ties
+from asapc.operators.matching import (
+    cost_matrix,
+    gather_sum,
+    group_bounds,
+    match,
+    matched_costs,
+    ranked,
+    recomputed,
+    scatter_sum,
+    slice_weights,
+)
+from asapc.operators.ranks import (
+    Clouds,
+    active,
+    close,
+    clouds_of,
+    group_mass,
+    order_of,
+    padded_last,
+    rank_matrix,
+    spread,
+)
 from asapc.operators.sinkhorn import clean_values, widen
-
-GATHERED_AT_ONCE = 1 << 24  # entries of the keys gathered for several slices together
-
-
-@dataclass(frozen=True)
-class Clouds:
-    """Queries and keys, 0 in padded rows, in the dtype of the computation, and their slices.
-
-    q: [B, H, N, D]; k: [B, H, M, D]; x: [B, H, L, N]; y: [B, H, L, M]; keep: [B, M] and query_keep:
-    [B, N] bool with an active token in every example, or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    x: Tensor
-    y: Tensor
-    keep: Tensor | None
-    query_keep: Tensor | None
-
-    @property
-    def num_slices(self) -> int:
-        return self.x.shape[2]
-
-    def one_to_one(self) -> bool:
-        """Whether there are as many active queries as keys, as far as shapes alone tell."""
-        masked = self.keep is not None or self.query_keep is not None
-        return not masked and self.x.shape[3] == self.y.shape[3]
-
-
-def clouds_of(
-    q: Tensor, k: Tensor, keep: Tensor | None, query_keep: Tensor | None, slices: Tensor | None
-) -> Clouds:
-    """A side without an active token is opened, and `close` empties the result instead."""
-    q, k = clean_values(widen(q), query_keep), clean_values(widen(k), keep)
-    x, y = projections(q, slices), projections(k, slices)
-    return Clouds(q, k, x, y, opened(keep), opened(query_keep))
-
-
-def opened(keep: Tensor | None) -> Tensor | None:
-    return None if keep is None else keep | ~keep.any(-1, keepdim=True)
-
-
-def close(result: Tensor, keep: Tensor | None, query_keep: Tensor | None, output_factor: float) -> Tensor:
-    """factor * result, 0 for padded queries and examples without a key.  result: [B, H, N, E]."""
-    if keep is not None:
-        result = result.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
-    if query_keep is not None:
-        result = result.masked_fill(~query_keep[:, None, :, None], 0.0)
-    return result * output_factor
-
-
-def projections(points: Tensor, slices: Tensor | None) -> Tensor:
-    """[B, H, L, N] of points [B, H, N, D]; slices: [L, D], [H, L, D], or None for the axes.
-
-    Summed in float64 and rounded, so that equal points tie exactly wherever they stand.
-    """
-    if slices is None:
-        return points.transpose(-1, -2)
-    return (slices.double() @ points.double().transpose(-1, -2)).to(points.dtype)
-
-
-def padded_last(x: Tensor, keep: Tensor | None) -> Tensor:
-    """x [B, H, ..., N] with padded tokens where a descending sort puts them last."""
-    return x if keep is None else x.masked_fill(~_spread(keep, x), -torch.inf)
-
-
-def descending_order(x: Tensor) -> Tensor:
-    """argsort along the last dimension, largest first; ties keep the order of the tokens."""
-    return torch.sort(x, dim=-1, descending=True, stable=True).indices
-
-
-def _spread(keep: Tensor, like: Tensor) -> Tensor:
-    """[B, N] with the dimensions between that `like` has."""
-    return keep.reshape(keep.shape[0], *[1] * (like.dim() - 2), keep.shape[1])
-
-
-def active(keep: Tensor | None, points: Tensor) -> Tensor:
-    """Number of active tokens, [B] int64, or [1] without a mask.  points: [B, H, N, D]."""
-    if keep is None:
-        return torch.full((1,), points.shape[2], device=points.device)
-    return keep.sum(-1)
-
-
-def interpolation(clouds: Clouds) -> tuple[Tensor, Tensor, Tensor]:
-    """Between which two ranks of the keys each rank of the queries falls: low, high and the share
-    of high, each [B or 1, N].
-
-    Rank r of n is at r (m - 1) / (n - 1) of m: first meets first, last meets last. The paper's Eq. 11
-    as printed gives each neighbour the other's share; this is what its code computes.
-    """
-    n = active(clouds.query_keep, clouds.q)[:, None]
-    m = active(clouds.keep, clouds.k)[:, None]
-    rank = torch.arange(clouds.q.shape[2], device=clouds.q.device).expand(n.shape[0], -1)
-    gaps = (n - 1).clamp(min=1)
-    place = torch.minimum(rank, gaps) * (m - 1)  # in gaps of the queries; padded ranks stay inside
-    low = place // gaps
-    share = (place - low * gaps).to(clouds.q.dtype) / gaps
-    return low, torch.minimum(low + 1, m - 1), share
 
 
 def soft_sort(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
@@ -134,10 +57,10 @@ def soft_sort(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
     if keep is None:
         return torch.softmax(-((ordered[..., :, None] - x[..., None, :]) ** 2) / temperature, -1)
     rows = torch.arange(x.shape[-1], device=x.device) < keep.sum(-1, keepdim=True)
-    rows = _spread(rows, x)
+    rows = spread(rows, x)
     ordered = ordered.masked_fill(~rows, 0.0)
     logits = -((ordered[..., :, None] - x[..., None, :]) ** 2) / temperature
-    logits = logits.masked_fill(~_spread(keep, logits), -torch.inf)
+    logits = logits.masked_fill(~spread(keep, logits), -torch.inf)
     return torch.softmax(logits, -1).masked_fill(~rows[..., None], 0.0)
 
 
@@ -146,24 +69,47 @@ def soft_plan(
     y: Tensor,
     keep: Tensor | None,
     query_keep: Tensor | None,
-    between: tuple[Tensor, Tensor, Tensor] | None,
+    ranks: Tensor | None,
     sort: Callable[[Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """P = A' I B [B, H, N, M] of one slice, rows sum to about 1.  x: [B, H, N]; y: [B, H, M]."""
+    """P = A' I B [B, H, N, M] of one slice, rows sum to about 1.  x: [B, H, N]; y: [B, H, M].
+
+    ranks: I as operators.ranks.rank_matrix has it.
+    """
     b = sort(y, keep)
-    if between is not None:
-        low, high, share = (t[:, None, :, None] for t in between)
-        below, above = (
-            b.gather(-2, ranks.expand(*b.shape[:2], -1, b.shape[3])) for ranks in (low, high)
-        )
-        b = torch.lerp(below, above, share)
+    if ranks is not None:
+        b = ranks[:, None] @ b
     return sort(x, query_keep).transpose(-1, -2) @ b
 
 
-def cost_matrix(q: Tensor, k: Tensor, squared: bool) -> Tensor:
-    """|q_i - k_j| [B, H, N, M], or its square; by differences, which lose no digits near 0."""
-    distance = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
-    return distance.square() if squared else distance
+def lifted_plan(
+    x: Tensor, y: Tensor, keep: Tensor | None, query_keep: Tensor | None, coupling: Coupling, ties: Ties
+) -> Tensor:
+    """P of one slice sorted exactly [B, H, N, M] in float64.  x: [B, H, N]; y: [B, H, M]."""
+    g, g_end = (bound[..., None] for bound in _token_bounds(x, query_keep, ties))
+    h, h_end = (bound[..., None, :] for bound in _token_bounds(y, keep, ties))
+    n = active(query_keep, x[..., None])[:, None, None, None]
+    m = active(keep, y[..., None])[:, None, None, None]
+    mass = group_mass(coupling, g, g_end, h, h_end, n, m) / ((g_end - g) * (h_end - h))
+    return mass.masked_fill((g >= n) | (h >= m), 0.0)
+
+
+def _token_bounds(x: Tensor, keep: Tensor | None, ties: Ties) -> tuple[Tensor, Tensor]:
+    """The ranks that every token shares, from and up to, [B, H, N]; those of padded tokens are last."""
+    x = padded_last(x, keep)
+    order = order_of(x, ties)
+    if ties == "shared":
+        ordered = x.gather(-1, order)
+        same = ordered[..., 1:] == ordered[..., :-1]
+        if keep is not None:
+            rank = torch.arange(1, x.shape[-1], device=x.device)
+            same = same & (rank < keep.sum(-1)[:, None, None])
+        bounds = group_bounds(same)
+    else:
+        rank = torch.arange(x.shape[-1], device=x.device).expand(x.shape)
+        bounds = (rank, rank + 1)
+    first, end = (torch.empty_like(order).scatter_(-1, order, own) for own in bounds)
+    return first, end
 
 
 def expected_plan(
@@ -177,22 +123,21 @@ def expected_plan(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
-    sort: Callable[[Tensor, Tensor | None], Tensor],
+    plan_of: Callable[[Clouds, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """factor sum_l w_l P_l, times v if given, by an online softmax over the slices.
 
-    sort: (x [B, H, N], keep) -> the matrix [B, H, ranks, N] that sorts it.
+    plan_of: (clouds, x [B, H, N], y [B, H, M]) -> P [B, H, N, M] of one slice.
     Costs meet tau only as differences, which is what keeps the digits of small weights.
     """
     clouds = clouds_of(q, k, keep, query_keep, slices)
     values = None if v is None else clean_values(widen(v), keep)
     cost = cost_matrix(clouds.q, clouds.k, squared_cost)
-    between = None if clouds.one_to_one() else interpolation(clouds)
     tau = inverse_temperature.to(cost.dtype).view(-1, 1, 1)
     count = active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
 
     def slice_of(x: Tensor, y: Tensor, cost: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        plan = soft_plan(x, y, clouds.keep, clouds.query_keep, between, sort)
+        plan = plan_of(clouds, x, y).to(cost.dtype)
         own = (cost * plan).sum((-1, -2))[..., None, None]  # [B, H, 1, 1]
         return own / count if mean_cost else own, plan if v is None else plan @ v
 
@@ -207,11 +152,16 @@ def expected_plan(
     return close(result / total, keep, query_keep, output_factor)
 
 
-def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments), whose intermediates are computed again in backward, not kept."""
-    if not torch.is_grad_enabled():
-        return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+def _soft(
+    coupling: Coupling, sort: Callable[[Tensor, Tensor | None], Tensor]
+) -> Callable[[Clouds, Tensor, Tensor], Tensor]:
+    """The plan of a slice.  sort: (x [B, H, N], keep) -> the matrix [B, H, ranks, N] that sorts it."""
+
+    def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
+        ranks = rank_matrix(clouds, coupling)
+        return soft_plan(x, y, clouds.keep, clouds.query_keep, ranks, sort)
+
+    return plan_of
 
 
 def esp_soft(
@@ -226,17 +176,18 @@ def esp_soft(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling = "interpolated",
 ) -> Tensor:
     """A v for the map of the soft plans: [B, H, N, E] in v's dtype.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
     on active tokens; slices: theta [L, D] or [H, L, D], None for the D axes; inverse_temperature: tau
-    [1] or [H]; mean_cost: D_l is divided by the number of active queries.
+    [1] or [H]; mean_cost: D_l is divided by the number of active queries; coupling: of unequal numbers.
     Memory O(N M + N E); a gradient keeps O(L N E) and computes every plan again.
     """
     return expected_plan(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, lambda x, kept: soft_sort(x, kept, softsort_temperature),
+        output_factor, _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
     ).to(v.dtype)  # fmt: skip
 
 
@@ -251,11 +202,12 @@ def esp_soft_attention(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling = "interpolated",
 ) -> Tensor:
     """The map itself, [B, H, N, M] in q's dtype.  Arguments as esp_soft."""
     return expected_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, lambda x, kept: soft_sort(x, kept, softsort_temperature),
+        output_factor, _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
     ).to(q.dtype)  # fmt: skip
 
 
@@ -270,6 +222,7 @@ def esp_released_hard_attention(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling = "interpolated",
 ) -> Tensor:
     """The map [B, H, N, M] of the released code's `hard` flag: every SoftSort row becomes its top entry.
 
@@ -283,74 +236,11 @@ def esp_released_hard_attention(
 
     return expected_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, top,
+        output_factor, _soft(coupling, top),
     ).to(q.dtype)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Matching:
-    """The partners of every query in every slice.
-
-    keys: one [B, H, L, N] of indices, or two to interpolate between; share: of the second [B, H, L, N].
-    """
-
-    keys: tuple[Tensor, ...]
-    share: Tensor | None
-
-    def shares(self) -> tuple[Tensor | float, ...]:
-        """Of each of `keys` in a query's row; they sum to 1."""
-        return (1.0,) if self.share is None else (1 - self.share, self.share)
-
-    def of_rows(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and their entries in the map [B, H, L or 2 L, N].  weights: [B, H, L, N]."""
-        if self.share is None:
-            return self.keys[0], weights
-        return torch.cat(self.keys, 2), torch.cat([weights * share for share in self.shares()], 2)
-
-
-def match_ranks(clouds: Clouds) -> Matching:
-    """Sort, then equal ranks meet; O(L N log N)."""
-    order_x = descending_order(padded_last(clouds.x, clouds.query_keep))
-    order_y = descending_order(padded_last(clouds.y, clouds.keep))
-
-    def by_token(of_ranks: Tensor) -> Tensor:  # [B, H, L, ranks of queries] -> [B, H, L, queries]
-        return of_ranks.new_empty(of_ranks.shape).scatter_(-1, order_x, of_ranks)
-
-    if clouds.one_to_one():
-        return Matching((by_token(order_y),), None)
-    low, high, share = (t[:, None, None].expand(order_x.shape) for t in interpolation(clouds))
-    keys = tuple(by_token(order_y.gather(-1, ranks)) for ranks in (low, high))
-    return Matching(keys, by_token(share))
-
-
-def matched_costs(clouds: Clouds, matching: Matching, squared: bool) -> Tensor:
-    """sum_i |q_i - partner| [B, H, L], or of its square, in float64; O(L N D) work.
-
-    The keys of several slices are gathered together, `GATHERED_AT_ONCE` entries at a time.
-    """
-
-    def costs(q: Tensor, k: Tensor, part: slice) -> Tensor:
-        total: Tensor | float = 0.0
-        for keys, share in zip(matching.keys, matching.shares(), strict=True):
-            own = keys[:, :, part]
-            rows = own.flatten(2)[..., None].expand(-1, -1, -1, k.shape[3])
-            apart = q[:, :, None] - k.gather(2, rows).unflatten(2, own.shape[2:])
-            if squared:
-                distance = apart.square().sum(-1)
-            else:
-                distance = torch.linalg.vector_norm(apart, dim=-1)  # gradient 0 where points meet
-            total = total + distance * (share[:, :, part] if isinstance(share, Tensor) else share)
-        assert isinstance(total, Tensor)
-        if clouds.query_keep is not None:
-            total = total.masked_fill(~_spread(clouds.query_keep, total), 0.0)
-        return total.sum(-1, dtype=torch.float64)
-
-    step = max(1, GATHERED_AT_ONCE // max(1, clouds.q.numel()))
-    parts = [slice(i, i + step) for i in range(0, clouds.num_slices, step)]
-    return torch.cat([recomputed(costs, clouds.q, clouds.k, part) for part in parts], -1)
-
-
-def matched_plan(
+def hard_plan(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
@@ -361,45 +251,68 @@ def matched_plan(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling,
+    ties: Ties,
 ) -> Tensor:
-    """factor sum_l w_l P_l of permutations P_l, times v if given."""
+    """factor sum_l w_l P_l of plans sorted exactly, times v if given.
+
+    Where a map is wanted and tokens tie, and while a CUDA graph is recorded, which must not depend on
+    the data, the plans are formed; else keys are gathered.
+    """
+    settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
+    masked = keep is not None or query_keep is not None
+    if masked and coupling == "monotone":
+        return _one_at_a_time(q, k, v, keep, query_keep, (*settings, coupling, ties))
+
+    def formed() -> Tensor:
+        def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
+            return lifted_plan(x, y, clouds.keep, clouds.query_keep, coupling, ties)
+
+        return expected_plan(q, k, v, keep, query_keep, *settings, plan_of)
+
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return formed()
     clouds = clouds_of(q, k, keep, query_keep, slices)
     width = clouds.k.shape[2] if v is None else v.shape[3]
     if 0 in (clouds.x.numel(), clouds.y.numel(), width):
         return clouds.q.new_zeros(*clouds.q.shape[:3], width)
-    matching = match_ranks(clouds)
-    cost = matched_costs(clouds, matching, squared_cost)
-    if mean_cost:
-        cost = cost / active(clouds.query_keep, clouds.q)[:, None, None]
-    tau = inverse_temperature.to(cost.dtype)[:, None]
-    weights = torch.softmax(-tau * (cost - cost.detach().amin(-1, keepdim=True)), -1)
+    own = ranked(clouds.x, clouds.query_keep, ties), ranked(clouds.y, clouds.keep, ties)
+    matching = match(clouds, *own, coupling)
+    if v is None and matching.means:
+        return formed()
+    cost = matched_costs(clouds, *own, matching, coupling, squared_cost)
+    count = active(clouds.query_keep, clouds.q)[:, None, None]
+    weights = slice_weights(cost, inverse_temperature, count, mean_cost)
     weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
-    keys, shares = matching.of_rows(weights)
     if v is None:
-        result = scatter_sum(width, keys, shares)
+        result = scatter_sum(matching, width, weights)
     else:
-        result = gather_sum(clean_values(widen(v), keep), keys, shares)
+        result = gather_sum(matching, clean_values(widen(v), keep), weights)
     return close(result, keep, query_keep, output_factor)
 
 
-def gather_sum(v: Tensor, keys: Tensor, shares: Tensor) -> Tensor:
-    """out_i = sum_l shares_li v[keys_li]: [B, H, N, E].  v: [B, H, M, E]; keys, shares: [B, H, L, N]."""
-    batch, heads, count, queries = keys.shape
-    first = torch.arange(batch * heads, device=v.device).view(batch, heads, 1, 1) * v.shape[2]
-    rows = (keys + first).transpose(2, 3).reshape(-1, count)
-    own = shares.transpose(2, 3).reshape(-1, count)
-    out = embedding_bag(rows, v.flatten(0, 2), mode="sum", per_sample_weights=own)
-    return out.view(batch, heads, queries, v.shape[3])
-
-
-def scatter_sum(width: int, keys: Tensor, shares: Tensor) -> Tensor:
-    """The map that gather_sum multiplies by v, [B, H, N, M].  width: M."""
-    batch, heads, count, queries = keys.shape
-    result = shares.new_zeros(batch, heads, queries, width)
-    for index in range(count):  # one entry a row each: the order of sums is fixed
-        own = (part[:, :, index, :, None] for part in (keys, shares))
-        result.scatter_add_(3, *own)
-    return result
+def _one_at_a_time(
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None, settings: Any
+) -> Tensor:
+    """hard_plan of every example's active tokens: how many keys a query meets is their own."""
+    width = k.shape[2] if v is None else v.shape[3]
+    results = []
+    for example in range(q.shape[0]):
+        rows, columns = (
+            torch.arange(points.shape[2], device=q.device) if mask is None
+            else mask[example].nonzero()[:, 0] for mask, points in ((query_keep, q), (keep, k))
+        )  # fmt: skip
+        own_v = None if v is None else v[example, None, :, columns]
+        own = hard_plan(
+            q[example, None, :, rows], k[example, None, :, columns], own_v, None, None, *settings
+        )
+        result = own.new_zeros(1, q.shape[1], q.shape[2], width)
+        if v is None:
+            wide = own.new_zeros(*own.shape[:3], width).index_copy(3, columns, own)
+            results.append(result.index_copy(2, rows, wide))
+        else:
+            results.append(result.index_copy(2, rows, own))
+    return torch.cat(results) if results else q.new_zeros(0, q.shape[1], q.shape[2], width)
 
 
 def esp_hard(
@@ -413,14 +326,19 @@ def esp_hard(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling = "interpolated",
+    ties: Ties = "shared",
 ) -> Tensor:
-    """A v for the map of the exact permutations: [B, H, N, E] in v's dtype.
+    """A v for the map of the plans sorted exactly: [B, H, N, E] in v's dtype.
 
-    Arguments as esp_soft.  O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix.
+    Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
+    to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
+    O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix; where different points tie and share,
+    their cost takes D for every tied pair.
     """
-    return matched_plan(
+    return hard_plan(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor,
+        output_factor, coupling, ties,
     ).to(v.dtype)  # fmt: skip
 
 
@@ -434,9 +352,11 @@ def esp_hard_attention(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling = "interpolated",
+    ties: Ties = "shared",
 ) -> Tensor:
-    """The map itself, [B, H, N, M] in q's dtype, for those who want to see it.  Arguments as esp_soft."""
-    return matched_plan(
+    """The map itself, [B, H, N, M] in q's dtype, for those who want to see it.  Arguments as esp_hard."""
+    return hard_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor,
+        output_factor, coupling, ties,
     ).to(q.dtype)  # fmt: skip

@@ -141,13 +141,23 @@ def _sliced_text(c: Mapping[str, Any]) -> list[str]:
     temperature = c.get("softsort_temperature")
     slices = c.get("slices")
     cost = "squared distance" if c.get("squared_cost") else "distance"
+    exact = f"exact sorting, {_TIES.get(c.get('ties', 'shared'), c.get('ties'))}"
+    coupling = c.get("coupling")
     return [
-        "exact sorting" if temperature is None else f"SoftSort t={number(temperature)}",
+        exact if temperature is None else f"SoftSort t={number(temperature)}",
+        *([] if coupling is None else [f"{coupling} coupling"]),
         "axis-aligned slices" if slices is None else f"{slices} slices",
         f"tau={number(c.get('inverse_temperature'))} of the {'mean' if c.get('mean_cost') else 'summed'}"
         f" {cost}",
         f"factor {number(c.get('output_factor'))}",
     ]  # fmt: skip
+
+
+_TIES = {
+    "shared": "ties share mass", "descending": "ties in token order",
+    "ascending": "ties in token order from the smallest",
+    "open": "ties in token order, where the layer's own sort is not stable",
+}  # fmt: skip
 
 
 def _glued_text(c: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,8 @@
 """CPU twins of operators/esp.py, on worker threads by heads; padded tokens are dropped, not multiplied.
 
 Hard: NumPy sorts one integer per token that holds value and index, the distances of a slice are taken in
-cache, and the weighted gathers of all slices are one embedding_bag.
+cache, and the weighted gathers of all slices are one embedding_bag. Heads in which tokens tie go the way
+of operators.matching from there.
 
 Soft: a SoftSort entry below exp(-reach) is beyond rounding. Small heads are stacked, and such entries
 raised to that, because numbers that fall out of the normal range cost a hundred times more than others.
@@ -12,14 +13,27 @@ time: at a low temperature that is a small part of the N x M x N products of eve
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from asapc.ir import Coupling, Ties
 from asapc.kernels.cpu.workers import TILE_BYTES, each_worker, without_gil
-from asapc.operators import esp as meaning
+from asapc.operators.matching import (
+    Ranked,
+    cost_matrix,
+    gather_sum,
+    group_bounds,
+    match,
+    matched_costs,
+    rank_partners,
+    ranked,
+    slice_weights,
+)
+from asapc.operators.ranks import Clouds, clouds_of, counts, partners, rank_matrix
 from asapc.operators.sinkhorn import widen
 
 # exp(-reach) is below the rounding of a row of SoftSort, and its square still a normal number.
@@ -27,7 +41,7 @@ REACH = {torch.float32: 36.0, torch.float64: 80.0}
 RANKS = 128  # rows of a SoftSort matrix computed together, where not all of them are
 
 # Of heads without padded tokens: (their clouds [1, G, ...], v [G, M, E], tau [G]) -> [G, N, E]
-Core = Callable[[meaning.Clouds, Tensor, Tensor], Tensor]
+Core = Callable[[Clouds, Tensor, Tensor], Tensor]
 
 
 def esp_soft(
@@ -42,20 +56,21 @@ def esp_soft(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling = "interpolated",
 ) -> Tensor:
     """As operators.esp.esp_soft."""
 
-    def stacked(clouds: meaning.Clouds, v: Tensor, tau: Tensor) -> Tensor:
-        cost = meaning.cost_matrix(clouds.q, clouds.k, squared_cost)[0]
+    def stacked(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
+        cost = cost_matrix(clouds.q, clouds.k, squared_cost)[0]
         if mean_cost:
             cost /= cost.shape[1]
         return _stacked_heads(
-            clouds.x[0], clouds.y[0], cost, v, *_between(clouds), tau.to(v.dtype),
+            clouds.x[0], clouds.y[0], cost, v, rank_matrix(clouds, coupling), tau.to(v.dtype),
             softsort_temperature, REACH[v.dtype],
         )  # fmt: skip
 
-    def banded(clouds: meaning.Clouds, v: Tensor, tau: Tensor) -> Tensor:
-        args = (softsort_temperature, squared_cost, mean_cost)
+    def banded(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
+        args = (softsort_temperature, squared_cost, mean_cost, coupling)
         return _banded_head(clouds, v[0], float(tau), *args)[None]
 
     core = stacked if _is_stacked(q, k) else banded
@@ -75,15 +90,23 @@ def esp_hard(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    coupling: Coupling = "interpolated",
+    ties: Ties = "shared",
 ) -> Tensor:
     """As operators.esp.esp_hard."""
 
-    def core(clouds: meaning.Clouds, v: Tensor, tau: Tensor) -> Tensor:
+    def core(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
+        own = [_ranked(x, ties) for x in (clouds.x, clouds.y)]
+        if any(ranks.same is not None for ranks in own):
+            return _tied_heads(clouds, v, tau, *own, squared_cost, mean_cost, coupling)
         points = clouds.q[0, 0]
         together = max(1, TILE_BYTES // (4 * points.numel() * points.element_size()))
+        ranks, shares = rank_partners(clouds, coupling)
         return _matched_heads(
-            clouds.q[0], clouds.k[0], v, _descending_order(clouds.x[0]), _descending_order(clouds.y[0]),
-            *_between(clouds), tau.double(), squared_cost, mean_cost, together,
+            clouds.q[0], clouds.k[0], v, own[0].order[0], own[1].order[0],
+            [] if shares is None else [met[0] for met in ranks],
+            [] if shares is None else [share[0] for share in shares],
+            tau.double(), squared_cost, mean_cost, together,
         )  # fmt: skip
 
     num_slices = q.shape[3] if slices is None else slices.shape[-2]
@@ -156,7 +179,7 @@ def _by_heads(
             if 0 in (own_q.numel(), own_k.numel()):
                 continue
             own_slices = None if slices is None else slices[part]
-            clouds = meaning.clouds_of(own_q[None], own_k[None], None, None, own_slices)
+            clouds = clouds_of(own_q[None], own_k[None], None, None, own_slices)
             moved = core(clouds, own_v, tau[part])
             if rows is None:
                 result[example, part] = moved
@@ -173,25 +196,52 @@ def _active(keep: Tensor | None, example: int) -> Tensor | None:
 
 
 def _descending_order(x: Tensor) -> Tensor:
-    """argsort, largest first, ties in order: six times faster than torch.sort where NumPy has vectors.
-
-    The bits of a float32, read as an integer that has the same order, go into the upper half of an
-    int64 and the index into the lower.
-    """
+    """argsort, largest first, ties in order: six times faster than torch.sort where NumPy has vectors."""
     if x.dtype != torch.float32:
         return torch.sort(x, dim=-1, descending=True, stable=True).indices
+    return _sorted_keys(x) & 0xFFFFFFFF
+
+
+def _sorted_keys(x: Tensor) -> Tensor:
+    """int64 that sort as float32 do from the largest on: their bits, read as an integer that has that
+    order, in the upper half and the index in the lower."""
     bits = (x.contiguous() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (~bits).long().bitwise_left_shift_(32)
     keys |= torch.arange(x.shape[-1])
     keys.numpy().sort(-1)
-    return keys & 0xFFFFFFFF
+    return keys
 
 
-def _between(clouds: meaning.Clouds) -> tuple[Tensor | None, Tensor, Tensor]:
-    """low, high and share [N] of meaning.interpolation; low is None where ranks meet one to one."""
-    low, high, share = (t[0] for t in meaning.interpolation(clouds))
-    return None if clouds.one_to_one() else low, high, share
+def _ranked(x: Tensor, ties: Ties) -> Ranked:
+    """As operators.matching.ranked; ties are seen in the sorted keys."""
+    if ties != "shared" or x.dtype != torch.float32:
+        return ranked(x, None, ties, _descending_order)
+    keys = _sorted_keys(x)
+    order, upper = keys & 0xFFFFFFFF, keys.numpy().view("i4")[..., int(sys.byteorder == "little") :: 2]
+    same = upper[..., 1:] == upper[..., :-1]
+    if not same.any():
+        return Ranked(order)
+    found = torch.from_numpy(same)
+    return Ranked(order, found, *group_bounds(found))
+
+
+def _tied_heads(
+    clouds: Clouds,
+    v: Tensor,
+    tau: Tensor,
+    queries: Ranked,
+    keys: Ranked,
+    squared_cost: bool,
+    mean_cost: bool,
+    coupling: Coupling,
+) -> Tensor:
+    """As _matched_heads, with the same means of tied tokens as the plain operator."""
+    matching = match(clouds, queries, keys, coupling)
+    at_once = TILE_BYTES // (4 * v.element_size())
+    cost = matched_costs(clouds, queries, keys, matching, coupling, squared_cost, at_once)
+    weights = slice_weights(cost, tau, clouds.q.shape[2], mean_cost).to(v.dtype)
+    return gather_sum(matching, v[None], weights[..., None].expand(clouds.x.shape))[0]
 
 
 @without_gil
@@ -218,33 +268,43 @@ def _matched_heads(
     v: Tensor,
     order_x: Tensor,
     order_y: Tensor,
-    low: Tensor | None,
-    high: Tensor,
-    share: Tensor,
+    ranks: list[Tensor],
+    shares: list[Tensor],
     tau: Tensor,
     squared_cost: bool,
     mean_cost: bool,
     together: int,
 ) -> Tensor:
     """sum_l w_l P_l v [G, N, E].  q: [G, N, D]; k: [G, M, D]; v: [G, M, E]; order_x: [G, L, N];
-    order_y: [G, L, M]; low, high, share: [N], see _between; tau: [G] in float64.
+    order_y: [G, L, M]; ranks, shares: of the keys that every rank of queries meets, [N] each, or
+    nothing where equal ranks meet; tau: [G] in float64.
     """
-    below = order_y if low is None else order_y.index_select(2, low)
-    keys = torch.empty_like(order_x).scatter_(2, order_x, below)  # by token, not by rank
-    distances = _distances(q, k, keys, squared_cost, together)
-    above_share = distances
-    if low is not None:
-        above = torch.empty_like(order_x).scatter_(2, order_x, order_y.index_select(2, high))
-        above_share = torch.empty_like(distances).scatter_(2, order_x, share.expand_as(order_x))
-        distances.lerp_(_distances(q, k, above, squared_cost, together), above_share)
-        keys = torch.cat([keys, above], 1)
+    one_to_one = len(ranks) == 0
+    found: list[Tensor] = []
+    parts: list[Tensor] = []
+    distances = torch.zeros([1], dtype=q.dtype)
+    for i in range(max(1, len(ranks))):
+        met = order_y if one_to_one else order_y.index_select(2, ranks[i])
+        own = torch.empty_like(order_x).scatter_(2, order_x, met)  # by token, not by rank
+        found.append(own)
+        away = _distances(q, k, own, squared_cost, together)
+        if not one_to_one:
+            if i == 1 and len(ranks) == 2:
+                part = 1.0 - parts[0]
+            else:
+                part = torch.empty_like(away).scatter_(2, order_x, shares[i].expand_as(order_x))
+            parts.append(part)
+            away.mul_(part)
+        distances = away if i == 0 else distances.add_(away)
     cost = distances.sum(-1, dtype=torch.float64)  # [G, L]
     if mean_cost:
         cost /= q.size(1)
     weights = torch.softmax(-tau.unsqueeze(1) * (cost - cost.amin(-1, keepdim=True)), -1).to(v.dtype)
     entries = weights.unsqueeze(2).expand_as(order_x)
-    if low is not None:
-        entries = torch.cat([entries * (1 - above_share), entries * above_share], 1)
+    keys = found[0]
+    if not one_to_one:
+        keys = torch.cat(found, 1)
+        entries = torch.cat(parts, 1) * entries.repeat(1, len(ranks), 1)
     first = torch.arange(k.size(0)).view(-1, 1, 1) * k.size(1)
     rows = (keys + first).transpose(1, 2).reshape(-1, keys.size(1))
     own = entries.transpose(1, 2).reshape(-1, keys.size(1))
@@ -265,15 +325,13 @@ def _stacked_heads(
     y: Tensor,
     cost: Tensor,
     v: Tensor,
-    low: Tensor | None,
-    high: Tensor,
-    share: Tensor,
+    ranks: Tensor | None,
     tau: Tensor,
     temperature: float,
     reach: float,
 ) -> Tensor:
     """sum_l w_l P_l v [G, N, E], by an online softmax.  x: [G, L, N]; y: [G, L, M]; cost: [G, N, M];
-    v: [G, M, E]; low, high, share: [N], see _between; tau: [G].
+    v: [G, M, E]; ranks: [1, N, M], see operators.ranks.rank_matrix; tau: [G].
     """
     tau = -tau.view(-1, 1, 1)
     result = torch.zeros_like(v[:, :1])
@@ -283,11 +341,9 @@ def _stacked_heads(
         own_x, own_y = x[:, index].contiguous(), y[:, index].contiguous()
         a = _soft_rows(torch.sort(own_x, -1, True)[0], own_x, temperature, reach)
         ordered = torch.sort(own_y, -1, True)[0]
-        if low is None:
-            b = _soft_rows(ordered, own_y, temperature, reach)
-        else:
-            b = _soft_rows(ordered[:, low], own_y, temperature, reach)
-            b.lerp_(_soft_rows(ordered[:, high], own_y, temperature, reach), share.unsqueeze(1))
+        b = _soft_rows(ordered, own_y, temperature, reach)
+        if ranks is not None:
+            b = torch.matmul(ranks, b)
         plan = torch.bmm(a.transpose(1, 2), b)
         own = (cost * plan).sum([-2, -1]).view(-1, 1, 1)
         before = own if index == 0 else lowest
@@ -299,17 +355,23 @@ def _stacked_heads(
 
 
 def _banded_head(
-    clouds: meaning.Clouds,
+    clouds: Clouds,
     v: Tensor,
     tau: float,
     temperature: float,
     squared_cost: bool,
     mean_cost: bool,
+    coupling: Coupling,
 ) -> Tensor:
     """sum_l w_l P_l v of one head, by an online softmax: [N, E].  v: [M, E]."""
-    cost = meaning.cost_matrix(clouds.q, clouds.k, squared_cost)[0, 0]
+    cost = cost_matrix(clouds.q, clouds.k, squared_cost)[0, 0]
     orders_x, orders_y = (_descending_order(t[0, 0]) for t in (clouds.x, clouds.y))  # [L, N], [L, M]
-    between = _between(clouds)
+    rank = torch.arange(clouds.q.shape[2])
+    low, end = rank, rank + 1
+    ranks = rank_matrix(clouds, coupling)
+    if ranks is not None:
+        low, end = partners(coupling, rank, rank + 1, *counts(clouds))
+        ranks = ranks[0]
     count = clouds.q.shape[2] if mean_cost else 1
     result = v.new_zeros(clouds.q.shape[2], v.shape[1])
     total, lowest = 0.0, math.inf
@@ -317,7 +379,7 @@ def _banded_head(
         own, moved = _banded_slice(
             clouds.x[0, 0, index][order_x], clouds.y[0, 0, index][order_y],
             cost.index_select(0, order_x).index_select(1, order_y), v[order_y],
-            *between, temperature, REACH[v.dtype], RANKS,
+            ranks, low, end, temperature, REACH[v.dtype], RANKS,
         )  # fmt: skip
         own /= count
         before = own if index == 0 else lowest
@@ -340,32 +402,31 @@ def _banded_slice(
     y: Tensor,
     cost: Tensor,
     v: Tensor,
-    low: Tensor | None,
-    high: Tensor,
-    share: Tensor,
+    ranks: Tensor | None,
+    low: Tensor,
+    end: Tensor,
     temperature: float,
     reach: float,
     block: int,
 ) -> tuple[float, Tensor]:
     """sum C o P and P v [N, E] of one slice, everything in descending order of x [N] and y [M].
 
-    cost: [N, M]; v: [M, E]; low, high, share: [N], see _between.
+    cost: [N, M]; v: [M, E]; ranks: [N, M], see operators.ranks.rank_matrix, and from where to where
+    its rows are not 0, low and end: [N].
     """
     out = torch.zeros([x.size(0), v.size(1)], dtype=v.dtype)
     total = 0.0
     width = (reach * temperature) ** 0.5
     for start in range(0, x.size(0), block):
         rows = x[start : start + block]
-        below = y[start : start + block]
-        above = below
-        if low is not None:
-            below, above = y[low[start : start + block]], y[high[start : start + block]]
+        first, last = int(low[start]), int(end[start + rows.size(0) - 1])
+        met = y[first:last]
         i, i_end = _within(x, rows[0] + width, rows[-1] - width)
-        j, j_end = _within(y, below[0] + width, above[-1] - width)
+        j, j_end = _within(y, met[0] + width, met[-1] - width)
         a = _soft_rows(rows, x[i:i_end], temperature, reach)
-        b = _soft_rows(below, y[j:j_end], temperature, reach)
-        if low is not None:
-            b.lerp_(_soft_rows(above, y[j:j_end], temperature, reach), share[start : start + block, None])
+        b = _soft_rows(met, y[j:j_end], temperature, reach)
+        if ranks is not None:
+            b = torch.mm(ranks[start : start + block, first:last], b)
         total += float(torch.mm(a, cost[i:i_end, j:j_end]).mul_(b).sum(dtype=torch.float64))
         out[i:i_end] += torch.mm(a.t(), torch.mm(b, v[j:j_end]))
     return total, out

@@ -125,7 +125,7 @@ def _potentials(
     """The potentials of BLOCK_L slices in place of their projections p_x; grid (B H, blocks of L).
 
     p_x: [B H, L, N]; p_y: [B H, L, M]. The sorted clouds go back to these buffers, where every
-    thread then finds its neighbours and quantiles.
+    thread then finds its neighbours and slopes.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_b = i_bh // heads
@@ -162,17 +162,11 @@ def _potentials(
     b_low = tl.load(p_a + (o_x - 1)[None, :], mask=m_step, other=0.0)
     if PAIRED and not X_KEEP and not Y_KEEP:
         b_slope = tl.load(p_b + (o_x - 1)[None, :], mask=m_step, other=0.0)
-    else:  # the y of rank r n_y / n_x, see features.quantiles
-        b_numerator = o_x * n_y
+    else:  # the y of rank ceil(r n_y / n_x)
         points = tl.maximum(n_x, 1)
-        b_whole = b_numerator // points
-        b_share = (b_numerator - b_whole * points).to(tl.float32) / points.to(tl.float32)
-        last = tl.maximum(n_y - 1, 0)
-        b_before = tl.minimum(tl.maximum(b_whole - 1, 0), last)
-        b_after = tl.minimum(b_whole, last)
-        b_slope = tl.load(p_b + b_before[None, :], mask=m_step, other=0.0)
-        b_next = tl.load(p_b + b_after[None, :], mask=m_step, other=0.0)
-        b_slope += b_share[None, :] * (b_next - b_slope)
+        b_last = (o_x * n_y + points - 1) // points - 1
+        b_last = tl.maximum(tl.minimum(b_last, n_y - 1), 0)
+        b_slope = tl.load(p_b + b_last[None, :], mask=m_step, other=0.0)
     b_step = (b_high - b_low) * ((b_high + b_low) * 0.5 - b_slope)
     b_rank = tl.cumsum(tl.where(m_step, b_step, 0.0), 1)
     tl.debug_barrier()  # every neighbour is read before a potential takes its place

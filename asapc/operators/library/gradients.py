@@ -119,6 +119,7 @@ def differentiate(
     def gradients(ctx: Any, output_grads: Sequence[Tensor]) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if constant is None else constant[0] for constant in ctx.layout]
+        given = len(ctx.needs_input_grad)  # arguments of the call; the others have their defaults
         if loop_of is not None:
             name, needed = meaning.__name__, ctx.needs_input_grad
             found = _by_kernels(name, inputs, needed, output_grads[0], loop_of)
@@ -127,9 +128,9 @@ def differentiate(
         with torch.enable_grad():
             leaves = [
                 x.detach().requires_grad_(bool(needed)) if isinstance(x, Tensor) else x
-                for x, needed in zip(inputs, ctx.needs_input_grad, strict=True)
+                for x, needed in zip(inputs[:given], ctx.needs_input_grad, strict=True)
             ]
-            output = meaning(*leaves)
+            output = meaning(*leaves, *inputs[given:])
         wanted = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
         outputs = [output] if isinstance(output, Tensor) else list(output)
         # An output that depends on nothing differentiable (n / N) has no gradient to give.
@@ -143,7 +144,7 @@ def differentiate(
             allow_unused=True,
         )  # fmt: skip
         result: list[Any] = [
-            [None] * len(x) if _is_tensor_list(x) else None for x in inputs
+            [None] * len(x) if _is_tensor_list(x) else None for x in inputs[:given]
         ]
         for index, value in zip(wanted, grads, strict=True):
             result[index] = value

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asapc.kernels import dispatch
 from asapc.operators import stabilised as reference
 from asapc.operators.library.gradients import differentiate
+from asapc.operators.library.registration import operator
 from asapc.operators.library.sizes import share_sizes
 
 
-@torch.library.custom_op("asapc::stabilised_sinkhorn", mutates_args=())
+@operator
 def stabilised_sinkhorn(
     q: Tensor,
     k: Tensor,
@@ -39,7 +39,7 @@ def stabilised_sinkhorn(
     )  # fmt: skip
 
 
-@torch.library.custom_op("asapc::stabilised_sinkhorn_attention", mutates_args=())
+@operator
 def stabilised_sinkhorn_attention(
     q: Tensor,
     k: Tensor,

@@ -1,0 +1,416 @@
+"""Exact sorting as gathers: which keys every query meets in every slice, and what that costs.
+
+Equal ranks meet, or those that a coupling pairs (operators.ranks). Where tokens tie, tables grow instead
+of the number of gathers: tied keys become one more row, their mean, and so does what a tied group of
+queries receives, so that what ties cost grows with their number. No N x M matrix is formed.
+
+The cost of a slice is linear in its plan. Ties of equal points leave it as any order of them has it;
+of a tied group of different points every pair counts, which is the only work here that is not linear.
+
+Nothing here may be traced: how much there is to do depends on the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+from torch.utils.checkpoint import checkpoint
+
+from asapc.ir import Coupling, Ties
+from asapc.operators.ranks import (
+    Clouds,
+    counts,
+    descending_order,
+    group_mass,
+    order_of,
+    padded_last,
+    partners,
+    spread,
+)
+
+GATHERED_AT_ONCE = 1 << 24  # entries of the keys gathered for several slices together
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A cloud in order of size: the token of every rank, [B, H, L, N].
+
+    same: [B, H, L, N - 1] bool, ranks as large as the one before, or None where there are none, or
+    ties are not shared.  first, end: the range of ranks that tie with each, None likewise.
+    """
+
+    order: Tensor
+    same: Tensor | None = None
+    first: Tensor | None = None
+    end: Tensor | None = None
+
+    @property
+    def tied(self) -> Tensor:
+        """[B, H, L, N] bool."""
+        assert self.first is not None and self.end is not None
+        return self.end - self.first > 1
+
+
+@dataclass(frozen=True)
+class Bag:
+    """Rows that a table grows by: weighted sums of those it has.
+
+    rows, weights: [T]; starts: [G], where each sum begins among them.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    starts: Tensor
+
+    def grown(self, table: Tensor) -> Tensor:
+        own = embedding_bag(
+            self.rows, table, self.starts, mode="sum", per_sample_weights=self.weights.to(table.dtype)
+        )
+        return torch.cat([table, own])
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What every query meets in every slice.
+
+    keys: K of [B, H, L, N], rows of the table; shares: K of them that sum to 1, or None for one key.
+    means: what the table, all keys of all heads one after the other, grows by.
+    met, met_shares: the same with ties in the order of the tokens, rows of the keys alone.
+    """
+
+    keys: tuple[Tensor, ...]
+    shares: tuple[Tensor, ...] | None
+    means: tuple[Bag, ...]
+    met: tuple[Tensor, ...]
+    met_shares: tuple[Tensor, ...] | None
+
+    def table(self, values: Tensor) -> Tensor:
+        """[rows, E] of values [B, H, M, E]."""
+        table = values.flatten(0, 2)
+        for bag in self.means:
+            table = bag.grown(table)
+        return table
+
+    def weighted(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and their entries [B, H, K L, N].  weights: of the slices [B, H, L, N]."""
+        if self.shares is None:
+            return self.keys[0], weights
+        return torch.cat(self.keys, 2), torch.cat([weights * share for share in self.shares], 2)
+
+
+def ranked(
+    x: Tensor,
+    keep: Tensor | None,
+    ties: Ties,
+    sort: Callable[[Tensor], Tensor] = descending_order,
+) -> Ranked:
+    """x [B, H, L, N] in order, and where tokens tie if they share."""
+    x = padded_last(x, keep)
+    order = order_of(x, ties, sort)
+    if ties != "shared":
+        return Ranked(order)
+    ordered = x.gather(-1, order)
+    same = ordered[..., 1:] == ordered[..., :-1]
+    if keep is not None:
+        later = torch.arange(1, x.shape[-1], device=x.device)
+        same = same & (later < spread(keep.sum(-1, keepdim=True), x))
+    if not bool(same.any()):
+        return Ranked(order)
+    return Ranked(order, same, *group_bounds(same))
+
+
+def group_bounds(same: Tensor) -> tuple[Tensor, Tensor]:
+    """The first rank of every rank's group and the one behind its last, [..., N].  same: [..., N - 1]."""
+    size = same.shape[-1] + 1
+    rank = torch.arange(1, size, device=same.device)
+    first = torch.nn.functional.pad(torch.where(same, 0, rank), (1, 0))
+    end = torch.nn.functional.pad(torch.where(same, size, rank), (0, 1), value=size)
+    return first.cummax(-1).values, end.flip(-1).cummin(-1).values.flip(-1)
+
+
+def rank_partners(
+    clouds: Clouds, coupling: Coupling
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+    """The K ranks of keys that every rank of queries meets, and their shares, each [B or 1, N].
+
+    K is 1 where there are as many of either, 2 interpolated, else at most 1 + ceil(m / n).
+    """
+    rank = torch.arange(clouds.q.shape[2], device=clouds.q.device)[None]
+    if clouds.one_to_one():
+        return (rank,), None
+    n, m = (count[:, None] for count in counts(clouds))
+    rank = torch.minimum(rank, n - 1)  # those of padded tokens stay inside
+    low, end = partners(coupling, rank, rank + 1, n, m)
+    if coupling == "interpolated":
+        gaps = (n - 1).clamp(min=1)
+        share = (rank * (m - 1) - low * gaps).to(clouds.q.dtype) / gaps
+        return (low, torch.minimum(low + 1, m - 1)), (1 - share, share)
+    met, shares = [], []
+    for i in range(int((end - low).max())):
+        met.append(torch.minimum(low + i, m - 1))
+        given = group_mass(coupling, rank, rank + 1, low + i, low + i + 1, n, m)
+        shares.append(given.masked_fill(low + i >= m, 0.0).to(clouds.q.dtype))
+    return tuple(met), tuple(shares)
+
+
+def match(clouds: Clouds, queries: Ranked, keys: Ranked, coupling: Coupling) -> Matching:
+    """Who meets whom, of two clouds in order."""
+    ranks, shares = rank_partners(clouds, coupling)
+    size, bags = clouds.k.shape[:3].numel(), []
+    rows = plain = keys.order + _starts(clouds.k)
+    if keys.same is not None:
+        (rows,), _, bag = _shared(keys, (rows,), None, size)
+        bags.append(bag)
+        size += len(bag.starts)
+
+    def of_ranks(rows: Tensor) -> tuple[Tensor, ...]:  # [B, H, L, M] -> K of [B, H, L, N]
+        if shares is None:
+            return (rows,)
+        shape = (*queries.order.shape[:3], -1)
+        return tuple(rows.gather(-1, met[:, None, None].expand(*shape)) for met in ranks)
+
+    def by_token(of_ranks: Tensor) -> Tensor:
+        out = of_ranks.new_empty(queries.order.shape)
+        return out.scatter_(-1, queries.order, of_ranks.expand(out.shape))
+
+    def all_by_token(of_ranks: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+        return None if of_ranks is None else tuple(map(by_token, of_ranks))
+
+    own = of_ranks(rows)
+    own_shares = None if shares is None else tuple(share[:, None, None] for share in shares)
+    met_shares = all_by_token(own_shares)
+    if queries.same is None:
+        found, found_shares = tuple(map(by_token, own)), met_shares
+    else:
+        own, own_shares, bag = _shared(queries, own, own_shares, size)
+        bags.append(bag)
+        found, found_shares = tuple(map(by_token, own)), all_by_token(own_shares)
+    met = found if not bags else tuple(map(by_token, of_ranks(plain)))
+    return Matching(found, found_shares, tuple(bags), met, met_shares)
+
+
+def _starts(points: Tensor) -> Tensor:
+    """The first row of every head in a table of all points: [B, H, 1, 1].  points: [B, H, M, D]."""
+    batch, heads, count, _ = points.shape
+    return torch.arange(batch * heads, device=points.device).view(batch, heads, 1, 1) * count
+
+
+def _shared(
+    own: Ranked, rows: tuple[Tensor, ...], shares: tuple[Tensor, ...] | None, size: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None, Bag]:
+    """rows and shares with one row, the mean of what its group has, in place of every tied rank's.
+
+    rows: K of [B, H, L, R] of a table of `size`; shares: K that broadcast to them.
+    """
+    assert own.first is not None and own.end is not None
+    tied, shape = own.tied, own.order.shape
+    where = tied.flatten().nonzero()[:, 0]
+    begins = own.first.flatten()[where] == where % shape[-1]
+    weight = (own.end - own.first).flatten()[where].double().reciprocal()
+    given = [weight] * len(rows)
+    if shares is not None:
+        given = [share.expand(shape).flatten()[where] * weight for share in shares]
+    bag = Bag(
+        torch.stack([row.flatten()[where] for row in rows], -1).flatten(),
+        torch.stack(given, -1).flatten(),
+        begins.nonzero()[:, 0] * len(rows),
+    )
+    first = rows[0].masked_scatter(tied, size + begins.cumsum(0) - 1)
+    if shares is not None:
+        shares = tuple(torch.where(tied, float(i == 0), share) for i, share in enumerate(shares))
+    return (first, *rows[1:]), shares, bag
+
+
+def matched_costs(
+    clouds: Clouds,
+    queries: Ranked,
+    keys: Ranked,
+    matching: Matching,
+    coupling: Coupling,
+    squared: bool,
+    at_once: int = GATHERED_AT_ONCE,
+) -> Tensor:
+    """sum_ij |q_i - k_j| P_l,ij [B, H, L], or of its square, in float64.
+
+    O(L N D) work, and that of every pair of different points in tied groups. The keys of several
+    slices are gathered together, `at_once` entries at a time.
+    """
+    groups = _different(clouds, queries, keys, coupling)
+    left_out = None if clouds.query_keep is None else ~spread(clouds.query_keep, queries.order)
+    if groups is not None:
+        apart = torch.empty_like(groups.touched).scatter_(-1, queries.order, groups.touched)
+        left_out = apart if left_out is None else left_out | apart
+
+    def costs(q: Tensor, k: Tensor, part: slice) -> Tensor:
+        total: Tensor | float = 0.0
+        for index, rows in enumerate(matching.met):
+            own = k.flatten(0, 2).index_select(0, rows[:, :, part].flatten())
+            away = distance(q[:, :, None] - own.view(*rows[:, :, part].shape, k.shape[3]), squared)
+            share = None if matching.met_shares is None else matching.met_shares[index][:, :, part]
+            total = total + (away if share is None else away * share)
+        assert isinstance(total, Tensor)
+        if left_out is not None:
+            total = total.masked_fill(left_out[:, :, part.start : part.stop], 0.0)
+        return total.sum(-1, dtype=torch.float64)
+
+    step = max(1, at_once // max(1, clouds.q.numel()))
+    parts = [slice(i, i + step) for i in range(0, clouds.num_slices, step)]
+    total = torch.cat([recomputed(costs, clouds.q, clouds.k, part) for part in parts], -1)
+    return total if groups is None else total + _tied_costs(clouds, queries, keys, groups, squared)
+
+
+def distance(apart: Tensor, squared: bool) -> Tensor:
+    """The norm along the last dimension, whose gradient is 0 at 0, or its square."""
+    return apart.square().sum(-1) if squared else torch.linalg.vector_norm(apart, dim=-1)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Tied groups of different points, [B, H, L, N] and [B, H, L, M]: ranges of ranks; others alone.
+
+    touched: ranks of queries whose cost they change.  low, high: the ranks of keys that those meet.
+    """
+
+    coupling: Coupling
+    queries: tuple[Tensor, Tensor]
+    keys: tuple[Tensor, Tensor]
+    touched: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def _different(clouds: Clouds, queries: Ranked, keys: Ranked, coupling: Coupling) -> _Groups | None:
+    """None where all that tie are equal points."""
+    x, any_x = _bounds(queries, clouds.q)
+    y, any_y = _bounds(keys, clouds.k)
+    if not (any_x or any_y):
+        return None
+    if clouds.one_to_one():
+        coupling = "monotone"
+    n, m = (count[:, None, None, None] for count in counts(clouds))
+    low, high = partners(coupling, *x, n, m)
+    last = keys.order.shape[-1] - 1
+    low, high = low.clamp(max=last), high.clamp(1, last + 1)  # ranks of padded tokens stay inside
+    seen = torch.nn.functional.pad((y[1] - y[0] > 1).cumsum(-1), (1, 0))
+    touched = (x[1] - x[0] > 1) | (seen.gather(-1, high) > seen.gather(-1, low))
+    touched &= torch.arange(touched.shape[-1], device=touched.device) < n
+    return _Groups(coupling, x, y, touched, y[0].gather(-1, low), y[1].gather(-1, high - 1))
+
+
+def _bounds(own: Ranked, points: Tensor) -> tuple[tuple[Tensor, Tensor], bool]:
+    """Of tied groups of different points, and whether there are any."""
+    rank = torch.arange(own.order.shape[-1], device=points.device).expand(own.order.shape)
+    alone = (rank, rank + 1)
+    if own.same is None or own.first is None or own.end is None:
+        return alone, False
+    where = torch.nn.functional.pad(own.same, (1, 0)).flatten().nonzero()[:, 0]
+    rows = (own.order + _starts(points)).flatten()
+    flat = points.flatten(0, 2)
+    differ = (flat[rows[where]] != flat[rows[where - 1]]).any(-1)
+    if not bool(differ.any()):
+        return alone, False
+    starts = where - where % rank.shape[-1] + own.first.flatten()[where]
+    mark = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, starts[differ], True)
+    here = mark.view(rank.shape).gather(-1, own.first)
+    return (torch.where(here, own.first, rank), torch.where(here, own.end, rank + 1)), True
+
+
+def _tied_costs(
+    clouds: Clouds, queries: Ranked, keys: Ranked, groups: _Groups, squared: bool
+) -> Tensor:
+    """What the touched ranks add to the cost of their slices, every pair counted: [B, H, L].
+
+    Where many pairs tie, the same two points do so in several slices: query by query, the distances
+    to all keys are taken once.
+    """
+    n, m = (count.expand(len(clouds.q)) for count in counts(clouds))
+    rows_q, rows_k = ((own.order + _starts(points)).flatten()
+                      for own, points in ((queries, clouds.q), (keys, clouds.k)))  # fmt: skip
+    where = groups.touched.flatten().nonzero()[:, 0]
+    where = where[rows_q[where].argsort(stable=True)]
+    low, met = groups.low.flatten()[where], (groups.high - groups.low).flatten()[where]
+    (g, g_end), (h, h_end) = ((a.flatten(), b.flatten()) for a, b in (groups.queries, groups.keys))
+    batch, heads, slices, num_queries = queries.order.shape
+    num_keys = clouds.k.shape[2]
+
+    def costs(q: Tensor, k: Tensor, part: slice) -> Tensor:
+        count = met[part]
+        ranks = where[part].repeat_interleave(count)
+        before = (count.cumsum(0) - count).repeat_interleave(count)
+        within = torch.arange(len(ranks), device=ranks.device) - before
+        line = ranks // num_queries
+        others = line * num_keys + low[part].repeat_interleave(count) + within
+        example = line // (heads * slices)
+        bounds = (g[ranks], g_end[ranks], h[others], h_end[others])
+        mass = group_mass(groups.coupling, *bounds, n[example], m[example])
+        mass = mass / ((bounds[1] - bounds[0]) * (bounds[3] - bounds[2]))
+        away = distances(q.flatten(0, 2), k.flatten(0, 2), rows_q[ranks], rows_k[others])
+        return mass.new_zeros(batch * heads * slices).index_add(0, line, mass * away)
+
+    def distances(q: Tensor, k: Tensor, row: Tensor, other: Tensor) -> Tensor:
+        first, last = row[0], row[-1]
+        head = first // num_queries
+        if len(row) < 2 * num_keys * (last - first + 1) or bool(head != last // num_queries):
+            return distance(q[row] - k[other], squared)
+        start = head * num_keys
+        table = cost_matrix(q[first : last + 1], k[start : start + num_keys], squared)
+        return table.flatten()[(row - first) * num_keys + other - start]
+
+    most = max(1, GATHERED_AT_ONCE // max(1, clouds.q.shape[3]))
+    piece = (met.cumsum(0) - met) // most
+    if len(piece) and bool(piece[-1] > 0):  # else one piece, of as many heads as there are
+        piece = piece + rows_q[where] // num_queries * (piece[-1] + 1)
+    total, start = torch.zeros((), dtype=torch.float64, device=where.device), 0
+    for size in piece.unique_consecutive(return_counts=True)[1].tolist():
+        total = total + recomputed(costs, clouds.q, clouds.k, slice(start, start + size))
+        start += size
+    return total.view(batch, heads, slices)
+
+
+def cost_matrix(q: Tensor, k: Tensor, squared: bool) -> Tensor:
+    """|q_i - k_j| [..., N, M], or its square; by differences, which lose no digits near 0."""
+    distance = torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
+    return distance.square() if squared else distance
+
+
+def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), whose intermediates are computed again in backward, not kept."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def slice_weights(
+    cost: Tensor, inverse_temperature: Tensor, count: Tensor | int, mean_cost: bool
+) -> Tensor:
+    """softmax(-tau D) over the slices.  cost: [B, H, L] in float64; count: of the queries."""
+    if mean_cost:
+        cost = cost / count
+    tau = inverse_temperature.to(cost.dtype)[:, None]
+    return torch.softmax(-tau * (cost - cost.detach().amin(-1, keepdim=True)), -1)
+
+
+def gather_sum(matching: Matching, v: Tensor, weights: Tensor) -> Tensor:
+    """out_i = sum_l w_l (P_l v)_i: [B, H, N, E].  v: [B, H, M, E]; weights: [B, H, L, N]."""
+    rows, entries = matching.weighted(weights)
+    batch, heads, count, queries = rows.shape
+    rows, entries = (t.transpose(2, 3).reshape(-1, count) for t in (rows, entries))
+    table = matching.table(v)
+    out = embedding_bag(rows, table, mode="sum", per_sample_weights=entries.to(table.dtype))
+    return out.view(batch, heads, queries, v.shape[3])
+
+
+def scatter_sum(matching: Matching, width: int, weights: Tensor) -> Tensor:
+    """The map that gather_sum multiplies by v, [B, H, N, M], where nothing ties.  width: M."""
+    rows, entries = matching.weighted(weights)
+    keys, (batch, heads, count, queries) = rows % width, rows.shape
+    result = entries.new_zeros(batch, heads, queries, width)
+    for index in range(count):  # one entry a row each: the order of sums is fixed
+        own = (part[:, :, index, :, None] for part in (keys, entries))
+        result.scatter_add_(3, *own)
+    return result
