@@ -374,8 +374,8 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             require(False, "a site has a convention", site["convention"])
     names = [site["name"] for site in sites]
-    own = [site["name"] for site in sites if site["operator"] != "teacher"]
-    for stage, wanted in (("lossless", names), ("graph", own), ("teacher", [])):
+    called_for = [site["name"] for site in sites if site["operator"] != "teacher"]
+    for stage, wanted in (("lossless", names), ("graph", called_for), ("teacher", [])):
         require(
             sorted(called[stage]) == sorted(wanted) and len(set(wanted)) == len(wanted),
             f"the {stage} programs call an operator for each of its sites, once", called[stage],

@@ -116,7 +116,7 @@ class _Residual(float):
         self._budget.note(self._residual, None)
         return math.nan
 
-    def __abs__(self) -> _Residual:  # type: ignore[override]
+    def __abs__(self) -> _Residual:
         return self
 
     def __bool__(self) -> bool:
@@ -265,12 +265,12 @@ def _returning_residuals(module: nn.Module, budget: _FullBudget) -> Iterator[lis
         return output, tuple(residual for residual, _ in budget.stops)
 
     own = "forward" in module.__dict__
-    module.forward = with_residuals  # type: ignore[method-assign]
+    module.forward = with_residuals
     try:
         yield thresholds
     finally:
         if own:
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
         else:
             del module.forward
 
@@ -278,12 +278,13 @@ def _returning_residuals(module: nn.Module, budget: _FullBudget) -> Iterator[lis
 def _take_residuals(graph: GraphModule) -> list[Node]:
     """The second part of (output, residuals), taken out of what the graph returns."""
     output = graph.graph.output_node()
-    leaves, codegen = list(output.args[0]), graph.graph._codegen
+    returned: Any = output.args[0]
+    leaves, codegen = list(returned), graph.graph._codegen
     info = codegen.pytree_info  # type: ignore[attr-defined]
     first, second = info.out_spec.children()
     residuals = leaves[first.num_leaves :]
     assert len(residuals) == second.num_leaves
-    output.args = (type(output.args[0])(leaves[: first.num_leaves]),)
+    output.args = (type(returned)(leaves[: first.num_leaves]),)
     codegen.pytree_info = info._replace(out_spec=first)  # type: ignore[attr-defined]
     graph.recompile()
     return residuals

@@ -582,11 +582,11 @@ def _run_experiments(
             s = scores(2.0 / abs(rough))
             a = experiment.run(s, inputs, lengths)
             shift = coefficient / fit.convention.score_multiplier * dense
-            error = convention_error(
+            apart = convention_error(
                 replace(fit.convention, mask="none"), [Sample(_four(s + shift), _four(a))]
             )
-            if not error <= HELD:
-                return f"with {node.name} as score bias: another loop; relative error {error:.2g}"
+            if not apart <= HELD:
+                return f"with {node.name} as score bias: another loop; relative error {apart:.2g}"
             bias = ScoreBias(node, coefficient, merged or _merged(node, region))
     return fit, mask, bias, neutral
 

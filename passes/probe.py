@@ -324,7 +324,9 @@ def _budget(
 ) -> Budget:
     groups = groups_of(samples, multiplier)
     plans = [
-        loop_plans(scores, keep, *log_marginals(*scores.shape[-2:], keep, scores))
+        loop_plans(
+            scores, keep, *log_marginals(scores.shape[-2], scores.shape[-1], keep, scores)
+        )
         for scores, keep, _ in groups
     ]
     return search_budget([target for *_, target in groups], plans, sides, most)
@@ -339,13 +341,13 @@ def groups_of(
         own = sample.head()
         by_shape.setdefault((own.scores.shape, own.keep is None), []).append(own)
     groups = []
-    for own in by_shape.values():
-        scores = multiplier * torch.cat([sample.scores for sample in own])
-        keeps = [sample.keep for sample in own if sample.keep is not None]
+    for alike in by_shape.values():
+        scores = multiplier * torch.cat([sample.scores for sample in alike])
+        keeps = [sample.keep for sample in alike if sample.keep is not None]
         keep = torch.cat(keeps) if keeps else None
         if keep is not None:
             scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
-        groups.append((scores, keep, torch.cat([sample.attention for sample in own])))
+        groups.append((scores, keep, torch.cat([sample.attention for sample in alike])))
     return groups
 
 

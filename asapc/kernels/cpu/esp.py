@@ -96,7 +96,7 @@ def esp_hard(
     """As operators.esp.esp_hard."""
 
     def core(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
-        own = [_ranked(x, ties) for x in (clouds.x, clouds.y)]
+        own = _ranked(clouds.x, ties), _ranked(clouds.y, ties)
         if any(ranks.same is not None for ranks in own):
             return _tied_heads(clouds, v, tau, *own, squared_cost, mean_cost, coupling)
         points = clouds.q[0, 0]
