@@ -67,6 +67,8 @@ def test_two_runs_write_the_same_bytes(work: Path) -> None:
         compile(teacher, calibration, out, None, str(work / "data.npz"), Progress())
         runs.append((contents(calibration), contents(out)))
     assert len(runs[0][0]) >= 2 and len(runs[0][1]) >= 6
+    fitted = load_file(work / "calib0" / "calibration.safetensors")
+    assert {f"layers.{i}.mha.0.source.coefficients" for i in range(2)} <= set(fitted)
     assert runs[0] == runs[1]
 
 

@@ -29,7 +29,7 @@ SMALL = {"candidates": TRIED, "max_examples": 40, "batch_size": 8}
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    write_teacher(folder / "teacher")
+    write_teacher(folder / "teacher", max_iter=6)
     write_data(folder / "data.npz")
     return folder
 
