@@ -76,6 +76,8 @@ def compile(
     out:      keep the artefact in this folder, for asapc.load, and OUT.calibration beside it, from
               which a run that is cut short goes on. Without it both live in a temporary folder.
     examples: measured for the report, at most.
+    The compiled model is a patched copy of `model`, of its class and with its layers, see asapc.live; a
+    CompiledModel where the model came without its code, or its attention is not called as a module.
     Raises the errors of asapc.errors, as the commands do: NoSiteError where nothing can be compiled,
     VerificationError where the rewritten model does not compute the same, InputError for the rest.
 
@@ -112,9 +114,8 @@ def compile(
             calibration = artifact.with_name(f"{artifact.name}.calibration")
         pipeline.calibrate(teacher, source, calibration, own, progress)
         pipeline.compile(teacher, calibration, artifact, own, source, progress)
-        around = None
-        if read_manifest(artifact)["capture"] == "module":
-            around = copy.deepcopy(teacher.model)
+        manifest = read_manifest(artifact)
+        around = copy.deepcopy(teacher.model) if manifest["capture"] == "module" else None
         facts, pictures = evaluate.report(
             artifact, source, model=around, examples=examples, progress=progress
         )
@@ -122,7 +123,9 @@ def compile(
         report = Report(facts, pictures)
         if out is not None:
             report.save(artifact)
-        compiled = load(artifact, model=None if around is None else copy.deepcopy(around))
+        live = manifest["live"]
+        patchable = around is not None or (live["programs"] and not live["left"])
+        compiled = load(artifact, model=copy.deepcopy(teacher.model) if patchable else None)
     return Compiled(compiled, report)
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 Side = Literal["row", "column"]
 Mask = Literal["none", "key"]
@@ -58,6 +58,7 @@ class Convention:
     mask: Mask = "none"
     bias: bool = False
     early_stop: bool = False
+    calls: tuple[ModuleCall, ...] = ()
 
     @property
     def last_side(self) -> Side:
@@ -224,6 +225,26 @@ class Distilled:
     share: bool = False
 
 
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module in a captured graph.
+
+    name:            dotted, of the module in the captured one; "" for the captured one itself.
+    args, kwargs, output: as they were in the trace; their tensors are fake.
+    inputs, outputs: the nodes of their tensors, in the order of pytree.
+    start, end:      places of the graph's nodes that were traced in it.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    start: int
+    end: int
+
+
 @dataclass
 class Program:
     """A captured computation: the whole model (name "") or one of its modules (dotted name).
@@ -232,6 +253,7 @@ class Program:
     args, kwargs:   the example call it was captured with.
     dynamic_shapes: as given to torch.export, to capture a rewritten graph again.
     early_stop:     a data-dependent stop was traced through at its full budget.
+    calls:          the calls of modules inside, by nodes of this graph; not of what is made from it.
     """
 
     name: str
@@ -240,3 +262,4 @@ class Program:
     kwargs: dict[str, Any]
     dynamic_shapes: Any
     early_stop: bool = False
+    calls: tuple[ModuleCall, ...] = ()

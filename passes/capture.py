@@ -29,6 +29,7 @@ from asapc.errors import InputError
 from asapc.ir import Program
 from asapc.limits import MOST, limits_of
 from asapc.passes.einsum import split_einsums
+from asapc.passes.observe import Observer
 
 
 @dataclass
@@ -175,13 +176,15 @@ def _export(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Program:
     shapes = _dynamic_shapes(args, kwargs, module.forward)
-    with _FullBudget() as budget:
+    observer = Observer()
+    with _FullBudget() as budget, observer.watching(module):
         exported = export_graph(module, args, kwargs, shapes)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     split_einsums(graph)
+    calls = observer.calls(graph)
     shapes = _bounded(shapes, exported)
-    return Program(name, graph, args, kwargs, shapes, early_stop=budget.stopped)
+    return Program(name, graph, args, kwargs, shapes, budget.stopped, calls)
 
 
 def _dynamic_shapes(
@@ -223,7 +226,7 @@ def _bounded(shapes: Any, exported: ExportedProgram) -> Any:
 
     def bound(axes: dict[int, Any], value: Any) -> dict[int, Any]:
         return {
-            axis: free if isinstance(size, int) else _hint(exported.range_constraints, size) or free
+            axis: free if isinstance(size, int) else size_hint(exported.range_constraints, size) or free
             for (axis, free), size in zip(axes.items(), value.shape, strict=True)
         }
 
@@ -244,7 +247,7 @@ def _are_axes(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(axis, int) for axis in value)
 
 
-def _hint(ranges: Mapping[Any, Any], size: torch.SymInt) -> Any:
+def size_hint(ranges: Mapping[Any, Any], size: torch.SymInt) -> Any:
     """Dim.AUTO with the limits of a size, None if it has none."""
     low, high = limits_of(ranges, size.node.expr)
     if (low, high) == (0, MOST):
