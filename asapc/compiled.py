@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -74,6 +75,11 @@ class Forward:
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original) if self.live else self.call.signature()
+
+    @property
+    def __code__(self) -> CodeType:
+        """torch.export names the code that it traces."""
+        return type(self).__call__.__code__
 
     @property
     def original(self) -> Callable[..., Any]:
