@@ -38,7 +38,7 @@ from torch.fx import GraphModule
 
 import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
 from asapc.call import Call, Child, known_of, leaves, plain_spec
-from asapc.code import GraphCode, flat_graph, traced_inputs
+from asapc.code import GraphCode, flat_graph, tensors_of, traced_inputs
 from asapc.compiled import OPERATORS, CompiledModel, Operators, site_line
 from asapc.errors import InputError
 from asapc.formats.atomic import read_whole
@@ -615,10 +615,10 @@ def _load_weights(artifact: Artifact, model: nn.Module) -> None:
         own = {**_under(tensors, f"{index}."), **_under(tensors, f"graph.{index}.")}
         prefix = f"{entry['name']}." if entry["name"] else ""
         weights |= {prefix + name: t for name, t in own.items() if not name.startswith("asapc_")}
-    theirs = model.state_dict(keep_vars=True)
+    theirs = tensors_of(model)
     wrong = [
         name for name, tensor in weights.items()
-        if not isinstance(theirs.get(name), Tensor) or theirs[name].shape != tensor.shape
+        if name not in theirs or theirs[name].shape != tensor.shape
     ]  # fmt: skip
     if wrong:
         raise InputError(

@@ -103,6 +103,14 @@ def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph
     return graph
 
 
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """What a graph can read from a module: parameters and buffers, under all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
 def traced_inputs(module: GraphModule) -> list[Tensor]:
     """The tensors that an exported program takes, as its trace has them."""
     values = (node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from asapc.call import Call, Child, Constant, Group, Leaf, Tree, leaves
-from asapc.code import GraphCode, flat_graph, sweep
+from asapc.code import GraphCode, flat_graph, sweep, tensors_of
 from asapc.compiled import OPERATORS, Forward, Operators, site_line
 from asapc.errors import InputError
 
@@ -180,9 +180,7 @@ def _parts(graph: Graph, tree: Tree, value: Node) -> Iterator[tuple[int, Node]]:
 
 def _check(module: nn.Module, graph: Graph, what: str, operators: set[str]) -> None:
     """Every name that the graph reads is a weight or a layer of the module."""
-    tensors = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    tensors |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    tensors |= {f"{OPERATORS}.{name}" for name in operators}
+    tensors = {*tensors_of(module), *(f"{OPERATORS}.{name}" for name in operators)}
     modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
     for node in graph.nodes:
         if node.op == "get_attr" and node.target not in tensors:

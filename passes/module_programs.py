@@ -37,6 +37,7 @@ from asapc.call import (
     known_of,
     parameters_of,
 )
+from asapc.code import tensors_of
 from asapc.ir import ModuleCall, Program
 from asapc.passes.capture import size_hint
 from asapc.passes.cut import holds_tensors
@@ -118,7 +119,7 @@ class _Reader:
         self.program = program
         self.nodes = list(program.graph.graph.nodes)
         self.order = {node: place for place, node in enumerate(self.nodes)}
-        self.weights = _tensors(model)
+        self.weights = tensors_of(model)
         self._insides: dict[int, _Inside | str] = {}
         self._counts: dict[str, int] = {}
         for call in program.calls:
@@ -252,7 +253,7 @@ class _Reader:
         theirs = self.weights.get(full)
         if theirs is None:
             return None, value
-        for own, tensor in _tensors(module).items():
+        for own, tensor in tensors_of(module).items():
             if tensor is theirs:
                 return own, value
         raise Undescribable(f"reads {full}, a weight of another module")
@@ -356,14 +357,6 @@ def _axes(node: Node) -> dict[int, Any]:
         if isinstance(size, torch.SymInt) else Dim.STATIC
         for axis, size in enumerate(node.meta["val"].shape)
     }  # fmt: skip
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under all of their names."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _within(name: str, outer: str) -> bool:
