@@ -194,9 +194,8 @@ def _encoded(graph: Graph) -> list[tuple[Any, ...]]:
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             target = (target.namespace, target._opname, target._overloadname)
-        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _Ref(n.name))
         meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
-        rows.append((node.op, node.name, target, *_plain(arguments), meta))
+        rows.append((node.op, node.name, target, _plain(node.args), _plain(node.kwargs), meta))
     return rows
 
 
@@ -216,7 +215,9 @@ def _decoded(rows: Sequence[tuple[Any, ...]]) -> Graph:
 
 
 def _plain(value: Any) -> Any:
-    """fx's own immutable containers as Python's."""
+    """fx's own immutable containers as Python's, and nodes by name."""
+    if isinstance(value, Node):
+        return _Ref(value.name)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

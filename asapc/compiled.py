@@ -132,6 +132,7 @@ class CompiledModel(nn.Module):
             own.update(theirs)  # type: ignore[arg-type]
         self._non_persistent_buffers_set.update(weights._non_persistent_buffers_set)
         self.__dict__["forward"] = Forward(self, code, call, teacher)
+        self._sites: tuple[str, ...]
         self.__dict__["_sites"] = tuple(sites)
         self.eval()
 
