@@ -27,6 +27,10 @@ from asapc.errors import InputError
 OPERATORS = "asapc"  # of a module: what its operators were fitted with
 
 
+class OwnCodeWarning(UserWarning):
+    """A patched module was called in another way than the captured one, and ran its own code."""
+
+
 class Operators(nn.Module):
     """Coefficients, pivots, slices: buffers of the operators that stand for `sites`.
 
@@ -104,6 +108,7 @@ class Forward:
             self.warned.add(problem)
             warnings.warn(
                 f"{self.name}: the module's own code runs, not the compiled one: {problem}",
+                OwnCodeWarning,
                 stacklevel=3,
             )
         return self.original(*args, **kwargs)

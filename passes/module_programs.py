@@ -7,7 +7,8 @@ after:  a program of the smallest module around each site, its inputs and output
 What a module computes is what its outputs depend on, back to its inputs. Where that reaches further, to
 what the module was given in another way than by its arguments, or where something of the inside is read
 outside, the module around it is taken instead, and the captured model itself in the end. A module that
-is called more than once has one forward for all its calls, so it is left to the module around it, too.
+is called more than once has one forward for all its calls, and one that is called otherwise where the
+model is not traced would not run it: they are left to the module around them, too.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from asapc.passes.match import AnySite
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
+EagerCalls = Mapping[str, Sequence[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,13 @@ class _Inside:
 
 
 def module_programs(
-    model: nn.Module, program: Program, sites: Sequence[AnySite]
+    model: nn.Module, program: Program, sites: Sequence[AnySite], eager: EagerCalls
 ) -> tuple[list[ModuleProgram], dict[str, str]]:
-    """The programs of the modules around all the sites, and why there is none, by site."""
-    reader = _Reader(model, program)
+    """The programs of the modules around all the sites, and why there is none, by site.
+
+    eager: what the model's modules are called with when it runs.
+    """
+    reader = _Reader(model, program, eager)
     chosen: dict[int, _Inside] = {}
     left: dict[str, str] = {}
     for index, site in enumerate(sites):
@@ -114,8 +119,9 @@ def module_programs(
 class _Reader:
     """One captured program, and the model that it was captured from."""
 
-    def __init__(self, model: nn.Module, program: Program) -> None:
+    def __init__(self, model: nn.Module, program: Program, eager: EagerCalls) -> None:
         self.model = model
+        self.eager = eager
         self.program = program
         self.nodes = list(program.graph.graph.nodes)
         self.order = {node: place for place, node in enumerate(self.nodes)}
@@ -139,10 +145,29 @@ class _Reader:
             if isinstance(inside, str):
                 reason = f"{call.name or 'the model'} {inside}"
             elif needed <= inside.known and last in inside.nodes:
-                if self._counts[call.name] == 1:
+                problem = self._differs(call)
+                if problem is None:
                     return inside
-                reason = f"{call.name} is called {self._counts[call.name]} times"
+                reason = f"{call.name or 'the model'} {problem}"
         return reason
+
+    def _differs(self, call: ModuleCall) -> str | None:
+        """Why the module, when the model runs, is not called as it was in the trace."""
+        if self._counts[call.name] > 1:
+            return f"is called {self._counts[call.name]} times"
+        name = self._full(call.name)
+        calls = self.eager.get(name, ())
+        if len(calls) != 1:
+            return f"is called {len(calls)} times where the model is not traced"
+        (args, kwargs), module = calls[0], self.model.get_submodule(name)
+        try:
+            problem = _call_of(module, call).flat(args, kwargs)[1]
+        except (Undescribable, TypeError) as error:
+            problem = str(error)
+        return None if problem is None else f"is called otherwise where it is not traced: {problem}"
+
+    def _full(self, name: str) -> str:
+        return ".".join(part for part in (self.program.name, name) if part)
 
     def _inside(self, number: int) -> _Inside | str:
         """What a call computes, or why that is not known from its arguments."""
@@ -204,7 +229,7 @@ class _Reader:
     ) -> ModuleProgram:
         """The module's program with its layers marked.  Raises Undescribable."""
         own = inside.call
-        name = ".".join(part for part in (self.program.name, own.name) if part)
+        name = self._full(own.name)
         module = self.model.get_submodule(name)
         call = _call_of(module, own)
         graph, nodes = Graph(), dict[Node, Node]()
@@ -249,7 +274,7 @@ class _Reader:
         value: Any = operator.attrgetter(str(node.target))(self.program.graph)
         if not isinstance(value, Tensor):
             raise Undescribable(f"reads {node.target}, which is no tensor")
-        full = ".".join(part for part in (self.program.name, str(node.target)) if part)
+        full = self._full(str(node.target))
         theirs = self.weights.get(full)
         if theirs is None:
             return None, value

@@ -93,6 +93,31 @@ class Observer:
         return tuple(found)
 
 
+def eager_calls(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """What every module is called with when the model runs, by name.
+
+    Some code asks whether it is traced, and calls its modules otherwise then.
+    """
+    calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+    handles = []
+    for name, own in model.named_modules():
+
+        def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            calls.setdefault(name, []).append(_kept((args, kwargs)))
+
+        if not isinstance(own, torch.jit.ScriptModule):
+            handles.append(own.register_forward_pre_hook(enter, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
 def _see(values: Any, label: str) -> None:
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
     torch.ops.asapc.seen(tensors, label)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.call import Call, Child
+from asapc.data import Batch
 from asapc.ir import Program
 from asapc.passes.analyse import Analysis
 from asapc.passes.calls import Operands, attribute, operator_calls
@@ -22,6 +23,7 @@ from asapc.passes.candidates import TEACHER, Choice
 from asapc.passes.capture import Capture
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
+from asapc.passes.observe import eager_calls
 from asapc.passes.select import compiled_programs
 
 
@@ -53,7 +55,7 @@ def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Progr
 
 
 def compiled_modules(
-    analysis: Analysis, choices: Sequence[Choice], compiled: Sequence[Program]
+    analysis: Analysis, choices: Sequence[Choice], compiled: Sequence[Program], example: Batch
 ) -> tuple[list[CompiledModule], dict[str, str]]:
     """The modules of a live model that compiled forwards are put into; by site, why there is none.
 
@@ -62,6 +64,7 @@ def compiled_modules(
     """
     if analysis.model is None:
         return [], {}
+    eager = eager_calls(analysis.model, example.args, example.kwargs)
     found: list[CompiledModule] = []
     left: dict[str, str] = {}
     start = 0
@@ -72,7 +75,8 @@ def compiled_modules(
         wanted = [i for i in mine if choices[i].operator != TEACHER]
         names = [analysis.sites[i].name for i in wanted]
         calls = dict(zip(names, operator_calls(compiled[number].graph), strict=True))
-        modules, why = module_programs(analysis.model, program, [own[i - mine.start] for i in wanted])
+        sites = [own[i - mine.start] for i in wanted]
+        modules, why = module_programs(analysis.model, program, sites, eager)
         left |= why
         for module in modules:
             places = [wanted[index] for index in module.sites]
