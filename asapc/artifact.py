@@ -499,8 +499,8 @@ def load(
     model: a live model, or a factory of it, that is patched in place: it keeps its class, hooks and
            layers, see asapc.live. The artefact's weights are loaded into it, the teacher's or, of a
            refreshed artefact, the trained ones; what it has beyond them stays. A capture per module
-           needs it, a capture of the whole model does not: without it a CompiledModel is rebuilt, whose
-           outputs are plain tuples, lists and dicts.
+           needs it, a capture of the whole model does not: without it a CompiledModel is rebuilt. Where
+           the class of an output is not defined in the process, its outputs are a plain dict or tuple.
     stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.monitor.
     Raises InputError.

@@ -70,14 +70,14 @@ class Group:
     kind:    list, tuple, dict, namedtuple, or object: any other type registered with torch's pytree.
     keys:    of a dict; the names of fields, where there are any.
     type:    of a namedtuple or an object, its qualified name, found again where the class is at hand.
-    context: of an object, what its pytree flattening keeps besides the items; JSON.
+    context: of an object, what its pytree flattening keeps besides the items, as JSON has it.
     """
 
     kind: str
     items: tuple[Tree, ...]
     keys: tuple[str, ...] = ()
     type: str = ""
-    context: str = "null"
+    context: Any = None
 
 
 Tree = Leaf | Constant | Default | Size | Group
@@ -304,12 +304,12 @@ def described(value: Any, tensors: list[Tensor], output: bool = False) -> Tree:
     if output and kind in pytree.SUPPORTED_NODES:
         items, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         try:
-            text = json.dumps(context)
+            plain = json.loads(json.dumps(context)) == context
         except (TypeError, ValueError):
-            text = ""
-        if not text or json.loads(text) != context:
+            plain = False
+        if not plain:
             raise Undescribable(f"a {_qualified(kind)} whose structure is not plain data")
-        return Group("object", inner(items), _fields(kind, value, len(items)), _qualified(kind), text)
+        return Group("object", inner(items), _fields(kind, value, len(items)), _qualified(kind), context)
     raise Undescribable(f"a {_qualified(kind)}")
 
 
@@ -465,7 +465,7 @@ def rebuilt(tree: Tree, flat: Sequence[Any], types: Mapping[str, type]) -> Any:
     if own is not None and tree.kind == "namedtuple":
         return tuple.__new__(own, items)
     if own is not None:
-        return pytree.SUPPORTED_NODES[own].unflatten_fn(items, json.loads(tree.context))
+        return pytree.SUPPORTED_NODES[own].unflatten_fn(items, tree.context)
     if tree.kind == "object" and tree.keys:
         return dict(zip(tree.keys, items, strict=True))
     return tuple(items)
@@ -474,7 +474,7 @@ def rebuilt(tree: Tree, flat: Sequence[Any], types: Mapping[str, type]) -> Any:
 def types_at_hand(tree: Tree) -> dict[str, type]:
     """The classes of a tree by qualified name, of those that this process has already defined.
 
-    A name is compared, never imported: of objects with the types registered with torch's pytree, of
+    A name is compared, nothing is imported: of objects with the types registered with torch's pytree, of
     named tuples with what a loaded module holds.
     """
     found: dict[str, type] = {}
@@ -638,8 +638,8 @@ def _to_json(tree: Tree) -> Any:
         own["keys"] = list(tree.keys)
     if tree.type:
         own["type"] = tree.type
-    if tree.context != "null":
-        own["context"] = json.loads(tree.context)
+    if tree.context is not None:
+        own["context"] = tree.context
     return own
 
 
@@ -664,8 +664,7 @@ def _from_json(data: Any, depth: int = 0) -> Tree:
             keys = tuple(str(key) for key in data.get("keys", ()))
             if len(keys) not in ((len(items),) if kind in ("dict", "namedtuple") else (0, len(items))):
                 raise ValueError(f"a {kind} has a key for each item")
-            context = json.dumps(data.get("context"))
-            return Group(kind, items, keys, str(data.get("type", "")), context)
+            return Group(kind, items, keys, str(data.get("type", "")), data.get("context"))
     raise ValueError(f"no structure: {str(data)[:80]}")
 
 

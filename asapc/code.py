@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
+import asapc.operators as _operators  # registers torch.ops.asapc, which graphs call
+
+assert _operators is not None
 aten = torch.ops.aten
 
 # What only checks the trace's own dtype, layout and device, and what a graph reads without changing.
@@ -98,9 +101,23 @@ def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph
                 nodes[node].target = nodes[node].name
             elif node.op == "get_attr":
                 nodes[node].target = rename(str(node.target))
+            elif node.op == "call_function":
+                nodes[node].kwargs = {**node.kwargs, **_unsaid(node)}
     sweep(graph)
     graph.lint()
     return graph
+
+
+def _unsaid(node: Node) -> dict[str, Any]:
+    """dtype and device of what an operator makes from nothing, where the trace left them to defaults."""
+    value = node.meta.get("val")
+    makes = isinstance(node.target, torch._ops.OpOverload) and isinstance(value, Tensor)
+    if not makes or any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes):
+        return {}
+    own = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}
+    said = {name for name, given in node.kwargs.items() if given is not None}
+    found = {"dtype": value.dtype, "device": value.device}
+    return {name: given for name, given in found.items() if name in own - said}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -76,6 +76,14 @@ class Forward:
         self.types = types_at_hand(call.output)
         self.warned: set[str] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the classes of the outputs: another process may not have them."""
+        return {name: own for name, own in vars(self).items() if name != "types"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.types = types_at_hand(self.call.output)
+
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original) if self.live else self.call.signature()
