@@ -77,6 +77,8 @@ def compile(
     out:      keep the artefact in this folder, for asapc.load, and OUT.calibration beside it, from
               which a run that is cut short goes on. Without it both live in a temporary folder.
     examples: measured for the report, at most.
+    The compiled model is a patched copy of `model`, of its class and with its layers, see asapc.live; a
+    CompiledModel where the model came without its code, or its attention is not called as a module.
     Raises the errors of asapc.errors, as the commands do: NoSiteError where nothing can be compiled,
     VerificationError where the rewritten model does not compute the same, InputError for the rest. Warns
     with FewExamplesWarning where what was chosen was fitted on too little.
@@ -116,9 +118,8 @@ def compile(
         manifest = pipeline.compile(teacher, calibration, artifact, own, source, progress)
         for warning in manifest["warnings"]:
             warnings.warn(warning["text"], FewExamplesWarning, stacklevel=2)
-        around = None
-        if read_manifest(artifact)["capture"] == "module":
-            around = copy.deepcopy(teacher.model)
+        manifest = read_manifest(artifact)
+        around = copy.deepcopy(teacher.model) if manifest["capture"] == "module" else None
         facts, pictures = evaluate.report(
             artifact, source, model=around, examples=examples, progress=progress
         )
@@ -126,7 +127,9 @@ def compile(
         report = Report(facts, pictures)
         if out is not None:
             report.save(artifact)
-        compiled = load(artifact, model=None if around is None else copy.deepcopy(around))
+        live = manifest["live"]
+        patchable = around is not None or (live["programs"] and not live["left"])
+        compiled = load(artifact, model=copy.deepcopy(teacher.model) if patchable else None)
     return Compiled(compiled, report)
 
 

@@ -8,11 +8,13 @@
     graph.pt2                the compiled program (whole capture)
     lossless.pt2, teacher.pt2   the same model with lossless operators, and as captured
     modules/<i>.<stage>.pt2  the three programs of each module (capture per module)
+    live/<i>.pt2             the compiled program of a module, or of several alike, for a live model
 
 The .pt2 files hold no weights. The three stages share one set of weights, so that a report and a
 benchmark need nothing but the folder (and, for a capture per module, the model around it). A weight
 of program <i> is named <i>.NAME; where training after the replacement has moved the compiled
-program's away from the teacher's, the compiled one is graph.<i>.NAME.
+program's away from the teacher's, the compiled one is graph.<i>.NAME. What a module's program in live/
+reads is the live model's, a tensor of the compiled program, or its own, live.<j>.NAME.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import save_file
@@ -35,6 +37,9 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
+from asapc.call import Call, Child, known_of, leaves, plain_spec
+from asapc.code import GraphCode, flat_graph, tensors_of, traced_inputs
+from asapc.compiled import OPERATORS, CompiledModel, Operators, site_line
 from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.atomic import read_whole
@@ -42,9 +47,11 @@ from asapc.formats.json_text import read_json
 from asapc.formats.load import build_factory, load_teacher, read_safetensors
 from asapc.formats.pt2 import load_program, save_program
 from asapc.ir import Convention, Program, convention_from_dict
+from asapc.live import Patch, apply, operator_name, warn_left
 from asapc.monitor import attach
 from asapc.passes.calls import name_calls, sites_of
 from asapc.passes.capture import export_graph
+from asapc.passes.patches import CompiledModule
 from asapc.recipe import Recipe
 
 FORMAT_VERSION = 3
@@ -53,6 +60,9 @@ Stage = Literal["graph", "lossless", "teacher"]
 STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
 _SEEN = "asapc.seen_hashes"
 _MODEL = "model."  # weights of the model around captured modules
+_LIVE = "live."
+_DTYPES = {str(own).removeprefix("torch."): own
+           for own in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
 
 assert _operators is not None
 
@@ -103,11 +113,13 @@ def write_artifact(
     seen_hashes: Sequence[int],
     model: nn.Module | None,
     selection: Mapping[str, Any],
+    modules: tuple[Sequence[CompiledModule], Mapping[str, str]] = ((), {}),
 ) -> None:
     """Write everything into an existing empty folder. The same inputs give the same bytes.
 
     model: the module around captured modules, whose other weights are kept too.  selection: the trail,
-    see passes.select, and fit_seconds; what holds times is apart from the rest.
+    see passes.select, and fit_seconds; what holds times is apart from the rest.  modules: for a live
+    model, and the sites that have none, with the reason.
     """
     tensors: dict[str, Tensor] = {}
     files: dict[str, dict[str, Any]] = {}
@@ -127,11 +139,41 @@ def write_artifact(
     if model is not None and manifest["capture"] == "module":
         for name, tensor in model.state_dict().items():
             tensors[_MODEL + name] = tensor.detach().contiguous().clone()
+    live = {"programs": _write_modules(folder, modules[0], tensors), "left": dict(modules[1])}
     (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     text = json.dumps(_plain(selection), indent=2, allow_nan=False)
     (folder / SELECTION).write_text(text + "\n", encoding="utf-8")
-    document = {"format_version": FORMAT_VERSION, **manifest, "programs": list(files.values())}
+    document = {
+        "format_version": FORMAT_VERSION, **manifest, "programs": list(files.values()), "live": live,
+    }  # fmt: skip
     _finish(folder, document, tensors, seen_hashes)
+
+
+def _write_modules(
+    folder: Path, modules: Sequence[CompiledModule], tensors: dict[str, Tensor]
+) -> list[dict[str, Any]]:
+    """The programs of live modules, one for all that are alike; their own tensors go into `tensors`."""
+    entries: dict[str, dict[str, Any]] = {}
+    for number, module in enumerate(modules):
+        entry = {
+            "dtype": str(module.dtype).removeprefix("torch."),
+            "call": module.call.to_dict(),
+            "children": [child.to_dict() for child in module.children],
+        }
+        key = json.dumps([module.program.graph.graph.python_code("self").src, entry])
+        if key not in entries:
+            path = f"live/{len(entries)}.pt2"
+            (folder / path).parent.mkdir(exist_ok=True)
+            save_program(_exported(module.program), folder / path)
+            entries[key] = {"file": path, **entry, "modules": []}
+        names = {own: f"{index}.{theirs}" for own, (index, theirs) in module.fitted.items()}
+        for own, tensor in module.constants.items():
+            names[own] = f"{_LIVE}{number}.{own}"
+            tensors[names[own]] = tensor.detach().contiguous().clone()
+        entries[key]["modules"].append(
+            {"name": module.program.name, "sites": list(module.sites), "tensors": names}
+        )
+    return list(entries.values())
 
 
 def write_refreshed(
@@ -158,12 +200,12 @@ def write_refreshed(
         for stage in STAGES:
             target = _inside(folder, entry[stage])
             target.parent.mkdir(parents=True, exist_ok=True)
-            if stage == "graph" and edit is not None:
-                exported = load_program(_inside(artifact.folder, entry[stage]))
-                edit(exported.graph_module)
-                save_program(exported, target)
-            else:
-                shutil.copyfile(_inside(artifact.folder, entry[stage]), target)
+            source = _inside(artifact.folder, entry[stage])
+            _copy_program(source, target, edit if stage == "graph" else None)
+    for entry in artifact.manifest["live"]["programs"]:
+        target = _inside(folder, entry["file"])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy_program(_inside(artifact.folder, entry["file"]), target, edit)
     for name in ("recipe.yaml", SELECTION):
         shutil.copyfile(artifact.folder / name, folder / name)
     _finish(folder, manifest, tensors, seen_hashes)
@@ -184,6 +226,15 @@ def places_moved(manifest: Mapping[str, Any], folder: Path, other: str | Path) -
     return {**own(manifest), **refresh, "teacher": teacher}
 
 
+def _copy_program(source: Path, target: Path, edit: Callable[[GraphModule], None] | None) -> None:
+    if edit is None:
+        shutil.copyfile(source, target)
+        return
+    exported = load_program(source)
+    edit(exported.graph_module)
+    save_program(exported, target)
+
+
 def _finish(
     folder: Path,
     document: Mapping[str, Any],
@@ -200,7 +251,12 @@ def _finish(
 
 
 def _exported(program: Program) -> ExportedProgram:
-    return export_graph(program.graph, program.args, program.kwargs, program.dynamic_shapes)
+    """For a file, which names no types: outputs in plain containers."""
+    exported = export_graph(program.graph, program.args, program.kwargs, program.dynamic_shapes)
+    signature = exported.module_call_graph[0].signature
+    assert signature is not None
+    signature.out_spec = plain_spec(signature.out_spec)
+    return exported
 
 
 def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artifact:
@@ -316,7 +372,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     def are_names(value: Any) -> bool:
         return are_strings(value) and all(x.isidentifier() for x in value)
 
-    keys = ("capture", "call", "programs", "sites", "refused", "teacher", "data",
+    keys = ("capture", "call", "forward", "live", "programs", "sites", "refused", "teacher", "data",
             "calibration_order")  # fmt: skip
     for key in keys:
         require(key in manifest, f"must have {key!r}", sorted(manifest))
@@ -333,6 +389,10 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     ends = manifest.get("onnx", {"inputs": [], "outputs": []})
     told = is_dict(ends, "inputs", "outputs") and all(are_strings(names) for names in ends.values())
     require(told, "onnx lists the names of inputs and outputs", ends)
+
+    forward = manifest["forward"]
+    whole = manifest["capture"] == "whole"
+    require(_reads(Call.from_dict, forward) if whole else forward is None, "forward is a call", forward)
 
     programs = manifest["programs"]
     require(isinstance(programs, list) and bool(programs), "programs is a list", programs)
@@ -386,12 +446,49 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         for x in warnings
     )
     require(told, "warnings list sites with a text", warnings)
+    _check_live(path, manifest["live"], {str(site["name"]) for site in sites}, require)
     refused = manifest["refused"]
     listed = isinstance(refused, list) and all(
         is_dict(x, "name", "status", "reason") and all(isinstance(text, str) for text in x.values())
         for x in refused
     )
     require(listed, "refused lists names with a reason", refused)
+
+
+def _reads(read: Callable[[Any], Any], data: Any) -> bool:
+    try:
+        read(data)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return False
+    return True
+
+
+def _check_live(
+    path: Path, live: Any, sites: set[str], require: Callable[[bool, str, Any], None]
+) -> None:
+    """The entries of what is put into a live model."""
+
+    def texts(value: Any) -> bool:
+        return isinstance(value, dict) and all(isinstance(x, str) for x in value.values())
+
+    holds = isinstance(live, dict) and isinstance(live.get("programs"), list) and texts(live.get("left"))
+    require(holds, "live has programs and what is left", live)
+    for entry in live["programs"]:
+        keys = ("file", "dtype", "call", "children", "modules")
+        require(isinstance(entry, dict) and set(keys) <= set(entry), "a live program is described", entry)
+        _inside(path.parent, entry["file"])
+        require(str(entry["file"]).endswith(".pt2"), "a live program is a .pt2 file", entry["file"])
+        require(entry["dtype"] in _DTYPES, "a live program has a dtype", entry["dtype"])
+        require(_reads(Call.from_dict, entry["call"]), "a live program has a call", entry["call"])
+        children = entry["children"]
+        called = isinstance(children, list) and all(_reads(Child.from_dict, own) for own in children)
+        require(called, "a live program's children are calls", children)
+        modules = entry["modules"]
+        require(isinstance(modules, list), "a live program has modules", modules)
+        for own in modules:
+            named = isinstance(own, dict) and isinstance(own.get("name"), str)
+            listed = named and isinstance(own.get("sites"), list) and texts(own.get("tensors"))
+            require(listed and set(map(str, own["sites"])) <= sites, "a live module has sites", own)
 
 
 def _read_selection(path: Path) -> dict[str, Any]:
@@ -442,38 +539,141 @@ def load(
     *,
     stage: Stage = "graph",
 ) -> nn.Module:
-    """The compiled model, with the teacher's call signature and output structure.
+    """The compiled model, with the teacher's call signature and output structure, in evaluation mode.
 
     out:   a folder `asapc compile` wrote; it may have been moved, and needs no training code.
-    model: for a capture per module, the teacher's module or a factory of it; its weights are
-           replaced by the artefact's and its attention modules by the compiled ones.
+    model: a live model, or a factory of it, that is patched in place: it keeps its class, hooks and
+           layers, see asapc.live. The artefact's weights are loaded into it, the teacher's or, of a
+           refreshed artefact, the trained ones; what it has beyond them stays. A capture per module
+           needs it, a capture of the whole model does not: without it a CompiledModel is rebuilt. Where
+           the class of an output is not defined in the process, its outputs are a plain dict or tuple.
     stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.monitor.
     Raises InputError.
     """
     artifact = read_artifact(out, (stage,))
-    if artifact.capture == "whole":
-        if model is not None:
-            raise InputError(
-                f"{out}: holds the whole model", got="a model to put it into", help="drop model="
-            )
-        whole = artifact.programs[stage][0].graph
-        if stage == "graph":
-            attach(whole, artifact.programs[stage], artifact.manifest["sites"])
-        return whole
     if model is None:
+        if artifact.capture == "whole":
+            return _rebuilt(artifact, stage)
         raise InputError(
             f"{out}: was captured per module and needs the model around it",
             help="asapc.load(OUT, model=factory), with the factory the teacher was built by",
         )
     built = model if isinstance(model, nn.Module) else model()
+    if stage == "graph":
+        return _patched(artifact, built)
+    if artifact.capture == "whole":
+        raise InputError(
+            f"{out}: a live model is patched with the compiled stage", got=f"stage={stage!r}",
+            help="drop model=, or stage=",
+        )  # fmt: skip
     around(artifact, built)
     for program in artifact.programs[stage]:
         parent, _, leaf = program.name.rpartition(".")
         built.get_submodule(parent)._modules[leaf] = program.graph
-    if stage == "graph":
-        attach(built, artifact.programs[stage], artifact.manifest["sites"])
     return built.eval()
+
+
+def _rebuilt(artifact: Artifact, stage: Stage) -> CompiledModel:
+    """The whole model of a stage, from the artefact alone."""
+    manifest = artifact.manifest
+    graph = artifact.programs[stage][0].graph
+    fitted = {name: tensor for name, tensor in graph.named_buffers() if name.startswith("asapc_")}
+    renamed = {name: operator_name(name) for name in fitted}
+    known, limits = known_of(traced_inputs(graph))
+    call = replace(Call.from_dict(manifest["forward"]), tensors=known, limits=limits)
+    places = [leaf.index for own in call.parameters for leaf in leaves(own.captured)]
+    try:
+        flat = flat_graph(
+            graph, lambda name: f"{OPERATORS}.{renamed[name]}" if name in renamed else name
+        )
+        (outputs,) = flat.output_node().args
+        count = len(cast(tuple[Any, ...], outputs))
+        if len(places) != len(known) or any(own.index >= count for own in leaves(call.output)):
+            raise ValueError("it takes or gives other tensors than the manifest says")
+    except ValueError as error:
+        raise InputError(
+            f"{artifact.folder}: must hold a program that can be run", got=error, help="compile again"
+        ) from error
+    for name in fitted:
+        del graph._buffers[name]
+    lines = [site_line(site) for site in manifest["sites"]] if stage == "graph" else [f"stage: {stage}"]
+    graph.add_module(OPERATORS, Operators({renamed[n]: t for n, t in fitted.items()}, lines))
+    weights = [p.dtype for p in graph.parameters() if p.is_floating_point()]
+    code = GraphCode(flat, weights[0] if weights else torch.float32)
+    model = CompiledModel(graph, code, call, str(manifest["teacher"]["source"]), lines)
+    if stage == "graph":
+        attach(model, [(code, manifest["programs"][0]["calls"][stage])], manifest["sites"])
+    return model
+
+
+def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
+    """The live model, patched, with the artefact's weights."""
+    sites = artifact.manifest["sites"]
+    patches = read_patches(artifact)
+    compiled = [name for patch in patches for name in patch.sites]
+    if not compiled and not artifact.manifest["live"]["left"]:
+        raise InputError(
+            f"{artifact.folder}: was compiled from a program, without a module that could be patched",
+            help="drop model=",
+        )
+    warn_left(artifact.manifest["live"]["left"], compiled)
+    _load_weights(artifact, model)
+    forwards = apply(model, patches, sites)
+    codes = [(own.code, patch.sites) for own, patch in zip(forwards, patches, strict=True)]
+    attach(model, codes, sites)
+    return model.eval()
+
+
+def read_patches(artifact: Artifact) -> list[Patch]:
+    """What `live` of the manifest puts into a live model."""
+    tensors = read_safetensors(artifact.folder / "model.safetensors")
+    patches = []
+    for entry in artifact.manifest["live"]["programs"]:
+        path = _inside(artifact.folder, entry["file"])
+        program = _module(load_program(path), path)
+        call = Call.from_dict(entry["call"])
+        children = tuple(Child.from_dict(own) for own in entry["children"])
+        for module in entry["modules"]:
+            own = {}
+            for name, stored in module["tensors"].items():
+                trained = f"graph.{stored}"
+                if stored not in tensors:
+                    raise InputError(
+                        f"{artifact.folder}: model.safetensors must hold {stored}", help="compile again"
+                    )
+                own[name] = tensors[trained if trained in tensors else stored]
+            patches.append(
+                Patch(
+                    str(module["name"]), program, call, children, own,
+                    tuple(map(str, module["sites"])), _DTYPES[entry["dtype"]],
+                )
+            )
+    return patches
+
+
+def _load_weights(artifact: Artifact, model: nn.Module) -> None:
+    """Copy the artefact's weights into the live model's tensors, which keep their dtype and device."""
+    tensors = read_safetensors(artifact.folder / "model.safetensors")
+    weights = dict(_under(tensors, _MODEL))
+    for index, entry in enumerate(artifact.manifest["programs"]):
+        own = {**_under(tensors, f"{index}."), **_under(tensors, f"graph.{index}.")}
+        prefix = f"{entry['name']}." if entry["name"] else ""
+        weights |= {prefix + name: t for name, t in own.items() if not name.startswith("asapc_")}
+    theirs = tensors_of(model)
+    wrong = [
+        name for name, tensor in weights.items()
+        if name not in theirs or theirs[name].shape != tensor.shape
+    ]  # fmt: skip
+    if wrong:
+        raise InputError(
+            f"{artifact.folder}: the model must be the one that was compiled",
+            got=f"a model without {', '.join(wrong[:4])} of the same shape",
+            help="pass the model, or the factory and arguments, the teacher was built with",
+        )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            theirs[name].copy_(tensor)
 
 
 def around(artifact: Artifact, model: nn.Module) -> None:

@@ -316,6 +316,26 @@ class Stop:
     threshold: float | None
 
 
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module in a captured graph.
+
+    name:            dotted, of the module in the captured one; "" for the captured one itself.
+    args, kwargs, output: as they were in the trace; their tensors are fake.
+    inputs, outputs: the nodes of their tensors, in the order of pytree.
+    start, end:      places of the graph's nodes that were traced in it.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    start: int
+    end: int
+
+
 @dataclass
 class Program:
     """A captured computation: the whole model (name "") or one of its modules (dotted name).
@@ -324,6 +344,7 @@ class Program:
     args, kwargs:   the example call it was captured with.
     dynamic_shapes: as given to torch.export, to capture a rewritten graph again.
     stops:          data-dependent stops that were traced through at their full budget, in order.
+    calls:          the calls of modules inside, by nodes of this graph; not of what is made from it.
     """
 
     name: str
@@ -332,3 +353,4 @@ class Program:
     kwargs: dict[str, Any]
     dynamic_shapes: Any
     stops: tuple[Stop, ...] = ()
+    calls: tuple[ModuleCall, ...] = ()

@@ -31,15 +31,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from asapc.errors import InputError
-from asapc.ir import Program
-from asapc.passes.calls import call_of
+from asapc.passes.calls import Operands, operator_calls
 
 MARGIN = 0.1
 _PENDING = 256  # batches whose bounds stay on the device until they are counted
@@ -165,11 +164,21 @@ class _Watch:
         return {**counted, "low": low, "high": high}
 
 
+class Code(Protocol):
+    """A graph that runs in a module and can be edited."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    def recompile(self) -> Any: ...
+
+
 @dataclass
 class _Place:
     """A watched site's operator call."""
 
-    graph: GraphModule
+    graph: Code
+    index: int
     name: str
     score_multiplier: float
     range: ScoreRange
@@ -201,7 +210,7 @@ class Monitor(Mapping[str, dict[str, Any]]):
         self.disable()
         for place in self.places:
             watch = _Watch(place.name, place.score_multiplier, place.range, margin)
-            _, operands = call_of([Program("", place.graph, (), {}, None)], place.name)
+            operands = _calls(place.graph)[place.index]
             with place.graph.graph.inserting_before(operands.call):
                 place.graph.graph.call_function(watch.watch, (operands.q, operands.k, operands.keep))
             self._watches.append(watch)
@@ -218,7 +227,7 @@ class Monitor(Mapping[str, dict[str, Any]]):
         self._recompile()
         return self.module
 
-    def _graphs(self) -> list[GraphModule]:
+    def _graphs(self) -> list[Code]:
         return list({id(place.graph): place.graph for place in self.places}.values())
 
     def _recompile(self) -> None:
@@ -241,17 +250,29 @@ class Monitor(Mapping[str, dict[str, Any]]):
         return repr(dict(self))
 
 
-def attach(module: nn.Module, programs: Sequence[Program], sites: Sequence[Mapping[str, Any]]) -> None:
+def attach(
+    module: nn.Module, codes: Sequence[tuple[Code, Sequence[str]]], sites: Sequence[Mapping[str, Any]]
+) -> None:
     """Give a loaded module enable_monitor(margin), disable_monitor() and monitor.
 
-    programs: its compiled programs, whose graphs run in it; sites: of the manifest, in order.
-    Raises InputError where a site's range is not one.
+    codes: the compiled graphs that run in it, each with the sites of its operator calls in order; sites:
+    of the manifest.  Raises InputError where a site's range is not one.
     """
-    if any(hasattr(module, name) for name in _ATTRIBUTES):
+    if any(hasattr(module, name) and not _is_ours(module, name) for name in _ATTRIBUTES):
         return  # the user's own
+    known = {str(site["name"]): site for site in sites}
+    called: list[tuple[Mapping[str, Any], Code, int]] = []
+    for code, names in codes:
+        count = len(_calls(code))
+        if len(names) != count or not set(names) <= set(known):
+            raise InputError(
+                "the manifest must list the sites that the programs hold",
+                got=f"{len(names)} sites for {count} operator calls", help="compile again",
+            )  # fmt: skip
+        called += [(known[name], code, index) for index, name in enumerate(names)]
     places: list[_Place] = []
     without: list[str] = []
-    for site in sites:
+    for site, graph, index in called:
         if site["operator"] != "asap":
             continue
         name = str(site["name"])
@@ -266,8 +287,17 @@ def attach(module: nn.Module, programs: Sequence[Program], sites: Sequence[Mappi
         if seen is None:
             without.append(name)
         else:
-            places.append(_Place(call_of(programs, name)[0], name, multiplier, seen))
+            places.append(_Place(graph, index, name, multiplier, seen))
     monitor = Monitor(module, places, without)
     module.enable_monitor = monitor.enable  # type: ignore[assignment]
     module.disable_monitor = monitor.disable  # type: ignore[assignment]
     module.monitor = monitor  # type: ignore[assignment]
+
+
+def _calls(code: Code) -> list[Operands]:
+    return operator_calls(cast(GraphModule, code))
+
+
+def _is_ours(module: nn.Module, name: str) -> bool:
+    own = getattr(module, name)
+    return isinstance(own, Monitor) or isinstance(getattr(own, "__self__", None), Monitor)

@@ -11,6 +11,7 @@ import hashlib
 import inspect as inspection
 import itertools
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from asapc.artifact import (
     call_of,
     places_moved,
     read_artifact,
+    read_patches,
     signature_of,
     surrounding_model,
     write_artifact,
@@ -35,6 +37,9 @@ from asapc.audit import settle_exact_sorting
 from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.distill import Distiller
 from asapc.calibration.stream import Collector, Pending, stream, take_in
+from asapc.call import Call, Undescribable, described, known_of, parameters_of
+from asapc.code import traced_inputs
+from asapc.compiled import OwnCodeWarning
 from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.evaluate import Unseen
@@ -52,14 +57,15 @@ from asapc.formats.enough import Shortage, shortages
 from asapc.formats.load import Teacher, example_inputs
 from asapc.formats.shards import Shards, code_digest
 from asapc.ir import Convention, Program, SiteTensors
+from asapc.live import installed_patches
 from asapc.memory import MemoryLimit, format_size, give_back
 from asapc.onnx.settings import OnnxSettings, require_extra
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
-from asapc.passes.candidates import DISTILLED, TEACHER, Choice, fits_needed
+from asapc.passes.candidates import DISTILLED, Choice, fits_needed
+from asapc.passes.patches import chosen_programs, compiled_modules
 from asapc.passes.rewrite import rewritten_programs
 from asapc.passes.select import (
     WholeModel,
-    compiled_programs,
     exceeded_together,
     select,
     turned_back,
@@ -267,12 +273,17 @@ def compile(
     choices, switch = _settled(analysis, selection.choices, batches, recipe)
     fits = [choice.fit for choice in choices if choice.fit is not None]
     compiled = chosen_programs(analysis, choices)
-    _verify_finite(Runner(analysis.model, compiled)(example), teacher)
+    output = Runner(analysis.model, compiled)(example)
+    _verify_finite(output, teacher)
+    modules = (
+        compiled_modules(analysis, choices, compiled, example) if teacher.onnx is None else ([], {})
+    )
 
     manifest = {
         "teacher": {"source": _source(teacher, out), "fingerprint": teacher.fingerprint},
         "capture": analysis.capture.kind,
         "call": call_of(example.args, example.kwargs, list(forward_signature(teacher).parameters)),
+        "forward": _forward(teacher, compiled[0], output) if analysis.capture.kind == "whole" else None,
         "data": places.recorded(source.source, out),
         "calibration_order": calibration.order,
         "sites": [
@@ -293,8 +304,9 @@ def compile(
     seen = [*calibration.seen_hashes, *(content for batch in batches for content in batch.hashes)]
     told = {"fit_seconds": calibration.fit_seconds, **selection.trail}
     with replace_folder(out) as folder:
-        write_artifact(folder, manifest, recipe, programs, seen, analysis.model, told)
+        write_artifact(folder, manifest, recipe, programs, seen, analysis.model, told, modules)
         _verify_written(folder, analysis.model, programs, example)
+        _verify_live(folder, analysis.model, output, example)
         if teacher.onnx is not None and analysis.capture.kind == "whole":
             captured, own = analysis.capture.programs[0].graph, compiled[0].graph
             _write_edited(folder, teacher, captured, own, source, onnx or OnnxSettings(), progress)
@@ -496,12 +508,6 @@ def _needs_selection(analysis: Analysis, recipe: Recipe) -> bool:
     return any(fits_needed(s.convention, recipe.for_site(s.name)) for s in analysis.sites)
 
 
-def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
-    teacher = {i for i, choice in enumerate(choices) if choice.operator == TEACHER}
-    own = {i: choice.replacement for i, choice in enumerate(choices) if choice.replacement is not None}
-    return compiled_programs(analysis, teacher, own)
-
-
 def _observed(tap: Tap, limit: MemoryLimit | None, batch: Batch) -> list[SiteTensors]:
     if limit is not None:
         give_back()
@@ -636,6 +642,37 @@ def _verify_written(
                 got=f"relative difference {error:.2g}",
                 help="this is a defect of asapc: please report the model",
             )
+
+
+def _verify_live(folder: Path, model: nn.Module | None, output: Any, example: Batch) -> None:
+    """A live model with what was written for it computes what was verified."""
+    written = read_artifact(folder, ())
+    patches = read_patches(written)
+    if model is None or not patches:
+        return
+    with installed_patches(model, patches, written.manifest["sites"]), warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)
+        error = largest_difference(output, Runner(model)(example))
+    if not error <= ROUND_TRIP_TOLERANCE:
+        raise VerificationError(
+            "live: the patched model computes what was verified",
+            got=f"relative difference {error:.2g}",
+            help="this is a defect of asapc: please report the model",
+        )
+
+
+def _forward(teacher: Teacher, program: Program, output: Any) -> dict[str, Any]:
+    """How the compiled model is called and what it returns, for the manifest."""
+    try:
+        signature = forward_signature(teacher)
+        parameters = parameters_of(signature, program.args, program.kwargs, [])
+        returned = described(output, [], output=True)
+        return Call(parameters, returned, *known_of(traced_inputs(program.graph))).to_dict()
+    except Undescribable as problem:
+        raise InputError(
+            "the model takes and returns tensors, constants and containers of them", got=problem,
+            help="compile a module around it that takes and returns plain containers",
+        ) from None  # fmt: skip
 
 
 def _inspected(site: Site) -> dict[str, Any]:

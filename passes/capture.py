@@ -11,7 +11,6 @@ they were.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import math
 import warnings
@@ -22,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +31,7 @@ from asapc.ir import Program, Stop
 from asapc.limits import MOST, limits_of
 from asapc.passes.early_stop import branches_elsewhere
 from asapc.passes.einsum import split_einsums
+from asapc.passes.observe import STOP, Observer
 
 
 @dataclass
@@ -52,12 +52,12 @@ class _FullBudget(TorchFunctionMode):
     """Traces a data-dependent early stop through at its full budget, and keeps what it looks at.
 
     The number that `err.item()` gives compares as one that never ends a loop. What is compared, and with
-    which threshold, is noted in `stops`: passes.early_stop finds out what stopping would change.
+    which threshold, is noted: passes.early_stop finds out what stopping would change.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.stops: list[tuple[torch.Tensor, float | None]] = []
+        self.thresholds: list[float | None] = []
         # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
         self._comparisons: list[tuple[torch.Tensor, bool, torch.Tensor, Any]] = []
 
@@ -86,9 +86,9 @@ class _FullBudget(TorchFunctionMode):
 
     def note(self, residual: torch.Tensor, threshold: object) -> None:
         """The way that a program takes depends on a residual."""
-        known = float(threshold) if isinstance(threshold, int | float) else None
-        self.stops.append((residual, known))
-        if len(self.stops) > MOST_CHECKS:
+        torch.ops.asapc.seen([residual], f"{STOP} {len(self.thresholds)}")
+        self.thresholds.append(float(threshold) if isinstance(threshold, int | float) else None)
+        if len(self.thresholds) > MOST_CHECKS:
             raise RuntimeError(f"a loop that only a residual ends took more than {MOST_CHECKS} steps")
 
 
@@ -239,55 +239,16 @@ def _export(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Program:
     shapes = _dynamic_shapes(args, kwargs, module.forward)
-    with _FullBudget() as budget, _returning_residuals(module, budget) as thresholds:
+    observer = Observer()
+    with _FullBudget() as budget, observer.watching(module):
         exported = export_graph(module, args, kwargs, shapes)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
-    residuals = _take_residuals(graph)
     split_einsums(graph)
+    calls = observer.calls(graph)
     shapes = _bounded(shapes, exported)
-    stops = tuple(Stop(*own) for own in zip(residuals, thresholds, strict=True))
-    return Program(name, graph, args, kwargs, shapes, stops)
-
-
-@contextlib.contextmanager
-def _returning_residuals(module: nn.Module, budget: _FullBudget) -> Iterator[list[float | None]]:
-    """The module's forward also returns what its early stops look at; yields their thresholds, which are
-    known afterwards. A tensor that nothing returns would not be in the graph."""
-    forward = module.forward
-    thresholds: list[float | None] = []
-
-    @functools.wraps(forward)
-    def with_residuals(*args: Any, **kwargs: Any) -> Any:
-        budget.stops.clear()
-        output = forward(*args, **kwargs)
-        thresholds[:] = [threshold for _, threshold in budget.stops]
-        return output, tuple(residual for residual, _ in budget.stops)
-
-    own = "forward" in module.__dict__
-    module.forward = with_residuals
-    try:
-        yield thresholds
-    finally:
-        if own:
-            module.forward = forward
-        else:
-            del module.forward
-
-
-def _take_residuals(graph: GraphModule) -> list[Node]:
-    """The second part of (output, residuals), taken out of what the graph returns."""
-    output = graph.graph.output_node()
-    returned: Any = output.args[0]
-    leaves, codegen = list(returned), graph.graph._codegen
-    info = codegen.pytree_info  # type: ignore[attr-defined]
-    first, second = info.out_spec.children()
-    residuals = leaves[first.num_leaves :]
-    assert len(residuals) == second.num_leaves
-    output.args = (type(returned)(leaves[: first.num_leaves]),)
-    codegen.pytree_info = info._replace(out_spec=first)  # type: ignore[attr-defined]
-    graph.recompile()
-    return residuals
+    stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
+    return Program(name, graph, args, kwargs, shapes, stops, calls)
 
 
 def _dynamic_shapes(
@@ -329,7 +290,7 @@ def _bounded(shapes: Any, exported: ExportedProgram) -> Any:
 
     def bound(axes: dict[int, Any], value: Any) -> dict[int, Any]:
         return {
-            axis: free if isinstance(size, int) else _hint(exported.range_constraints, size) or free
+            axis: free if isinstance(size, int) else size_hint(exported.range_constraints, size) or free
             for (axis, free), size in zip(axes.items(), value.shape, strict=True)
         }
 
@@ -350,7 +311,7 @@ def _are_axes(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(axis, int) for axis in value)
 
 
-def _hint(ranges: Mapping[Any, Any], size: torch.SymInt) -> Any:
+def size_hint(ranges: Mapping[Any, Any], size: torch.SymInt) -> Any:
     """Dim.AUTO with the limits of a size, None if it has none."""
     low, high = limits_of(ranges, size.node.expr)
     if (low, high) == (0, MOST):

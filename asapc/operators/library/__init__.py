@@ -4,6 +4,7 @@ The plain functions in operators/ are the meaning, kernels/ their fast twins; ke
 which of them runs.
 """
 
+from asapc.operators.library import child as child
 from asapc.operators.library import duals as duals
 from asapc.operators.library import esp as esp
 from asapc.operators.library import loops as loops

@@ -1,0 +1,212 @@
+"""Patch a live model: it keeps its class, its hooks and its layers, and its attention is compiled.
+
+before: the teacher's own nn.Module
+after:  the same object; for every site the smallest module around it, such as `encoder.3.attention`,
+        has a compiled `forward`, and a submodule `asapc` with what its operators were fitted with
+
+The compiled forward calls the layers inside that module (nn.Linear and whatever else is called there)
+as they are at that moment: hooks on them run, and quantised, pruned or wrapped ones take effect. Where
+the module is called otherwise than the captured model called it, its own code runs, with a warning.
+Dropout between the scores and the values, if there is any, is that of evaluation mode: a compiled
+layer has no map to drop entries of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from asapc.call import Call, Child, Constant, Group, Leaf, Tree, leaves
+from asapc.code import GraphCode, flat_graph, sweep, tensors_of
+from asapc.compiled import OPERATORS, Forward, Operators, site_line
+from asapc.errors import InputError
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A module with what its forward becomes.
+
+    name:    of the module in the model, "" for the model itself.
+    program: what it computes, its weights left out; the layers it calls are marked.
+    tensors: what the graph reads that the module does not have, under the graph's names.
+    sites:   those that it holds.
+    """
+
+    name: str
+    program: GraphModule
+    call: Call
+    children: tuple[Child, ...]
+    tensors: Mapping[str, Tensor]
+    sites: tuple[str, ...]
+    dtype: torch.dtype
+
+
+def apply(
+    model: nn.Module, patches: Sequence[Patch], sites: Sequence[Mapping[str, Any]]
+) -> list[Forward]:
+    """Patch the model in place, and return the new forwards; a patched one is patched anew.
+
+    sites: of the manifest.  Raises InputError, and leaves the model as it was, where the model is not
+    the one that was compiled.
+    """
+    remove(model)
+    lines = {str(site["name"]): site_line(site) for site in sites}
+    made = [_made(model, patch, [lines[name] for name in patch.sites]) for patch in patches]
+    for module, operators, forward in made:
+        module.add_module(OPERATORS, operators)
+        module.__dict__["forward"] = forward
+    return [forward for _, _, forward in made]
+
+
+def remove(model: nn.Module) -> None:
+    """Take the patches out again."""
+    for module in list(model.modules()):
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, Forward) and forward.live:
+            del module.__dict__["forward"]
+            if forward.before is not None:
+                module.__dict__["forward"] = forward.before
+            module._modules.pop(OPERATORS, None)
+
+
+@contextlib.contextmanager
+def installed_patches(
+    model: nn.Module, patches: Sequence[Patch], sites: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Patched for a while."""
+    try:
+        apply(model, patches, sites)
+        yield
+    finally:
+        remove(model)
+
+
+def _made(
+    model: nn.Module, patch: Patch, lines: Sequence[str]
+) -> tuple[nn.Module, Operators, Forward]:
+    what = f"{patch.name or 'the model'}"
+    try:
+        module = model.get_submodule(patch.name)
+    except AttributeError:
+        raise _another(f"it has no module {patch.name}") from None
+    if hasattr(module, OPERATORS):
+        raise InputError(
+            f"{what}: a patched module gets a submodule named {OPERATORS}",
+            got="one that has an attribute of this name", help="rename it, or load without model=",
+        )  # fmt: skip
+    renamed = {name: operator_name(name) for name in patch.tensors}
+    try:
+        graph = flat_graph(
+            patch.program, lambda name: f"{OPERATORS}.{renamed[name]}" if name in renamed else name
+        )
+        _call_children(graph, patch.children)
+        sweep(graph)
+        graph.lint()
+    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+        raise InputError(
+            f"{what}: the artefact must hold a program of it that can be run", got=str(error)[:200],
+            help="compile again",
+        ) from error  # fmt: skip
+    operators = Operators({renamed[name]: tensor for name, tensor in patch.tensors.items()}, lines)
+    _check(module, graph, what, set(operators._buffers))
+    inputs = sum(node.op == "placeholder" for node in graph.nodes)
+    (outputs,) = graph.output_node().args
+    assert isinstance(outputs, tuple)
+    places = {leaf.index for leaf in leaves(patch.call.output)}
+    if inputs != len(patch.call.tensors) or not places <= set(range(len(outputs))):
+        raise InputError(
+            f"{what}: the manifest must describe the call that its program takes",
+            got=f"{len(patch.call.tensors)} tensors for {inputs}", help="compile again",
+        )  # fmt: skip
+    forward = Forward(module, GraphCode(graph, patch.dtype), patch.call, what, live=True)
+    return module, operators, forward
+
+
+def operator_name(name: str) -> str:
+    """What an operator's tensor of a graph is called in the submodule of its operators."""
+    return name.removeprefix("asapc_").replace(".", "_")
+
+
+def _call_children(graph: Graph, children: Sequence[Child]) -> None:
+    """asapc::child([x], [W x], "i") -> the live layer's call on x"""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.asapc.child.default:
+            continue
+        inputs, _, number = node.args
+        child = children[int(number)]
+        args = tuple(_arguments(tree, inputs) for tree in child.args)
+        kwargs = {name: _arguments(tree, inputs) for name, tree in child.kwargs.items()}
+        with graph.inserting_before(node):
+            # A layer that returns a structure: its parts are taken out of it.
+            parts = dict(_parts(graph, child.output, graph.call_module(child.name, args, kwargs)))
+        for user in list(node.users):
+            if user.target is not operator.getitem:
+                raise ValueError("a marked layer gives a list")
+            user.replace_all_uses_with(parts[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _arguments(tree: Tree, inputs: Sequence[Node]) -> Any:
+    if isinstance(tree, Leaf):
+        return inputs[tree.index]
+    if isinstance(tree, Constant):
+        return tree.value
+    if not isinstance(tree, Group):
+        raise ValueError("a layer is called with tensors and constants")
+    items = [_arguments(item, inputs) for item in tree.items]
+    if tree.kind == "dict":
+        return dict(zip(tree.keys, items, strict=True))
+    return items if tree.kind == "list" else tuple(items)
+
+
+def _parts(graph: Graph, tree: Tree, value: Node) -> Iterator[tuple[int, Node]]:
+    if isinstance(tree, Leaf):
+        yield tree.index, value
+    elif isinstance(tree, Group):
+        for index, item in enumerate(tree.items):
+            key = tree.keys[index] if tree.kind == "dict" else index
+            if any(True for _ in leaves(item)):
+                yield from _parts(graph, item, graph.call_function(operator.getitem, (value, key)))
+
+
+def _check(module: nn.Module, graph: Graph, what: str, operators: set[str]) -> None:
+    """Every name that the graph reads is a weight or a layer of the module."""
+    tensors = {*tensors_of(module), *(f"{OPERATORS}.{name}" for name in operators)}
+    modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target not in tensors:
+            raise _another(f"{what} has no weight {node.target}")
+        if node.op == "call_module" and node.target not in modules:
+            raise _another(f"{what} has no layer {node.target}")
+
+
+def _another(got: str) -> InputError:
+    return InputError(
+        "load: the model must be the one that was compiled", got=got,
+        help="pass the model, or the factory and arguments, the teacher was built with",
+    )  # fmt: skip
+
+
+def warn_left(left: Mapping[str, str], compiled: Sequence[str]) -> None:
+    """Sites that cannot be patched: an InputError if it is all of them, else a warning.
+
+    left: the reason by site.  compiled: the sites that are patched.
+    """
+    if not left:
+        return
+    text = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+    if not compiled:
+        raise InputError(
+            "load: a live model can be patched where its attention is called as a module", got=text,
+            help="load the artefact without model=",
+        )  # fmt: skip
+    warnings.warn(f"asapc.load: left to the model's own code: {text}", stacklevel=3)

@@ -1,0 +1,414 @@
+"""Module programs: what one module of a captured model computes, cut out of the model's program.
+
+before: the program of a model, its sites, and the calls of its modules (asapc.passes.observe)
+after:  a program of the smallest module around each site, its inputs and outputs those of the module's
+        call, its weights named as in the module, its layers marked (asapc::child)
+
+What a module computes is what its outputs depend on, back to its inputs. Where that reaches further, to
+what the module was given in another way than by its arguments, or where something of the inside is read
+outside, the module around it is taken instead, and the captured model itself in the end. A module that
+is called more than once has one forward for all its calls, and one that is called otherwise where the
+model is not traced would not run it: they are left to the module around them, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from asapc.call import (
+    Call,
+    Child,
+    Constant,
+    Group,
+    Leaf,
+    Tree,
+    Undescribable,
+    described,
+    known_of,
+    parameters_of,
+)
+from asapc.code import tensors_of
+from asapc.ir import ModuleCall, Program
+from asapc.passes.capture import size_hint
+from asapc.passes.cut import holds_tensors
+from asapc.passes.lift import lift
+from asapc.passes.match import AnySite
+from asapc.passes.verify import check_graph
+
+aten = torch.ops.aten
+EagerCalls = Mapping[str, Sequence[tuple[tuple[Any, ...], dict[str, Any]]]]
+
+
+@dataclass(frozen=True)
+class ModuleProgram:
+    """What one module computes, as the teacher has it.
+
+    program:   its name is that of the module in the model.
+    sites:     in it, by their places among the sites of the captured program.
+    children:  the calls of layers that are marked.
+    constants: names of what it reads that the module does not have.
+    """
+
+    program: Program
+    sites: Mapping[int, AnySite]
+    call: Call
+    children: tuple[Child, ...]
+    constants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """What a call computes: nodes in graph order, without its inputs.
+
+    sizes: of the model, that are sizes of an input: (input, axis).
+    """
+
+    call: ModuleCall
+    nodes: tuple[Node, ...]
+    sizes: Mapping[Node, tuple[int, int]]
+    known: frozenset[Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        known = frozenset((*self.nodes, *self.call.inputs, *self.sizes))
+        object.__setattr__(self, "known", known)
+
+
+def module_programs(
+    model: nn.Module, program: Program, sites: Sequence[AnySite], eager: EagerCalls
+) -> tuple[list[ModuleProgram], dict[str, str]]:
+    """The programs of the modules around all the sites, and why there is none, by site.
+
+    eager: what the model's modules are called with when it runs.
+    """
+    reader = _Reader(model, program, eager)
+    chosen: dict[int, _Inside] = {}
+    left: dict[str, str] = {}
+    for index, site in enumerate(sites):
+        found = reader.around(site)
+        if isinstance(found, _Inside):
+            chosen[index] = found
+        else:
+            left[site.name] = found
+    # Of two modules one inside the other the outer one holds the sites of both.
+    insides = {inside.call.name: inside for inside in chosen.values()}
+    places: dict[str, list[int]] = {}
+    for index, inside in chosen.items():
+        outermost = min((n for n in insides if _within(inside.call.name, n)), key=len)
+        places.setdefault(outermost, []).append(index)
+    values = reader.values([insides[name] for name in places])
+    made = []
+    for name, own in places.items():
+        try:
+            made.append(reader.cut(insides[name], {index: sites[index] for index in own}, values))
+        except Undescribable as problem:
+            left.update((sites[index].name, f"{name or 'the model'}: {problem}") for index in own)
+    return made, left
+
+
+class _Reader:
+    """One captured program, and the model that it was captured from."""
+
+    def __init__(self, model: nn.Module, program: Program, eager: EagerCalls) -> None:
+        self.model = model
+        self.eager = eager
+        self.program = program
+        self.nodes = list(program.graph.graph.nodes)
+        self.order = {node: place for place, node in enumerate(self.nodes)}
+        self.weights = tensors_of(model)
+        self._insides: dict[int, _Inside | str] = {}
+        self._counts: dict[str, int] = {}
+        for call in program.calls:
+            self._counts[call.name] = self._counts.get(call.name, 0) + 1
+
+    def around(self, site: AnySite) -> _Inside | str:
+        """The smallest module around a site that can be called by itself, or why there is none."""
+        if not self.program.calls:
+            return "the model's own code is not at hand"
+        needed = set(_nodes_of(site))
+        last = max(needed, key=self.order.__getitem__)
+        reason = "no module holds it"
+        for number, call in enumerate(self.program.calls):  # inner calls come first
+            if not call.start <= self.order[last] < call.end:
+                continue
+            inside = self._inside(number)
+            if isinstance(inside, str):
+                reason = f"{call.name or 'the model'} {inside}"
+            elif needed <= inside.known and last in inside.nodes:
+                problem = self._differs(call)
+                if problem is None:
+                    return inside
+                reason = f"{call.name or 'the model'} {problem}"
+        return reason
+
+    def _differs(self, call: ModuleCall) -> str | None:
+        """Why the module, when the model runs, is not called as it was in the trace."""
+        if self._counts[call.name] > 1:
+            return f"is called {self._counts[call.name]} times"
+        name = self._full(call.name)
+        calls = self.eager.get(name, ())
+        if len(calls) != 1:
+            return f"is called {len(calls)} times where the model is not traced"
+        (args, kwargs), module = calls[0], self.model.get_submodule(name)
+        try:
+            problem = _call_of(module, call).flat(args, kwargs)[1]
+        except (Undescribable, TypeError) as error:
+            problem = str(error)
+        return None if problem is None else f"is called otherwise where it is not traced: {problem}"
+
+    def _full(self, name: str) -> str:
+        return ".".join(part for part in (self.program.name, name) if part)
+
+    def _inside(self, number: int) -> _Inside | str:
+        """What a call computes, or why that is not known from its arguments."""
+        if number not in self._insides:
+            self._insides[number] = self._read(self.program.calls[number])
+        return self._insides[number]
+
+    def _read(self, call: ModuleCall) -> _Inside | str:
+        inputs, outputs = set(call.inputs), set(call.outputs)
+        axes: dict[str, tuple[int, int]] = {}
+        for place, node in enumerate(call.inputs):
+            for axis, size in enumerate(node.meta["val"].shape):
+                if isinstance(size, torch.SymInt):
+                    axes.setdefault(str(size.node.expr), (place, axis))
+        found: set[Node] = set()
+        sizes: dict[Node, tuple[int, int]] = {}
+        stack = [node for node in call.outputs if node not in inputs]
+        while stack:
+            node = stack.pop()
+            if node in found or node in sizes:
+                continue
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and str(value.node.expr) in axes:
+                sizes[node] = axes[str(value.node.expr)]
+                continue
+            if node.op == "placeholder":
+                return f"reads {node.name} in another way than by its arguments"
+            found.add(node)
+            stack.extend(n for n in node.all_input_nodes if n not in inputs)
+        for node in self.nodes[call.start : call.end]:
+            if node.op != "call_function" or not holds_tensors(node):
+                continue  # sizes are shared by all of the trace
+            if node not in outputs and any(
+                not call.start <= self.order[user] < call.end for user in node.users
+            ):
+                return f"computes {node.name}, which is read outside and not returned"
+        return _Inside(call, tuple(sorted(found, key=self.order.__getitem__)), sizes)
+
+    def values(self, insides: Sequence[_Inside]) -> dict[Node, Tensor]:
+        """What the modules' inputs were on the example call."""
+        wanted = {node for inside in insides for node in inside.call.inputs}
+        values: dict[Node, Tensor] = {}
+
+        class Recorder(Interpreter):
+            def run_node(self, n: Node) -> Any:
+                value = super().run_node(n)
+                if n in wanted:
+                    values[n] = value.detach()
+                return value
+
+        if wanted:
+            flat = pytree.tree_leaves((self.program.args, self.program.kwargs))
+            with torch.no_grad():
+                Recorder(self.program.graph).run(*flat, enable_io_processing=False)
+        return values
+
+    def cut(
+        self, inside: _Inside, sites: Mapping[int, AnySite], values: Mapping[Node, Tensor]
+    ) -> ModuleProgram:
+        """The module's program with its layers marked.  Raises Undescribable."""
+        own = inside.call
+        name = self._full(own.name)
+        module = self.model.get_submodule(name)
+        call = _call_of(module, own)
+        graph, nodes = Graph(), dict[Node, Node]()
+        attributes: dict[str, Tensor] = {}
+        constants: list[str] = []
+        for place, node in enumerate(own.inputs):
+            placeholder = graph.placeholder(f"input_{place}")
+            placeholder.meta = dict(node.meta)
+            nodes.setdefault(node, placeholder)
+        placeholders = list(graph.nodes)
+        for node, (place, axis) in inside.sizes.items():
+            nodes[node] = graph.call_function(aten.sym_size.int, (placeholders[place], axis))
+        for node in inside.nodes:
+            if node.op == "get_attr":
+                target, value = self._attribute(node, module)
+                if target is None:
+                    target = f"asapc_constant_{len(constants)}"
+                    constants.append(target)
+                attributes[target] = value
+                nodes[node] = graph.get_attr(target)
+            else:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
+                nodes[node] = graph.create_node(node.op, node.target, args, kwargs)
+        for node, new in nodes.items():
+            new.meta = dict(node.meta)
+        graph.output(tuple(nodes[node] for node in own.outputs))
+        made = GraphModule(dict(attributes), graph)
+        program = Program(
+            name, made, tuple(values[node] for node in own.inputs), {},
+            tuple(_axes(node) for node in own.inputs),
+        )  # fmt: skip
+        rewritten = lift(program, [_moved(site, nodes) for site in sites.values()])
+        kept = {node.name for node in rewritten.graph.graph.nodes}
+        children = tuple(self._mark_layers(inside, nodes, kept))
+        made.recompile()
+        check_graph(made, "module_programs", [name])
+        moved = {index: _moved(site, nodes) for index, site in sites.items()}
+        return ModuleProgram(program, moved, call, children, tuple(constants))
+
+    def _attribute(self, node: Node, module: nn.Module) -> tuple[str | None, Tensor]:
+        """What a node reads, with its name in the module; None for a constant of the trace."""
+        value: Any = operator.attrgetter(str(node.target))(self.program.graph)
+        if not isinstance(value, Tensor):
+            raise Undescribable(f"reads {node.target}, which is no tensor")
+        full = self._full(str(node.target))
+        theirs = self.weights.get(full)
+        if theirs is None:
+            return None, value
+        for own, tensor in tensors_of(module).items():
+            if tensor is theirs:
+                return own, value
+        raise Undescribable(f"reads {full}, a weight of another module")
+
+    def _mark_layers(
+        self, inside: _Inside, nodes: dict[Node, Node], kept: set[str]
+    ) -> Iterator[Child]:
+        """Mark the outermost layers that are called with tensors and constants, in place.
+
+        kept: names of what lifting leaves; a layer that runs a part of the loop is none that is called.
+        nodes: what stands for a layer's output becomes what the mark gives.
+        """
+        outer = inside.call.name
+        done: set[Node] = set()
+        count = 0
+        for number in reversed(range(len(self.program.calls))):  # outer calls first
+            call, own = self.program.calls[number], self._inside(number)
+            if call.name == outer or not _within(call.name, outer) or isinstance(own, str):
+                continue
+            # A layer that gives what it was given: a later use could be of either.
+            gives = bool(own.nodes) and not set(call.inputs) & set(call.outputs)
+            computed = [node for node in own.nodes if node.op == "call_function"]
+            if not gives or not own.known <= inside.known or done & set(computed):
+                continue
+            if any(nodes[node].name not in kept for node in computed):
+                continue
+            child = _child_of(call.name[len(outer) :].lstrip("."), call)
+            if child is None:
+                continue
+            done.update(computed)
+            _mark(call, nodes, {nodes[node] for node in computed}, str(count))
+            count += 1
+            yield child
+
+
+def _mark(call: ModuleCall, nodes: dict[Node, Node], inside: set[Node], number: str) -> None:
+    """y = W x  ->  y = child([x], [W x], number)[0], for all that read it outside the layer."""
+    inputs, outputs = ([nodes[node] for node in own] for own in (call.inputs, call.outputs))
+    graph = outputs[0].graph
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    after = max(outputs, key=order.__getitem__)
+    with graph.inserting_after(after):
+        marked = graph.call_function(torch.ops.asapc.child.default, (inputs, outputs, number))
+    after = marked
+    for index, (node, own) in enumerate(zip(call.outputs, outputs, strict=True)):
+        with graph.inserting_after(after):
+            after = graph.call_function(operator.getitem, (marked, index))
+        after.meta = dict(own.meta)
+        own.replace_all_uses_with(
+            after, delete_user_cb=lambda user: user is not marked and user not in inside
+        )
+        nodes[node] = after
+
+
+def _call_of(module: nn.Module, call: ModuleCall) -> Call:
+    tensors: list[Tensor] = []
+    try:
+        signature = inspect.signature(module.forward)
+        parameters = parameters_of(signature, call.args, call.kwargs, tensors)
+    except (TypeError, ValueError) as error:
+        raise Undescribable(f"its call fits no signature: {error}") from error
+    if len(tensors) != len(call.inputs):
+        raise Undescribable("its arguments hold tensors where pytree sees none")
+    results: list[Tensor] = []
+    output = described(call.output, results, output=True)
+    if len(results) != len(call.outputs):
+        raise Undescribable("its outputs hold tensors where pytree sees none")
+    first = [call.inputs.index(node) for node in call.inputs]
+    same = [own if own < place else None for place, own in enumerate(first)]
+    known, limits = known_of([node.meta["val"] for node in call.inputs], same)
+    return Call(parameters, output, known, limits)
+
+
+def _child_of(name: str, call: ModuleCall) -> Child | None:
+    """The call of a layer, None where it is given or gives more than tensors and constants."""
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    try:
+        args = tuple(described(value, inputs) for value in call.args)
+        kwargs = {key: described(value, inputs) for key, value in call.kwargs.items()}
+        output = described(call.output, outputs)
+    except Undescribable:
+        return None
+    if (len(inputs), len(outputs)) != (len(call.inputs), len(call.outputs)) or not outputs:
+        return None
+    if not all(_is_plain(tree) for tree in (*args, *kwargs.values(), output)):
+        return None
+    return Child(name, args, kwargs, output)
+
+
+def _is_plain(tree: Tree) -> bool:
+    if isinstance(tree, Group):
+        return all(_is_plain(item) for item in tree.items)
+    return isinstance(tree, Leaf | Constant)
+
+
+def _axes(node: Node) -> dict[int, Any]:
+    """For torch.export: free where the model's program has a free size."""
+    return {
+        axis: (size_hint(size.node.shape_env.var_to_range, size) or Dim.AUTO)
+        if isinstance(size, torch.SymInt) else Dim.STATIC
+        for axis, size in enumerate(node.meta["val"].shape)
+    }  # fmt: skip
+
+
+def _within(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _nodes_of(value: Any) -> Iterator[Node]:
+    """Nodes that a site names; sets of what is inside it are left out."""
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _nodes_of(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for own in dataclasses.fields(value):
+            yield from _nodes_of(getattr(value, own.name))
+
+
+def _moved(value: Any, nodes: Mapping[Node, Node]) -> Any:
+    """A site with other nodes."""
+    if isinstance(value, Node):
+        return nodes[value]
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_moved(item, nodes) for item in value)
+    if isinstance(value, set | frozenset):
+        return type(value)(nodes.get(item, item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: _moved(getattr(value, f.name), nodes) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **own)
+    return value

@@ -1,0 +1,133 @@
+"""Observe: which module was called with what, while a model is traced.
+
+before: an nn.Module that torch.export is about to trace
+after:  ModuleCall(name, args, kwargs, output, the graph's nodes of their tensors) for every call of a
+        module inside
+
+Every module's inputs and outputs are named in the trace by an operator without a result, and taken out
+of the graph again: what is computed stays as it was. Inputs are named before the module runs, so that
+what it changes in place is another node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+import asapc.operators as _operators  # registers torch.ops.asapc.seen
+from asapc.ir import ModuleCall
+
+assert _operators is not None
+
+STOP = "stop"  # the label of a mark, before its number
+
+
+@dataclass
+class _Call:
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+
+
+class Observer:
+    """The calls of one trace.  Calls of calls come before the calls that they are made in."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._open: list[int] = []
+        self.residuals: list[tuple[int, Node]] = []  # (number, node) of what early stops look at
+
+    @contextlib.contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        handles = []
+        for name, own in module.named_modules():
+
+            def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                self._open.append(len(self._calls))
+                self._calls.append(_Call(name, *_kept((args, kwargs))))
+                _see((args, kwargs), f"enter {self._open[-1]}")
+
+            def leave(_: nn.Module, args: Any, output: Any) -> None:
+                number = self._open.pop()
+                self._calls[number].output = _kept(output)
+                _see(output, f"leave {number}")
+
+            if not isinstance(own, torch.jit.ScriptModule):
+                handles.append(own.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                handles.append(own.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def calls(self, graph: GraphModule) -> tuple[ModuleCall, ...]:
+        """The calls that are in the graph; takes all marks out of it, and notes those of early stops."""
+        seen: dict[str, tuple[tuple[Node, ...], int]] = {}
+        order: list[int] = []
+        place = 0
+        for node in list(graph.graph.nodes):
+            if node.target is torch.ops.asapc.seen.default:
+                nodes, label = node.args
+                seen[label] = (tuple(nodes), place)
+                kind, _, number = label.partition(" ")
+                if kind == "leave":
+                    order.append(int(number))
+                elif kind == STOP:
+                    self.residuals.append((int(number), nodes[0]))
+                graph.graph.erase_node(node)
+            else:
+                place += 1
+        graph.recompile()
+        found = []
+        for number in order:
+            own, entered = self._calls[number], seen.get(f"enter {number}")
+            if entered is not None:
+                (inputs, start), (outputs, end) = entered, seen[f"leave {number}"]
+                found.append(
+                    ModuleCall(own.name, own.args, own.kwargs, own.output, inputs, outputs, start, end)
+                )
+        return tuple(found)
+
+
+def eager_calls(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """What every module is called with when the model runs, by name.
+
+    Some code asks whether it is traced, and calls its modules otherwise then.
+    """
+    calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+    handles = []
+    for name, own in model.named_modules():
+
+        def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            calls.setdefault(name, []).append(_kept((args, kwargs)))
+
+        if not isinstance(own, torch.jit.ScriptModule):
+            handles.append(own.register_forward_pre_hook(enter, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _see(values: Any, label: str) -> None:
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    torch.ops.asapc.seen(tensors, label)
+
+
+def _kept(values: Any) -> Any:
+    """The containers again, for a module may change those that it is given."""
+    return pytree.tree_map(lambda leaf: leaf, values)

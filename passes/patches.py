@@ -1,0 +1,145 @@
+"""Patches: the compiled programs of single modules, for a live model.
+
+before: programs of modules as the teacher has them (asapc.passes.module_programs), a choice per site
+after:  the same programs with the chosen operators, and where the folder has their tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from asapc.call import Call, Child
+from asapc.data import Batch
+from asapc.ir import Program
+from asapc.passes.analyse import Analysis
+from asapc.passes.calls import Operands, attribute, operator_calls, sites_of
+from asapc.passes.candidates import TEACHER, Choice
+from asapc.passes.capture import Capture
+from asapc.passes.lift import lift
+from asapc.passes.module_programs import ModuleProgram, module_programs
+from asapc.passes.observe import eager_calls
+from asapc.passes.select import compiled_programs
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """A module of the model with its compiled program, whose layers are marked.
+
+    sites:     of its operator calls, in graph order.
+    constants: what it reads that the module does not have, by name.
+    fitted:    names of its operators' tensors, with the captured program (its number) and the name that
+               the same tensor has there.
+    dtype:     of the weights that it was traced with.
+    """
+
+    program: Program
+    call: Call
+    children: tuple[Child, ...]
+    sites: tuple[str, ...]
+    constants: Mapping[str, Tensor]
+    fitted: Mapping[str, tuple[int, str]]
+    dtype: torch.dtype
+
+
+def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
+    """The captured programs with the operators that were chosen."""
+    teacher = {i for i, choice in enumerate(choices) if choice.operator == TEACHER}
+    own = {i: choice.replacement for i, choice in enumerate(choices) if choice.replacement is not None}
+    return compiled_programs(analysis, teacher, own)
+
+
+def compiled_modules(
+    analysis: Analysis, choices: Sequence[Choice], compiled: Sequence[Program], example: Batch
+) -> tuple[list[CompiledModule], dict[str, str]]:
+    """The modules of a live model that compiled forwards are put into; by site, why there is none.
+
+    compiled: the captured programs with the same choices.  Sites that stay the teacher's own code need
+    nothing.
+    """
+    if analysis.model is None:
+        return [], {}
+    eager = eager_calls(analysis.model, example.args, example.kwargs)
+    found: list[CompiledModule] = []
+    left: dict[str, str] = {}
+    start = 0
+    captured = zip(analysis.capture.programs, analysis.matched, strict=True)
+    for number, (program, own) in enumerate(captured):
+        mine = range(start, start + len(own))
+        start += len(own)
+        wanted = [i for i in mine if choices[i].operator != TEACHER]
+        calls = {o.site: o for o in operator_calls(compiled[number].graph)}
+        sites = [own[i - mine.start] for i in wanted]
+        modules, why = module_programs(analysis.model, program, sites, eager)
+        left |= why
+        for module in modules:
+            places = [wanted[index] for index in module.sites]
+            found.append(_compiled(analysis, choices, module, places, compiled[number], number, calls))
+    return found, left
+
+
+def _compiled(
+    analysis: Analysis,
+    choices: Sequence[Choice],
+    module: ModuleProgram,
+    places: Sequence[int],
+    whole: Program,
+    number: int,
+    calls: Mapping[str, Operands],
+) -> CompiledModule:
+    sites = list(module.sites.values())
+    alone = replace(
+        analysis, capture=Capture("module", [module.program]), matched=[sites],
+        lifted=[lift(module.program, sites, analysis.drop_maps)],
+        sites=[analysis.sites[i] for i in places],
+    )  # fmt: skip
+    (program,) = chosen_programs(alone, [choices[i] for i in places])
+    fitted: dict[str, tuple[int, str]] = {}
+    for own in operator_calls(program.graph):
+        pairs = zip(_tensors_of(own), _tensors_of(calls[own.site]), strict=True)
+        fitted.update((mine.target, (number, theirs.target)) for mine, theirs in pairs)  # type: ignore[misc]
+    _check_same(program.graph, whole.graph, fitted)
+    constants = {name: _tensor(program.graph, name) for name in module.constants
+                 if any(node.target == name for node in program.graph.graph.nodes)}  # fmt: skip
+    dtype = next(
+        (t.dtype for t in _weights(analysis, program.name) if t.is_floating_point()), torch.float32
+    )
+    names = tuple(sites_of(program))
+    return CompiledModule(program, module.call, module.children, names, constants, fitted, dtype)
+
+
+def _weights(analysis: Analysis, name: str) -> Iterator[Tensor]:
+    assert analysis.model is not None
+    yield from analysis.model.get_submodule(name).parameters()
+    yield from analysis.model.parameters()
+
+
+def _tensors_of(own: Operands) -> list[Node]:
+    """The get_attr nodes behind a call's settings, in an order that does not depend on the graph."""
+    stop = {own.q, own.k, own.values, own.keep, own.bias, own.query_keep}
+    found: list[Node] = []
+    stack: list[Any] = list(reversed(own.settings))
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list | tuple):
+            stack.extend(reversed(item))
+        elif isinstance(item, Node) and item not in stop:
+            if item.op == "get_attr":
+                found.append(item)
+            stack.extend(reversed(item.args))
+    return found
+
+
+def _check_same(graph: GraphModule, whole: GraphModule, fitted: Mapping[str, tuple[int, str]]) -> None:
+    for name, (_, theirs) in fitted.items():
+        assert torch.equal(_tensor(graph, name), _tensor(whole, theirs)), name
+
+
+def _tensor(graph: GraphModule, name: str) -> Tensor:
+    node = next(node for node in graph.graph.nodes if node.op == "get_attr" and node.target == name)
+    return attribute(graph, node)

@@ -1,0 +1,640 @@
+"""A compiled model where the teacher was: called, copied, moved, traced, trained, patched, quantised."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import asapc
+from asapc import live, pipeline
+from asapc.api import _teacher
+from asapc.artifact import read_artifact, write_refreshed
+from asapc.call import Call, described, known_of, parameters_of, rebuilt
+from asapc.code import GraphCode, flat_graph
+from asapc.compiled import CompiledModel, OwnCodeWarning
+from asapc.data import data_of
+from asapc.errors import InputError
+from asapc.passes.capture import capture
+from asapc.passes.match import Refusal, match
+from asapc.passes.module_programs import module_programs
+from asapc.passes.observe import eager_calls
+from asapc.progress import make_progress
+from asapc.recipe import Recipe
+
+sys.path.insert(0, str(Path(__file__).parent))
+import drop_in_nets
+
+sys.path.pop(0)
+
+RECIPE = {
+    "operator": "asap", "side": "key", "closures": 1, "features": ["coarse:4"], "batch_size": 16,
+    "max_examples": 48, "selection_examples": 16, "sites": {"blocks.1": {"operator": "lossless"}},
+}  # fmt: skip
+FORMS = ("whole", "live")
+
+
+def inputs(count: int = 5, length: int = 9) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, length, 8, generator=generator)
+    keep = torch.ones(count, length, dtype=torch.bool)
+    keep[::2, 6:] = False
+    return x, keep
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer amortised, one lossless, captured with a mask."""
+    folder = tmp_path_factory.mktemp("drop_in")
+    x, keep = inputs(120, 9)
+    teacher, recipe = _teacher(drop_in_nets.net()), Recipe.from_dict(RECIPE)
+    quiet = make_progress(quiet=True)
+    source = data_of({"x": x, "keep": keep}, pipeline.forward_signature(teacher))
+    pipeline.calibrate(teacher, source, folder / "calib", recipe, quiet)
+    pipeline.compile(teacher, folder / "calib", folder / "out", recipe, source, quiet)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def loaded(out: Path) -> dict[str, nn.Module]:
+    """A compiled model rebuilt from the artefact, and one put into the teacher's own module."""
+    return {"whole": asapc.load(out), "live": asapc.load(out, model=drop_in_nets.net())}
+
+
+@pytest.fixture(params=FORMS)
+def make(request: pytest.FixtureRequest, loaded: dict[str, nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: copy.deepcopy(loaded[request.param])
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: dict[str, nn.Module]) -> Tensor:
+    with torch.no_grad():
+        return logits(loaded["whole"], *inputs())
+
+
+def logits(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    found: Tensor = model(*args, **kwargs)["logits"]
+    return found
+
+
+# The call
+
+
+def test_it_is_called_as_the_teacher_is(make: Callable[[], nn.Module], expected: Tensor) -> None:
+    model, teacher, (x, keep) = make(), drop_in_nets.net(), inputs()
+    assert not model.training
+    own = inspect.signature(model.forward)
+    assert list(own.parameters) == ["x", "keep", "sharp", "labels", "extra"]
+    assert own.parameters["sharp"].default is False and own.parameters["keep"].default is None
+    with torch.no_grad():
+        exact = logits(teacher, x, keep)
+        for args, kwargs in (
+            ((x, keep), {}), ((x,), {"keep": keep}), ((), {"keep": keep, "x": x}),
+            ((x, keep), {"sharp": False, "labels": None}),
+        ):  # fmt: skip
+            found = logits(model, *args, **kwargs)
+            assert torch.equal(found, expected)
+            assert float((found - exact).abs().max()) < 0.05
+        one = logits(model, x[:1], keep[:1])  # any batch and length
+        torch.testing.assert_close(one, expected[:1], rtol=1e-5, atol=1e-6)
+        assert logits(model, x[:, :4], keep[:, :4]).shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"sharp": True}, "sharp was captured as False, and is True"),
+        ({"sharp": 0}, "sharp was captured as False, and is 0"),
+        ({"labels": torch.zeros(5).long()}, "labels was captured as None, and is a tensor"),
+        ({"keep": None}, "keep was captured as a tensor, and is None"),
+        ({"keep": torch.ones(5, 9)}, "keep was captured as a tensor of bool, and is torch.float32"),
+        ({"keep": torch.ones(5, 8).bool()}, "keep: size 1 was captured as 9, and is 8"),
+        ({"keep": torch.ones(5, 9, 1).bool()}, "keep was captured with 2 dimensions, and has 3"),
+        ({"x": torch.ones(5, 9, 7)}, "x: size 2 was captured as 8, and is 7"),
+        ({"more": 1}, "extra was captured as a dict of nothing, and is a dict of more"),
+    ],
+)
+def test_another_call_is_refused_by_name(
+    loaded: dict[str, nn.Module], kwargs: dict[str, Any], message: str
+) -> None:
+    x, keep = inputs()
+    with pytest.raises(InputError) as raised:
+        loaded["whole"](**{"x": x, "keep": keep, **kwargs})
+    assert message in str(raised.value)
+
+
+def test_python_refuses_what_no_forward_takes(make: Callable[[], nn.Module]) -> None:
+    model, (x, keep) = make(), inputs()
+    with pytest.raises(TypeError, match="multiple values for argument 'x'"):
+        model(x, keep, x=x)
+    with pytest.raises(TypeError, match="positional arguments but"):
+        model(x, keep, False)
+    with pytest.raises(TypeError, match="missing"):
+        model(keep=keep)
+
+
+def test_left_out_is_not_what_was_captured(loaded: dict[str, nn.Module]) -> None:
+    with pytest.raises(InputError, match="keep was captured as a tensor, and is left out"):
+        loaded["whole"](inputs()[0])
+
+
+def test_outputs_keep_their_structure(make: Callable[[], Any]) -> None:
+    model = make()
+    found = model(*inputs())
+    assert type(found) is drop_in_nets.Output and found.loss is None
+    assert type(found.hidden) is tuple and len(found.hidden) == 2
+    if isinstance(model, CompiledModel):  # in a process that does not have the class
+        model.forward.types = {}
+        plain = model(*inputs())
+        assert type(plain) is dict and list(plain) == ["logits", "hidden"]
+        assert torch.equal(plain["logits"], found.logits)
+
+
+# Copies
+
+
+def test_it_is_copied_whole(make: Callable[[], nn.Module], expected: Tensor) -> None:
+    model, (x, keep) = make(), inputs()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [
+        pickle.loads(pickle.dumps(model)), copy.deepcopy(model),
+        torch.load(buffer, weights_only=False), copy.deepcopy(pickle.loads(pickle.dumps(model))),
+    ]  # fmt: skip
+    with torch.no_grad():
+        for own in copies:
+            assert torch.equal(logits(own, x, keep), expected) and not own.training
+            for parameter in own.parameters():
+                parameter.zero_()
+            assert not logits(own, x, keep).any()  # it reads its own weights
+        assert torch.equal(logits(model, x, keep), expected)
+
+
+def test_another_process_reads_it_without_the_teachers_code(
+    loaded: dict[str, nn.Module], expected: Tensor, tmp_path: Path
+) -> None:
+    x, keep = inputs()
+    torch.save((loaded["whole"], x, keep, expected), tmp_path / "model.pt")
+    code = (
+        "import sys, torch\n"
+        "model, x, keep, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert torch.equal(model(x, keep=keep)['logits'], expected)\n"
+        "assert 'drop_in_nets' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True, timeout=300)
+
+
+# Dtypes and devices
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_it_moves_to_another_dtype(
+    make: Callable[[], nn.Module], dtype: torch.dtype, expected: Tensor
+) -> None:
+    x, keep = inputs()
+    model = make().to(dtype)
+    with torch.no_grad():
+        found = logits(model, x.to(dtype), keep)
+    assert found.dtype == dtype
+    budget = 20 * torch.finfo(dtype).eps + 1e-6
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=budget)
+    fitted = [t.dtype for name, t in model.named_buffers() if "asapc." in name]
+    assert fitted and set(fitted) == {torch.float32}  # no fit is rounded
+    back = model.float()
+    with torch.no_grad():
+        torch.testing.assert_close(logits(back, x, keep), expected, rtol=0, atol=0.05)
+
+
+def test_its_own_constants_follow_it() -> None:
+    """A trace says in which dtype, and on which device, forward made its tensors."""
+
+    class Makes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.full((3,), -1e9, dtype=torch.float32)
+            return x * self.weight + torch.where(x > 0, torch.zeros(3), hidden)
+
+    module = Makes()
+    exported = torch.export.export(module, (torch.ones(3),)).module()
+    code = GraphCode(flat_graph(exported), torch.float32)
+    x = torch.tensor([1.0, 2.0, -1.0])
+    assert code(module, [x])[0].tolist() == module(x).tolist()
+    (half,) = code(module.half(), [x.half()])
+    assert half.dtype == torch.float16 and half.tolist() == [1.0, 2.0, torch.finfo(torch.float16).min]
+    (meta,) = code(module.to("meta"), [x.half().to("meta")])
+    assert meta.device.type == "meta" and meta.dtype == torch.float16
+
+
+def test_it_runs_under_autocast(make: Callable[[], nn.Module], expected: Tensor) -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = logits(make(), *inputs())
+    assert float((found.float() - expected).abs().max()) < 0.1
+
+
+# Compilers, training
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_follows_it(make: Callable[[], nn.Module], backend: str, expected: Tensor) -> None:
+    torch._dynamo.reset()
+    x, keep = inputs()
+    with torch.no_grad():
+        found = torch.compile(make(), backend=backend, fullgraph=True)(x, keep=keep)["logits"]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_torch_export_takes_it(make: Callable[[], nn.Module], expected: Tensor) -> None:
+    x, keep = inputs()
+    auto = torch.export.Dim.AUTO
+    shapes = {"x": {0: auto, 1: auto}, "keep": {0: auto, 1: auto}}
+    exported = torch.export.export(make(), (x,), {"keep": keep}, dynamic_shapes=shapes, strict=False)
+    with torch.no_grad():
+        found = exported.module()(x[:3], keep=keep[:3])["logits"]
+    torch.testing.assert_close(found, expected[:3], rtol=1e-5, atol=1e-6)
+
+
+def test_it_trains_under_ddp(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        model = make().train()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        x, keep = inputs()
+        wrapped(x, keep=keep)["logits"].square().sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert model.training and all(p.grad is not None for p in model.parameters())
+    assert not model.eval().training
+
+
+def test_the_state_goes_round(make: Callable[[], nn.Module], expected: Tensor) -> None:
+    x, keep = inputs()
+    model = make()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    teacher = drop_in_nets.net().state_dict()
+    assert set(teacher) <= set(state)  # the teacher's names, and what the operators were fitted with
+    assert all("asapc." in name for name in set(state) - set(teacher)) and len(state) > len(teacher)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+        assert not torch.equal(logits(model, x, keep), expected)
+        model.load_state_dict(state)
+        assert torch.equal(logits(model, x, keep), expected)
+
+
+def test_it_says_what_it_is(loaded: dict[str, nn.Module]) -> None:
+    text = repr(loaded["whole"])
+    assert text.splitlines()[0].startswith("CompiledModel of Net(x, keep=None, *, sharp=False")
+    assert "blocks.0: asap (key dual, 1 closure, coarse:4)" in text
+    assert "blocks.1: sinkhorn (7 half-steps)" in text and len(text.splitlines()) == 3
+    assert "(asapc): blocks.1: sinkhorn" in repr(loaded["live"])
+
+
+# The live model
+
+
+@pytest.fixture
+def patched(loaded: dict[str, nn.Module]) -> tuple[Any, Tensor, Tensor]:
+    return copy.deepcopy(loaded["live"]), *inputs()
+
+
+def test_the_model_stays_the_object_it_was(out: Path, expected: Tensor) -> None:
+    model = drop_in_nets.net()
+    seen: list[str] = []
+    model.blocks[0].register_forward_hook(lambda *_: seen.append("block"))
+    model.blocks[0].to_q.register_forward_hook(lambda *_: seen.append("to_q"))
+    layers = dict(model.named_modules())
+    loaded = asapc.load(out, model=model)
+    assert loaded is model and type(model) is drop_in_nets.Net
+    assert type(model.blocks[0]) is drop_in_nets.Attention and "forward" in vars(model.blocks[0])
+    assert all(dict(model.named_modules())[name] is own for name, own in layers.items())
+    x, keep = inputs()
+    assert torch.equal(logits(model, x, keep), expected) and seen == ["to_q", "block"]
+    asapc.load(out, model=model)  # again: patched anew, not twice
+    assert torch.equal(logits(model, x, keep), expected)
+    live.remove(model)
+    assert torch.equal(logits(model, x, keep), logits(drop_in_nets.net(), x, keep))
+    assert list(model.state_dict()) == list(drop_in_nets.net().state_dict())
+
+
+class Wrapped(nn.Module):
+    """As adapters replace a layer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.scale = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x) * self.scale
+        return found
+
+
+def test_replaced_layers_take_effect(out: Path, patched: Any) -> None:
+    """Values that are all zero give what the bias of the last layer gives."""
+    model, x, keep = patched
+    block = model.blocks[0]
+    block.to_v = Wrapped(block.to_v)
+    with torch.no_grad():
+        torch.testing.assert_close(block(x, keep=keep, sharp=False), block.out.bias.expand(5, 9, 8))
+    logits(model, x, keep).sum().backward()
+    assert block.to_v.scale.grad is not None and bool(block.to_v.scale.grad)
+
+
+def test_pruning_takes_effect(out: Path, patched: Any) -> None:
+    model, x, keep = patched
+    block = model.blocks[1]
+    prune.l1_unstructured(block.to_v, "weight", 1.0)
+    prune.l1_unstructured(block.to_v, "bias", 1.0)
+    with torch.no_grad():
+        torch.testing.assert_close(block(x, keep=keep, sharp=False), block.out.bias.expand(5, 9, 8))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its quantisation
+def test_dynamic_quantisation_finds_the_layers(expected: Tensor, patched: Any) -> None:
+    model, x, keep = patched
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert "quantized" in type(quantised.blocks[0].to_q).__module__
+    with torch.no_grad():
+        found = logits(quantised, x, keep)
+    assert 0 < float((found - expected).abs().max()) < 0.1
+    assert "forward" in vars(quantised.blocks[0]) and type(model.blocks[0].to_q) is nn.Linear
+
+
+def test_another_call_runs_the_modules_own_code_and_says_so_once(expected: Tensor, patched: Any) -> None:
+    model, x, keep = patched
+    teacher = drop_in_nets.net()
+    with torch.no_grad():
+        with pytest.warns(OwnCodeWarning) as warned:
+            found = model(x, keep, sharp=True)
+        assert torch.equal(found.logits, teacher(x, keep, sharp=True).logits)
+        texts = [str(own.message) for own in warned]
+        assert len(texts) == 2 and "blocks.0" in texts[0] and "sharp was captured as False" in texts[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(x, keep, sharp=True)
+            assert torch.equal(logits(model, x, keep), expected)
+        with pytest.warns(OwnCodeWarning, match="keep was captured as a tensor, and is None"):
+            assert torch.equal(logits(model, x), logits(teacher, x))
+
+
+def test_the_artefacts_weights_are_loaded(out: Path, tmp_path: Path, expected: Tensor) -> None:
+    x, keep = inputs()
+    other = drop_in_nets.Net().eval()  # other random weights
+    assert torch.equal(logits(asapc.load(out, model=lambda: other), x, keep), expected)
+    with pytest.raises(InputError, match=r"must be the one that was compiled.*blocks\.0"):
+        asapc.load(out, model=drop_in_nets.Net(width=4))
+    artifact = read_artifact(out)
+    trained = {(0, "head.weight"): torch.zeros(3, 8),
+               (0, "asapc_site_0_key_coefficients"): torch.zeros_like(
+                   artifact.programs["graph"][0].graph.asapc_site_0_key_coefficients)}  # fmt: skip
+    (tmp_path / "new").mkdir()
+    write_refreshed(tmp_path / "new", artifact, artifact.manifest, trained, [])
+    model = asapc.load(tmp_path / "new", model=drop_in_nets.net())
+    assert torch.equal(logits(model, x, keep), model.head.bias.expand(5, 3))
+    fitted = dict(model.blocks[0].asapc.named_buffers())
+    assert any(not own.any() for own in fitted.values())
+    whole, live_hidden = asapc.load(tmp_path / "new")(x, keep)["hidden"], model(x, keep).hidden
+    assert all(torch.equal(a, b) for a, b in zip(whole, live_hidden, strict=True))
+
+
+def test_a_patched_model_is_monitored(expected: Tensor, patched: Any) -> None:
+    model, x, keep = patched
+    model.enable_monitor()
+    model(x, keep)
+    model(100 * x, keep)
+    twin = pickle.loads(pickle.dumps(model))
+    twin(x, keep)
+    assert {name: own["batches"] for name, own in model.monitor.items()} == {"blocks.0": 2}
+    assert twin.monitor["blocks.0"]["batches"] == 3
+    assert torch.equal(logits(model.disable_monitor(), x, keep), expected)
+
+
+def test_stages_and_programs_have_no_live_form(out: Path) -> None:
+    with pytest.raises(InputError, match="patched with the compiled stage"):
+        asapc.load(out, model=drop_in_nets.net(), stage="teacher")
+    assert isinstance(asapc.load(out, stage="teacher"), CompiledModel)
+
+
+def broken(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(manifest: dict[str, Any]) -> None:
+        *parents, last = path.split("/")
+        place: Any = manifest
+        for part in parents:
+            place = place[int(part) if part.isdigit() else part]
+        place[int(last) if last.isdigit() else last] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        broken("forward", None), broken("forward/parameters/0/name", "x y"),
+        broken("forward/parameters/0/captured", {"tensor": 9}), broken("forward/output", {"tensor": 40}),
+        broken("forward/output", []), broken("live/programs/0/file", "../graph.pt2"),
+        broken("live/programs/0/dtype", "int8"), broken("live/programs/0/children/0/layer", "other"),
+        broken("live/programs/0/children", []), broken("live/programs/0/modules/0/name", "blocks.7"),
+        broken("live/programs/0/modules/0/sites", ["nothing"]), broken("live/left", ["reason"]),
+        broken("live/programs/0/call/output", {"tensor": 3}),
+        broken("live/programs/0/modules/0/tensors", {"asapc_site_0_key_coefficients": "other"}),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_says_otherwise_is_refused(
+    out: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None]
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(out, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    edit(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError):
+        asapc.load(folder, model=drop_in_nets.net())
+        asapc.load(folder)
+
+
+# Which module is patched
+
+
+class Loop(nn.Module):
+    def forward(self, scores: Tensor) -> Tensor:
+        target = torch.zeros_like(scores[..., :1, :])
+        for _ in range(3):
+            source = -torch.logsumexp(scores + target, -1, keepdim=True)
+            target = -torch.logsumexp(scores + source, -2, keepdim=True)
+        return torch.exp(scores + source + target)
+
+
+class Around(nn.Module):
+    """One attention between two layers; subclasses break what a module alone could compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+        self.loop = Loop()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loop(self.q(x) @ self.k(x).mT) @ self.v(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Around()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x.relu()))
+
+
+class Twice(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.inner(x)))
+
+
+class Beside(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(self.beside)
+
+
+class Aside(Model):
+    """The inner module reads what it is not given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Beside()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.beside.append(x * 2)
+        found = self.inner(x.relu())
+        self.inner.beside.clear()
+        return self.last(found)
+
+
+class Leaks(Model):
+    """The inner module's values are read although it does not return them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        handle = self.inner.v.register_forward_hook(lambda *a: kept.append(a[-1]))
+        found = self.inner(x.relu())
+        handle.remove()
+        return self.last(found + kept[0])
+
+
+class Eager(Model):
+    """Asks whether it is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.relu()
+        return self.last(self.inner(x) if torch.compiler.is_compiling() else self.inner(x=x[None])[0])
+
+
+def cut(model: nn.Module) -> Any:
+    torch.manual_seed(0)
+    model = model.eval()
+    x = torch.randn(3, 5, 4)
+    (program,) = capture(model, (x,), {}).programs
+    sites = [own for own in match(program) if not isinstance(own, Refusal)]
+    assert sites
+    return module_programs(model, program, sites, eager_calls(model, (x,), {}))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "layers"),
+    [
+        (Model, "inner", {"q", "k", "v"}),
+        (Twice, "", {"inner.q", "inner.k", "inner.v", "last"}),
+        (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
+        (Leaks, "", {"inner.q", "inner.k", "last"}),
+        (Eager, "", {"inner.q", "inner.k", "inner.v", "last"}),
+    ],
+)
+def test_the_smallest_module_that_computes_the_site_by_itself(
+    model: type[nn.Module], name: str, layers: set[str]
+) -> None:
+    (made,), left = cut(model())
+    assert made.program.name == name and not left
+    called = {child.name for child in made.children}
+    assert layers <= called and "loop" not in str(called)
+
+
+def test_structures_go_through_plain_data() -> None:
+    def forward(
+        x: Tensor, rest: Any, *more: Tensor, scale: float = 0.5, dtype: Any = torch.float32
+    ) -> None: ...
+
+    a, b, c = torch.ones(2, 3), torch.ones(2), torch.ones(3)
+    signature = inspect.signature(forward)
+    parameters = parameters_of(signature, (a, {"k": [b, None, 7]}, c), {"scale": 0.5}, [])
+    output = described((a, {"z": [b, True], "y": (None,)}), [], output=True)
+    call = Call(parameters, output, *known_of([a, b, c]))
+    again = Call.from_dict(json.loads(json.dumps(call.to_dict())))
+    assert again == call
+    assert str(again.signature()) == "(x, rest, *more, scale=0.5, dtype=torch.float32)"
+    flat, problem = again.flat((a, {"k": [b, None, 7]}, c), {})
+    assert problem is None and [t is own for t, own in zip(flat, (a, b, c), strict=True)] == [True] * 3
+    for rest, message in (
+        ({"k": [b, None, 8]}, "rest was captured as 7, and is 8"),
+        ({"k": [b, None]}, "rest was captured as a list of 3"),
+        ({"q": 1}, "rest was captured as a dict of k"),
+    ):
+        assert message in str(again.flat((a, rest, c), {})[1])
+    assert "dtype was captured at its default" in str(
+        again.flat((a, {"k": [b, None, 7]}, c), {"dtype": torch.float64})[1]
+    )
+    found = rebuilt(again.output, [a, b], {})
+    assert found[0] is a and found[1]["z"][0] is b and found[1] == {"z": [b, True], "y": (None,)}
+
+
+# A model that nobody here wrote
+
+
+def test_a_hugging_face_model_stays_one(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+    def sinkhorn(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        plan = Loop()(q @ k.mT * q.shape[-1] ** -0.5)
+        return (plan @ v).transpose(1, 2).contiguous(), plan
+
+    transformers.AttentionInterface.register("sinkhorn", sinkhorn)
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16,
+        patch_size=4, attn_implementation="sinkhorn",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.ViTForImageClassification(config).eval()
+    pixels = torch.randn(60, 3, 16, 16)
+    compiled, _ = asapc.compile(
+        model, {"pixel_values": pixels}, recipe={"operator": "lossless", "batch_size": 16}, examples=8
+    )
+    assert type(compiled) is type(model) and compiled is not model
+    exact, found = model(pixels[:4]), compiled(pixel_values=pixels[:4])
+    assert type(found) is type(exact)
+    torch.testing.assert_close(found.logits, exact.logits, rtol=1e-4, atol=1e-5)
+    compiled.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="sinkhorn").eval()
+    torch.testing.assert_close(again(pixels[:4]).logits, exact.logits, rtol=1e-4, atol=1e-5)
