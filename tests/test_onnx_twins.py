@@ -195,14 +195,30 @@ def test_sliced_plans(
     theta = {"axes": None, "frozen": torch.randn(4, DIM), "learnt": torch.randn(HEADS, 4, DIM)}[slices]
     tau = torch.tensor([0.5])
     settings = (keep, query_keep, theta, tau)
+    coupling = "monotone" if squared else "interpolated"
     pairs: list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = [
-        (twins.esp_soft, esp.esp_soft, (q, k, v, *settings, 0.3, squared, mean, 1.0)),
-        (twins.esp_hard, esp.esp_hard, (q, k, v, *settings, squared, mean, 1.0)),
-        (twins.esp_soft_attention, esp.esp_soft_attention, (q, k, *settings, 0.3, squared, mean, 1.0)),
-        (twins.esp_hard_attention, esp.esp_hard_attention, (q, k, *settings, squared, mean, 1.0)),
-    ]
+        (twins.esp_soft, esp.esp_soft, (q, k, v, *settings, 0.3, squared, mean, 1.0, coupling)),
+        (twins.esp_hard, esp.esp_hard, (q, k, v, *settings, squared, mean, 1.0, coupling)),
+        (twins.esp_soft_attention, esp.esp_soft_attention,
+         (q, k, *settings, 0.3, squared, mean, 1.0, coupling)),
+        (twins.esp_hard_attention, esp.esp_hard_attention,
+         (q, k, *settings, squared, mean, 1.0, coupling)),
+    ]  # fmt: skip
     for own, meant, arguments in pairs:
         close(own(*arguments), meant(*arguments), 1e-8)
+
+
+@pytest.mark.parametrize("ties", ["shared", "descending", "ascending"])
+@pytest.mark.parametrize("coupling", ["interpolated", "monotone"])
+@pytest.mark.parametrize("shape", [(7, 7), (6, 11), (11, 6)])
+def test_sliced_plans_of_tied_tokens(shape: tuple[int, int], coupling: str, ties: str) -> None:
+    """Whole numbers along the axes: some slices tie, in the others one coordinate makes them differ."""
+    q, k, v, keep, _ = tensors(*shape, "masked")
+    q[..., 1:], k[..., 1:] = q[..., 1:].round(), k[..., 1:].round()
+    query_keep = torch.arange(shape[0]) < torch.tensor([[shape[0]], [(shape[0] + 1) // 2]])
+    settings = (keep, query_keep, None, torch.tensor([0.5]), False, True, 1.5, coupling, ties)
+    close(twins.esp_hard(q, k, v, *settings), esp.esp_hard(q, k, v, *settings), 1e-8)
+    close(twins.esp_hard_attention(q, k, *settings), esp.esp_hard_attention(q, k, *settings), 1e-8)
 
 
 @pytest.mark.parametrize("kind", ["plain", "masked", "one", "none"])

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -446,11 +445,11 @@ def gather_rows(points: Tensor, rows: Tensor) -> Tensor:
     return points.flatten(0, 2)[(rows + first).flatten()].view(*rows.shape, points.shape[3])
 
 
-SliceOf = Callable[[int], tuple[Tensor, Tensor]]  # of a slice, its cost [B, H, 1, 1] and P v or P
+SliceOf = Callable[[int], tuple[Tensor, Tensor]]  # of a slice, what it costs, and P v or P
 
 
 def _mixture(count: int, slice_of: SliceOf, inverse_temperature: Tensor) -> Tensor:
-    """sum_l w_l P_l v by an online softmax over the slices."""
+    """sum_l w_l P_l v by an online softmax over the slices, whose costs are [B, H, 1, 1]."""
     result: Any = 0.0
     total: Any = 0.0
     lowest: Any = None
@@ -475,12 +474,30 @@ def _cost_matrix(clouds: Ranks, squared: bool) -> Tensor:
     return found
 
 
-def _either(condition: Tensor, one: Callable[[], Tensor], other: Callable[[], Tensor]) -> Tensor:
-    """one() or other(): in a file both, of which one runs."""
+def _either(
+    condition: Tensor,
+    one: Callable[..., Tensor],
+    other: Callable[..., Tensor],
+    given: Sequence[Tensor | None],
+) -> Tensor:
+    """one(*given) or other(*given): in a file both, of which one runs.
+
+    Not torch.cond, which compiles first and then takes its sizes for constants.
+    """
+    tensors = tuple(own for own in given if own is not None)
+
+    def filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*tensors: Tensor) -> Tensor:
+            found = iter(tensors)
+            return function(*(None if own is None else next(found) for own in given))
+
+        return call
+
     if torch.compiler.is_exporting():
-        chosen: Tensor = torch.cond(condition, one, other, ())
+        cond: Any = torch.ops.higher_order.cond
+        chosen: Tensor = cond(condition, filled(one), filled(other), tensors)
         return chosen
-    return one() if bool(condition) else other()
+    return filled(one if bool(condition) else other)(*tensors)
 
 
 def _esp_hard(
@@ -497,61 +514,57 @@ def _esp_hard(
     coupling: Coupling = "interpolated",
     ties: Ties = "shared",
 ) -> Tensor:
-    """operators.esp.hard_plan, one slice at a time, rows gathered; slices with ties form their plan."""
+    """operators.esp.hard_plan one slice at a time: rows are gathered, plans formed where tokens tie."""
     clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
     values = None if v is None else clean_values(widen(v), keep)
-    count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
-
-    def per_query(total: Tensor) -> Tensor:
-        total = total[..., None, None]
-        return total / count if mean_cost else total
-
-    def formed(cost: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        plan = esp_meaning.lifted_plan(
-            clouds.x[:, :, index], clouds.y[:, :, index], clouds.keep, clouds.query_keep, coupling, ties
-        ).to(clouds.q.dtype)
-        return per_query((cost * plan).double().sum((-1, -2))), plan if values is None else plan @ values
-
-    def close(result: Tensor) -> Tensor:
-        return esp_ranks.close(result, keep, query_keep, output_factor)
-
-    num_slices = clouds.num_slices
-    if values is None:
-        cost = _cost_matrix(clouds, squared_cost)
-        return close(_mixture(num_slices, partial(formed, cost), inverse_temperature))
     orders = [
         esp_ranks.order_of(esp_ranks.padded_last(x, own), ties)
         for x, own in ((clouds.x, clouds.query_keep), (clouds.y, clouds.keep))
     ]
-    gathered = _gathered(clouds, orders, values, coupling, squared_cost, per_query)
-    if ties != "shared":
-        return close(_mixture(num_slices, gathered, inverse_temperature))
-    tied = _tied_slices(clouds, orders)
 
-    def where_tied() -> Tensor:
+    def per_query(clouds: Ranks, total: Tensor) -> Tensor:
+        count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
+        total = total.double().flatten(2).sum(-1)[..., None, None]
+        return total / count if mean_cost else total
+
+    def formed(*given: Any) -> Tensor:
+        *parts, values, tau, _, _ = given
+        clouds = Ranks(*parts)
         cost = _cost_matrix(clouds, squared_cost)
 
         def slice_of(index: int) -> tuple[Tensor, Tensor]:
-            both = _either(
-                tied[index],
-                lambda: _side_by_side(*formed(cost, index)), lambda: _side_by_side(*gathered(index)),
-            )  # fmt: skip
-            return both[..., :1, :1], both[..., 1:].to(values.dtype)
+            x, y = clouds.x[:, :, index], clouds.y[:, :, index]
+            plan = esp_meaning.lifted_plan(x, y, clouds.keep, clouds.query_keep, coupling, ties)
+            plan = plan.to(cost.dtype)
+            return per_query(clouds, cost * plan), plan if values is None else plan @ values
 
-        return _mixture(num_slices, slice_of, inverse_temperature)
+        return _mixture(clouds.num_slices, slice_of, tau)
 
-    return close(
-        _either(tied.any(), where_tied, lambda: _mixture(num_slices, gathered, inverse_temperature))
-    )
+    def gathered(*given: Any) -> Tensor:
+        *parts, values, tau, order_x, order_y = given
+        clouds = Ranks(*parts)
+        pairs_of = _gathered(clouds, (order_x, order_y), values, coupling, squared_cost)
+
+        def slice_of(index: int) -> tuple[Tensor, Tensor]:
+            distances, moved = pairs_of(index)
+            return per_query(clouds, distances), moved
+
+        return _mixture(clouds.num_slices, slice_of, tau)
+
+    lines = clouds.x.contiguous(), clouds.y.contiguous()  # a choice takes no two views of one tensor
+    parts = (clouds.q, clouds.k, *lines, clouds.keep, clouds.query_keep)
+    given = (*parts, values, inverse_temperature, *orders)
+    if values is None:
+        result = formed(*given)
+    elif ties != "shared":
+        result = gathered(*given)
+    else:
+        result = _either(_any_tied(clouds, orders), formed, gathered, given)
+    return esp_ranks.close(result, keep, query_keep, output_factor)
 
 
-def _side_by_side(cost: Tensor, moved: Tensor) -> Tensor:
-    """One tensor, as a choice gives: [B, H, N, 1 + E] in float64."""
-    return torch.cat([cost.expand(*moved.shape[:3], 1), moved.double()], -1)
-
-
-def _tied_slices(clouds: Ranks, orders: Sequence[Tensor]) -> Tensor:
-    """Whether any tokens tie, [L] bool."""
+def _any_tied(clouds: Ranks, orders: Sequence[Tensor]) -> Tensor:
+    """Whether any tokens tie in any slice."""
     found = []
     for x, keep, order in zip(
         (clouds.x, clouds.y), (clouds.query_keep, clouds.keep), orders, strict=True
@@ -561,7 +574,7 @@ def _tied_slices(clouds: Ranks, orders: Sequence[Tensor]) -> Tensor:
         if keep is not None:
             rank = torch.arange(x.shape[-1], device=x.device)[1:]
             same = same & (rank < keep.sum(-1)[:, None, None, None])
-        found.append(same.sum((0, 1, 3)) > 0)
+        found.append(same.sum() > 0)
     return found[0] | found[1]
 
 
@@ -571,9 +584,10 @@ def _gathered(
     values: Tensor,
     coupling: Coupling,
     squared: bool,
-    per_query: Callable[[Tensor], Tensor],
 ) -> SliceOf:
-    """A slice in which nothing ties: every rank of queries meets one key or two, or stairs of them."""
+    """Distances, weighted, and P v of a slice in which nothing ties: every rank of queries meets one key
+    or two, or stairs of them.
+    """
 
     def away(queries: Tensor, keys: Tensor) -> Tensor:
         apart = (queries - gather_rows(clouds.k, keys)).square().sum(-1)
@@ -598,7 +612,7 @@ def _gathered(
             total, moved = total + own, moved + found
         if clouds.query_keep is not None:
             total = total.masked_fill(~clouds.query_keep[:, None, :], 0.0)
-        return per_query(total.double().sum(-1)), moved
+        return total, moved
 
     def stairs(index: int) -> tuple[Tensor, Tensor]:
         first, second, mass = esp_ranks.monotone_pairs(clouds)
@@ -612,7 +626,7 @@ def _gathered(
         found = gather_rows(values, keys) * mass[:, None, :, None].to(values.dtype)
         zero = values.new_zeros(1).expand(*clouds.q.shape[:3], values.shape[3])
         moved = zero.scatter_add(2, queries[..., None].expand(found.shape), found)
-        return per_query(total.double().sum(-1)), moved
+        return total, moved
 
     return stairs if coupling == "monotone" and not clouds.one_to_one() else few
 

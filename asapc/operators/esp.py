@@ -26,7 +26,6 @@ from asapc.ir import Coupling, Ties
 from asapc.operators.matching import (
     cost_matrix,
     gather_sum,
-    group_bounds,
     match,
     matched_costs,
     ranked,
@@ -96,19 +95,19 @@ def lifted_plan(
 
 def _token_bounds(x: Tensor, keep: Tensor | None, ties: Ties) -> tuple[Tensor, Tensor]:
     """The ranks that every token shares, from and up to, [B, H, N]; those of padded tokens are last."""
-    x = padded_last(x, keep)
-    order = order_of(x, ties)
-    if ties == "shared":
-        ordered = x.gather(-1, order)
-        same = ordered[..., 1:] == ordered[..., :-1]
-        if keep is not None:
-            rank = torch.arange(1, x.shape[-1], device=x.device)
-            same = same & (rank < keep.sum(-1)[:, None, None])
-        bounds = group_bounds(same)
-    else:
+    if ties != "shared":
+        order = order_of(padded_last(x, keep), ties)
         rank = torch.arange(x.shape[-1], device=x.device).expand(x.shape)
-        bounds = (rank, rank + 1)
-    first, end = (torch.empty_like(order).scatter_(-1, order, own) for own in bounds)
+        first = torch.empty_like(order).scatter_(-1, order, rank)
+        return first, first + 1
+    others, mine = x[..., None, :], x[..., :, None]
+    larger, as_large = others > mine, others >= mine
+    if keep is not None:
+        larger, as_large = (own & keep[:, None, None] for own in (larger, as_large))
+    first, end = larger.sum(-1), as_large.sum(-1)
+    if keep is not None:
+        end = torch.where(keep[:, None], end, x.shape[-1] + 1)
+        first = torch.where(keep[:, None], first, x.shape[-1])
     return first, end
 
 

@@ -126,10 +126,10 @@ def ranked(
 
 def group_bounds(same: Tensor) -> tuple[Tensor, Tensor]:
     """The first rank of every rank's group and the one behind its last, [..., N].  same: [..., N - 1]."""
-    size = same.shape[-1] + 1
-    rank = torch.arange(1, size, device=same.device)
+    ranks = torch.arange(1, same.shape[-1] + 2, device=same.device)
+    rank, last = ranks[:-1], ranks[-1:]
     first = torch.nn.functional.pad(torch.where(same, 0, rank), (1, 0))
-    end = torch.nn.functional.pad(torch.where(same, size, rank), (0, 1), value=size)
+    end = torch.cat([torch.where(same, last, rank), last.expand(*same.shape[:-1], 1)], -1)
     return first.cummax(-1).values, end.flip(-1).cummin(-1).values.flip(-1)
 
 

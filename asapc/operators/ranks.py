@@ -185,7 +185,7 @@ def monotone_pairs(clouds: Clouds) -> tuple[Tensor, Tensor, Tensor]:
         torch.minimum(torch.arange(1, points.shape[2] + 1, device=n.device) * other, n * m)
         for points, other in ((clouds.q, m), (clouds.k, n))
     ]
-    batch = max(len(n), len(m))
+    batch = torch.broadcast_shapes(n.shape, m.shape)[0]
     till = torch.sort(torch.cat([end.expand(batch, -1) for end in ends], -1), dim=-1).values
     since = torch.nn.functional.pad(till[:, :-1], (1, 0))
     first, second = torch.minimum(_over(since, m), n - 1), torch.minimum(_over(since, n), m - 1)
