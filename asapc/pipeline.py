@@ -26,6 +26,7 @@ from asapc.artifact import (
     call_of,
     read_artifact,
     read_patches,
+    returns_as,
     signature_of,
     surrounding_model,
     write_artifact,
@@ -601,6 +602,7 @@ def _verify_written(
 ) -> None:
     """What was written computes what was verified."""
     written = read_artifact(folder, list(programs))
+    returns_as(written)
     for stage, own in programs.items():
         before = Runner(model, own)(example)
         after = Runner(model, written.programs[stage])(example)
