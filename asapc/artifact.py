@@ -35,9 +35,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.fx.graph import _PyTreeCodeGen
+from torch.utils import _pytree as pytree
 
 import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
-from asapc.call import Call, Child, known_of, leaves, plain_spec
+from asapc.call import (
+    Call,
+    Child,
+    Undescribable,
+    described,
+    known_of,
+    leaves,
+    plain_spec,
+    rebuilt,
+    tree_from_json,
+    tree_to_json,
+    types_at_hand,
+)
 from asapc.code import GraphCode, flat_graph, tensors_of, traced_inputs
 from asapc.compiled import OPERATORS, CompiledModel, Operators, site_line
 from asapc.errors import InputError
@@ -134,7 +148,9 @@ def write_artifact(
             path = f"{stage}.pt2" if program.name == "" else f"modules/{index}.{stage}.pt2"
             (folder / path).parent.mkdir(exist_ok=True)
             save_program(exported, folder / path)
-            entry = files.setdefault(str(index), {"name": program.name, "calls": {}})
+            entry = files.setdefault(
+                str(index), {"name": program.name, "calls": {}, **_output(programs, index)}
+            )
             entry[stage], entry["calls"][stage] = path, calls
     if model is not None and manifest["capture"] == "module":
         for name, tensor in model.state_dict().items():
@@ -147,6 +163,36 @@ def write_artifact(
         "format_version": FORMAT_VERSION, **manifest, "programs": list(files.values()), "live": live,
     }  # fmt: skip
     _finish(folder, document, tensors, seen_hashes)
+
+
+def _output(programs: Mapping[Stage, Sequence[Program]], index: int) -> dict[str, Any]:
+    """What a captured module returns, where a file's plain containers are not it; see returns_as."""
+    own = programs["teacher"][index]
+    call = next((call for call in own.calls if not call.name), None)
+    if not own.name or call is None:
+        return {}
+    try:
+        return {"output": tree_to_json(described(call.output, [], output=True))}
+    except Undescribable:
+        return {}
+
+
+def returns_as(artifact: Artifact) -> None:
+    """Let the programs of modules return the types that the modules do, where the process has them.
+
+    The code around a captured module may take its output apart by name.
+    """
+    for programs in artifact.programs.values():
+        for program, entry in zip(programs, artifact.manifest["programs"], strict=True):
+            codegen = program.graph.graph._codegen
+            if "output" not in entry or not isinstance(codegen, _PyTreeCodeGen):
+                continue
+            tree = tree_from_json(entry["output"])
+            shape = rebuilt(tree, [0] * sum(1 for _ in leaves(tree)), types_at_hand(tree))
+            spec = pytree.tree_structure(shape)
+            if codegen.pytree_info.out_spec.num_leaves == spec.num_leaves:
+                codegen.pytree_info = codegen.pytree_info._replace(out_spec=spec)
+                program.graph.recompile()
 
 
 def _write_modules(
@@ -403,6 +449,8 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         calls = entry["calls"]
         listed = is_dict(calls, *STAGES) and all(are_strings(calls[stage]) for stage in STAGES)
         require(listed, "a program lists the sites that it calls operators for", entry)
+        output = entry.get("output", {"constant": None})
+        require(_reads(tree_from_json, output), "a program's output is a structure", output)
         for stage in STAGES:
             _inside(path.parent, entry[stage])
             require(str(entry[stage]).endswith(".pt2"), "a program is a .pt2 file", entry)
@@ -682,6 +730,7 @@ def around(artifact: Artifact, model: nn.Module) -> None:
         model.load_state_dict(artifact.model_weights)
         for program in next(iter(artifact.programs.values())):
             model.get_submodule(program.name)
+        returns_as(artifact)
     except (RuntimeError, AttributeError) as error:
         raise InputError(
             f"{artifact.folder}: the model must be the one that was compiled",

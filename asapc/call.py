@@ -200,12 +200,12 @@ class Call:
         return {
             "parameters": [
                 {
-                    "name": own.name, "kind": own.kind, "captured": _to_json(own.captured),
-                    **({} if own.default is None else {"default": _to_json(own.default)}),
+                    "name": own.name, "kind": own.kind, "captured": tree_to_json(own.captured),
+                    **({} if own.default is None else {"default": tree_to_json(own.default)}),
                 }
                 for own in self.parameters
             ],
-            "output": _to_json(self.output),
+            "output": tree_to_json(self.output),
             "tensors": [
                 {"kind": own.kind, "sizes": list(own.sizes),
                  **({} if own.same_as is None else {"same_as": own.same_as})}
@@ -220,7 +220,8 @@ class Call:
         parameters = tuple(
             Parameter(
                 _identifier(own["name"]), _kind(own["kind"]),
-                _from_json(own["default"]) if "default" in own else None, _from_json(own["captured"]),
+                tree_from_json(own["default"]) if "default" in own else None,
+                tree_from_json(own["captured"]),
             )
             for own in data["parameters"]
         )  # fmt: skip
@@ -229,7 +230,7 @@ class Call:
             for own in data["tensors"]
         )
         limits = {str(name): (int(low), int(high)) for name, (low, high) in data["limits"].items()}
-        call = cls(parameters, _from_json(data["output"]), tensors, limits)
+        call = cls(parameters, tree_from_json(data["output"]), tensors, limits)
         call.signature()  # ValueError for parameters that no function has
         places = [leaf.index for own in parameters for leaf in leaves(own.captured)]
         if sorted(places) != list(range(len(tensors))):
@@ -255,18 +256,18 @@ class Child:
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         return {
-            "layer": self.name, "args": [_to_json(tree) for tree in self.args],
-            "kwargs": {name: _to_json(tree) for name, tree in self.kwargs.items()},
-            "output": _to_json(self.output),
+            "layer": self.name, "args": [tree_to_json(tree) for tree in self.args],
+            "kwargs": {name: tree_to_json(tree) for name, tree in self.kwargs.items()},
+            "output": tree_to_json(self.output),
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Child:
         """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
-        kwargs = {_identifier(name): _from_json(own) for name, own in data["kwargs"].items()}
+        kwargs = {_identifier(name): tree_from_json(own) for name, own in data["kwargs"].items()}
         return cls(
-            str(data["layer"]), tuple(_from_json(own) for own in data["args"]), kwargs,
-            _from_json(data["output"]),
+            str(data["layer"]), tuple(tree_from_json(own) for own in data["args"]), kwargs,
+            tree_from_json(data["output"]),
         )  # fmt: skip
 
 
@@ -624,7 +625,8 @@ def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _to_json(tree: Tree) -> Any:
+def tree_to_json(tree: Tree) -> Any:
+    """As the manifest has it."""
     if isinstance(tree, Leaf):
         return {"tensor": tree.index}
     if isinstance(tree, Constant):
@@ -633,7 +635,7 @@ def _to_json(tree: Tree) -> Any:
         return {"default": tree.text}
     if isinstance(tree, Size):
         return {"size": tree.name}
-    own: dict[str, Any] = {tree.kind: [_to_json(item) for item in tree.items]}
+    own: dict[str, Any] = {tree.kind: [tree_to_json(item) for item in tree.items]}
     if tree.keys:
         own["keys"] = list(tree.keys)
     if tree.type:
@@ -643,7 +645,8 @@ def _to_json(tree: Tree) -> Any:
     return own
 
 
-def _from_json(data: Any, depth: int = 0) -> Tree:
+def tree_from_json(data: Any, depth: int = 0) -> Tree:
+    """Inverse of tree_to_json. Raises KeyError, TypeError or ValueError for anything else."""
     if depth > _MAX_DEPTH:
         raise ValueError("a structure is nested too deeply")
     if "tensor" in data:
@@ -660,7 +663,7 @@ def _from_json(data: Any, depth: int = 0) -> Tree:
         return Size(str(data["size"]))
     for kind in ("list", "tuple", "dict", "namedtuple", "object"):
         if kind in data:
-            items = tuple(_from_json(item, depth + 1) for item in data[kind])
+            items = tuple(tree_from_json(item, depth + 1) for item in data[kind])
             keys = tuple(str(key) for key in data.get("keys", ()))
             if len(keys) not in ((len(items),) if kind in ("dict", "namedtuple") else (0, len(items))):
                 raise ValueError(f"a {kind} has a key for each item")

@@ -28,6 +28,7 @@ from asapc.artifact import (
     places_moved,
     read_artifact,
     read_patches,
+    returns_as,
     signature_of,
     surrounding_model,
     write_artifact,
@@ -632,6 +633,7 @@ def _verify_written(
 ) -> None:
     """What was written computes what was verified."""
     written = read_artifact(folder, list(programs))
+    returns_as(written)
     for stage, own in programs.items():
         before = Runner(model, own)(example)
         after = Runner(model, written.programs[stage])(example)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,29 @@ class Net(nn.Module):
         logits = self.head(x.mean(1))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return Output(logits=logits, hidden=tuple(hidden), loss=loss)
+
+
+class Pair(NamedTuple):
+    out: Tensor
+    norm: Tensor
+
+
+class PairAttention(Attention):
+    def forward(self, x: Tensor) -> Pair:  # type: ignore[override]
+        out = super().forward(x)
+        return Pair(out, out.norm(dim=-1))
+
+
+class ThroughNumpy(nn.Module):
+    """Cannot be captured as a whole; takes what its attention returns apart by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = PairAttention(8, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.attention(x)
+        return found.out * torch.from_numpy(found.norm.detach().numpy()).mean()
 
 
 def net() -> Net:

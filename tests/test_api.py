@@ -47,6 +47,7 @@ def test_gates_and_a_folder(tmp_path: Path) -> None:
     assert (out / "report.json").is_file() and (tmp_path / "out.calibration").is_dir()
     with torch.no_grad():
         own, loaded = compiled(tokens[:3])[0], asapc.load(out)(tokens[:3])[0]
+        assert type(compiled) is type(model) and compiled is not model  # a patched copy
         assert torch.equal(own, loaded) and not torch.equal(own, model(tokens[:3])[0])
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert report.facts["model"]["source"] == "SinkformerText"
@@ -74,6 +75,10 @@ def test_a_model_captured_per_module_comes_back_whole() -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(tokens[:4]), model(tokens[:4]), rtol=1e-4, atol=1e-5)
     assert isinstance(compiled, ThroughNumpy) and compiled is not model
+    seen: list[nn.Module] = []
+    compiled.text.layers[0].mha.WQ.register_forward_hook(lambda own, *_: seen.append(own))
+    compiled(tokens[:4])
+    assert seen == [compiled.text.layers[0].mha.WQ]  # its layers are live
 
 
 @pytest.mark.parametrize(

@@ -435,6 +435,24 @@ def test_stages_and_programs_have_no_live_form(out: Path) -> None:
     assert isinstance(asapc.load(out, stage="teacher"), CompiledModel)
 
 
+def test_a_captured_module_returns_its_own_type(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, (x, _) = drop_in_nets.ThroughNumpy().eval(), inputs(60)
+    teacher, quiet = _teacher(model), make_progress(quiet=True)
+    source = data_of({"x": x}, pipeline.forward_signature(teacher))
+    recipe = Recipe.from_dict({"operator": "lossless", "batch_size": 16})
+    pipeline.calibrate(teacher, source, tmp_path / "calib", recipe, quiet)
+    manifest = pipeline.compile(teacher, tmp_path / "calib", tmp_path / "out", recipe, source, quiet)
+    assert manifest["capture"] == "module"
+    with torch.no_grad():
+        exact = model(x[:4])
+        loaded = asapc.load(tmp_path / "out", model=copy.deepcopy(model))
+        assert type(loaded.attention(x[:4])) is drop_in_nets.Pair
+        torch.testing.assert_close(loaded(x[:4]), exact, rtol=1e-4, atol=1e-5)
+        stage = asapc.load(tmp_path / "out", model=copy.deepcopy(model), stage="lossless")
+        torch.testing.assert_close(stage(x[:4]), exact, rtol=1e-4, atol=1e-5)
+
+
 def broken(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def edit(manifest: dict[str, Any]) -> None:
         *parents, last = path.split("/")
