@@ -57,7 +57,10 @@ assert _operators is not None
 
 @dataclass
 class Artifact:
-    """A loaded folder. programs: stage -> one program for each captured part of the model."""
+    """A loaded folder. programs: stage -> one program for each captured part of the model.
+
+    trusted: read with trust, see read_artifact.
+    """
 
     folder: Path
     manifest: dict[str, Any]
@@ -65,6 +68,7 @@ class Artifact:
     seen_hashes: frozenset[int]
     model_weights: dict[str, Tensor]
     selection: dict[str, Any]
+    trusted: bool = False
 
     @property
     def fit_seconds(self) -> float:
@@ -154,7 +158,8 @@ def write_refreshed(
             target = _inside(folder, entry[stage])
             target.parent.mkdir(parents=True, exist_ok=True)
             if stage == "graph" and edit is not None:
-                exported = load_program(_inside(artifact.folder, entry[stage]))
+                place = _inside(artifact.folder, entry[stage])
+                exported = load_program(place, trust=artifact.trusted)
                 edit(exported.graph_module)
                 save_program(exported, target)
             else:
@@ -183,12 +188,17 @@ def _exported(program: Program) -> ExportedProgram:
     return export_graph(program.graph, program.args, program.kwargs, program.dynamic_shapes)
 
 
-def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artifact:
-    """Load the programs of some stages. Raises InputError for a missing or unsafe folder."""
-    return read_whole(folder, lambda: _read(Path(folder), stages))
+def read_artifact(
+    folder: str | Path, stages: Sequence[Stage] = STAGES, *, trust: bool = False
+) -> Artifact:
+    """Load the programs of some stages. Raises InputError for a missing or unsafe folder.
+
+    trust: the folder is the user's own, and its programs may call operators that are not on the list.
+    """
+    return read_whole(folder, lambda: _read(Path(folder), stages, trust))
 
 
-def _read(place: Path, stages: Sequence[Stage]) -> Artifact:
+def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
     manifest = read_manifest(place)
     tensors = read_safetensors(place / "model.safetensors")
     programs: dict[Stage, list[Program]] = {stage: [] for stage in stages}
@@ -198,14 +208,16 @@ def _read(place: Path, stages: Sequence[Stage]) -> Artifact:
             own = {**shared, **_under(tensors, f"{stage}.{index}.")}
             path = _inside(place, entry[stage])
             programs[stage].append(
-                Program(str(entry["name"]), _module(load_program(path, own), path), (), {}, None)
+                Program(
+                    str(entry["name"]), _module(load_program(path, own, trust=trust), path), (), {}, None
+                )
             )
     seen = tensors.get(_SEEN, torch.empty(0, dtype=torch.int64))
     if seen.dtype != torch.int64 or seen.dim() != 1:
         raise InputError(f"{place}: {_SEEN} must list integers", got=f"{seen.dtype} {[*seen.shape]}")
     return Artifact(
         place, manifest, programs, frozenset(h & ((1 << 64) - 1) for h in seen.tolist()),
-        _under(tensors, _MODEL), _read_selection(place / SELECTION),
+        _under(tensors, _MODEL), _read_selection(place / SELECTION), trust,
     )  # fmt: skip
 
 
@@ -213,7 +225,8 @@ def read_exported(artifact: Artifact, stage: Stage = "graph") -> ExportedProgram
     """The one program of a model captured whole, with its weights, as torch.export has it."""
     tensors = read_safetensors(artifact.folder / "model.safetensors")
     own = {**_under(tensors, "0."), **_under(tensors, f"{stage}.0.")}
-    return load_program(_inside(artifact.folder, artifact.manifest["programs"][0][stage]), own)
+    place = _inside(artifact.folder, artifact.manifest["programs"][0][stage])
+    return load_program(place, own, trust=artifact.trusted)
 
 
 def _module(exported: ExportedProgram, path: Path) -> GraphModule:
@@ -395,6 +408,7 @@ def load(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     *,
     stage: Stage = "graph",
+    trust: bool = False,
 ) -> nn.Module:
     """The compiled model, with the teacher's call signature and output structure.
 
@@ -402,10 +416,11 @@ def load(
     model: for a capture per module, the teacher's module or a factory of it; its weights are
            replaced by the artefact's and its attention modules by the compiled ones.
     stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
+    trust: the folder is your own: its programs may call operators that SECURITY.md does not list.
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.monitor.
     Raises InputError.
     """
-    artifact = read_artifact(out, (stage,))
+    artifact = read_artifact(out, (stage,), trust=trust)
     if artifact.capture == "whole":
         if model is not None:
             raise InputError(

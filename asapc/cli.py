@@ -73,6 +73,10 @@ Tolerance = Annotated[
         "1e-4 by default, in float16 four times what PyTorch loses.",
     ),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="The file is your own: any operator, any memory (see SECURITY.md)."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
@@ -84,6 +88,7 @@ def inspect(
     data: OptionalData = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -93,7 +98,7 @@ def inspect(
     def body(run: Session) -> None:
         from asapc.report.tables import inspect_tables
 
-        run.show(inspect_model(model, data, weights, kwargs), inspect_tables)
+        run.show(inspect_model(model, data, weights, kwargs, trust), inspect_tables)
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -116,6 +121,7 @@ def calibrate(
     ] = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -126,7 +132,7 @@ def calibrate(
         from asapc.report.tables import calibration_tables
 
         summary = calibrate_model(
-            run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory
+            run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory, trust
         )
         run.show(summary, calibration_tables)
         if not summary["sites"]:
@@ -149,6 +155,7 @@ def study(
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a batch.")] = 32,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -163,7 +170,7 @@ def study(
         from asapc.report.tables import study_tables
         from asapc.study import study as run_study
 
-        teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+        teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
         result = run_study(
             teacher, data, blocks, out, run.progress,
             test=test, max_test_examples=examples, batch_size=batch_size,
@@ -191,6 +198,7 @@ def compile(
     tolerance: Tolerance = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -212,7 +220,7 @@ def compile(
 
         onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
         manifest = compile_model(
-            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx
+            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx, trust=trust
         )
         record = read_record(Path(out))
         run.show({**manifest, **({} if record is None else {"onnx_file": record})}, compile_tables)
@@ -233,6 +241,7 @@ def export(
         bool, typer.Option("--float16", help="Weights and activations in half precision.")
     ] = False,
     tolerance: Tolerance = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -252,7 +261,7 @@ def export(
         settings = OnnxSettings(opset, tolerance, float16)
         from asapc import pipeline
 
-        record = pipeline.export(artifact, data, settings, run.progress)
+        record = pipeline.export(artifact, data, settings, run.progress, trust=trust)
         run.show({"artifact": artifact, **record}, onnx_tables)
         run.note(f"wrote {Path(artifact) / MODEL}")
 
@@ -291,6 +300,7 @@ def refresh(
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -319,7 +329,7 @@ def refresh(
 
         has_onnx = (Path(artifact) / MODEL).exists()
         entry = pipeline.refresh(
-            artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs,
+            artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs, trust=trust,
             progress=run.progress,
         )  # fmt: skip
         written = out or artifact
@@ -356,6 +366,7 @@ def report(
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -372,7 +383,7 @@ def report(
 
         result = report_artifact(
             run, artifact, data, gate, model, weights, kwargs, examples,
-            baseline=baseline, max_regression=max_regression or (), junit=junit,
+            baseline=baseline, max_regression=max_regression or (), junit=junit, trust=trust,
         )  # fmt: skip
         run.show(result, report_tables)
         _note_unverified(run, artifact)
@@ -406,6 +417,7 @@ def bench(
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -425,6 +437,7 @@ def bench(
             repeats=repeats,
             explain=explain,
             tune=tune,
+            trust=trust,
             progress=run.progress,
         )
         run.show(result, bench_tables)
@@ -469,12 +482,12 @@ def root(
 
 
 def inspect_model(
-    model: str, data: str | None, weights: str | None, kwargs: str | None
+    model: str, data: str | None, weights: str | None, kwargs: str | None, trust: bool = False
 ) -> dict[str, Any]:
     """The dictionary of `asapc inspect --json`."""
     from asapc.formats.load import load_teacher
 
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
     from asapc import pipeline
 
     return pipeline.inspect(teacher, data).to_dict()
@@ -491,6 +504,7 @@ def calibrate_model(
     sequential: bool = False,
     restart: bool = False,
     max_memory: str | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
     from asapc.recipe import load_recipe
@@ -501,7 +515,7 @@ def calibrate_model(
     limit = None if max_memory is None else parse_size(max_memory)
     from asapc.formats.load import load_teacher
 
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
     from asapc import pipeline
 
     calibration = pipeline.calibrate(
@@ -520,6 +534,7 @@ def compile_model(
     weights: str | None = None,
     kwargs: str | None = None,
     onnx: OnnxSettings | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Compile: the manifest.  Without a recipe, the calibration's own is used.
 
@@ -530,7 +545,7 @@ def compile_model(
     resolved = None if recipe is None else load_recipe(recipe)
     from asapc.formats.load import load_teacher
 
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
     from asapc import pipeline
 
     return pipeline.compile(teacher, calibration, out, resolved, data, run.progress, onnx)
@@ -562,6 +577,7 @@ def report_artifact(
     baseline: str | None = None,
     max_regression: Sequence[str] = (),
     junit: str | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
     from asapc import baseline as regression
@@ -583,6 +599,7 @@ def report_artifact(
         weights=weights,
         kwargs=kwargs,
         examples=examples,
+        trust=trust,
         progress=run.progress,
     )
     comparison = None if earlier is None else regression.compare(result, earlier)

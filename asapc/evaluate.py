@@ -53,6 +53,7 @@ def report(
     weights: str | None = None,
     kwargs: str | None = None,
     examples: int = REPORT_EXAMPLES,
+    trust: bool = False,
     progress: Progress,
 ) -> tuple[dict[str, Any], list[SitePictures]]:
     """Fidelity and speed on up to `examples` examples that calibration and selection have not seen.
@@ -60,7 +61,7 @@ def report(
     Also a few attention maps of every site, which are too big for the report. Raises InputError if
     what the artefact has seen belongs to the gate split, or nothing is left to measure on.
     """
-    artifact = read_artifact(artifact_path)
+    artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(
         data or recorded_data(artifact.manifest["data"], "report"), artifact.signature()
@@ -214,6 +215,7 @@ def bench(
     repeats: int = 10,
     explain: bool = False,
     tune: bool | None = None,
+    trust: bool = False,
     progress: Progress,
 ) -> dict[str, Any]:
     """Median latencies of teacher, lossless and compiled: the whole model and every site.
@@ -226,8 +228,8 @@ def bench(
     if tune is False:
         with without_cache():
             return bench(artifact_path, data, model=model, weights=weights, kwargs=kwargs,
-                         repeats=repeats, explain=explain, progress=progress)  # fmt: skip
-    artifact = read_artifact(artifact_path)
+                         repeats=repeats, explain=explain, trust=trust, progress=progress)  # fmt: skip
+    artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(data or recorded_data(artifact.manifest["data"], "bench"), artifact.signature())
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")

@@ -140,6 +140,8 @@ def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The model's own output on the example, or an InputError that says what it raised."""
     try:
         return model(*args, **kwargs)
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(
             "the model runs on the given data",

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,16 @@ def is_operator(full: str) -> bool:
     library, name, overload = full.split(".")
     known = _overloads().get(f"{library}::{name}", ())
     return ("" if overload == "default" else overload) in known and name not in NEVER
+
+
+def unlisted(graph: torch.nn.Module) -> set[str]:
+    """The operators that a graph and those inside of it call and that a file may not."""
+    targets = {
+        node.target
+        for module in graph.modules() if isinstance(module, GraphModule)
+        for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+    }  # fmt: skip
+    return {str(target) for target in targets} - {*allowed_operators()}
 
 
 def _writes_as_named(name: str, overload: str) -> bool:
