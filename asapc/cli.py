@@ -393,7 +393,7 @@ def report(
             run.note(f"wrote {page}: open it in a browser")
         if result["gate"]["passed"]:
             return 0
-        print(f"asapc: {failure_text(result['gate'])}", file=sys.stderr)
+        session.complain(f"asapc: {failure_text(result['gate'])}")
         return EXIT_GATE_FAILED
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -623,10 +623,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             standalone_mode=False,
         )
     except KeyboardInterrupt:
-        print("asapc: interrupted", file=sys.stderr)
+        session.complain("asapc: interrupted")
         return EXIT_INTERRUPTED
     except InputError as error:
-        print(f"asapc: {error}", file=sys.stderr)
+        session.complain(f"asapc: {error}")
         return error.exit_code
     except Exception as error:
         # A usage error.  Its class has moved between typer releases; these two attributes have not.
@@ -634,9 +634,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "asapc"
-        print(
-            f"asapc: {error.format_message()}\n  help: {path} --help lists what is accepted",
-            file=sys.stderr,
+        session.complain(
+            f"asapc: {error.format_message()}\n  help: {path} --help lists what is accepted"
         )
         return EXIT_BAD_INPUT
     return code if isinstance(code, int) else 0

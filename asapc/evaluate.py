@@ -21,6 +21,7 @@ from asapc.audit import SoftToHard, soft_sites
 from asapc.bootstrap import LEVEL
 from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError
+from asapc.faults import check_labels
 from asapc.fidelity import OutputFidelity
 from asapc.ir import SiteTensors
 from asapc.kernels.thresholds import key_of, without_cache
@@ -82,8 +83,10 @@ def report(
         lossless_out, tensors = tap(batch)
         outputs.update(
             comparable(teacher_out), comparable(runners["graph"](batch)), batch.labels,
-            _lengths(tensors, len(batch)),
+            _lengths(tensors, len(batch)), batch.numbers,
         )  # fmt: skip
+        if measured == 0 and source.labels is not None and outputs.classes is not None:
+            check_labels(source.labels, outputs.classes, range(len(source.labels)), source.source)
         lossless.update(comparable(teacher_out), comparable(lossless_out), batch.labels)
         for site, seen in zip(sites, tensors, strict=True):
             site.update(seen)
