@@ -4,8 +4,8 @@
 
 Each case changes a valid file (a byte, a value of its JSON, its zip members), composes one (nested
 sizes, doublings of doublings, rare operators, archives with duplicate or absolute names) or takes one of
-the known attacks, and reads it as a command would; programs and ONNX models are run too, and allowed operators are
-called with hostile arguments. Every case has a process of its own, with a limit on its address space and
+the known attacks, and reads it as a command would; programs and ONNX models are run too, and allowed
+operators are called with hostile arguments. Every case has a process of its own, with a limit on its address space and
 on its time. It must end in something that was read or in an AsapcError that a terminal can show, without
 much more memory than the file has bytes, and without touching anything outside its folder; a death by a
 signal is a failure like any other. Prints how the cases of each target ended; exits 1 if one ended
@@ -19,6 +19,7 @@ import collections
 import copy
 import io
 import json
+import math
 import os
 import pickle
 import resource
@@ -65,7 +66,8 @@ from asapc.study import load_grid
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile_calls import hostile_calls
 
-SECONDS = 20.0  # a case that takes longer hangs
+SECONDS = 20.0  # of a processor: a case that takes longer hangs
+WAITING = 60.0  # by the clock: a case that waits for longer hangs
 ADDRESS_SPACE = 12 << 30  # beyond what the process has: a wild allocation fails instead of swapping
 MEMORY = 400 << 20  # a case may add this and RATIO times its files
 RATIO = 200
@@ -153,7 +155,7 @@ GOOD = ("read", "refused", "failed", "timed out")
 
 
 class Hang(BaseException):
-    """A case took longer than SECONDS."""
+    """A case took longer than SECONDS or WAITING."""
 
 
 @dataclass(frozen=True)
@@ -992,11 +994,13 @@ def outcome_of(target: Target, case: Path, size: int) -> tuple[str, str]:
 
     def stop(number: int, frame: Any) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(SECONDS))  # if the exception is not raised by then, nothing raises it
-        raise Hang(f"longer than {SECONDS:g} s")
+        signal.alarm(int(WAITING))  # if the exception is not raised by then, nothing raises it
+        raise Hang(signal.Signals(number).name)
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(int(SECONDS))
+    for own in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(own, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(int(WAITING))
     outcome, details = "read", ""
     try:
         with warnings.catch_warnings():
@@ -1031,6 +1035,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=[*TARGETS])
     parser.add_argument("--only", type=int, help="one case by its number")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     names = [arguments.target] if arguments.target else list(TARGETS)
@@ -1046,6 +1051,8 @@ def main() -> int:
         build_corpus(corpus)
         try:
             for number in numbers:
+                if time.monotonic() - start > 60 * arguments.minutes:
+                    break
                 name = names[number % len(names)]
                 began = time.monotonic()
                 outcome, details = run_case(name, number, arguments.seed, corpus, work)
