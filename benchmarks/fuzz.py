@@ -3,13 +3,13 @@
     python benchmarks/fuzz.py --count 10000 --seed 0
 
 Each case changes a valid file (a byte, a value of its JSON, its zip members), composes one (nested
-sizes, doublings of doublings, rare operators, archives with duplicate or absolute names) or takes one of
-the known attacks, and reads it as a command would; programs and ONNX models are run too, and allowed
-operators are called with hostile arguments. Every case has a process of its own, with a limit on its address space and
-on its time. It must end in something that was read or in an AsapcError that a terminal can show, without
-much more memory than the file has bytes, and without touching anything outside its folder; a death by a
-signal is a failure like any other. Prints how the cases of each target ended; exits 1 if one ended
-otherwise, and says how to repeat it: --target NAME --only NUMBER.
+sizes, doublings of doublings, rare operators, archives with duplicate or absolute names) or takes one
+of the known attacks, and reads it as a command would; programs and ONNX models are run too, and allowed
+operators are called with hostile arguments. Every case has a process of its own, with a limit on its
+address space and on its time. It must end in something that was read or in an AsapcError that a
+terminal can show, without much more memory than the file has bytes, and without touching anything
+outside its folder; a death by a signal is a failure like any other. Prints how the cases of each target
+ended; exits 1 if one ended otherwise, and says how to repeat it: --target NAME --only NUMBER.
 """
 
 from __future__ import annotations

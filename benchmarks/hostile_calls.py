@@ -19,16 +19,20 @@ from torch import Tensor
 from asapc.formats.program_operators import allowed_operators, refused_call
 
 CALLS = 40  # of one operator in one case
-INTEGERS = [-(2**63), -(2**31), -5, -2, -1, 0, 0, 1, 1, 2, 2, 3, 5, 8, 100, 2**31 - 1, 2**31, 2**40, 2**62,
-            2**63 - 1]  # fmt: skip
+INTEGERS = [
+    -(2**63), -(2**31), -5, -2, -1, 0, 0, 1, 1, 2, 2, 3, 5, 8, 100, 2**31 - 1, 2**31, 2**40, 2**62,
+    2**63 - 1,
+]  # fmt: skip
 SMALL = [-1, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5]
 FLOATS = [0.0, 1.0, 0.5, 2.0, -1.0, 1e-30, 1e-300, 1e30, 1e308, float("nan"), float("inf"), -float("inf")]
 DTYPES = [torch.float32] * 6 + [
     torch.float64, torch.int64, torch.int64, torch.int32, torch.bool, torch.float16, torch.bfloat16,
     torch.complex64, torch.uint8, torch.int8, torch.int16,
 ]  # fmt: skip
-TEXTS = ["ij,jk->ik", "bhid,bhjd->bhij", "sum", "mean", "prod", "amax", "none", "trunc", "floor", "constant",
-         "reflect", "circular", "replicate", "ij", "tanh", "coarse:2", "key", "source", "gaussian"]  # fmt: skip
+TEXTS = [
+    "ij,jk->ik", "bhid,bhjd->bhij", "sum", "mean", "prod", "amax", "none", "trunc", "floor", "constant",
+    "reflect", "circular", "replicate", "ij", "tanh", "coarse:2", "key", "source", "gaussian",
+]  # fmt: skip
 
 
 def _f(*shape: int) -> Tensor:

@@ -279,7 +279,7 @@ TIMES = ("timings.json", "selection.json")  # no one's to repeat
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """sha256 of every file that a reader finds, by its path; what a killed run has left aside is not it."""
+    """sha256 of every file that a reader finds, by its path: not of what a killed run has left aside."""
     found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
     return {
         name: sha256(p.read_bytes()) for name, p in sorted(found.items())
@@ -325,7 +325,7 @@ def test_calibrate_killed(nursery: Nursery, work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(nursery: Nursery, work: Path) -> Path:
-    recipe = "{operator: asap, closures: 1, side: source, batch_size: 8, max_examples: 40, features: [norm]}"
+    recipe = "{operator: asap, closures: 1, side: source, features: [norm], max_examples: 40}"
     (work / "quick.yaml").write_text(recipe)
     teacher, data = str(work / "teacher"), str(work / "data.npz")
     nursery.wait(nursery.start("asapc", "calibrate", teacher, "--data", data, "-o", str(work / "quick"),
