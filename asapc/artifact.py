@@ -83,7 +83,10 @@ assert _operators is not None
 
 @dataclass
 class Artifact:
-    """A loaded folder. programs: stage -> one program for each captured part of the model."""
+    """A loaded folder. programs: stage -> one program for each captured part of the model.
+
+    trusted: read with trust, see read_artifact.
+    """
 
     folder: Path
     manifest: dict[str, Any]
@@ -91,6 +94,7 @@ class Artifact:
     seen_hashes: frozenset[int]
     model_weights: dict[str, Tensor]
     selection: dict[str, Any]
+    trusted: bool = False
 
     @property
     def fit_seconds(self) -> float:
@@ -247,11 +251,11 @@ def write_refreshed(
             target = _inside(folder, entry[stage])
             target.parent.mkdir(parents=True, exist_ok=True)
             source = _inside(artifact.folder, entry[stage])
-            _copy_program(source, target, edit if stage == "graph" else None)
+            _copy_program(source, target, edit if stage == "graph" else None, artifact.trusted)
     for entry in artifact.manifest["live"]["programs"]:
         target = _inside(folder, entry["file"])
         target.parent.mkdir(parents=True, exist_ok=True)
-        _copy_program(_inside(artifact.folder, entry["file"]), target, edit)
+        _copy_program(_inside(artifact.folder, entry["file"]), target, edit, artifact.trusted)
     for name in ("recipe.yaml", SELECTION):
         shutil.copyfile(artifact.folder / name, folder / name)
     _finish(folder, manifest, tensors, seen_hashes)
@@ -272,11 +276,13 @@ def places_moved(manifest: Mapping[str, Any], folder: Path, other: str | Path) -
     return {**own(manifest), **refresh, "teacher": teacher}
 
 
-def _copy_program(source: Path, target: Path, edit: Callable[[GraphModule], None] | None) -> None:
+def _copy_program(
+    source: Path, target: Path, edit: Callable[[GraphModule], None] | None, trust: bool
+) -> None:
     if edit is None:
         shutil.copyfile(source, target)
         return
-    exported = load_program(source)
+    exported = load_program(source, trust=trust)
     edit(exported.graph_module)
     save_program(exported, target)
 
@@ -305,12 +311,17 @@ def _exported(program: Program) -> ExportedProgram:
     return exported
 
 
-def read_artifact(folder: str | Path, stages: Sequence[Stage] = STAGES) -> Artifact:
-    """Load the programs of some stages. Raises InputError for a missing or unsafe folder."""
-    return read_whole(folder, lambda: _read(Path(folder), stages))
+def read_artifact(
+    folder: str | Path, stages: Sequence[Stage] = STAGES, *, trust: bool = False
+) -> Artifact:
+    """Load the programs of some stages. Raises InputError for a missing or unsafe folder.
+
+    trust: the folder is the user's own, and its programs may call operators that are not on the list.
+    """
+    return read_whole(folder, lambda: _read(Path(folder), stages, trust))
 
 
-def _read(place: Path, stages: Sequence[Stage]) -> Artifact:
+def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
     manifest = read_manifest(place)
     tensors = read_safetensors(place / "model.safetensors")
     programs: dict[Stage, list[Program]] = {stage: [] for stage in stages}
@@ -319,7 +330,7 @@ def _read(place: Path, stages: Sequence[Stage]) -> Artifact:
         for stage in stages:
             own = {**shared, **_under(tensors, f"{stage}.{index}.")}
             path = _inside(place, entry[stage])
-            graph = _module(load_program(path, own), path)
+            graph = _module(load_program(path, own, trust=trust), path)
             if not name_calls(graph, entry["calls"][stage]):
                 raise InputError(
                     f"{path}: must have one operator call for each site that the manifest lists",
@@ -331,7 +342,7 @@ def _read(place: Path, stages: Sequence[Stage]) -> Artifact:
         raise InputError(f"{place}: {_SEEN} must list integers", got=f"{seen.dtype} {[*seen.shape]}")
     return Artifact(
         place, manifest, programs, frozenset(h & ((1 << 64) - 1) for h in seen.tolist()),
-        _under(tensors, _MODEL), _read_selection(place / SELECTION),
+        _under(tensors, _MODEL), _read_selection(place / SELECTION), trust,
     )  # fmt: skip
 
 
@@ -339,7 +350,8 @@ def read_exported(artifact: Artifact, stage: Stage = "graph") -> ExportedProgram
     """The one program of a model captured whole, with its weights, as torch.export has it."""
     tensors = read_safetensors(artifact.folder / "model.safetensors")
     own = {**_under(tensors, "0."), **_under(tensors, f"{stage}.0.")}
-    return load_program(_inside(artifact.folder, artifact.manifest["programs"][0][stage]), own)
+    place = _inside(artifact.folder, artifact.manifest["programs"][0][stage])
+    return load_program(place, own, trust=artifact.trusted)
 
 
 def _module(exported: ExportedProgram, path: Path) -> GraphModule:
@@ -586,6 +598,7 @@ def load(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     *,
     stage: Stage = "graph",
+    trust: bool = False,
 ) -> nn.Module:
     """The compiled model, with the teacher's call signature and output structure, in evaluation mode.
 
@@ -596,10 +609,11 @@ def load(
            needs it, a capture of the whole model does not: without it a CompiledModel is rebuilt. Where
            the class of an output is not defined in the process, its outputs are a plain dict or tuple.
     stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
+    trust: the folder is your own: its programs may call operators that SECURITY.md does not list.
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.monitor.
     Raises InputError.
     """
-    artifact = read_artifact(out, (stage,))
+    artifact = read_artifact(out, (stage,), trust=trust)
     if model is None:
         if artifact.capture == "whole":
             return _rebuilt(artifact, stage)
@@ -679,7 +693,7 @@ def read_patches(artifact: Artifact) -> list[Patch]:
     patches = []
     for entry in artifact.manifest["live"]["programs"]:
         path = _inside(artifact.folder, entry["file"])
-        program = _module(load_program(path), path)
+        program = _module(load_program(path, trust=artifact.trusted), path)
         call = Call.from_dict(entry["call"])
         children = tuple(Child.from_dict(own) for own in entry["children"])
         for module in entry["modules"]:

@@ -8,16 +8,14 @@ The file is someone else's: its size, its shape and every number in it are check
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asapc.errors import InputError
+from asapc.formats.json_text import parse_json, read_file
 from asapc.gates import (
     FIT_METRICS,
     SHARES,
@@ -283,13 +281,7 @@ def _inside(value: float, ends: tuple[float, float] | None) -> bool:
 
 def _read(path: str | Path, where: str) -> dict[str, Any]:
     try:
-        # Not blocking: a named pipe would wait for a writer for ever.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise InputError(f"{where}: not a file", help="give the report.json of an earlier run")
-            content = file.read(MAX_BYTES + 1)
+        content = read_file(path, MAX_BYTES + 1)
     except FileNotFoundError:
         raise InputError(
             f"{where}: no such file", help="`asapc report OUT` writes OUT/report.json"
@@ -299,16 +291,12 @@ def _read(path: str | Path, where: str) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise InputError(f"{where}: a report has at most {MAX_BYTES >> 20} MiB", got="more")
     try:
-        document = json.loads(content.decode("utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(content, strict=True)
+    except ValueError as error:
         raise InputError(f"{where}: not valid JSON", got=_one_line(error)) from error
     if not isinstance(document, dict):
         raise InputError(f"{where}: the file must hold a report", got=type(document).__name__)
     return document
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _check_fingerprints(document: Mapping[str, Any], where: str) -> None:

@@ -74,6 +74,10 @@ Tolerance = Annotated[
         "1e-4 by default, in float16 four times what PyTorch loses.",
     ),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="The file is your own: any operator, any memory (see SECURITY.md)."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
@@ -85,6 +89,7 @@ def inspect(
     data: OptionalData = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -94,7 +99,7 @@ def inspect(
     def body(run: Session) -> None:
         from asapc.report.tables import inspect_tables
 
-        result = inspect_model(model, data, weights, kwargs)
+        result = inspect_model(model, data, weights, kwargs, trust)
         run.show(result, inspect_tables)
         if data is not None and any(site["status"] == "matched" for site in result["sites"]):
             run.next(
@@ -122,6 +127,7 @@ def calibrate(
     ] = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -132,7 +138,7 @@ def calibrate(
         from asapc.report.tables import calibration_tables
 
         summary = calibrate_model(
-            run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory
+            run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory, trust
         )
         run.show(summary, calibration_tables)
         if not summary["sites"]:
@@ -161,6 +167,7 @@ def study(
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a batch.")] = 32,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -175,7 +182,7 @@ def study(
         from asapc.report.tables import study_tables
         from asapc.study import study as run_study
 
-        teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+        teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
         result = run_study(
             teacher, data, blocks, out, run.progress,
             test=test, max_test_examples=examples, batch_size=batch_size,
@@ -203,6 +210,7 @@ def compile(
     tolerance: Tolerance = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -224,7 +232,7 @@ def compile(
 
         onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
         manifest = compile_model(
-            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx
+            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx, trust=trust
         )
         record = read_record(Path(out))
         run.show({**manifest, **({} if record is None else {"onnx_file": record})}, compile_tables)
@@ -250,6 +258,7 @@ def export(
         bool, typer.Option("--float16", help="Weights and activations in half precision.")
     ] = False,
     tolerance: Tolerance = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -269,7 +278,7 @@ def export(
         settings = OnnxSettings(opset, tolerance, float16)
         from asapc import pipeline
 
-        record = pipeline.export(artifact, data, settings, run.progress)
+        record = pipeline.export(artifact, data, settings, run.progress, trust=trust)
         run.show({"artifact": artifact, **record}, onnx_tables)
         run.note(f"wrote {Path(artifact) / MODEL}")
 
@@ -308,6 +317,7 @@ def refresh(
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -336,7 +346,7 @@ def refresh(
 
         has_onnx = (Path(artifact) / MODEL).exists()
         entry = pipeline.refresh(
-            artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs,
+            artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs, trust=trust,
             progress=run.progress,
         )  # fmt: skip
         written = out or artifact
@@ -375,6 +385,7 @@ def report(
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -391,7 +402,7 @@ def report(
 
         result = report_artifact(
             run, artifact, data, gate, model, weights, kwargs, examples,
-            baseline=baseline, max_regression=max_regression or (), junit=junit,
+            baseline=baseline, max_regression=max_regression or (), junit=junit, trust=trust,
         )  # fmt: skip
         run.show(result, report_tables)
         _note_unverified(run, artifact, data)
@@ -401,7 +412,7 @@ def report(
             run.note(f"wrote {page}: open it in a browser")
         if result["gate"]["passed"]:
             return 0
-        print(f"asapc: {failure_text(result['gate'])}", file=sys.stderr)
+        session.complain(f"asapc: {failure_text(result['gate'])}")
         return EXIT_GATE_FAILED
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -425,6 +436,7 @@ def bench(
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
+    trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -444,6 +456,7 @@ def bench(
             repeats=repeats,
             explain=explain,
             tune=tune,
+            trust=trust,
             progress=run.progress,
         )
         run.show(result, bench_tables)
@@ -488,12 +501,12 @@ def root(
 
 
 def inspect_model(
-    model: str, data: str | None, weights: str | None, kwargs: str | None
+    model: str, data: str | None, weights: str | None, kwargs: str | None, trust: bool = False
 ) -> dict[str, Any]:
     """The dictionary of `asapc inspect --json`."""
     from asapc.formats.load import load_teacher
 
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
     from asapc import pipeline
 
     return pipeline.inspect(teacher, data).to_dict()
@@ -510,6 +523,7 @@ def calibrate_model(
     sequential: bool = False,
     restart: bool = False,
     max_memory: str | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
     from asapc.recipe import load_recipe
@@ -520,7 +534,7 @@ def calibrate_model(
     limit = None if max_memory is None else parse_size(max_memory)
     from asapc.formats.load import load_teacher
 
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
     from asapc import pipeline
 
     calibration = pipeline.calibrate(
@@ -539,6 +553,7 @@ def compile_model(
     weights: str | None = None,
     kwargs: str | None = None,
     onnx: OnnxSettings | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Compile: the manifest.  Without a recipe, the calibration's own is used.
 
@@ -549,7 +564,7 @@ def compile_model(
     resolved = None if recipe is None else load_recipe(recipe)
     from asapc.formats.load import load_teacher
 
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs)
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
     from asapc import pipeline
 
     return pipeline.compile(teacher, calibration, out, resolved, data, run.progress, onnx)
@@ -582,6 +597,7 @@ def report_artifact(
     baseline: str | None = None,
     max_regression: Sequence[str] = (),
     junit: str | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
     from asapc import baseline as regression
@@ -603,6 +619,7 @@ def report_artifact(
         weights=weights,
         kwargs=kwargs,
         examples=examples,
+        trust=trust,
         progress=run.progress,
     )
     comparison = None if earlier is None else regression.compare(result, earlier)
@@ -626,10 +643,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             standalone_mode=False,
         )
     except KeyboardInterrupt:
-        print("asapc: interrupted", file=sys.stderr)
+        session.complain("asapc: interrupted")
         return EXIT_INTERRUPTED
     except InputError as error:
-        print(f"asapc: {error}", file=sys.stderr)
+        session.complain(f"asapc: {error}")
         return error.exit_code
     except Exception as error:
         # A usage error.  Its class has moved between typer releases; these two attributes have not.
@@ -637,9 +654,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "asapc"
-        print(
-            f"asapc: {error.format_message()}\n  help: {path} --help lists what is accepted",
-            file=sys.stderr,
+        session.complain(
+            f"asapc: {error.format_message()}\n  help: {path} --help lists what is accepted"
         )
         return EXIT_BAD_INPUT
     return code if isinstance(code, int) else 0

@@ -16,7 +16,7 @@ import shlex
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
@@ -59,12 +59,14 @@ class Batch:
     """One call of the model: forward(*args, **kwargs), for accuracy `labels` [B], `hashes` B long.
 
     Tensors are [B, ...]; anything else in args or kwargs is passed on as it is.
+    numbers: of the examples in the data, counted from 0; none where that is not known.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     labels: Tensor | None
     hashes: list[int]
+    numbers: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -82,12 +84,14 @@ class DataSource(ABC):
     names:       the arguments it provides, empty when they are known only batch by batch.
     examples:    how many, None when unknown.
     fingerprint: sha256 of the arrays, or of a callable's name and source file, wherever that lies.
+    labels:      of all examples, None where there are none, or they are known only batch by batch.
     """
 
     source: str
     names: tuple[str, ...]
     examples: int | None
     fingerprint: str
+    labels: Tensor | None = None
 
     @abstractmethod
     def _batches(self) -> Iterator[Batch]:
@@ -141,7 +145,8 @@ class ArrayData(DataSource):
         args, kwargs = signature.bind((), inputs, source)
         hashes = _content_hashes(inputs)
         self.examples = len(hashes)
-        self._all = Batch(args, kwargs, arrays.get("labels"), hashes)
+        self.labels = arrays.get("labels")
+        self._all = Batch(args, kwargs, arrays.get("labels"), hashes, [*range(len(hashes))])
         digest = hashlib.sha256()
         for name in sorted(arrays):
             tensor = arrays[name]
@@ -223,7 +228,8 @@ class CallableData(DataSource):
             args=tuple(values[: len(args)]),
             kwargs=dict(zip(kwargs, values[len(args) :], strict=True)),
             labels=labels,
-            hashes=_content_hashes(tensors),
+            hashes=(hashes := _content_hashes(tensors)),
+            numbers=[*range(first, first + len(hashes))],
         )
 
 
@@ -233,9 +239,10 @@ class MemoryBatches(CallableData):
     def __init__(self, batches: Iterable[object], signature: Signature) -> None:
         self.source = "(batches in memory)"
         self._signature = signature
-        self._items = [
-            self._batch(item, f"data, batch {number}", 0) for number, item in enumerate(batches)
-        ]
+        self._items: list[Batch] = []
+        for number, item in enumerate(batches):
+            first = sum(map(len, self._items))
+            self._items.append(self._batch(item, f"data, batch {number}", first))
         if not any(map(len, self._items)):
             raise _empty(self.source)
         digest = hashlib.sha256()
@@ -574,6 +581,7 @@ def rows(batch: Batch, index: list[int] | range) -> Batch:
         kwargs={name: pick(value) for name, value in batch.kwargs.items()},
         labels=pick(batch.labels),
         hashes=[batch.hashes[i] for i in index],
+        numbers=[batch.numbers[i] for i in index] if batch.numbers else [],
     )
 
 
@@ -599,6 +607,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
         kwargs={name: join([b.kwargs[name] for b in batches]) for name in first.kwargs},
         labels=join([b.labels for b in batches]),
         hashes=[hash for b in batches for hash in b.hashes],
+        numbers=[number for b in batches for number in b.numbers],
     )
 
 

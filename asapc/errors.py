@@ -6,6 +6,8 @@ Exit codes (command line): 0 done; 1 gate failed; 2 usage or bad input; 3 no sit
 
 from __future__ import annotations
 
+from asapc.printed import escaped, one_line
+
 EXIT_OK = 0
 EXIT_GATE_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -33,11 +35,11 @@ class AsapcError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = self.rule
+        text = escaped(self.rule)
         if self.got is not None:
-            got = str(self.got)
+            got = one_line(str(self.got))
             text += f", got {got if len(got) <= MAX_GOT else got[:MAX_GOT] + ' ...'}"
-        return text if self.help is None else f"{text}\n  help: {self.help}"
+        return text if self.help is None else f"{text}\n  help: {escaped(self.help)}"
 
 
 class InputError(AsapcError):

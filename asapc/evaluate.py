@@ -21,6 +21,7 @@ from asapc.audit import SoftToHard, soft_sites
 from asapc.bootstrap import LEVEL
 from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
 from asapc.errors import InputError
+from asapc.faults import check_labels
 from asapc.fidelity import OutputFidelity
 from asapc.formats import places
 from asapc.ir import SiteTensors
@@ -54,6 +55,7 @@ def report(
     weights: str | None = None,
     kwargs: str | None = None,
     examples: int = REPORT_EXAMPLES,
+    trust: bool = False,
     progress: Progress,
 ) -> tuple[dict[str, Any], list[SitePictures]]:
     """Fidelity and speed on up to `examples` examples that calibration and selection have not seen.
@@ -61,7 +63,7 @@ def report(
     Also a few attention maps of every site, which are too big for the report. Raises InputError if
     what the artefact has seen belongs to the gate split, or nothing is left to measure on.
     """
-    artifact = read_artifact(artifact_path)
+    artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(
         data or recorded_data(artifact.manifest["data"], artifact.folder, "report"), artifact.signature()
@@ -83,8 +85,10 @@ def report(
         lossless_out, tensors = tap(batch)
         outputs.update(
             comparable(teacher_out), comparable(runners["graph"](batch)), batch.labels,
-            _lengths(tensors, len(batch)),
+            _lengths(tensors, len(batch)), batch.numbers,
         )  # fmt: skip
+        if measured == 0 and source.labels is not None and outputs.classes is not None:
+            check_labels(source.labels, outputs.classes, range(len(source.labels)), source.source)
         lossless.update(comparable(teacher_out), comparable(lossless_out), batch.labels)
         for site, seen in zip(sites, tensors, strict=True):
             site.update(seen)
@@ -210,6 +214,7 @@ def bench(
     repeats: int = 10,
     explain: bool = False,
     tune: bool | None = None,
+    trust: bool = False,
     progress: Progress,
 ) -> dict[str, Any]:
     """Median latencies of teacher, lossless and compiled: the whole model and every site.
@@ -222,8 +227,8 @@ def bench(
     if tune is False:
         with without_cache():
             return bench(artifact_path, data, model=model, weights=weights, kwargs=kwargs,
-                         repeats=repeats, explain=explain, progress=progress)  # fmt: skip
-    artifact = read_artifact(artifact_path)
+                         repeats=repeats, explain=explain, trust=trust, progress=progress)  # fmt: skip
+    artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(
         data or recorded_data(artifact.manifest["data"], artifact.folder, "bench"), artifact.signature()

@@ -11,7 +11,7 @@ is inf (0 where more is better), so that no limit is kept by accident.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from asapc import bootstrap
 from asapc.class_scores import are_probabilities, log_probabilities
+from asapc.faults import check_labels
 from asapc.passes.verify import tensor_outputs
 
 
@@ -228,6 +229,7 @@ class OutputFidelity:
     def __init__(self) -> None:
         self.examples = 0
         self.labelled = 0
+        self.classes: int | None = None
         self._tensor = TensorFidelity()
         self._probabilities: bool | None = None
         # One entry per example, [b] each; the right ones only of labelled batches.
@@ -243,11 +245,13 @@ class OutputFidelity:
         compiled_out: Any,
         labels: Tensor | None = None,
         lengths: Tensor | None = None,
+        numbers: Sequence[int] = (),
     ) -> None:
         """Add one batch of outputs (tensor, array, tuple, list, dict, or nested ones).
 
         labels: [B] class numbers (or [B, 1]).  lengths: [B] active tokens, in every batch or in none.
-        Raises ValueError if the structures differ.
+        numbers: of the examples, for messages.
+        Raises ValueError if the structures differ, InputError for a label that no class has.
         """
         teacher, compiled = tensor_outputs(teacher_out), tensor_outputs(compiled_out)
         if [t.shape for t in teacher] != [t.shape for t in compiled] or not teacher:
@@ -267,6 +271,7 @@ class OutputFidelity:
         self._kl.append(terms.sum(-1).nan_to_num(nan=math.inf, posinf=math.inf).cpu())
         # Where a row holds a NaN, argmax would still name a class: no prediction, no agreement.
         broken = log_q.isnan().any(-1)
+        self.classes = log_p.shape[1]
         predicted_p = log_p.argmax(-1)
         predicted_q = log_q.argmax(-1).masked_fill(broken, -1)
         self.examples += len(exact)
@@ -274,6 +279,7 @@ class OutputFidelity:
         if lengths is not None and len(lengths) == len(exact):
             self._lengths.append(lengths.cpu())
         if labels is not None and labels.numel() == len(exact):
+            check_labels(labels.reshape(-1), self.classes, numbers)
             target = labels.reshape(-1).to(predicted_p.device)
             self.labelled += len(exact)
             self._right_teacher.append((predicted_p == target).cpu())

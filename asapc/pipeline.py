@@ -56,6 +56,7 @@ from asapc.formats.calibration import (
 )
 from asapc.formats.enough import Shortage, shortages
 from asapc.formats.load import Teacher, example_inputs
+from asapc.formats.program_operators import unlisted
 from asapc.formats.shards import Shards, code_digest
 from asapc.ir import Convention, Program, SiteTensors
 from asapc.live import installed_patches
@@ -306,23 +307,29 @@ def compile(
     told = {"fit_seconds": calibration.fit_seconds, **selection.trail}
     with replace_folder(out) as folder:
         write_artifact(folder, manifest, recipe, programs, seen, analysis.model, told, modules)
+        _note_unlisted(programs, progress)
         _verify_written(folder, analysis.model, programs, example)
         _verify_live(folder, analysis.model, output, example)
         if teacher.onnx is not None and analysis.capture.kind == "whole":
             captured, own = analysis.capture.programs[0].graph, compiled[0].graph
             _write_edited(folder, teacher, captured, own, source, onnx or OnnxSettings(), progress)
         elif onnx is not None:
-            _write_onnx(read_artifact(folder, ("graph",)), source, onnx, progress)
+            _write_onnx(read_artifact(folder, ("graph",), trust=True), source, onnx, progress)
         elif teacher.onnx is not None:
             progress.note("no model.onnx: torch.export could trace the teacher by its modules only")
     return manifest
 
 
 def export(
-    artifact_path: str | Path, data: str | None, settings: OnnxSettings, progress: Progress
+    artifact_path: str | Path,
+    data: str | None,
+    settings: OnnxSettings,
+    progress: Progress,
+    *,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Write OUT/model.onnx, verified on unseen examples; returns what OUT/onnx.json holds."""
-    artifact = read_artifact(artifact_path, ("graph",))
+    artifact = read_artifact(artifact_path, ("graph",), trust=trust)
     source = open_data(
         data or recorded_data(artifact.manifest["data"], artifact_path, "export"), artifact.signature()
     )
@@ -338,12 +345,13 @@ def refresh(
     model: str | None = None,
     weights: str | None = None,
     kwargs: str | None = None,
+    trust: bool = False,
     progress: Progress,
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
     target = artifact_path if out is None else out
     check_replaceable(target, _paths(data))
-    artifact = read_artifact(artifact_path)
+    artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
     source = open_data(data, artifact.signature())
     with replace_folder(target) as folder:
@@ -398,7 +406,7 @@ def _write_edited(
         write_edited(folder, teacher, captured, compiled, batches, settings, progress)
     except InputError as error:
         progress.note(f"writing the whole program anew, for the teacher's file cannot be edited: {error}")
-        _write_onnx(read_artifact(folder, ("graph",)), source, settings, progress)
+        _write_onnx(read_artifact(folder, ("graph",), trust=True), source, settings, progress)
 
 
 def _write_onnx(
@@ -414,6 +422,15 @@ def _unseen(artifact: Artifact, source: DataSource) -> list[Batch]:
     """Examples that calibration and selection have not seen."""
     select = Unseen(artifact, source).select
     return list(source.batches(VERIFIED_EXAMPLES, select=select, limit=VERIFIED_EXAMPLES))
+
+
+def _note_unlisted(programs: Mapping[Stage, Sequence[Program]], progress: Progress) -> None:
+    names = {name for own in programs.values() for program in own for name in unlisted(program.graph)}
+    if names:
+        progress.note(
+            f"the programs call {', '.join(sorted(names))}, beyond the operators that SECURITY.md lists: "
+            "they are read with --trust (in Python asapc.load(OUT, trust=True)) alone"
+        )
 
 
 def _paths(data: str | DataSource | None) -> list[str]:
@@ -632,7 +649,7 @@ def _verify_written(
     example: Batch,
 ) -> None:
     """What was written computes what was verified."""
-    written = read_artifact(folder, list(programs))
+    written = read_artifact(folder, list(programs), trust=True)
     returns_as(written)
     for stage, own in programs.items():
         before = Runner(model, own)(example)

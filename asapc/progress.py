@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
+from asapc.printed import escaped
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichBars
 
@@ -54,7 +56,7 @@ class PlainProgress(Progress):
         self.note(f"{label}: {done}{of_total}, {time.monotonic() - start:.1f} s")
 
     def note(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        print(escaped(text), file=self.stream, flush=True)
 
 
 class RichProgress(Progress):
@@ -73,7 +75,7 @@ class RichProgress(Progress):
         from rich.markup import escape
 
         bars = self._open()
-        task = bars.add_task(escape(label), total=_length(iterable, total))
+        task = bars.add_task(escape(escaped(label)), total=_length(iterable, total))
         try:
             for item in iterable:
                 yield item
@@ -83,7 +85,7 @@ class RichProgress(Progress):
             self._close()
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(escaped(text), markup=False, soft_wrap=True)
 
     def _open(self) -> RichBars:
         from rich import progress

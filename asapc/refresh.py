@@ -27,6 +27,7 @@ from asapc.artifact import Artifact
 from asapc.class_scores import are_probabilities, log_probabilities
 from asapc.data import Batch, DataSource, Split, rows, split_of
 from asapc.errors import InputError
+from asapc.faults import check_labels
 from asapc.formats import places
 from asapc.ir import Program
 from asapc.passes.calls import FORMS, operator_calls
@@ -603,12 +604,7 @@ def _check_labels(batches: Sequence[Batch], measured: Sequence[Part], place: str
                 got="none",
                 help="add one class number per example, or pass --distil instead of --labels",
             )
-        low, high = int(batch.labels.min()), int(batch.labels.max())
-        if low < 0 or high >= classes:
-            raise InputError(
-                f"{place}: labels must be class numbers from 0 to {classes - 1}",
-                got=f"{low if low < 0 else high}",
-            )
+        check_labels(batch.labels, classes, batch.numbers, place)
 
 
 def _steps(batches: Sequence[Batch], batch_size: int) -> int:

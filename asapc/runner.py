@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from asapc.data import Batch
+from asapc.faults import CAUSES, argument_names, data_fault
 from asapc.ir import Program, SiteTensors
 from asapc.passes.calls import tapped
 
@@ -33,6 +34,18 @@ class Runner:
             raise ValueError("a program of the whole model, or a model, is needed")
 
     def __call__(self, batch: Batch) -> Any:
+        """Raises InputError, which names it, where an example is to blame that the model fails."""
+        try:
+            return self._call(batch)
+        except CAUSES as error:
+            own = self.graphs.get("") or self.model
+            assert own is not None
+            fault = data_fault(error, batch, self._call, argument_names(own))
+            if fault is None:
+                raise
+            raise fault from error
+
+    def _call(self, batch: Batch) -> Any:
         with torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()):
             if "" in self.graphs:
                 return self.graphs[""](*batch.args, **batch.kwargs)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from asapc.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_OK, AsapcError
 from asapc.hints import command_line
+from asapc.printed import escaped
 from asapc.progress import Progress, make_progress
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class Session:
         if self.json:
             from asapc.report.text import json_text
 
-            print(json_text(result, ascii=not _takes_any(self.results)), file=self.results)
+            text = json_text(result, ascii=not _takes_any(self.results))
+            print(escaped(text), file=self.results)
         else:
             from asapc.report.console import print_tables
 
@@ -108,9 +110,14 @@ def _internal(error: Exception) -> str:
 
 def _fail(message: str, code: int, debug: bool) -> int:
     if debug:
-        traceback.print_exc(file=sys.stderr)
-    print(message, file=sys.stderr, flush=True)
+        complain(traceback.format_exc())
+    complain(message)
     return code
+
+
+def complain(message: str) -> None:
+    """A message on stderr."""
+    print(escaped(message), file=sys.stderr, flush=True)
 
 
 def _takes_any(stream: TextIO) -> bool:
@@ -129,7 +136,7 @@ def _stdout_for_results() -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def _warnings(*, quiet: bool, debug: bool) -> Iterator[None]:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _escaped_warnings():
         if quiet:
             warnings.simplefilter("ignore")
         elif not debug:
@@ -137,3 +144,13 @@ def _warnings(*, quiet: bool, debug: bool) -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+@contextlib.contextmanager
+def _escaped_warnings() -> Iterator[None]:
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: escaped(before(*args, **kwargs))
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before

@@ -17,11 +17,15 @@ MAX_DEPTH = 50
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key instead of keeping the last one."""
+    """SafeLoader that refuses a repeated key instead of keeping the last one, and merged keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # of which it would see a key that is no text
+                raise yaml.constructor.ConstructorError(
+                    None, None, "merge keys (<<) are not read: write the keys out", key_node.start_mark
+                )
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue

@@ -2,11 +2,14 @@
 
     python benchmarks/fuzz.py --count 10000 --seed 0
 
-Each case changes a valid file (a byte, a value of its JSON, its zip members) or takes one of the known
-attacks, and reads it as a command would.  It must be read or end in an AsapcError, within a time limit,
-without much more memory than the file has bytes, and without touching anything outside its folder.
-Prints how the cases of each target ended; exits 1 if one ended otherwise, and says how to repeat it:
---target NAME --only NUMBER.
+Each case changes a valid file (a byte, a value of its JSON, its zip members), composes one (nested
+sizes, doublings of doublings, rare operators, archives with duplicate or absolute names) or takes one
+of the known attacks, and reads it as a command would; programs and ONNX models are run too, and allowed
+operators are called with hostile arguments. Every case has a process of its own, with a limit on its
+address space and on its time. It must end in something that was read or in an AsapcError that a
+terminal can show, without much more memory than the file has bytes, and without touching anything
+outside its folder; a death by a signal is a failure like any other. Prints how the cases of each target
+ended; exits 1 if one ended otherwise, and says how to repeat it: --target NAME --only NUMBER.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
-import faulthandler
 import io
 import json
+import math
 import os
 import pickle
 import resource
@@ -30,7 +33,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -51,17 +54,25 @@ from asapc.formats.load import load_teacher, read_state_dict
 from asapc.formats.pt2 import load_program
 from asapc.formats.shards import Shards
 from asapc.gates import load_gates
+from asapc.kernels import thresholds
 from asapc.models import SinkformerText
 from asapc.pipeline import calibrate, compile
+from asapc.printed import escaped
 from asapc.progress import Progress
 from asapc.recipe import Recipe, load_recipe
 from asapc.report import write_report
 from asapc.study import load_grid
 
-SECONDS = 20.0  # a case that takes longer hangs
+sys.path.insert(0, str(Path(__file__).parent))
+from hostile_calls import hostile_calls
+
+SECONDS = 20.0  # of a processor: a case that takes longer hangs
+WAITING = 60.0  # by the clock: a case that waits for longer hangs
 ADDRESS_SPACE = 12 << 30  # beyond what the process has: a wild allocation fails instead of swapping
 MEMORY = 400 << 20  # a case may add this and RATIO times its files
 RATIO = 200
+RUN_MEMORY = 3 << 30  # of a case that is run: asapc.onnx.growth allows one GiB of values, torch copies
+RUN_ADDRESS_SPACE = 5 << 30  # beyond what the process has, of a case that is run
 
 TEXT = {"vocab_size": 20, "seq_len": 8, "d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8,
         "num_classes": 3, "max_iter": 4}  # fmt: skip
@@ -139,16 +150,24 @@ EVIL_YAML = [
 ]  # fmt: skip
 
 
+# What is run may fail, and may take its time: an operator says what is wrong with its arguments.
+GOOD = ("read", "refused", "failed", "timed out")
+
+
 class Hang(BaseException):
-    """A case took longer than SECONDS."""
+    """A case took longer than SECONDS or WAITING."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """change: make a hostile version of the corpus in a folder; read: what a command does with it."""
+    """change: make a hostile version of the corpus in a folder; read: what a command does with it.
+
+    runs: what is read is run too, which may take memory and fail as it likes, but not end the process.
+    """
 
     change: Callable[[Random, Path], None]
     read: Callable[[Path], Any]
+    runs: bool = False
 
 
 # Changes
@@ -354,32 +373,205 @@ def change_npz(name: str) -> Callable[[Random, Path], None]:
     return change
 
 
+def a_size(random: Random, depth: int) -> str:
+    """A size as SymPy writes it, and as it would not."""
+    symbol = f"Symbol('s{random.randrange(12)}', positive=True, integer=True)"
+    if depth == 0 or random.random() < 0.15:
+        return random.choice([
+            symbol, symbol, f"Integer({random.choice([1, 2, 3, -1, 9, 10**9, 10**29, 0])})", "s0", "9",
+            f"Float('0.1', {random.choice(['precision=53', 'precision=4000000000', '4000000000'])})",
+            "Rational(1, 3)", "Rational(1, 0)",
+        ])  # fmt: skip
+    match random.randrange(8):
+        case 0:
+            own = a_size(random, depth - 1)
+            for _ in range(random.randrange(1, 10)):
+                own = f"({own})**{random.choice([2, 8, 99])}"
+            return own
+        case 1:
+            own = a_size(random, depth - 1)
+            for _ in range(random.randrange(1, 10)):
+                own = f"Pow({own}, Integer({random.choice([2, 3, 8])}))"
+            return own
+        case 2:
+            terms = ", ".join(
+                f"Symbol('s{i}', positive=True, integer=True)" for i in range(random.randrange(2, 12))
+            )
+            power = random.choice([1, 2, 3, 8])
+            sums = [f"Pow(Add({terms}), Integer({power}))", a_size(random, depth - 1)]
+            random.shuffle(sums)
+            return f"{random.choice(['Mod', 'FloorDiv', 'PythonMod', 'CleanDiv'])}({', '.join(sums)})"
+        case _:
+            name = random.choice([
+                "Add", "Mul", "Mod", "FloorDiv", "Max", "Min", "Eq", "Ge", "And", "Where", "Pow",
+                "IntTrueDiv", "ToFloat", "CeilToInt", "ModularIndexing", "open", "Piecewise",
+            ])  # fmt: skip
+            count = random.choice([1, 2, 2, 2, 3, 9])
+            return f"{name}({', '.join(a_size(random, depth - 1) for _ in range(count))})"
+
+
+def with_a_size(random: Random, model: Any) -> None:
+    values = [own for own in model["graph_module"]["graph"]["tensor_values"].values() if own["sizes"]]
+    size = {"as_expr": {"expr_str": a_size(random, random.randrange(1, 7)), "hint": None}}
+    random.choice(values)["sizes"][0] = size
+
+
+def with_calls(random: Random, model: Any) -> None:
+    """Rare operators, whichever torch has, and arithmetic of numbers that grow."""
+    graph = model["graph_module"]["graph"]
+    tensors, nodes = [*graph["tensor_values"]], graph["nodes"]
+    operators = torch._C._dispatch_get_all_op_names()
+    number = None
+    for count in range(random.choice([1, 1, 3, 40])):
+        name = f"extra_{count}"
+        if random.random() < 0.5:
+            full = random.choice(operators).replace("::", ".")
+            target = f"torch.ops.{full}" + ("" if full.count(".") > 1 else ".default")
+            output = {"as_tensor": {"name": name}}
+            graph["tensor_values"][name] = copy.deepcopy(graph["tensor_values"][random.choice(tensors)])
+            own = [random.choice([
+                {"as_tensor": {"name": random.choice(tensors)}},
+                {"as_int": random.choice([1 << 40, -1, 2])},
+                {"as_ints": [2, 2]}, {"as_float": 1e-300}, {"as_none": True}, {"as_string": "x"},
+            ]) for _ in range(random.randrange(1, 5))]  # fmt: skip
+            schema = None
+            with suppress(RuntimeError):
+                library, _, rest = full.partition(".")
+                plain, _, overload = rest.partition(".")
+                schema = torch._C._get_schema(f"{library}::{plain}", overload)
+            names = [argument.name for argument in schema.arguments] if schema else "abcdef"
+            inputs = [{"name": n, "arg": value, "kind": 1} for n, value in zip(names, own, strict=False)]
+        else:
+            target = f"_operator.{random.choice(['mul', 'mul', 'pow', 'add', 'mod'])}"
+            earlier = {"as_int": 10} if number is None else {"as_sym_int": {"as_name": number}}
+            number, output = name, {"as_sym_int": {"as_name": name}}
+            other = random.choice([earlier, earlier, {"as_int": 10**6}, {"as_string": "%99999999999d"}])
+            inputs = [{"name": n, "arg": value, "kind": 1} for n, value in zip("ab", (earlier, other),
+                                                                               strict=True)]  # fmt: skip
+            graph["sym_int_values"][name] = {"as_int": 100}
+        nodes.insert(random.randrange(len(nodes) + 1), {
+            "target": target, "inputs": inputs, "outputs": [output], "metadata": {},
+            "is_hop_single_tensor_return": None, "name": name,
+        })  # fmt: skip
+
+
 def change_pt2(name: str) -> Callable[[Random, Path], None]:
     def change(random: Random, folder: Path) -> None:
         path = folder / name
         content = path.read_bytes()
-        if random.random() < 0.15:
+        if random.random() < 0.1:
             path.write_bytes(bytes_of(random, content))
             return
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            members = {info.filename: archive.read(info) for info in archive.infolist()}
-        own = random.choice([n for n in members if n.endswith(".json")] * 4 + list(members))
-        if own.endswith(".json") and random.random() < 0.9:
-            members[own] = json_of(random, json.loads(members[own])).encode(errors="surrogatepass")
-        else:
-            members[own] = bytes_of(random, members[own])
-        if random.random() < 0.15:
-            members[random.choice(["ESCAPED", "../ESCAPED", "/tmp/ESCAPED", f"{own}/x", own.upper(),
-            "version",
-                                   "model/data/weights/model.pt",
-                                   "model/extra/../../ESCAPED"])] = pickle.dumps(Bomb())  # fmt: skip
-        with zipfile.ZipFile(
-            path, "w", random.choice([zipfile.ZIP_STORED] * 5 + [zipfile.ZIP_DEFLATED])
-        ) as archive:
-            for member, data in members.items():
-                archive.writestr(member, data)
+            members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+        by_name = dict(members)
+        model = next(n for n in by_name if n.endswith("/models/model.json"))
+        root = model.partition("/")[0]
+        own = random.choice([n for n in by_name if n.endswith(".json")] * 4 + list(by_name))
+        match random.randrange(6):
+            case 0 | 1:
+                document = json.loads(by_name[model])
+                for compose in random.choice([[with_a_size], [with_calls], [with_a_size, with_calls]]):
+                    compose(random, document)
+                by_name[model] = json.dumps(document).encode(errors="surrogatepass")
+            case 2 if own.endswith(".json"):
+                by_name[own] = json_of(random, json.loads(by_name[own])).encode(errors="surrogatepass")
+            case 3:  # constants are indices of what the graph computes
+                weight = random.choice([n for n in by_name if "/weights/weight" in n or "/tensor_" in n])
+                size = len(by_name[weight])
+                by_name[weight] = (struct.pack("<q", random.choice([1 << 40, -1, 2**62])) * size)[:size]
+            case _:
+                by_name[own] = (
+                    json_of(random, json.loads(by_name[own])).encode(errors="surrogatepass")
+                    if own.endswith(".json") else bytes_of(random, by_name[own])
+                )  # fmt: skip
+        members = [*by_name.items()]
+        if random.random() < 0.2:
+            evil = ["ESCAPED", "../ESCAPED", "/tmp/ESCAPED", f"{own}/x", own.upper(), "version",
+                    f"{root}/data/weights/model.pt", f"{root}/extra/../../ESCAPED", f"//{root}/x"]
+            members.append((random.choice(evil), pickle.dumps(Bomb())))
+        if random.random() < 0.1:  # of two parts of one name readers take different ones
+            members.insert(random.randrange(len(members)), (own, random.choice([b"{}", by_name[own]])))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with zipfile.ZipFile(path, "w", random.choice([zipfile.ZIP_STORED] * 7 + [8])) as archive:
+                for member, data in members:
+                    archive.writestr(member, data)
 
     return change
+
+
+def run_program(folder: Path) -> None:
+    module = load_program(folder / "teacher.pt2").module(check_guards=False)
+    with torch.no_grad():
+        module(torch.from_numpy(np.random.default_rng(0).integers(1, 20, (3, 8))))
+
+
+def run_onnx(folder: Path) -> None:
+    module = load_teacher(str(folder / "teacher.onnx")).model
+    assert module is not None
+    with torch.no_grad():
+        module(torch.ones(3, 4))
+
+
+GROWING: dict[str, Callable[[Random], tuple[list[str], dict[str, Any]]]] = {
+    "Concat": lambda r: (["{}"] * r.choice([2, 2, 2, 30]), {"axis": r.choice([0, 0, -1])}),
+    "Tile": lambda r: (["{}", r.choice(["two", "huge"])], {}),
+    "Expand": lambda r: (["{}", r.choice(["two", "huge"])], {}),
+    "Pad": lambda r: (["{}", r.choice(["pads", "huge_pads"])], {"mode": r.choice(["constant", "edge"])}),
+    "Unsqueeze": lambda r: (["{}", "axis"], {}),
+    "Add": lambda r: (["{}", r.choice(["column", "row", "{}"])], {}),
+    "MatMul": lambda r: ([r.choice(["column", "{}"]), r.choice(["row", "{}"])], {}),
+    "Gather": lambda r: (["{}", r.choice(["index", "{}"])], {"axis": 0}),
+    "OneHot": lambda r: (["index", "depth", "pair"], {}),
+    "ConstantOfShape": lambda r: ([r.choice(["two", "huge", "long"])], {}),
+    "Range": lambda r: (["zero", "depth", "one"], {}),
+    "Reshape": lambda r: (["{}", "flat"], {}),
+    "Split": lambda r: (["{}"], {"num_outputs": r.choice([1, 2, 10**9]), "axis": 0}),
+    "Shape": lambda r: (["{}"], {}),
+    "Slice": lambda r: (["{}", "minus", "least", "first", "minus"], {}),
+    "Div": lambda r: (["least", "minus"], {}),
+    "Transpose": lambda r: (["{}"], {}),
+}
+
+
+def grow_onnx(random: Random, folder: Path) -> None:
+    """Operators that grow what they are given, one behind the other."""
+    make, info = onnx.helper, onnx.helper.make_tensor_value_info
+    constants = {
+        "two": [2, 2], "huge": [2**30, 2**20], "long": [2] * 10, "pads": [1, 1, 1, 1],
+        "huge_pads": [2**30] * 4, "axis": [0], "index": [0] * 40, "depth": 2**30, "zero": 0, "one": 1,
+        "flat": [-1], "minus": [-1], "least": [-(2**63)], "first": [0],
+    }  # fmt: skip
+    initial = [onnx.numpy_helper.from_array(np.array(own, np.int64), n) for n, own in constants.items()]
+    initial += [
+        onnx.numpy_helper.from_array(np.ones(shape, np.float32), n)
+        for n, shape in (("column", (4096, 1)), ("row", (1, 4096)), ("pair", (2,)))
+    ]
+    nodes, last = [], random.choice(["x", "x", "two", "column"])
+    favourite = random.choice([*GROWING])
+    for number in range(random.choice([1, 3, 10, 40])):
+        kind = favourite if random.random() < 0.6 else random.choice([*GROWING])
+        inputs, attributes = GROWING[kind](random)
+        name = f"n{number}"
+        nodes.append(make.make_node(kind, [own.format(last) for own in inputs], [name], **attributes))
+        last = name
+    opset = [make.make_opsetid("", 18)]
+    graph = make.make_graph(nodes, "g", [info("x", 1, ["n", 4])], [info(last, 1, None)], initial)
+    model = make.make_model(graph, opset_imports=opset, ir_version=10)
+    (folder / "teacher.onnx").write_bytes(model.SerializeToString())
+
+
+def change_seed(random: Random, folder: Path) -> None:
+    (folder / "seed").write_text(str(random.random()))
+
+
+def read_tuning(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        thresholds._read_cache(folder / "thresholds.json")
+    thresholds._users.cache_clear()
+    thresholds._users(str(folder / "thresholds.json"))
 
 
 class Bomb:
@@ -601,6 +793,16 @@ TARGETS: dict[str, Target] = {
     "program": Target(
         change_pt2("teacher.pt2"), lambda f: load_program(f / "teacher.pt2").module(check_guards=False)
     ),
+    "running": Target(change_pt2("teacher.pt2"), run_program, runs=True),
+    "operators": Target(
+        change_seed, lambda f: hostile_calls((f / "seed").read_text(), f / "last"), runs=True
+    ),
+    "growth": Target(grow_onnx, run_onnx, runs=True),
+    "tuning": Target(
+        one_of(change_json("thresholds.json"), change_json("thresholds.json"),
+        change_bytes("thresholds.json"), change_folder(["thresholds.json"])),
+        read_tuning,
+    ),
     "onnx": Target(
         one_of(change_onnx("teacher.onnx"), change_onnx("teacher.onnx"), change_bytes("teacher.onnx"),
                change_folder(["teacher.onnx", "w.bin"])),
@@ -661,7 +863,10 @@ def build_corpus(folder: Path) -> None:
     compile(loaded, places["calibration"], places["artifact"], None, data, Progress())
     write_onnx(places["onnx"])
     program = torch.export.export(model, (torch.from_numpy(inputs[:3]),))
-    torch.export.save(program, places["program"] / "teacher.pt2")
+    for name in ("program", "running"):
+        torch.export.save(program, places[name] / "teacher.pt2")
+    entry = {"cpu": {"tile_bytes": 1 << 20, "resident_bytes": 4096}, "cuda": {}}
+    (places["tuning"] / "thresholds.json").write_text(json.dumps(entry))
     (places["baseline"] / "report.json").write_text(json.dumps(a_report()))
     with Shards(places["shards"] / "parts", {"model": "a", "data": "b"}) as shards:
         shards.put("layers.0", {"gram": torch.eye(3)}, {"tokens": 3})
@@ -722,22 +927,6 @@ def a_report() -> dict[str, Any]:
 # Running
 
 
-@contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    def stop(number: int, frame: Any) -> None:
-        raise Hang(f"longer than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(4 * seconds, exit=True)  # where Python is not reached
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def status(field: str) -> int:
     """VmHWM and the like, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -757,32 +946,79 @@ def run_case(name: str, number: int, seed: int, corpus: Path, work: Path) -> tup
         warnings.simplefilter("ignore")
         target.change(random, case)
     size = sum(p.lstat().st_size for p in case.rglob("*"))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            os.write(writing, json.dumps(outcome_of(target, case, size)).encode()[:60_000])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    outcome, details = waited(child, reading)
+    if outcome == "signal" and (case / "last").exists():
+        details += f" in {(case / 'last').read_text()}"
+    os.chdir(work)
+    escaped_to = [p for p in (work / "ESCAPED", corpus / "ESCAPED", Path("/tmp/ESCAPED")) if p.exists()]
+    escaped_to += list(case.rglob("ESCAPED"))
+    precious = case / "inside" / "file"
+    if escaped_to or (precious.parent.is_dir() and precious.read_text() != "precious"):
+        outcome, details = "escaped", f"{escaped_to or precious}"
+    if sorted(os.listdir(work)) != ["case"]:
+        outcome, details = "escaped", f"left beside its folder: {sorted(os.listdir(work))}"
+    remove(case)
+    return outcome, details
+
+
+def waited(child: int, reading: int) -> tuple[str, str]:
+    """What the child says, unless a signal ends it: its own alarm is one, where Python is not reached."""
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    _, ended = os.waitpid(child, 0)
+    if os.WIFSIGNALED(ended):
+        own = signal.Signals(os.WTERMSIG(ended))
+        return ("hang", "beyond Python") if own == signal.SIGALRM else ("signal", own.name)
+    if not answer:
+        return "uncaught", f"exit code {os.WEXITSTATUS(ended)}, without a word"
+    outcome, details = json.loads(answer)
+    return str(outcome), str(details)
+
+
+def outcome_of(target: Target, case: Path, size: int) -> tuple[str, str]:
+    """In a process of its own, which ends with it."""
+    space = status("VmSize") + (RUN_ADDRESS_SPACE if target.runs else ADDRESS_SPACE)
+    resource.setrlimit(resource.RLIMIT_AS, (space, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = status("VmRSS")
+
+    def stop(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(WAITING))  # if the exception is not raised by then, nothing raises it
+        raise Hang(signal.Signals(number).name)
+
+    for own in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(own, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(int(WAITING))
     outcome, details = "read", ""
     try:
-        with limited(SECONDS), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             target.read(case)
     except AsapcError as error:
         outcome, details = "refused", str(error)
-        str(error).encode()
+        if details != escaped(details):
+            outcome = "unescaped"
+        details.encode()
     except Hang as error:
-        outcome, details = "hang", str(error)
-    except Exception:
-        outcome, details = "uncaught", traceback.format_exc()
+        outcome, details = ("timed out", "") if target.runs else ("hang", str(error))
+    except Exception as error:
+        fails = target.runs and not isinstance(error, (AssertionError, TypeError, AttributeError))
+        outcome, details = ("failed", str(error)[:200]) if fails else ("uncaught", traceback.format_exc())
     grown = status("VmHWM") - before
-    if grown > MEMORY + RATIO * size:
+    if grown > (RUN_MEMORY if target.runs else MEMORY) + RATIO * size:
         outcome, details = "memory", f"{grown >> 20} MiB more for {size} bytes ({outcome})"
-    os.chdir(work)
-    escaped = [p for p in (work / "ESCAPED", corpus / "ESCAPED", Path("/tmp/ESCAPED")) if p.exists()]
-    escaped += list(case.rglob("ESCAPED"))
-    precious = case / "inside" / "file"
-    if escaped or (precious.parent.is_dir() and precious.read_text() != "precious"):
-        outcome, details = "escaped", f"{escaped or precious}"
-    if sorted(os.listdir(work)) != ["case"]:
-        outcome, details = "escaped", f"left beside its folder: {sorted(os.listdir(work))}"
-    remove(case)
     return outcome, details
 
 
@@ -799,6 +1035,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=[*TARGETS])
     parser.add_argument("--only", type=int, help="one case by its number")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     names = [arguments.target] if arguments.target else list(TARGETS)
@@ -812,16 +1049,16 @@ def main() -> int:
         corpus, work = Path(temporary, "corpus"), Path(temporary, "work")
         work.mkdir()
         build_corpus(corpus)
-        now = status("VmSize")
-        resource.setrlimit(resource.RLIMIT_AS, (now + ADDRESS_SPACE, resource.RLIM_INFINITY))
         try:
             for number in numbers:
+                if time.monotonic() - start > 60 * arguments.minutes:
+                    break
                 name = names[number % len(names)]
                 began = time.monotonic()
                 outcome, details = run_case(name, number, arguments.seed, corpus, work)
                 seconds[name] += time.monotonic() - began
                 outcomes[name][outcome] += 1
-                if outcome not in ("read", "refused"):
+                if outcome not in GOOD:
                     failures += 1
                     print(
                         f"{outcome}: --target {name} --only {number}\n{details}",
@@ -832,7 +1069,7 @@ def main() -> int:
                     print(f"{outcome}: {details}")
         finally:
             os.chdir(home)
-    kinds = ["read", "refused", *sorted({k for c in outcomes.values() for k in c} - {"read", "refused"})]
+    kinds = [*GOOD, *sorted({k for c in outcomes.values() for k in c} - {*GOOD})]
     for name, own in outcomes.items():
         print(
             f"{name:12s}"

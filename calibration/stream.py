@@ -20,6 +20,7 @@ from asapc.calibration.collect import SiteStatistics, check_finite, finish, piec
 from asapc.calibration.distill import Distiller
 from asapc.calibration.teacher import TeacherDuals
 from asapc.data import Batch
+from asapc.errors import InputError
 from asapc.formats.calibration import (
     AnySiteCalibration,
     fit_document,
@@ -83,16 +84,22 @@ def stream(
     _prepare(waiting, sample, observe)
     clock = _Clock()
     seen: list[int] = []
-    for number, batch in enumerate(batches):
-        seen.extend(batch.hashes)
-        behind = [p for p in waiting if p.done <= number]
-        if not behind:
-            continue
-        take_in(behind, observe(batch))
-        if clock.due():
-            for p in waiting:
+    try:
+        for number, batch in enumerate(batches):
+            seen.extend(batch.hashes)
+            behind = [p for p in waiting if p.done <= number]
+            if not behind:
+                continue
+            take_in(behind, observe(batch))
+            if clock.due():
+                for p in waiting:
+                    _put_aside(p, aside, batch_size)
+                clock.restart()
+    except InputError:  # of an example: what came before it need not be done again
+        for p in waiting:
+            if p.done:
                 _put_aside(p, aside, batch_size)
-            clock.restart()
+        raise
     if not seen:
         return {}, []
     if any(isinstance(p.collector, Distiller) for p in pending):

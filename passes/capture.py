@@ -26,7 +26,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asapc.data import Batch
 from asapc.errors import InputError
+from asapc.faults import HELP, RULE, argument_names, data_fault
 from asapc.ir import Program, Stop
 from asapc.limits import MOST, limits_of
 from asapc.passes.early_stop import branches_elsewhere
@@ -167,7 +169,9 @@ def capture(
     with two activation products can be exported.
     """
     if isinstance(model, ExportedProgram):
-        return Capture("whole", [program_of(model, args, kwargs)])
+        program = program_of(model, args, kwargs)
+        run_example(program.graph, args, kwargs)
+        return Capture("whole", [program])
     with _undisturbed(model):
         run_example(model, args, kwargs)
         try:
@@ -201,14 +205,19 @@ def program_of(
 
 
 def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own output on the example, or an InputError that says what it raised."""
+    """The model's own output on the first examples, or an InputError that says what it raised."""
     try:
         return model(*args, **kwargs)
+    except InputError:
+        raise
     except Exception as error:
-        raise InputError(
-            "the model runs on the given data",
-            got=f"{type(error).__name__}: {_first_line(error)}",
-            help="check the names, shapes and dtypes of the data against the model's forward",
+        tensors = [own for own in (*args, *kwargs.values()) if isinstance(own, torch.Tensor)]
+        count = len(tensors[0]) if tensors and tensors[0].dim() else 0
+        batch = Batch(args, kwargs, None, [0] * count, [*range(count)])
+        call = lambda own: model(*own.args, **own.kwargs)  # noqa: E731
+        fault = data_fault(error, batch, call, argument_names(model))
+        raise fault or InputError(
+            RULE, got=f"{type(error).__name__}: {_first_line(error)}", help=HELP
         ) from error
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +26,8 @@ from asapc.formats.atomic import clean_leftovers, read_whole
 from asapc.formats.calibration import load_calibration
 from asapc.formats.shards import Shards
 from asapc.models import SinkformerText
+from asapc.onnx.settings import MODEL, RECORD, read_record
+from asapc.report import json_text, markdown
 
 KILLS = 220
 SHARDS = 4
@@ -170,12 +175,13 @@ def number_in_report(root: Path, name: str) -> int:
         text = (root / "reports" / name).read_text()
     except FileNotFoundError as error:
         raise InputError(f"{name}: absent") from error
-    if name.endswith(".json"):
-        report = json.loads(text)
-        assert report["padding"] == [int(report["model"]["source"])] * 3000
-        return int(report["model"]["source"])
-    assert text.startswith("# ") and text.endswith("\n")
-    return 0
+    written = json_text if name.endswith(".json") else markdown
+    number = re.search(r'"source": "(\d+)"|\| model \| (\d+) \|', text)
+    assert number is not None
+    own = number[1] or number[2]
+    whole = written({"model": {"source": own}, "sites": [], "padding": [int(own)] * 3000})
+    assert sha256(text.rstrip("\n").encode()) == sha256(whole.rstrip("\n").encode())
+    return int(own)
 
 
 def number_in_shards(root: Path) -> int:
@@ -265,9 +271,20 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Times apart: they are no one's to repeat."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "timings.json"}
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+TIMES = ("timings.json", "selection.json")  # no one's to repeat
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """sha256 of every file that a reader finds, by its path: not of what a killed run has left aside."""
+    found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    return {
+        name: sha256(p.read_bytes()) for name, p in sorted(found.items())
+        if p.name not in TIMES and not name.startswith(".")
+    }  # fmt: skip
 
 
 def test_calibrate_killed(nursery: Nursery, work: Path) -> None:
@@ -287,20 +304,95 @@ def test_calibrate_killed(nursery: Nursery, work: Path) -> None:
     start = time.monotonic()
     nursery.wait(nursery.start("asapc", *arguments(out, "old.yaml")))
     seconds = time.monotonic() - start
-    old = contents(out)
+    old = digests(out)
     assert load_calibration(out).sites
     nursery.wait(nursery.start("asapc", *arguments(work / "undisturbed", "new.yaml")))
-    new = contents(work / "undisturbed")
+    new = digests(work / "undisturbed")
     assert old != new
     kept = 0
     for part in (0.3, 0.6, 0.9):
         worker = nursery.start("asapc", *arguments(out, "new.yaml"))
         time.sleep(part * seconds)
         nursery.kill(worker)
-        assert contents(out) in (old, new)
-        kept += contents(out) == old
+        assert digests(out) in (old, new)
+        kept += digests(out) == old
     nursery.wait(nursery.start("asapc", *arguments(out, "new.yaml")))
-    assert contents(out) == new and load_calibration(out).sites
+    assert digests(out) == new and load_calibration(out).sites
     hidden = [p.name for p in work.iterdir() if p.name.startswith(".")]
     print(f"calibrate: 3 kills in {seconds:.1f} s each, the old folder was there after {kept}")
     assert hidden == []
+
+
+@pytest.fixture(scope="module")
+def compiled(nursery: Nursery, work: Path) -> Path:
+    recipe = "{operator: asap, closures: 1, side: source, features: [norm], max_examples: 40}"
+    (work / "quick.yaml").write_text(recipe)
+    teacher, data = str(work / "teacher"), str(work / "data.npz")
+    nursery.wait(nursery.start("asapc", "calibrate", teacher, "--data", data, "-o", str(work / "quick"),
+                               "--recipe", str(work / "quick.yaml"), "--quiet"))  # fmt: skip
+    nursery.wait(nursery.start("asapc", "compile", teacher, "--calibration", str(work / "quick"),
+                               "-o", str(work / "out"), "--quiet"))  # fmt: skip
+    assert (work / "out" / "manifest.json").exists()
+    return work / "out"
+
+
+def killed(
+    nursery: Nursery, arguments: list[str], folder: Path, old: dict[str, str], seconds: float
+) -> list[dict[str, str]]:
+    """What is in the folder after kills at several times, each from the old state on."""
+    found = []
+    for part in (0.6, 0.95):
+        worker = nursery.start("asapc", *arguments)
+        time.sleep(part * seconds)
+        nursery.kill(worker)
+        found.append(digests(folder))
+        if found[-1] != old:  # it was through
+            return found
+    return found
+
+
+def test_refresh_killed(nursery: Nursery, work: Path, compiled: Path) -> None:
+    out = work / "refreshed"
+    shutil.copytree(compiled, out)
+    old = digests(out)
+
+    def arguments(folder: Path) -> list[str]:
+        return ["refresh", str(folder), "--data", str(work / "data.npz"), "--distil", "--epochs", "2",
+                "--examples", "32", "--quiet"]  # fmt: skip
+
+    undisturbed = work / "undisturbed refresh"
+    shutil.copytree(compiled, undisturbed)
+    start = time.monotonic()
+    nursery.wait(nursery.start("asapc", *arguments(undisturbed)))
+    seconds, new = time.monotonic() - start, digests(undisturbed)
+    assert new != old
+    for found in killed(nursery, arguments(out), out, old, seconds):
+        assert found in (old, new)
+    if digests(out) == old:
+        nursery.wait(nursery.start("asapc", *arguments(out)))
+    assert digests(out) == new
+    assert [p.name for p in work.iterdir() if p.name.startswith(f".{out.name}.")] == []
+
+
+def test_export_killed(nursery: Nursery, work: Path, compiled: Path) -> None:
+    """A model.onnx that is there is the old or the new one, and the record is of it or of none."""
+    out = work / "exported"
+    shutil.copytree(compiled, out)
+    data = ["--data", str(work / "data.npz"), "--quiet"]
+    nursery.wait(nursery.start("asapc", "export", str(out), "--opset", "18", *data))
+    old = digests(out)
+    assert read_record(out) is not None
+    undisturbed = work / "undisturbed export"
+    shutil.copytree(out, undisturbed)
+    start = time.monotonic()
+    nursery.wait(nursery.start("asapc", "export", str(undisturbed), "--opset", "20", *data))
+    seconds, new = time.monotonic() - start, digests(undisturbed)
+    assert new != old and set(new) == set(old)
+    for found in killed(nursery, ["export", str(out), "--opset", "20", *data], out, old, seconds):
+        for name, digest in found.items():
+            assert digest in (old[name], new[name]), f"{name} is torn"
+        if found.get(RECORD) is not None and read_record(out) is not None:
+            assert json.loads((out / RECORD).read_text())["sha256"] == found[MODEL]
+    nursery.wait(nursery.start("asapc", "export", str(out), "--opset", "20", *data))
+    assert digests(out) == new
+    assert [p.name for p in out.iterdir() if p.name.startswith(".")] == []

@@ -25,10 +25,9 @@ from onnx import numpy_helper
 
 from asapc.errors import InputError
 from asapc.onnx import edit, export
-from asapc.onnx.functions import DOMAIN
 from asapc.onnx.module import value_nodes
 from asapc.onnx.session import open_session, run
-from asapc.onnx.settings import read_record
+from asapc.onnx.settings import DOMAIN, read_record
 from asapc.onnx.verify import first_difference
 from asapc.passes.capture import capture
 

@@ -20,7 +20,7 @@ from asapc import cli
 from asapc.artifact import read_artifact
 from asapc.data import Batch, open_data
 from asapc.errors import InputError, VerificationError
-from asapc.onnx.settings import OnnxSettings, read_record
+from asapc.onnx.settings import DOMAIN, OnnxSettings, read_record
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -33,7 +33,6 @@ from asapc.onnx import bench, interface
 from asapc.onnx import export as exporting
 from asapc.onnx import verify as verifying
 from asapc.onnx.export import write_onnx
-from asapc.onnx.functions import DOMAIN
 from asapc.onnx.half import in_half, rounding
 from asapc.onnx.session import open_session, run
 from asapc.progress import make_progress

@@ -176,6 +176,8 @@ def save_calibration(folder: str | Path, calibration: Calibration) -> None:
         text = json.dumps(document, indent=2, allow_nan=False)
         (partial / _JSON).write_text(text + "\n", encoding="utf-8")
         (partial / _TIMINGS).write_text(json.dumps({"fit_seconds": seconds}) + "\n", encoding="utf-8")
+        for written in partial.iterdir():  # safetensors writes for its owner alone
+            written.chmod(0o644)
 
 
 def load_calibration(folder: str | Path) -> Calibration:

@@ -1,4 +1,4 @@
-"""JSON from files that others may have written."""
+"""JSON from files that others may have written: the one place that reads any."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100  # of brackets; what asapc and torch write has a tenth of it
+MAX_BYTES = 1 << 26  # of a file; as Python's lists and numbers they may take 20 times as much
 
 
-def read_json(path: str | Path) -> Any:
-    """The document in a file.  Raises OSError where it cannot be read, otherwise as parse_json."""
-    return parse_json(read_file(path))
+def read_json(path: str | Path, most: int = MAX_BYTES, *, strict: bool = False) -> Any:
+    """The document in a file of at most so many bytes.
+
+    Raises OSError where it cannot be read, ValueError for a larger one, otherwise as parse_json.
+    """
+    content = read_file(path, most + 1)
+    if len(content) > most:
+        raise ValueError(f"more than {most} bytes")
+    return parse_json(content, strict=strict)
 
 
 def read_file(path: str | Path, most: int = -1) -> bytes:
@@ -25,13 +32,16 @@ def read_file(path: str | Path, most: int = -1) -> bytes:
         return file.read(most)
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
     """The document.  Raises ValueError, and nothing else, for what is not JSON, nested too deep or has
-    half a surrogate pair, which no file or terminal takes."""
+    half a surrogate pair, which no file or terminal takes.
+
+    strict: NaN and infinities, which Python reads and writes, are not JSON.
+    """
     try:
         if isinstance(text, bytes):  # json.loads itself lets half a pair pass
             text = text.decode(json.detect_encoding(text))
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=_refused if strict else None)
         text.encode()
         if "\\ud" in text.lower():
             json.dumps(document, ensure_ascii=False).encode()
@@ -43,6 +53,10 @@ def parse_json(text: str | bytes) -> Any:
         if not level:
             return document
     raise ValueError("brackets are nested too deep")
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _children(value: Any) -> list[Any]:

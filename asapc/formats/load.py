@@ -55,12 +55,17 @@ class Teacher:
 
 
 def load_teacher(
-    model: str, *, weights: str | None = None, kwargs: str | Mapping[str, Any] | None = None
+    model: str,
+    *,
+    weights: str | None = None,
+    kwargs: str | Mapping[str, Any] | None = None,
+    trust: bool = False,
 ) -> Teacher:
     """The teacher named by MODEL (see MODEL_GRAMMAR).
 
     weights: .safetensors, .pt or .pth for a factory's module; without it the factory's own weights
     are used, which `source` then says.  kwargs: the factory's arguments, a mapping or JSON text.
+    trust: a .pt2 program may call any operator, an .onnx model take any memory (see SECURITY.md).
     Raises InputError.
     """
     path = Path(model)
@@ -81,9 +86,9 @@ def load_teacher(
     if path.suffix == ".onnx":
         from asapc.onnx.load import onnx_teacher
 
-        return onnx_teacher(path)
+        return onnx_teacher(path, trust)
     if path.suffix == ".pt2":
-        return _program_teacher(path)
+        return _program_teacher(path, trust)
     if path.suffix in (".safetensors", ".pt", ".pth"):
         raise InputError(
             f"{model} holds weights only, without the model they belong to",
@@ -259,10 +264,10 @@ def _check_loops(config: Mapping[str, Any], tensors: int, place: Path) -> None:
             raise InputError(f"{place}: {name} must be a whole number, at most {most}", got=repr(value))
 
 
-def _program_teacher(path: Path) -> Teacher:
+def _program_teacher(path: Path, trust: bool) -> Teacher:
     from asapc.formats.pt2 import load_program
 
-    program = load_program(path)
+    program = load_program(path, trust=trust)
     state = dict(program.state_dict)
     check_finite(state, set(program.graph_signature.parameters), str(path))
     return Teacher(

@@ -8,18 +8,17 @@ goes into a new archive, which torch reads:
     members       those torch.export.save writes, stored, each once; example inputs are dropped
     payloads      raw tensors only, of sizes that the file holds
     names         identifiers
-    node targets  ATen and asapc operators of the dispatcher, scalar arithmetic
-    expressions   symbols, numbers and arithmetic of sizes
+    node targets  the operators of program_operators.py, arithmetic of numbers (program_calls.py)
+    expressions   sizes that are quickly worked out (sizes.py)
     containers    tuples, lists and dicts
 
 Reading is safe for any file. Running a program computes what it says: its operators are no threat to
-files, but they may ask for much memory or time.
+files or to the memory of others, but they may ask for much memory or time. trust=True is for a file of
+one's own: it lifts the list of operators, and nothing else.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import io
 import json
 import logging
@@ -37,6 +36,9 @@ from torch.export import ExportedProgram
 
 from asapc.errors import InputError
 from asapc.formats.json_text import parse_json
+from asapc.formats.program_calls import UnlistedCallError, UnsafeCallError, check_calls
+from asapc.formats.program_operators import replace_unchecked
+from asapc.formats.sizes import SYMBOL, is_size_expression
 
 _MODEL = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"
@@ -60,25 +62,6 @@ _PATH_KEYS = {
 _NO_NUMBERS = {"Infinity", "-Infinity", "NaN"}  # how a float that JSON does not have is written
 _FREE_KEYS = {"as_string", "as_strings"}  # constants of operators: quoted wherever they go
 
-_SCALAR_TARGETS = re.compile(
-    r"_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|not_"
-    r"|getitem)|math\.(ceil|floor|trunc|sqrt)|torch\._?sym_[a-z0-9_]+"
-    r"|torch\.ops\.higher_order\.wrap_with_set_grad_enabled"
-)
-_OPERATOR = re.compile(r"torch\.ops\.(aten|asapc)\.(\w+)\.(\w+)")
-_REFUSED_OPERATORS = {"from_file", "_print"}  # the first maps, or makes, a file
-EXPRESSION_NAMES = {
-    "Symbol", "Integer", "Rational", "Float", "Mod", "PythonMod", "FloorDiv", "CleanDiv", "Max",
-    "Min", "CeilToInt", "FloorToInt", "IntTrueDiv", "FloatTrueDiv", "ToFloat", "TruncToInt",
-    "Eq", "Ne", "Le", "Lt", "Ge", "Gt", "And", "Or", "Not", "Add", "Mul", "Pow", "PowByNatural",
-    "Identity", "ceiling", "floor", "true", "false", "True", "False", "positive", "integer",
-    "nonnegative", "evaluate", "int_oo", "oo", "Piecewise", "Where",
-}  # fmt: skip
-_EXPRESSION_LENGTH = 4096
-_POWERS = {"Pow", "PowByNatural"}
-_MAX_POWER = 8
-SYMBOL = re.compile(r"[suz]\d{1,6}|zuf\d{1,6}")
-NUMBER = re.compile(r"-?\d{1,30}(\.\d{0,30})?(e[+-]?\d{1,3})?")
 _CONTAINERS = {"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict"}
 
 
@@ -117,10 +100,13 @@ def _emptied(tensor: Tensor) -> Tensor:
     return empty
 
 
-def load_program(path: str | Path, weights: Mapping[str, Tensor] | None = None) -> ExportedProgram:
+def load_program(
+    path: str | Path, weights: Mapping[str, Tensor] | None = None, *, trust: bool = False
+) -> ExportedProgram:
     """Read a .pt2 file after checking it (see the module's docstring).
 
     weights: replaces the state dict of a program written by save_program; every name is needed.
+    trust: operators that are not on the list may be called.
     Raises InputError for a missing, truncated or unsafe file, or for missing weights.
     """
     path = Path(path)
@@ -133,8 +119,14 @@ def load_program(path: str | Path, weights: Mapping[str, Tensor] | None = None) 
             f"{path}: must be a readable .pt2 file", got=error.strerror or str(error)
         ) from error
     try:
-        harmless = _rebuilt(content)
-    except _Unsafe as problem:
+        harmless = _rebuilt(content, trust)
+    except UnlistedCallError as operator:
+        raise InputError(
+            f"{path}: a program from a file may call the operators that SECURITY.md lists",
+            got=operator,
+            help="if the file is your own, pass --trust (in Python trust=True)",
+        ) from None
+    except (_Unsafe, UnsafeCallError) as problem:
         raise InputError(
             f"{path}: a .pt2 file must hold nothing that runs code when it is read",
             got=problem,
@@ -153,6 +145,8 @@ def load_program(path: str | Path, weights: Mapping[str, Tensor] | None = None) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.export.load(io.BytesIO(harmless))
+            if not trust:
+                replace_unchecked(exported)
     except Exception as error:  # the reader raises many types for a damaged or newer program
         line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise InputError(
@@ -197,7 +191,7 @@ def _declared(exported: ExportedProgram) -> Iterator[tuple[str, Tensor]]:
             yield spec.target, value
 
 
-def _rebuilt(content: bytes) -> bytes:
+def _rebuilt(content: bytes, trust: bool) -> bytes:
     """The archive again, of its harmless parts alone: no reader can find others in it."""
     members = _members(content)
     for name, own in _CONFIGS.items():
@@ -207,6 +201,7 @@ def _rebuilt(content: bytes) -> bytes:
         raise ValueError(f"{_MODEL} is no program")
     _strip(model)
     _check_model(model)
+    check_calls(model, trust)
     members[_MODEL] = _dumped(model)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -300,20 +295,19 @@ def _strip(model: dict[str, Any]) -> None:
 
 def _check_model(model: dict[str, Any]) -> None:
     """Raises _Unsafe for any string that could become more than a name or a constant."""
-    operators = _dispatched()
     for owner, key, text in _strings(model):
         if key in _FREE_KEYS:
             harmless = True
         elif key in ("as_float", "as_floats"):
             harmless = text in _NO_NUMBERS
         elif key == "expr_str":
-            harmless = _is_size_expression(text)
+            harmless = is_size_expression(text)
         elif key in ("in_spec", "out_spec"):
             harmless = _is_plain_container(text, _IDENTIFIER if key == "in_spec" else _PATH)
         elif key == "nn_module_stack":
             harmless = True  # printable, and only shown
         elif key == "target" and "inputs" in owner:
-            harmless = _is_operator(text, operators)
+            harmless = True  # what a node calls is for check_calls
         else:
             harmless = key != "as_operator" and bool(
                 (_PATH if key in _PATH_KEYS else _IDENTIFIER).fullmatch(text)
@@ -339,24 +333,6 @@ def _strings(document: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
             stack.extend((owner, key, value) for value in item)
 
 
-@functools.cache
-def _dispatched() -> frozenset[str]:
-    import asapc.operators  # noqa: F401  registers its own
-
-    return frozenset(torch._C._dispatch_get_all_op_names())
-
-
-def _is_operator(target: str, operators: frozenset[str]) -> bool:
-    if _SCALAR_TARGETS.fullmatch(target):
-        return True
-    match = _OPERATOR.fullmatch(target)
-    if match is None:
-        return False
-    library, name, overload = match.groups()
-    suffix = "" if overload == "default" else f".{overload}"
-    return f"{library}::{name}{suffix}" in operators and name not in _REFUSED_OPERATORS
-
-
 def _is_plain_container(text: str, keys: re.Pattern[str]) -> bool:
     """A tree of tuples, lists and dicts: others import what they name."""
     try:
@@ -376,41 +352,3 @@ def _is_plain_container(text: str, keys: re.Pattern[str]) -> bool:
     except (ValueError, TypeError, KeyError):
         return False
     return bool(protocol == 1)
-
-
-def _is_size_expression(text: str) -> bool:
-    """Arithmetic of symbols: no attribute, no subscript, no name beyond the known functions, and no
-    number that would take long to work out."""
-    if len(text) > _EXPRESSION_LENGTH:
-        return False
-    try:
-        tree = ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    allowed = (
-        ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Call, ast.Name, ast.Constant,
-        ast.keyword, ast.Load, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow,
-        ast.USub, ast.UAdd, ast.Not, ast.cmpop, ast.boolop,
-    )  # fmt: skip
-    return all(isinstance(node, allowed) and _is_small(node) for node in ast.walk(tree))
-
-
-def _is_small(node: ast.AST) -> bool:
-    if isinstance(node, ast.Name):
-        return node.id in EXPRESSION_NAMES or bool(SYMBOL.fullmatch(node.id))
-    if isinstance(node, ast.Constant):
-        if isinstance(node.value, str):
-            return bool(SYMBOL.fullmatch(node.value) or NUMBER.fullmatch(node.value))
-        return isinstance(node.value, bool | int | float) and abs(node.value) < 2**64
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return _is_small_power(node.right)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _POWERS:
-        return len(node.args) == 2 and _is_small_power(node.args[1])
-    return True
-
-
-def _is_small_power(node: ast.AST) -> bool:
-    power = node.operand if isinstance(node, ast.UnaryOp) else node
-    if isinstance(power, ast.Call) and len(power.args) == 1:  # Integer(2)
-        power = power.args[0]
-    return isinstance(power, ast.Constant) and type(power.value) is int and power.value <= _MAX_POWER

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.formats.atomic import clean_leftovers, flush, lock_folder, new_file, replace_file
-from asapc.formats.json_text import read_json
+from asapc.formats.json_text import parse_json, read_json
 from asapc.formats.load import fingerprint as tensor_digest
 
 FORMAT_VERSION = 1
@@ -195,7 +195,7 @@ class Shards:
             key, text = header["key"], header["facts"]
             if header["sha256"] != _digest(key, text, tensors) or self._path(key) != path:
                 raise ValueError("another checksum, or another part's file")
-            facts = json.loads(text)
+            facts = parse_json(text)
         except FileNotFoundError:
             return None
         except OSError as error:

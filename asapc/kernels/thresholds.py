@@ -31,8 +31,10 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
+from asapc.formats.json_text import parse_json, read_json
 
 LARGEST = 1 << 40
+MAX_BYTES = 1 << 20  # of a file of thresholds
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,14 @@ def cache_file() -> Path:
 @cache
 def _shipped(device: str) -> Thresholds:
     text = files("asapc.kernels").joinpath("thresholds.json").read_text(encoding="utf-8")
-    return _merged(Thresholds(), json.loads(text)[device])
+    return _merged(Thresholds(), parse_json(text)[device])
 
 
 @cache
 def _users(path: str) -> Mapping[str, Mapping[str, int]]:
     help = 'it is a JSON file such as {"cpu": {"tile_bytes": 524288}}'
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = read_json(path, MAX_BYTES)
     except (OSError, ValueError) as error:
         raise InputError(f"ASAPC_THRESHOLDS={path}: cannot be read", got=str(error), help=help) from None
     entries = document.values() if isinstance(document, dict) else [None]
@@ -140,7 +142,7 @@ def _cached() -> dict[str, dict[str, int]]:
 
 def _read_cache(path: Path) -> dict[str, dict[str, int]]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path, MAX_BYTES)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -29,11 +29,19 @@ from asapc.data import Batch
 from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
 from asapc.formats.load import Teacher
-from asapc.onnx.functions import DOMAIN, Functions, take_out_calls
+from asapc.onnx.functions import Functions, take_out_calls
 from asapc.onnx.half import MARGIN, in_half, rounding
 from asapc.onnx.interface import input_names, output_names, rename
 from asapc.onnx.module import OnnxModule
-from asapc.onnx.settings import DEFAULT_OPSET, MODEL, RECORD, TOLERANCE, OnnxSettings, digest_of
+from asapc.onnx.settings import (
+    DEFAULT_OPSET,
+    DOMAIN,
+    MODEL,
+    RECORD,
+    TOLERANCE,
+    OnnxSettings,
+    digest_of,
+)
 from asapc.onnx.translate import translate
 from asapc.onnx.verify import Verified, joined, verify
 from asapc.progress import Progress

@@ -20,9 +20,9 @@ from torch.fx import Graph, Node
 from asapc.errors import InputError, VerificationError
 from asapc.limits import limits_of
 from asapc.onnx import twins
+from asapc.onnx.settings import DOMAIN
 from asapc.onnx.translate import cause, translate
 
-DOMAIN = "ai.asapc"
 SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: no usual ones
 TENSOR = object()  # in the settings of a call, the place of a tensor
 

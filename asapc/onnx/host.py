@@ -24,6 +24,7 @@ DTYPES = {
     9: torch.bool, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16,
 }  # fmt: skip
 MOST_HOST = 16  # entries of a constant that may be a shape; a longer one is a tensor
+MOST_NUMBERS = 1024  # of a host value that other numbers make: a shape has few
 MOST_ENTRIES = 1 << 31  # of a tensor that is made larger
 MOST_MADE = 1 << 26  # of one that a few bytes of a file ask for: a mask of 8192 tokens, 512 MB at most
 
@@ -104,6 +105,7 @@ def ints(value: Any, what: str) -> list[Any]:
 
         if isinstance(value, FakeTensor):
             raise ValueError(f"{what} must be known before the model runs, and depends on its data")
+        checked_numbers(value.numel())
         value = value.tolist()
     if isinstance(value, Real):
         value = value.number
@@ -177,6 +179,13 @@ def checked_size(shape: Sequence[Any], most: int = MOST_ENTRIES) -> Sequence[Any
     if entries > most:
         raise ValueError(f"a tensor of {entries} entries, more than {most}, is not made")
     return shape
+
+
+def checked_numbers(count: int) -> int:
+    """How many numbers a host value is about to have.  Raises ValueError if that is no shape's."""
+    if count > MOST_NUMBERS:
+        raise ValueError(f"{count} numbers, more than {MOST_NUMBERS}, are no shape")
+    return count
 
 
 def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:

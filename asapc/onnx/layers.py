@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asapc.onnx.host import ints, known, tensor_of
+from asapc.onnx.host import checked_size, ints, known, tensor_of
 
 Body = Callable[..., list[Any]]
 
@@ -45,7 +45,9 @@ def group_norm(
     num_groups: int, epsilon: float = 1e-5, stash_type: int = 1, opset: int,
 ) -> Tensor:  # fmt: skip
     if opset < 21:  # one scale a group
-        scale, bias = (w.repeat_interleave(x.shape[1] // num_groups) for w in (scale, bias))
+        each = x.shape[1] // num_groups
+        checked_size([len(scale), each])
+        scale, bias = (w.repeat_interleave(each) for w in (scale, bias))
     return F.group_norm(x, num_groups, scale, bias, epsilon)
 
 
@@ -84,7 +86,14 @@ def _window(
 
 def _padded(x: Tensor, pairs: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
     flat = [amount for pair in reversed(pairs) for amount in pair]
+    _check_padded(x, pairs)
     return F.pad(x, flat, value=value) if any(flat) else x
+
+
+def _check_padded(x: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError where padding alone makes x absurdly large."""
+    sizes = [size + sum(pair) for size, pair in zip(x.shape[2:], pairs, strict=True)]
+    checked_size([*x.shape[:2], *sizes])
 
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -101,6 +110,7 @@ def conv(
     steps, spread, pairs = _window(x, kernel, strides, dilations, pads, auto_pad)
     convolve = CONV[len(kernel)]
     if all(before == after for before, after in pairs):
+        _check_padded(x, pairs)
         return convolve(x, weight, bias, steps, [before for before, _ in pairs], spread, group)
     return convolve(_padded(x, pairs), weight, bias, steps, 0, spread, group)
 

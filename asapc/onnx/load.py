@@ -15,18 +15,22 @@ from asapc.formats.load import Teacher, check_finite
 from asapc.formats.user_code import describe
 from asapc.onnx.graph import DEFAULT_DOMAIN, Reader, read_inputs
 from asapc.onnx.module import onnx_module
+from asapc.onnx.settings import DOMAIN
 from asapc.onnx.tensors import check_external, read_tensor
 
 READ_OPSETS = range(11, 24)
 MAX_BYTES = 2**31 - 1  # of a protobuf
 MAX_NODES = 200_000  # after functions are inlined
+MOST_INLINED = 1 << 26  # bytes that any model's functions may add; of a larger one
+MAX_COPIES = 8  # so many times its own
 MAX_CALLS = 64  # of functions in functions, subgraphs counted
 EXPORT = "export it again, such as with torch.onnx.export(model, args, 'model.onnx', opset_version=18)"
 
 
-def onnx_teacher(path: str | Path) -> Teacher:
+def onnx_teacher(path: str | Path, trust: bool = False) -> Teacher:
     """The model in an ONNX file, as a module that torch.export can trace.
 
+    trust: its values may take any memory, see asapc.onnx.growth.
     Raises InputError for anything that is not one, not whole, or not supported.
     """
     path = Path(path)
@@ -43,6 +47,7 @@ def onnx_teacher(path: str | Path) -> Teacher:
     if not inputs:
         raise InputError(f"{path}: the model must have inputs", got="none")
     module = onnx_module(graph, inputs, reader.tensors).eval()
+    module.trusted = trust
     state = {module.weights[key]: tensor for key, tensor in module.state_dict().items()}
     check_finite(state, {module.weights[key] for key, _ in module.named_parameters()}, str(path))
     return Teacher(
@@ -52,8 +57,6 @@ def onnx_teacher(path: str | Path) -> Teacher:
 
 
 def _check_teacher(model: onnx.ModelProto, path: Path) -> None:
-    from asapc.onnx.functions import DOMAIN
-
     if any(function.domain == DOMAIN for function in model.functions):
         raise InputError(
             f"{path}: the model must be a teacher", got="one that asapc has written already",
@@ -137,34 +140,38 @@ def _check_count(graph: onnx.GraphProto, path: Path) -> None:
 
 def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """The model without functions of its own.  Raises InputError where they call each other in circles,
-    too deeply, or would become absurdly many nodes."""
+    too deeply, or would become absurdly many nodes or bytes."""
     import onnx.inliner
 
     bodies = {(f.domain, f.name, f.overload): f for f in model.functions}
-    sizes: dict[Any, tuple[int, int] | None] = {}
+    sizes: dict[Any, tuple[int, int, int] | None] = {}
 
-    def size(nodes: Any, depth: int) -> tuple[int, int]:
-        """How many nodes they become, and how deeply calls and subgraphs are nested in them."""
+    def size(nodes: Any, depth: int) -> tuple[int, int, int]:
+        """How many nodes they become, how deeply calls and subgraphs are nested in them, and how many
+        bytes the functions that they call add."""
         inner = [of(node, depth + 1) for node in nodes]
-        return len(inner) + sum(n for n, _ in inner), max((height for _, height in inner), default=0)
+        height = max((height for _, height, _ in inner), default=0)
+        return len(inner) + sum(n for n, _, _ in inner), height, sum(added for _, _, added in inner)
 
-    def of(node: onnx.NodeProto, depth: int) -> tuple[int, int]:
+    def of(node: onnx.NodeProto, depth: int) -> tuple[int, int, int]:
         key = (node.domain, node.op_type, node.overload)
         if key not in bodies:
             graphs = (graph for a in node.attribute for graph in (a.g, *a.graphs) if graph.node)
             inner = [size(graph.node, depth) for graph in graphs]
-            return sum(n for n, _ in inner), max((1 + height for _, height in inner), default=0)
+            height = max((1 + height for _, height, _ in inner), default=0)
+            return sum(n for n, _, _ in inner), height, sum(added for _, _, added in inner)
         if depth > MAX_CALLS:
             raise too_deep(node)
         if key not in sizes:
             sizes[key] = None
-            sizes[key] = size(bodies[key].node, depth)
+            count, height, added = size(bodies[key].node, depth)
+            sizes[key] = count, height, added + bodies[key].ByteSize()
         known = sizes[key]
         if known is None:
             raise InputError(f"{path}: functions must not call themselves", got=node.op_type)
         if depth + known[1] > MAX_CALLS:
             raise too_deep(node)
-        return known[0], 1 + known[1]
+        return known[0], 1 + known[1], known[2]
 
     def too_deep(node: onnx.NodeProto) -> InputError:
         return InputError(
@@ -172,11 +179,16 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
             help="export the model without functions",
         )  # fmt: skip
 
-    count, _ = size(model.graph.node, 0)
+    count, _, added = size(model.graph.node, 0)
     if count > MAX_NODES:
         raise InputError(
             f"{path}: a model may have {MAX_NODES} nodes", got=f"{count}, functions written out"
         )
+    if added > max(MOST_INLINED, MAX_COPIES * model.ByteSize()):
+        raise InputError(
+            f"{path}: functions must not make a model much larger",
+            got=f"{added} bytes more of {model.ByteSize()}", help="export the model without functions",
+        )  # fmt: skip
     try:
         return onnx.inliner.inline_local_functions(model, convert_version=True)
     except Exception as error:  # of the C++ inliner

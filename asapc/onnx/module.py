@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from asapc.errors import InputError
 from asapc.formats.names import identifier
+from asapc.onnx.growth import Guard, allowed_bytes
 from asapc.onnx.host import tensor_of
 from asapc.onnx.nodes import Filled, Graph, Held, Input, Node
 
@@ -45,9 +46,11 @@ class OnnxModule(nn.Module):
 
     inputs: as the file declares them.  names: those of forward's arguments, in the same order.
     weights: the ONNX name of every parameter and buffer.  tensors: see Reader.  Made by onnx_module.
+    trusted: whatever memory the values take is taken, see asapc.onnx.growth.
     """
 
     names: tuple[str, ...] = ()
+    trusted = False
 
     def __init__(
         self, graph: Graph, inputs: Sequence[Input], tensors: Iterable[tuple[str, Tensor, bool]]
@@ -57,6 +60,7 @@ class OnnxModule(nn.Module):
         self.weights: dict[str, str] = {}
         self._keys: list[str] = []
         self._steps = 0
+        self._guarded: set[Any] = set()  # shapes of inputs that were run under guard
         for name, tensor, initializer in tensors:
             self._hold(name, tensor, initializer)
         self._blocks: list[tuple[Callable[[Callable[[], None]], None], tuple[Node, ...]]] = []
@@ -71,8 +75,20 @@ class OnnxModule(nn.Module):
     def values(self, inputs: Sequence[Any], wanted: Sequence[str]) -> list[Tensor]:
         """The tensors of the named values, of outputs or of nodes in between.
 
-        Raises ValueError for inputs of another shape than the file declares.
+        Raises ValueError for inputs of another shape than the file declares, InputError where values
+        would take too much memory.
         """
+        if self.trusted or not all(type(own) is Tensor for own in inputs):  # a trace takes no memory
+            return self._values(inputs, wanted)
+        shapes = tuple(own.shape for own in inputs)
+        if shapes in self._guarded:
+            return self._values(inputs, wanted)
+        with Guard(allowed_bytes([*self.parameters(), *self.buffers(), *inputs])):
+            found = self._values(inputs, wanted)
+        self._guarded.add(shapes)
+        return found
+
+    def _values(self, inputs: Sequence[Any], wanted: Sequence[str]) -> list[Tensor]:
         self._steps = 0
         env: Values = {}
         kept: dict[str, Any] = dict.fromkeys(wanted)

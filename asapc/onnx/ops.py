@@ -83,7 +83,10 @@ def _variadic(function: Callable[..., Any], host: Callable[..., Any] | None = No
 
 
 def _divide(a: Tensor, b: Any) -> Tensor:
-    return torch.div(a, b, rounding_mode=None if a.is_floating_point() else "trunc")
+    """Of integers towards zero: torch's own cut-off division of the least one by -1 ends the process."""
+    if a.is_floating_point():
+        return torch.div(a, b)
+    return torch.floor_divide(a - torch.fmod(a, b), b)
 
 
 @on_host(lambda a, b, fmod=0: NotImplemented if fmod else elementwise(wrapping(operator.mod))(a, b))

@@ -14,6 +14,7 @@ from asapc.errors import InputError
 from asapc.formats.json_text import read_json
 
 MODEL, RECORD = "model.onnx", "onnx.json"
+DOMAIN = "ai.asapc"  # of the functions that asapc writes
 OPSETS = (18, 23)  # least and most
 DEFAULT_OPSET = 18  # of a file that is written anew
 TOLERANCE = 1e-4

@@ -15,6 +15,7 @@ from asapc.onnx.host import (
     MOST_HOST,
     MOST_MADE,
     Int32,
+    checked_numbers,
     checked_size,
     dtype_of,
     elementwise,
@@ -90,8 +91,16 @@ def squeeze(x: Tensor, axes: Any = None) -> Tensor:
 
 def concat(*parts: Any, axis: int) -> Any:
     if all(isinstance(part, list) for part in parts):
+        checked_numbers(sum(map(len, parts)))
         return [size for part in parts for size in part]
-    return torch.cat([tensor_of(part) for part in parts], axis)
+    tensors = [tensor_of(part) for part in parts]
+    checked_size([sum(map(_known_entries, tensors))])
+    return torch.cat(tensors, axis)
+
+
+def _known_entries(x: Tensor) -> int:
+    """As many as the sizes that are numbers say."""
+    return math.prod(size for size in x.shape if isinstance(size, int))
 
 
 def split(
@@ -102,6 +111,8 @@ def split(
         sizes = ints(split, "the sizes of Split")
     else:
         count = num_outputs or outputs
+        if count != outputs:
+            raise ValueError(f"num_outputs is {count}, and the node has {outputs} outputs")
         each = -(-length // count)
         sizes = [each] * (count - 1) + [length - each * (count - 1)]
     if isinstance(x, list):
@@ -129,7 +140,7 @@ def sliced(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) 
             x = x.flip(axis)
         else:
             wanted = range(int(length))[slice(int(start), int(end), int(step))]
-            x = x.index_select(axis, torch.tensor([*wanted], dtype=torch.int64))
+            x = x.index_select(axis, torch.arange(wanted.start, wanted.stop, wanted.step))
     return x
 
 

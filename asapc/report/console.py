@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from asapc.printed import one_line
 from asapc.report.tables import Table
 
 PIPE_WIDTH = 160  # a pipe or a log file has no width of its own
@@ -31,13 +32,14 @@ def print_tables(tables: Iterable[Table], stream: TextIO) -> None:
 def _rich(table: Table) -> RichTable:
     headings = table.headings()
     rich = RichTable(
-        title=Text(table.title, style="bold"),
+        title=Text(one_line(table.title), style="bold"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_header=any(name for name, _ in headings),
     )
     for name, right in headings:
-        rich.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
+        justify: Literal["left", "right"] = "right" if right else "left"
+        rich.add_column(Text(one_line(name)), justify=justify, overflow="fold", no_wrap=right)
     for row in table.rows:
-        rich.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+        rich.add_row(*(Text(one_line(cell), style=STYLES.get(cell, "")) for cell in row))
     return rich

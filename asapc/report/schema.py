@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+from asapc.formats.json_text import parse_json
 
 
 @cache
@@ -15,5 +16,5 @@ def _text() -> str:
 
 def report_schema() -> dict[str, Any]:
     """A new copy of the schema."""
-    document: dict[str, Any] = json.loads(_text())
+    document: dict[str, Any] = parse_json(_text())
     return document

@@ -1,0 +1,94 @@
+"""How much memory the values of an ONNX model may take while it is run.
+
+A few bytes of a file can ask for any amount: a value joined to itself forty times, a column added to a
+row. So the first run of a model at any sizes is guarded: the sizes of every result are worked out without
+memory (on torch's meta device) and added up before the operator runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asapc.errors import InputError
+from asapc.memory import format_size
+
+LEAST = 1 << 30  # bytes that any model may take
+SHARE = 64  # of a larger one: so many times what its weights and inputs take
+
+
+def allowed_bytes(held: Iterable[Tensor]) -> int:
+    """For a model with these weights and inputs."""
+    return max(LEAST, SHARE * sum(tensor.numel() * tensor.element_size() for tensor in held))
+
+
+class Guard(TorchDispatchMode):
+    """Raises InputError before the results that are alive take more than `limit` bytes together."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit, self.alive = limit, 0
+        self._known: dict[Any, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(own.alias_info is not None for own in func._schema.returns):  # a view, or in place
+            return func(*args, **kwargs)
+        wanted = self._wanted(func, args, kwargs)
+        if self.alive + wanted > self.limit:
+            raise InputError(
+                f"the values of an ONNX model may take {format_size(self.limit)} at once",
+                got=f"{format_size(self.alive + wanted)}, in {func}",
+                help="use fewer or shorter examples; if the file is your own, pass --trust",
+            )
+        result = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.alive += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.nbytes()).atexit = False
+        return result
+
+    def _wanted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """_bytes_of, once for calls that are alike, as those of a loop are."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        key = (func, *((own.shape, own.dtype) if isinstance(own, Tensor) else (own,) for own in leaves))
+        if key not in self._known:
+            self._known[key] = _bytes_of(func, args, kwargs)
+        return self._known[key]
+
+    def _freed(self, size: int) -> None:
+        self.alive -= size
+
+
+def _bytes_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of a result, 0 where its size depends on values: that of a choice from its inputs, at most."""
+    with torch._C._DisableTorchDispatch():
+        given = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
+        try:
+            result = func(*given[0], **_with_device(func, given[1]))
+        except Exception:  # what is wrong with the call, the call itself says
+            return 0
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _with_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    takes_one = any(argument.name == "device" for argument in func._schema.arguments)
+    return {**kwargs, "device": "meta"} if takes_one else kwargs

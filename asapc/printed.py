@@ -1,0 +1,25 @@
+"""What may reach a terminal: the one place that decides it.
+
+Names of nodes, operators, sites and files come from others. A control character in one of them can set
+the terminal's title or clear its screen; a bidirectional one shows a text in another order than it has.
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNSHOWN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but for tab and the end of a line
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of text
+    "\u2028\u2029\ufeff\ud800-\udfff]"  # ends of lines, an invisible space, halves of pairs
+)
+
+
+def escaped(text: str) -> str:
+    r"""The text with such characters as \u001b, which is also how JSON has them."""
+    return _UNSHOWN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def one_line(text: str) -> str:
+    """The same for a part of a line: it cannot begin one of its own."""
+    return escaped(" ".join(text.split("\n")))
