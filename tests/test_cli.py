@@ -105,13 +105,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     evaluate = ModuleType("asapc.evaluate")
     evaluate.report = stand_in("report", (REPORT, []))  # type: ignore[attr-defined]
     evaluate.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
-    load = ModuleType("asapc.formats.load")
-    load.load_teacher = stand_in("load_teacher", "TEACHER")  # type: ignore[attr-defined]
+    monkeypatch.setattr("asapc.formats.load.load_teacher", stand_in("load_teacher", "TEACHER"))
     monkeypatch.setitem(sys.modules, "asapc.pipeline", pipeline)
     monkeypatch.setattr(asapc, "pipeline", pipeline, raising=False)
     monkeypatch.setitem(sys.modules, "asapc.evaluate", evaluate)
     monkeypatch.setattr(asapc, "evaluate", evaluate, raising=False)
-    monkeypatch.setitem(sys.modules, "asapc.formats.load", load)
     return recorded
 
 
@@ -216,7 +214,9 @@ def test_inspect_prints_the_dictionary_as_it_is(
     arguments = ["inspect", "m.py:build", "--weights", "w.pt", "--kwargs", "{}", "--data", "d.npz"]
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == INSPECTION
-    assert calls["load_teacher"] == (("m.py:build",), {"weights": "w.pt", "kwargs": "{}"})
+    assert calls["load_teacher"] == (
+        ("m.py:build",), {"weights": "w.pt", "kwargs": "{}", "trust": False}
+    )  # fmt: skip
     assert calls["inspect"] == (("TEACHER", "d.npz"), {})
 
 
