@@ -208,7 +208,7 @@ def test_inspect_prints_the_dictionary_as_it_is(
     arguments = ["inspect", "m.py:build", "--weights", "w.pt", "--kwargs", "{}", "--data", "d.npz"]
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == INSPECTION
-    assert calls["load_teacher"] == (("m.py:build",), {"weights": "w.pt", "kwargs": "{}"})
+    assert calls["load_teacher"] == (("m.py:build",), {"weights": "w.pt", "kwargs": "{}", "trust": False})
     assert calls["inspect"] == (("TEACHER", "d.npz"), {})
 
 
