@@ -268,6 +268,8 @@ def replace_unchecked(exported: ExportedProgram) -> None:
     target = torch.ops.aten._native_batch_norm_legit_no_training.default
     found = [node for node in graph.nodes if node.op == "call_function" and node.target is target]
     for node in found:
+        for user in [own for own in node.users if not own.users]:  # torch writes all three
+            graph.erase_node(user)
         users = [*node.users]
         if any(user.target is not operator.getitem or user.args[1] != 0 for user in users):
             raise ValueError("statistics of a batch as a result")
