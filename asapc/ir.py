@@ -289,19 +289,21 @@ class Distilled:
     arguments: tuple[Any, ...]
     share: bool = False
 
-    def _place(self, name: str) -> int:
-        """Among the arguments, which follow those that every map has."""
-        schema = getattr(torch.ops.asapc, f"{self.operator}_attention").default._schema
-        names = [argument.name for argument in schema.arguments]
-        return names.index(name) - names.index("query_keep") - 1
+    def _names(self) -> dict[str, Any]:
+        """Names and defaults of the arguments in the schema, where q, k and masks precede them."""
+        schema = getattr(torch.ops.asapc, f"{self.operator}_attention").default._schema.arguments
+        masks = [argument.name for argument in schema].index("query_keep")
+        return {argument.name: argument.default_value for argument in schema[masks + 1 :]}
 
     def named(self, name: str) -> Any:
-        """The argument that the operator's schema calls so."""
-        return self.arguments[self._place(name)]
+        """The argument of this name, or its default where a file is older than the argument."""
+        defaults = self._names()
+        place = list(defaults).index(name)
+        return self.arguments[place] if place < len(self.arguments) else defaults[name]
 
     def with_named(self, name: str, value: Any) -> Distilled:
         """With another value of one argument."""
-        place = self._place(name)
+        place = list(self._names()).index(name)
         return replace(self, arguments=(*self.arguments[:place], value, *self.arguments[place + 1 :]))
 
 

@@ -418,7 +418,9 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     if fitted is None:
         return nothing
     if isinstance(fitted, SiteDistillation):
-        return nothing | {
+        sorts = {name: fitted.distilled.named(name) for name in ("coupling", "ties")
+                 if fitted.distilled.operator == "esp_hard"}  # fmt: skip
+        return nothing | sorts | {
             "fit": "distilled",
             "pivots" if fitted.distilled.operator == "lot" else "slices": fitted.count,
             "fit_rel_l2": max(fitted.errors),

@@ -559,7 +559,8 @@ def _esp_hard(
     elif ties != "shared":
         result = gathered(*given)
     else:
-        result = _either(_any_tied(clouds, orders), formed, gathered, given)
+        chosen = _either(_any_tied(clouds, orders), formed, gathered, given)
+        result = chosen.view(*q.shape[:3], values.shape[3])  # of a choice a file does not know the shape
     return esp_ranks.close(result, keep, query_keep, output_factor)
 
 

@@ -96,14 +96,14 @@ def esp_hard(
     """As operators.esp.esp_hard."""
 
     def core(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
-        own = _ranked(clouds.x, ties), _ranked(clouds.y, ties)
-        if any(ranks.same is not None for ranks in own):
-            return _tied_heads(clouds, v, tau, *own, squared_cost, mean_cost, coupling)
+        queries, keys = _ranked(clouds.x, ties), _ranked(clouds.y, ties)
+        if queries.same is not None or keys.same is not None:
+            return _tied_heads(clouds, v, tau, queries, keys, squared_cost, mean_cost, coupling)
         points = clouds.q[0, 0]
         together = max(1, TILE_BYTES // (4 * points.numel() * points.element_size()))
         ranks, shares = rank_partners(clouds, coupling)
         return _matched_heads(
-            clouds.q[0], clouds.k[0], v, own[0].order[0], own[1].order[0],
+            clouds.q[0], clouds.k[0], v, queries.order[0], keys.order[0],
             [] if shares is None else [met[0] for met in ranks],
             [] if shares is None else [share[0] for share in shares],
             tau.double(), squared_cost, mean_cost, together,
