@@ -96,11 +96,8 @@ class Observer:
             own, entered = self._calls[number], seen.get(f"enter {number}")
             if entered is not None:
                 (inputs, start), (outputs, end) = entered, seen[f"leave {number}"]
-                found.append(
-                    ModuleCall(
-                        own.name, own.args, own.kwargs, own.output, inputs, outputs, start, end, own.hooked
-                    )
-                )
+                nodes = (inputs, outputs, start, end, own.hooked)
+                found.append(ModuleCall(own.name, own.args, own.kwargs, own.output, *nodes))
         return tuple(found)
 
 
