@@ -497,7 +497,7 @@ def _has_fields(own: type, keys: Sequence[str]) -> bool:
 
 def plain_spec(spec: Any) -> Any:
     """A pytree spec in which named tuples and objects are what `rebuilt` gives without their classes."""
-    children = [plain_spec(child) for child in spec.children()] if not spec.is_leaf() else []
+    children = [plain_spec(child) for child in spec.children()]
     if spec.is_leaf():
         return spec
     if spec.type in (list, tuple, dict):

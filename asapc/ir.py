@@ -326,6 +326,7 @@ class ModuleCall:
     args, kwargs, output: as they were in the trace; their tensors are fake.
     inputs, outputs: the nodes of their tensors, in the order of pytree.
     start, end:      places of the graph's nodes that were traced in it.
+    hooked:          with the module's own hooks; a module that has any is listed without them, too.
     """
 
     name: str
@@ -336,6 +337,7 @@ class ModuleCall:
     outputs: tuple[Node, ...]
     start: int
     end: int
+    hooked: bool = False
 
 
 @dataclass

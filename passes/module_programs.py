@@ -129,7 +129,8 @@ class _Reader:
         self._insides: dict[int, _Inside | str] = {}
         self._counts: dict[str, int] = {}
         for call in program.calls:
-            self._counts[call.name] = self._counts.get(call.name, 0) + 1
+            if not call.hooked:
+                self._counts[call.name] = self._counts.get(call.name, 0) + 1
 
     def around(self, site: AnySite) -> _Inside | str:
         """The smallest module around a site that can be called by itself, or why there is none."""
@@ -139,7 +140,7 @@ class _Reader:
         last = max(needed, key=self.order.__getitem__)
         reason = "no module holds it"
         for number, call in enumerate(self.program.calls):  # inner calls come first
-            if not call.start <= self.order[last] < call.end:
+            if call.hooked or not call.start <= self.order[last] < call.end:
                 continue
             inside = self._inside(number)
             if isinstance(inside, str):
@@ -292,12 +293,15 @@ class _Reader:
         nodes: what stands for a layer's output becomes what the mark gives.
         """
         outer = inside.call.name
+        hooked = {call.name for call in self.program.calls if call.hooked}
         done: set[Node] = set()
         count = 0
         for number in reversed(range(len(self.program.calls))):  # outer calls first
             call, own = self.program.calls[number], self._inside(number)
             if call.name == outer or not _within(call.name, outer) or isinstance(own, str):
                 continue
+            if call.name in hooked and not call.hooked:
+                continue  # a call of the layer runs its hooks, too
             # A layer that gives what it was given: a later use could be of either.
             gives = bool(own.nodes) and not set(call.inputs) & set(call.outputs)
             computed = [node for node in own.nodes if node.op == "call_function"]

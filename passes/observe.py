@@ -12,7 +12,7 @@ what it changes in place is another node.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 import asapc.operators as _operators  # registers torch.ops.asapc.seen
 from asapc.ir import ModuleCall
@@ -34,6 +35,7 @@ class _Call:
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    hooked: bool
     output: Any = None
 
 
@@ -47,27 +49,34 @@ class Observer:
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        handles = []
+        handles: list[RemovableHandle] = []
         for name, own in module.named_modules():
-
-            def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                self._open.append(len(self._calls))
-                self._calls.append(_Call(name, *_kept((args, kwargs))))
-                _see((args, kwargs), f"enter {self._open[-1]}")
-
-            def leave(_: nn.Module, args: Any, output: Any) -> None:
-                number = self._open.pop()
-                self._calls[number].output = _kept(output)
-                _see(output, f"leave {number}")
-
-            if not isinstance(own, torch.jit.ScriptModule):
-                handles.append(own.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-                handles.append(own.register_forward_hook(leave))
+            if isinstance(own, torch.jit.ScriptModule):
+                continue
+            hooked = bool(own._forward_hooks or own._forward_pre_hooks)
+            # The module's forward alone, inside of all hooks; and with its own hooks, outside of them.
+            for outside in (False, True) if hooked else (False,):
+                enter, leave = self._pair(name, outside)
+                handles.append(own.register_forward_pre_hook(enter, prepend=outside, with_kwargs=True))
+                handles.append(own.register_forward_hook(leave, prepend=not outside))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _pair(self, name: str, outside: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._open.append(len(self._calls))
+            self._calls.append(_Call(name, *_kept((args, kwargs)), hooked=outside))
+            _see((args, kwargs), f"enter {self._open[-1]}")
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            number = self._open.pop()
+            self._calls[number].output = _kept(output)
+            _see(output, f"leave {number}")
+
+        return enter, leave
 
     def calls(self, graph: GraphModule) -> tuple[ModuleCall, ...]:
         """The calls that are in the graph; takes all marks out of it, and notes those of early stops."""
@@ -92,9 +101,8 @@ class Observer:
             own, entered = self._calls[number], seen.get(f"enter {number}")
             if entered is not None:
                 (inputs, start), (outputs, end) = entered, seen[f"leave {number}"]
-                found.append(
-                    ModuleCall(own.name, own.args, own.kwargs, own.output, inputs, outputs, start, end)
-                )
+                nodes = (inputs, outputs, start, end, own.hooked)
+                found.append(ModuleCall(own.name, own.args, own.kwargs, own.output, *nodes))
         return tuple(found)
 
 

@@ -571,10 +571,18 @@ class Eager(Model):
         return self.last(self.inner(x) if torch.compiler.is_compiling() else self.inner(x=x[None])[0])
 
 
-def cut(model: nn.Module) -> Any:
-    torch.manual_seed(0)
-    model = model.eval()
-    x = torch.randn(3, 5, 4)
+class Hooked(Model):
+    """Hooks that were there when the model was captured change what goes in and comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        self.inner.register_forward_hook(lambda *a: a[-1] + 1)
+        self.inner.q.register_forward_hook(lambda *a: a[-1] * 3)
+        self.inner.k.register_forward_pre_hook(lambda _, args: (args[0] - 1,))
+
+
+def cut(model: nn.Module, x: Tensor) -> Any:
     (program,) = capture(model, (x,), {}).programs
     sites = [own for own in match(program) if not isinstance(own, Refusal)]
     assert sites
@@ -585,6 +593,7 @@ def cut(model: nn.Module) -> Any:
     ("model", "name", "layers"),
     [
         (Model, "inner", {"q", "k", "v"}),
+        (Hooked, "inner", {"q", "k", "v"}),
         (Twice, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Leaks, "", {"inner.q", "inner.k", "last"}),
@@ -594,10 +603,22 @@ def cut(model: nn.Module) -> Any:
 def test_the_smallest_module_that_computes_the_site_by_itself(
     model: type[nn.Module], name: str, layers: set[str]
 ) -> None:
-    (made,), left = cut(model())
+    torch.manual_seed(0)
+    built, x = model().eval(), torch.randn(3, 5, 4)
+    (made,), left = cut(built, x)
     assert made.program.name == name and not left
     called = {child.name for child in made.children}
     assert layers <= called and "loop" not in str(called)
+    patch = live.Patch(
+        made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)
+        exact = built(x)
+        with live.installed_patches(built, [patch], []):
+            torch.testing.assert_close(built(x), exact)
+            built.last = nn.Identity()
+            assert not torch.allclose(built(x), exact)
 
 
 def test_structures_go_through_plain_data() -> None:

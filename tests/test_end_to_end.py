@@ -492,12 +492,12 @@ def test_failure_leaves_earlier_output_untouched(
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(compiled, out)
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     np.savez(tmp_path / "d.npz", tokens=np.ones((20, 12), dtype=np.int64))
     arguments = ("compile", work / "teacher", "--calibration", work / "calib", "-o", out, "--data",
                  tmp_path / "d.npz")  # fmt: skip
     expect(capsys, EXIT_BAD_INPUT, arguments)
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
 
 
 def test_output_over_a_foreign_folder_is_refused(
