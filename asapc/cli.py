@@ -103,8 +103,9 @@ def inspect(
         run.show(result, inspect_tables)
         if data is not None and any(site["status"] == "matched" for site in result["sites"]):
             run.next(
-                "calibrate", model, data=data, o="calibration", weights=weights, kwargs=kwargs
-            )
+                "calibrate", model, data=data, o="calibration", weights=weights, kwargs=kwargs,
+                trust=trust,
+            )  # fmt: skip
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -148,7 +149,7 @@ def calibrate(
 
         run.next(  # compile reads the calibration's recipe, and its data where that is a file
             "compile", model, calibration=out, o=f"{Path(out)}.compiled",
-            data=None if is_array_file(data) else data, weights=weights, kwargs=kwargs,
+            data=None if is_array_file(data) else data, weights=weights, kwargs=kwargs, trust=trust,
         )  # fmt: skip
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -242,7 +243,7 @@ def compile(
         run.note(f"wrote {out}; load it with asapc.load({out!r}{', model=...' if around else ''})")
         run.next(
             "report", out, data=data, model=model if around else None,
-            kwargs=kwargs if around else None,
+            kwargs=kwargs if around else None, trust=trust,
         )  # fmt: skip
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -352,10 +353,10 @@ def refresh(
         written = out or artifact
         run.show({"artifact": written, **entry}, refresh_tables)
         if has_onnx:
-            again = command_line("export", written, data=data)
+            again = command_line("export", written, data=data, trust=trust)
             run.note(f"{MODEL} is of the old weights and is left behind: {again}")
         run.note(f"wrote {written}")
-        run.next("report", written, data=data, model=model, kwargs=kwargs)
+        run.next("report", written, data=data, model=model, kwargs=kwargs, trust=trust)
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 

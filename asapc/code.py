@@ -41,21 +41,22 @@ class GraphCode:
     def __init__(self, graph: Graph, dtype: torch.dtype) -> None:
         self.graph = graph
         self.dtype = dtype
-        self.place: tuple[torch.dtype, torch.device] = (dtype, torch.device("cpu"))
+        self._current: Any = ((dtype, torch.device("cpu")), None)  # one value: threads may differ in place
         self.recompile()
 
     def recompile(self) -> None:
         """After the graph was edited."""
         self._functions: dict[tuple[torch.dtype, torch.device], Callable[..., Any]] = {}
-        self._function = self._made(self.place)
+        self._current = (self._current[0], self._made(self._current[0]))
 
     def __call__(self, module: nn.Module, flat: Sequence[Any]) -> tuple[Any, ...]:
         """The graph on the tensors of a call, with the module's weights as they are now."""
-        place = _place(module, flat)
-        if place is not None and place != self.place:
-            self._function = self._made(place)
-            self.place = place
-        result: tuple[Any, ...] = self._function(module, *flat)
+        wanted = _place(module, flat)
+        place, function = self._current
+        if wanted is not None and wanted != place:
+            function = self._made(wanted)
+            self._current = (wanted, function)
+        result: tuple[Any, ...] = function(module, *flat)
         return result
 
     @property
@@ -69,10 +70,10 @@ class GraphCode:
         return self._functions[place]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "place": self.place, "nodes": _encoded(self.graph)}
+        return {"dtype": self.dtype, "place": self._current[0], "nodes": _encoded(self.graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.dtype, self.place = state["dtype"], state["place"]
+        self.dtype, self._current = state["dtype"], (state["place"], None)
         self.graph = _decoded(state["nodes"])
         self.recompile()
 

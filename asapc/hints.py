@@ -9,15 +9,19 @@ import shlex
 from pathlib import Path
 
 
-def command_line(command: str, *arguments: str | Path, **options: str | Path | None) -> str:
+def command_line(command: str, *arguments: str | Path, **options: str | Path | bool | None) -> str:
     """asapc COMMAND ARGUMENTS --option VALUE ..., quoted.
 
-    options: in this order; a name of one letter is -o, others are --name; None is left out.
+    options: in this order; a name of one letter is -o, others are --name, a flag where the value is True;
+    None and False are left out.
     """
     words = ["asapc", command]
     for argument in map(str, arguments):
         words.append(f"./{argument}" if argument.startswith("-") else argument)
     for name, value in options.items():
-        if value is not None:
-            words += [f"-{name}" if len(name) == 1 else f"--{name}", str(value)]
+        if value is None or value is False:
+            continue
+        words.append(f"-{name}" if len(name) == 1 else f"--{name}")
+        if value is not True:
+            words.append(str(value))
     return shlex.join(words)

@@ -64,7 +64,7 @@ class Session:
         """One line on stderr, unless quiet."""
         self.progress.note(text)
 
-    def next(self, command: str, *arguments: str, **options: str | None) -> None:
+    def next(self, command: str, *arguments: str, **options: str | bool | None) -> None:
         """The command to go on with, on a line of its own that a shell runs as it is."""
         self.note(f"next: {command_line(command, *arguments, **options)}")
 

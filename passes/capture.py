@@ -34,6 +34,7 @@ from asapc.limits import MOST, limits_of
 from asapc.passes.early_stop import branches_elsewhere
 from asapc.passes.einsum import split_einsums
 from asapc.passes.observe import STOP, Observer
+from asapc.passes.verify import largest_difference
 
 
 @dataclass
@@ -60,6 +61,7 @@ class _FullBudget(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.thresholds: list[float | None] = []
+        self.items: list[_Residual] = []
         # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
         self._comparisons: list[tuple[torch.Tensor, bool, torch.Tensor, Any]] = []
 
@@ -71,15 +73,17 @@ class _FullBudget(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.item and args[0].is_floating_point():
-            return _Residual(self, args[0])
+            self.items.append(_Residual(self, args[0]))
+            return self.items[-1]
         if func is torch.Tensor.__float__ and args[0].is_floating_point():
             self.note(args[0], None)  # a plain number: nobody sees what it is compared with
             return math.nan
         if func is torch.Tensor.__bool__:
             for known, goes_on, residual, threshold in self._comparisons:
                 if args[0] is known:
-                    self.note(residual, threshold)
-                    return goes_on
+                    guard = goes_on and _is_guard(threshold)
+                    self.note(residual, None if guard else threshold)
+                    return goes_on and not guard
         result = func(*args, **(kwargs or {}))
         scalar = isinstance(result, torch.Tensor) and result.dim() == 0
         if func in _COMPARISONS and scalar and args[0].is_floating_point():
@@ -89,7 +93,8 @@ class _FullBudget(TorchFunctionMode):
     def note(self, residual: torch.Tensor, threshold: object) -> None:
         """The way that a program takes depends on a residual."""
         torch.ops.asapc.seen([residual], f"{STOP} {len(self.thresholds)}")
-        self.thresholds.append(float(threshold) if isinstance(threshold, int | float) else None)
+        known = isinstance(threshold, int | float) and not isinstance(threshold, _Residual)
+        self.thresholds.append(float(threshold) if known and math.isfinite(threshold) else None)
         if len(self.thresholds) > MOST_CHECKS:
             raise RuntimeError(f"a loop that only a residual ends took more than {MOST_CHECKS} steps")
 
@@ -102,20 +107,26 @@ class _Residual(float):
 
     def __init__(self, budget: _FullBudget, residual: torch.Tensor) -> None:
         self._budget, self._residual = budget, residual
+        self.used = False  # in a way that is noted; math.isnan and the like read it unseen
+
+    def _note(self, threshold: object) -> None:
+        self.used = True
+        self._budget.note(self._residual, threshold)
 
     def __lt__(self, other: float) -> bool:
-        self._budget.note(self._residual, other)
+        self._note(other)
         return False
 
     def __gt__(self, other: float) -> bool:
-        self._budget.note(self._residual, other)
-        return True
+        guard = _is_guard(other)
+        self._note(None if guard else other)
+        return not guard
 
     __le__, __ge__ = __lt__, __gt__
 
     def _plain(self) -> float:
         """A number that something is computed from, which may be compared with anything."""
-        self._budget.note(self._residual, None)
+        self._note(None)
         return math.nan
 
     def __abs__(self) -> _Residual:
@@ -138,6 +149,13 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
 _Residual.__hash__ = float.__hash__  # type: ignore[method-assign]
 
 
+def _is_guard(threshold: object) -> bool:
+    """Whether `residual > threshold` asks if a loop diverges, not if it is to go on."""
+    return not isinstance(threshold, int | float) or not float(threshold) < DIVERGES
+
+
+DIVERGES = 1.0
+UNSEEN_TOLERANCE = 1e-4
 MOST_CHECKS = 4096
 # A comparison of a residual with a threshold, and what it says while the loop is to go on.
 _COMPARISONS = {
@@ -255,9 +273,23 @@ def _export(
     assert isinstance(graph, GraphModule)
     split_einsums(graph)
     calls = observer.calls(graph)
+    if not all(item.used for item in budget.items):
+        _check_unseen(module, graph, args, kwargs)
     shapes = _bounded(shapes, exported)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
     return Program(name, graph, args, kwargs, shapes, stops, calls)
+
+
+def _check_unseen(
+    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A number of the data that was read in a way that nobody sees (`math.isnan(x.item())`) must not have
+    decided anything.  Raises RuntimeError where the graph does not compute what the module does."""
+    difference = largest_difference(module(*args, **kwargs), graph(*args, **kwargs))
+    if not difference <= UNSEEN_TOLERANCE:
+        raise RuntimeError(
+            f"a number of the data decides what is computed (`.item()`): relative difference {difference:.2g}"
+        )
 
 
 def _dynamic_shapes(

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from asapc.ir import Convention, EspConvention, Program, Stop
-from asapc.passes.cut import Cut, Part, depends_on_data, evaluate, is_tensor, reaches
+from asapc.passes.cut import Cut, Part, ancestors, depends_on_data, evaluate, is_tensor, reaches
 from asapc.passes.early_stop import stops_of, what_a_stop_changes
 from asapc.passes.match_esp import EspSite, match_esp
 from asapc.passes.match_lot import LotSite, match_lot
@@ -189,6 +189,7 @@ def match(program: Program) -> list[AnySite | Refusal]:
         for node, reason in left
         if node not in owned
     )
+    results = [(place, _unless_it_stops(program, own)) for place, own in results]
     unique: dict[str, int] = {}
     named: list[AnySite | Refusal] = []
     for _, result in sorted(results, key=lambda pair: pair[0]):
@@ -196,6 +197,18 @@ def match(program: Program) -> list[AnySite | Refusal]:
         name = result.name if count == 1 else f"{result.name}#{count}"
         named.append(replace(result, name=name))
     return named
+
+
+def _unless_it_stops(program: Program, own: AnySite | Refusal) -> AnySite | Refusal:
+    """A sliced or glued plan whose code may end a loop early is refused: only what an early stop changes
+    in a Sinkhorn layer is tried."""
+    if isinstance(own, EspSite | LotSite):
+        part = own.part()
+        for stop in program.stops:
+            if ancestors(stop.residual, until=BARRIERS) & part.inside:
+                reason = "its loops may end early, which is understood in Sinkhorn layers only"
+                return Refusal(own.name, reason, part.output.name)
+    return own
 
 
 def _record_examples(program: Program) -> None:
@@ -527,12 +540,13 @@ def _run_experiments(
     samples = [own for own in drawn if own is not None]
     if not samples:
         return "the region gives NaN or infinity on random scores"
-    fit = identify(samples, constants=_small_constants(region))
+    constants = _small_constants(region)
+    fit = identify(samples, constants=constants)
     if isinstance(fit, Fit) and fit.rival is not None:
         if 1 in dims[-2:]:
             side = "query" if dims[-2] == 1 else "key"
             return f"with one {side} the attention does not depend on the scores"
-        fit = _separated(experiment, neutral, lengths, samples, fit)
+        fit = _separated(experiment, neutral, lengths, samples, fit, constants)
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
     mildest = samples[: len(sizes)]
@@ -623,28 +637,36 @@ def _separated(
     lengths: dict[Any, int],
     samples: Sequence[Sample],
     fit: Fit,
+    constants: Sequence[float],
 ) -> Fit | NoFit:
     """The fit, held against its rival on scores on which the two differ; a reason where none are found.
 
     Two blocks of tokens that hardly see each other, of unequal mass, exchange it slowly: every half-step
     moves the duals by the same amount until the gap between the blocks is overcome.
     """
-    first, rival = fit.convention, fit.rival
-    assert rival is not None
     queries, keys = experiment.dims(lengths)[-2:]
     across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(experiment.dims(lengths), generator=generator, dtype=torch.float64)
+    tried = list(samples)
     for gap in (10.0, 20.0, 40.0, 80.0, 160.0, 320.0):
+        first, rival = fit.convention, fit.rival
+        if rival is None:
+            return fit
         s = (noise - gap * across) / abs(first.score_multiplier)
         expected = Sample(_four(s), attention_of(first, _four(s), None))
         if not convention_error(rival, [expected]) > SEPARATES:
             continue
         a = experiment.run(s, neutral, lengths)
-        if bool(a.isfinite().all()):
-            sample = Sample(_four(s), _four(a), mild=False)
-            return identify([*samples, sample])
-    return NoFit(
+        if not bool(a.isfinite().all()):
+            continue
+        tried.append(Sample(_four(s), _four(a), mild=False))
+        found = identify(tried, constants=constants)
+        if isinstance(found, NoFit):
+            return found
+        fit = found
+    first, rival = fit.convention, fit.rival
+    return fit if rival is None else NoFit(
         f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
         f"({rival.first_side}s first) give the same attention on everything that was tried"
     )

@@ -3,7 +3,8 @@
 On every batch the operator, as it will run, is held against the map that the teacher computes. Data may
 be harmless: a loop that has converged there is any longer loop. So the teacher's part of the graph is
 cut out in float64 and both are run again where the data does not go: queries a quarter and four times as
-long, and longer until rows are nearly one-hot; fewer tokens; all but one key masked.
+long, those of a Sinkhorn layer longer still until rows are nearly one-hot; fewer tokens; all but one key
+masked.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.calls import SiteFunction, site_function
 from asapc.passes.cut import Cut, Part, evaluate
 from asapc.passes.lift import beside, copied
-from asapc.passes.match import AnySite, LotSite
+from asapc.passes.match import MASKED_BELOW, AnySite, LotSite
 from asapc.runner import Runner, Tap
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry
@@ -146,13 +147,14 @@ class _Beyond:
             error = self._error(few, scale)
             if error is not None:
                 yield tried, error
-        sharp: float | None = None
-        for scale in self._sharper(few):
+        others: dict[str, float | None] = {}
+        for scale, one_hot in self._sharper(few):
             error = self._error(few, scale)
             if error is None:
                 break  # the teacher itself is not finite here
-            sharp = max(error, sharp or 0.0)
-        others = {"rows nearly one-hot": sharp}
+            others["sharper queries"] = max(error, others.get("sharper queries") or 0.0)
+            if one_hot:
+                others["rows nearly one-hot"] = error
         fewer = self._fewer_tokens(few)
         if fewer is not None:
             others["fewer tokens"] = self._error(fewer, 1.0)
@@ -160,17 +162,19 @@ class _Beyond:
             others["all but one key masked"] = self._error(few, 1.0, one_key=True)
         yield from ((tried, error) for tried, error in others.items() if error is not None)
 
-    def _sharper(self, sizes: dict[Any, int]) -> Iterator[float]:
-        """Growing scales, to the first at which a softmax of the scores is nearly one-hot."""
+    def _sharper(self, sizes: dict[Any, int]) -> Iterator[tuple[float, bool]]:
+        """Growing scales of a Sinkhorn layer's queries, to the first at which a softmax of the scores is
+        nearly one-hot, and whether it is."""
         convention = self.site.convention
         if not isinstance(convention, Convention):
             return
         t = self._tensors(sizes, 1.0)
         scores = score_matrix(t.q, t.k, t.keep, None, convention.score_multiplier)
         for scale in SHARPER:
-            yield scale
             bias = 0.0 if t.bias is None else t.bias
-            if float(torch.softmax(scores * scale + bias, -1).amax(-1).nanmean()) >= ONE_HOT:
+            share = float(torch.softmax(scores * scale + bias, -1).amax(-1).nanmean())
+            yield scale, share >= ONE_HOT
+            if share >= ONE_HOT:
                 return
 
     def _with_examples(self) -> dict[Any, int]:
@@ -270,7 +274,7 @@ def _all_but(mask: Tensor, active: int, hidden: bool | None) -> Tensor:
     """The mask with every key but one hidden."""
     others = torch.arange(mask.shape[-1]) != active
     if hidden is None:
-        shown = torch.where(mask <= HIDDEN_SCORE / 10, 0.0, mask)
+        shown = torch.where(mask <= MASKED_BELOW, 0.0, mask)
         return torch.where(others, HIDDEN_SCORE, shown)
     return torch.where(others, hidden, not hidden).expand(mask.shape).contiguous()
 

@@ -322,6 +322,7 @@ def main() -> None:
             continue
         except Exception as error:
             found = [f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"]
+            print(seed, found[0], flush=True)
         told["layers"] += len(case["laws"])
         told["of a kind that asapc knows"] += sum(law.identifiable for law in case["laws"])
         told.update(text.split(":")[0] for text in found)
@@ -330,7 +331,7 @@ def main() -> None:
     print(f"{arguments.count} models, {wrong} wrong acceptances")
     for text, number in sorted(told.items()):
         print(f"{number:5d}  {text}")
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if wrong or told["failed"] else 0)
 
 
 if __name__ == "__main__":

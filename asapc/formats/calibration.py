@@ -32,7 +32,7 @@ from asapc.formats.load import read_safetensors
 from asapc.ir import Convention, Distilled
 from asapc.monitor import ScoreRange
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # Which arguments of a distilled operator are tensors, and of how many axes.
 _DISTILLED_AXES = {"lot": {1: 3, 2: 2}, "esp_hard": {0: 3, 1: 1}}
 _JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"

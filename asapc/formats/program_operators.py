@@ -264,7 +264,13 @@ def replace_unchecked(exported: ExportedProgram) -> None:
     than x has beyond their end, where the second says so.  Raises ValueError where its other results,
     which the second does not give, are used.
     """
-    graph = exported.graph_module.graph
+    for module in exported.graph_module.modules():
+        if isinstance(module, GraphModule):
+            _replace_unchecked(module)
+
+
+def _replace_unchecked(module: GraphModule) -> None:
+    graph = module.graph
     target = torch.ops.aten._native_batch_norm_legit_no_training.default
     found = [node for node in graph.nodes if node.op == "call_function" and node.target is target]
     for node in found:
@@ -285,4 +291,4 @@ def replace_unchecked(exported: ExportedProgram) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
     if found:
-        exported.graph_module.recompile()
+        module.recompile()

@@ -260,8 +260,6 @@ def hard_plan(
     """
     settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
     masked = keep is not None or query_keep is not None
-    if masked and coupling == "monotone":
-        return _one_at_a_time(q, k, v, keep, query_keep, (*settings, coupling, ties))
 
     def formed() -> Tensor:
         def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
@@ -271,6 +269,8 @@ def hard_plan(
 
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return formed()
+    if masked and coupling == "monotone":
+        return _one_at_a_time(q, k, v, keep, query_keep, (*settings, coupling, ties))
     clouds = clouds_of(q, k, keep, query_keep, slices)
     width = clouds.k.shape[2] if v is None else v.shape[3]
     if 0 in (clouds.x.numel(), clouds.y.numel(), width):

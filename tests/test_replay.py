@@ -1,0 +1,193 @@
+"""Replay beyond the data, sites paired by name, and ways of ending a loop that a trace does not show."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+import attention_zoo as zoo
+
+from asapc.data import Batch
+from asapc.errors import InputError
+from asapc.formats.load import Teacher
+from asapc.passes.analyse import analyse
+from asapc.passes.calls import call_of, operator_calls
+from asapc.passes.capture import capture
+from asapc.passes.match import AttentionSite, EspSite, Refusal, match
+from asapc.passes.replay import TOLERANCE, replay
+from asapc.passes.verify import largest_difference
+
+
+def batch(*args: Tensor) -> Batch:
+    return Batch(args, {}, None, list(range(len(args[0]))))
+
+
+def plan(scores: Tensor, half_steps: int) -> Tensor:
+    for step in range(half_steps):
+        scores = scores.log_softmax(-2 if step % 2 else -1)
+    return scores.exp()
+
+
+class Crossed(nn.Module):
+    """Both products of scores come first; the later plan is the first to be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.z, self.k, self.v = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, pivots: Tensor) -> Tensor:
+        q, z, k, v = self.q(x), self.z(pivots), self.k(x), self.v(x)
+        first, second = q @ z.transpose(-1, -2), z @ k.transpose(-1, -2)
+        gathered = plan(second, 6) @ v
+        return plan(first, 3) @ gathered
+
+
+def test_sites_are_paired_with_their_own_calls() -> None:
+    torch.manual_seed(0)
+    model = Crossed().eval()
+    x, pivots = torch.randn(3, 9, 8), torch.randn(3, 5, 8)
+    teacher = Teacher(model, None, "crossed", "0", False, None)
+    analysis = analyse(teacher, batch(x, pivots), more=[batch(-2 * x, pivots + 1)])
+    assert not analysis.left_alone and len(analysis.sites) == 2
+    (lifted,) = analysis.lifted
+    for site in analysis.sites:
+        _, call = call_of([lifted], site.name)
+        assert call.settings[1] == site.loop.half_steps  # its own loop, whichever comes first
+    assert {site.loop.half_steps for site in analysis.sites} == {3, 6}
+    order = [o.settings[1] for o in operator_calls(lifted.graph)]
+    assert order == [6, 3] and [site.loop.half_steps for site in analysis.sites] == [3, 6]
+    with torch.no_grad():
+        assert largest_difference(model(x, pivots), lifted.graph(x, pivots)) < 2e-6
+
+
+def replayed(model: nn.Module, *batches: Batch) -> dict[str, float]:
+    program = capture(model, batches[0].args, {}).programs[0]
+    sites = [own for own in match(program) if not isinstance(own, Refusal)]
+    (found,) = replay(model, [program], [sites], batches).values()
+    return found.errors
+
+
+class Hidden(zoo._Projected):
+    """A plain loop, as long as no score is beyond what data has shown."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = q @ k.transpose(-1, -2)
+        return self.merge(plan(scores.clamp(max=self.limit), 4) @ v)
+
+    limit = 1e30
+
+
+def test_every_condition_is_tried_on_every_batch() -> None:
+    torch.manual_seed(0)
+    model = zoo.LogDomainMasked().eval()
+    errors = replayed(model, *(batch(*zoo.inputs_for(model, seed)) for seed in (0, 5)))
+    assert set(errors) == {
+        "the data", "queries / 4", "as given, in float64", "queries x 4", "rows nearly one-hot",
+        "fewer tokens", "all but one key masked",
+    }  # fmt: skip
+    assert errors.pop("the data") < 1e-5
+    assert max(errors.values()) < 1e-9  # float64
+
+
+def test_what_only_sharp_scores_show_is_seen() -> None:
+    """A clamp that no probe has met, for it is put in only after the site was matched."""
+    torch.manual_seed(0)
+    model = Hidden().eval()
+    x = 0.3 * torch.randn(3, 10, 16)
+    program = capture(model, (x,), {}).programs[0]
+    (site,) = match(program)
+    assert isinstance(site, AttentionSite)
+    for node in program.graph.graph.nodes:
+        if node.target is torch.ops.aten.clamp.default:
+            node.args = (node.args[0], None, 6.0)  # beyond what the data shows
+    program.graph.recompile()
+    found = replay(None, [program], [[site]], [batch(x)])[site.name]
+    assert found.errors["the data"] < TOLERANCE < found.worst[1]
+    assert found.worst[0] in ("queries x 4", "rows nearly one-hot")
+
+
+class Interpolated(zoo.SlicedSoft):
+    """Constants made in forward, in the default dtype, meet what the region computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        first, second = (zoo.soft_sort(p.transpose(-1, -2), 0.1) for p in (q, k))
+        between = torch.eye(x.shape[1]) * torch.linspace(1.0, 1.0, x.shape[1])
+        plans = torch.matmul(first.transpose(-1, -2), torch.matmul(between, second))
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+def test_constants_made_in_forward_are_promoted() -> None:
+    torch.manual_seed(0)
+    model = Interpolated().eval()
+    (site,) = match(capture(model, (torch.randn(3, 10, 16),), {}).programs[0])
+    assert isinstance(site, EspSite), site
+
+
+class While(nn.Module):
+    """Ends on a residual, or after `most` iterations; looks at it as `how` says."""
+
+    def __init__(self, threshold: float, how: str = "item", most: int = 12) -> None:
+        super().__init__()
+        self.threshold, self.how, self.most = threshold, how, most
+
+    def small(self, residual: Tensor) -> bool:
+        if self.how == "item":
+            return residual.item() < self.threshold
+        if self.how == "tensor":
+            return bool(residual <= self.threshold)
+        if self.how == "reversed":
+            return not residual.item() > self.threshold
+        return float(residual) < self.threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(-1, -2)
+        f = torch.zeros_like(scores[..., 0])
+        for _ in range(self.most):
+            g = -torch.logsumexp(scores + f[..., None], -2)
+            before, f = f, -torch.logsumexp(scores + g[..., None, :], -1)
+            if self.small((f - before).abs().max()):
+                break
+        return (scores + f[..., None] + g[..., None, :]).exp() @ x
+
+
+def outcome_of(model: nn.Module) -> Any:
+    (outcome,) = match(capture(model, (torch.randn(2, 9, 4),), {}).programs[0])
+    return outcome
+
+
+@pytest.mark.parametrize("how", ["item", "tensor", "reversed"])
+def test_a_stop_that_changes_nothing_is_reproduced(how: str) -> None:
+    found = outcome_of(While(1e-13, how))
+    assert isinstance(found, AttentionSite), found
+    c = found.convention
+    assert (c.half_steps, c.first_side, c.early_stop) == (24, "column", True)
+
+
+@pytest.mark.parametrize("how", ["item", "tensor", "reversed"])
+def test_a_stop_that_changes_something_is_refused(how: str) -> None:
+    found = outcome_of(While(1e-2, how))
+    assert isinstance(found, Refusal) and "ends early where a residual is at most 0.01" in found.reason
+
+
+def test_a_threshold_that_nobody_sees_is_refused() -> None:
+    found = outcome_of(While(1e-13, "float"))
+    assert isinstance(found, Refusal) and "compared with an unknown number" in found.reason
+
+
+class Branch(While):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / 2 if x.max() > 100 else x)
+
+
+def test_a_branch_on_a_number_of_the_data_is_not_traced_one_way() -> None:
+    with pytest.raises(InputError, match="compared with 100, that is no loop's residual"):
+        capture(Branch(1e-13), (torch.randn(2, 9, 4),), {})
