@@ -41,7 +41,8 @@ class GraphCode:
     def __init__(self, graph: Graph, dtype: torch.dtype) -> None:
         self.graph = graph
         self.dtype = dtype
-        self._current: Any = ((dtype, torch.device("cpu")), None)  # one value: threads may differ in place
+        # (place, function) in one value: threads may run on several devices.
+        self._current: Any = ((dtype, torch.device("cpu")), None)
         self.recompile()
 
     def recompile(self) -> None:

@@ -288,7 +288,8 @@ def _check_unseen(
     difference = largest_difference(module(*args, **kwargs), graph(*args, **kwargs))
     if not difference <= UNSEEN_TOLERANCE:
         raise RuntimeError(
-            f"a number of the data decides what is computed (`.item()`): relative difference {difference:.2g}"
+            "a number of the data decides what is computed (`.item()`): "
+            f"relative difference {difference:.2g}"
         )
 
 

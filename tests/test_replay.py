@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,68 @@ def test_a_stop_that_changes_something_is_refused(how: str) -> None:
 def test_a_threshold_that_nobody_sees_is_refused() -> None:
     found = outcome_of(While(1e-13, "float"))
     assert isinstance(found, Refusal) and "compared with an unknown number" in found.reason
+
+
+class Guarded(While):
+    """Looks whether it diverges, in ways that end the loop if they are taken to be true."""
+
+    def __init__(self, guard: str) -> None:
+        super().__init__(1e-13)
+        self.guard = guard
+
+    def small(self, residual: Tensor) -> bool:
+        if self.guard == "number":
+            return residual.item() > 1e6
+        if self.guard == "tensor":
+            return bool(residual > 1e6)
+        return math.isnan(residual.item())
+
+
+@pytest.mark.parametrize("guard", ["number", "tensor"])
+def test_a_guard_does_not_end_the_loop(guard: str) -> None:
+    """Taken for a loop that goes on while the residual is large, it once cut twelve iterations to one."""
+    found = outcome_of(Guarded(guard))
+    assert isinstance(found, Refusal) and "compared with an unknown number" in found.reason
+
+
+def test_a_number_that_is_read_unseen_must_not_have_decided_anything() -> None:
+    with pytest.raises(InputError, match="a number of the data decides"):
+        capture(Guarded("isnan"), (torch.randn(2, 9, 4),), {})
+
+
+class Logged(While):
+    def small(self, residual: Tensor) -> bool:
+        self.last = residual.item()
+        return False
+
+
+def test_a_number_that_is_only_kept_does_no_harm() -> None:
+    found = outcome_of(Logged(1e-13))
+    assert isinstance(found, AttentionSite) and found.convention.half_steps == 24
+
+
+class StoppingGlue(zoo.Glued):
+    """A glued plan whose loops end early, far from their budget."""
+
+    half_steps = 16
+
+    def plan(self, scores: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+        u, w = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+        for step in range(self.half_steps):
+            before = u
+            if step % 2 == 0:
+                u = log_a - torch.logsumexp(scores + w.unsqueeze(-2), -1)
+            else:
+                w = log_b - torch.logsumexp(scores + u.unsqueeze(-1), -2)
+            if step % 2 == 0 and (u - before).abs().mean().item() < 0.3:
+                break
+        return torch.exp(scores + u.unsqueeze(-1) + w.unsqueeze(-2))
+
+
+def test_a_glued_plan_that_may_end_early_is_refused() -> None:
+    torch.manual_seed(1)
+    (found,) = match(capture(StoppingGlue().eval(), (torch.randn(3, 10, 16),), {}).programs[0])
+    assert isinstance(found, Refusal) and "end early" in found.reason
 
 
 class Branch(While):

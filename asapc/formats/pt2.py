@@ -14,8 +14,7 @@ goes into a new archive, which torch reads:
 
 Reading is safe for any file. Running a program computes what it says: its operators are no threat to
 files or to the memory of others, but they may ask for much memory or time. trust=True is for a file of
-one's own: it lifts the list of operators and the checks of
-their arguments, and nothing else.
+one's own: it lifts the list of operators and the checks of their arguments, and nothing else.
 """
 
 from __future__ import annotations
