@@ -738,6 +738,7 @@ def _neutral_inputs(
         if role in ("mask", "additive") and isinstance(example, Tensor):
             hidden = example if role == "mask" else example <= MASKED_BELOW
             by_query = hidden.dim() >= 2 and bool((hidden != hidden[..., :1, :]).any())
+            by_query = by_query or _has_rows(node, region)
             if by_query:
                 return (
                     f"the mask {node.name} differs between queries (causal or windowed), "
@@ -754,6 +755,20 @@ def _neutral_inputs(
         if _informative(other, scores) > _informative(attention, scores):
             neutral = flipped
     return neutral
+
+
+def _has_rows(node: Node, region: Region) -> bool:
+    """Whether a mask is given with a row for each query, which may differ on other data. One row that is
+    repeated for all of them is a key mask; what the model's own code makes is judged by the example."""
+    queries = canonical_shape(region.score.node, region.score.out_order)[-2]
+    while True:
+        shape = node.meta["val"].shape
+        if len(shape) < 2 or not same(shape[-2], queries) or same(shape[-2], 1):
+            return False
+        sources = [own for own in node.all_input_nodes if is_tensor(own)]
+        if len(sources) != 1:
+            return node.op == "placeholder"
+        node = sources[0]
 
 
 def _informative(attention: Tensor, scores: Tensor) -> int:
