@@ -183,7 +183,8 @@ def returns_as(artifact: Artifact) -> None:
             tree = tree_from_json(entry["output"])
             shape = rebuilt(tree, [0] * sum(1 for _ in leaves(tree)), types_at_hand(tree))
             spec = pytree.tree_structure(shape)
-            if codegen.pytree_info.out_spec.num_leaves == spec.num_leaves:
+            stored = codegen.pytree_info.out_spec
+            if stored is not None and stored.num_leaves == spec.num_leaves:
                 codegen.pytree_info = codegen.pytree_info._replace(out_spec=spec)
                 program.graph.recompile()
 

@@ -110,11 +110,12 @@ def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph
 
 def _unsaid(node: Node) -> dict[str, Any]:
     """dtype and device of what an operator makes from nothing, where the trace left them to defaults."""
-    value = node.meta.get("val")
-    makes = isinstance(node.target, torch._ops.OpOverload) and isinstance(value, Tensor)
-    if not makes or any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes):
+    value, target = node.meta.get("val"), node.target
+    if not isinstance(value, Tensor) or not isinstance(target, torch._ops.OpOverload):
         return {}
-    own = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}
+    if any(isinstance(other.meta.get("val"), Tensor) for other in node.all_input_nodes):
+        return {}
+    own = {argument.name for argument in target._schema.arguments if argument.kwarg_only}
     said = {name for name, given in node.kwargs.items() if given is not None}
     found = {"dtype": value.dtype, "device": value.device}
     return {name: given for name, given in found.items() if name in own - said}

@@ -65,7 +65,8 @@ class Observer:
     def _pair(self, name: str, outside: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._open.append(len(self._calls))
-            self._calls.append(_Call(name, *_kept((args, kwargs)), hooked=outside))
+            own_args, own_kwargs = _kept((args, kwargs))
+            self._calls.append(_Call(name, own_args, own_kwargs, outside))
             _see((args, kwargs), f"enter {self._open[-1]}")
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
