@@ -470,7 +470,7 @@ def broken(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         broken("forward", None), broken("forward/parameters/0/name", "x y"),
         broken("forward/parameters/0/captured", {"tensor": 9}), broken("forward/output", {"tensor": 40}),
         broken("forward/output", []), broken("live/programs/0/file", "../graph.pt2"),
-        broken("live/programs/0/dtype", "int8"), broken("live/programs/0/children/0/layer", "other"),
+        broken("live/programs/0/dtype", "int8"), broken("live/programs/0/dtype", ["int8"]), broken("live/programs/0/children/0/layer", "other"),
         broken("live/programs/0/children", []), broken("live/programs/0/modules/0/name", "blocks.7"),
         broken("live/programs/0/modules/0/sites", ["nothing"]), broken("live/left", ["reason"]),
         broken("live/programs/0/call/output", {"tensor": 3}),
