@@ -539,7 +539,7 @@ def _check_live(
         require(isinstance(entry, dict) and set(keys) <= set(entry), "a live program is described", entry)
         _inside(path.parent, entry["file"])
         require(str(entry["file"]).endswith(".pt2"), "a live program is a .pt2 file", entry["file"])
-        require(entry["dtype"] in _DTYPES, "a live program has a dtype", entry["dtype"])
+        require(str(entry["dtype"]) in _DTYPES, "a live program has a dtype", entry["dtype"])
         require(_reads(Call.from_dict, entry["call"]), "a live program has a call", entry["call"])
         children = entry["children"]
         called = isinstance(children, list) and all(_reads(Child.from_dict, own) for own in children)
@@ -709,7 +709,7 @@ def read_patches(artifact: Artifact) -> list[Patch]:
             patches.append(
                 Patch(
                     str(module["name"]), program, call, children, own,
-                    tuple(map(str, module["sites"])), _DTYPES[entry["dtype"]],
+                    tuple(map(str, module["sites"])), _DTYPES[str(entry["dtype"])],
                 )
             )
     return patches

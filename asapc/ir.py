@@ -98,6 +98,8 @@ class Convention:
     early_stop:       the teacher's code stops early on a small residual; it has been tried on what the
                       stop leaves out, see passes.early_stop.
     stabiliser:       a constant in the divisions of a loop in the exp domain, None where there is none.
+                      The lossless operator keeps it; duals are predicted as those of the loop without
+                      it, and what that costs is measured like every other error.
     """
 
     half_steps: int

@@ -160,7 +160,7 @@ class SiteFidelity:
         self.teacher_site = site_function(
             artifact.programs["lossless"], name, unit=True, plain=True
         )
-        if isinstance(self.convention, Convention) and self.convention.stabiliser is None:
+        if isinstance(self.convention, Convention):
             source, key = predicted_duals(*compiled)
             plan = None
             if source is not None or key is not None:

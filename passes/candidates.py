@@ -65,8 +65,6 @@ def fits_needed(
     """
     if not isinstance(convention, Convention):
         return []
-    if convention.stabiliser is not None:
-        return []
     if recipe.operator == "auto" and convention.half_steps <= FEW_HALF_STEPS:
         return []
     found: list[tuple[Recipe, ClosurePlan | None]] = []
@@ -87,12 +85,7 @@ def fits_needed(
 
 
 def why_no_fit(recipe: Recipe, convention: Convention) -> str:
-    """Why nothing is fitted: a constant in the loop, the parity of its ending, or too few half-steps."""
-    if convention.stabiliser is not None:
-        return (
-            f"the teacher's loop keeps a constant in its divisions ({convention.stabiliser}), and its "
-            "duals are those of no plain loop"
-        )
+    """Why closure_plan gives none: the parity of the ending, or too few half-steps."""
     return (
         f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no "
         f"{recipe.side} dual {recipe.closures} or fewer closures before its end"

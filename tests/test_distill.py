@@ -513,9 +513,11 @@ def test_maps_that_are_returned_are_distilled_ones(work: Path) -> None:
     tokens[1:, 6:] = 0
     batch = Batch((tokens,), {}, None, [0, 1, 2])
     analysis = analyse(teacher, batch)
-    assert all(t.v is None for t in Tap(analysis.model, analysis.lifted)(batch)[1])
+    assert all(t.v is None for t in Tap(analysis.model, analysis.lifted, analysis.names)(batch)[1])
     fitted = load_calibration(work / "calib").sites
-    own = rewritten_programs(analysis.lifted, [fitted[s.name][0].replacement for s in analysis.sites])
+    own = rewritten_programs(
+        analysis.lifted, {s.name: fitted[s.name][0].replacement for s in analysis.sites}
+    )
     _, maps = Runner(analysis.model, own)(batch)
     for found in maps:
         assert found.shape == (3, 2, 12, 12) and not bool(found[1:, :, :, 6:].any())

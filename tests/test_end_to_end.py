@@ -631,7 +631,7 @@ class LateStop(nn.Module):
 """
 
 
-def test_an_early_stop_that_shows_only_later_fails_verification(
+def test_an_early_stop_that_the_first_examples_do_not_show_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "late.py").write_text(LATE_STOP)
@@ -642,11 +642,8 @@ def test_an_early_stop_that_shows_only_later_fails_verification(
     np.savez(tmp_path / "d.npz", x=x)
     model, data = f"{tmp_path / 'late.py'}:LateStop", tmp_path / "d.npz"
     sites = run_json(capsys, "inspect", model, "--data", data)["sites"]
-    assert sites[0]["status"] == "matched" and sites[0]["convention"]["early_stop"] is True
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("operator: sinkhorn\nbatch_size: 8\n")
-    arguments = ("--data", data, "-o", tmp_path / "c", "--recipe", recipe, "--quiet")
-    assert run("calibrate", model, *arguments) == 0
-    arguments = ("compile", model, "--calibration", tmp_path / "c", "-o", tmp_path / "o")
-    expect(capsys, EXIT_VERIFICATION, arguments, "untouched model", "early stop")
-    assert not (tmp_path / "o").exists()
+    assert sites[0]["status"] == "refused"
+    assert "ends early where a residual is at most 2" in sites[0]["reason"]
+    arguments = ("calibrate", model, "--data", data, "-o", tmp_path / "c", "--quiet")
+    expect(capsys, EXIT_NO_SITE, arguments, "ends early")
+    assert not (tmp_path / "c").exists()
