@@ -34,8 +34,7 @@ def branches_elsewhere(program: Program) -> str | None:
     for stop in program.stops:
         above = ancestors(stop.residual, until=BARRIERS)
         if depends_on_data(stop.residual) and not any(node.target in NORMALISERS for node in above):
-            what = stop.residual.name if stop.threshold is None else f"{stop.threshold:g}"
-            return f"branches on a number of the data, compared with {what}, that is no loop's residual"
+            return f"branches on {stop.residual.name}, a number of the data that is no loop's residual"
     return None
 
 
