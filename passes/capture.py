@@ -90,8 +90,8 @@ class _FullBudget(TorchFunctionMode):
     def note(self, residual: torch.Tensor, threshold: object) -> None:
         """The way that a program takes depends on a residual."""
         torch.ops.asapc.seen([residual], f"{STOP} {len(self.thresholds)}")
-        known = isinstance(threshold, int | float) and math.isfinite(threshold)
-        self.thresholds.append(float(threshold) if known else None)
+        number = threshold if isinstance(threshold, int | float) and math.isfinite(threshold) else None
+        self.thresholds.append(None if number is None else float(number))
         if len(self.thresholds) > MOST_CHECKS:
             raise RuntimeError(f"a loop that only a residual ends took more than {MOST_CHECKS} steps")
 
