@@ -105,6 +105,11 @@ class Artifact:
     def capture(self) -> str:
         return str(self.manifest["capture"])
 
+    @property
+    def site_names(self) -> list[str]:
+        """Of the manifest's sites, in order."""
+        return [str(site["name"]) for site in self.manifest["sites"]]
+
     def signature(self) -> inspect.Signature:
         """The arguments the model was captured with, for reading data."""
         return signature_of(self.manifest["call"])

@@ -70,8 +70,7 @@ def report(
     )
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-    names = [str(site["name"]) for site in artifact.manifest["sites"]]
-    tap = Tap(surrounding, artifact.programs["lossless"], names)
+    tap = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)
     outputs, lossless = OutputFidelity(), OutputFidelity()
     sites = [SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
     audit = _audit(artifact, surrounding)
@@ -236,8 +235,7 @@ def bench(
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
     batch = next(source.batches(recipe.batch_size))
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-    names = [str(site["name"]) for site in artifact.manifest["sites"]]
-    _, tensors = Tap(surrounding, artifact.programs["lossless"], names)(batch)
+    _, tensors = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)(batch)
     tuned: dict[int, dict[str, Any]] = {}
     if tune:
         by_key: dict[str, dict[str, Any]] = {}  # sites of one shape share an entry of the cache

@@ -64,7 +64,7 @@ def tune_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> d
 
     On the CPU: the GPU kernels have one size to choose, and hold it in registers or not.
     """
-    lossless = site_function(artifact.programs["lossless"], _name(artifact, index))
+    lossless = site_function(artifact.programs["lossless"], artifact.site_names[index])
     with without_cache():
         start = thresholds(t.q, t.k)
     size = t.q.shape[2] * t.k.shape[2] * 4
@@ -95,7 +95,7 @@ def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[st
     """Which kernels the compiled site runs on these tensors, in order, and why; none if untouched."""
     if _is_untouched(artifact.manifest["sites"][index]):
         return []
-    own = site_function(artifact.programs["graph"], _name(artifact, index))
+    own = site_function(artifact.programs["graph"], artifact.site_names[index])
     with torch.no_grad(), explained() as choices:
         own(t, t.k)
     return [asdict(choice) for choice in choices]
@@ -109,13 +109,13 @@ def time_site(
     A site that selection left as it was runs the teacher's own code.
     """
     entry = artifact.manifest["sites"][index]
-    lossless = artifact.programs["lossless"], _name(artifact, index)
+    lossless = artifact.programs["lossless"], artifact.site_names[index]
     functions: dict[str, Any] = {
         "teacher": partial(site_function(*lossless, plain=True), t, t.k),
         "lossless": partial(site_function(*lossless), t, t.k),
     }
     if not _is_lossless(entry) and not _is_untouched(entry):
-        own = site_function(artifact.programs["graph"], _name(artifact, index))
+        own = site_function(artifact.programs["graph"], artifact.site_names[index])
         functions["graph"] = partial(own, t, t.k)
     with torch.no_grad():
         times = interleaved_medians(functions, repeats=repeats)
@@ -130,10 +130,6 @@ def _is_lossless(entry: Mapping[str, Any]) -> bool:
 def _is_untouched(entry: Mapping[str, Any]) -> bool:
     """Left as it was by selection: the compiled graph holds the teacher's own nodes, and no call."""
     return bool(entry["operator"] == "teacher")
-
-
-def _name(artifact: Artifact, index: int) -> str:
-    return str(artifact.manifest["sites"][index]["name"])
 
 
 ZERO_OF_UNTOUCHED = ("attention_rel_l2", "attention_rel_l2_worst", "output_rel_l2")
@@ -153,7 +149,7 @@ class SiteFidelity:
         self.certificates: SiteCertificates | None = None
         if _is_untouched(self.entry):
             return
-        name = _name(artifact, index)
+        name = artifact.site_names[index]
         compiled = artifact.programs["graph"], name
         # Rows sum to about 1, whatever the teacher's factor; plain: independent of the kernels.
         self.compiled_site = site_function(*compiled, unit=True)

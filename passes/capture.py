@@ -78,14 +78,18 @@ class _FullBudget(TorchFunctionMode):
         if func is torch.Tensor.__bool__:
             for known, goes_on, residual, threshold in self._comparisons:
                 if args[0] is known:
-                    guard = goes_on and _is_guard(threshold)
-                    self.note(residual, None if guard else threshold)
-                    return goes_on and not guard
+                    return self.compared(residual, goes_on, threshold)
         result = func(*args, **(kwargs or {}))
         scalar = isinstance(result, torch.Tensor) and result.dim() == 0
         if func in _COMPARISONS and scalar and args[0].is_floating_point():
             self._comparisons.append((result, _COMPARISONS[func], args[0], args[1]))
         return result
+
+    def compared(self, residual: torch.Tensor, larger: bool, threshold: object) -> bool:
+        """What a comparison says while the loop goes on.  larger: it asks for residual > threshold."""
+        guard = larger and _is_guard(threshold)
+        self.note(residual, None if guard else threshold)
+        return larger and not guard
 
     def note(self, residual: torch.Tensor, threshold: object) -> None:
         """The way that a program takes depends on a residual."""
@@ -106,13 +110,10 @@ class _Residual:
         self._budget, self._residual = budget, residual
 
     def __lt__(self, other: object) -> bool:
-        self._budget.note(self._residual, other)
-        return False
+        return self._budget.compared(self._residual, False, other)
 
     def __gt__(self, other: object) -> bool:
-        guard = _is_guard(other)
-        self._budget.note(self._residual, None if guard else other)
-        return not guard
+        return self._budget.compared(self._residual, True, other)
 
     __le__, __ge__ = __lt__, __gt__
 

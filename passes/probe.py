@@ -175,7 +175,7 @@ def attention_of(convention: Convention, scores: Tensor, keep: Tensor | None) ->
         f, g = finite_duals(scores, convention.half_steps, convention.first_side, keep)
         return attention_map(scores, f, g, factor, keep)
     queries, keys = scores.shape[-2:]
-    steps = stabilised_plans(scores, rows_first, convention.stabiliser, keep)
+    steps = stabilised_plans(scores, rows_first, convention.stabiliser)
     a, kernel, b = next(itertools.islice(steps, convention.half_steps - 1, None))
     unit = unit_mass(convention.stabiliser, convention.half_steps, rows_first, queries, keys)
     return a * unit * factor_value(factor, queries, keys, keep) * kernel * b.transpose(-1, -2)
@@ -366,7 +366,7 @@ def _stabilised(
     groups = groups_of(samples, multiplier)
     best: tuple[Stabiliser, Budget] | None = None
     for stabiliser in _hypotheses(constants):
-        plans = [_stabilised_plans(scores, keep, stabiliser) for scores, keep, _ in groups]
+        plans = [_stabilised_plans(scores, stabiliser) for scores, _, _ in groups]
         budget = search_budget([target for *_, target in groups], plans, sides, most)
         if best is None or budget.error < best[1].error:
             best = stabiliser, budget
@@ -388,9 +388,9 @@ def _hypotheses(constants: Sequence[float]) -> Iterator[Stabiliser]:
                         yield Stabiliser.of("scaling", kind, constant, start, shares, start_share)
 
 
-def _stabilised_plans(scores: Tensor, keep: Tensor | None, stabiliser: Stabiliser) -> Plans:
+def _stabilised_plans(scores: Tensor, stabiliser: Stabiliser) -> Plans:
     def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
-        for a, kernel, b in stabilised_plans(scores, first == "row", stabiliser, keep):
+        for a, kernel, b in stabilised_plans(scores, first == "row", stabiliser):
             yield (a * kernel * b.transpose(-1, -2),)
 
     return run

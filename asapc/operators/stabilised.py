@@ -25,7 +25,7 @@ from asapc.operators.sinkhorn import clean_values, factor_value, open_empty, sco
 
 
 def stabilised_plans(
-    scores: Tensor, rows_first: bool, stabiliser: Stabiliser, keep: Tensor | None
+    scores: Tensor, rows_first: bool, stabiliser: Stabiliser
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(a, K, b) after each half-step, without end: the code's own plan is diag(a) K diag(b).
 
@@ -150,7 +150,7 @@ def _scalings(
     q, keep, bias = open_empty(q, keep, bias)
     # Scores are rounded where the teacher's are, and only then widened.
     scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier).double()
-    steps = stabilised_plans(scores, rows_first, stabiliser, keep)
+    steps = stabilised_plans(scores, rows_first, stabiliser)
     for _ in range(half_steps):
         a, kernel, b = next(steps)
     queries, keys = scores.shape[-2:]
