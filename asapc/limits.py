@@ -16,5 +16,13 @@ def limits_of(ranges: Mapping[Any, Any], symbol: Any) -> tuple[int, int]:
     limits = ranges.get(symbol)
     if limits is None:
         return 0, MOST
+    if limits.lower == limits.upper:
+        return int(limits.lower), int(limits.upper)
     low = int(limits.lower) if limits.lower > 2 else 0
     return low, int(limits.upper) if limits.upper < MOST else MOST
+
+
+def fixed_size(size: Any) -> int | None:
+    """The number that a traced size is, also one that the trace has become specialised to."""
+    number = size if isinstance(size, int) else size.node.maybe_as_int()
+    return None if number is None else int(number)

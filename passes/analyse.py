@@ -17,9 +17,9 @@ from asapc.data import Batch
 from asapc.errors import VerificationError
 from asapc.formats.load import Teacher
 from asapc.ir import AnyConvention, Convention, Program
-from asapc.passes.capture import Capture, capture
+from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.lift import lift
-from asapc.passes.match import AnySite, Refusal, match
+from asapc.passes.match import AnySite, Refusal, match, not_the_model
 from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.verify import largest_difference
 from asapc.runner import Runner
@@ -104,7 +104,7 @@ def analyse(
     """
     subject: nn.Module | ExportedProgram
     subject = teacher.model if teacher.model is not None else _program(teacher)
-    captured = capture(subject, batch.args, batch.kwargs)
+    captured, outcomes = _identified(subject, batch)
     if teacher.onnx is not None:
         from asapc.onnx.check import check_import
         from asapc.onnx.module import OnnxModule
@@ -117,9 +117,9 @@ def analyse(
     regions_of: list[list[AnySite]] = []
     regions: list[str] = []
     matched: list[list[AnySite]] = []
-    for program in captured.programs:
+    for found in outcomes:
         matched.append([])
-        for outcome in match(program):
+        for outcome in found:
             regions.append(outcome.name)
             if isinstance(outcome, Refusal):
                 left.append(LeftAlone(outcome.name, "refused", outcome.reason))
@@ -129,15 +129,15 @@ def analyse(
     for program, own in zip(captured.programs, matched, strict=True):
         good = []
         for site in own:
-            found = replayed[site.name]
-            tried, worst = found.worst
+            errors = replayed[site.name]
+            tried, worst = errors.worst
             facts = (site.convention, site.heads, site.head_dim)
             if worst <= TOLERANCE:
                 good.append(site)
-                sites.append(Site(site.name, *facts, worst, found.errors))
+                sites.append(Site(site.name, *facts, worst, errors.errors))
             else:
                 reason = f"does not replay on {tried}: relative error {worst:.2g}"
-                left.append(LeftAlone(site.name, "kept", reason, worst, *facts, found.errors))
+                left.append(LeftAlone(site.name, "kept", reason, worst, *facts, errors.errors))
         lifted.append(lift(program, good, drop_maps))
         regions_of.append(good)
     for name, why in captured.skipped:
@@ -154,6 +154,22 @@ def analyse(
                 "captured graph; raise its stopping threshold, or export that part as its own module",
             )
     return Analysis(teacher.model, captured, lifted, regions_of, sites, left, regions, error, drop_maps)
+
+
+def _identified(
+    subject: nn.Module | ExportedProgram, batch: Batch
+) -> tuple[Capture, list[list[AnySite | Refusal]]]:
+    """The programs, and what was found in each. A loop that stays as it is, and may end early, is not
+    what the program of the whole model holds: its attention is captured by module then."""
+    captured = capture(subject, batch.args, batch.kwargs)
+    outcomes = [match(program) for program in captured.programs]
+    if captured.kind == "whole" and isinstance(subject, nn.Module):
+        reason = not_the_model(captured.programs[0], outcomes[0])
+        if reason is not None:
+            alone = capture_modules(subject, batch.args, batch.kwargs, reason)
+            if alone.programs:
+                return alone, [match(program) for program in alone.programs]
+    return captured, outcomes
 
 
 def _program(teacher: Teacher) -> ExportedProgram:

@@ -11,17 +11,18 @@ they were.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,10 +31,11 @@ from asapc.data import Batch
 from asapc.errors import InputError
 from asapc.faults import HELP, RULE, argument_names, data_fault
 from asapc.ir import Program, Stop
-from asapc.limits import MOST, limits_of
-from asapc.passes.early_stop import branches_elsewhere
+from asapc.limits import MOST, fixed_size, limits_of
+from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.observe import STOP, Observer
+from asapc.passes.size_guards import keep_to_guards
 
 
 @dataclass
@@ -55,10 +57,13 @@ class _FullBudget(TorchFunctionMode):
 
     The number that `err.item()` gives compares as one that never ends a loop. What is compared, and with
     which threshold, is noted: passes.early_stop finds out what stopping would change.
+
+    ends_at: the number of the one comparison that does end its loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_at: int | None = None) -> None:
         super().__init__()
+        self._ends_at = ends_at
         self.thresholds: list[float | None] = []
         # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
         self._comparisons: list[tuple[torch.Tensor, bool, torch.Tensor, Any]] = []
@@ -88,8 +93,9 @@ class _FullBudget(TorchFunctionMode):
     def compared(self, residual: torch.Tensor, larger: bool, threshold: object) -> bool:
         """What a comparison says while the loop goes on.  larger: it asks for residual > threshold."""
         guard = larger and _is_guard(threshold)
+        ends = len(self.thresholds) == self._ends_at
         self.note(residual, None if guard else threshold)
-        return larger and not guard
+        return (larger and not guard) != ends
 
     def note(self, residual: torch.Tensor, threshold: object) -> None:
         """The way that a program takes depends on a residual."""
@@ -188,19 +194,25 @@ def capture(
     with _undisturbed(model):
         run_example(model, args, kwargs)
         try:
-            program = _export("", model, args, kwargs)
-            reason = branches_elsewhere(program)
-            if reason is None:
-                return Capture("whole", [program])
+            return Capture("whole", [_export("", model, args, kwargs)])
         except Exception as error:  # torch.export raises many types; the reason is kept and shown
             reason = _first_line(error)
-        programs, skipped = _capture_modules(model, args, kwargs)
-    if not programs:
+    captured = capture_modules(model, args, kwargs, reason)
+    if not captured.programs:
         raise InputError(
             "the model can be captured by torch.export, whole or by attention module",
             got=reason,
             help="keep data-dependent Python control flow out of the modules that hold attention",
         )
+    return captured
+
+
+def capture_modules(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+) -> Capture:
+    """The smallest modules that hold attention, each by itself.  reason: why the model is not whole."""
+    with _undisturbed(model):
+        programs, skipped = _capture_modules(model, args, kwargs)
     return Capture("module", programs, reason, skipped)
 
 
@@ -210,7 +222,9 @@ def program_of(
     """A Program from an ExportedProgram that already exists (a .pt2 file)."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        graph = functional(exported).module(check_guards=False)
+        exported = functional(exported)
+        keep_to_guards(exported, args, kwargs)
+        graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     split_einsums(graph)
     shapes = _bounded(_dynamic_shapes(args, kwargs), exported)
@@ -264,13 +278,48 @@ def _export(
     observer = Observer()
     with _FullBudget() as budget, observer.watching(module):
         exported = export_graph(module, args, kwargs, shapes)
+    keep_to_guards(exported, args, kwargs)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     split_einsums(graph)
     calls = observer.calls(graph)
     shapes = _bounded(shapes, exported)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
+    _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
     return Program(name, graph, args, kwargs, shapes, stops, calls)
+
+
+def _check_stops(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    residuals: Sequence[tuple[int, Node]],
+) -> None:
+    """Raises ValueError where a comparison with a residual does something else than to end its loop.
+
+    The module is run with one comparison after the other answered as at the end of a loop: either fewer
+    comparisons follow, or, at the last of a loop, nothing changes.
+    """
+
+    def run(ends_at: int | None) -> tuple[list[torch.Tensor], int]:
+        with _FullBudget(ends_at) as budget, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        tensors = [own for own in pytree.tree_leaves(output) if isinstance(own, torch.Tensor)]
+        return tensors, len(budget.thresholds)
+
+    ends = firsts_and_lasts([node for _, node in residuals])
+    if not ends:
+        return
+    full, count = run(None)
+    for place in ends:
+        number, node = residuals[place]
+        other, compared = run(number)
+        same = len(other) == len(full) and all(map(torch.equal, full, other))
+        if compared >= count and not same:
+            raise ValueError(
+                f"branches on {node.name}, a number of the data, and not only to end a loop early"
+            )
 
 
 def _dynamic_shapes(
@@ -312,7 +361,7 @@ def _bounded(shapes: Any, exported: ExportedProgram) -> Any:
 
     def bound(axes: dict[int, Any], value: Any) -> dict[int, Any]:
         return {
-            axis: free if isinstance(size, int) else size_hint(exported.range_constraints, size) or free
+            axis: size_hint(size) or free
             for (axis, free), size in zip(axes.items(), value.shape, strict=True)
         }
 
@@ -333,11 +382,15 @@ def _are_axes(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(axis, int) for axis in value)
 
 
-def size_hint(ranges: Mapping[Any, Any], size: torch.SymInt) -> Any:
-    """Dim.AUTO with the limits of a size, None if it has none."""
-    low, high = limits_of(ranges, size.node.expr)
+def size_hint(size: int | torch.SymInt) -> Any:
+    """Dim.STATIC for a number, Dim.AUTO with the limits of a size, None if it has none."""
+    if isinstance(size, int) or fixed_size(size) is not None:
+        return Dim.STATIC
+    low, high = limits_of(size.node.shape_env.var_to_range, size.node.expr)
     if (low, high) == (0, MOST):
         return None
+    if low == high:
+        return Dim.STATIC
     return Dim.AUTO(min=low or None, max=high if high < MOST else None)
 
 
@@ -407,10 +460,6 @@ def _capture_modules(
             program = _export(name, modules[name], call_args, call_kwargs)
         except Exception as error:  # its parent may still cover it; else it is reported
             failed[name] = _first_line(error)
-            continue
-        elsewhere = branches_elsewhere(program)
-        if elsewhere is not None:
-            failed[name] = elsewhere
             continue
         if holds_attention(program.graph):
             found.append(program)

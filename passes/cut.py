@@ -55,11 +55,11 @@ class Cut:
         self,
         graph: GraphModule,
         inputs: Sequence[Node],
-        output: Node,
+        output: Node | tuple[Node, ...],
         inside: Container[Node],
         masks: Sequence[Node] = (),
     ) -> None:
-        self.inputs, self.masks, self.output = tuple(inputs), tuple(masks), output
+        self.inputs, self.masks = tuple(inputs), tuple(masks)
         self.symbols = symbol_hints(graph)
         self.module, self.shells, self.sizes = _extract(graph, [*inputs, *masks], output, inside)
 
@@ -72,11 +72,19 @@ class Cut:
 
     def run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Tensor:
         """The output for inputs and masks in their own layouts."""
+        result: Tensor = self._run(tensors, lengths)
+        return result
+
+    def run_all(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> tuple[Tensor, ...]:
+        """The outputs, where several were asked for."""
+        results: tuple[Tensor, ...] = self._run(tensors, lengths)
+        return results
+
+    def _run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Any:
         sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
         shells = [torch.zeros(self.shape_of(x, lengths), dtype=torch.float64) for x in self.shells]
         with torch.no_grad():
-            result: Tensor = self.module(*tensors, *shells, *sizes)
-        return result
+            return self.module(*tensors, *shells, *sizes)
 
 
 def separate(output: Node, inputs: Sequence[Node]) -> tuple[set[Node], list[Node]] | None:
@@ -192,14 +200,17 @@ def constant_value(graph: GraphModule, node: Node) -> Tensor | None:
 
 
 def _extract(
-    graph: GraphModule, cut: Sequence[Node], output: Node, inside: Container[Node]
+    graph: GraphModule,
+    cut: Sequence[Node],
+    output: Node | tuple[Node, ...],
+    inside: Container[Node],
 ) -> tuple[GraphModule, list[Node], list[Node]]:
     """A GraphModule (*cut, *shells, *sizes) -> output, every lower precision promoted to float64.
 
     shells: tensors from elsewhere of which only the shape enters; sizes: numbers from elsewhere.
     """
     needed: set[Node] = set()
-    stack = [output]
+    stack = [output] if isinstance(output, Node) else list(output)
     shells: list[Node] = []
     sizes: list[Node] = []
     while stack:
@@ -227,7 +238,7 @@ def _extract(
             new.args = torch.fx.node.map_aggregate(new.args, _promote)
             new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)
             env[node] = copy.call_function(aten.to.dtype, (new, torch.float64)) if _made(node) else new
-    copy.output(env[output])
+    copy.output(torch.fx.node.map_arg(output, env.__getitem__))
     module = GraphModule(graph, copy)
     for node in list(copy.nodes):
         if node.op == "get_attr":

@@ -3,13 +3,14 @@
 A program holds the full budget, and the residuals that the teacher's code compares with a threshold on
 the way. Where the first of them is small enough, the teacher stops. That is harmless if the half-steps
 that are left change nothing, which is tried on scores of every spread; otherwise the site is refused.
+A program with a stop that is not known to be harmless is not the model, wherever in it the stop is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.fx import Node
 
 from asapc.ir import Convention, Program, Stop
 from asapc.passes.cut import Cut, ancestors, depends_on_data, descendants
-from asapc.passes.probe import HELD, Sample, attention_of, convention_error
+from asapc.passes.probe import HELD, attention_of
 from asapc.passes.products import BARRIERS, NORMALISERS
 
 aten = torch.ops.aten
@@ -29,13 +30,19 @@ SUMS = {  # a half-step has one of them, or as many as every other
 }  # fmt: skip
 
 
-def branches_elsewhere(program: Program) -> str | None:
-    """Why a program that was traced one way is not the model: a branch that is no loop's early stop."""
-    for stop in program.stops:
-        above = ancestors(stop.residual, until=BARRIERS)
-        if depends_on_data(stop.residual) and not any(node.target in NORMALISERS for node in above):
-            return f"branches on {stop.residual.name}, a number of the data that is no loop's residual"
-    return None
+def firsts_and_lasts(residuals: Sequence[Node]) -> list[int]:
+    """The places of the first and the last residual of every loop.
+
+    One is of the same loop as the next where all that it is computed from is also part of the next.
+    """
+    above = [ancestors(node, until=BARRIERS) for node in residuals]
+    sums = [{node for node in own if node.target in NORMALISERS} for own in above]
+    after = [*sums, set()][1:]
+    lasts = [
+        place for place, (own, others) in enumerate(zip(sums, after, strict=True))
+        if not own or not own <= others
+    ]  # fmt: skip
+    return sorted({0, *lasts, *(place + 1 for place in lasts)} & {*range(len(sums))})
 
 
 def stops_of(program: Program, scores: Node, others: Sequence[Node]) -> list[Stop]:
@@ -50,42 +57,67 @@ def stops_of(program: Program, scores: Node, others: Sequence[Node]) -> list[Sto
     return found
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Scores on which a stop is tried.
+
+    tensors: what is fed to the region's inputs; lengths: the sizes; scores: raw products [B, H, N, M];
+    keep: [B, M].
+    """
+
+    tensors: Sequence[Tensor]
+    lengths: dict[Any, int]
+    scores: Tensor
+    keep: Tensor | None = None
+
+
+def stop_left(program: Program, loops: Sequence[Node], others: Sequence[Node]) -> str | None:
+    """Why a program is not the model: a stop that belongs to no loop in which it changes nothing.
+
+    loops: the scores of the sites whose stops were tried; others: the scores of every site.
+    """
+    tried = {stop.residual for scores in loops for stop in stops_of(program, scores, others)}
+    for stop in program.stops:
+        if depends_on_data(stop.residual) and stop.residual not in tried:
+            return f"a loop that may end early on {stop.residual.name} stays as it is"
+    return None
+
+
 def what_a_stop_changes(
     program: Program,
     stops: Sequence[Stop],
     inputs: Sequence[Node],
     inside: Sequence[Node],
     convention: Convention,
-    observations: Sequence[tuple[Sequence[Tensor], dict[Any, int], Sample]],
+    trials: Iterable[Trial],
 ) -> str | None:
     """Why the full budget is not what the teacher computes; None where stopping changes nothing.
 
     inputs: the scores and what else enters the region; inside: the region, in order.
-    observations: what was fed to the inputs, the sizes, and what came of it.
+    trials: spreads close to each other, for a stop changes most where it has just become due.
     """
     if any(stop.threshold is None for stop in stops):
         return (
             "its loop ends early on a residual that is compared with an unknown number: compare "
             "`residual.item()` or the tensor itself with the threshold"
         )
-    below = descendants(inputs[:1])
-    run: list[Callable[[Sequence[Tensor], dict[Any, int]], Tensor]] = []
-    for stop in stops:
-        around = below & ancestors(stop.residual)
-        run.append(Cut(program.graph, inputs, stop.residual, around).run)
+    residuals = tuple(stop.residual for stop in stops)
+    around = descendants(inputs[:1]) & ancestors(*residuals)
+    looked_at = Cut(program.graph, inputs, residuals, around)
     worst, at = 0.0, stops[0].threshold
-    for tensors, lengths, sample in observations:
-        for stop, residual in zip(stops, run, strict=True):
-            assert stop.threshold is not None
-            if float(residual(tensors, lengths)) > stop.threshold:
-                continue
-            for done in _half_steps_before(stop.residual, inside, convention.half_steps):
-                short = replace(convention, half_steps=done)
-                own = attention_of(short, sample.scores, sample.keep)
-                error = convention_error(convention, [replace(sample, attention=own)])
-                if error > worst:
-                    worst, at = error, stop.threshold
-            break
+    for trial in trials:
+        values = looked_at.run_all(trial.tensors, trial.lengths)
+        ended = (stop for stop, value in zip(stops, values, strict=True)
+                 if stop.threshold is not None and float(value) <= stop.threshold)  # fmt: skip
+        first = next(ended, None)
+        if first is None:
+            continue
+        full = attention_of(convention, trial.scores, trial.keep)
+        for done in _half_steps_before(first.residual, inside, convention.half_steps):
+            own = attention_of(replace(convention, half_steps=done), trial.scores, trial.keep)
+            error = float((own - full).abs().amax() / full.abs().amax().clamp(min=1e-300))
+            if error > worst:
+                worst, at = error, first.threshold
     if worst <= HELD:
         return None
     return (

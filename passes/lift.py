@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from asapc.ir import LotConvention, Program
+from asapc.operators.masks import MASKED_BELOW
 from asapc.operators.sinkhorn import factor_terms
 from asapc.operators.stabilised import settings_of
-from asapc.passes.match import MASKED_BELOW, AnySite, AttentionSite, EspSite, ScoreBias
+from asapc.passes.cut import is_tensor
+from asapc.passes.match import AnySite, AttentionSite, EspSite, ScoreBias
 from asapc.passes.match_lot import LotSite, Points
 from asapc.passes.products import KeyMask, Product, same
 from asapc.passes.verify import check_graph
@@ -98,11 +100,20 @@ def _lift_loop(
         batch = _batch(graph, nodes, site) if site.mask else None
         keep = _keep(graph, site.mask, nodes, site.heads, batch) if site.mask and batch else None
         bias = _bias(graph, site.bias, nodes, site) if site.bias else None
+        shown = _shown(graph, site.mask, keep) if keep is not None else None
     loop = (convention.score_multiplier, convention.half_steps, convention.first_side == "row")
     constant = () if convention.stabiliser is None else settings_of(convention.stabiliser)
     name = "sinkhorn" if convention.stabiliser is None else "stabilised_sinkhorn"
     rest = (keep, bias, *loop, *constant, factor_terms(convention.output_factor))
-    return _place(graph, name, (q, k), rest, site, product, attention, value, anchor, dense)
+    return _place(graph, name, (q, k), rest, site, product, attention, value, anchor, dense, shown)
+
+
+def _shown(graph: Graph, mask: KeyMask | None, keep: Node) -> Node | None:
+    """[B, 1, 1, 1], True for examples with keys, where the teacher gives 0 for the others."""
+    if mask is None or not mask.zero_if_empty:
+        return None
+    any_key = graph.call_function(aten.any.dim, (keep, 1))
+    return graph.call_function(aten.view.default, (any_key, [-1, 1, 1, 1]))
 
 
 def _lift_esp(
@@ -144,25 +155,31 @@ def _place(
     value: Node,
     anchor: Node,
     dense: bool,
+    shown: Node | None = None,
 ) -> list[Swap]:
     """The operator call instead of A v, or of A where the map is used otherwise too.
 
     anchor: what the call's other operands stand before; a user of the map may stand before A v.
+    shown: what the result is multiplied by.
     """
+
+    def times(call: Node) -> Node:
+        return call if shown is None else graph.call_function(aten.mul.Tensor, (call, shown))
+
     others = [user for user in attention.users if user is not value]
     if dense:
         with graph.inserting_before(anchor):
             target = getattr(torch.ops.asapc, f"{name}_attention").default
             call = graph.call_function(target, (*clouds, *rest))
             call.meta[SITE] = site.name
-            result = _original_layout(graph, call, attention, product.left_order, site.heads)
+            result = _original_layout(graph, times(call), attention, product.left_order, site.heads)
         return [(attention, result, lambda user: user is not call)]
     with graph.inserting_before(value):
         v = _values(graph, product, site.value, site.heads)
         apply = getattr(torch.ops.asapc, name).default
         call = graph.call_function(apply, (*clouds, v, *rest))
         call.meta[SITE] = site.name
-        result = _original_layout(graph, call, value, product.out_order, site.heads)
+        result = _original_layout(graph, times(call), value, product.out_order, site.heads)
     swaps: list[Swap] = [(value, result, lambda user: True)]
     if others:  # maps are dropped: an empty one keeps the structure of the output
         with graph.inserting_before(value):
@@ -297,10 +314,20 @@ def _keep(
     if rank == 1:
         keep = graph.call_function(aten.unsqueeze.default, (keep, 0))
     if mask.true_means_masked is None:
-        keep = graph.call_function(aten.gt.Scalar, (keep, MASKED_BELOW))
+        if _is_given(node) and not mask.is_bias:
+            keep = graph.call_function(torch.ops.asapc.kept_keys.default, (keep,))
+        else:
+            keep = graph.call_function(aten.gt.Scalar, (keep, MASKED_BELOW))
     elif mask.true_means_masked:
         keep = graph.call_function(aten.logical_not.default, (keep,))
     return graph.call_function(aten.expand.default, (keep, [batch, -1]))
+
+
+def _is_given(node: Node) -> bool:
+    """Whether the numbers of a mask come from outside, not from tokens that are or are not hidden."""
+    if not is_tensor(node) or not node.meta["val"].is_floating_point():
+        return False
+    return node.op == "placeholder" or any(map(_is_given, node.all_input_nodes))
 
 
 def _narrowest(node: Node) -> Node:

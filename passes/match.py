@@ -10,7 +10,9 @@ and biases (see probe.py). Only the two products are recognised by their operato
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +22,10 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from asapc.ir import Convention, EspConvention, Program, Stop
+from asapc.limits import limits_of
+from asapc.operators.masks import MASKED_BELOW
 from asapc.passes.cut import Cut, Part, ancestors, depends_on_data, evaluate, is_tensor, reaches
-from asapc.passes.early_stop import stops_of, what_a_stop_changes
+from asapc.passes.early_stop import Trial, stop_left, stops_of, what_a_stop_changes
 from asapc.passes.match_esp import EspSite, match_esp
 from asapc.passes.match_lot import LotSite, match_lot
 from asapc.passes.probe import (
@@ -58,13 +62,19 @@ SHIFTS = (100.0, -900.0)
 FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
 LARGE = 64 * 64
 MILD = 6.0  # up to here multipliers are measured
-STOPPED_SPREADS = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 25.0)  # where loops converge soon, or late
+# Where loops converge soon, or late: a stop changes most where it has just become due.
+STOPPED_SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(49)))
+FEW_STOPPED = STOPPED_SPREADS[::4]
+MANY_EXAMPLES, MANY_TOKENS = 32, 200
 SHARP_MASKED = 25.0
+# Standard deviations of scores and of the bias that is added to them, in units of epsilon.
+BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
+LONGEST_PROBE = 300  # tokens at which a constant is seen that grows with their number
+PROBE_WORK = 2e7  # entries of all half-steps of such a probe
 SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
 PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dynamic
 PROBE_BATCH = 2
-MASKED_BELOW = -1e4  # an additive score below this removes the key in every published code
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 FUSED = {aten.scaled_dot_product_attention.default}
 @dataclass(frozen=True)
@@ -196,7 +206,19 @@ def match(program: Program) -> list[AnySite | Refusal]:
         count = unique[result.name] = unique.get(result.name, 0) + 1
         name = result.name if count == 1 else f"{result.name}#{count}"
         named.append(replace(result, name=name))
-    return named
+    reason = not_the_model(program, named)
+    if reason is None:
+        return named
+    # What the graph computes there is not what the code does, and all that follows sees it.
+    reason = f"the captured graph is not the model: {reason}"
+    return [own if isinstance(own, Refusal) else Refusal(own.name, reason, own.part().output.name)
+            for own in named]  # fmt: skip
+
+
+def not_the_model(program: Program, found: Sequence[AnySite | Refusal]) -> str | None:
+    """Why a program may compute something else than the model: a branch that is no site's early stop."""
+    tried = [own.score.node for own in found if isinstance(own, AttentionSite)]
+    return stop_left(program, tried, list(find_regions(program.graph))) if program.stops else None
 
 
 def _unless_it_stops(program: Program, own: AnySite | Refusal) -> AnySite | Refusal:
@@ -442,7 +464,8 @@ def _examine(program: Program, region: Region, scores: Sequence[Node]) -> Attent
         outcome = _run_experiments(experiment, region, small)
         stops = stops_of(program, region.score.node, scores)
         if stops and not isinstance(outcome, str):
-            changed = _stopping(program, stops, experiment, outcome[0].convention, outcome[3], small)
+            convention, masked, inputs = outcome[0].convention, outcome[1], outcome[3]
+            changed = _stopping(program, stops, experiment, convention, masked, inputs, small)
             outcome = outcome if changed is None else changed
     except Exception as error:  # the region is the user's code: whatever it raises is a reason
         line = str(error).splitlines()[0][:200] if str(error) else ""
@@ -521,7 +544,7 @@ def _run_experiments(
         spread: float, at: dict[Any, int], rows: float = 0.0, columns: float = 0.0, all: float = 0.0
     ) -> Sample | None:
         size = experiment.dims(at)
-        inputs = neutral if at is lengths else _resize(experiment, region, neutral, roles, at)
+        inputs = neutral if at is lengths else _resize(experiment, region, neutral, at)
         s = scores(spread / abs(rough), size)
         by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
         s = s + (rows * by_row + columns * by_column + all) / rough
@@ -550,6 +573,9 @@ def _run_experiments(
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
     mildest = samples[: len(sizes)]
+    longer = _many_tokens(experiment, neutral, lengths, fit.convention)
+    if longer is not None:
+        return longer
 
     mask: KeyMask | None = None
     bias: ScoreBias | None = None
@@ -570,7 +596,7 @@ def _run_experiments(
                 return f"keys masked through {node.name} still receive attention"
             seen = [Sample(_four(s), a, pattern.expand(len(a), keys))]
             alone = torch.arange(keys) == keys // 2
-            for spread, active in ((SHARP_MASKED, pattern), (1.0, alone)):
+            for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
                 inputs[index] = _key_pattern(neutral[index], active, polarity)
                 s = scores(spread / abs(rough))
                 a = _four(experiment.run(s, inputs, lengths))
@@ -581,8 +607,13 @@ def _run_experiments(
                 error = "" if masked.error is None else f"; relative error {masked.error:.2g}"
                 return f"with {node.name} as key mask: {masked.reason}{error}"
             fit = masked
-            mask = KeyMask(node, polarity, merged or _merged(node, region))
-        if role == "bias" or (role == "additive" and _adds_more(node)):
+            inputs[index] = _key_pattern(neutral[index], alone & False, polarity)
+            empty = experiment.run(s, inputs, lengths)
+            is_bias = role == "additive" and _adds_more(node)
+            mask = KeyMask(
+                node, polarity, merged or _merged(node, region), is_bias, not bool(empty.any())
+            )
+        if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
             probe = torch.randn(neutral[index].shape, generator=generator, dtype=torch.float64)
             inputs = list(neutral)
             inputs[index] = probe
@@ -593,12 +624,15 @@ def _run_experiments(
                 return f"{node.name} enters the attention, but not as an additive score bias"
             if bias is not None:
                 return f"two biases enter the scores ({bias.node.name} and {node.name})"
-            s = scores(2.0 / abs(rough))
-            a = experiment.run(s, inputs, lengths)
-            shift = coefficient / fit.convention.score_multiplier * dense
-            apart = convention_error(
-                replace(fit.convention, mask="none"), [Sample(_four(s + shift), _four(a))]
-            )
+            seen = []
+            for spread, strength in BIASES:
+                s = scores(spread / abs(rough))
+                inputs[index] = probe * strength / abs(coefficient)
+                a = experiment.run(s, inputs, lengths)
+                added = strength / abs(coefficient) * coefficient / fit.convention.score_multiplier
+                if bool(a.isfinite().all()):
+                    seen.append(Sample(_four(s + added * dense), _four(a)))
+            apart = convention_error(replace(fit.convention, mask="none"), seen)
             if not apart <= HELD:
                 return f"with {node.name} as score bias: another loop; relative error {apart:.2g}"
             bias = ScoreBias(node, coefficient, merged or _merged(node, region))
@@ -610,25 +644,87 @@ def _stopping(
     stops: Sequence[Stop],
     experiment: _Experiment,
     convention: Convention,
+    mask: KeyMask | None,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
 ) -> str | None:
-    """What an early stop would change on scores of every spread, None if nothing."""
+    """What an early stop would change, None if nothing.
+
+    A residual is often a mean: one sharp head of many, or a few tokens of many, hardly move it.
+    """
+    region = experiment.region
     generator = torch.Generator().manual_seed(4)
-    convention = replace(convention, mask="none")
-    observations = []
-    for spread in (0.0, *STOPPED_SPREADS):
-        s = torch.randn(experiment.dims(lengths), generator=generator, dtype=torch.float64)
-        s = s * spread / abs(convention.score_multiplier)
-        sample = Sample(_four(s), attention_of(convention, _four(s), None))
-        observations.append(([experiment.raw(s), *neutral], lengths, sample))
-    inputs = [experiment.region.score.node, *experiment.region.inputs]
-    inside = experiment.region.inside
-    return what_a_stop_changes(program, stops, inputs, inside, convention, observations)
+    shape = canonical_shape(region.score.node, region.score.out_order)
+    many = dict.fromkeys(_symbols(shape[:-2]), MANY_EXAMPLES)
+    long = dict.fromkeys(_symbols(shape[-2:]), MANY_TOKENS)
+    large = math.prod(experiment.dims(lengths)[-2:]) > LARGE
+
+    def trials(
+        grown: dict[Any, int], only: tuple[slice, ...] = (), active: Tensor | None = None
+    ) -> Iterator[Trial]:
+        """only: where the scores are not 0; active: the keys that are not masked."""
+        at = {**lengths, **grown}
+        inputs, keep = _resize(experiment, region, neutral, at), None
+        dims = experiment.dims(at)
+        if mask is not None and active is not None:
+            place = region.inputs.index(mask.node)
+            inputs[place] = _key_pattern(inputs[place], active, mask.true_means_masked)
+        noise = torch.randn(dims, generator=generator, dtype=torch.float64)
+        part = torch.zeros(dims, dtype=torch.float64)
+        part[only] = noise[only]
+        for spread in FEW_STOPPED if large or grown else STOPPED_SPREADS:
+            s = part * spread / abs(convention.score_multiplier)
+            if mask is not None and active is not None:
+                keep = active.expand(len(_four(s)), -1)
+            yield Trial([experiment.raw(s), *inputs], at, _four(s), keep)
+
+    few, keys = slice(0, 8), experiment.dims(lengths)[-1]
+    some: list[Iterator[Trial]] = [trials({}), trials(many, only=(slice(0, 1),))]
+    if long:
+        some.append(trials(long, only=(..., few, few)))  # type: ignore[arg-type]
+    if mask is not None:
+        some.append(trials({}, active=torch.arange(keys) % 3 != 1))
+        some.append(trials(many, active=torch.arange(keys) < 2))
+    inputs, inside = [region.score.node, *region.inputs], region.inside
+    convention = replace(convention, mask="none" if mask is None else convention.mask)
+    return what_a_stop_changes(
+        program, stops, inputs, inside, convention, itertools.chain(*some)
+    )
+
+
+def _symbols(sizes: Sequence[Any]) -> set[Any]:
+    return {x for size in sizes if isinstance(size, torch.SymInt) for x in size.node.expr.free_symbols}
 
 
 def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:
     return score_multiplier([Sample(_four(scores), _four(attention))])
+
+
+def _many_tokens(
+    experiment: _Experiment,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+    convention: Convention,
+) -> str | None:
+    """What is wrong with a convention where there are many tokens, None if nothing: log(1 / N + 1e-6)
+    is log(1 / N) for a few."""
+    shape = canonical_shape(experiment.region.score.node, experiment.region.score.out_order)
+    others = math.prod(experiment.dims(lengths)[:-2])
+    tokens = min(LONGEST_PROBE, int(math.sqrt(PROBE_WORK / (others * convention.half_steps))))
+    sizes = [size for size in shape[-2:] if isinstance(size, torch.SymInt)]
+    for size in sizes:
+        tokens = min(tokens, limits_of(size.node.shape_env.var_to_range, size.node.expr)[1])
+    at = {**lengths, **dict.fromkeys(_symbols(sizes), tokens)}
+    if at == lengths or tokens <= max(experiment.dims(lengths)[-2:]):
+        return None
+    generator = torch.Generator().manual_seed(5)
+    s = torch.randn(experiment.dims(at), generator=generator, dtype=torch.float64)
+    s = s / abs(convention.score_multiplier)
+    a = experiment.run(s, _resize(experiment, experiment.region, neutral, at), at)
+    error = convention_error(convention, [Sample(_four(s), _four(a))])
+    if error <= HELD:
+        return None
+    return f"another loop where there are {tokens} tokens; relative error {error:.2g}"
 
 
 def _separated(
@@ -793,13 +889,7 @@ def _lengths_to_try(
 ) -> list[dict[Any, int]]:
     """The probe lengths, and a second set with every dynamic length moved, where there is one."""
     shape = canonical_shape(region.score.node, region.score.out_order)
-    symbols = {
-        symbol
-        for size in shape[-2:]
-        if isinstance(size, torch.SymInt)
-        for symbol in size.node.expr.free_symbols
-    }
-    moved = {symbol: lengths[symbol] + 5 for symbol in symbols}
+    moved = {symbol: lengths[symbol] + 5 for symbol in _symbols(shape[-2:])}
     return [lengths, {**lengths, **moved}] if moved else [lengths]
 
 
@@ -807,7 +897,6 @@ def _resize(
     experiment: _Experiment,
     region: Region,
     neutral: Sequence[Tensor],
-    roles: Sequence[str],
     lengths: dict[Any, int],
 ) -> list[Tensor]:
     """Constant inputs at another size."""

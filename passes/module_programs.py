@@ -382,10 +382,8 @@ def _is_plain(tree: Tree) -> bool:
 def _axes(node: Node) -> dict[int, Any]:
     """For torch.export: free where the model's program has a free size."""
     return {
-        axis: (size_hint(size.node.shape_env.var_to_range, size) or Dim.AUTO)
-        if isinstance(size, torch.SymInt) else Dim.STATIC
-        for axis, size in enumerate(node.meta["val"].shape)
-    }  # fmt: skip
+        axis: size_hint(size) or Dim.AUTO for axis, size in enumerate(node.meta["val"].shape)
+    }
 
 
 def _within(name: str, outer: str) -> bool:

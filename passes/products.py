@@ -55,6 +55,8 @@ class KeyMask:
     node: Node
     true_means_masked: bool | None  # None: additive
     merged: bool  # leading dimension is batch times heads
+    is_bias: bool = False  # additive, and what it holds besides very low entries is added to the scores
+    zero_if_empty: bool = False  # an example without keys gives 0, not what equal scores give
 
 
 @dataclass(frozen=True)

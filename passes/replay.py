@@ -20,11 +20,12 @@ from torch.fx import GraphModule, Node
 
 from asapc.data import Batch
 from asapc.ir import Convention, Program, SiteTensors
+from asapc.operators.masks import MASKED_BELOW
 from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.calls import SiteFunction, site_function
 from asapc.passes.cut import Cut, Part, evaluate
 from asapc.passes.lift import beside, copied
-from asapc.passes.match import MASKED_BELOW, AnySite, LotSite
+from asapc.passes.match import AnySite, LotSite
 from asapc.runner import Runner, Tap
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry

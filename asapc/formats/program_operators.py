@@ -124,8 +124,8 @@ GROUPS = (
 )
 OWN = (
     "asap", "asap_attention", "child", "dual", "dual_and_row_mass", "esp_hard", "esp_hard_attention",
-    "esp_released_hard_attention", "esp_soft", "esp_soft_attention", "lot", "lot_attention", "sinkhorn",
-    "sinkhorn_attention", "stabilised_sinkhorn", "stabilised_sinkhorn_attention",
+    "esp_released_hard_attention", "esp_soft", "esp_soft_attention", "kept_keys", "lot", "lot_attention",
+    "sinkhorn", "sinkhorn_attention", "stabilised_sinkhorn", "stabilised_sinkhorn_attention",
 )  # fmt: skip
 NOT_ALLOWED = {
     "aten.view.dtype": "reads entries of one type as another",

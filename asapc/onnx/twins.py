@@ -32,6 +32,7 @@ from asapc.operators import asap as asap_meaning
 from asapc.operators import esp as esp_meaning
 from asapc.operators import lot as lot_meaning
 from asapc.operators import ranks as esp_ranks
+from asapc.operators.masks import MASKED_BELOW
 from asapc.operators.matching import rank_partners
 from asapc.operators.ranks import Clouds as Ranks
 from asapc.operators.sinkhorn import (
@@ -781,3 +782,8 @@ def _token_factor(
             counts = mask.sum(-1).clamp(min=1).to(dtype)[:, None, None, None]
             value = value * torch.pow(counts, power)
     return value
+
+
+def kept_keys(mask: Tensor) -> Tensor:
+    """True on the keys that an additive mask keeps; a graph cannot refuse what is neither."""
+    return mask > MASKED_BELOW

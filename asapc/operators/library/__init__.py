@@ -9,4 +9,5 @@ from asapc.operators.library import duals as duals
 from asapc.operators.library import esp as esp
 from asapc.operators.library import loops as loops
 from asapc.operators.library import lot as lot
+from asapc.operators.library import masks as masks
 from asapc.operators.library import stabilised as stabilised

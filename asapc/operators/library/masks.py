@@ -1,0 +1,19 @@
+"""asapc::kept_keys: an additive mask as a boolean one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asapc.operators import masks
+from asapc.operators.library.registration import operator
+
+
+@operator
+def kept_keys(mask: Tensor) -> Tensor:
+    return masks.kept_keys(mask)
+
+
+@kept_keys.register_fake
+def _(mask: Tensor) -> Tensor:
+    return torch.empty_like(mask, dtype=torch.bool)

@@ -1,0 +1,198 @@
+"""Size guards: a program keeps to the sizes that its trace holds for.
+
+torch.export traces a branch on a size one way. Where the branch is an interval of one size, that is its
+range. Anything else (`n % 5 == 0`, `n > batch`, `min(12, n // 2)` half-steps) is a guard in text, and a
+graph that is run without its guards computes something else where they fail. So the ranges are narrowed
+until every guard holds in them; most guards are true of all sizes, and narrow nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import operator
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from asapc.limits import fixed_size
+
+SIZES = range(2, 4097)  # at which a guard on one size is tried
+LARGE = (5000, 8192, 10_000, 65_536, 1_000_000)  # besides: where it still holds, it has no upper end
+TRIED = 2000  # pairs, or more, of sizes at which a guard on several is tried
+LONGEST = 10_000  # characters of a guard that is read
+_OPERATORS: Mapping[type, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.USub: operator.neg,
+    ast.Not: operator.not_, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
+    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs, "int": int}
+
+
+class _Unreadable(Exception):
+    """A guard that is no arithmetic of sizes."""
+
+
+def keep_to_guards(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Narrow the ranges of a program's sizes, in its shape environment, to where its guards hold.
+
+    args, kwargs: the example, for which they do.
+    """
+    known = _sizes(exported, args, kwargs)
+    fixed = {name: size for name, (size, *_) in known.items() if isinstance(size, int)}
+    sizes = {name: own for name, own in known.items() if name not in fixed}
+    if not sizes:
+        return
+    ranges = next(iter(sizes.values()))[0].node.shape_env.var_to_range
+    hints = {size.node.expr: hint for size, hint, _ in sizes.values()}
+    lengths = {size.node.expr for size, _, axis in sizes.values() if axis > 0}
+
+    def narrow(symbol: Any, low: int, high: int) -> None:
+        ranges[symbol] = ranges[symbol] & ValueRanges(low, high)
+
+    for text in getattr(exported, "_guards_code", ()):
+        try:
+            holds = _read(text, fixed)
+            names = {name: sizes[name][0].node.expr for name in holds.names}
+        except (_Unreadable, KeyError):
+            for symbol, hint in hints.items():
+                narrow(symbol, hint, hint)
+            continue
+        symbols = sorted({*names.values()}, key=lambda own: (own not in lengths, str(own)))
+        if not symbols or _always(holds, names, ranges):
+            continue
+        *others, last = symbols  # lengths are fixed first, and the number of examples last
+        for symbol in others:
+            narrow(symbol, hints[symbol], hints[symbol])
+        narrow(last, *_around(holds, names, hints, last))
+
+
+class _Guard:
+    """The truth of a guard for sizes by name, e.g. `L['x'].size()[1]`.  fixed: sizes that are numbers."""
+
+    def __init__(self, tree: ast.expr, names: frozenset[str], fixed: Mapping[str, int]) -> None:
+        self.tree, self.names, self.fixed = tree, names - {*fixed}, fixed
+
+    def __call__(self, sizes: Mapping[str, int]) -> bool:
+        try:
+            return bool(_value(self.tree, {**self.fixed, **sizes}))
+        except ZeroDivisionError:
+            return False
+
+
+def _read(text: str, fixed: Mapping[str, int]) -> _Guard:
+    if len(text) > LONGEST:
+        raise _Unreadable
+    try:
+        tree = ast.parse(text, mode="eval").body
+        names = frozenset(_names(tree))
+        _value(tree, dict.fromkeys(names, 2))
+    except ZeroDivisionError:
+        pass
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise _Unreadable from error
+    return _Guard(tree, names, fixed)
+
+
+def _names(tree: ast.expr) -> Iterable[str]:
+    """The sizes that a guard reads: indexed calls, which nothing else in it is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
+            yield ast.unparse(node)
+
+
+def _value(tree: ast.expr, sizes: Mapping[str, int]) -> Any:
+    def of(node: ast.expr) -> Any:
+        return _value(node, sizes)
+
+    match tree:
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.Subscript():
+            name = ast.unparse(tree)
+            if name in sizes:
+                return sizes[name]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](of(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](of(left), of(right))
+        case ast.BoolOp(op=op, values=values):
+            return (all if isinstance(op, ast.And) else any)(of(value) for value in values)
+        case ast.Compare(left=left, ops=ops, comparators=others) if {*map(type, ops)} <= {*_OPERATORS}:
+            pairs = itertools.pairwise([of(left), *map(of, others)])
+            return all(_OPERATORS[type(op)](*pair) for op, pair in zip(ops, pairs, strict=True))
+        case ast.Call(func=ast.Name(id=name), args=own, keywords=[]) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*map(of, own))
+    raise _Unreadable
+
+
+def _always(guard: _Guard, names: Mapping[str, Any], ranges: Mapping[Any, Any]) -> bool:
+    """Whether a guard is true of all sizes that the ranges allow, as far as many of them tell."""
+    symbols = sorted({*names.values()}, key=str)
+
+    def allowed(symbol: Any) -> Sequence[int]:
+        low, high = ranges[symbol].lower, ranges[symbol].upper
+        return [size for size in (*SIZES, *LARGE) if low <= size <= high]
+
+    choices = [allowed(symbol) for symbol in symbols]
+    tried: Iterable[tuple[int, ...]] = zip(*choices, strict=True)
+    if len(symbols) > 1:
+        draw = random.Random(0)
+        small = [own[:64] for own in choices]
+        tried = (
+            tuple(draw.choice(own) for own in (small if count % 2 else choices))
+            for count in range(TRIED)
+        )
+    at = ({name: dict(zip(symbols, point, strict=True))[own] for name, own in names.items()}
+          for point in tried)  # fmt: skip
+    return all(guard(point) for point in at)
+
+
+def _around(
+    guard: _Guard, names: Mapping[str, Any], hints: Mapping[Any, int], symbol: Any
+) -> tuple[int, Any]:
+    """The sizes next to the example's at which a guard holds, the others as they are there."""
+
+    def holds(size: int) -> bool:
+        return guard({name: size if own is symbol else hints[own] for name, own in names.items()})
+
+    low = high = hints[symbol]
+    while low > SIZES.start and holds(low - 1):
+        low -= 1
+    while high < SIZES.stop and holds(high + 1):
+        high += 1
+    without_end = high >= SIZES.stop and all(map(holds, LARGE))
+    return low, torch.utils._sympy.numbers.int_oo if without_end else high
+
+
+def _sizes(
+    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, tuple[Any, int, int]]:
+    """(size, what it is in the example, axis) by the name that guards have for it."""
+    places = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
+    own = [places.get(name) for name in exported.graph_signature.user_inputs]
+    signature = exported.module_call_graph[0].signature
+    names = None if signature is None else signature.forward_arg_names
+    given, _ = pytree.tree_flatten_with_path((args, kwargs))
+    found: dict[str, tuple[Any, int, int]] = {}
+    if len(given) != len(own):
+        return found
+    for (path, example), value in zip(given, own, strict=True):
+        which, first, *rest = path
+        name = first.key if which.idx == 1 else None  # type: ignore[attr-defined]
+        if name is None and names is not None and first.idx < len(names):  # type: ignore[attr-defined]
+            name = names[first.idx]  # type: ignore[attr-defined]
+        if not isinstance(value, torch.Tensor) or not isinstance(example, torch.Tensor):
+            continue
+        for axis, size in enumerate(value.shape):
+            number = fixed_size(size)
+            if number is not None or size.node.expr.is_Symbol:
+                text = f"L[{name!r}]{pytree.keystr(tuple(rest))}.size()[{axis}]"
+                found[text] = size if number is None else number, int(example.shape[axis]), axis
+    return found
