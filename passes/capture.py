@@ -64,6 +64,7 @@ class _FullBudget(TorchFunctionMode):
     def __init__(self, ends_at: int | None = None) -> None:
         super().__init__()
         self._ends_at = ends_at
+        self.calls = 0
         self.thresholds: list[float | None] = []
         # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
         self._comparisons: list[tuple[torch.Tensor, bool, torch.Tensor, Any]] = []
@@ -84,6 +85,7 @@ class _FullBudget(TorchFunctionMode):
             for known, goes_on, residual, threshold in self._comparisons:
                 if args[0] is known:
                     return self.compared(residual, goes_on, threshold)
+        self.calls += 1
         result = func(*args, **(kwargs or {}))
         scalar = isinstance(result, torch.Tensor) and result.dim() == 0
         if func in _COMPARISONS and scalar and args[0].is_floating_point():
@@ -297,8 +299,8 @@ def _check_stops(
 ) -> None:
     """Raises ValueError where a comparison with a residual does something else than to end its loop.
 
-    The module is run with one comparison after the other answered as at the end of a loop: either fewer
-    comparisons follow, or, at the last of a loop, nothing changes.
+    The module is run with one comparison after the other answered as at the end of a loop: either less is
+    computed, or, at the last of a loop, nothing changes.
     """
 
     def run(ends_at: int | None) -> tuple[list[torch.Tensor], int]:
@@ -306,7 +308,7 @@ def _check_stops(
             torch.manual_seed(0)
             output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
         tensors = [own for own in pytree.tree_leaves(output) if isinstance(own, torch.Tensor)]
-        return tensors, len(budget.thresholds)
+        return tensors, budget.calls
 
     ends = firsts_and_lasts([node for _, node in residuals])
     if not ends:
@@ -314,9 +316,9 @@ def _check_stops(
     full, count = run(None)
     for place in ends:
         number, node = residuals[place]
-        other, compared = run(number)
+        other, computed = run(number)
         same = len(other) == len(full) and all(map(torch.equal, full, other))
-        if compared >= count and not same:
+        if computed >= count and not same:
             raise ValueError(
                 f"branches on {node.name}, a number of the data, and not only to end a loop early"
             )

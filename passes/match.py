@@ -614,29 +614,58 @@ def _run_experiments(
                 node, polarity, merged or _merged(node, region), is_bias, not bool(empty.any())
             )
         if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
-            probe = torch.randn(neutral[index].shape, generator=generator, dtype=torch.float64)
-            inputs = list(neutral)
-            inputs[index] = probe
-            dense = (probe if probe.dim() <= len(dims) else probe.flatten(0, -3)).expand(dims)
-            flat = torch.zeros(dims, dtype=torch.float64)
-            coefficient = identify_multiplier(dense, experiment.run(flat, inputs, lengths))
-            if isinstance(coefficient, NoFit):
-                return f"{node.name} enters the attention, but not as an additive score bias"
             if bias is not None:
                 return f"two biases enter the scores ({bias.node.name} and {node.name})"
-            seen = []
-            for spread, strength in BIASES:
-                s = scores(spread / abs(rough))
-                inputs[index] = probe * strength / abs(coefficient)
-                a = experiment.run(s, inputs, lengths)
-                added = strength / abs(coefficient) * coefficient / fit.convention.score_multiplier
-                if bool(a.isfinite().all()):
-                    seen.append(Sample(_four(s + added * dense), _four(a)))
-            apart = convention_error(replace(fit.convention, mask="none"), seen)
-            if not apart <= HELD:
-                return f"with {node.name} as score bias: another loop; relative error {apart:.2g}"
+            coefficient = _bias_coefficient(experiment, index, neutral, lengths, fit.convention)
+            if isinstance(coefficient, NoFit):
+                return _describe(coefficient, region, False)
             bias = ScoreBias(node, coefficient, merged or _merged(node, region))
     return fit, mask, bias, neutral
+
+
+def _bias_coefficient(
+    experiment: _Experiment,
+    index: int,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+    convention: Convention,
+) -> float | NoFit:
+    """How much of an input is added to the scores, in units of epsilon, at every size of it.
+
+    A bias of keys alone, which the last half-step on columns removes, is added to scores or products.
+    """
+    name = experiment.region.inputs[index].name
+    dims, multiplier = experiment.dims(lengths), convention.score_multiplier
+    generator = torch.Generator().manual_seed(6)
+    probe = torch.randn(neutral[index].shape, generator=generator, dtype=torch.float64)
+    dense = (probe if probe.dim() <= len(dims) else probe.flatten(0, -3)).expand(dims)
+
+    def attention(scores: Tensor, strength: float) -> Tensor:
+        inputs = list(neutral)
+        inputs[index] = probe * strength
+        return experiment.run(scores, inputs, lengths)
+
+    def apart(coefficient: float) -> float:
+        seen = []
+        for spread, strength in BIASES:
+            noise = torch.randn(dims, generator=generator, dtype=torch.float64)
+            s, strength = noise * spread / abs(multiplier), strength / abs(coefficient)
+            a = attention(s, strength)
+            if bool(a.isfinite().all()):
+                added = strength * coefficient / multiplier * dense
+                seen.append(Sample(_four(s + added), _four(a)))
+        return convention_error(replace(convention, mask="none"), seen)
+
+    measured = identify_multiplier(dense, attention(torch.zeros(dims, dtype=torch.float64), 1.0))
+    candidates = [measured] if isinstance(measured, float) else []
+    if probe.shape[-2] == 1:
+        candidates = [1.0, multiplier]
+    if not candidates:
+        return NoFit(f"{name} enters the attention, but not as an additive score bias")
+    error, coefficient = min((apart(own), own) for own in candidates)
+    if error <= HELD:
+        return coefficient
+    return NoFit(f"with {name} as score bias: another loop", error)
 
 
 def _stopping(

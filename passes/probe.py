@@ -310,10 +310,12 @@ def loop_plans(scores: Tensor, keep: Tensor | None, log_mu: Tensor, log_nu: Tens
 
 
 def _up_to_scale(own: Tensor, observed: Tensor) -> float:
-    """Largest error relative to the largest entry, where each matrix counts up to a number."""
-    ratio = observed.sum((-1, -2), keepdim=True) / own.sum((-1, -2), keepdim=True).clamp(min=1e-300)
+    """Largest error relative to the largest entry, where each matrix counts up to a number but 0."""
+    given, mass = (x.sum((-1, -2), keepdim=True) for x in (observed, own))
+    if bool(((given == 0) & (mass > 0)).any()):
+        return math.inf
     scale = observed.abs().amax((-1, -2), keepdim=True).clamp(min=1e-300)
-    error = float(((own * ratio - observed).abs() / scale).max())
+    error = float(((own * (given / mass.clamp(min=1e-300)) - observed).abs() / scale).max())
     return math.inf if error != error else error
 
 

@@ -20,9 +20,11 @@ from asapc.formats.load import Teacher
 from asapc.passes.analyse import analyse
 from asapc.passes.calls import call_of, operator_calls
 from asapc.passes.capture import capture
+from asapc.passes.lift import lift
 from asapc.passes.match import AttentionSite, EspSite, Refusal, match
 from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.verify import largest_difference
+from asapc.runner import Runner
 
 
 def batch(*args: Tensor) -> Batch:
@@ -266,6 +268,162 @@ class Branch(While):
         return super().forward(x / 2 if x.max() > 100 else x)
 
 
-def test_a_branch_on_a_number_of_the_data_is_not_traced_one_way() -> None:
-    with pytest.raises(InputError, match="that is no loop's residual"):
-        capture(Branch(1e-13), (torch.randn(2, 9, 4),), {})
+class Afterwards(While):
+    """Looks once more when the loop is over, and goes on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(-1, -2)
+        attention = plan(scores, 5)
+        residual = (attention.sum(-2) - 1).abs().max()
+        return (plan(attention.log(), 4) if residual.item() < 0.01 else attention) @ x
+
+
+@pytest.mark.parametrize("model", [Branch(1e-13), Afterwards(1e-13)], ids=["before", "afterwards"])
+def test_a_branch_on_a_number_of_the_data_is_not_traced_one_way(model: nn.Module) -> None:
+    with pytest.raises(InputError, match="not only to end a loop early"):
+        capture(model, (torch.randn(2, 9, 4),), {})
+
+
+class Diluted(While):
+    """Ends on a mean: what one example or a few tokens still need hardly moves it."""
+
+    def small(self, residual: Tensor) -> bool:
+        return residual.item() < self.threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(-1, -2)
+        f = torch.zeros_like(scores[..., 0])
+        for _ in range(self.most):
+            g = -torch.logsumexp(scores + f[..., None], -2)
+            before, f = f, -torch.logsumexp(scores + g[..., None, :], -1)
+            if self.small((f - before).square().mean()):
+                break
+        return (scores + f[..., None] + g[..., None, :]).exp() @ x
+
+
+def test_a_stop_on_a_mean_is_tried_where_few_need_more_steps() -> None:
+    found = outcome_of(Diluted(1e-8, "item"))
+    assert isinstance(found, Refusal) and "ends early" in found.reason
+    assert isinstance(outcome_of(Diluted(1e-20, "item")), AttentionSite)
+
+
+class Half(nn.Module):
+    """A layer that is known, and one that ends early where it should not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.stops = zoo.ExpDomain(), While(1e-2, "item")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stops(self.known(x)[..., :4])
+
+
+def test_a_layer_that_stays_as_it_is_still_ends_early() -> None:
+    """The graph of the whole model holds its full budget: it is not the model."""
+    torch.manual_seed(0)
+    model = Half().eval()
+    x = torch.randn(3, 10, 16)
+    found = analyse(Teacher(model, None, "half", "0", False, None), batch(x))
+    assert found.capture.kind == "module" and len(found.sites) == 1
+    with torch.no_grad():
+        assert largest_difference(model(x), Runner(model, found.lifted)(batch(x))) < 1e-5
+
+
+class Soft(zoo._Projected):
+    """A mask that is added, as its caller gives it."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = q @ k.transpose(-1, -2) + mask[:, None, None]
+        for step in range(4):
+            total = scores.logsumexp(-2 if step % 2 else -1, keepdim=True)
+            scores = scores - torch.where(total < -1e8, 0.0, total)
+        return self.merge(scores.exp() @ v)
+
+
+def test_a_soft_mask_after_hard_ones_is_an_error_and_no_other_result() -> None:
+    torch.manual_seed(0)
+    model, x = Soft().eval(), torch.randn(3, 10, 16)
+    hard = torch.where(torch.arange(10) < torch.tensor([[10], [7], [4]]), 0.0, -1e9)
+    program = capture(model, (x, hard), {}).programs[0]
+    (found,) = match(program)
+    assert isinstance(found, AttentionSite) and found.mask is not None
+    lifted = lift(program, [found]).graph
+    with torch.no_grad():
+        torch.testing.assert_close(lifted(x, hard), model(x, hard), rtol=1e-4, atol=1e-5)
+        hard[1, 1] = -2.0
+        with pytest.raises(InputError, match="1 others, such as -2"):
+            lifted(x, hard)
+
+
+def test_a_mask_that_is_soft_in_the_data_is_a_bias() -> None:
+    torch.manual_seed(0)
+    model, x = Soft().eval(), torch.randn(3, 10, 16)
+    soft = torch.where(torch.arange(10) < torch.tensor([[10], [7], [4]]), -0.5, -1e9)
+    program = capture(model, (x, soft), {}).programs[0]
+    (found,) = match(program)
+    assert isinstance(found, AttentionSite) and found.mask is not None and found.bias is not None
+    with torch.no_grad():
+        other = torch.where(soft < -1, soft, torch.randn(3, 10))
+        torch.testing.assert_close(lift(program, [found]).graph(x, other), model(x, other),
+                                   rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+class Nothing(zoo._Projected):
+    """Masked by a product: an example without keys gets 0."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        weights = (q @ k.transpose(-1, -2)).exp() * keep[:, None, None]
+        for step in range(4):
+            weights = weights / weights.sum(-2 if step % 2 else -1, keepdim=True).clamp(min=1e-30)
+        return self.merge(weights @ v)
+
+
+def test_an_example_without_keys_gets_what_the_teacher_gives() -> None:
+    torch.manual_seed(0)
+    model, x = Nothing().eval(), torch.randn(3, 10, 16)
+    keep = torch.arange(10) < torch.tensor([[10], [7], [4]])
+    program = capture(model, (x, keep), {}).programs[0]
+    (found,) = match(program)
+    assert isinstance(found, AttentionSite) and found.mask is not None and found.mask.zero_if_empty
+    with torch.no_grad():
+        keep = keep & torch.tensor([[True], [False], [True]])
+        torch.testing.assert_close(lift(program, [found]).graph(x, keep), model(x, keep),
+                                   rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+class Cutoff(zoo._Projected):
+    """A bias that counts up to a cutoff."""
+
+    def forward(self, x: Tensor, distance: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = q @ k.transpose(-1, -2)
+        return self.merge(plan(torch.maximum(scores - distance[:, None], scores - 6.0), 4) @ v)
+
+
+def test_a_bias_is_added_at_every_size_or_is_none() -> None:
+    torch.manual_seed(0)
+    program = capture(Cutoff().eval(), (torch.randn(3, 10, 16), torch.randn(3, 10, 10)), {}).programs[0]
+    (found,) = match(program)
+    assert isinstance(found, Refusal) and "as score bias: another loop" in found.reason
+
+
+class Growing(zoo._Projected):
+    """log(1 / N + 1e-6) is log(1 / N) for a few tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = q @ k.transpose(-1, -2)
+        shares = torch.full((x.shape[1],), 1.0 / x.shape[1])
+        f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+        for _ in range(2):
+            f = torch.log(shares + 1e-6) - torch.logsumexp(scores + g[..., None, :], -1)
+            g = torch.log(shares + 1e-6) - torch.logsumexp(scores + f[..., None], -2)
+        return self.merge((scores + f[..., None] + g[..., None, :]).exp() @ v * x.shape[1])
+
+
+def test_a_constant_that_grows_with_the_tokens_is_seen() -> None:
+    torch.manual_seed(0)
+    (found,) = match(capture(Growing().eval(), (torch.randn(3, 10, 16),), {}).programs[0])
+    assert isinstance(found, Refusal) and "tokens; relative error" in found.reason

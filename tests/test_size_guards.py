@@ -1,0 +1,113 @@
+"""A program holds for the sizes at which the code takes the branches that were traced, and says which."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from asapc.call import known_of
+from asapc.limits import MOST
+from asapc.passes.capture import capture
+
+EXAMPLE = (3, 9)  # examples and tokens
+BRANCHES: dict[str, Callable[[int, int], int]] = {
+    "n % 5": lambda b, n: 3 if n % 5 == 0 else 7,
+    "n > b": lambda b, n: 3 if n > b else 7,
+    "min(12, n // 2)": lambda b, n: min(12, n // 2),
+    "int(log2 n)": lambda b, n: 3 + int(math.log2(n)),
+    "b * n": lambda b, n: 3 if b * n <= 100 else 7,
+    "n < 64": lambda b, n: 3 if n < 64 else 7,
+    "b % 2": lambda b, n: 3 if b % 2 else 7,
+    "n != 12": lambda b, n: 3 if n != 12 else 7,
+    "none": lambda b, n: 3,
+}
+
+
+class Steps(nn.Module):
+    """As many steps as the sizes say."""
+
+    def __init__(self, branch: str) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(BRANCHES[self.branch](x.shape[0], x.shape[1])):
+            x = x.log_softmax(-1) + x.mean(1, keepdim=True)
+        return x
+
+
+def allowed(program: Any) -> tuple[tuple[int, int], ...]:
+    """The least and the most of examples and of tokens."""
+    (place,) = (node for node in program.graph.graph.nodes if node.op == "placeholder")
+    (own,), limits = known_of([place.meta["val"]])
+    return tuple(
+        limits.get(size, (0, MOST)) if isinstance(size, str) else (size, size) for size in own.sizes[:2]
+    )
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_program_is_the_model_wherever_it_says_so(branch: str) -> None:
+    torch.manual_seed(0)
+    model = Steps(branch)
+    (program,) = capture(model, (torch.randn(*EXAMPLE, 4),), {}).programs
+    limits = allowed(program)
+    ran = 0
+    for b in (2, 3, 4, 7, 12):
+        for n in (2, 5, 8, 9, 10, 12, 25, 70):
+            if all(low <= size <= high for size, (low, high) in zip((b, n), limits, strict=True)):
+                x = torch.randn(b, n, 4)
+                torch.testing.assert_close(program.graph(x), model(x))
+                ran += 1
+    assert ran == 40 if branch == "none" else 0 < ran < 40
+    assert all(low <= size <= high for size, (low, high) in zip(EXAMPLE, limits, strict=True))
+
+
+def test_a_program_from_a_file_keeps_to_its_guards_too() -> None:
+    x = torch.randn(*EXAMPLE, 4)
+    free = ({0: Dim.AUTO, 1: Dim.AUTO, 2: Dim.STATIC},)
+    stored = io.BytesIO()
+    torch.export.save(torch.export.export(Steps("n % 5"), (x,), dynamic_shapes=free), stored)
+    stored.seek(0)
+    (program,) = capture(torch.export.load(stored), (x,), {}).programs
+    assert allowed(program) == ((0, MOST), (6, 9))
+    again = torch.export.export(program.graph, (x,), dynamic_shapes=program.dynamic_shapes, strict=False)
+    again.module()(torch.randn(5, 7, 4))
+    with pytest.raises(Exception, match=r"(?i)guard|range|constraint|expected"):
+        again.module()(torch.randn(5, 10, 4))
+
+
+class Views(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(-1, -2)
+        return scores.flatten(0, 1).unflatten(0, (-1, x.shape[1])).softmax(-1) @ x
+
+
+def test_guards_that_hold_for_all_sizes_take_nothing_away() -> None:
+    (program,) = capture(Views(), (torch.randn(*EXAMPLE, 4),), {}).programs
+    assert allowed(program) == ((0, MOST), (0, MOST))
+
+
+class Nested(nn.Module):
+    def forward(self, x: Tensor, others: list[Tensor], more: dict[str, Tensor]) -> Tensor:
+        steps = 2 if others[0].shape[1] % 4 else 3
+        factor = 2 if more["y"].shape[1] > others[0].shape[1] else 3
+        for _ in range(steps):
+            x = x.softmax(-1)
+        return x * factor + others[0].sum() + more["y"].sum()
+
+
+def test_sizes_of_nested_inputs_are_found_by_name() -> None:
+    args = (torch.randn(2, 5, 4), [torch.randn(2, 7, 4)])
+    kwargs = {"more": {"y": torch.randn(2, 11, 4)}}
+    (program,) = capture(Nested(), args, kwargs).programs
+    values = [node.meta["val"] for node in program.graph.graph.nodes if node.op == "placeholder"]
+    known, limits = known_of(values)
+    assert limits == {known[1].sizes[1]: (5, 7), known[2].sizes[1]: (11, 11)}
+    assert known[0].sizes[1] not in limits
