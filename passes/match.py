@@ -31,6 +31,7 @@ from asapc.passes.match_lot import LotSite, match_lot
 from asapc.passes.probe import (
     HELD,
     Fit,
+    Guesses,
     NoFit,
     Sample,
     attention_of,
@@ -76,6 +77,8 @@ SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
 PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dynamic
 PROBE_BATCH = 2
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
+MAXIMA = {aten.amax.default, aten.max.dim, aten.max.default}
+CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
 FUSED = {aten.scaled_dot_product_attention.default}
 @dataclass(frozen=True)
 class ScoreBias:
@@ -563,13 +566,13 @@ def _run_experiments(
     samples = [own for own in drawn if own is not None]
     if not samples:
         return "the region gives NaN or infinity on random scores"
-    constants = _small_constants(region)
-    fit = identify(samples, constants=constants)
+    guesses = _guesses(region)
+    fit = identify(samples, guesses=guesses)
     if isinstance(fit, Fit) and fit.rival is not None:
         if 1 in dims[-2:]:
             side = "query" if dims[-2] == 1 else "key"
             return f"with one {side} the attention does not depend on the scores"
-        fit = _separated(experiment, neutral, lengths, samples, fit, constants)
+        fit = _separated(experiment, neutral, lengths, samples, fit, guesses)
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
     mildest = samples[: len(sizes)]
@@ -762,7 +765,7 @@ def _separated(
     lengths: dict[Any, int],
     samples: Sequence[Sample],
     fit: Fit,
-    constants: Sequence[float],
+    guesses: Guesses,
 ) -> Fit | NoFit:
     """The fit, held against its rival on scores on which the two differ; a reason where none are found.
 
@@ -786,7 +789,7 @@ def _separated(
         if not bool(a.isfinite().all()):
             continue
         tried.append(Sample(_four(s), _four(a), mild=False))
-        found = identify(tried, constants=constants)
+        found = identify(tried, guesses=guesses)
         if isinstance(found, NoFit):
             return found
         fit = found
@@ -797,18 +800,20 @@ def _separated(
     )
 
 
-def _small_constants(region: Region) -> list[float]:
-    """Numbers in the region that may keep a division from being one by 0, in order."""
-    found: list[float] = []
-
-    def note(value: Any) -> Any:
-        if isinstance(value, float) and 0.0 < value < SMALL_CONSTANT and value not in found:
-            found.append(value)
-        return value
-
+def _guesses(region: Region) -> Guesses:
+    """Numbers in the region that may keep a division from being one by 0, in order, and what else of the
+    ways to do so its operators leave open."""
+    found: dict[float, set[str]] = {}
     for node in region.inside:
-        pytree.tree_map(note, (node.args, node.kwargs))
-    return found
+        for value in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(value, float) and 0.0 < value < SMALL_CONSTANT:
+                found.setdefault(value, set()).add("clamp" if node.target in CLAMPS else "add")
+    targets = {node.target for node in region.inside}
+    starts = [
+        *(["softmax"] if targets & SOFTMAX else []), "plain",
+        *(["row", "matrix", "tensor"] if targets & MAXIMA else []),
+    ]  # fmt: skip
+    return Guesses(tuple(found), sorted(set().union(*found.values())), starts)
 
 
 def _describe(failure: NoFit, region: Region, softmax_only: bool) -> str:

@@ -88,14 +88,34 @@ class Budget:
     rival: tuple[Side, int] | None = None
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """What the code might keep its divisions from 0 with: see Stabiliser. Every combination is tried."""
+
+    constants: Sequence[float] = ()
+    kinds: Sequence[str] = ("add", "clamp")
+    starts: Sequence[str] = ("softmax", "plain", "row", "matrix", "tensor")
+
+    def stabilisers(self) -> Iterator[Stabiliser]:
+        """The most usual first: a matrix that is divided, then scaling vectors."""
+        for constant, kind in itertools.product(self.constants, self.kinds):
+            for start, shares in itertools.product(self.starts, (False, True)):
+                yield Stabiliser.of("plan", kind, constant, start, shares, False)
+            starts = (start for start in self.starts if start != "softmax")
+            for start, *own in itertools.product(starts, (False, True), (False, True)):
+                yield Stabiliser.of("scaling", kind, constant, start, *own)
+
+
+NO_GUESS = Guesses()
+
+
 def identify(
-    samples: Sequence[Sample], tolerance: float = STABILISED, constants: Sequence[float] = ()
+    samples: Sequence[Sample], tolerance: float = STABILISED, guesses: Guesses = NO_GUESS
 ) -> Fit | NoFit:
     """The convention that reproduces every sample to `tolerance` (relative to max A), or why none does.
 
     Samples without a mask decide the multiplier; all must agree. Use several score spreads, the mildest
-    first, up to the sharpest at which attention is finite. constants: what the code might add to its
-    denominators.
+    first, up to the sharpest at which attention is finite.
     """
     plain = [sample for sample in samples if sample.keep is None] or list(samples)
     mild = [sample for sample in samples if sample.mild] or list(samples)
@@ -108,7 +128,7 @@ def identify(
         return NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
     at_mild = _budget(mildest, multiplier, sides)
     # A constant of 1e-6 is seen at mild scores, too.
-    if not at_mild.error <= (max(tolerance, HELD) if constants else tolerance):
+    if not at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance):
         return NoFit(
             f"not a finite Sinkhorn loop of at most {MAX_HALF_STEPS} half-steps (best: "
             f"{at_mild.half_steps} half-steps, {at_mild.first_side}s first)",
@@ -118,8 +138,8 @@ def identify(
     most = MAX_HALF_STEPS if at_mild.rival is not None else at_mild.half_steps + BEYOND
     budget = _budget(samples, multiplier, sides, most)
     stabiliser: Stabiliser | None = None
-    if budget.error > tolerance and constants:
-        found = _stabilised(samples, multiplier, sides, constants, most)
+    if budget.error > tolerance and guesses.constants:
+        found = _stabilised(samples, multiplier, sides, guesses, most)
         if found is not None:
             stabiliser, budget = found
     if not budget.error <= max(tolerance, HELD):
@@ -361,13 +381,13 @@ def _stabilised(
     samples: Sequence[Sample],
     multiplier: float,
     sides: Sequence[Side],
-    constants: Sequence[float],
+    guesses: Guesses,
     most: int,
 ) -> tuple[Stabiliser, Budget] | None:
     """The loop with a constant in its divisions that reproduces every sample, if there is one."""
     groups = groups_of(samples, multiplier)
     best: tuple[Stabiliser, Budget] | None = None
-    for stabiliser in _hypotheses(constants):
+    for stabiliser in guesses.stabilisers():
         plans = [_stabilised_plans(scores, stabiliser) for scores, _, _ in groups]
         budget = search_budget([target for *_, target in groups], plans, sides, most)
         if best is None or budget.error < best[1].error:
@@ -375,19 +395,6 @@ def _stabilised(
         if budget.error <= EXACT:
             break
     return best if best is not None and best[1].error <= STABILISED else None
-
-
-def _hypotheses(constants: Sequence[float]) -> Iterator[Stabiliser]:
-    """The most usual first: a matrix that is divided, then scaling vectors."""
-    for constant in constants:
-        for kind in ("add", "clamp"):
-            for start in ("softmax", "plain", "row", "matrix", "tensor"):
-                for shares in (False, True):
-                    yield Stabiliser.of("plan", kind, constant, start, shares, False)
-            for start in ("plain", "row", "matrix", "tensor"):
-                for shares in (False, True):
-                    for start_share in (False, True):
-                        yield Stabiliser.of("scaling", kind, constant, start, shares, start_share)
 
 
 def _stabilised_plans(scores: Tensor, stabiliser: Stabiliser) -> Plans:

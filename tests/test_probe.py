@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
 from asapc.ir import Convention, OutputFactor, Side, Stabiliser
 from asapc.operators import sinkhorn as meaning
-from asapc.passes.probe import Fit, NoFit, Sample, attention_of, identify
+from asapc.passes.probe import Fit, Guesses, NoFit, Sample, attention_of, identify
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "sinkhorn.json").read_text())
@@ -103,7 +103,7 @@ def test_a_stabilising_constant_is_part_of_the_convention(
     start = "softmax" if form == "plan" else "matrix"
     own = Stabiliser(form, kind, constant, start)
     law = Convention(7, "row", 1.0, OutputFactor(queries=1), stabiliser=own)
-    found = identify(observed(law, SHARP), constants=[1e-5, constant])
+    found = identify(observed(law, SHARP), guesses=Guesses([1e-5, constant]))
     assert isinstance(found, Fit) and found.error < 1e-9
     assert found.convention.half_steps == 7 and found.convention.stabiliser == law.stabiliser
     unknown = identify(observed(law, SHARP))
