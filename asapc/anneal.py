@@ -17,7 +17,7 @@ from torch import nn
 from asapc.audit import hardened, soft_sites
 from asapc.errors import InputError
 from asapc.ir import Program
-from asapc.passes.calls import FORMS, operator_calls
+from asapc.passes.calls import operator_calls
 from asapc.passes.rewrite import Hardened, harden, heat, soft_calls, temperature_of
 from asapc.runner import Runner
 
@@ -44,7 +44,7 @@ class Annealing:
         self.starts = [[temperature_of(o) for o in soft_calls(graph)] for graph in self.graphs]
         if not any(self.starts):
             operators = sorted(
-                {FORMS[o.call.target].operator for g in self.graphs for o in operator_calls(g)}
+                {o.operator.name for g in self.graphs for o in operator_calls(g)}
             )
             raise InputError(
                 "refresh: --anneal needs compiled layers that sort softly",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from asapc.data import Batch
 from asapc.fidelity import OutputFidelity
 from asapc.ir import Program
-from asapc.passes.calls import FORMS, SiteFunction, operator_calls, site_function
+from asapc.passes.calls import SiteFunction, operator_calls, site_function
 from asapc.passes.candidates import Choice
 from asapc.passes.rewrite import Hardened, rewritten_programs
 from asapc.passes.verify import comparable
@@ -33,7 +33,7 @@ from asapc.timing import interleaved_medians
 def soft_sites(programs: Sequence[Program]) -> list[str]:
     """The names of the sites that sort softly."""
     calls = [o for program in programs for o in operator_calls(program.graph)]
-    return [o.site for o in calls if FORMS[o.call.target].operator == "esp_soft"]
+    return [o.site for o in calls if o.operator.name == "esp_soft"]
 
 
 def hardened(programs: Sequence[Program], hard: Hardened, sites: Sequence[str]) -> list[Program]:

@@ -8,7 +8,7 @@ below is the textbook one at epsilon = 1. A dual times the teacher's own epsilon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -250,13 +250,14 @@ class LotConvention:
 AnyConvention = Convention | EspConvention | LotConvention
 
 
+CONVENTIONS: Mapping[str, type[AnyConvention]] = {  # by what to_dict() has for "operator"
+    "sinkhorn": Convention, "esp_soft": EspConvention, "esp_hard": EspConvention, "lot": LotConvention,
+}  # fmt: skip
+
+
 def convention_from_dict(data: Mapping[str, Any]) -> AnyConvention:
     """Inverse of every to_dict. Raises KeyError or TypeError on a malformed mapping."""
-    kinds: dict[str, type[AnyConvention]] = {
-        "sinkhorn": Convention, "esp_soft": EspConvention, "esp_hard": EspConvention,
-        "lot": LotConvention,
-    }  # fmt: skip
-    return kinds[data.get("operator", "sinkhorn")].from_dict(data)
+    return CONVENTIONS[data.get("operator", "sinkhorn")].from_dict(data)
 
 
 @dataclass(frozen=True)
@@ -280,33 +281,16 @@ class SiteTensors:
 
 @dataclass(frozen=True)
 class Distilled:
-    """Another operator fitted to a Sinkhorn site; arguments follow q, k, v, keep and query_keep.
+    """Another operator fitted to a Sinkhorn site: its settings by name, those left out at their default.
 
-    A tensor among the arguments becomes a buffer of the graph.
+    A tensor among them becomes a buffer of the graph.
     share: what it gives is multiplied by the share of active keys among all, the mass of a padded
     loop that ends on its columns; the operator's own plan has mass 1.
     """
 
     operator: Literal["lot", "esp_hard"]
-    arguments: tuple[Any, ...]
+    settings: Mapping[str, Any]
     share: bool = False
-
-    def _names(self) -> dict[str, Any]:
-        """Names and defaults of the arguments in the schema, where q, k and masks precede them."""
-        schema = getattr(torch.ops.asapc, f"{self.operator}_attention").default._schema.arguments
-        masks = [argument.name for argument in schema].index("query_keep")
-        return {argument.name: argument.default_value for argument in schema[masks + 1 :]}
-
-    def named(self, name: str) -> Any:
-        """The argument of this name, or its default where a file is older than the argument."""
-        defaults = self._names()
-        place = list(defaults).index(name)
-        return self.arguments[place] if place < len(self.arguments) else defaults[name]
-
-    def with_named(self, name: str, value: Any) -> Distilled:
-        """With another value of one argument."""
-        place = list(self._names()).index(name)
-        return replace(self, arguments=(*self.arguments[:place], value, *self.arguments[place + 1 :]))
 
 
 @dataclass(frozen=True)

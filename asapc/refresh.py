@@ -30,7 +30,8 @@ from asapc.errors import InputError
 from asapc.faults import check_labels
 from asapc.formats import places
 from asapc.ir import Program
-from asapc.passes.calls import FORMS, operator_calls
+from asapc.operators.catalogue import by_name
+from asapc.passes.calls import CALLS, DUAL_SETTINGS, operator_calls
 from asapc.passes.candidates import TEACHER
 from asapc.passes.rewrite import harden
 from asapc.progress import Progress
@@ -280,13 +281,13 @@ def coefficients(graph: GraphModule) -> list[set[str]]:
     found = []
     for operands in operator_calls(graph):
         names: set[str] = set()
-        amortised = FORMS[operands.call.target].operator == "asap"
-        duals = operands.settings[:2] if amortised else ()
-        for dual in duals:
+        for dual in map(operands.settings.get, DUAL_SETTINGS):
             while isinstance(dual, Node) and dual.target not in DUALS:
                 dual = dual.args[0]  # an intercept that is added, or one of two outputs
-            if isinstance(dual, Node) and isinstance(dual.args[5], Node):
-                names.add(str(dual.args[5].target))
+            if isinstance(dual, Node):
+                fitted = by_name(dual.target, dual.args)["coefficients"]
+                if isinstance(fitted, Node):
+                    names.add(str(fitted.target))
         found.append(names)
     return found
 
@@ -326,7 +327,7 @@ def projection(call: Node, constants: Constants) -> set[str]:
             own = _affine(user, constants)
             names |= own
             sums = user.target is aten.add.Tensor and len(_data(user, constants)) > 1
-            if not own and not sums and user.target not in NORMS | DUALS | FORMS.keys():
+            if not own and not sums and user.target not in NORMS | DUALS | CALLS.keys():
                 stack.append(user)
     return names
 
@@ -339,7 +340,7 @@ def head(output: Node, constants: Constants) -> set[str]:
         node = stack.pop()
         own = _affine(node, constants)
         names |= own
-        if own or node.target in NORMS | FORMS.keys():
+        if own or node.target in NORMS | CALLS.keys():
             continue
         for source in _data(node, constants):
             if source not in seen:

@@ -437,7 +437,7 @@ def _in_units(own: Amortised | Distilled) -> Amortised | Distilled:
     if isinstance(own, Amortised):
         return own
     factor = 1.0 if own.operator == "esp_hard" else [1.0, 1.0, 0.0, 0.0]
-    return own.with_named("output_factor", factor)
+    return replace(own, settings={**own.settings, "output_factor": factor})
 
 
 def _usual_loop(convention: Convention, t: SiteTensors) -> Tensor:

@@ -252,10 +252,15 @@ def lot_maker(name: str, convention: Convention, square: bool) -> Maker:
         powers = [0.0, float(factor.active), float(factor.queries + factor.keys)]
     else:
         raise _no_such_mass(name, convention, "lot")
-    steps = (HALF_STEPS, True, HALF_STEPS, True)
-    settings = (multiplier, multiplier, *steps, [factor.coefficient, *powers])
+    settings = {
+        "key_bias": None, "query_multiplier": multiplier, "key_multiplier": multiplier,
+        "query_half_steps": HALF_STEPS, "queries_first": True, "key_half_steps": HALF_STEPS,
+        "keys_first": True, "output_factor": [factor.coefficient, *powers],
+    }  # fmt: skip
     share = _share(convention)
-    return lambda pivots, mass: Distilled("lot", (None, pivots, mass, *settings), share)
+    return lambda pivots, mass: Distilled(
+        "lot", {"pivots": pivots, "pivot_mass": mass, **settings}, share
+    )
 
 
 def esp_maker(name: str, convention: Convention, square: bool) -> Maker:
@@ -269,9 +274,14 @@ def esp_maker(name: str, convention: Convention, square: bool) -> Maker:
     constant = (of_keys == 0 or square) and factor.queries + of_keys == 1
     if not constant or (factor.active and not unmasked):
         raise _no_such_mass(name, convention, "esp_hard")
-    settings = (False, True, factor.coefficient, COUPLING, TIES)
+    settings = {
+        "squared_cost": False, "mean_cost": True, "output_factor": factor.coefficient,
+        "coupling": COUPLING, "ties": TIES,
+    }  # fmt: skip
     share = _share(convention)
-    return lambda slices, tau: Distilled("esp_hard", (slices, tau, *settings), share)
+    return lambda slices, tau: Distilled(
+        "esp_hard", {"slices": slices, "inverse_temperature": tau, **settings}, share
+    )
 
 
 def _share(convention: Convention) -> bool:
@@ -425,7 +435,7 @@ def _single_plans(t: SiteTensors, slices: Tensor, rows: Tensor, make: Maker) -> 
         share = None if matching.shares is None else matching.shares[index][..., rows, None]
         result = result + (met if share is None else met * share)
     single = make(slices, torch.zeros(len(slices)))
-    result = result * single.named("output_factor")
+    result = result * single.settings["output_factor"]
     return (times_share(result, t.keep) if single.share else result)[0]
 
 

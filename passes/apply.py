@@ -7,23 +7,18 @@ from torch import Tensor
 
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Convention, Distilled, SiteTensors
+from asapc.operators.catalogue import OPERATORS, loop_of
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.calls import times_share
 
 
 def apply_lossless(convention: Convention, t: SiteTensors, v: Tensor | None) -> Tensor:
     """The finite loop on a site's tensors: A v, or the map A where v is None."""
-    settings = (
-        convention.score_multiplier,
-        convention.half_steps,
-        convention.first_side == "row",
-        factor_terms(convention.output_factor),
+    operator, settings = loop_of(convention)
+    values = {} if v is None else {"v": v}
+    result: Tensor = operator.overload(v is None)(
+        q=t.q, k=t.k, **values, keep=t.keep, bias=t.bias, **settings
     )
-    result: Tensor
-    if v is None:
-        result = torch.ops.asapc.sinkhorn_attention(t.q, t.k, t.keep, t.bias, *settings)
-    else:
-        result = torch.ops.asapc.sinkhorn(t.q, t.k, v, t.keep, t.bias, *settings)
     return result
 
 
@@ -49,9 +44,9 @@ def apply_distilled(own: Distilled, t: SiteTensors, v: Tensor | None) -> Tensor:
 
     The same calls that rewrite puts into a graph.
     """
-    operator = getattr(torch.ops.asapc, own.operator if v is not None else f"{own.operator}_attention")
-    values = () if v is None else (v,)
-    result: Tensor = operator(t.q, t.k, *values, t.keep, None, *own.arguments)
+    values = {} if v is None else {"v": v}
+    call = OPERATORS[own.operator].overload(dense=v is None)
+    result: Tensor = call(q=t.q, k=t.k, **values, keep=t.keep, query_keep=None, **own.settings)
     return times_share(result, t.keep) if own.share else result
 
 

@@ -7,102 +7,100 @@ a manifest lists the names of each program's calls.
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 import asapc.operators as _operators  # registers torch.ops.asapc
 from asapc.ir import Program, SiteTensors
-from asapc.operators import asap as asap_meaning
-from asapc.operators import esp as esp_meaning
-from asapc.operators import lot as lot_meaning
-from asapc.operators import sinkhorn as sinkhorn_meaning
-from asapc.operators import stabilised as stabilised_meaning
-from asapc.passes.lift import SITE, copied
+from asapc.operators.catalogue import OPERATORS, Operator, by_name, ordered
 
 assert _operators is not None
 aten = torch.ops.aten
 
+SITE = "site"  # in the meta of an operator call: the name of the site that it computes
 SiteFunction = Callable[[SiteTensors, Tensor | None], Tensor]
 
-
-@dataclass(frozen=True)
-class Form:
-    """How an operator is called: (q, k, [v unless dense], *operands, *settings).
-
-    operands: names of what a site sees besides q and k, as in SiteTensors.
-    """
-
-    operator: str
-    operands: tuple[str, str]
-    apply: Callable[..., Tensor] | None
-    dense: Callable[..., Tensor]
-    plain_dense: Callable[..., Tensor]
-    plain_apply: Callable[..., Tensor] | None
-    is_dense: bool
-
-
-def _forms() -> dict[Any, Form]:
-    ops, bias, masks = torch.ops.asapc, ("keep", "bias"), ("keep", "query_keep")
-    forms = {}
-    for name, operands, meaning in (
-        ("sinkhorn", bias, sinkhorn_meaning), ("asap", bias, asap_meaning),
-        ("stabilised_sinkhorn", bias, stabilised_meaning),
-        ("esp_soft", masks, esp_meaning), ("esp_hard", masks, esp_meaning),
-        ("esp_released_hard", masks, esp_meaning), ("lot", masks, lot_meaning),
-    ):  # fmt: skip
-        has_apply = name != "esp_released_hard"
-        apply = getattr(ops, name).default if has_apply else None
-        dense = getattr(ops, f"{name}_attention").default
-        plain = getattr(meaning, f"{name}_attention"), getattr(meaning, name) if has_apply else None
-        forms[dense] = Form(name, operands, apply, dense, *plain, True)
-        if apply is not None:
-            forms[apply] = Form(name, operands, apply, dense, *plain, False)
-    return forms
-
-
-FORMS = _forms()
+CALLS: Mapping[Any, tuple[Operator, bool]] = {
+    own.overload(dense): (own, dense)
+    for own in OPERATORS.values() for dense in ((True, False) if own.applies else (True,))
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The operator call of one site, with its operands as graph nodes (None if absent)."""
+    """The operator call of one site: its operands as nodes (None if absent), its settings by name."""
 
     site: str
     call: Node
+    operator: Operator
     q: Node
     k: Node
     values: Node | None
     keep: Node | None
     bias: Node | None
     query_keep: Node | None
-    settings: tuple[Any, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def dense(self) -> bool:
+        """Whether it gives the map, not its product with values."""
+        return self.values is None
+
+    def again(self, graph: Graph, operator: Operator, settings: Mapping[str, Any]) -> Node:
+        """Another operator's call on the same operands."""
+        seen = {name: getattr(self, name) for name in operator.operands}
+        return put_call(graph, operator, self.q, self.k, self.values, {**seen, **settings})
+
+
+def put_call(
+    graph: Graph, operator: Operator, q: Node, k: Node, values: Node | None, rest: Mapping[str, Any]
+) -> Node:
+    """A call in a graph: A v, or the map A where there are no values.  rest: other arguments by name."""
+    dense = values is None or not operator.applies
+    own = {"q": q, "k": k, **({} if dense else {"v": values}), **rest}
+    target = operator.overload(dense)
+    call = graph.call_function(target, ordered(target, own))
+    if values is None or not dense:
+        return call
+    return graph.call_function(aten.matmul.default, (call, values))
+
+
+def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
+    """A copy that shares parameters but no nodes, and the map from old nodes to new ones."""
+    fresh = Graph(tracer_cls=graph.graph._tracer_cls)
+    nodes: dict[Node, Node] = {}
+    output = fresh.graph_copy(graph.graph, nodes)
+    fresh.output(output)
+    old_output = graph.graph.output_node()
+    fresh.output_node().meta = copy.copy(old_output.meta)
+    fresh.set_codegen(copy.copy(graph.graph._codegen))
+    return GraphModule(graph, fresh), nodes
 
 
 def operator_calls(graph: GraphModule) -> list[Operands]:
     """The operator calls of a rewritten graph in graph order, one for each site in it."""
-    found = []
-    for node in graph.graph.nodes:
-        form = FORMS.get(node.target) if node.op == "call_function" else None
-        if form is None:
-            continue
-        start = 2 if form.is_dense else 3
-        own = dict(zip(form.operands, node.args[start : start + 2], strict=True))
-        nodes = {name: x if isinstance(x, Node) else None for name, x in own.items()}
-        found.append(
-            Operands(
-                str(node.meta.get(SITE, "")), node, node.args[0], node.args[1],
-                None if form.is_dense else node.args[2],
-                nodes["keep"], nodes.get("bias"), nodes.get("query_keep"),
-                tuple(node.args[start + 2 :]),
-            )
-        )  # fmt: skip
-    return found
+    return [
+        _read(node) for node in graph.graph.nodes if node.op == "call_function" and node.target in CALLS
+    ]
+
+
+def _read(node: Node) -> Operands:
+    operator, dense = CALLS[node.target]
+    settings = by_name(node.target, node.args)
+    q, k, values = (settings.pop(name, None) for name in ("q", "k", "v"))
+    own = {name: settings.pop(name) for name in operator.operands}
+    seen = {name: x if isinstance(x, Node) else None for name, x in own.items()}
+    return Operands(
+        str(node.meta.get(SITE, "")), node, operator, q, k, None if dense else values,
+        seen["keep"], seen.get("bias"), seen.get("query_keep"), settings,
+    )  # fmt: skip
 
 
 def call_of(programs: Sequence[Program], site: str) -> tuple[GraphModule, Operands]:
@@ -132,11 +130,6 @@ def name_calls(graph: GraphModule, sites: Sequence[str]) -> bool:
     return True
 
 
-def argument_place(operator: Any, name: str) -> int:
-    """Where an operator's argument of this name stands."""
-    return [argument.name for argument in operator._schema.arguments].index(name)
-
-
 def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
     """The lifted graph that also calls record(site, *fields of SiteTensors) at each of its sites."""
     graph, _ = copied(lifted.graph)
@@ -157,24 +150,23 @@ def site_function(
     instead of its kernels.
     """
     graph, o = call_of(programs, site)
-    form = FORMS[o.call.target]
-    settings = [attribute(graph, x) if isinstance(x, Node) and form.operator != "asap" else x
-                for x in o.settings]  # fmt: skip
+    settings = dict(o.settings)
     if unit:
-        factor = argument_place(o.call.target, "output_factor") - len(o.call.args)
-        settings[factor] = 1.0 if isinstance(settings[factor], float) else [1.0, 1.0, 0.0, 0.0]
-    if form.operator == "asap":
+        factor = settings["output_factor"]
+        settings["output_factor"] = 1.0 if isinstance(factor, float) else [1.0, 1.0, 0.0, 0.0]
+    if o.operator.name == "asap":
         return _amortised(graph, o, settings)
-    dense, apply = (form.plain_dense, form.plain_apply) if plain else (form.dense, form.apply)
-    shared = _has_share(o)
+    settings = {name: attribute(graph, x) if isinstance(x, Node) else x for name, x in settings.items()}
+    own, shared = o.operator, _has_share(o)
 
     def direct(t: SiteTensors, v: Tensor | None) -> Tensor:
-        own = [getattr(t, name) for name in form.operands]
-        if v is None or apply is None:
-            result = dense(t.q, t.k, *own, *settings)
-            result = result if v is None else result @ v
-        else:
-            result = apply(t.q, t.k, v, *own, *settings)
+        dense = v is None or not own.applies
+        call = own.reference_of(dense) if plain else own.overload(dense)
+        seen = {name: getattr(t, name) for name in own.operands}
+        values = {} if dense else {"v": v}
+        result = call(q=t.q, k=t.k, **values, **seen, **settings)
+        if dense and v is not None:
+            result = result @ v
         return times_share(result, t.keep) if shared else result
 
     return direct
@@ -200,17 +192,19 @@ def _has_share(o: Operands) -> bool:
     return False
 
 
-def _amortised(graph: GraphModule, o: Operands, settings: Sequence[Any]) -> SiteFunction:
-    source, key = (_predicted(graph, node) for node in o.settings[:2])
+DUAL_SETTINGS = ("source_dual", "target_dual")
+
+
+def _amortised(graph: GraphModule, o: Operands, settings: Mapping[str, Any]) -> SiteFunction:
+    source, key = (_predicted(graph, settings[name]) for name in DUAL_SETTINGS)
     rescaled = _is_rescaled(o)
 
     def amortised(t: SiteTensors, v: Tensor | None) -> Tensor:
         f, g = source(t) if source else None, key(t) if key else None
         duals = (None if f is None else f[0], None if g is None else g[0])
-        if v is None:
-            out = torch.ops.asapc.asap_attention(t.q, t.k, t.keep, t.bias, *duals, *settings[2:])
-        else:
-            out = torch.ops.asapc.asap(t.q, t.k, v, t.keep, t.bias, *duals, *settings[2:])
+        own = {**settings, **dict(zip(DUAL_SETTINGS, duals, strict=True)), "keep": t.keep, "bias": t.bias}
+        values = {} if v is None else {"v": v}
+        out = o.operator.overload(v is None)(q=t.q, k=t.k, **values, **own)
         result: Tensor = out
         if rescaled and g is not None and g[1] is not None:
             result = (out * g[1][..., None]).to(out.dtype)
@@ -224,9 +218,9 @@ def predicted_duals(
 ) -> tuple[Callable[[SiteTensors], Tensor] | None, Callable[[SiteTensors], Tensor] | None]:
     """(source, key) duals a site's call starts from, in score coordinates; None where not predicted."""
     graph, o = call_of(programs, site)
-    if FORMS[o.call.target].operator != "asap":
+    if o.operator.name != "asap":
         return None, None
-    source, key = (_predicted(graph, node) for node in o.settings[:2])
+    source, key = (_predicted(graph, o.settings[name]) for name in DUAL_SETTINGS)
     return (
         None if source is None else (lambda t: source(t)[0]),
         None if key is None else (lambda t: key(t)[0]),
@@ -244,23 +238,23 @@ def _predicted(
         node, shift = node.args[0], attribute(graph, node.args[1])
     with_mass = node.target is operator.getitem
     call = node.args[0] if with_mass else node
-    parameters = [attribute(graph, item) for item in call.args[4]]
-    coefficients, settings = attribute(graph, call.args[5]), call.args[6:]
+    fitted = by_name(call.target, call.args)
+    fitted["parameters"] = [attribute(graph, item) for item in fitted["parameters"]]
+    fitted["coefficients"] = attribute(graph, fitted["coefficients"])
 
     def predict(t: SiteTensors) -> tuple[Tensor, Tensor | None]:
-        arguments = (t.q, t.k, t.keep, t.bias, parameters, coefficients, *settings)
+        found = call.target(**fitted | {"q": t.q, "k": t.k, "keep": t.keep, "bias": t.bias})
         if with_mass:
-            dual, mass = torch.ops.asapc.dual_and_row_mass(*arguments)
+            dual, mass = found
             return dual, mass
-        dual = torch.ops.asapc.dual(*arguments)
-        return (dual if shift is None else dual + shift), None
+        return (found if shift is None else found + shift), None
 
     return predict
 
 
 def _is_rescaled(o: Operands) -> bool:
     """Whether the key dual of an ASAP call comes with row masses that multiply its result."""
-    key = o.settings[1]
+    key = o.settings["target_dual"]
     return isinstance(key, Node) and key.target is operator.getitem
 
 

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from asapc.errors import InputError
 from asapc.features.predictor import ClosurePlan, closure_plan
 from asapc.formats.calibration import AnySiteCalibration, Calibration, SiteCalibration
-from asapc.ir import AnyConvention, Convention
+from asapc.ir import CONVENTIONS, AnyConvention, Convention
+from asapc.operators.catalogue import OPERATORS
 from asapc.passes.rewrite import Hardened, Replacement
 from asapc.recipe import Recipe
 
-REPLACEMENTS: dict[str, tuple[str, ...]] = {
-    "sinkhorn": ("asap", "lot", "esp_hard"), "esp_soft": ("esp_hard",), "esp_hard": (), "lot": (),
-}  # fmt: skip
+# By kind of site, what it may become besides itself; a hardened map alone makes no layer faster.
+REPLACEMENTS = {
+    kind: tuple(own.name for own in OPERATORS.values() if kind in own.fitted_to and own.applies)
+    for kind in CONVENTIONS
+}
 # Operators that are fitted to a Sinkhorn site's outputs, and the recipe's key for their size.
-DISTILLED = {"lot": "pivots", "esp_hard": "slices"}
+DISTILLED = {own.name: own.size for own in OPERATORS.values() if own.size and "sinkhorn" in own.fitted_to}
 # A closure costs about a half-step: with so few of them the lossless loop is already as cheap.
 FEW_HALF_STEPS = 5
 TEACHER = "teacher"

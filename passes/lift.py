@@ -9,9 +9,8 @@ If the model also returns the attention map, the map is computed densely by the 
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +19,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from asapc.ir import LotConvention, Program
+from asapc.operators.catalogue import OPERATORS, Operator, loop_of
 from asapc.operators.masks import MASKED_BELOW
-from asapc.operators.sinkhorn import factor_terms
-from asapc.operators.stabilised import settings_of
+from asapc.passes.calls import SITE, copied, put_call
 from asapc.passes.cut import is_tensor
 from asapc.passes.match import AnySite, AttentionSite, EspSite, ScoreBias
 from asapc.passes.match_lot import LotSite, Points
@@ -30,7 +29,6 @@ from asapc.passes.products import KeyMask, Product, same
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
-SITE = "site"  # in the meta of an operator call: the name of the site that it computes
 
 
 def lift(program: Program, sites: Sequence[AnySite], drop_maps: bool = False) -> Program:
@@ -70,18 +68,6 @@ def _called(
     return _lift_loop(graph.graph, site, nodes, drop_maps)
 
 
-def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
-    """A copy that shares parameters but no nodes, and the map from old nodes to new ones."""
-    fresh = Graph(tracer_cls=graph.graph._tracer_cls)
-    nodes: dict[Node, Node] = {}
-    output = fresh.graph_copy(graph.graph, nodes)
-    fresh.output(output)
-    old_output = graph.graph.output_node()
-    fresh.output_node().meta = copy.copy(old_output.meta)
-    fresh.set_codegen(copy.copy(graph.graph._codegen))
-    return GraphModule(graph, fresh), nodes
-
-
 def _lift_loop(
     graph: Graph, site: AttentionSite, nodes: dict[Node, Node], drop_maps: bool
 ) -> list[Swap]:
@@ -101,11 +87,9 @@ def _lift_loop(
         keep = _keep(graph, site.mask, nodes, site.heads, batch) if site.mask and batch else None
         bias = _bias(graph, site.bias, nodes, site) if site.bias else None
         shown = _shown(graph, site.mask, keep) if keep is not None else None
-    loop = (convention.score_multiplier, convention.half_steps, convention.first_side == "row")
-    constant = () if convention.stabiliser is None else settings_of(convention.stabiliser)
-    name = "sinkhorn" if convention.stabiliser is None else "stabilised_sinkhorn"
-    rest = (keep, bias, *loop, *constant, factor_terms(convention.output_factor))
-    return _place(graph, name, (q, k), rest, site, product, attention, value, anchor, dense, shown)
+    operator, settings = loop_of(convention)
+    rest = {"keep": keep, "bias": bias, **settings}
+    return _place(graph, operator, (q, k), rest, site, product, attention, value, anchor, dense, shown)
 
 
 def _shown(graph: Graph, mask: KeyMask | None, keep: Node) -> Node | None:
@@ -133,22 +117,23 @@ def _lift_esp(
         theta = None if site.slices is None else _buffer(graph, index, "slices", site.slices)
         tau = torch.tensor([convention.inverse_temperature], dtype=torch.float64)
         weights = _buffer(graph, index, "inverse_temperature", tau)
-        soft = () if convention.softsort_temperature is None else (convention.softsort_temperature,)
-        settings = (
-            theta, weights, *soft, convention.squared_cost, convention.mean_cost,
-            convention.output_factor, convention.coupling or "interpolated",
-        )  # fmt: skip
-    name = "esp_soft" if soft else "esp_hard"
-    settings = settings if soft else (*settings, convention.order)
-    rest = (keep, query_keep, *settings)
-    return _place(own, name, (q, k), rest, site, product, attention, value, anchor, dense)
+    name, sorts = "esp_hard", dict[str, Any](ties=convention.order)
+    if convention.softsort_temperature is not None:
+        name, sorts = "esp_soft", {"softsort_temperature": convention.softsort_temperature}
+    rest = {
+        "keep": keep, "query_keep": query_keep, "slices": theta, "inverse_temperature": weights,
+        "squared_cost": convention.squared_cost, "mean_cost": convention.mean_cost,
+        "output_factor": convention.output_factor, "coupling": convention.coupling or "interpolated",
+        **sorts,
+    }  # fmt: skip
+    return _place(own, OPERATORS[name], (q, k), rest, site, product, attention, value, anchor, dense)
 
 
 def _place(
     graph: Graph,
-    name: str,
+    operator: Operator,
     clouds: tuple[Node, Node],
-    rest: tuple[Any, ...],
+    rest: Mapping[str, Any],
     site: AttentionSite | EspSite,
     product: Product,
     attention: Node,
@@ -169,15 +154,13 @@ def _place(
     others = [user for user in attention.users if user is not value]
     if dense:
         with graph.inserting_before(anchor):
-            target = getattr(torch.ops.asapc, f"{name}_attention").default
-            call = graph.call_function(target, (*clouds, *rest))
+            call = put_call(graph, operator, *clouds, None, rest)
             call.meta[SITE] = site.name
             result = _original_layout(graph, times(call), attention, product.left_order, site.heads)
         return [(attention, result, lambda user: user is not call)]
     with graph.inserting_before(value):
         v = _values(graph, product, site.value, site.heads)
-        apply = getattr(torch.ops.asapc, name).default
-        call = graph.call_function(apply, (*clouds, v, *rest))
+        call = put_call(graph, operator, *clouds, v, rest)
         call.meta[SITE] = site.name
         result = _original_layout(graph, times(call), value, product.out_order, site.heads)
     swaps: list[Swap] = [(value, result, lambda user: True)]
@@ -202,12 +185,14 @@ def _lift_lot(
         v = _values(own, inner, site.inner, site.heads)
         pivots = _buffer(graph, index, "pivots", site.pivots.float())
         mass = _buffer(graph, index, "pivot_mass", site.mass.float())
-        call = own.call_function(
-            torch.ops.asapc.lot.default,
-            (q, k, v, keep, query_keep, None, pivots, mass, c.queries.score_multiplier,
-             c.keys.score_multiplier, c.queries.half_steps, c.queries.tokens_first,
-             c.keys.half_steps, c.keys.tokens_first, _lot_factor(c)),
-        )  # fmt: skip
+        rest = {
+            "keep": keep, "query_keep": query_keep, "key_bias": None, "pivots": pivots,
+            "pivot_mass": mass, "query_multiplier": c.queries.score_multiplier,
+            "key_multiplier": c.keys.score_multiplier, "query_half_steps": c.queries.half_steps,
+            "queries_first": c.queries.tokens_first, "key_half_steps": c.keys.half_steps,
+            "keys_first": c.keys.tokens_first, "output_factor": _lot_factor(c),
+        }  # fmt: skip
+        call = put_call(own, OPERATORS["lot"], q, k, v, rest)
         call.meta[SITE] = site.name
         result = _original_layout(own, call, outer, product.out_order, site.heads)
     return [(outer, result, lambda user: True)]

@@ -209,12 +209,12 @@ def match(program: Program) -> list[AnySite | Refusal]:
         count = unique[result.name] = unique.get(result.name, 0) + 1
         name = result.name if count == 1 else f"{result.name}#{count}"
         named.append(replace(result, name=name))
-    reason = not_the_model(program, named)
-    if reason is None:
+    elsewhere = not_the_model(program, named)
+    if elsewhere is None:
         return named
     # What the graph computes there is not what the code does, and all that follows sees it.
-    reason = f"the captured graph is not the model: {reason}"
-    return [own if isinstance(own, Refusal) else Refusal(own.name, reason, own.part().output.name)
+    why = f"the captured graph is not the model: {elsewhere}"
+    return [own if isinstance(own, Refusal) else Refusal(own.name, why, own.part().output.name)
             for own in named]  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def _tensors_of(own: Operands) -> list[Node]:
     """The get_attr nodes behind a call's settings, in an order that does not depend on the graph."""
     stop = {own.q, own.k, own.values, own.keep, own.bias, own.query_keep}
     found: list[Node] = []
-    stack: list[Any] = list(reversed(own.settings))
+    stack: list[Any] = list(reversed([*own.settings.values()]))
     while stack:
         item = stack.pop()
         if isinstance(item, list | tuple):

@@ -22,9 +22,9 @@ from asapc.data import Batch
 from asapc.ir import Convention, Program, SiteTensors
 from asapc.operators.masks import MASKED_BELOW
 from asapc.operators.sinkhorn import score_matrix
-from asapc.passes.calls import SiteFunction, site_function
+from asapc.passes.calls import SiteFunction, copied, site_function
 from asapc.passes.cut import Cut, Part, evaluate
-from asapc.passes.lift import beside, copied
+from asapc.passes.lift import beside
 from asapc.passes.match import AnySite, LotSite
 from asapc.runner import Runner, Tap
 

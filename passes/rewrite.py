@@ -20,8 +20,8 @@ from torch.fx import GraphModule, Node
 
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Distilled, Program
-from asapc.passes.calls import FORMS, Operands, argument_place, operator_calls, sites_of
-from asapc.passes.lift import SITE, copied
+from asapc.operators.catalogue import OPERATORS, by_name, ordered
+from asapc.passes.calls import CALLS, SITE, Operands, copied, operator_calls, sites_of
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def rewrite(lifted: Program, choices: Mapping[str, Replacement]) -> Program:
             operands.call.replace_all_uses_with(replacement)
             graph.graph.erase_node(operands.call)
             for node in graph.graph.nodes:
-                if node.target in FORMS:
+                if node.target in CALLS:
                     node.meta.setdefault(SITE, operands.site)  # the others have theirs
     graph.recompile()
     check_graph(graph, "rewrite", list(choices))
@@ -70,14 +70,16 @@ def shortened_programs(lifted: Sequence[Program], half_steps: int) -> list[Progr
     for program in lifted:
         graph, _ = copied(program.graph)
         for operands in operator_calls(graph):
-            if FORMS[operands.call.target].operator != "sinkhorn":
-                continue
-            arguments = list(operands.call.args)
-            arguments[-3] = half_steps
-            operands.call.args = tuple(arguments)
+            if operands.operator.name == "sinkhorn":
+                set_argument(operands.call, "half_steps", half_steps)
         graph.recompile()
         shortened.append(replace(program, graph=graph))
     return shortened
+
+
+def set_argument(call: Node, name: str, value: Any) -> None:
+    """Give an operator call another value of one argument, in place."""
+    call.args = ordered(call.target, by_name(call.target, call.args) | {name: value})
 
 
 def _replacement(graph: GraphModule, index: int, o: Operands, choice: Replacement) -> Node:
@@ -89,36 +91,24 @@ def _replacement(graph: GraphModule, index: int, o: Operands, choice: Replacemen
 
 
 def _hardened_call(graph: GraphModule, o: Operands, choice: Hardened) -> Node:
-    """esp_soft(q, k, [v], keep, query_keep, slices, tau, t, ...) with its sorts hard."""
-    call = graph.graph.call_function
+    """A soft call with its sorts hard."""
     if choice.kind == "exact":
-        return call(*_exact(o))
-    arguments = (o.q, o.k, o.keep, o.query_keep, *o.settings)
-    dense = call(torch.ops.asapc.esp_released_hard_attention.default, arguments)
-    return dense if o.values is None else call(aten.matmul.default, (dense, o.values))
+        return o.again(graph.graph, OPERATORS["esp_hard"], _without_temperature(o))
+    return o.again(graph.graph, OPERATORS["esp_released_hard"], o.settings)
 
 
-def _exact(o: Operands) -> tuple[Any, tuple[Any, ...]]:
-    """The exact operator and its arguments: those of the soft one without a temperature."""
-    ops = torch.ops.asapc
-    target = ops.esp_hard_attention.default if o.values is None else ops.esp_hard.default
-    arguments = list(o.call.args)
-    del arguments[_temperature_place(o)]
-    return target, tuple(arguments)
-
-
-def _temperature_place(o: Operands) -> int:
-    return argument_place(o.call.target, "softsort_temperature")
+def _without_temperature(o: Operands) -> dict[str, Any]:
+    return {name: x for name, x in o.settings.items() if name != "softsort_temperature"}
 
 
 def soft_calls(graph: GraphModule) -> list[Operands]:
     """The calls that sort softly, in graph order."""
-    return [o for o in operator_calls(graph) if FORMS[o.call.target].operator == "esp_soft"]
+    return [o for o in operator_calls(graph) if o.operator.name == "esp_soft"]
 
 
 def temperature_of(o: Operands) -> float:
     """t of a soft call."""
-    value = o.call.args[_temperature_place(o)]
+    value = o.settings["softsort_temperature"]
     assert isinstance(value, float)
     return value
 
@@ -126,28 +116,26 @@ def temperature_of(o: Operands) -> float:
 def heat(graph: GraphModule, temperatures: Sequence[float]) -> None:
     """Set the temperature of every soft call, in place."""
     for o, t in zip(soft_calls(graph), temperatures, strict=True):
-        arguments = list(o.call.args)
-        arguments[_temperature_place(o)] = float(t)
-        o.call.args = tuple(arguments)
+        set_argument(o.call, "softsort_temperature", float(t))
     graph.recompile()
 
 
 def harden(graph: GraphModule) -> None:
     """Every soft sort becomes exact, in place: nodes keep their names, as a signature may need them."""
     for o in soft_calls(graph):
-        o.call.target, o.call.args = _exact(o)
+        exact = o.again(graph.graph, OPERATORS["esp_hard"], _without_temperature(o))
+        o.call.target, o.call.args = exact.target, exact.args
+        graph.graph.erase_node(exact)
     graph.recompile()
 
 
 def _distilled_call(graph: GraphModule, index: int, o: Operands, choice: Distilled) -> Node:
-    arguments = [
-        _constant(graph, index, f"{choice.operator}_{number}", x) if isinstance(x, Tensor) else x
-        for number, x in enumerate(choice.arguments)
-    ]
-    name = choice.operator if o.values is not None else f"{choice.operator}_attention"
-    values = () if o.values is None else (o.values,)
-    target, call = getattr(torch.ops.asapc, name).default, graph.graph.call_function
-    result = call(target, (o.q, o.k, *values, o.keep, None, *arguments))
+    settings = {
+        name: _constant(graph, index, f"{choice.operator}_{name}", x) if isinstance(x, Tensor) else x
+        for name, x in choice.settings.items()
+    }
+    call = graph.graph.call_function
+    result = o.again(graph.graph, OPERATORS[choice.operator], settings)
     if not choice.share:
         return result
     active = call(aten.to.dtype, (o.keep, torch.float32))  # a mean with a dtype is lost in ONNX
@@ -158,8 +146,7 @@ def _distilled_call(graph: GraphModule, index: int, o: Operands, choice: Distill
 
 
 def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised) -> Node:
-    dense = o.values is None
-    multiplier, factor = float(o.settings[0]), o.settings[-1]
+    multiplier = float(o.settings["score_multiplier"])
     duals: dict[str, Node | None] = {"source": None, "key": None}
     mass: Node | None = None
     for predictor in own.predictors:
@@ -171,13 +158,10 @@ def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised)
     if own.intercept is not None:
         shift = _constant(graph, index, "intercept", own.intercept[:, None])
         duals["source"] = graph.graph.call_function(aten.add.Tensor, (duals["source"], shift))
-    values = () if dense else (o.values,)
-    target = torch.ops.asapc.asap_attention if dense else torch.ops.asapc.asap
-    result = graph.graph.call_function(
-        target.default,
-        (o.q, o.k, *values, o.keep, o.bias, duals["source"], duals["key"], multiplier,
-         own.plan.closures, factor),
-    )  # fmt: skip
+    result = o.again(graph.graph, OPERATORS["asap"], {
+        "source_dual": duals["source"], "target_dual": duals["key"], "score_multiplier": multiplier,
+        "closures": own.plan.closures, "output_factor": o.settings["output_factor"],
+    })  # fmt: skip
     if mass is None:
         return result
     column = graph.graph.call_function(aten.unsqueeze.default, (mass, -1))

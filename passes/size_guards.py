@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from asapc.limits import fixed_size
@@ -168,7 +169,7 @@ def _around(
     while high < SIZES.stop and holds(high + 1):
         high += 1
     without_end = high >= SIZES.stop and all(map(holds, LARGE))
-    return low, torch.utils._sympy.numbers.int_oo if without_end else high
+    return low, int_oo if without_end else high
 
 
 def _sizes(
@@ -192,7 +193,7 @@ def _sizes(
             continue
         for axis, size in enumerate(value.shape):
             number = fixed_size(size)
-            if number is not None or size.node.expr.is_Symbol:
+            if number is not None or size.node.expr.is_Symbol:  # type: ignore[attr-defined]
                 text = f"L[{name!r}]{pytree.keystr(tuple(rest))}.size()[{axis}]"
                 found[text] = size if number is None else number, int(example.shape[axis]), axis
     return found

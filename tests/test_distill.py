@@ -227,7 +227,7 @@ def test_padding_does_not_enter(operator: str) -> None:
             own.update(t)
         fits.append(own.calibration())
     assert fits[0].errors == fits[1].errors and fits[0].examples == fits[1].examples
-    assert all(map(_equal, fits[0].distilled.arguments, fits[1].distilled.arguments))
+    assert all(map(_equal, *(fit.distilled.settings.values() for fit in fits)))
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -238,7 +238,7 @@ def _equal(a: Any, b: Any) -> bool:
 def test_a_seed_gives_equal_bytes(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distill, "STEPS", 30)
     fits = [distilled(operator=operator, pivots=3, slices=3, seed=seed) for seed in (0, 0, 1)]
-    first, again, other = (fit.distilled.arguments for fit in fits)
+    first, again, other = ([*fit.distilled.settings.values()] for fit in fits)
     assert all(map(_equal, first, again)) and not all(map(_equal, first, other))
 
 
@@ -339,7 +339,7 @@ def test_half_precision_is_fitted_in_single(monkeypatch: pytest.MonkeyPatch) -> 
     t = site()
     assert t.v is not None
     own.update(SiteTensors(t.q.half(), t.k.half(), t.keep, v=t.v.half()))
-    assert own.calibration().distilled.arguments[1].dtype == torch.float32
+    assert own.calibration().distilled.settings["pivots"].dtype == torch.float32
 
 
 # The folder and the recipe
@@ -353,17 +353,18 @@ def test_a_calibration_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, (own,) in sites.items():
         (site_read,) = read.sites[name]
         assert isinstance(site_read, SiteDistillation)
-        assert all(map(_equal, site_read.distilled.arguments, own.distilled.arguments))
-        rest = {"distilled": dataclasses.replace(own.distilled, arguments=())}
-        mine = {"distilled": dataclasses.replace(site_read.distilled, arguments=())}
+        stored, given = site_read.distilled.settings, own.distilled.settings
+        assert stored.keys() == given.keys() and all(_equal(stored[key], given[key]) for key in given)
+        rest = {"distilled": dataclasses.replace(own.distilled, settings={})}
+        mine = {"distilled": dataclasses.replace(site_read.distilled, settings={})}
         assert dataclasses.replace(site_read, **mine) == dataclasses.replace(own, **rest)
     assert fit_facts(read.sites["lot"][0])["pivots"] == 2
     facts = fit_facts(read.sites["esp_hard"][0])
     assert (facts["slices"], facts["coupling"], facts["ties"]) == (3, "monotone", "shared")
     tensors = load_file(tmp_path / "c" / "calibration.safetensors")
     for broken in (torch.full((2, 2, 4), torch.nan), torch.ones(2, 2)):
-        save_file({**tensors, "lot.0.lot.1": broken}, tmp_path / "c" / "calibration.safetensors")
-        with pytest.raises(InputError, match=r"damaged calibration folder[\s\S]*lot\.0\.lot\.1"):
+        save_file({**tensors, "lot.0.lot.pivots": broken}, tmp_path / "c" / "calibration.safetensors")
+        with pytest.raises(InputError, match=r"damaged calibration folder[\s\S]*lot\.0\.lot\.pivots"):
             load_calibration(tmp_path / "c")
 
 
@@ -530,7 +531,9 @@ def test_sequential_fits_behind_what_is_distilled(work: Path) -> None:
     equal = []
     for (parallel,), (sequential,) in zip(*both, strict=True):
         assert isinstance(parallel, SiteDistillation) and isinstance(sequential, SiteDistillation)
-        equal.append(all(map(_equal, parallel.distilled.arguments, sequential.distilled.arguments)))
+        equal.append(all(map(
+            _equal, parallel.distilled.settings.values(), sequential.distilled.settings.values()
+        )))
     assert equal == [True, False]
 
 

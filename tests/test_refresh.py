@@ -26,7 +26,7 @@ from asapc.artifact import read_artifact
 from asapc.cli import main
 from asapc.data import open_data, split_of
 from asapc.errors import EXIT_BAD_INPUT, InputError
-from asapc.passes.calls import FORMS, operator_calls
+from asapc.passes.calls import operator_calls
 from asapc.passes.capture import export_graph
 from asapc.runner import Runner
 from asapc.session import EXIT_INTERRUPTED
@@ -479,7 +479,7 @@ def test_annealing_writes_exact_sorts_that_beat_a_sudden_switch(
     # The epoch that is kept, measured by hand with exact sorts.
     artifact = read_artifact(out)
     operators = {
-        stage: [FORMS[o.call.target].operator for p in programs for o in operator_calls(p.graph)]
+        stage: [o.operator.name for p in programs for o in operator_calls(p.graph)]
         for stage, programs in artifact.programs.items()
     }
     assert operators == {"graph": ["esp_hard"] * 2, "lossless": ["esp_soft"] * 2, "teacher": []}

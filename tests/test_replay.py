@@ -61,9 +61,9 @@ def test_sites_are_paired_with_their_own_calls() -> None:
     (lifted,) = analysis.lifted
     for site in analysis.sites:
         _, call = call_of([lifted], site.name)
-        assert call.settings[1] == site.loop.half_steps  # its own loop, whichever comes first
+        assert call.settings["half_steps"] == site.loop.half_steps  # its own loop, whichever comes first
     assert {site.loop.half_steps for site in analysis.sites} == {3, 6}
-    order = [o.settings[1] for o in operator_calls(lifted.graph)]
+    order = [o.settings["half_steps"] for o in operator_calls(lifted.graph)]
     assert order == [6, 3] and [site.loop.half_steps for site in analysis.sites] == [3, 6]
     with torch.no_grad():
         assert largest_difference(model(x, pivots), lifted.graph(x, pivots)) < 2e-6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,6 @@ from torch import Tensor
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
 from asapc.ir import Stabiliser
 from asapc.operators.sinkhorn import sinkhorn_attention
-from asapc.operators.stabilised import settings_of
 
 FACTOR = [1.0, 1.0, 0.0, 0.0]
 
@@ -56,7 +57,7 @@ def test_the_operator_is_the_loop_that_somebody_wrote(
     if masked:
         scores = scores.masked_fill(~keep[:, None, None, :], -torch.inf)
     expected = by_hand(scores, form, kind, 1e-8, half_steps)
-    settings = (0.5, half_steps, True, *settings_of(own), FACTOR)
+    settings = (0.5, half_steps, True, *astuple(own), FACTOR)
     kept = keep if masked else None
     dense = torch.ops.asapc.stabilised_sinkhorn_attention(q, k, kept, None, *settings)
     assert float((dense - expected).abs().max() / expected.abs().max()) < 1e-12
@@ -68,7 +69,7 @@ def test_a_constant_too_small_to_be_seen_is_the_plain_loop() -> None:
     q, k, _, keep = tensors(0.5, m=9)
     own = Stabiliser("scaling", "add", 1e-300, shares=True)
     args = (q, k, keep, None, 0.5, 9, False)
-    dense = torch.ops.asapc.stabilised_sinkhorn_attention(*args, *settings_of(own), FACTOR)
+    dense = torch.ops.asapc.stabilised_sinkhorn_attention(*args, *astuple(own), FACTOR)
     assert float((dense - sinkhorn_attention(*args, FACTOR)).abs().max()) < 1e-13
 
 
@@ -76,7 +77,7 @@ def test_a_constant_too_small_to_be_seen_is_the_plain_loop() -> None:
 def test_gradients(form: str) -> None:
     q, k, v, _ = tensors(1.0)
     own = Stabiliser.of(form, "add", 1e-3, "softmax" if form == "plan" else "row", False, False)
-    settings = (0.5, 4, True, *settings_of(own), FACTOR)
+    settings = (0.5, 4, True, *astuple(own), FACTOR)
 
     def run(*operands: Tensor) -> Tensor:
         return torch.ops.asapc.stabilised_sinkhorn(*operands, None, None, *settings)
@@ -88,7 +89,7 @@ def test_gradients(form: str) -> None:
 @pytest.mark.parametrize("name", ["stabilised_sinkhorn", "stabilised_sinkhorn_attention"])
 def test_registration(name: str) -> None:
     q, k, v, keep = (x.float() if x.is_floating_point() else x for x in tensors(1.0))
-    own = settings_of(Stabiliser("plan", "clamp", 1e-6, "softmax"))
+    own = astuple(Stabiliser("plan", "clamp", 1e-6, "softmax"))
     values = () if name.endswith("attention") else (v.requires_grad_(True),)
     operator = getattr(torch.ops.asapc, name).default
     torch.library.opcheck(

@@ -31,10 +31,13 @@ from asapc.formats.json_text import read_json
 from asapc.formats.load import read_safetensors
 from asapc.ir import Convention, Distilled
 from asapc.monitor import ScoreRange
+from asapc.operators.catalogue import OPERATORS, ordered
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 # Which arguments of a distilled operator are tensors, and of how many axes.
-_DISTILLED_AXES = {"lot": {1: 3, 2: 2}, "esp_hard": {0: 3, 1: 1}}
+_DISTILLED_AXES = {  # of the tensors among the settings
+    "lot": {"pivots": 3, "pivot_mass": 2}, "esp_hard": {"slices": 3, "inverse_temperature": 1},
+}  # fmt: skip
 _JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
 _HASHES = "seen_hashes"
 
@@ -107,8 +110,8 @@ class SiteDistillation:
     @property
     def count(self) -> int:
         """Pivots or slices of a head."""
-        first = min(_DISTILLED_AXES[self.distilled.operator])
-        return int(self.distilled.arguments[first].shape[1])
+        size = OPERATORS[self.distilled.operator].size
+        return int(self.distilled.settings[size].shape[1])
 
     @property
     def replacement(self) -> Distilled:
@@ -239,8 +242,8 @@ def _fits(
 def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
     """The tensors of a fit under names that start with `name`."""
     if isinstance(site, SiteDistillation):
-        stem, arguments = f"{name}.{site.distilled.operator}", enumerate(site.distilled.arguments)
-        return {f"{stem}.{i}": x.contiguous() for i, x in arguments if isinstance(x, Tensor)}
+        stem, own = f"{name}.{site.distilled.operator}", site.distilled.settings.items()
+        return {f"{stem}.{key}": x.contiguous() for key, x in own if isinstance(x, Tensor)}
     tensors = {}
     for predictor in site.amortised.predictors:
         stem = f"{name}.{predictor.side}"
@@ -260,7 +263,9 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
         return {
             "convention": site.convention.to_dict(),
             "operator": own.operator,
-            "arguments": ["tensor" if isinstance(x, Tensor) else x for x in own.arguments],
+            "arguments": {
+                key: "tensor" if isinstance(x, Tensor) else x for key, x in own.settings.items()
+            },
             "share": own.share,
             "errors": list(site.errors),
             "steps": list(site.steps),
@@ -336,12 +341,14 @@ def _distilled(
     name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Distilled:
     operator = _one_of(data["operator"], *_DISTILLED_AXES)
-    stem, arguments = f"{name}.{operator}", list(data["arguments"])
-    for index, axes in _DISTILLED_AXES[operator].items():
-        tensor = arguments[index] = tensors[f"{stem}.{index}"]
+    stem, arguments = f"{name}.{operator}", dict(data["arguments"])
+    for key, axes in _DISTILLED_AXES[operator].items():
+        tensor = arguments[key] = tensors[f"{stem}.{key}"]
         if tensor.dim() != axes or not bool(tensor.isfinite().all()):
-            raise ValueError(f"{stem}.{index}: expected {axes} axes of finite numbers")
-    return Distilled(operator, tuple(arguments), bool(data["share"]))  # type: ignore[arg-type]
+            raise ValueError(f"{stem}.{key}: expected {axes} axes of finite numbers")
+    kind = OPERATORS[operator]
+    ordered(kind.overload(dense=True), dict.fromkeys(("q", "k", *kind.operands)) | arguments)
+    return Distilled(operator, arguments, bool(data["share"]))  # type: ignore[arg-type]
 
 
 def _predictor(
@@ -418,11 +425,11 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     if fitted is None:
         return nothing
     if isinstance(fitted, SiteDistillation):
-        sorts = {name: fitted.distilled.named(name) for name in ("coupling", "ties")
-                 if fitted.distilled.operator == "esp_hard"}  # fmt: skip
+        own = fitted.distilled
+        sorts = {name: own.settings[name] for name in ("coupling", "ties") if name in own.settings}
         return nothing | sorts | {
             "fit": "distilled",
-            "pivots" if fitted.distilled.operator == "lot" else "slices": fitted.count,
+            OPERATORS[own.operator].size: fitted.count,
             "fit_rel_l2": max(fitted.errors),
             "examples": fitted.examples,
         }

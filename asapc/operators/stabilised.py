@@ -76,12 +76,6 @@ def _offset(scores: Tensor, stabiliser: Stabiliser) -> Tensor:
     return top.masked_fill(top.isneginf(), 0.0)
 
 
-def settings_of(stabiliser: Stabiliser) -> tuple[str, str, float, str, bool, bool]:
-    """A Stabiliser as what the registered operators take, in the order of their arguments."""
-    s = stabiliser
-    return s.form, s.kind, s.constant, s.start, s.shares, s.start_share
-
-
 def stabilised_sinkhorn_attention(
     q: Tensor,
     k: Tensor,
