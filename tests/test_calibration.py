@@ -612,7 +612,7 @@ DAMAGE = {
     "short text": (overwritten("calibration.json", lambda b: b[:40]), "damaged"),
     "no text": (overwritten("calibration.json", lambda b: b"\xff\xfe\x00"), "damaged"),
     "a list": (overwritten("calibration.json", lambda b: b"[]"), "format_version must be 4"),
-    "old version": (edited("format_version", value=1), "format_version must be 4.*got 1"),
+    "old version": (edited("format_version", value=1), "format_version must be 5.*got 1"),
     "no teacher": (edited("teacher"), "damaged"),
     "no order": (edited("order"), "damaged"),
     "bad order": (edited("order", value="random"), "expected parallel or sequential"),
