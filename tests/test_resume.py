@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,7 +19,7 @@ from asapc.calibration.collect import SiteStatistics
 from asapc.errors import InputError
 from asapc.formats.load import load_teacher
 from asapc.formats.shards import Shards
-from asapc.progress import make_progress
+from asapc.progress import Progress, make_progress
 from asapc.recipe import Recipe
 
 QUIET = make_progress(quiet=True)
@@ -197,3 +198,81 @@ def test_statistics_come_back_as_they_were(tmp_path: Path) -> None:
             assert whole.amortised.intercept is not None and resumed.amortised.intercept is not None
             assert torch.equal(whole.amortised.intercept, resumed.amortised.intercept)
         assert (whole.examples, whole.tokens) == (resumed.examples, resumed.tokens)
+
+
+# --- data that was mended -------------------------------------------------------------------------
+
+FAULTY = 150  # one of the calibration split, behind the sample and five batches of twelve
+LONG = {"features": ["coarse:2", "norm"], "closures": 1, "batch_size": 12, "max_examples": 110}
+
+
+def tokens() -> Any:
+    return np.random.default_rng(0).integers(1, 40, (400, 12))
+
+
+def write(path: Path, ids: Any) -> Path:
+    np.savez(path, inputs=ids)
+    return path
+
+
+class Said(Progress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def calibrate_file(work: Path, data: Path, out: Path, **options: Any) -> list[str]:
+    """What it said."""
+    said = Said()
+    teacher = load_teacher(str(work / "teacher"))
+    recipe = Recipe.from_dict(options.pop("recipe", LONG))
+    pipeline.calibrate(teacher, str(data), out, recipe, said, **options)
+    return said.notes
+
+
+def ended_by_a_fault(work: Path, data: Path, out: Path, **options: Any) -> None:
+    ids = tokens()
+    ids[FAULTY, 3] = 99
+    with pytest.raises(InputError, match=rf"example {FAULTY} .*inputs\[3\] = 99"):
+        calibrate_file(work, write(data, ids), out, **options)
+
+
+def replaced(ids: Any) -> Any:
+    ids[FAULTY, 3] = 7
+    return ids
+
+
+def removed(ids: Any) -> Any:
+    return np.delete(ids, FAULTY, axis=0)
+
+
+def earlier_too(ids: Any) -> Any:
+    ids[60, 0] = ids[60, 0] % 39 + 1
+    return replaced(ids)
+
+
+@pytest.mark.parametrize(("mended", "again"), [(replaced, False), (removed, False), (earlier_too, True)])
+def test_mended_data_is_gone_on_with(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended: Any, again: bool
+) -> None:
+    """From the batch of the fault on, or from the beginning where something before it has changed."""
+    ended_by_a_fault(work, tmp_path / "data.npz", tmp_path / "out")
+    data = write(tmp_path / "data.npz", mended(tokens()))
+    with monkeypatch.context() as counting:
+        taken = cut_short(counting, 99)
+        notes = calibrate_file(work, data, tmp_path / "out")
+        first = len(taken)
+    with monkeypatch.context() as counting:
+        taken = cut_short(counting, 99)
+        calibrate_file(work, data, tmp_path / "scratch")
+        batches = len(taken)
+    assert contents(tmp_path / "out") == contents(tmp_path / "scratch")
+    (told,) = [note for note in notes if "an earlier run" in note]
+    if again:
+        assert first == batches and told.startswith("starting again: some of the ")
+    else:
+        assert 0 < first < batches - 4
+        assert told == f"going on after the first {12 * (batches - first)} examples, which an earlier run took in"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
