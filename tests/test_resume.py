@@ -274,5 +274,6 @@ def test_mended_data_is_gone_on_with(
         assert first == batches and told.startswith("starting again: some of the ")
     else:
         assert 0 < first < batches - 4
-        assert told == f"going on after the first {12 * (batches - first)} examples, which an earlier run took in"
+        kept = 12 * (batches - first)
+        assert told == f"going on after the first {kept} examples, which an earlier run took in"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
