@@ -511,19 +511,19 @@ def test_damaged_json(parts: Parts, tmp_path: Path, name: str, text: str) -> Non
     refused(write(tmp_path / "x.pt2", {**parts, name: text.encode("latin-1")}))
 
 
-OTHER_TYPES: list[Any] = [None, [], {}, [[]], {"type": []}, "x", 10**400, float("nan")]
+OTHER_TYPES: list[Any] = [None, [], {}, "x", 10**400]
 
 
 def spots(document: Any) -> list[tuple[Any, Any]]:
     """(mapping or list, key or index) of a value under every pair of keys that there is."""
-    found: dict[tuple[str, ...], tuple[Any, Any]] = {}
+    found: dict[tuple[str, str], tuple[Any, Any]] = {}
     stack = [(document, "", "")]
     while stack:
         item, outer, own = stack.pop()
         keys = [*item] if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ()
         for key in keys:
             place = (own, key) if isinstance(key, str) else (outer, own)
-            found.setdefault((*place, type(key).__name__), (item, key))
+            found.setdefault(place, (item, key))
             stack.append((item[key], *place))
     return [*found.values()]
 
