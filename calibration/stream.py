@@ -261,7 +261,7 @@ def _told(taken: int, others: int, fitted: int, fits: int) -> str:
         begun = "" if taken else "starting again: "
         told.append(f"{begun}some of the {others} examples that an earlier run took in have changed")
     if fits:
-        told.append(f"{fitted} of its {fits} finished fits are kept")
+        told.append(f"{fitted} of {fits} finished fits are kept")
     return "; ".join(told)
 
 
