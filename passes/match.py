@@ -65,6 +65,7 @@ SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
 PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dynamic
 PROBE_BATCH = 2
 MASKED_BELOW = -1e4  # an additive score below this removes the key in every published code
+HIDDEN_SCORE = -1e9  # what most of them add to it
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 FUSED = {aten.scaled_dot_product_attention.default}
 @dataclass(frozen=True)
@@ -782,7 +783,7 @@ def _key_pattern(neutral: Tensor, active: Tensor, true_means_masked: bool | None
     """The neutral input with the keys outside `active` hidden."""
     result = neutral.clone()
     if true_means_masked is None:
-        result[..., ~active] = -1e9
+        result[..., ~active] = HIDDEN_SCORE
     else:
         result[..., ~active] = true_means_masked
     return result

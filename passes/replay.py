@@ -24,7 +24,7 @@ from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.calls import SiteFunction, site_function
 from asapc.passes.cut import Cut, Part, evaluate
 from asapc.passes.lift import beside, copied
-from asapc.passes.match import MASKED_BELOW, AnySite, LotSite
+from asapc.passes.match import HIDDEN_SCORE, MASKED_BELOW, AnySite, LotSite
 from asapc.runner import Runner, Tap
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry
@@ -33,7 +33,6 @@ SHARPER = tuple(float(1 << power) for power in range(4, 13))
 ONE_HOT = 0.9  # mean largest entry of a softmax of the scores at which rows are nearly one-hot
 EXAMPLES = 2  # of each batch, beyond the data
 ENTRIES = 1 << 21  # of a map beyond the data: of larger ones, one example
-HIDDEN_SCORE = -1e9
 
 
 @dataclass
