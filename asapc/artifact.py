@@ -66,6 +66,7 @@ from asapc.monitor import attach
 from asapc.passes.calls import name_calls, sites_of
 from asapc.passes.capture import export_graph
 from asapc.passes.patches import CompiledModule
+from asapc.printed import reason
 from asapc.recipe import Recipe
 
 FORMAT_VERSION = 3
@@ -365,7 +366,7 @@ def _module(exported: ExportedProgram, path: Path) -> GraphModule:
         graph = exported.module(check_guards=False)
     except Exception as error:  # of a program whose parts do not agree torch says many things
         raise InputError(
-            f"{path}: must be a program that can be run", got=" ".join(str(error).split())[:200],
+            f"{path}: must be a program that can be run", got=reason(error),
             help="compile again",
         ) from error  # fmt: skip
     for name in ("train", "eval"):  # a program has one mode: these may be called, not fail
@@ -754,7 +755,7 @@ def around(artifact: Artifact, model: nn.Module) -> None:
     except (RuntimeError, AttributeError) as error:
         raise InputError(
             f"{artifact.folder}: the model must be the one that was compiled",
-            got=" ".join(str(error).split())[:300],
+            got=reason(error),
             help="pass the factory and arguments the teacher was built with",
         ) from error
 

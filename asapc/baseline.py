@@ -30,6 +30,7 @@ from asapc.gates import (
     site_name,
     worst_class,
 )
+from asapc.printed import reason
 from asapc.report.schema import report_schema
 
 MAX_BYTES = 16 << 20  # a report of a hundred sites is below one MiB
@@ -287,13 +288,13 @@ def _read(path: str | Path, where: str) -> dict[str, Any]:
             f"{where}: no such file", help="`asapc report OUT` writes OUT/report.json"
         ) from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{where}: cannot be read", got=_one_line(error)) from error
+        raise InputError(f"{where}: cannot be read", got=reason(error)) from error
     if len(content) > MAX_BYTES:
         raise InputError(f"{where}: a report has at most {MAX_BYTES >> 20} MiB", got="more")
     try:
         document = parse_json(content, strict=True)
     except ValueError as error:
-        raise InputError(f"{where}: not valid JSON", got=_one_line(error)) from error
+        raise InputError(f"{where}: not valid JSON", got=reason(error)) from error
     if not isinstance(document, dict):
         raise InputError(f"{where}: the file must hold a report", got=type(document).__name__)
     return document
@@ -354,11 +355,6 @@ def _fraction(text: str) -> float:
     if not 0 <= value <= 1:  # also NaN
         raise InputError(rule, got=short(text), help="write two percent as 2%, not as 2")
     return value
-
-
-def _one_line(error: Exception) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return _clip(" ".join(text.split()))
 
 
 def _clip(text: str, most: int = 80) -> str:

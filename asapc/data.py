@@ -31,6 +31,7 @@ from asapc.formats import places
 from asapc.formats.load import read_safetensors
 from asapc.formats.names import identifier
 from asapc.formats.user_code import UserCode
+from asapc.printed import reason
 
 Split = Literal["calibration", "selection", "gate"]
 Select = Callable[[int], bool]
@@ -440,10 +441,9 @@ def _read_npy(
 
 
 def _broken_npz(path: Path, error: Exception) -> InputError:
-    reason = " ".join(str(error).split())[:160]
     return InputError(
         f"{path}: not an .npz archive, or a truncated one",
-        got=f"{path.stat().st_size} bytes ({type(error).__name__}: {reason})",
+        got=f"{path.stat().st_size} bytes ({type(error).__name__}: {reason(error)})",
         help="write it again with np.savez",
     )
 

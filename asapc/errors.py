@@ -35,7 +35,7 @@ class AsapcError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = escaped(self.rule)
+        text = one_line(self.rule)
         if self.got is not None:
             got = one_line(str(self.got))
             text += f", got {got if len(got) <= MAX_GOT else got[:MAX_GOT] + ' ...'}"

@@ -37,6 +37,7 @@ from asapc.artifact import (
 from asapc.audit import settle_exact_sorting
 from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.distill import Distiller
+from asapc.calibration.reading import Examples
 from asapc.calibration.stream import Collector, Pending, stream, take_in
 from asapc.call import Call, Undescribable, described, known_of, parameters_of
 from asapc.code import traced_inputs
@@ -141,8 +142,10 @@ def calibrate(
     candidate, on the activations it will really see.
 
     What is unfinished is kept beside `out`: after a crash the same call goes on where it was, and one
-    with another model, recipe or other data is refused. restart: begin anew. max_memory: bytes that the
-    process may hold; batches get smaller, and fits that keep activations keep fewer, until that holds.
+    with another model, recipe or other data is refused. After a faulty example other data is taken, where
+    that example is mended: what was calibrated before it is gone on with as far as the data still begins
+    with it. restart: begin anew. max_memory: bytes that the process may hold; batches get smaller, and
+    fits that keep activations keep fewer, until that holds.
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
@@ -175,26 +178,20 @@ def calibrate(
     }
     fitted: dict[str, dict[int, AnySiteCalibration]] = {}
     seen: list[int] = []
-    with _aside(out, fingerprint, restart, progress) as aside:
+    behind = ""
+    with _aside(out, fingerprint, restart) as aside:
         for own in rounds if pending else []:
             label = f"calibrating {analysis.sites[own[0]].name}" if sequential else "calibrating"
-            sample, batches = (
-                source.batches(
-                    size, select=lambda content: split_of(content) == "calibration", limit=most
-                )
-                for most in (min(SAMPLE_EXAMPLES, recipe.max_examples), recipe.max_examples)
-            )
+            waiting = [p for p in pending if p.site in own]
             first = {name: fits[min(fits)] for name, fits in fitted.items()}
             tap = Tap(analysis.model, _behind_fitted(analysis, first), analysis.names)
             fits, seen = stream(
-                [p for p in pending if p.site in own],
-                sample,
-                progress.track(batches, label, _batch_count(source, recipe, size)),
-                _selection_batches(source, recipe, size),
+                waiting,
+                _examples_of(source, recipe, size, waiting, behind),
                 partial(_observed, tap, limit),
                 aside,
                 progress,
-                size,
+                label,
             )
             if not seen:
                 raise InputError(
@@ -202,6 +199,7 @@ def calibrate(
                     got="none: too few examples in all",
                     help="70 % of the examples are used for calibration, chosen by content",
                 )
+            behind = digest([behind, seen])
             for p in pending:
                 if p.key in fits:
                     fitted.setdefault(p.name, {})[p.candidate] = fits[p.key]
@@ -499,16 +497,13 @@ def _pending(analysis: Analysis, recipe: Recipe) -> list[Pending]:
 
 @contextlib.contextmanager
 def _aside(
-    out: str | Path, fingerprint: Mapping[str, str], restart: bool, progress: Progress
+    out: str | Path, fingerprint: Mapping[str, str], restart: bool
 ) -> Iterator[Shards]:
     """Where a calibration that is cut short leaves its work."""
     shards = Shards.beside(out, fingerprint)
     if restart:
         shards.discard()
     with shards.open() as aside:
-        kept = len(aside.keys())
-        if kept:
-            progress.note(f"going on with {kept} parts that an earlier run has left in {shards.folder}")
         try:
             yield aside
         except BaseException:
@@ -558,6 +553,21 @@ def _within(
 
     step(1)  # what is loaded on a first call is not a batch's
     return limit.batch_size(step, recipe.batch_size)
+
+
+def _examples_of(
+    source: DataSource, recipe: Recipe, size: int, pending: Sequence[Pending], behind: str
+) -> Examples:
+    """The calibration split, and the selection split where anything is distilled."""
+    calibration = partial(source.batches, size, select=lambda own: split_of(own) == "calibration")
+    distilled = any(isinstance(p.collector, Distiller) for p in pending)
+    return Examples(
+        sample=partial(calibration, limit=min(SAMPLE_EXAMPLES, recipe.max_examples)),
+        batches=partial(calibration, limit=recipe.max_examples),
+        held_out=partial(_selection_batches, source, recipe, size) if distilled else tuple,
+        count=_batch_count(source, recipe, size),
+        behind=behind,
+    )
 
 
 def _batch_count(source: DataSource, recipe: Recipe, size: int) -> int | None:

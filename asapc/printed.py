@@ -20,6 +20,13 @@ def escaped(text: str) -> str:
     return _UNSHOWN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def one_line(text: str) -> str:
-    """The same for a part of a line: it cannot begin one of its own."""
-    return escaped(" ".join(text.split("\n")))
+def one_line(text: str, between: str = " ") -> str:
+    """The same for a part of a line: it cannot begin one of its own.  between: what were lines."""
+    return escaped(between.join(text.split("\n")))
+
+
+def reason(error: BaseException, most: int = 300) -> str:
+    """What an error says, as a part of a line of at most so many characters; its type if it is mute."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    line = one_line(" ".join(text.split())) or type(error).__name__
+    return line if len(line) <= most else f"{line[: most - 4]} ..."

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from asapc.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_OK, AsapcError
 from asapc.hints import command_line
-from asapc.printed import escaped
+from asapc.printed import escaped, reason
 from asapc.progress import Progress, make_progress
 
 if TYPE_CHECKING:
@@ -99,11 +99,8 @@ def run(body: Callable[[Session], int | None], *, json: bool, quiet: bool, debug
 
 
 def _internal(error: Exception) -> str:
-    message = " ".join(str(error).split())
-    if len(message) > 300:
-        message = message[:300] + " ..."
     return (
-        f"asapc: internal error: {type(error).__name__}: {message}\n"
+        f"asapc: internal error: {type(error).__name__}: {reason(error)}\n"
         "  help: run the same command with --debug for the traceback, and report it"
     )
 

@@ -10,6 +10,7 @@ import yaml
 
 from asapc.errors import InputError
 from asapc.formats.json_text import read_file
+from asapc.printed import reason
 
 MAX_BYTES = 1 << 17  # PyYAML takes a second for this much
 MAX_VALUES = 20_000
@@ -48,14 +49,14 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"{what} {path}: no such file") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{what} {path}: cannot be read", got=_one_line(error)) from error
+        raise InputError(f"{what} {path}: cannot be read", got=reason(error)) from error
     if len(content) > MAX_BYTES:
         raise InputError(f"{what} {path}: at most {MAX_BYTES} bytes are read", got="more")
     try:
         data = yaml.load(text, Loader=_Loader)
         _check_size(data)
     except Exception as error:  # each of PyYAML's constructors has its own for `!!int x` and the like
-        raise InputError(f"{what} {path}: not valid YAML", got=_one_line(error)) from error
+        raise InputError(f"{what} {path}: not valid YAML", got=reason(error)) from error
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -91,8 +92,3 @@ def _check_size(data: Any) -> None:
         if not level:
             return
     raise ValueError("values are nested too deep")
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__

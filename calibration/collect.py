@@ -223,8 +223,11 @@ class _DualStatistics:
         )
 
 
-def check_finite(name: str, tensors: SiteTensors) -> None:
-    """Raises InputError naming the example where an activation is NaN or infinite."""
+def check_finite(name: str, tensors: SiteTensors, numbers: Sequence[int] = ()) -> None:
+    """Raises InputError naming the example where an activation is NaN or infinite.
+
+    numbers: of the examples in the data, where they are known.
+    """
     k = tensors.k
     if tensors.keep is not None:
         k = k.masked_fill(~tensors.keep[:, None, :, None], 0.0)
@@ -235,9 +238,10 @@ def check_finite(name: str, tensors: SiteTensors) -> None:
     for what, wrong in bad.items():
         if bool(wrong.any()):
             example = int(wrong.flatten(1).any(1).nonzero()[0])
+            told = f"{numbers[example]} (counted from 0)" if numbers else f"{example} of a batch"
             raise InputError(
                 f"{name}: {what} must be finite",
-                got=f"nan or inf in example {example} of a batch",
+                got=f"nan or inf in example {told}",
                 help="look for broken weights, or inputs unlike the training data",
             )
 

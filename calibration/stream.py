@@ -4,6 +4,10 @@ The teacher's duals on a batch are computed once for all candidates of a site. W
 aside now and then, and every finished fit at once, so that a killed run goes on where it was: a site
 that has taken in n batches passes over the first n. Collectors that keep activations (KL fits and
 distillation) are not put aside: they see the data again, and only their fits, the long part, are kept.
+
+Whatever is put aside says what was read for it (calibration.reading). A run that a faulty example ended
+lets the next one come with other data, where that example is mended: it goes on with what its own first
+batches would lead to, and drops the rest.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch import Tensor
 
 from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
 from asapc.calibration.distill import Distiller
+from asapc.calibration.reading import Examples, Reading
 from asapc.calibration.teacher import TeacherDuals
 from asapc.data import Batch
 from asapc.errors import InputError
@@ -32,6 +37,7 @@ from asapc.progress import Progress
 
 ASIDE_EVERY = 15.0  # seconds between two times that statistics are put aside
 ASIDE_SHARE = 0.05  # of the run's time, at most, goes into that
+_KEPT = "what was calibrated before is kept: mend the data, and the same command goes on from there"
 
 Collector = SiteStatistics | Distiller
 Observe = Callable[[Batch], list[SiteTensors]]
@@ -44,6 +50,12 @@ class Aside(Protocol):
     def get(self, key: str) -> tuple[Tensors, Mapping[str, Any]] | None: ...
 
     def put(self, key: str, tensors: Tensors, facts: Mapping[str, Any]) -> None: ...
+
+    def drop(self, key: str) -> None: ...
+
+    def keys(self) -> list[str]: ...
+
+    def release(self, name: str) -> None: ...
 
 
 @dataclass
@@ -63,55 +75,70 @@ class Pending:
 
 def stream(
     pending: Sequence[Pending],
-    sample: Iterable[Batch],
-    batches: Iterable[Batch],
-    held_out: Iterable[Batch],
+    examples: Examples,
     observe: Observe,
     aside: Aside,
     progress: Progress,
-    batch_size: int,
+    label: str,
 ) -> tuple[dict[str, AnySiteCalibration], list[int]]:
     """Fits by Pending.key, and the hashes of the examples used, held-out ones included.
 
-    sample: slices and pivots are made from, whatever the size of a batch.
-    batches: to fit on, already tracked.  held_out: to stop distillation by.  observe: what every site
-    sees on a batch.  batch_size: of the batches: work put aside in others is not gone on with.
+    observe: what every site sees on a batch.  label: of the progress bar.
     """
-    fitted = _finished_fits(pending, aside)
-    waiting = [p for p in pending if p.key not in fitted]
-    for p in waiting:
-        _restore(p, aside, batch_size)
-    _prepare(waiting, sample, observe)
-    clock = _Clock()
+    waiting: list[Pending] = []
     seen: list[int] = []
+    held_out: list[int] = []
+    number, torn = 0, False
+    reading = examples.read()
     try:
-        for number, batch in enumerate(batches):
-            seen.extend(batch.hashes)
+        fitted = _taken_up(pending, examples, aside, progress)
+        waiting = [p for p in pending if p.key not in fitted]
+        _prepare(waiting, examples.sample(), observe)
+        clock = _Clock()
+        for batch in progress.track(examples.batches(), label, examples.count):
             behind = [p for p in waiting if p.done <= number]
-            if not behind:
-                continue
-            take_in(behind, observe(batch))
-            if clock.due():
-                for p in waiting:
-                    _put_aside(p, aside, batch_size)
-                clock.restart()
-    except InputError:  # of an example: what came before it need not be done again
-        for p in waiting:
-            if p.done:
-                _put_aside(p, aside, batch_size)
-        raise
-    if not seen:
-        return {}, []
-    if any(isinstance(p.collector, Distiller) for p in pending):
-        distillers = [p for p in waiting if isinstance(p.collector, Distiller)]
-        for batch in held_out:
-            seen.extend(batch.hashes)
-            if distillers:
+            if behind:
                 tensors = observe(batch)
-                for p in distillers:
-                    assert isinstance(p.collector, Distiller)
-                    p.collector.hold_out(tensors[p.site])
-    return fitted | _fits(waiting, aside, progress), seen
+                _check(behind, tensors, batch)
+                torn = True
+                take_in(behind, tensors)
+                torn = False
+            number += 1
+            seen.extend(batch.hashes)
+            reading.add(batch)
+            if behind and clock.due():
+                _put_aside(waiting, aside, number, len(seen), reading)
+                clock.restart()
+        if not seen:
+            return {}, []
+        whole = reading.then()
+        for batch in examples.held_out():
+            _hold_out(waiting, batch, observe)
+            held_out.extend(batch.hashes)
+            whole.add(batch)
+    except InputError:  # of an example: what came before it need not be done again
+        if not torn:
+            _put_aside(waiting, aside, number, len(seen), reading)
+        if aside.keys():
+            aside.release("data")
+            progress.note(_KEPT)
+        raise
+    return fitted | _fits(waiting, aside, progress, whole), [*seen, *held_out]
+
+
+def _check(pending: Sequence[Pending], tensors: Sequence[SiteTensors], batch: Batch) -> None:
+    """Before any site takes the batch in: all of them do, or none."""
+    for site, name in {p.site: p.name for p in pending}.items():
+        check_finite(name, tensors[site], batch.numbers)
+
+
+def _hold_out(pending: Sequence[Pending], batch: Batch, observe: Observe) -> None:
+    distillers = [p for p in pending if isinstance(p.collector, Distiller)]
+    if distillers:
+        tensors = observe(batch)
+        for p in distillers:
+            assert isinstance(p.collector, Distiller)
+            p.collector.hold_out(tensors[p.site])
 
 
 def _prepare(pending: Sequence[Pending], sample: Iterable[Batch], observe: Observe) -> None:
@@ -162,7 +189,7 @@ def take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
 
 
 def _fits(
-    pending: Sequence[Pending], aside: Aside, progress: Progress
+    pending: Sequence[Pending], aside: Aside, progress: Progress, reading: Reading
 ) -> dict[str, AnySiteCalibration]:
     fitted: dict[str, AnySiteCalibration] = {}
     for group in _groups(pending):
@@ -170,17 +197,18 @@ def _fits(
         fits = finish(own)
         fitted.update({p.key: fits[p.name] for p in group if p.name in fits})
     for key, fit in fitted.items():
-        _keep(key, fit, aside)
+        _keep(key, fit, aside, reading)
     distillers = [p for p in pending if isinstance(p.collector, Distiller)]
     for p in progress.track(distillers, "distilling", len(distillers)) if distillers else ():
         assert isinstance(p.collector, Distiller)
         fitted[p.key] = p.collector.calibration()
-        _keep(p.key, fitted[p.key], aside)
+        _keep(p.key, fitted[p.key], aside, reading)
     return fitted
 
 
-def _keep(key: str, fit: AnySiteCalibration, aside: Aside) -> None:
-    aside.put(f"fit.{key}", fit_tensors(key, fit), {**fit_document(fit), "seconds": fit.fit_seconds})
+def _keep(key: str, fit: AnySiteCalibration, aside: Aside, reading: Reading) -> None:
+    facts = {**fit_document(fit), "seconds": fit.fit_seconds, "read": reading.digest}
+    aside.put(_fit(key), fit_tensors(key, fit), facts)
 
 
 def _groups(pending: Sequence[Pending]) -> list[list[Pending]]:
@@ -191,36 +219,81 @@ def _groups(pending: Sequence[Pending]) -> list[list[Pending]]:
     return list(groups.values())
 
 
-def _finished_fits(pending: Sequence[Pending], aside: Aside) -> dict[str, AnySiteCalibration]:
-    """Fits of an earlier run; those that share coefficients count only together."""
-    found: dict[str, AnySiteCalibration] = {}
+def _taken_up(
+    pending: Sequence[Pending], examples: Examples, aside: Aside, progress: Progress
+) -> dict[str, AnySiteCalibration]:
+    """Fits of an earlier run that this data would lead to; what it collected likewise is restored."""
+    fits = {p.key: part for p in pending if (part := aside.get(_fit(p.key))) is not None}
+    begun = {p.key: part for p in pending if (part := aside.get(_statistics(p.key))) is not None}
+    if not fits and not begun:
+        return {}
+    whole = examples.whole() if fits else ""
+    most = max((facts["done"] for _, facts in begun.values()), default=0)
+    digests = dict(enumerate(examples.digests(most)))
+    found = {}
+    taken, others = 0, 0  # examples that the data still begins with, or does not
+    for p in pending:
+        tensors, facts = begun.get(p.key, ({}, {}))
+        if facts and facts["read"] == digests.get(facts["done"]):
+            assert isinstance(p.collector, SiteStatistics)
+            p.collector.restore(tensors, facts)
+            p.done = facts["done"]
+            taken = max(taken, facts["taken"])
+        elif facts:
+            aside.drop(_statistics(p.key))
+            others = max(others, facts["taken"])
+        tensors, facts = fits.get(p.key, ({}, {}))
+        if facts and facts["read"] == whole:
+            found[p.key] = fit_from(p.key, facts, tensors, float(facts["seconds"]))
+        elif facts:
+            aside.drop(_fit(p.key))
+    fitted = _fitted_together(pending, found)
+    progress.note(_told(taken, others, len(fitted), len(fits)))
+    return fitted
+
+
+def _told(taken: int, others: int, fitted: int, fits: int) -> str:
+    """In a sentence, what of an earlier run is gone on with: its examples and its fits."""
+    told = []
+    if taken:
+        told.append(f"going on after the first {taken} examples, which an earlier run took in")
+    if others:
+        begun = "" if taken else "starting again: "
+        told.append(f"{begun}some of the {others} examples that an earlier run took in have changed")
+    if fits:
+        told.append(f"{fitted} of {fits} finished fits are kept")
+    return "; ".join(told)
+
+
+def _fitted_together(
+    pending: Sequence[Pending], found: Mapping[str, AnySiteCalibration]
+) -> dict[str, AnySiteCalibration]:
+    """Those that share coefficients count only together."""
+    fitted: dict[str, AnySiteCalibration] = {}
     for group in _groups(pending):
-        own = {p.key: fit for p in group if (fit := _finished(p, aside)) is not None}
+        own = {p.key: found[p.key] for p in group if p.key in found}
         if len(own) == len(group) or group[0].collector.recipe.coefficients != "shared":
-            found |= own
-    return found
+            fitted |= own
+    return fitted
 
 
-def _finished(p: Pending, aside: Aside) -> AnySiteCalibration | None:
-    found = aside.get(f"fit.{p.key}")
-    if found is None:
-        return None
-    tensors, facts = found
-    return fit_from(p.key, facts, tensors, float(facts["seconds"]))
+def _put_aside(
+    pending: Sequence[Pending], aside: Aside, batches: int, examples: int, reading: Reading
+) -> None:
+    """What was collected from so many batches; where it is of more, that was put aside before."""
+    for p in pending:
+        if isinstance(p.collector, SiteStatistics) and p.collector.additive and p.done == batches > 0:
+            tensors, facts = p.collector.state()
+            read = {"done": batches, "taken": examples, "read": reading.digest}
+            aside.put(_statistics(p.key), tensors, {**facts, **read})
 
 
-def _put_aside(p: Pending, aside: Aside, batch_size: int) -> None:
-    if isinstance(p.collector, SiteStatistics) and p.collector.additive:
-        tensors, facts = p.collector.state()
-        aside.put(f"statistics.{p.key}", tensors, {**facts, "done": p.done, "batch_size": batch_size})
+def _fit(key: str) -> str:
+    return f"fit.{key}"
 
 
-def _restore(p: Pending, aside: Aside, batch_size: int) -> None:
-    found = aside.get(f"statistics.{p.key}")
-    alike = found is not None and found[1]["batch_size"] == batch_size
-    if found is not None and alike and isinstance(p.collector, SiteStatistics):
-        p.collector.restore(*found)
-        p.done = int(found[1]["done"])
+def _statistics(key: str) -> str:
+    return f"statistics.{key}"
 
 
 class _Clock:

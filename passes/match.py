@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.ir import Convention, EspConvention, Program, Stop
 from asapc.limits import limits_of
-from asapc.operators.masks import MASKED_BELOW
+from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.cut import Cut, Part, ancestors, depends_on_data, evaluate, is_tensor, reaches
 from asapc.passes.early_stop import Trial, stop_left, stops_of, what_a_stop_changes
 from asapc.passes.match_esp import EspSite, match_esp
@@ -80,6 +80,8 @@ SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 MAXIMA = {aten.amax.default, aten.max.dim, aten.max.default}
 CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
 FUSED = {aten.scaled_dot_product_attention.default}
+
+
 @dataclass(frozen=True)
 class ScoreBias:
     """A node added to the scores with a coefficient, in units of epsilon."""
@@ -912,7 +914,7 @@ def _key_pattern(neutral: Tensor, active: Tensor, true_means_masked: bool | None
     """The neutral input with the keys outside `active` hidden."""
     result = neutral.clone()
     if true_means_masked is None:
-        result[..., ~active] = -1e9
+        result[..., ~active] = HIDDEN_SCORE
     else:
         result[..., ~active] = true_means_masked
     return result

@@ -1,7 +1,7 @@
-"""Patches: the compiled programs of single modules, for a live model.
+"""Patches: compiled programs of single modules, to be put into a live model.
 
-before: programs of modules as the teacher has them (asapc.passes.module_programs), a choice per site
-after:  the same programs with the chosen operators, and where the folder has their tensors
+before: the teacher's program of each module (asapc.passes.module_programs) and one choice per site
+after:  the same programs with the chosen operators, and the place of their tensors in the artefact
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from asapc.passes.select import compiled_programs
 
 @dataclass(frozen=True)
 class CompiledModule:
-    """A module of the model with its compiled program, whose layers are marked.
+    """A module of the model and its compiled program, in which the module's own layers are marked.
 
-    sites:     of its operator calls, in graph order.
-    constants: what it reads that the module does not have, by name.
-    fitted:    names of its operators' tensors, with the captured program (its number) and the name that
-               the same tensor has there.
-    dtype:     of the weights that it was traced with.
+    sites:     the sites of its operator calls, in graph order.
+    constants: tensors that the program reads and the module does not hold, by name.
+    fitted:    for each tensor of its operators, by name: the number of the captured program that has the
+               same tensor, and its name there.
+    dtype:     dtype of the weights that the program was traced with.
     """
 
     program: Program
@@ -48,7 +48,7 @@ class CompiledModule:
 
 
 def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
-    """The captured programs with the operators that were chosen."""
+    """The captured programs with the chosen operators in place."""
     teacher = {i for i, choice in enumerate(choices) if choice.operator == TEACHER}
     own = {i: choice.replacement for i, choice in enumerate(choices) if choice.replacement is not None}
     return compiled_programs(analysis, teacher, own)
@@ -57,10 +57,10 @@ def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Progr
 def compiled_modules(
     analysis: Analysis, choices: Sequence[Choice], compiled: Sequence[Program], example: Batch
 ) -> tuple[list[CompiledModule], dict[str, str]]:
-    """The modules of a live model that compiled forwards are put into; by site, why there is none.
+    """The modules of a live model whose forwards are replaced, and the reason for each site without one.
 
-    compiled: the captured programs with the same choices.  Sites that stay the teacher's own code need
-    nothing.
+    compiled: the captured programs with the same choices.  Sites that keep the teacher's own code need no
+    module.
     """
     if analysis.model is None:
         return [], {}
@@ -120,7 +120,7 @@ def _weights(analysis: Analysis, name: str) -> Iterator[Tensor]:
 
 
 def _tensors_of(own: Operands) -> list[Node]:
-    """The get_attr nodes behind a call's settings, in an order that does not depend on the graph."""
+    """The get_attr nodes that a call's settings depend on, in an order independent of the graph's."""
     stop = {own.q, own.k, own.values, own.keep, own.bias, own.query_keep}
     found: list[Node] = []
     stack: list[Any] = list(reversed([*own.settings.values()]))

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.data import Batch
 from asapc.ir import Convention, Program, SiteTensors
-from asapc.operators.masks import MASKED_BELOW
+from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.calls import SiteFunction, copied, site_function
 from asapc.passes.cut import Cut, Part, evaluate
@@ -34,7 +34,6 @@ SHARPER = tuple(float(1 << power) for power in range(4, 13))
 ONE_HOT = 0.9  # mean largest entry of a softmax of the scores at which rows are nearly one-hot
 EXAMPLES = 2  # of each batch, beyond the data
 ENTRIES = 1 << 21  # of a map beyond the data: of larger ones, one example
-HIDDEN_SCORE = -1e9
 
 
 @dataclass

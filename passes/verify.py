@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from asapc.errors import VerificationError
+from asapc.printed import reason
 
 
 def check_graph(graph: GraphModule, pass_name: str, subjects: Sequence[str] = ()) -> None:
@@ -23,7 +24,7 @@ def check_graph(graph: GraphModule, pass_name: str, subjects: Sequence[str] = ()
     except RuntimeError as error:
         raise VerificationError(
             f"the graph is well formed after {pass_name} of {', '.join(subjects) or 'nothing'}",
-            got=str(error).splitlines()[0],
+            got=reason(error),
             help="this is a defect of asapc: please report the model",
         ) from error
 

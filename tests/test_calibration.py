@@ -611,7 +611,7 @@ DAMAGE = {
     "short tensors": (overwritten("calibration.safetensors", lambda b: b[:-5]), "damaged"),
     "short text": (overwritten("calibration.json", lambda b: b[:40]), "damaged"),
     "no text": (overwritten("calibration.json", lambda b: b"\xff\xfe\x00"), "damaged"),
-    "a list": (overwritten("calibration.json", lambda b: b"[]"), "format_version must be 4"),
+    "a list": (overwritten("calibration.json", lambda b: b"[]"), "format_version must be 5"),
     "old version": (edited("format_version", value=1), "format_version must be 5.*got 1"),
     "no teacher": (edited("teacher"), "damaged"),
     "no order": (edited("order"), "damaged"),

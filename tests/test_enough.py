@@ -56,7 +56,7 @@ def test_examples_are_counted(examples: int) -> None:
     assert [(own.sites, own.of, own.given, own.needed) for own in found] == [
         (("layer",), "examples", examples, EXAMPLES)
     ]
-    counted = f"layer: fitted on {examples} example{'s' * (examples > 1)}, and at least 32 are needed"
+    counted = f"layer: fitted on only {examples} example{'s' * (examples > 1)}; at least 32 are needed. "
     assert found[0].text.startswith(counted)
 
 
@@ -83,8 +83,8 @@ def test_rows_are_counted_for_each_coefficient(
     own = (tokens - 1) * EXAMPLES * per_site
     assert [(s.sites, s.of, s.given, s.needed) for s in found] == [(names, "rows", own, ROWS * count)]
     assert found[0].text.startswith(
-        f"layer.0 and {sites - 1} more: fitted on {own} regression rows for {count} coefficients, and at "
-        f"least {ROWS * count} are needed, 20 for each"
+        f"layer.0 and {sites - 1} other site{'s' * (sites > 2)}: fitted on only {own} regression rows "
+        f"for {count} coefficients; at least {ROWS * count} are needed (20 per coefficient). "
     )
 
 
@@ -151,7 +151,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[dict[str, A
 
 def test_every_command_tells(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     teacher, data, calibration, out = (work / name for name in ("teacher", "data.npz", "calib", "out"))
-    text = "layers.0.mha: fitted on 3 examples, and at least 32 are needed"
+    text = "layers.0.mha: fitted on only 3 examples; at least 32 are needed. "
     given = (teacher, "--data", data, "-o", calibration, "--recipe", work / "few.yaml")
     summary, err = run(capsys, "calibrate", *given)
     assert f"warning: {text}" in err
@@ -179,7 +179,7 @@ def test_python_warns() -> None:
     model = SinkformerText(**{**KEYWORDS, "n_layers": 1}).eval()
     tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 40, (80, 12)))
     recipe = {"operator": "asap", "max_examples": 3, "selection_examples": 8, "features": ["norm"]}
-    with pytest.warns(FewExamplesWarning, match="on 3 examples, and at least 32 are needed") as told:
+    with pytest.warns(FewExamplesWarning, match="on only 3 examples; at least 32 are needed") as told:
         _, report = asapc.compile(model, {"inputs": tokens}, recipe=recipe, examples=8)
     assert told[0].filename == __file__
     assert [own["given"] for own in report.facts["warnings"]] == [3]

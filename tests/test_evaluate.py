@@ -225,3 +225,14 @@ def test_a_site_left_to_the_teacher_has_no_error(
     timed = evaluate.bench(out, repeats=1, explain=True, progress=Progress())["sites"]
     assert timed[0]["latency_compiled_ms"] == timed[0]["latency_teacher_ms"]
     assert timed[0]["kernels"] == [] and timed[1]["kernels"]
+
+
+def test_labels_that_no_class_has(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with np.load(work / "data.npz") as data:
+        inputs, labels = data["inputs"], data["labels"]
+    labels[50] = 3
+    np.savez(tmp_path / "labels.npz", inputs=inputs, labels=labels)
+    assert main(["report", str(work / "out"), "--data", str(tmp_path / "labels.npz"), "--quiet"]) == 2
+    assert "from 0 to 2, got 3 in example 50" in capsys.readouterr().err

@@ -511,6 +511,47 @@ def test_damaged_json(parts: Parts, tmp_path: Path, name: str, text: str) -> Non
     refused(write(tmp_path / "x.pt2", {**parts, name: text.encode("latin-1")}))
 
 
+OTHER_TYPES: list[Any] = [None, [], {}, "x", 10**400]
+
+
+def spots(document: Any) -> list[tuple[Any, Any]]:
+    """(mapping or list, key or index) of a value under every pair of keys that there is."""
+    found: dict[tuple[str, str], tuple[Any, Any]] = {}
+    stack = [(document, "", "")]
+    while stack:
+        item, outer, own = stack.pop()
+        keys = [*item] if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ()
+        for key in keys:
+            place = (own, key) if isinstance(key, str) else (outer, own)
+            found.setdefault(place, (item, key))
+            stack.append((item[key], *place))
+    return [*found.values()]
+
+
+@pytest.mark.parametrize("name", [MODEL, WEIGHTS, CONSTANTS])
+def test_a_value_of_another_type(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Anywhere, with torch left out: what is checked before it reads the file says so in a message."""
+
+    def stop(*arguments: Any) -> None:
+        raise ValueError("all checks passed")
+
+    monkeypatch.setattr(torch.export, "load", stop)
+    document = json.loads(parts[name])
+    reached = 0
+    for holder, key in spots(document):
+        before = holder[key]
+        for value in OTHER_TYPES:
+            holder[key] = value
+            path = write(tmp_path / "x.pt2", {**parts, name: json.dumps(document).encode()})
+            with pytest.raises(InputError) as caught:
+                load_program(path)
+            reached += "all checks passed" in str(caught.value)
+        holder[key] = before
+    assert reached or name != MODEL  # or nothing was tried
+
+
 @pytest.mark.parametrize("name", [MODEL, WEIGHTS, CONSTANTS, "archive_format", "archive_version"])
 def test_missing_members(parts: Parts, tmp_path: Path, name: str) -> None:
     refused(write(tmp_path / "x.pt2", {n: c for n, c in parts.items() if n != name}))

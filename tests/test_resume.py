@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from known_analyses import analysed_once
 from small_text import write_data, write_teacher
 
 from asapc import pipeline
 from asapc.calibration import distill, stream
 from asapc.calibration.collect import SiteStatistics
+from asapc.calibration.reading import Examples
+from asapc.data import Batch
 from asapc.errors import InputError
 from asapc.formats.load import load_teacher
 from asapc.formats.shards import Shards
-from asapc.progress import make_progress
+from asapc.progress import Progress, make_progress
 from asapc.recipe import Recipe
 
 QUIET = make_progress(quiet=True)
 TRIED = [{"features": ["coarse:4", "norm"]}, {"closures": 3, "fit": "kl", "features": ["norm"]}]
 SMALL = {"candidates": TRIED, "max_examples": 40, "batch_size": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def analyses() -> Iterator[None]:
+    with analysed_once():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +175,6 @@ def test_other_work_is_not_gone_on_with(
 
 def test_statistics_come_back_as_they_were(tmp_path: Path) -> None:
     """Through a file, for a predicted dual of each side and for both with their intercept."""
-    import torch
-
     from asapc.calibration.collect import finish
     from asapc.features.predictor import closure_plan
     from asapc.ir import Convention, SiteTensors
@@ -197,3 +207,165 @@ def test_statistics_come_back_as_they_were(tmp_path: Path) -> None:
             assert whole.amortised.intercept is not None and resumed.amortised.intercept is not None
             assert torch.equal(whole.amortised.intercept, resumed.amortised.intercept)
         assert (whole.examples, whole.tokens) == (resumed.examples, resumed.tokens)
+
+
+# --- data that was mended -------------------------------------------------------------------------
+
+FAULTY = 150  # one of the calibration split, behind the sample and five batches of twelve
+LONG = {"features": ["coarse:2", "norm"], "closures": 1, "batch_size": 12, "max_examples": 110}
+
+
+def tokens() -> Any:
+    return np.random.default_rng(0).integers(1, 40, (400, 12))
+
+
+def write(path: Path, ids: Any) -> Path:
+    np.savez(path, inputs=ids)
+    return path
+
+
+class Said(Progress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def calibrate_file(work: Path, data: Path, out: Path, **options: Any) -> list[str]:
+    """What it said."""
+    said = Said()
+    teacher = load_teacher(str(work / "teacher"))
+    recipe = Recipe.from_dict(options.pop("recipe", LONG))
+    pipeline.calibrate(teacher, str(data), out, recipe, said, **options)
+    return said.notes
+
+
+def ended_by_a_fault(work: Path, data: Path, out: Path, **options: Any) -> None:
+    ids = tokens()
+    ids[FAULTY, 3] = 99
+    with pytest.raises(InputError, match=rf"example {FAULTY} .*inputs\[3\] = 99"):
+        calibrate_file(work, write(data, ids), out, **options)
+
+
+def replaced(ids: Any) -> Any:
+    ids[FAULTY, 3] = 7
+    return ids
+
+
+def removed(ids: Any) -> Any:
+    return np.delete(ids, FAULTY, axis=0)
+
+
+def earlier_too(ids: Any) -> Any:
+    ids[60, 0] = ids[60, 0] % 39 + 1
+    return replaced(ids)
+
+
+@pytest.mark.parametrize(("mended", "again"), [(replaced, False), (removed, False), (earlier_too, True)])
+def test_mended_data_is_gone_on_with(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended: Any, again: bool
+) -> None:
+    """From the batch of the fault on, or from the beginning where something before it has changed."""
+    ended_by_a_fault(work, tmp_path / "data.npz", tmp_path / "out")
+    data = write(tmp_path / "data.npz", mended(tokens()))
+    with monkeypatch.context() as counting:
+        taken = cut_short(counting, 99)
+        notes = calibrate_file(work, data, tmp_path / "out")
+        first = len(taken)
+    with monkeypatch.context() as counting:
+        taken = cut_short(counting, 99)
+        calibrate_file(work, data, tmp_path / "scratch")
+        batches = len(taken)
+    assert contents(tmp_path / "out") == contents(tmp_path / "scratch")
+    (told,) = [note for note in notes if "an earlier run" in note]
+    if again:
+        assert first == batches and told.startswith("starting again: some of the ")
+    else:
+        assert 0 < first < batches - 4
+        kept = 12 * (batches - first)
+        assert told == f"going on after the first {kept} examples, which an earlier run took in"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def last_example_too(ids: Any) -> Any:
+    ids[370, 0] = ids[370, 0] % 39 + 1
+    return ids
+
+
+def unchanged(ids: Any) -> Any:
+    return ids
+
+
+@pytest.mark.parametrize("mended", [unchanged, last_example_too])
+def test_a_later_pass_depends_on_all_that_the_layers_before_were_fitted_on(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended: Any
+) -> None:
+    """Sequentially the second site is seen behind the first one's fit, which has read every example."""
+    data, true_check, recipe = tmp_path / "data.npz", stream._check, {**LONG, "max_examples": 4096}
+    batches = []
+
+    def check(pending: Any, tensors: Any, batch: Any) -> None:
+        if pending[0].site == 1:
+            batches.append(batch)
+            if len(batches) == 3:
+                raise InputError("a fault")
+        true_check(pending, tensors, batch)
+
+    with monkeypatch.context() as fault:
+        fault.setattr(stream, "_check", check)
+        with pytest.raises(InputError, match="a fault"):
+            calibrate_file(work, write(data, tokens()), tmp_path / "out", recipe=recipe, sequential=True)
+    write(data, mended(tokens()))
+    notes = calibrate_file(work, data, tmp_path / "out", recipe=recipe, sequential=True)
+    told = [note for note in notes if "earlier run" in note or "finished fits" in note]
+    first, second = told
+    if mended is last_example_too:
+        assert first.startswith("0 of 1 finished fits") and second.startswith("starting again")
+    else:
+        assert first.startswith("1 of 1 finished fits") and second.startswith("going on after the first")
+    calibrate_file(work, data, tmp_path / "scratch", recipe=recipe, sequential=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "scratch")
+
+
+def test_other_data_is_refused_where_no_example_was_to_blame(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path / "data.npz", tokens())
+    with monkeypatch.context() as crash:
+        cut_short(crash, 6)
+        with pytest.raises(Killed):
+            calibrate_file(work, data, tmp_path / "out")
+    with pytest.raises(InputError, match="another data"):
+        calibrate_file(work, write(data, replaced(tokens())), tmp_path / "out")
+
+
+def test_a_second_fault_keeps_what_comes_before_it(work: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.npz"
+    ended_by_a_fault(work, data, tmp_path / "out")
+    ids = replaced(tokens())
+    ids[FAULTY + 6, 0] = 99  # of the calibration split, two batches on or less
+    with pytest.raises(InputError, match=rf"example {FAULTY + 6} "):
+        calibrate_file(work, write(data, ids), tmp_path / "out")
+    calibrate_file(work, write(data, replaced(tokens())), tmp_path / "out")
+    calibrate_file(work, data, tmp_path / "scratch")
+    assert contents(tmp_path / "out") == contents(tmp_path / "scratch")
+
+
+def test_a_reading_is_of_these_batches_alone() -> None:
+    def batch(*hashes: int, flag: bool = True) -> Batch:
+        return Batch((torch.zeros(len(hashes), 1), flag), {}, None, list(hashes))
+
+    def digest(sample: list[Batch], batches: list[Batch], behind: str = "") -> str:
+        return Examples(lambda: sample, lambda: batches, behind=behind).digests(99)[-1]
+
+    a, b = [batch(1, 2)], [batch(3, 4), batch(5)]
+    own = digest(a, b)
+    assert own == digest([batch(1, 2)], [batch(3, 4), batch(5)])
+    others = [
+        digest([batch(1), batch(2)], b), digest(a, [batch(3), batch(4, 5)]), digest(a, b[:1]),
+        digest(b, a), digest([*a, *b[:1]], b[1:]), digest(a, [batch(3, 4, flag=False), batch(5)]),
+        digest(a, b, "x"), digest([], [*a, *b]), Examples(lambda: a, lambda: b, lambda: b).whole(),
+        Examples(lambda: a, lambda: b).whole(),
+    ]  # fmt: skip
+    assert len({own, *others}) == len(others) + 1

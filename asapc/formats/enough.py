@@ -1,15 +1,15 @@
-"""Whether fits rest on enough data: examples by their number, regression rows by their coefficients.
+"""Whether a fit rests on enough data: enough examples, and enough regression rows for its coefficients.
 
-Neither limit is a proof; each says from where on a fit's own figures, which are of the examples that it
-was made on, begin to mislead.
+Neither limit is a proof. Each marks the point below which a fit's own figures, measured on the examples
+it was made from, begin to mislead.
 
-EXAMPLES: rows of one example are not independent, so examples are counted too. A new example is further
-out than every one of n seen, to one side or the other of any figure, with a chance of 2 / (n + 1): 6 % at
-32. Slices and pivots are made from as many (pipeline.SAMPLE_EXAMPLES).
-ROWS: least squares with F coefficients on n independent rows leaves a share 1 - F/n of the noise in its
-own rows and 1 + F/n in new ones; at n = 20 F the first flatters by a tenth. Counted for each head where
-heads have coefficients of their own, over heads or sites where they share them. A distilled operator's
-figures are of held-out examples, so it is held to the number of examples alone.
+EXAMPLES: rows of the same example are not independent, so examples are counted as well. The chance that
+a new example lies outside the range of the n examples seen, in any one figure, is 2 / (n + 1): 6 % at
+n = 32. Slices and pivots are made from the same number (pipeline.SAMPLE_EXAMPLES).
+ROWS: least squares with F coefficients on n independent rows leaves a share 1 - F/n of the noise in those
+rows, and 1 + F/n in new ones; at n = 20 F its own figures are a tenth too good. Rows are counted per head
+where each head has coefficients of its own, and over all heads or sites that share them. The figures of a
+distilled operator come from held-out examples, so only the number of examples matters for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Fits = Mapping[str, Sequence[AnySiteCalibration]]
 
 @dataclass(frozen=True)
 class Shortage:
-    """Fits of some sites that rest on `given` examples or regression rows where `needed` are wanted."""
+    """Sites whose fits rest on `given` examples or regression rows, where `needed` are required."""
 
     sites: tuple[str, ...]
     of: Literal["examples", "rows"]
@@ -37,19 +37,22 @@ class Shortage:
 
     @property
     def text(self) -> str:
-        count = len(self.sites)
-        who = self.sites[0] if count == 1 else f"{self.sites[0]} and {count - 1} more"
+        others = len(self.sites) - 1
+        who = self.sites[0]
+        if others:
+            who += f" and {others} other site{'s' if others > 1 else ''}"
         what = f"{self.given} example{'' if self.given == 1 else 's'}"
-        wanted = f"at least {self.needed} are needed"
+        per = ""
         if self.of == "rows":
-            coefficients = self.needed // ROWS
-            what = f"{self.given} regression rows for {coefficients} coefficients"
-            wanted += f", {ROWS} for each"
-        remedy = "give more data, of which 70 % is fitted on, or raise max_examples"
-        return f"{who}: fitted on {what}, and {wanted}; {remedy}"
+            what = f"{self.given} regression rows for {self.needed // ROWS} coefficients"
+            per = f" ({ROWS} per coefficient)"
+        return (
+            f"{who}: fitted on only {what}; at least {self.needed} are needed{per}. "
+            "Provide more data, 70 % of which is used for fitting, or raise max_examples"
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """As calibration.json, manifest.json and report.json have it."""
+        """As it stands in calibration.json, manifest.json and report.json."""
         return {
             "sites": list(self.sites), "of": self.of, "given": self.given, "needed": self.needed,
             "text": self.text,
@@ -57,7 +60,7 @@ class Shortage:
 
 
 def shortages(fits: Fits, chosen: Sequence[AnySiteCalibration] | None = None) -> list[Shortage]:
-    """Of every fit, or of those `chosen` among them; sites that lack the same are told together."""
+    """Those of all fits, or only of the `chosen` ones; sites that lack the same share one entry."""
     found: dict[tuple[Literal["examples", "rows"], int, int], dict[str, None]] = {}
     for name, own in fits.items():
         for fit in own:
@@ -74,7 +77,7 @@ def _lacks(
     examples = fit.examples
     if isinstance(fit, SiteCalibration):
         kept = [own.kl_examples for own in fit.quality if own.kl_examples is not None]
-        if fit.sharing != "shared":  # of a KL fit; shared, they are those of every site together
+        if fit.sharing != "shared":  # a shared KL fit counts the examples of all its sites together
             examples = min([examples, *kept])
     if examples < EXAMPLES:
         yield "examples", examples, EXAMPLES
@@ -88,7 +91,7 @@ def _lacks(
 
 
 def _sharing(fit: SiteCalibration, fits: Fits) -> list[SiteCalibration]:
-    """The fits that have their coefficients in common with this one, itself among them."""
+    """The fits that share their coefficients with this one, including itself."""
     return [
         own
         for others in fits.values()

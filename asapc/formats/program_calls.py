@@ -53,10 +53,10 @@ def check_calls(model: Mapping[str, Any], trust: bool = False) -> None:
         if key == "as_graph" and not (isinstance(value, dict) and id(value.get("graph")) in seen):
             raise UnsafeCallError("a graph that nothing calls")
         if key == "as_layout" and value != _STRIDED:
-            raise UnsafeCallError(f"a layout that is not strided ({value})")
+            raise UnsafeCallError(f"a layout that is not strided ({str(value)[:40]})")
         if key in ("as_device", "device") and value is not None:
             kind = value.get("type") if isinstance(value, dict) else value
-            if kind not in _DEVICES:
+            if not isinstance(kind, str) or kind not in _DEVICES:
                 raise UnsafeCallError(f"the device {str(kind)[:40]!r}")
         if type(value) is int and not -(2**63) <= value < 2**64:
             raise UnsafeCallError(f"a number of {value.bit_length()} bits ({key})")

@@ -133,7 +133,10 @@ def load_program(
             help="write it again with torch.export.save(program, path), or give the model as "
             "file.py:factory with --weights instead",
         ) from None
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError, LookupError) as error:
+    except (  # the last three: of values that have another type than the schema says, or no end
+        zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError, LookupError,
+        TypeError, AttributeError, ArithmeticError,
+    ) as error:  # fmt: skip
         raise InputError(
             f"{path}: must be a program written by torch.export.save",
             got=f"{type(error).__name__}: {error}",

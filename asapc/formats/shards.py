@@ -1,6 +1,6 @@
 """Parts of a long computation, each kept as soon as it is done, so that a killed run can go on.
 
-shards.json          format_version, fingerprint: what the parts were computed from
+shards.json          format_version, fingerprint: what the parts were computed from; null: they say it
 NAME-X.safetensors   one part: its tensors; in the header its key, its facts (JSON) and a checksum
 
 A part is there whole or not at all: what is torn or altered is removed and counts as absent. Nothing
@@ -116,6 +116,14 @@ class Shards:
         found = self._read(self._path(key))
         return None if found is None else found[1]
 
+    def drop(self, key: str) -> None:
+        """Forget one part."""
+        self._path(key).unlink(missing_ok=True)
+
+    def release(self, name: str) -> None:
+        """Let the next run differ in this. It has to find out itself which parts are good for it."""
+        self._write_index({**self.fingerprint, name: None})
+
     def keys(self) -> list[str]:
         """Of every part that is whole, sorted. Reads and checks them all."""
         paths = sorted(self.folder.glob("*.safetensors"))
@@ -142,13 +150,14 @@ class Shards:
         index = self.folder / _INDEX
         self._require_own()
         if not index.exists():
-            self._write_index(index)
+            self._write_index(self.fingerprint)
             return
         try:
             document = read_json(index)
             version, then = document["format_version"], document["fingerprint"]
             now = self.fingerprint
-            unlike = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+            released = {name for name in then if then[name] is None}
+            unlike = sorted(n for n in {*then, *now} - released if then.get(n) != now.get(n))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(
                 f"{index}: must say what the parts were computed from",
@@ -157,8 +166,8 @@ class Shards:
             ) from error
         if version != FORMAT_VERSION:
             unlike = ["version of this format", *unlike]
-        if unlike and not self.keys():  # cut short before anything was worth keeping
-            self._write_index(index)
+        if (unlike and not self.keys()) or (released and not unlike):
+            self._write_index(self.fingerprint)  # nothing worth keeping, or free to go on
         elif unlike:
             raise InputError(
                 f"{self.folder}: an interrupted run goes on only with what it was started with",
@@ -166,9 +175,9 @@ class Shards:
                 help=f"repeat the interrupted command, or begin anew: --restart, or delete {self.folder}",
             )
 
-    def _write_index(self, index: Path) -> None:
-        document = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
-        replace_file(index, json.dumps(document, indent=2) + "\n")
+    def _write_index(self, fingerprint: Mapping[str, str | None]) -> None:
+        document = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint}
+        replace_file(self.folder / _INDEX, json.dumps(document, indent=2) + "\n")
 
     def _require_own(self) -> None:
         """Raises InputError if the folder holds other things than parts."""

@@ -14,6 +14,7 @@ from asapc.onnx.module import OnnxModule
 from asapc.onnx.session import observe, open_session, run
 from asapc.onnx.settings import TOLERANCE
 from asapc.onnx.verify import difference_of
+from asapc.printed import reason
 
 
 def check_import(module: OnnxModule, path: Path, batch: Batch) -> float:
@@ -53,7 +54,7 @@ def _first_difference(module: OnnxModule, path: Path, inputs: Mapping[str, Tenso
         with torch.no_grad():
             own = module.values([inputs[value.name] for value in module.inputs], list(expected))
     except (InputError, RuntimeError) as error:
-        return f"and no first node, for {str(error).splitlines()[0][:200]}"
+        return f"and no first node, for {reason(error)}"
     for (name, value), ours in zip(expected.items(), own, strict=True):
         if not difference_of([ours], [value]) <= TOLERANCE:
             return f"first in {nodes[name]}"

@@ -27,6 +27,7 @@ from asapc.onnx.load import read_model
 from asapc.onnx.module import OnnxModule, value_nodes
 from asapc.onnx.settings import DOMAIN, OPSETS
 from asapc.onnx.translate import translate
+from asapc.printed import reason
 
 FUNCTIONS_IR = 8  # the first version of the format that knows model-local functions
 
@@ -115,7 +116,7 @@ def of_opset(proto: onnx.ModelProto, wanted: int | None) -> onnx.ModelProto:
     except Exception as error:  # of the C++ converter
         raise InputError(
             f"the file can be converted from opset {version} to {target}",
-            got=" ".join(str(error).split())[:200],
+            got=reason(error),
         ) from error
 
 

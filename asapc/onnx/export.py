@@ -44,6 +44,7 @@ from asapc.onnx.settings import (
 )
 from asapc.onnx.translate import translate
 from asapc.onnx.verify import Verified, joined, verify
+from asapc.printed import reason
 from asapc.progress import Progress
 
 DATA = ".data"  # after the name of a file, of the one that holds its weights
@@ -190,7 +191,7 @@ def check(path: Path) -> None:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:  # ValidationError and InferenceError share no base class
         raise VerificationError(
-            f"{path.name}: the ONNX checker accepts the file", got=" ".join(str(error).split())[:300]
+            f"{path.name}: the ONNX checker accepts the file", got=reason(error)
         ) from error
 
 

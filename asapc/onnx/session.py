@@ -12,6 +12,7 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.onnx.settings import require_extra
+from asapc.printed import reason
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -47,7 +48,7 @@ def open_session(
     except Exception as error:  # it has its own types, one for each status; protobuf too
         place = "the model" if isinstance(model, onnx.ModelProto) else str(model)
         raise InputError(
-            f"{place}: onnxruntime must be able to run it", got=str(error).splitlines()[0],
+            f"{place}: onnxruntime must be able to run it", got=reason(error),
             help="onnx.checker.check_model says what is wrong with a file",
         ) from error  # fmt: skip
 
@@ -73,7 +74,7 @@ def run(session: InferenceSession, inputs: Mapping[str, Tensor]) -> list[Tensor]
         outputs = session.run(None, arrays)
     except Exception as error:  # it has its own types, one for each status
         raise InputError(
-            "onnxruntime must be able to run the model on this batch", got=" ".join(str(error).split())
+            "onnxruntime must be able to run the model on this batch", got=reason(error)
         ) from error
     return [torch.as_tensor(output) for output in outputs]
 

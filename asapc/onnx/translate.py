@@ -11,6 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 from asapc.errors import InputError
+from asapc.printed import reason
 
 ATTENTION_OPSET = 23  # has an operator for it
 _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")
@@ -85,5 +86,5 @@ def cause(error: BaseException) -> str:
     """The innermost error on one line: the outer ones tell what to report to PyTorch."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return f"{type(error).__name__}: {reason(error)}"
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from asapc.errors import InputError
 
 MASKED_BELOW = -1e4  # an additive score up to here removes its key
+HIDDEN_SCORE = -1e9  # what most code adds
 RULE = "an additive key mask holds 0 and scores of at most -10000, as where the model was compiled"
 HELP = "compile with data whose masks hold such numbers: they are then added to the scores as a bias"
 

@@ -28,6 +28,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from asapc.printed import one_line
 from asapc.report.pictures import MapPair
 from asapc.report.tables import number
 
@@ -160,7 +161,7 @@ def bars(
                 xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=10.5,
             )  # fmt: skip
         titles = {
-            f"bar{i}": f"{_one_line(name)}: {number(v)}"
+            f"bar{i}": f"{one_line(name, ', ')}: {number(v)}"
             for i, (name, v) in enumerate(zip(names, shown, strict=True))
         }
         return _svg(figure, alt, titles)
@@ -380,10 +381,6 @@ def _lists(line: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[float], list[f
 
 def _lines(name: str) -> int:
     return name.count("\n") + 1
-
-
-def _one_line(name: str) -> str:
-    return name.replace("\n", ", ")
 
 
 # SVG

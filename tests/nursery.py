@@ -1,0 +1,197 @@
+"""Workers for tests/test_kill.py: imports once, and analyses a teacher once; every line of input, a list
+in JSON, forks a process whose id is the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from known_analyses import analysed_once
+from safetensors.torch import save_file
+
+import asapc.onnx.export
+import asapc.pipeline
+import asapc.report
+from asapc import cli
+from asapc.calibration import stream
+from asapc.formats import atomic
+from asapc.formats.calibration import Calibration, save_calibration
+from asapc.formats.load import load_teacher
+from asapc.formats.shards import Shards
+
+SHARDS, SIZE = map(int, sys.argv[1:])
+FLUSHES = 2  # calls that are no rename, and yet among those that a command is killed at
+
+# Calls that change a disk, and flushes, which lie between a file's first byte and its last.
+CALLS = ((os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync"), (atomic, "_exchange"))
+
+
+def armed(last: int) -> list[str]:
+    """Notes the names of such calls from now on; before the last one the process is killed."""
+    calls: list[str] = []
+
+    def noted(name: str, true: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            if len(calls) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return true(*arguments, **options)
+
+        return call
+
+    for module, name in CALLS:
+        setattr(module, name, noted(name, getattr(module, name)))
+    return calls
+
+
+# --- writing without an end ------------------------------------------------------------------------
+
+
+def calibration(root: str, n: int) -> None:
+    hashes = tuple([n] * SIZE)
+    own = Calibration(str(n), {}, "whole", {}, str(n), "parallel", hashes)
+    save_calibration(f"{root}/calibration", own)
+
+
+def artifact(root: str, n: int, name: str = "artifact") -> None:
+    with atomic.replace_folder(f"{root}/{name}") as folder:
+        (folder / "modules").mkdir()
+        save_file({"x": torch.full((SIZE,), float(n))}, folder / "model.safetensors")
+        (folder / "modules" / "0.graph.pt2").write_text(f"{n} " * SIZE)
+        (folder / "manifest.json").write_text(json.dumps({"number": n}))
+
+
+def two_renames(root: str, n: int) -> None:
+    exchange, atomic._exchange = atomic._exchange, lambda first, second: False
+    artifact(root, n, "two_renames")
+    atomic._exchange = exchange
+
+
+def report(root: str, n: int) -> None:
+    report = {"model": {"source": str(n)}, "sites": [], "padding": [n] * SIZE}
+    asapc.report.write_report(f"{root}/reports", report)
+
+
+def shards(root: str, n: int) -> None:
+    with Shards(f"{root}/parts", {"model": "a"}) as parts:
+        key = str(n // 1000 % SHARDS)
+        parts.put(key, {"x": torch.full((SIZE,), float(n))}, {"number": n})
+
+
+WRITES = (calibration, artifact, two_renames, report, shards)
+
+
+def loop(root: str, first: int, seed: int, last: int) -> int:
+    """Until a signal ends it, its own before its call of the number `last`."""
+    armed(last)
+    try:
+        for n in itertools.count(first):
+            for i in range(len(WRITES)):
+                WRITES[(i + seed) % len(WRITES)](root, n)
+    except BaseException as error:
+        Path(root, "error").write_text(repr(error))
+    return 1
+
+
+def warm_up() -> None:
+    """What is imported on a first call is there for all."""
+    # drawing is slow
+    asapc.report._page = lambda report, pictures: ("<p>" + report["model"]["source"], None)  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as root:
+        Path(root, "reports").mkdir()
+        for write in WRITES:
+            write(root, 0)
+
+
+# --- commands that are killed ----------------------------------------------------------------------
+
+
+def until_killed(last: int, out: str, arguments: list[str]) -> int:
+    """The command up to its call of that number; in OUT.calls, how many there were if it came through."""
+    stream.ASIDE_EVERY, stream.ASIDE_SHARE = 0.0, float("inf")
+    calls = armed(last)
+    code = cli.main(arguments)
+    Path(f"{out}.calls").write_text(str(len(calls)))
+    return code
+
+
+def many_times(module: str, name: str, folder: str, states: str, arguments: list[str]) -> int:
+    """The command up to that function, and the rest of it often: in one child that lives, for each rename
+    in one that is killed before it, and in some at flushes.  What each leaves of the folder is copied."""
+    owner = sys.modules[module]
+    true = getattr(owner, name)
+    before, record = Path(states, "before"), Path(states, "calls")
+    living: list[list[str]] = []
+
+    def branching(*given: Any, **options: Any) -> Any:
+        setattr(owner, name, true)
+        shutil.copytree(folder, before)
+        lasts = [0]
+        while lasts:
+            last = lasts.pop(0)
+            child = os.fork()
+            if child == 0:
+                living.append(armed(last))
+                return true(*given, **options)
+            os.waitpid(child, 0)
+            shutil.copytree(folder, Path(states, str(last)))
+            if last == 0:
+                calls = list(enumerate(json.loads(record.read_text()), 1))
+                flushes = [n for n, own in calls if own == "fsync"]
+                lasts = [n for n, own in calls if own != "fsync"]
+                lasts += random.Random(0).sample(flushes, min(FLUSHES, len(flushes)))
+            if lasts:
+                shutil.rmtree(folder)
+                shutil.copytree(before, folder)
+        shutil.rmtree(before)
+        return true(*given, **options)
+
+    setattr(owner, name, branching)
+    code = cli.main(arguments)
+    for calls in living:  # in the child that nothing killed
+        record.write_text(json.dumps(calls))
+    return code
+
+
+def worker(command: str, arguments: list[Any]) -> int:
+    if command == "loop":
+        return loop(*arguments)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if command == "until killed":
+        return until_killed(*arguments)
+    return many_times(*arguments) if command == "many times" else cli.main(arguments)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warm_up()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        if command == "reap":
+            os.waitpid(arguments[0], 0)
+            print("reaped", flush=True)
+        elif command == "analyse":
+            asapc.pipeline.inspect(load_teacher(arguments[0]), arguments[1])
+            print("analysed", flush=True)
+        else:
+            child = os.fork()
+            if child == 0:
+                os._exit(worker(command, arguments))
+            print(child, flush=True)
+
+
+if __name__ == "__main__":
+    with analysed_once():
+        main()
