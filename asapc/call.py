@@ -180,9 +180,7 @@ class Call:
                             f"{high if high < MOST else 'any'} that the program was captured for"
                         )
                 if found != expected:
-                    return (
-                        f"{self._name(index)}: size {axis} was captured as {expected}, and is {found}"
-                    )
+                    return f"{self._name(index)}: size {axis} was captured as {expected}, and is {found}"
         for name, count, argument in counts:
             if name not in seen or seen[name] != count:
                 return f"{argument} was captured as a size of the other arguments, and is {count}"
@@ -413,7 +411,7 @@ def _taken(
     """Put the value's tensors into their places; why it is not what was captured, or None."""
     if isinstance(tree, Leaf):
         if not isinstance(value, Tensor):
-            return f"{name} was captured as a tensor, and is {_short(value)}"
+            return f"{name} was captured as a tensor, and is {shortened(value)}"
         flat[tree.index] = value
         return None
     if isinstance(tree, Constant):
@@ -421,24 +419,24 @@ def _taken(
         same = not isinstance(value, Tensor) and isinstance(value, _SCALARS) and value == own
         if same and isinstance(value, bool) == isinstance(own, bool):
             return None
-        return f"{name} was captured as {own!r}, and is {_short(value)}"
+        return f"{name} was captured as {own!r}, and is {shortened(value)}"
     if isinstance(tree, Size):
         if not isinstance(value, int | torch.SymInt):
-            return f"{name} was captured as a size, and is {_short(value)}"
+            return f"{name} was captured as a size, and is {shortened(value)}"
         counts.append((tree.name, value, name))
         return None
     if isinstance(tree, Default):
         return f"{name} was captured at its default {tree.text}, and is given"
     if tree.kind == "dict":
         if not isinstance(value, dict) or set(value) != set(tree.keys):
-            return f"{name} was captured as {shown(tree)}, and is {_short(value)}"
+            return f"{name} was captured as {shown(tree)}, and is {shortened(value)}"
         for key, item in zip(tree.keys, tree.items, strict=True):
             problem = _taken(item, value[key], flat, counts, name)
             if problem is not None:
                 return problem
         return None
     if not isinstance(value, list | tuple) or len(value) != len(tree.items):
-        return f"{name} was captured as {shown(tree)}, and is {_short(value)}"
+        return f"{name} was captured as {shown(tree)}, and is {shortened(value)}"
     for item, part in zip(tree.items, value, strict=True):
         problem = _taken(item, part, flat, counts, name)
         if problem is not None:
@@ -576,7 +574,8 @@ def shown(tree: Tree) -> str:
     return f"a {tree.kind} of {len(tree.items)}"
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A value, for messages."""
     if isinstance(value, Tensor):
         return "a tensor"
     if isinstance(value, dict):
