@@ -854,6 +854,41 @@ class Beside(Around):
         return super().forward(x) + sum(self.beside)
 
 
+class Wide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * 2).contiguous().to(x.dtype)
+
+
+class Casts(Model):
+    """x.float() of a float32 x is x: what is read after the layer is not what was computed in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.wide = Wide()
+        self.inner.forward = types.MethodType(residual, self.inner)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x) + x
+        return found
+
+
+def residual(self: Any, x: Tensor) -> Tensor:
+    return Around.forward(self, self.wide(x)) + x.float()
+
+
+class Drops(Model):
+    """What is read behind the dropout of an input could be either: the layer is no layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.drop, self.inner.last = nn.Dropout(1.0), nn.Dropout(1.0)
+        self.inner.forward = types.MethodType(dropped, self.inner)  # type: ignore[method-assign]
+
+
+def dropped(self: Any, x: Tensor) -> Tensor:
+    return self.last(Around.forward(self, self.drop(x))) + x
+
+
 class Aside(Model):
     """The inner module reads what it is not given."""
 
@@ -910,6 +945,8 @@ def cut(model: nn.Module, x: Tensor) -> Any:
     [
         (Model, "inner", {"q", "k", "v"}),
         (Hooked, "inner", {"q", "k", "v"}),
+        (Casts, "inner", {"q", "k", "v", "wide"}),
+        (Drops, "inner", {"q", "k", "v", "last"}),
         (Twice, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Leaks, "", {"inner.q", "inner.k", "last"}),
@@ -925,8 +962,9 @@ def test_the_smallest_module_that_computes_the_site_by_itself(
     assert made.program.name == name and not left
     called = {child.name for child in made.children}
     assert layers <= called and "loop" not in str(called)
+    assert "drop" not in called
     patch = live.Patch(
-        made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32
+        made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32, own=True
     )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", OwnCodeWarning)
