@@ -632,7 +632,8 @@ def load(
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.monitor.
     Raises InputError.
     """
-    artifact = read_artifact(out, (stage,), trust=trust)
+    patches = model is not None and stage == "graph"  # which are programs of their own
+    artifact = read_artifact(out, () if patches else (stage,), trust=trust)
     if model is None:
         if artifact.capture == "whole":
             return _rebuilt(artifact, stage)
@@ -641,7 +642,7 @@ def load(
             help="asapc.load(OUT, model=factory), with the factory the teacher was built by",
         )
     built = model if isinstance(model, nn.Module) else model()
-    if stage == "graph":
+    if patches:
         return _patched(artifact, built)
     if artifact.capture == "whole":
         raise InputError(

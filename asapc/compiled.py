@@ -70,12 +70,14 @@ class Inside:
     path:   from the patched module, "" for itself.
     kind:   its class's name.
     own:    its instance had a forward of its own.
+    hooked: it had hooks, which the trace has.
     values: of its plain public attributes, by name.
     """
 
     path: str
     kind: str
     own: bool
+    hooked: bool
     values: tuple[tuple[str, bool | int | float | str | None], ...]
     _names: tuple[str, ...] = field(init=False, repr=False)
 
@@ -100,12 +102,12 @@ class Inside:
             (name, value) for name, value in sorted(known.items())
             if not name.startswith("_") and name != "training" and not dropout and _is_plain(value)
         )  # fmt: skip
-        return cls(path, type(module).__qualname__, "forward" in vars(module), plain)
+        return cls(path, type(module).__qualname__, "forward" in vars(module), _is_hooked(module), plain)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         return {"path": self.path, "class": self.kind, "own_forward": self.own,
-                "values": dict(self.values)}  # fmt: skip
+                "hooked": self.hooked, "values": dict(self.values)}  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Inside:
@@ -113,7 +115,13 @@ class Inside:
         values = tuple((str(name), value) for name, value in data["values"].items())
         if not all(_is_plain(value) for _, value in values):
             raise ValueError("an attribute is a number, text or null")
-        return cls(str(data["path"]), str(data["class"]), data["own_forward"] is True, values)
+        return cls(
+            str(data["path"]),
+            str(data["class"]),
+            data["own_forward"] is True,
+            data["hooked"] is True,
+            values,
+        )
 
     def difference(self, root: nn.Module) -> str | None:
         """How the module is another now, or None.  root: the patched one."""
@@ -125,6 +133,8 @@ class Inside:
             or ("forward" in module.__dict__) != self.own
         ):  # fmt: skip
             return f"its {self.path}, whose code was compiled, is replaced"
+        if self.path and module is not None and _is_hooked(module) != self.hooked:
+            return f"its {self.path}, whose code was compiled, has other hooks"
         for name, value in self.values:
             found = getattr(module, name, _GONE)
             if found is not value and (type(found) is not type(value) or found != value):
@@ -134,6 +144,10 @@ class Inside:
 
 
 _GONE = object()
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_plain(value: Any) -> bool:

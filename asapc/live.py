@@ -244,6 +244,8 @@ def _check(module: nn.Module, graph: Graph, what: str, operators: Mapping[str, T
             raise _another(f"{what} has no weight {node.target}")
         if isinstance(traced, Tensor) and found.shape != traced.shape:
             raise _another(f"{what}: {node.target} is {[*found.shape]}, not {[*traced.shape]}")
+        if isinstance(traced, Tensor) and node.target in fitted and found.dtype != traced.dtype:
+            raise _another(f"{what}: {node.target} is {found.dtype}, not {traced.dtype}")
 
 
 def _another(got: str) -> InputError:

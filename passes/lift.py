@@ -28,6 +28,9 @@ from asapc.passes.products import KeyMask, Product, same
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
+# Dead where nothing reads them, though torch keeps them: the loop of a plan with dropout, or with a cast,
+# would stay beside the operator that replaces it.
+_INERT = (aten.dropout.default, aten._assert_tensor_metadata.default)
 SITE = "site"  # in the meta of an operator call: the name of the site that it computes
 
 
@@ -37,7 +40,7 @@ def lift(program: Program, sites: Sequence[AnySite], drop_maps: bool = False) ->
     for index, site in enumerate(sites):
         for old, new, users in _called(graph, index, site, nodes, drop_maps):
             old.replace_all_uses_with(new, delete_user_cb=users)
-    graph.graph.eliminate_dead_code()
+    graph.graph.eliminate_dead_code(lambda node: node.target not in _INERT and bool(node.is_impure()))
     graph.recompile()
     check_graph(graph, "lift", [site.name for site in sites])
     return replace(program, graph=graph)
@@ -80,9 +83,7 @@ def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
     return GraphModule(graph, fresh), nodes
 
 
-def _lift_loop(
-    graph: Graph, site: AttentionSite, nodes: dict[Node, Node], drop_maps: bool
-) -> list[Swap]:
+def _lift_loop(graph: Graph, site: AttentionSite, nodes: dict[Node, Node], drop_maps: bool) -> list[Swap]:
     attention, value = nodes[site.attention], nodes[site.value.node]
     score = _moved(site.score, nodes)
     product = _moved(site.value, nodes)
@@ -171,9 +172,7 @@ def _place(
     return swaps
 
 
-def _lift_lot(
-    graph: GraphModule, index: int, site: LotSite, nodes: dict[Node, Node]
-) -> list[Swap]:
+def _lift_lot(graph: GraphModule, index: int, site: LotSite, nodes: dict[Node, Node]) -> list[Swap]:
     own, outer, c = graph.graph, nodes[site.outer.node], site.convention
     inner, product = _moved(site.inner, nodes), _moved(site.outer, nodes)
     with own.inserting_before(outer):
@@ -276,9 +275,7 @@ def _original_layout(
     return result
 
 
-def _keep(
-    graph: Graph, mask: KeyMask, nodes: dict[Node, Node], heads: int, batch: Node
-) -> Node:
+def _keep(graph: Graph, mask: KeyMask, nodes: dict[Node, Node], heads: int, batch: Node) -> Node:
     """[B, M] bool, True on active keys, from the mask node wherever it entered."""
     node, value = _narrowest(mask.node), None
     value = node.meta["val"]
@@ -317,9 +314,7 @@ def _narrowest(node: Node) -> Node:
         return node
     keys = node.meta["val"].shape[-1]
     batch = node.meta["val"].shape[0]
-    same = all(
-        str(a) == str(b) for a, b in zip(reached.shape, (batch, keys), strict=True)
-    )
+    same = all(str(a) == str(b) for a, b in zip(reached.shape, (batch, keys), strict=True))
     return current if same else node
 
 

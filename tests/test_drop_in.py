@@ -677,6 +677,10 @@ def test_what_is_known_of_a_module() -> None:
     model.inner[0] = nn.Bilinear(2, 2, 2)
     texts = [own.difference(model) for own in found]
     assert texts[2] == "its inner.0, whose code was compiled, is replaced" and texts[3] is None
+    handle = model.inner[1].register_forward_hook(lambda *_: None)
+    assert found[3].difference(model) == "its inner.1, whose code was compiled, has other hooks"
+    handle.remove()
+    assert found[3].difference(model) is None
     del model.inner[1]
     assert found[3].difference(model) is not None
     model.count = 4
