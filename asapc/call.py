@@ -145,7 +145,10 @@ class Call:
         counts: list[tuple[str, Any, str]] = []
         for own in self.parameters:
             if own.name in given:
-                problem = _taken(own.captured, given[own.name], flat, counts, own.name)
+                value = given[own.name]
+                if own.kind == "VAR_KEYWORD":
+                    value = _said(own.captured, value)
+                problem = _taken(own.captured, value, flat, counts, own.name)
                 if problem is not None:
                     return flat, problem
             elif own.captured != own.default:
@@ -403,6 +406,16 @@ def _bound(
         if own.default is None and own.name not in given:
             raise TypeError(f"forward() missing a required argument: '{own.name}'")
     return given
+
+
+def _said(captured: Tree, given: dict[str, Any]) -> dict[str, Any]:
+    """Of **kwargs: one that is None, in the call or in the captured one, is as good as left out."""
+    assert isinstance(captured, Group)
+    said = {key: value for key, value in given.items() if value is not None or key in captured.keys}
+    for key, own in zip(captured.keys, captured.items, strict=True):
+        if key not in said and own == Constant(None):
+            said[key] = None
+    return said
 
 
 def _taken(

@@ -115,7 +115,7 @@ def test_it_is_called_as_the_teacher_is(make: Callable[[], nn.Module], expected:
         exact = logits(teacher, x, keep)
         for args, kwargs in (
             ((x, keep), {}), ((x,), {"keep": keep}), ((), {"keep": keep, "x": x}),
-            ((x, keep), {"sharp": False, "labels": None}),
+            ((x, keep), {"sharp": False, "labels": None}), ((x, keep), {"more": None}),
         ):  # fmt: skip
             found = logits(model, *args, **kwargs)
             assert torch.equal(found, expected)
@@ -295,6 +295,15 @@ def test_it_trains_under_ddp(make: Callable[[], nn.Module], tmp_path: Path) -> N
         torch.distributed.destroy_process_group()
     assert model.training and all(p.grad is not None for p in model.parameters())
     assert not model.eval().training
+
+
+def test_it_trains_under_checkpointing(make: Callable[[], nn.Module]) -> None:
+    """Which recomputes what is saved for the backward pass, and lets it be read once."""
+    model, (x, keep) = make().train(), inputs()
+    plain = torch.autograd.grad(logits(model, x, keep).square().sum(), list(model.parameters()))
+    found = torch.utils.checkpoint.checkpoint(logits, model, x, keep, use_reentrant=False)
+    again = torch.autograd.grad(found.square().sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 def test_the_state_goes_round(make: Callable[[], nn.Module], expected: Tensor) -> None:
@@ -1003,6 +1012,12 @@ def test_structures_go_through_plain_data() -> None:
     assert "dtype was captured at its default" in str(
         again.flat((a, {"k": [b, None, 7]}, c), {"dtype": torch.float64})[1]
     )
+    extra = parameters_of(inspect.signature(lambda x, **rest: x), (a,), {"p": None, "q": 2}, [])
+    loose = Call(extra, output, *known_of([a]))
+    for kwargs in ({"p": None, "q": 2}, {"q": 2}, {"q": 2, "r": None}):
+        assert loose.flat((a,), kwargs)[1] is None, kwargs
+    for kwargs in ({"q": None}, {}, {"q": 2, "p": 1}, {"q": 2, "r": 1}):
+        assert loose.flat((a,), kwargs)[1] is not None, kwargs
     found = rebuilt(again.output, [a, b], {})
     assert found[0] is a and found[1]["z"][0] is b and found[1] == {"z": [b, True], "y": (None,)}
 
