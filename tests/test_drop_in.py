@@ -33,6 +33,7 @@ from asapc.data import data_of
 from asapc.errors import InputError
 from asapc.passes.candidates import Choice
 from asapc.passes.capture import capture
+from asapc.passes.lift import lift
 from asapc.passes.match import Refusal, match
 from asapc.passes.module_programs import module_programs
 from asapc.passes.observe import eager_calls
@@ -988,6 +989,27 @@ def test_the_smallest_module_that_computes_the_site_by_itself(
             assert not torch.allclose(built(x), exact)
 
 
+class Maps(nn.Module):
+    """The plan goes through a cast and a dropout, as attention maps do, and is used once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.loop, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), Loop(), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (self.q(x) @ self.k(x).mT).float()
+        found: Tensor = self.drop(self.loop(scores).to(x.dtype)) @ x
+        return found
+
+
+def test_no_loop_stays_beside_its_operator() -> None:
+    (program,) = capture(Maps().eval(), (torch.randn(3, 5, 4),), {}).programs
+    sites = [own for own in match(program) if not isinstance(own, Refusal)]
+    called = [str(node.target) for node in lift(program, sites).graph.graph.nodes]
+    assert "asapc.sinkhorn.default" in called
+    assert not {"aten.logsumexp.default", "aten.dropout.default", "aten.exp.default"} & set(called)
+
+
 def test_structures_go_through_plain_data() -> None:
     def forward(
         x: Tensor, rest: Any, *more: Tensor, scale: float = 0.5, dtype: Any = torch.float32
@@ -1022,15 +1044,89 @@ def test_structures_go_through_plain_data() -> None:
     assert found[0] is a and found[1]["z"][0] is b and found[1] == {"z": [b, True], "y": (None,)}
 
 
-# A model that nobody here wrote
+# Models that nobody here wrote
+
+
+def sinkhorn(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *_: Any, **more: Any) -> Any:
+    """As an attention of transformers; mask: additive [B, 1, N, M], or None."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    padded = torch.zeros_like(scores[..., :1, :]).bool() if mask is None else mask[..., :1, :] < 0
+    scores, target = scores.masked_fill(padded, -1e9), torch.zeros_like(scores[..., :1, :])
+    for _ in range(3):
+        source = -torch.logsumexp(scores + target, -1, keepdim=True)
+        target = -torch.logsumexp(scores + source, -2, keepdim=True).masked_fill(padded, 0.0)
+    plan = torch.exp(scores + source + target.masked_fill(padded, 0.0))
+    return (plan @ v).transpose(1, 2).contiguous(), plan
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, Tensor]]:
+    """(artefact, a function that builds its teacher, a batch with padding)"""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers.AttentionInterface.register("sinkhorn", sinkhorn)
+    masks = transformers.masking_utils
+    masks.AttentionMaskInterface.register("sinkhorn", masks.eager_mask)
+    config = transformers.BertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16, attn_implementation="sinkhorn",
+    )  # fmt: skip
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return transformers.BertForSequenceClassification(config).eval()
+
+    ids = torch.randint(5, 30, (60, 10), generator=torch.Generator().manual_seed(2))
+    keep = torch.ones_like(ids)
+    keep[::2, 7:] = 0
+    data = {"input_ids": ids, "attention_mask": keep}
+    out = compiled(build(), data, tmp_path_factory.mktemp("bert"))
+    return out, build, {name: own[:4] for name, own in data.items()}
+
+
+ATTENTION = "bert.encoder.layer.0.attention.self"
+
+
+def test_a_text_model_of_transformers(bert: Any, tmp_path: Path) -> None:
+    out, build, batch = bert
+    exact = build()(**batch, output_attentions=True)
+    model = asapc.load(out, model=build())
+    assert [name for name, own in model.named_modules() if "forward" in vars(own)] == [ATTENTION]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)
+        torch.testing.assert_close(model(**batch).logits, exact.logits, rtol=1e-4, atol=1e-5)
+        model.gradient_checkpointing_enable()
+        model.train()(**batch, labels=torch.zeros(4).long()).loss.backward()
+    model.eval().save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="sinkhorn")
+    patched_again = asapc.load(out, model=again)
+    torch.testing.assert_close(patched_again(**batch).logits, exact.logits, rtol=1e-4, atol=1e-5)
+    with pytest.warns(OwnCodeWarning, match="attention_mask was captured as a tensor, and is None"):
+        found = model(batch["input_ids"])
+    assert torch.equal(found.logits, build()(batch["input_ids"]).logits)
+    maps = model(**batch, output_attentions=True).attentions
+    torch.testing.assert_close(maps, exact.attentions, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_peft(bert: Any) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    out, build, batch = bert
+    config = peft.LoraConfig(target_modules=["query", "value"], r=2, init_lora_weights=False)
+    teacher = peft.get_peft_model(build(), config).eval()
+    model = peft.get_peft_model(asapc.load(out, model=build()), config).eval()
+    model.load_state_dict(teacher.state_dict())
+    exact = teacher(**batch).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)
+        torch.testing.assert_close(model(**batch).logits, exact, rtol=1e-4, atol=1e-5)
+        model(**batch, labels=torch.zeros(4).long()).loss.backward()
+        assert all(own.grad is not None for own in model.parameters() if own.requires_grad)
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(**batch).logits, exact, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(exact, build()(**batch).logits, atol=1e-4)
 
 
 def test_a_hugging_face_model_stays_one(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-    def sinkhorn(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
-        plan = Loop()(q @ k.mT * q.shape[-1] ** -0.5)
-        return (plan @ v).transpose(1, 2).contiguous(), plan
 
     transformers.AttentionInterface.register("sinkhorn", sinkhorn)
     config = transformers.ViTConfig(
