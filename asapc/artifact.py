@@ -488,7 +488,9 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
 
     sites = manifest["sites"]
     require(isinstance(sites, list) and bool(sites), "sites is a list", sites)
-    called = {stage: [site for entry in programs for site in entry["calls"][stage]] for stage in STAGES}
+    called = {
+        stage: [site for entry in programs for site in entry["calls"][stage]] for stage in STAGES
+    }
     for site in sites:
         require(is_dict(site, *_SITE_KEYS), f"a site has the keys {', '.join(_SITE_KEYS)}", site)
         for key in _TEXTS:
@@ -606,7 +608,9 @@ def _inside(folder: Path, relative: Any) -> Path:
     except ValueError:  # a zero byte, half of a surrogate pair
         is_inside = False
     if not is_inside:
-        raise InputError(f"{folder}: the manifest must name files inside the folder", got=repr(relative))
+        raise InputError(
+            f"{folder}: the manifest must name files inside the folder", got=repr(relative)
+        )
     return path
 
 
@@ -666,7 +670,9 @@ def _rebuilt(artifact: Artifact, stage: Stage) -> CompiledModel:
     call = replace(Call.from_dict(manifest["forward"]), tensors=known, limits=limits)
     places = [leaf.index for own in call.parameters for leaf in leaves(own.captured)]
     try:
-        flat = flat_graph(graph, lambda name: f"{OPERATORS}.{renamed[name]}" if name in renamed else name)
+        flat = flat_graph(
+            graph, lambda name: f"{OPERATORS}.{renamed[name]}" if name in renamed else name
+        )
         (outputs,) = flat.output_node().args
         count = len(cast(tuple[Any, ...], outputs))
         if len(places) != len(known) or any(own.index >= count for own in leaves(call.output)):

@@ -261,6 +261,20 @@ def test_it_runs_under_autocast(make: Callable[[], nn.Module], expected: Tensor)
     assert float((found.float() - expected).abs().max()) < 0.1
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_it_runs_in_inference_mode(
+    make: Callable[[], nn.Module], expected: Tensor, threads: int
+) -> None:
+    count = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            found = logits(make(), *inputs())
+    finally:
+        torch.set_num_threads(count)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 # Compilers, training
 
 
