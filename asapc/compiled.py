@@ -218,7 +218,7 @@ class Forward:
 
     def replica(self) -> nn.Module:
         """What torch.nn.parallel.replicate asks a patched module for: a copy on weights of its own."""
-        made: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[no-untyped-call]
+        made: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
         forward = made.__dict__["forward"] = self.bound_to(made)
         made.__dict__[REPLICATE] = forward.replica
         return made
@@ -283,7 +283,7 @@ class CompiledModel(nn.Module):
         self.eval()
 
     def _replicate_for_data_parallel(self) -> nn.Module:
-        made: nn.Module = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        made: nn.Module = super()._replicate_for_data_parallel()
         made.__dict__["forward"] = self.forward.bound_to(made)
         return made
 

@@ -83,7 +83,9 @@ def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
     return GraphModule(graph, fresh), nodes
 
 
-def _lift_loop(graph: Graph, site: AttentionSite, nodes: dict[Node, Node], drop_maps: bool) -> list[Swap]:
+def _lift_loop(
+    graph: Graph, site: AttentionSite, nodes: dict[Node, Node], drop_maps: bool
+) -> list[Swap]:
     attention, value = nodes[site.attention], nodes[site.value.node]
     score = _moved(site.score, nodes)
     product = _moved(site.value, nodes)
@@ -172,7 +174,9 @@ def _place(
     return swaps
 
 
-def _lift_lot(graph: GraphModule, index: int, site: LotSite, nodes: dict[Node, Node]) -> list[Swap]:
+def _lift_lot(
+    graph: GraphModule, index: int, site: LotSite, nodes: dict[Node, Node]
+) -> list[Swap]:
     own, outer, c = graph.graph, nodes[site.outer.node], site.convention
     inner, product = _moved(site.inner, nodes), _moved(site.outer, nodes)
     with own.inserting_before(outer):
@@ -275,7 +279,9 @@ def _original_layout(
     return result
 
 
-def _keep(graph: Graph, mask: KeyMask, nodes: dict[Node, Node], heads: int, batch: Node) -> Node:
+def _keep(
+    graph: Graph, mask: KeyMask, nodes: dict[Node, Node], heads: int, batch: Node
+) -> Node:
     """[B, M] bool, True on active keys, from the mask node wherever it entered."""
     node, value = _narrowest(mask.node), None
     value = node.meta["val"]
@@ -314,7 +320,9 @@ def _narrowest(node: Node) -> Node:
         return node
     keys = node.meta["val"].shape[-1]
     batch = node.meta["val"].shape[0]
-    same = all(str(a) == str(b) for a, b in zip(reached.shape, (batch, keys), strict=True))
+    same = all(
+        str(a) == str(b) for a, b in zip(reached.shape, (batch, keys), strict=True)
+    )
     return current if same else node
 
 

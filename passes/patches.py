@@ -115,9 +115,9 @@ def _compiled(
         (t.dtype for t in _weights(analysis, program.name) if t.is_floating_point()), torch.float32
     )
     assert analysis.model is not None
-    own = "forward" in vars(analysis.model.get_submodule(program.name))
+    has_own = "forward" in vars(analysis.model.get_submodule(program.name))
     names = tuple(sites_of(program))
-    return CompiledModule(program, module.call, module.children, names, constants, fitted, dtype, (), own)
+    return CompiledModule(program, module.call, module.children, names, constants, fitted, dtype, (), has_own)
 
 
 def _with_insides(
