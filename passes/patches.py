@@ -117,7 +117,9 @@ def _compiled(
     assert analysis.model is not None
     has_own = "forward" in vars(analysis.model.get_submodule(program.name))
     names = tuple(sites_of(program))
-    return CompiledModule(program, module.call, module.children, names, constants, fitted, dtype, (), has_own)
+    return CompiledModule(
+        program, module.call, module.children, names, constants, fitted, dtype, (), has_own
+    )
 
 
 def _with_insides(
