@@ -78,7 +78,8 @@ def compile(
               which a run that is cut short goes on. Without it both live in a temporary folder.
     examples: measured for the report, at most.
     The compiled model is a patched copy of `model`, of its class and with its layers, see asapc.live; a
-    CompiledModel where the model came without its code, or its attention is not called as a module.
+    CompiledModel where the model came without its code, or its attention is not called as a module. Where
+    nothing is faster than the teacher's own code it is a copy with nothing patched, with a warning.
     Raises the errors of asapc.errors, as the commands do: NoSiteError where nothing can be compiled,
     VerificationError where the rewritten model does not compute the same, InputError for the rest. Warns
     with FewExamplesWarning where what was chosen was fitted on too little.
@@ -127,9 +128,10 @@ def compile(
         report = Report(facts, pictures)
         if out is not None:
             report.save(artifact)
-        live = manifest["live"]
-        patchable = around is not None or (live["programs"] and not live["left"])
-        own_model = copy.deepcopy(teacher.model) if patchable else None
+        live, sites = manifest["live"], manifest["sites"]
+        kept = teacher.onnx is None and all(site["operator"] == "teacher" for site in sites)
+        patchable = around is not None or (not live["left"] and (live["programs"] or kept))
+        own_model = copy.deepcopy(teacher.model) if patchable else None  # None of a program
         compiled = load(artifact, model=own_model, trust=True)  # which this call has written
     return Compiled(compiled, report)
 

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from asapc.call import (
     Child,
     Undescribable,
     described,
+    kind_of,
     known_of,
     leaves,
     plain_spec,
@@ -53,7 +55,7 @@ from asapc.call import (
     types_at_hand,
 )
 from asapc.code import GraphCode, flat_graph, tensors_of, traced_inputs
-from asapc.compiled import OPERATORS, CompiledModel, Operators, site_line
+from asapc.compiled import OPERATORS, CompiledModel, Inside, Operators, site_line
 from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.atomic import read_whole
@@ -61,9 +63,9 @@ from asapc.formats.json_text import read_json
 from asapc.formats.load import build_factory, load_teacher, read_safetensors
 from asapc.formats.pt2 import load_program, save_program
 from asapc.ir import Convention, Program, convention_from_dict
-from asapc.live import Patch, apply, operator_name, warn_left
+from asapc.live import Patch, install, operator_name, prepared, warn_left
 from asapc.monitor import attach
-from asapc.passes.calls import name_calls, sites_of
+from asapc.passes.calls import attribute, name_calls, sites_of
 from asapc.passes.capture import export_graph
 from asapc.passes.patches import CompiledModule
 from asapc.printed import reason
@@ -217,7 +219,10 @@ def _write_modules(
             "call": module.call.to_dict(),
             "children": [child.to_dict() for child in module.children],
         }
-        key = json.dumps([module.program.graph.graph.python_code("self").src, entry])
+        graph = module.program.graph
+        read = [node for node in graph.graph.nodes if node.op == "get_attr"]
+        shapes = [[str(node.target), *attribute(graph, node).shape] for node in read]
+        key = json.dumps([graph.graph.python_code("self").src, shapes, entry])
         if key not in entries:
             path = f"live/{len(entries)}.pt2"
             (folder / path).parent.mkdir(exist_ok=True)
@@ -228,7 +233,13 @@ def _write_modules(
             names[own] = f"{_LIVE}{number}.{own}"
             tensors[names[own]] = tensor.detach().contiguous().clone()
         entries[key]["modules"].append(
-            {"name": module.program.name, "sites": list(module.sites), "tensors": names}
+            {
+                "name": module.program.name,
+                "sites": list(module.sites),
+                "tensors": names,
+                "own_forward": module.own_forward,
+                "inside": [own.to_dict() for own in module.inside],
+            }
         )
     return list(entries.values())
 
@@ -556,6 +567,10 @@ def _check_live(
             named = isinstance(own, dict) and isinstance(own.get("name"), str)
             listed = named and isinstance(own.get("sites"), list) and texts(own.get("tensors"))
             require(listed and set(map(str, own["sites"])) <= sites, "a live module has sites", own)
+            inside = own.get("inside")
+            known = isinstance(inside, list) and all(_reads(Inside.from_dict, one) for one in inside)
+            told = known and isinstance(own.get("own_forward"), bool)
+            require(told, "a live module says what is inside", own)
 
 
 def _read_selection(path: Path) -> dict[str, Any]:
@@ -615,12 +630,15 @@ def load(
            refreshed artefact, the trained ones; what it has beyond them stays. A capture per module
            needs it, a capture of the whole model does not: without it a CompiledModel is rebuilt. Where
            the class of an output is not defined in the process, its outputs are a plain dict or tuple.
+           A model that is refused is left as it was, its weights and earlier patches included. Where
+           every site keeps the teacher's own code nothing is patched, with a warning.
     stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
     trust: the folder is your own: its programs may call operators that SECURITY.md does not list.
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.monitor.
     Raises InputError.
     """
-    artifact = read_artifact(out, (stage,), trust=trust)
+    patches = model is not None and stage == "graph"  # which are programs of their own
+    artifact = read_artifact(out, () if patches else (stage,), trust=trust)
     if model is None:
         if artifact.capture == "whole":
             return _rebuilt(artifact, stage)
@@ -629,7 +647,7 @@ def load(
             help="asapc.load(OUT, model=factory), with the factory the teacher was built by",
         )
     built = model if isinstance(model, nn.Module) else model()
-    if stage == "graph":
+    if patches:
         return _patched(artifact, built)
     if artifact.capture == "whole":
         raise InputError(
@@ -677,20 +695,30 @@ def _rebuilt(artifact: Artifact, stage: Stage) -> CompiledModel:
 
 
 def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
-    """The live model, patched, with the artefact's weights."""
-    sites = artifact.manifest["sites"]
+    """The live model, patched, with the artefact's weights.  Nothing is touched before all of it fits."""
+    sites, left = artifact.manifest["sites"], artifact.manifest["live"]["left"]
     patches = read_patches(artifact)
     compiled = [name for patch in patches for name in patch.sites]
-    if not compiled and not artifact.manifest["live"]["left"]:
+    kept = [site["name"] for site in sites if site["operator"] == "teacher"]
+    if not compiled and not left and len(kept) < len(sites):
         raise InputError(
             f"{artifact.folder}: was compiled from a program, without a module that could be patched",
             help="drop model=",
         )
-    warn_left(artifact.manifest["live"]["left"], compiled)
-    _load_weights(artifact, model)
-    forwards = apply(model, patches, sites)
-    codes = [(own.code, patch.sites) for own, patch in zip(forwards, patches, strict=True)]
+    weights = _weights_for(artifact, model)
+    made = prepared(model, patches, sites)
+    codes = [(own.forward.code, patch.sites) for own, patch in zip(made, patches, strict=True)]
+    warn_left(left, compiled)
+    if len(kept) == len(sites):
+        warnings.warn(
+            f"asapc.load: nothing is patched: every site keeps the model's own code ({', '.join(kept)})",
+            stacklevel=3,
+        )
     attach(model, codes, sites)
+    with torch.no_grad():
+        for theirs, own in weights:
+            theirs.copy_(own)
+    install(model, made)
     return model.eval()
 
 
@@ -714,15 +742,25 @@ def read_patches(artifact: Artifact) -> list[Patch]:
                 own[name] = tensors[trained if trained in tensors else stored]
             patches.append(
                 Patch(
-                    str(module["name"]), program, call, children, own,
-                    tuple(map(str, module["sites"])), _DTYPES[str(entry["dtype"])],
+                    str(module["name"]),
+                    program,
+                    call,
+                    children,
+                    own,
+                    tuple(map(str, module["sites"])),
+                    _DTYPES[str(entry["dtype"])],
+                    tuple(Inside.from_dict(one) for one in module["inside"]),
+                    module["own_forward"],
                 )
             )
     return patches
 
 
-def _load_weights(artifact: Artifact, model: nn.Module) -> None:
-    """Copy the artefact's weights into the live model's tensors, which keep their dtype and device."""
+def _weights_for(artifact: Artifact, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """(the live model's tensor, what the artefact has for it); theirs keep their dtype and device.
+
+    Raises InputError where one of them cannot be copied.
+    """
     tensors = read_safetensors(artifact.folder / "model.safetensors")
     weights = dict(_under(tensors, _MODEL))
     for index, entry in enumerate(artifact.manifest["programs"]):
@@ -733,6 +771,7 @@ def _load_weights(artifact: Artifact, model: nn.Module) -> None:
     wrong = [
         name for name, tensor in weights.items()
         if name not in theirs or theirs[name].shape != tensor.shape
+        or kind_of(theirs[name].dtype) != kind_of(tensor.dtype)
     ]  # fmt: skip
     if wrong:
         raise InputError(
@@ -740,24 +779,34 @@ def _load_weights(artifact: Artifact, model: nn.Module) -> None:
             got=f"a model without {', '.join(wrong[:4])} of the same shape",
             help="pass the model, or the factory and arguments, the teacher was built with",
         )
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            theirs[name].copy_(tensor)
+    empty = [name for name in weights if theirs[name].is_meta or theirs[name].is_inference()]
+    if empty:
+        raise InputError(
+            f"{artifact.folder}: weights are loaded into the model, which must have memory for them",
+            got=f"{', '.join(empty[:4])} on the meta device or made in inference mode",
+            help="build it on a device (model.to_empty(device=...) will do), outside of inference_mode",
+        )  # fmt: skip
+    return [(theirs[name], tensor) for name, tensor in weights.items()]
 
 
 def around(artifact: Artifact, model: nn.Module) -> None:
     """Load the artefact's weights into the model around the captured modules."""
-    try:
-        model.load_state_dict(artifact.model_weights)
-        for program in next(iter(artifact.programs.values())):
-            model.get_submodule(program.name)
-        returns_as(artifact)
-    except (RuntimeError, AttributeError) as error:
+    theirs, weights = model.state_dict(), artifact.model_weights
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    programs = next(iter(artifact.programs.values()))
+    wrong = [
+        *sorted(set(theirs) ^ set(weights)),
+        *(name for name in weights if name in theirs and theirs[name].shape != weights[name].shape),
+        *(program.name for program in programs if program.name not in modules),
+    ]
+    if wrong:
         raise InputError(
             f"{artifact.folder}: the model must be the one that was compiled",
-            got=reason(error),
+            got=f"a model that has other {', '.join(wrong[:4])}",
             help="pass the factory and arguments the teacher was built with",
-        ) from error
+        )
+    model.load_state_dict(weights)
+    returns_as(artifact)
 
 
 def surrounding_model(

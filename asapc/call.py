@@ -145,7 +145,10 @@ class Call:
         counts: list[tuple[str, Any, str]] = []
         for own in self.parameters:
             if own.name in given:
-                problem = _taken(own.captured, given[own.name], flat, counts, own.name)
+                value = given[own.name]
+                if own.kind == "VAR_KEYWORD":
+                    value = _said(own.captured, value)
+                problem = _taken(own.captured, value, flat, counts, own.name)
                 if problem is not None:
                     return flat, problem
             elif own.captured != own.default:
@@ -180,9 +183,7 @@ class Call:
                             f"{high if high < MOST else 'any'} that the program was captured for"
                         )
                 if found != expected:
-                    return (
-                        f"{self._name(index)}: size {axis} was captured as {expected}, and is {found}"
-                    )
+                    return f"{self._name(index)}: size {axis} was captured as {expected}, and is {found}"
         for name, count, argument in counts:
             if name not in seen or seen[name] != count:
                 return f"{argument} was captured as a size of the other arguments, and is {count}"
@@ -407,13 +408,23 @@ def _bound(
     return given
 
 
+def _said(captured: Tree, given: dict[str, Any]) -> dict[str, Any]:
+    """Of **kwargs: one that is None, in the call or in the captured one, is as good as left out."""
+    assert isinstance(captured, Group)
+    said = {key: value for key, value in given.items() if value is not None or key in captured.keys}
+    for key, own in zip(captured.keys, captured.items, strict=True):
+        if key not in said and own == Constant(None):
+            said[key] = None
+    return said
+
+
 def _taken(
     tree: Tree, value: Any, flat: list[Any], counts: list[tuple[str, Any, str]], name: str
 ) -> str | None:
     """Put the value's tensors into their places; why it is not what was captured, or None."""
     if isinstance(tree, Leaf):
         if not isinstance(value, Tensor):
-            return f"{name} was captured as a tensor, and is {_short(value)}"
+            return f"{name} was captured as a tensor, and is {shortened(value)}"
         flat[tree.index] = value
         return None
     if isinstance(tree, Constant):
@@ -421,24 +432,24 @@ def _taken(
         same = not isinstance(value, Tensor) and isinstance(value, _SCALARS) and value == own
         if same and isinstance(value, bool) == isinstance(own, bool):
             return None
-        return f"{name} was captured as {own!r}, and is {_short(value)}"
+        return f"{name} was captured as {own!r}, and is {shortened(value)}"
     if isinstance(tree, Size):
         if not isinstance(value, int | torch.SymInt):
-            return f"{name} was captured as a size, and is {_short(value)}"
+            return f"{name} was captured as a size, and is {shortened(value)}"
         counts.append((tree.name, value, name))
         return None
     if isinstance(tree, Default):
         return f"{name} was captured at its default {tree.text}, and is given"
     if tree.kind == "dict":
         if not isinstance(value, dict) or set(value) != set(tree.keys):
-            return f"{name} was captured as {shown(tree)}, and is {_short(value)}"
+            return f"{name} was captured as {shown(tree)}, and is {shortened(value)}"
         for key, item in zip(tree.keys, tree.items, strict=True):
             problem = _taken(item, value[key], flat, counts, name)
             if problem is not None:
                 return problem
         return None
     if not isinstance(value, list | tuple) or len(value) != len(tree.items):
-        return f"{name} was captured as {shown(tree)}, and is {_short(value)}"
+        return f"{name} was captured as {shown(tree)}, and is {shortened(value)}"
     for item, part in zip(tree.items, value, strict=True):
         problem = _taken(item, part, flat, counts, name)
         if problem is not None:
@@ -576,7 +587,8 @@ def shown(tree: Tree) -> str:
     return f"a {tree.kind} of {len(tree.items)}"
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A value, for messages."""
     if isinstance(value, Tensor):
         return "a tensor"
     if isinstance(value, dict):

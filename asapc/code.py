@@ -155,9 +155,17 @@ def _changes_something(target: Any) -> bool:
     )  # fmt: skip
 
 
+def _weights(module: nn.Module) -> Iterable[Any]:
+    """Parameters, or what torch.nn.parallel.replicate gives a replica in their place."""
+    if not module.__dict__.get("_is_replica", False):
+        return module.parameters()
+    formers = (own.__dict__.get("_former_parameters", {}) for own in module.modules())
+    return itertools.chain.from_iterable(own.values() for own in formers)
+
+
 def _place(module: nn.Module, flat: Sequence[Any]) -> tuple[torch.dtype, torch.device] | None:
     """dtype and device of the module's weights, or of what it is given where it has none."""
-    tensors: Iterable[Any] = itertools.chain(module.parameters(), flat)
+    tensors: Iterable[Any] = itertools.chain(_weights(module), flat)
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             return tensor.dtype, tensor.device

@@ -6,9 +6,18 @@ after:  the same object; for every site the smallest module around it, such as `
 
 The compiled forward calls the layers inside that module (nn.Linear and whatever else is called there)
 as they are at that moment: hooks on them run, and quantised, pruned or wrapped ones take effect. Where
-the module is called otherwise than the captured model called it, its own code runs, with a warning.
-Dropout between the scores and the values, if there is any, is that of evaluation mode: a compiled
-layer has no map to drop entries of.
+the module is called otherwise than the captured model called it, or is another than it was, its own code
+runs, with a warning: a plain attribute of it (a number, text, None) was set, or a module inside whose
+code is a part of the compiled forward was replaced. Dropout between the scores and the values, if there
+is any, is that of evaluation mode: a compiled layer has no map to drop entries of.
+
+A forward that the user has put on an instance is never taken off: one that was there when the model was
+captured is what was compiled, and is back when the patch is removed; another one is refused.
+
+Moved to another dtype, the compiled forward computes in that dtype throughout, where the teacher has
+`.float()`, too: a float32 trace does not tell a cast from what it casts. The layers that it calls, and
+all that is outside of it, are the model's own code and keep their casts; the operators accumulate in
+float32.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from asapc.call import Call, Child, Constant, Group, Leaf, Tree, leaves
 from asapc.code import GraphCode, flat_graph, sweep, tensors_of
-from asapc.compiled import OPERATORS, Forward, Operators, site_line
+from asapc.compiled import OPERATORS, REPLICATE, Forward, Inside, Operators, site_line
 from asapc.errors import InputError
 
 
@@ -38,6 +47,8 @@ class Patch:
     program: what it computes, its weights left out; the layers it calls are marked.
     tensors: what the graph reads that the module does not have, under the graph's names.
     sites:   those that it holds.
+    inside:  the modules whose code the program has, as they were.
+    own:     its instance had a forward of its own when it was captured, which is what was compiled.
     """
 
     name: str
@@ -47,57 +58,96 @@ class Patch:
     tensors: Mapping[str, Tensor]
     sites: tuple[str, ...]
     dtype: torch.dtype
+    inside: tuple[Inside, ...] = ()
+    own: bool = False
 
 
-def apply(
+@dataclass(frozen=True)
+class Prepared:
+    """A checked patch: what goes into the module."""
+
+    module: nn.Module
+    operators: Operators
+    forward: Forward
+
+
+def prepared(
     model: nn.Module, patches: Sequence[Patch], sites: Sequence[Mapping[str, Any]]
-) -> list[Forward]:
-    """Patch the model in place, and return the new forwards; a patched one is patched anew.
+) -> list[Prepared]:
+    """The patches for this model, which is left as it is.
 
-    sites: of the manifest.  Raises InputError, and leaves the model as it was, where the model is not
-    the one that was compiled.
+    sites: of the manifest.  Raises InputError where the model is not the one that was compiled.
     """
-    remove(model)
     lines = {str(site["name"]): site_line(site) for site in sites}
-    made = [_made(model, patch, [lines[name] for name in patch.sites]) for patch in patches]
-    for module, operators, forward in made:
-        module.add_module(OPERATORS, operators)
-        module.__dict__["forward"] = forward
-    return [forward for _, _, forward in made]
+    return [_made(model, patch, [lines[name] for name in patch.sites]) for patch in patches]
+
+
+def install(model: nn.Module, made: Sequence[Prepared]) -> None:
+    """Patch the model in place; earlier patches are taken out."""
+    remove(model)
+    for own in made:
+        _put(own.module, own.forward, own.operators)
 
 
 def remove(model: nn.Module) -> None:
-    """Take the patches out again."""
+    """Take the patches out again.
+
+    Where somebody has put another forward on top of one, it stays, with what it may call.
+    """
     for module in list(model.modules()):
         forward = module.__dict__.get("forward")
         if isinstance(forward, Forward) and forward.live:
-            del module.__dict__["forward"]
-            if forward.before is not None:
-                module.__dict__["forward"] = forward.before
-            module._modules.pop(OPERATORS, None)
+            _put(module, forward.before, None)
 
 
 @contextlib.contextmanager
 def installed_patches(
     model: nn.Module, patches: Sequence[Patch], sites: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
-    """Patched for a while."""
+    """Patched for a while, and then as it was, earlier patches included."""
+    made = prepared(model, patches, sites)
+    before = [
+        (own.module, own.module.__dict__.get("forward"), own.module._modules.get(OPERATORS))
+        for own in made
+    ]
     try:
-        apply(model, patches, sites)
+        for own in made:
+            _put(own.module, own.forward, own.operators)
         yield
     finally:
-        remove(model)
+        for module, forward, operators in before:
+            _put(module, forward, operators)
 
 
-def _made(
-    model: nn.Module, patch: Patch, lines: Sequence[str]
-) -> tuple[nn.Module, Operators, Forward]:
+def _put(module: nn.Module, forward: Any, operators: nn.Module | None) -> None:
+    """Give the instance this forward, or its class's, and these operators, or none."""
+    for name in ("forward", REPLICATE):
+        module.__dict__.pop(name, None)
+    module._modules.pop(OPERATORS, None)
+    if operators is not None:
+        module.add_module(OPERATORS, operators)
+    if forward is not None:
+        module.__dict__["forward"] = forward
+    if isinstance(forward, Forward):
+        module.__dict__[REPLICATE] = forward.replica
+
+
+def _made(model: nn.Module, patch: Patch, lines: Sequence[str]) -> Prepared:
     what = f"{patch.name or 'the model'}"
     try:
         module = model.get_submodule(patch.name)
     except AttributeError:
         raise _another(f"it has no module {patch.name}") from None
-    if hasattr(module, OPERATORS):
+    before = module.__dict__.get("forward")
+    if isinstance(before, Forward):
+        before = before.before
+    elif before is not None and not patch.own:
+        raise InputError(
+            f"{what}: a module is patched in place of the forward that was captured",
+            got="another forward, which was put on the instance",
+            help="take it off (del module.forward), load, and put it on again",
+        )
+    if hasattr(module, OPERATORS) and not isinstance(getattr(module, OPERATORS), Operators):
         raise InputError(
             f"{what}: a patched module gets a submodule named {OPERATORS}",
             got="one that has an attribute of this name", help="rename it, or load without model=",
@@ -116,7 +166,7 @@ def _made(
             help="compile again",
         ) from error  # fmt: skip
     operators = Operators({renamed[name]: tensor for name, tensor in patch.tensors.items()}, lines)
-    _check(module, graph, what, set(operators._buffers))
+    _check(module, graph, what, dict(operators.named_buffers()))
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
     (outputs,) = graph.output_node().args
     assert isinstance(outputs, tuple)
@@ -126,8 +176,9 @@ def _made(
             f"{what}: the manifest must describe the call that its program takes",
             got=f"{len(patch.call.tensors)} tensors for {inputs}", help="compile again",
         )  # fmt: skip
-    forward = Forward(module, GraphCode(graph, patch.dtype), patch.call, what, live=True)
-    return module, operators, forward
+    code = GraphCode(graph, patch.dtype)
+    forward = Forward(module, code, patch.call, what, live=True, before=before, inside=patch.inside)
+    return Prepared(module, operators, forward)
 
 
 def operator_name(name: str) -> str:
@@ -178,15 +229,23 @@ def _parts(graph: Graph, tree: Tree, value: Node) -> Iterator[tuple[int, Node]]:
                 yield from _parts(graph, item, graph.call_function(operator.getitem, (value, key)))
 
 
-def _check(module: nn.Module, graph: Graph, what: str, operators: set[str]) -> None:
-    """Every name that the graph reads is a weight or a layer of the module."""
-    tensors = {*tensors_of(module), *(f"{OPERATORS}.{name}" for name in operators)}
+def _check(module: nn.Module, graph: Graph, what: str, operators: Mapping[str, Tensor]) -> None:
+    """Every name that the graph reads is a weight or a layer of the module, or of its operators."""
+    fitted = {f"{OPERATORS}.{name}": tensor for name, tensor in operators.items()}
+    tensors = {**tensors_of(module), **fitted}
     modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
     for node in graph.nodes:
-        if node.op == "get_attr" and node.target not in tensors:
-            raise _another(f"{what} has no weight {node.target}")
         if node.op == "call_module" and node.target not in modules:
             raise _another(f"{what} has no layer {node.target}")
+        if node.op != "get_attr":
+            continue
+        found, traced = tensors.get(node.target), node.meta.get("val")
+        if found is None or (node.target.startswith(f"{OPERATORS}.") and node.target not in fitted):
+            raise _another(f"{what} has no weight {node.target}")
+        if isinstance(traced, Tensor) and found.shape != traced.shape:
+            raise _another(f"{what}: {node.target} is {[*found.shape]}, not {[*traced.shape]}")
+        if isinstance(traced, Tensor) and node.target in fitted and found.dtype != traced.dtype:
+            raise _another(f"{what}: {node.target} is {found.dtype}, not {traced.dtype}")
 
 
 def _another(got: str) -> InputError:

@@ -29,6 +29,9 @@ from asapc.passes.products import KeyMask, Product, same
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
+# Dead where nothing reads them, though torch keeps them: the loop of a plan with dropout, or with a cast,
+# would stay beside the operator that replaces it.
+_INERT = (aten.dropout.default, aten._assert_tensor_metadata.default)
 
 
 def lift(program: Program, sites: Sequence[AnySite], drop_maps: bool = False) -> Program:
@@ -37,7 +40,7 @@ def lift(program: Program, sites: Sequence[AnySite], drop_maps: bool = False) ->
     for index, site in enumerate(sites):
         for old, new, users in _called(graph, index, site, nodes, drop_maps):
             old.replace_all_uses_with(new, delete_user_cb=users)
-    graph.graph.eliminate_dead_code()
+    graph.graph.eliminate_dead_code(lambda node: node.target not in _INERT and bool(node.is_impure()))
     graph.recompile()
     check_graph(graph, "lift", [site.name for site in sites])
     return replace(program, graph=graph)

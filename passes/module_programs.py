@@ -44,6 +44,7 @@ from asapc.passes.capture import size_hint
 from asapc.passes.cut import holds_tensors
 from asapc.passes.lift import lift
 from asapc.passes.match import AnySite
+from asapc.passes.observe import gives_its_input
 from asapc.passes.verify import check_graph
 
 aten = torch.ops.aten
@@ -284,9 +285,7 @@ class _Reader:
                 return own, value
         raise Undescribable(f"reads {full}, a weight of another module")
 
-    def _mark_layers(
-        self, inside: _Inside, nodes: dict[Node, Node], kept: set[str]
-    ) -> Iterator[Child]:
+    def _mark_layers(self, inside: _Inside, nodes: dict[Node, Node], kept: set[str]) -> Iterator[Child]:
         """Mark the outermost layers that are called with tensors and constants, in place.
 
         kept: names of what lifting leaves; a layer that runs a part of the loop is none that is called.
@@ -303,7 +302,8 @@ class _Reader:
             if call.name in hooked and not call.hooked:
                 continue  # a call of the layer runs its hooks, too
             # A layer that gives what it was given: a later use could be of either.
-            gives = bool(own.nodes) and not set(call.inputs) & set(call.outputs)
+            passed = [node for node in call.outputs if node in call.inputs or _is_ambiguous(node, call)]
+            gives = bool(own.nodes) and not passed
             computed = [node for node in own.nodes if node.op == "call_function"]
             if not gives or not own.known <= inside.known or done & set(computed):
                 continue
@@ -316,6 +316,14 @@ class _Reader:
             _mark(call, nodes, {nodes[node] for node in computed}, str(count))
             count += 1
             yield child
+
+
+def _is_ambiguous(output: Node, call: ModuleCall) -> bool:
+    """An input that the layer gave back as it was, which is read more than once."""
+    source = output
+    while gives_its_input(source):
+        (source,) = source.all_input_nodes[:1]
+    return source in call.inputs and len(output.users) > 1
 
 
 def _mark(call: ModuleCall, nodes: dict[Node, Node], inside: set[Node], number: str) -> None:

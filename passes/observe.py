@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ import asapc.operators as _operators  # registers torch.ops.asapc.seen
 from asapc.ir import ModuleCall
 
 assert _operators is not None
+aten = torch.ops.aten
 
 STOP = "stop"  # the label of a mark, before its number
 
@@ -96,7 +97,6 @@ class Observer:
                 graph.graph.erase_node(node)
             else:
                 place += 1
-        graph.recompile()
         found = []
         for number in order:
             own, entered = self._calls[number], seen.get(f"enter {number}")
@@ -104,7 +104,51 @@ class Observer:
                 (inputs, start), (outputs, end) = entered, seen[f"leave {number}"]
                 nodes = (inputs, outputs, start, end, own.hooked)
                 found.append(ModuleCall(own.name, own.args, own.kwargs, own.output, *nodes))
+        _part_aliases(list(graph.graph.nodes), found)
+        graph.recompile()
         return tuple(found)
+
+
+def _part_aliases(nodes: list[Node], calls: list[ModuleCall]) -> None:
+    """y = x.float() of a float32 x, within a module: x outside of it is x again, not y.
+
+    Such an operator gives the very tensor that it is given, which the trace calls y from then on,
+    wherever it is read. Outside of the module only what it returns can be y. In place.
+    """
+    order = {node: place for place, node in enumerate(nodes)}
+    for number in range(len(calls)):  # inner calls come first
+        call = calls[number]
+        for node in reversed(nodes[call.start : call.end]):
+            if node in call.outputs or not gives_its_input(node):
+                continue
+            source = node.args[0]
+            assert isinstance(source, Node)
+            for user in list(node.users):
+                if not call.start <= order[user] < call.end:
+                    user.replace_input_with(node, source)
+            for index, other in enumerate(calls):
+                if call.start <= other.start and other.end <= call.end:
+                    continue
+                inputs, outputs = (
+                    tuple(source if own is node else own for own in ends)
+                    for ends in (other.inputs, other.outputs)
+                )
+                calls[index] = replace(other, inputs=inputs, outputs=outputs)
+
+
+_OFTEN_NOTHING = (
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default,
+    aten.contiguous.default, aten.dropout.default,
+)  # fmt: skip
+
+
+def gives_its_input(node: Node) -> bool:
+    """An operator that does nothing to what it is given, as traced."""
+    if node.target not in _OFTEN_NOTHING or not isinstance(node.args[0], Node):
+        return False
+    made, given = node.meta.get("val"), node.args[0].meta.get("val")
+    same = isinstance(made, Tensor) and isinstance(given, Tensor) and made.dtype == given.dtype
+    return same and (node.target is not aten.dropout.default or node.args[2] is False)
 
 
 def eager_calls(

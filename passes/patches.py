@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from asapc.call import Call, Child
+from asapc.compiled import Inside
 from asapc.data import Batch
 from asapc.ir import Program
 from asapc.passes.analyse import Analysis
@@ -36,6 +37,8 @@ class CompiledModule:
     fitted:    for each tensor of its operators, by name: the number of the captured program that has the
                same tensor, and its name there.
     dtype:     dtype of the weights that the program was traced with.
+    inside:    the modules whose code the program has.
+    own_forward: whether the instance has a forward of its own.
     """
 
     program: Program
@@ -45,6 +48,8 @@ class CompiledModule:
     constants: Mapping[str, Tensor]
     fitted: Mapping[str, tuple[int, str]]
     dtype: torch.dtype
+    inside: tuple[Inside, ...]
+    own_forward: bool
 
 
 def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
@@ -80,7 +85,7 @@ def compiled_modules(
         for module in modules:
             places = [wanted[index] for index in module.sites]
             found.append(_compiled(analysis, choices, module, places, compiled[number], number, calls))
-    return found, left
+    return _with_insides(analysis.model, found, example), left
 
 
 def _compiled(
@@ -109,8 +114,54 @@ def _compiled(
     dtype = next(
         (t.dtype for t in _weights(analysis, program.name) if t.is_floating_point()), torch.float32
     )
+    assert analysis.model is not None
+    has_own = "forward" in vars(analysis.model.get_submodule(program.name))
     names = tuple(sites_of(program))
-    return CompiledModule(program, module.call, module.children, names, constants, fitted, dtype)
+    return CompiledModule(
+        program, module.call, module.children, names, constants, fitted, dtype, (), has_own
+    )
+
+
+def _with_insides(
+    model: nn.Module, found: Sequence[CompiledModule], example: Batch
+) -> list[CompiledModule]:
+    """With what their modules are like when they are called.
+
+    What a forward pass changes, such as a counter, is left out: it is no setting.
+    """
+    paths = {own.program.name: _taken_over(model.get_submodule(own.program.name), own) for own in found}
+    seen: dict[str, list[list[Inside]]] = {name: [] for name in paths}
+
+    def look(name: str) -> None:
+        module = model.get_submodule(name)
+        seen[name].append([Inside.of(module.get_submodule(path), path) for path in paths[name]])
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: look(name))
+        for name in paths
+    ]
+    try:
+        for name in paths:
+            look(name)
+        if found:
+            with torch.no_grad():
+                model(*example.args, **example.kwargs)
+        for name in paths:
+            look(name)
+    finally:
+        for handle in handles:
+            handle.remove()
+    steady = {name: tuple(map(Inside.steady, *looks)) for name, looks in seen.items()}
+    return [replace(own, inside=steady[own.program.name]) for own in found]
+
+
+def _taken_over(module: nn.Module, own: CompiledModule) -> list[str]:
+    """Paths of the modules in it that the compiled program does not call."""
+    called = {child.name for child in own.children}
+    return [
+        path for path, _ in module.named_modules(remove_duplicate=False)
+        if not any(path == name or path.startswith(f"{name}.") for name in called)
+    ]  # fmt: skip
 
 
 def _weights(analysis: Analysis, name: str) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +116,53 @@ class ThroughNumpy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found = self.attention(x)
         return found.out * torch.from_numpy(found.norm.detach().numpy()).mean()
+
+
+class Norm(nn.Module):
+    """In float32 whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        found: Tensor = (wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
+        return found
+
+
+class Shared(nn.Module):
+    """One attention called twice, with a norm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(8, 2, 5), Norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.attention(self.norm(x) + self.attention(x))
+        return found
+
+
+def halved(self: Any, x: Tensor) -> Tensor:
+    """A forward that is put on an instance, which counts its calls."""
+    self.calls += 1
+    return Attention.forward(self, x) * self.share
+
+
+class Odd(nn.Module):
+    """x: [B, N, 8] -> float32 [B, N, 3], in whatever dtype its weights are"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.halved = Shared(), Attention(8, 2, 4)
+        self.halved.calls, self.halved.share = 0, 0.5
+        self.halved.forward = MethodType(halved, self.halved)  # type: ignore[method-assign]
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.halved(self.shared(x))).float()
+        return found
+
+
+def odd() -> Odd:
+    torch.manual_seed(0)
+    return Odd().eval()
 
 
 def net() -> Net:

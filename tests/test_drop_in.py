@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import io
@@ -10,6 +11,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +28,12 @@ from asapc.api import _teacher
 from asapc.artifact import read_artifact, write_refreshed
 from asapc.call import Call, described, known_of, parameters_of, rebuilt
 from asapc.code import GraphCode, flat_graph
-from asapc.compiled import CompiledModel, OwnCodeWarning
+from asapc.compiled import CompiledModel, Inside, OwnCodeWarning
 from asapc.data import data_of
 from asapc.errors import InputError
+from asapc.passes.candidates import Choice
 from asapc.passes.capture import capture
+from asapc.passes.lift import lift
 from asapc.passes.match import Refusal, match
 from asapc.passes.module_programs import module_programs
 from asapc.passes.observe import eager_calls
@@ -59,13 +63,21 @@ def inputs(count: int = 5, length: int = 9) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer amortised, one lossless, captured with a mask."""
-    folder = tmp_path_factory.mktemp("drop_in")
     x, keep = inputs(120, 9)
-    teacher, recipe = _teacher(drop_in_nets.net()), Recipe.from_dict(RECIPE)
-    quiet = make_progress(quiet=True)
-    source = data_of({"x": x, "keep": keep}, pipeline.forward_signature(teacher))
-    pipeline.calibrate(teacher, source, folder / "calib", recipe, quiet)
-    pipeline.compile(teacher, folder / "calib", folder / "out", recipe, source, quiet)
+    folder = tmp_path_factory.mktemp("drop_in")
+    return compiled(drop_in_nets.net(), {"x": x, "keep": keep}, folder, RECIPE)
+
+
+LOSSLESS = {"operator": "lossless", "batch_size": 16}
+
+
+def compiled(
+    model: nn.Module, data: dict[str, Tensor], folder: Path, recipe: dict[str, Any] = LOSSLESS
+) -> Path:
+    teacher, own, quiet = _teacher(model), Recipe.from_dict(recipe), make_progress(quiet=True)
+    source = data_of(data, pipeline.forward_signature(teacher))
+    pipeline.calibrate(teacher, source, folder / "calib", own, quiet)
+    pipeline.compile(teacher, folder / "calib", folder / "out", own, source, quiet)
     return folder / "out"
 
 
@@ -104,7 +116,7 @@ def test_it_is_called_as_the_teacher_is(make: Callable[[], nn.Module], expected:
         exact = logits(teacher, x, keep)
         for args, kwargs in (
             ((x, keep), {}), ((x,), {"keep": keep}), ((), {"keep": keep, "x": x}),
-            ((x, keep), {"sharp": False, "labels": None}),
+            ((x, keep), {"sharp": False, "labels": None}), ((x, keep), {"more": None}),
         ):  # fmt: skip
             found = logits(model, *args, **kwargs)
             assert torch.equal(found, expected)
@@ -249,6 +261,20 @@ def test_it_runs_under_autocast(make: Callable[[], nn.Module], expected: Tensor)
     assert float((found.float() - expected).abs().max()) < 0.1
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_it_runs_in_inference_mode(
+    make: Callable[[], nn.Module], expected: Tensor, threads: int
+) -> None:
+    count = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            found = logits(make(), *inputs())
+    finally:
+        torch.set_num_threads(count)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 # Compilers, training
 
 
@@ -284,6 +310,15 @@ def test_it_trains_under_ddp(make: Callable[[], nn.Module], tmp_path: Path) -> N
         torch.distributed.destroy_process_group()
     assert model.training and all(p.grad is not None for p in model.parameters())
     assert not model.eval().training
+
+
+def test_it_trains_under_checkpointing(make: Callable[[], nn.Module]) -> None:
+    """Which recomputes what is saved for the backward pass, and lets it be read once."""
+    model, (x, keep) = make().train(), inputs()
+    plain = torch.autograd.grad(logits(model, x, keep).square().sum(), list(model.parameters()))
+    found = torch.utils.checkpoint.checkpoint(logits, model, x, keep, use_reentrant=False)
+    again = torch.autograd.grad(found.square().sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 def test_the_state_goes_round(make: Callable[[], nn.Module], expected: Tensor) -> None:
@@ -429,28 +464,26 @@ def test_a_patched_model_is_monitored(expected: Tensor, patched: Any) -> None:
     assert torch.equal(logits(model.disable_monitor(), x, keep), expected)
 
 
-def test_stages_and_programs_have_no_live_form(out: Path) -> None:
-    with pytest.raises(InputError, match="patched with the compiled stage"):
-        asapc.load(out, model=drop_in_nets.net(), stage="teacher")
-    assert isinstance(asapc.load(out, stage="teacher"), CompiledModel)
+def state_of(model: nn.Module) -> list[Any]:
+    """All that loading could change."""
+    bits = {name: own.detach().clone() for name, own in model.state_dict().items()}
+    own = [{k: v for k, v in vars(m).items() if not k.startswith("_")} for m in model.modules()]
+    return [bits, [id(m) for m in model.modules()], own]
 
 
-def test_a_captured_module_returns_its_own_type(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, (x, _) = drop_in_nets.ThroughNumpy().eval(), inputs(60)
-    teacher, quiet = _teacher(model), make_progress(quiet=True)
-    source = data_of({"x": x}, pipeline.forward_signature(teacher))
-    recipe = Recipe.from_dict({"operator": "lossless", "batch_size": 16})
-    pipeline.calibrate(teacher, source, tmp_path / "calib", recipe, quiet)
-    manifest = pipeline.compile(teacher, tmp_path / "calib", tmp_path / "out", recipe, source, quiet)
-    assert manifest["capture"] == "module"
-    with torch.no_grad():
-        exact = model(x[:4])
-        loaded = asapc.load(tmp_path / "out", model=copy.deepcopy(model))
-        assert type(loaded.attention(x[:4])) is drop_in_nets.Pair
-        torch.testing.assert_close(loaded(x[:4]), exact, rtol=1e-4, atol=1e-5)
-        stage = asapc.load(tmp_path / "out", model=copy.deepcopy(model), stage="lossless")
-        torch.testing.assert_close(stage(x[:4]), exact, rtol=1e-4, atol=1e-5)
+def assert_untouched(model: nn.Module, before: list[Any]) -> None:
+    bits, modules, own = state_of(model)
+    assert list(bits) == list(before[0]) and all(torch.equal(bits[n], t) for n, t in before[0].items())
+    assert modules == before[1] and own == before[2]
+
+
+def altered(out: Path, folder: Path, *edits: Callable[[dict[str, Any]], None]) -> Path:
+    shutil.copytree(out, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for edit in edits:
+        edit(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
 
 
 def broken(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -462,6 +495,320 @@ def broken(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         place[int(last) if last.isdigit() else last] = value
 
     return edit
+
+
+TENSORS = "live/programs/0/modules/0/tensors"
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["fresh", "patched"])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        broken("live/programs/1/children/0/layer", "other"),  # the second patch, after a first one
+        broken("live/programs/1/modules/0/name", "blocks.7"),
+        broken("live/programs/1/modules/0/sites", []),
+        broken(f"{TENSORS}/asapc_site_0_key_coefficients", "0.head.weight"),
+        broken("sites/0/range", {"score_low": 0.0}),
+    ],
+    ids=["layer", "module", "sites", "shape", "range"],
+)
+def test_a_refused_model_is_left_as_it_was(
+    out: Path, tmp_path: Path, patched: Any, edit: Callable[[dict[str, Any]], None], earlier: bool
+) -> None:
+    model = patched[0] if earlier else drop_in_nets.Net()
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    before = state_of(model.train())
+    with pytest.raises(InputError):
+        asapc.load(altered(out, tmp_path / "out", edit), model=model)
+    assert_untouched(model, before)
+
+
+def test_weights_that_cannot_be_copied_are_refused(out: Path) -> None:
+    with torch.device("meta"):
+        meta = drop_in_nets.Net()
+    with pytest.raises(InputError, match="must have memory"):
+        asapc.load(out, model=meta)
+    model = drop_in_nets.Net().half()
+    model.blocks[1].temperature = nn.Parameter(torch.tensor(1 + 1j))
+    before = state_of(model)
+    with pytest.raises(InputError, match=r"blocks\.1\.temperature"):
+        asapc.load(out, model=model)
+    assert_untouched(model, before)
+
+
+def test_patched_by_two_artefacts_it_is_the_last(out: Path, tmp_path: Path, expected: Tensor) -> None:
+    artifact, (x, keep) = read_artifact(out), inputs()
+    trained = {(0, "head.weight"): torch.zeros(3, 8), (0, "blocks.1.to_v.weight"): torch.zeros(8, 8)}
+    (tmp_path / "new").mkdir()
+    write_refreshed(tmp_path / "new", artifact, artifact.manifest, trained, [])
+    exact = logits(asapc.load(tmp_path / "new", model=drop_in_nets.net()), x, keep)
+    model = drop_in_nets.net()
+    for folder, found in ((out, expected), (tmp_path / "new", exact), (out, expected)):
+        assert torch.equal(logits(asapc.load(folder, model=model), x, keep), found)
+        assert [*model.blocks[0]._modules][-1] == "asapc"
+    assert not torch.equal(exact, expected)
+
+
+def wrapped(module: nn.Module) -> Callable[..., Any]:
+    """As tools put a forward on an instance, around the one that was there."""
+    inner = module.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return 2 * inner(*args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    own: Callable[..., Any] = module.forward
+    return own
+
+
+def test_a_forward_of_the_users_own_is_not_taken_off(out: Path, patched: Any) -> None:
+    fresh, (model, x, keep) = drop_in_nets.net(), patched
+    for own in (fresh, model):  # before a patch, and over one
+        block = own.blocks[0]
+        theirs = wrapped(block)
+        before = state_of(own)
+        with torch.no_grad():
+            exact = block(x, keep=keep, sharp=False)
+            with pytest.raises(InputError, match=r"blocks\.0: .*put on the instance") as raised:
+                asapc.load(out, model=own)
+            assert "del module.forward" in str(raised.value)
+            assert_untouched(own, before)
+            live.remove(own)
+            assert block.forward is theirs and torch.equal(block(x, keep=keep, sharp=False), exact)
+        del block.forward
+        loaded = asapc.load(out, model=own)
+        assert torch.equal(logits(loaded, x, keep), logits(patched_anew(out), x, keep))
+
+
+# A layer called twice, a forward on an instance, casts of the teacher's own
+
+
+@pytest.fixture(scope="module")
+def odd_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(drop_in_nets.odd(), {"x": inputs(60)[0]}, tmp_path_factory.mktemp("odd"))
+
+
+def test_a_layer_that_is_called_twice(odd_out: Path) -> None:
+    """The forward around it is compiled, with both calls: the layer has none of its own for them."""
+    x = inputs()[0]
+    with torch.no_grad():
+        exact = drop_in_nets.odd()(x)
+        model = asapc.load(odd_out, model=drop_in_nets.odd())
+        for own in (asapc.load(odd_out), model):
+            torch.testing.assert_close(own(x), exact, rtol=1e-4, atol=1e-5)
+            own.shared.attention.to_v.weight.zero_()  # of both calls
+            own.shared.attention.to_v.bias.zero_()
+            teacher = drop_in_nets.odd()
+            teacher.load_state_dict(own.state_dict(), strict=False)
+            torch.testing.assert_close(own(x), teacher(x), rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(own(x), exact, atol=1e-3)
+    assert "forward" in vars(model.shared) and "forward" not in vars(model.shared.attention)
+
+
+def test_a_forward_that_was_captured_is_compiled_and_comes_back(odd_out: Path) -> None:
+    x, model = inputs()[0], drop_in_nets.odd()
+    theirs = model.halved.forward
+    with torch.no_grad():
+        exact = model(x)
+        asapc.load(odd_out, model=model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # its counter is another than at the capture
+            torch.testing.assert_close(model(x), exact, rtol=1e-4, atol=1e-5)
+        assert model.halved.forward is not theirs and model.halved.calls == 1
+        model.halved.share = 1.0
+        with pytest.warns(OwnCodeWarning, match=r"halved: .*share was captured as 0\.5, and is 1\.0"):
+            model(x)
+        assert model.halved.calls == 2
+    live.remove(model)
+    assert model.halved.forward is theirs
+
+
+def test_casts_outside_of_the_compiled_forwards_stay(odd_out: Path) -> None:
+    """A trace in float32 does not have them; a patched model's own code has."""
+    x = inputs()[0].half()
+    teacher, model = drop_in_nets.odd().half(), asapc.load(odd_out, model=drop_in_nets.odd()).half()
+    normed: list[Tensor] = []
+    model.shared.norm.register_forward_hook(lambda *a: normed.append(a[-1]))
+    with torch.no_grad():
+        exact, rounded = drop_in_nets.odd()(x.float()), teacher(x)
+        budget = 2 * float((rounded - exact).abs().max()) + 1e-6
+        whole, found = asapc.load(odd_out).half()(x), model(x)
+        model.shared(400 * x)  # whose squares half precision does not have
+    assert found.dtype == rounded.dtype == torch.float32
+    assert whole.dtype == torch.float16  # rebuilt: throughout
+    for own in (found, whole.float()):
+        assert float((own - exact).abs().max()) <= budget
+    assert normed[1].dtype == torch.float16 and bool((normed[1].float().square().mean(-1) > 0.9).all())
+
+
+# Attributes
+
+
+def test_a_number_that_is_set_is_not_ignored(expected: Tensor, patched: Any) -> None:
+    model, x, keep = patched
+    block, teacher = model.blocks[0], drop_in_nets.net()
+    with torch.no_grad():
+        block.heads = teacher.blocks[0].heads = 4
+        with pytest.warns(OwnCodeWarning, match="blocks.0: .*heads was captured as 2, and is 4") as seen:
+            found = block(x, keep=keep, sharp=False)
+            assert torch.equal(found, teacher.blocks[0](x, keep=keep, sharp=False))
+            block(x, keep=keep, sharp=False)
+        assert len(seen) == 1
+        for value, text in ((torch.tensor(2), "is a tensor"), (None, "is None"), (2.0, r"is 2\.0")):
+            block.heads = value
+            with pytest.warns(OwnCodeWarning, match=text), contextlib.suppress(TypeError):
+                block(x, keep=keep, sharp=False)
+        del block.heads
+        with pytest.warns(OwnCodeWarning, match="is gone"), pytest.raises(AttributeError):
+            block(x, keep=keep, sharp=False)
+        block.heads = 2
+        block.anything = 3  # no code of the capture knew it
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(logits(model, x, keep), expected)
+
+
+def test_a_model_with_other_numbers_runs_its_own_code(out: Path) -> None:
+    model, teacher, (x, keep) = drop_in_nets.net(), drop_in_nets.net(), inputs()
+    model.blocks[1].half_steps = teacher.blocks[1].half_steps = 3
+    asapc.load(out, model=model)
+    with torch.no_grad(), pytest.warns(OwnCodeWarning, match="half_steps was captured as 7, and is 3"):
+        found = model.blocks[1](x, keep=keep, sharp=False)
+        assert torch.equal(found, teacher.blocks[1](x, keep=keep, sharp=False))
+
+
+class Ends(nn.Module):
+    spread = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+        self.count, self.factor, self._hidden, self.ratio = 3, 2.5, 1, float("nan")
+
+
+def test_what_is_known_of_a_module() -> None:
+    model = Ends()
+    found = [Inside.of(own, name) for name, own in model.named_modules()]
+    assert [Inside.from_dict(json.loads(json.dumps(own.to_dict()))) for own in found] == found
+    assert dict(found[0].values) == {"count": 3, "factor": 2.5, "spread": 1.0}
+    assert [dict(own.values) for own in found if own.path == "inner.1"] == [{}]
+    assert all(own.difference(model) is None for own in found)
+    model.train().inner[1].p = 0.0
+    assert all(own.difference(model) is None for own in found)
+    model.spread = 2.0
+    assert found[0].difference(model) == "spread was captured as 1.0, and is 2.0"
+    model.inner[0] = nn.Bilinear(2, 2, 2)
+    texts = [own.difference(model) for own in found]
+    assert texts[2] == "its inner.0, whose code was compiled, is replaced" and texts[3] is None
+    handle = model.inner[1].register_forward_hook(lambda *_: None)
+    assert found[3].difference(model) == "its inner.1, whose code was compiled, has other hooks"
+    handle.remove()
+    assert found[3].difference(model) is None
+    del model.inner[1]
+    assert found[3].difference(model) is not None
+    model.count = 4
+    again = Inside.of(model, "")
+    assert dict(found[0].steady(again).values) == {"factor": 2.5}
+
+
+# Replicas
+
+
+def test_replicas_run_on_their_own_weights(
+    make: Callable[[], nn.Module], expected: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.nn.DataParallel makes them; here what is sent to the second device is doubled."""
+    place = sys.modules["torch.nn.parallel.replicate"]
+
+    def sent(tensors: Any, devices: Any, detach: bool = False) -> Any:
+        return [[(1 + copy) * own for own in tensors] for copy in range(len(devices))]
+
+    monkeypatch.setattr(place, "_broadcast_coalesced_reshape", sent)
+    monkeypatch.setattr(place, "_get_device_index", lambda device, _: device)
+    model, (x, keep) = make(), inputs()
+    first, second = nn.parallel.replicate(model, [0, 1])
+    doubled = copy.deepcopy(model)
+    with torch.no_grad():
+        for own in (*doubled.parameters(), *doubled.buffers()):
+            own.mul_(2)
+        assert torch.equal(logits(first, x, keep), expected)
+        assert torch.equal(logits(second, x, keep), logits(doubled, x, keep))
+        assert not torch.equal(logits(doubled, x, keep), expected)
+        assert torch.equal(logits(model, x, keep), expected)
+        for own in first.modules():
+            for name in own.__dict__.get("_former_parameters", {}):
+                vars(own)[name] = own._former_parameters[name] = vars(own)[name].bfloat16()
+        assert logits(first, x.bfloat16(), keep).dtype == torch.bfloat16
+    logits(second, x, keep).sum().backward()
+    assert all(own.grad is not None for own in model.parameters())
+    assert torch.equal(logits(nn.DataParallel(model), x, keep), expected)
+
+
+def test_a_replica_of_a_replica_and_its_own_code(patched: Any) -> None:
+    model, x, keep = patched
+    block = model.blocks[0]
+    copied = block._replicate_for_data_parallel()._replicate_for_data_parallel()
+    assert copied.forward.module is copied and block.forward.module is block
+    for own in block._parameters:
+        setattr(copied, own, block._parameters[own])
+    copied.heads = 4
+    with torch.no_grad(), pytest.warns(OwnCodeWarning, match="heads"):
+        found = copied(x, keep=keep, sharp=False)
+        block.heads = 4
+        assert torch.equal(found, block(x, keep=keep, sharp=False))
+
+
+# Nothing is faster
+
+
+def test_a_model_that_keeps_its_own_code_stays_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(analysis: Any, choices: Any, *_: Any) -> Any:
+        return [Choice("teacher", "nothing is faster", None, None, None) for _ in choices], None
+
+    monkeypatch.setattr(pipeline, "_settled", kept)
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(60, 5, 4)
+    with pytest.warns(UserWarning, match="nothing is patched: every site keeps .* own code .*inner"):
+        found, _ = asapc.compile(model, {"x": x}, recipe=LOSSLESS, out=tmp_path / "out", examples=8)
+    assert type(found) is Model and found is not model and type(found.inner.q) is nn.Linear
+    twin = Model()
+    twin.register_forward_hook(lambda *a: a[-1] + 1)
+    with pytest.warns(UserWarning, match="nothing is patched"):
+        loaded = asapc.load(tmp_path / "out", model=twin)
+    assert loaded is twin and not twin.training and "(asapc)" not in repr(twin)
+    with torch.no_grad():
+        assert torch.equal(found(x), model(x)) and torch.equal(twin(x), model(x) + 1)
+    assert dict(twin.enable_monitor().monitor) == {}
+    rebuilt_model = asapc.load(tmp_path / "out")
+    assert isinstance(rebuilt_model, CompiledModel) and "the teacher's own code" in repr(rebuilt_model)
+    with pytest.raises(InputError, match="must be the one that was compiled"):
+        asapc.load(tmp_path / "out", model=nn.Linear(2, 2))
+
+
+def patched_anew(out: Path) -> nn.Module:
+    return asapc.load(out, model=drop_in_nets.net())
+
+
+def test_stages_and_programs_have_no_live_form(out: Path) -> None:
+    with pytest.raises(InputError, match="patched with the compiled stage"):
+        asapc.load(out, model=drop_in_nets.net(), stage="teacher")
+    assert isinstance(asapc.load(out, stage="teacher"), CompiledModel)
+
+
+def test_a_captured_module_returns_its_own_type(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, (x, _) = drop_in_nets.ThroughNumpy().eval(), inputs(60)
+    assert read_artifact(compiled(model, {"x": x}, tmp_path), ()).capture == "module"
+    with torch.no_grad():
+        exact = model(x[:4])
+        loaded = asapc.load(tmp_path / "out", model=copy.deepcopy(model))
+        assert type(loaded.attention(x[:4])) is drop_in_nets.Pair
+        torch.testing.assert_close(loaded(x[:4]), exact, rtol=1e-4, atol=1e-5)
+        stage = asapc.load(tmp_path / "out", model=copy.deepcopy(model), stage="lossless")
+        torch.testing.assert_close(stage(x[:4]), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -481,11 +828,7 @@ def broken(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 def test_a_manifest_that_says_otherwise_is_refused(
     out: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None]
 ) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(out, folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    edit(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    folder = altered(out, tmp_path / "out", edit)
     with pytest.raises(InputError):
         asapc.load(folder, model=drop_in_nets.net())
         asapc.load(folder)
@@ -537,6 +880,41 @@ class Beside(Around):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + sum(self.beside)
+
+
+class Wide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * 2).contiguous().to(x.dtype)
+
+
+class Casts(Model):
+    """x.float() of a float32 x is x: what is read after the layer is not what was computed in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.wide = Wide()
+        self.inner.forward = types.MethodType(residual, self.inner)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x) + x
+        return found
+
+
+def residual(self: Any, x: Tensor) -> Tensor:
+    return Around.forward(self, self.wide(x)) + x.float()
+
+
+class Drops(Model):
+    """What is read behind the dropout of an input could be either: the layer is no layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.drop, self.inner.last = nn.Dropout(1.0), nn.Dropout(1.0)
+        self.inner.forward = types.MethodType(dropped, self.inner)  # type: ignore[method-assign]
+
+
+def dropped(self: Any, x: Tensor) -> Tensor:
+    return self.last(Around.forward(self, self.drop(x))) + x
 
 
 class Aside(Model):
@@ -595,6 +973,8 @@ def cut(model: nn.Module, x: Tensor) -> Any:
     [
         (Model, "inner", {"q", "k", "v"}),
         (Hooked, "inner", {"q", "k", "v"}),
+        (Casts, "inner", {"q", "k", "v", "wide"}),
+        (Drops, "inner", {"q", "k", "v", "last"}),
         (Twice, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Aside, "", {"inner.q", "inner.k", "inner.v", "last"}),
         (Leaks, "", {"inner.q", "inner.k", "last"}),
@@ -610,8 +990,9 @@ def test_the_smallest_module_that_computes_the_site_by_itself(
     assert made.program.name == name and not left
     called = {child.name for child in made.children}
     assert layers <= called and "loop" not in str(called)
+    assert "drop" not in called
     patch = live.Patch(
-        made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32
+        made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32, own=True
     )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", OwnCodeWarning)
@@ -620,6 +1001,27 @@ def test_the_smallest_module_that_computes_the_site_by_itself(
             torch.testing.assert_close(built(x), exact)
             built.last = nn.Identity()
             assert not torch.allclose(built(x), exact)
+
+
+class Maps(nn.Module):
+    """The plan goes through a cast and a dropout, as attention maps do, and is used once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.loop, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), Loop(), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (self.q(x) @ self.k(x).mT).float()
+        found: Tensor = self.drop(self.loop(scores).to(x.dtype)) @ x
+        return found
+
+
+def test_no_loop_stays_beside_its_operator() -> None:
+    (program,) = capture(Maps().eval(), (torch.randn(3, 5, 4),), {}).programs
+    sites = [own for own in match(program) if not isinstance(own, Refusal)]
+    called = [str(node.target) for node in lift(program, sites).graph.graph.nodes]
+    assert "asapc.sinkhorn.default" in called
+    assert not {"aten.logsumexp.default", "aten.dropout.default", "aten.exp.default"} & set(called)
 
 
 def test_structures_go_through_plain_data() -> None:
@@ -646,19 +1048,99 @@ def test_structures_go_through_plain_data() -> None:
     assert "dtype was captured at its default" in str(
         again.flat((a, {"k": [b, None, 7]}, c), {"dtype": torch.float64})[1]
     )
+    extra = parameters_of(inspect.signature(lambda x, **rest: x), (a,), {"p": None, "q": 2}, [])
+    loose = Call(extra, output, *known_of([a]))
+    for kwargs in ({"p": None, "q": 2}, {"q": 2}, {"q": 2, "r": None}):
+        assert loose.flat((a,), kwargs)[1] is None, kwargs
+    for kwargs in ({"q": None}, {}, {"q": 2, "p": 1}, {"q": 2, "r": 1}):
+        assert loose.flat((a,), kwargs)[1] is not None, kwargs
     found = rebuilt(again.output, [a, b], {})
     assert found[0] is a and found[1]["z"][0] is b and found[1] == {"z": [b, True], "y": (None,)}
 
 
-# A model that nobody here wrote
+# Models that nobody here wrote
+
+
+def sinkhorn(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *_: Any, **more: Any) -> Any:
+    """As an attention of transformers; mask: additive [B, 1, N, M], or None."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    padded = torch.zeros_like(scores[..., :1, :]).bool() if mask is None else mask[..., :1, :] < 0
+    scores, target = scores.masked_fill(padded, -1e9), torch.zeros_like(scores[..., :1, :])
+    for _ in range(3):
+        source = -torch.logsumexp(scores + target, -1, keepdim=True)
+        target = -torch.logsumexp(scores + source, -2, keepdim=True).masked_fill(padded, 0.0)
+    plan = torch.exp(scores + source + target.masked_fill(padded, 0.0))
+    return (plan @ v).transpose(1, 2).contiguous(), plan
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, Tensor]]:
+    """(artefact, a function that builds its teacher, a batch with padding)"""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers.AttentionInterface.register("sinkhorn", sinkhorn)
+    masks = transformers.masking_utils
+    masks.AttentionMaskInterface.register("sinkhorn", masks.eager_mask)
+    config = transformers.BertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16, attn_implementation="sinkhorn",
+    )  # fmt: skip
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return transformers.BertForSequenceClassification(config).eval()
+
+    ids = torch.randint(5, 30, (60, 10), generator=torch.Generator().manual_seed(2))
+    keep = torch.ones_like(ids)
+    keep[::2, 7:] = 0
+    data = {"input_ids": ids, "attention_mask": keep}
+    out = compiled(build(), data, tmp_path_factory.mktemp("bert"))
+    return out, build, {name: own[:4] for name, own in data.items()}
+
+
+ATTENTION = "bert.encoder.layer.0.attention.self"
+
+
+def test_a_text_model_of_transformers(bert: Any, tmp_path: Path) -> None:
+    out, build, batch = bert
+    exact = build()(**batch, output_attentions=True)
+    model = asapc.load(out, model=build())
+    assert [name for name, own in model.named_modules() if "forward" in vars(own)] == [ATTENTION]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)
+        torch.testing.assert_close(model(**batch).logits, exact.logits, rtol=1e-4, atol=1e-5)
+        model.gradient_checkpointing_enable()
+        model.train()(**batch, labels=torch.zeros(4).long()).loss.backward()
+    model.eval().save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="sinkhorn")
+    patched_again = asapc.load(out, model=again)
+    torch.testing.assert_close(patched_again(**batch).logits, exact.logits, rtol=1e-4, atol=1e-5)
+    with pytest.warns(OwnCodeWarning, match="attention_mask was captured as a tensor, and is None"):
+        found = model(batch["input_ids"])
+    assert torch.equal(found.logits, build()(batch["input_ids"]).logits)
+    maps = model(**batch, output_attentions=True).attentions
+    torch.testing.assert_close(maps, exact.attentions, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_peft(bert: Any) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    out, build, batch = bert
+    config = peft.LoraConfig(target_modules=["query", "value"], r=2, init_lora_weights=False)
+    teacher = peft.get_peft_model(build(), config).eval()
+    model = peft.get_peft_model(asapc.load(out, model=build()), config).eval()
+    model.load_state_dict(teacher.state_dict())
+    exact = teacher(**batch).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)
+        torch.testing.assert_close(model(**batch).logits, exact, rtol=1e-4, atol=1e-5)
+        model(**batch, labels=torch.zeros(4).long()).loss.backward()
+        assert all(own.grad is not None for own in model.parameters() if own.requires_grad)
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(**batch).logits, exact, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(exact, build()(**batch).logits, atol=1e-4)
 
 
 def test_a_hugging_face_model_stays_one(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-    def sinkhorn(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
-        plan = Loop()(q @ k.mT * q.shape[-1] ** -0.5)
-        return (plan @ v).transpose(1, 2).contiguous(), plan
 
     transformers.AttentionInterface.register("sinkhorn", sinkhorn)
     config = transformers.ViTConfig(

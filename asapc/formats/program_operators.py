@@ -45,6 +45,7 @@ GROUPS = (
     _group(
         "elementwise",
         "activations, masks and the arithmetic of loops; torch.export keeps in-place forms",
+        "__and__ __or__ __xor__ "
         "abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not "
         "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip copy cos cosh cumsum "
         "deg2rad div divide dropout elu eq erf erfc exp exp2 expm1 fill floor floor_divide fmod "

@@ -38,8 +38,10 @@ def each_worker(work: Callable[[Iterator[int]], None], starts: Sequence[int]) ->
                 return
             yield start
 
+    inference = torch.is_inference_mode_enabled()
+
     def run(_worker: int) -> None:
-        with torch.no_grad():  # grad mode is per thread
+        with torch.inference_mode(inference), torch.no_grad():  # both are per thread
             work(own_starts())
 
     if count <= 1:

@@ -113,11 +113,12 @@ def differentiate(
         ctx.layout = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Any, ...]:
-        with without_autocast(ctx.saved_tensors):
-            return gradients(ctx, output_grads)
+        tensors = ctx.saved_tensors  # read once: under checkpointing they are recomputed for one reader
+        with without_autocast(tensors):
+            return gradients(ctx, tensors, output_grads)
 
-    def gradients(ctx: Any, output_grads: Sequence[Tensor]) -> tuple[Any, ...]:
-        saved = iter(ctx.saved_tensors)
+    def gradients(ctx: Any, tensors: Sequence[Tensor], output_grads: Sequence[Tensor]) -> tuple[Any, ...]:
+        saved = iter(tensors)
         inputs = [next(saved) if constant is None else constant[0] for constant in ctx.layout]
         given = len(ctx.needs_input_grad)  # arguments of the call; the others have their defaults
         if loop_of is not None:
@@ -143,9 +144,7 @@ def differentiate(
             [own for own, _ in pairs], [leaves[i] for i in wanted], [grad for _, grad in pairs],
             allow_unused=True,
         )  # fmt: skip
-        result: list[Any] = [
-            [None] * len(x) if _is_tensor_list(x) else None for x in inputs[:given]
-        ]
+        result: list[Any] = [[None] * len(x) if _is_tensor_list(x) else None for x in inputs[:given]]
         for index, value in zip(wanted, grads, strict=True):
             result[index] = value
         return tuple(result)
