@@ -1103,6 +1103,8 @@ ATTENTION = "bert.encoder.layer.0.attention.self"
 def test_a_text_model_of_transformers(bert: Any, tmp_path: Path) -> None:
     out, build, batch = bert
     exact = build()(**batch, output_attentions=True)
+    whole = asapc.load(out)  # its masks are combined by &
+    torch.testing.assert_close(whole(**batch)["logits"], exact.logits, rtol=1e-4, atol=1e-5)
     model = asapc.load(out, model=build())
     assert [name for name, own in model.named_modules() if "forward" in vars(own)] == [ATTENTION]
     with warnings.catch_warnings():

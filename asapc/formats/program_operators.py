@@ -197,7 +197,8 @@ def _writes_as_named(name: str, overload: str) -> bool:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]  # fmt: skip
     types = " ".join(str(argument.type) for argument in schema.arguments)
-    expected = [schema.arguments[0].name] if name.endswith("_") else []
+    in_place = name.endswith("_") and not name.endswith("__")
+    expected = [schema.arguments[0].name] if in_place else []
     return written == expected and not any(word in types for word in _TYPES)
 
 
