@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asapc.data import Batch
+from asapc.errors import InputError
 from asapc.ir import Convention
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
@@ -205,8 +206,10 @@ def judge(laws: tuple[Law, ...], crossed: bool, swapped: bool, double: bool, see
     dtype = torch.float64 if double else torch.float32
     model = Adversary(laws, crossed, swapped).to(dtype).eval()
     example = inputs(laws, crossed, seed, dtype)
-    captured = capture(model, example, {})
-    (program,) = captured.programs
+    try:
+        (program,) = capture(model, example, {}).programs
+    except InputError as error:
+        return [f"refused: {error}"] * len(laws)
     outcomes = match(program)
     sites = [own for own in outcomes if not isinstance(own, Refusal)]
     batches = [Batch(inputs(laws, crossed, seed + i, dtype), {}, None, [0] * 3) for i in range(2)]
