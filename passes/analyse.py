@@ -19,7 +19,8 @@ from asapc.formats.load import Teacher
 from asapc.ir import AnyConvention, Convention, Program
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.lift import lift
-from asapc.passes.match import AnySite, Refusal, match, not_the_model
+from asapc.passes.match import AnySite, match, not_the_model
+from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.verify import largest_difference
 from asapc.runner import Runner

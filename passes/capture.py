@@ -35,6 +35,7 @@ from asapc.limits import MOST, fixed_size, limits_of
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.observe import STOP, Observer
+from asapc.passes.regions import holds_attention
 from asapc.passes.size_guards import keep_to_guards
 
 
@@ -432,8 +433,6 @@ def _capture_modules(
 
     A site needs two activation products, q k^T and A v, so modules with fewer are not tried.
     """
-    from asapc.passes.match import holds_attention
-
     stack: list[str] = []
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     handles = []

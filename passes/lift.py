@@ -23,8 +23,10 @@ from asapc.operators.catalogue import OPERATORS, Operator, loop_of
 from asapc.operators.masks import MASKED_BELOW
 from asapc.passes.calls import SITE, copied, put_call
 from asapc.passes.cut import is_tensor
-from asapc.passes.match import AnySite, AttentionSite, EspSite, ScoreBias
+from asapc.passes.match import AnySite
+from asapc.passes.match_esp import EspSite
 from asapc.passes.match_lot import LotSite, Points
+from asapc.passes.match_sinkhorn import AttentionSite, ScoreBias
 from asapc.passes.products import KeyMask, Product, same
 from asapc.passes.verify import check_graph
 

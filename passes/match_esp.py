@@ -16,6 +16,8 @@ from torch.fx import GraphModule, Node
 
 from asapc.ir import EspConvention, Program
 from asapc.passes.cut import (
+    PROBE_BATCH,
+    PROBE_LENGTHS,
     Cut,
     Part,
     ancestors,
@@ -46,9 +48,7 @@ from asapc.passes.products import (
 
 aten = torch.ops.aten
 
-PROBE_LENGTHS = (11, 14)
 LONGER = 9  # up to 16 numbers PyTorch's sort is stable, whether it is asked to be or not
-PROBE_BATCH = 2
 SORTS = {
     aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.topk.default,
 }  # fmt: skip

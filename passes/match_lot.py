@@ -17,7 +17,17 @@ from torch.fx import GraphModule, Node
 from asapc.ir import LotConvention, OutputFactor, Program
 from asapc.operators.lot import lot as lot_meaning
 from asapc.operators.sinkhorn import factor_terms
-from asapc.passes.cut import Cut, Part, ancestors, constant_value, depends_on_data, is_tensor, separate
+from asapc.passes.cut import (
+    PROBE_BATCH,
+    PROBE_LENGTHS,
+    Cut,
+    Part,
+    ancestors,
+    constant_value,
+    depends_on_data,
+    is_tensor,
+    separate,
+)
 from asapc.passes.probe import EXACT, STABILISED, NoFit, snapped
 from asapc.passes.probe_lot import HalfFit, identify_half
 from asapc.passes.products import (
@@ -35,8 +45,6 @@ from asapc.passes.products import (
 
 aten = torch.ops.aten
 
-PROBE_LENGTHS = (11, 14)
-PROBE_BATCH = 2
 CONTRACTIONS = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
     aten.cdist.default, aten._cdist_forward.default,

@@ -37,6 +37,7 @@ MAX_HALF_STEPS = 1024
 EXACT = 1e-9  # relative error in float64 of a loop that is the convention, to rounding
 STABILISED = 1e-6  # the same with a constant too small to matter, such as log(1 / N + 1e-8)
 HELD = 1e-4  # of a convention that a constant nobody could name leaves at the sharpest scores
+MILD = 6.0  # spread of the scores up to which a multiplier is measured
 BEYOND = 8  # half-steps that are looked at after the first that fits: do they fit as well?
 
 

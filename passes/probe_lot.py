@@ -18,6 +18,7 @@ from torch import Tensor
 from asapc.ir import HalfPlan, Side
 from asapc.operators.closures import log_marginals
 from asapc.passes.probe import (
+    MILD,
     STABILISED,
     NoFit,
     Plans,
@@ -31,7 +32,6 @@ from asapc.passes.probe import (
 
 # Standard deviations of the scores, in units of epsilon: at mild ones every long loop has converged.
 SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0)
-MILD = 6.0  # up to here multipliers are measured
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.calls import SiteFunction, copied, site_function
 from asapc.passes.cut import Cut, Part, evaluate
 from asapc.passes.lift import beside
-from asapc.passes.match import AnySite, LotSite
+from asapc.passes.match import AnySite
+from asapc.passes.match_lot import LotSite
 from asapc.runner import Runner, Tap
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry

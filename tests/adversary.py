@@ -19,8 +19,10 @@ from asapc.errors import InputError
 from asapc.ir import Convention
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
-from asapc.passes.match import AttentionSite, Refusal, match
+from asapc.passes.match import match
+from asapc.passes.match_sinkhorn import AttentionSite
 from asapc.passes.probe import attention_of
+from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.verify import largest_difference
 

@@ -34,9 +34,10 @@ from asapc.errors import InputError
 from asapc.passes.candidates import Choice
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
-from asapc.passes.match import Refusal, match
+from asapc.passes.match import match
 from asapc.passes.module_programs import module_programs
 from asapc.passes.observe import eager_calls
+from asapc.passes.regions import Refusal
 from asapc.progress import make_progress
 from asapc.recipe import Recipe
 

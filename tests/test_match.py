@@ -20,7 +20,10 @@ from asapc.ir import EspConvention, HalfPlan, LotConvention, OutputFactor, Progr
 from asapc.passes.calls import operator_calls
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
-from asapc.passes.match import AttentionSite, EspSite, LotSite, match
+from asapc.passes.match import match
+from asapc.passes.match_esp import EspSite
+from asapc.passes.match_lot import LotSite
+from asapc.passes.match_sinkhorn import AttentionSite
 from asapc.passes.verify import largest_difference
 
 

@@ -21,7 +21,10 @@ from asapc.passes.analyse import analyse
 from asapc.passes.calls import call_of, operator_calls
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
-from asapc.passes.match import AttentionSite, EspSite, Refusal, match
+from asapc.passes.match import match
+from asapc.passes.match_esp import EspSite
+from asapc.passes.match_sinkhorn import AttentionSite
+from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.verify import largest_difference
 from asapc.runner import Runner

@@ -1,0 +1,678 @@
+"""Sinkhorn: is what a region does to its scores a finite Sinkhorn loop, and which?
+
+before: a region between a score product and a value product
+after:  AttentionSite with its convention, masks and bias, or a Refusal with the reason
+
+The region is cut out, promoted to float64 and run on synthetic scores, masks and biases (see probe.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from asapc.ir import Convention, Program, Stop
+from asapc.limits import limits_of
+from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
+from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Cut, Part, evaluate, is_tensor
+from asapc.passes.early_stop import Trial, stops_of, what_a_stop_changes
+from asapc.passes.probe import (
+    HELD,
+    MILD,
+    Fit,
+    Guesses,
+    NoFit,
+    Sample,
+    attention_of,
+    convention_error,
+    identify,
+    score_multiplier,
+    with_factor,
+)
+from asapc.passes.products import KeyMask, Product, canonical_shape, merged_heads, same, site_name
+from asapc.passes.regions import Refusal, Region
+
+aten = torch.ops.aten
+
+aten = torch.ops.aten
+
+# Standard deviations of the probed scores, in units of epsilon. The sharp ones are for budgets of
+# hundreds of half-steps, which look converged at mild ones, and for constants not seen there.
+SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
+SHIFTS = (100.0, -900.0)
+FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
+LARGE = 64 * 64
+# Where loops converge soon, or late: a stop changes most where it has just become due.
+STOPPED_SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(49)))
+FEW_STOPPED = STOPPED_SPREADS[::4]
+MANY_EXAMPLES, MANY_TOKENS = 32, 200
+SHARP_MASKED = 25.0
+# Standard deviations of scores and of the bias that is added to them, in units of epsilon.
+BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
+LONGEST_PROBE = 300  # tokens at which a constant is seen that grows with their number
+PROBE_WORK = 2e7  # entries of all half-steps of such a probe
+SEPARATES = 1e-6  # relative difference on which two budgets are told apart
+SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
+SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
+MAXIMA = {aten.amax.default, aten.max.dim, aten.max.default}
+CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
+
+
+@dataclass(frozen=True)
+class ScoreBias:
+    """A node added to the scores with a coefficient, in units of epsilon."""
+
+    node: Node
+    coefficient: float
+    merged: bool
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """A region that is a finite Sinkhorn loop, with everything a rewrite needs."""
+
+    name: str
+    convention: Convention
+    score: Product
+    value: Product
+    attention: Node
+    heads: int
+    head_dim: int
+    mask: KeyMask | None
+    bias: ScoreBias | None
+    probe_error: float
+    inside: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+
+    def part(self) -> Part:
+        """From the operands of the score product to the map."""
+        shape = canonical_shape(self.score.node, self.score.out_order)
+        return Part(
+            (self.score.left, self.score.right, *self.inputs), self.attention,
+            frozenset((self.score.node, *self.inside)), self.value.left_order, shape[0], shape[-2],
+            shape[-1], () if self.mask is None else ((self.mask.node, self.mask.true_means_masked),),
+        )  # fmt: skip
+
+
+
+class _Experiment:
+    """The region as a float64 function of scores, masks and biases, at any legal size."""
+
+    def __init__(self, program: Program, region: Region) -> None:
+        self.region = region
+        self.cut = Cut(
+            program.graph, [region.score.node, *region.inputs], region.attention, region.inside
+        )
+
+    def dims(self, lengths: dict[Any, int]) -> tuple[int, ...]:
+        """The score product's canonical shape under an assignment of symbols."""
+        shape = canonical_shape(self.region.score.node, self.region.score.out_order)
+        return tuple(evaluate(size, lengths) for size in shape)
+
+    def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
+        return self.cut.shape_of(node, lengths)
+
+    def run(
+        self, scores: Tensor, inputs: Sequence[Tensor], lengths: dict[Any, int]
+    ) -> Tensor:
+        """Attention in the canonical shape of the scores."""
+        result = self.cut.run([self.raw(scores), *inputs], lengths)
+        if self.region.value.left_order is not None:
+            result = result.permute(self.region.value.left_order)
+        return result.reshape(scores.shape).to(torch.float64)
+
+    def raw(self, scores: Tensor) -> Tensor:
+        """Scores of canonical shape as the graph's own product has them."""
+        order = self.region.score.out_order
+        if order is None:
+            return scores.contiguous()
+        return scores.permute([order.index(i) for i in range(len(order))]).contiguous()
+
+    def lengths(self, assigned: dict[Any, int] | None = None) -> dict[Any, int]:
+        return self.cut.lengths(assigned)
+
+
+def examine(program: Program, region: Region, scores: Sequence[Node]) -> AttentionSite | Refusal:
+    """Run the experiments on one region.  scores: of every region."""
+    name = site_name(program, region.value.node)
+
+    def refuse(reason: str, node: Node | None = None) -> Refusal:
+        return Refusal(name, reason, (node or region.attention).name)
+
+    used_outside = _used_outside(region)
+    shape = canonical_shape(region.score.node, region.score.out_order)
+    if len(shape) not in (3, 4):
+        return refuse(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
+    try:
+        experiment = _Experiment(program, region)
+        small = experiment.lengths(_probe_lengths(region, experiment))
+        experiment.dims(small)
+        outcome = _run_experiments(experiment, region, small)
+        stops = stops_of(program, region.score.node, scores)
+        if stops and not isinstance(outcome, str):
+            convention, masked, inputs = outcome[0].convention, outcome[1], outcome[3]
+            changed = _stopping(program, stops, experiment, convention, masked, inputs, small)
+            outcome = outcome if changed is None else changed
+    except Exception as error:  # the region is the user's code: whatever it raises is a reason
+        line = str(error).splitlines()[0][:200] if str(error) else ""
+        return refuse(f"the region cannot be run on its own: {type(error).__name__}: {line}")
+    if isinstance(outcome, str):
+        return refuse(outcome)
+    if used_outside is not None:
+        return refuse("an intermediate value of the loop is also used elsewhere", used_outside)
+    fit, mask, bias, _ = outcome
+    softmax = any(node.target in SOFTMAX for node in region.inside)
+    convention = fit.convention
+    if convention.half_steps == 1 and convention.first_side == "row" and softmax:
+        return refuse("not Sinkhorn: rows only")
+    heads = _heads(region)
+    convention = replace(
+        convention,
+        mask="key" if mask is not None else "none",
+        bias=bias is not None,
+        early_stop=bool(stops),
+    )
+    head_dim = canonical_shape(region.score.left, region.score.left_order)[-1]
+    return AttentionSite(
+        name, convention, region.score, region.value, region.attention, heads,
+        int(head_dim), mask, bias, fit.error, region.inside, region.inputs,
+    )  # fmt: skip
+
+
+def _probe_lengths(region: Region, experiment: _Experiment) -> dict[Any, int]:
+    """Small, different lengths for every dynamic dimension of the scores."""
+    shape = canonical_shape(region.score.node, region.score.out_order)
+    assigned: dict[Any, int] = {}
+    for index, size in enumerate(shape):
+        if not isinstance(size, torch.SymInt):
+            continue
+        from_end = len(shape) - index
+        value = PROBE_BATCH if from_end > 2 else PROBE_LENGTHS[2 - from_end]
+        for symbol in sorted(size.node.expr.free_symbols, key=str):
+            assigned.setdefault(symbol, value)
+    return assigned
+
+
+def _run_experiments(
+    experiment: _Experiment, region: Region, lengths: dict[Any, int]
+) -> tuple[Fit, KeyMask | None, ScoreBias | None, list[Tensor]] | str:
+    """Identify the loop without masks, then what every input does, then everything together.
+
+    Also returns the inputs that hide nothing and add nothing.
+    """
+    generator = torch.Generator().manual_seed(0)
+    dims = experiment.dims(lengths)
+    keys = dims[-1]
+
+    def scores(spread: float, at: tuple[int, ...] = dims) -> Tensor:
+        return spread * torch.randn(at, generator=generator, dtype=torch.float64)
+
+    roles: list[str] = []
+    for node in region.inputs:
+        role = _input_role(experiment, region, node, lengths)
+        if role is None:
+            return f"the attention depends on {node.name}, which is neither a mask nor a bias"
+        roles.append(role)
+    neutral = _neutral_inputs(experiment, region, roles, lengths, scores(0.1))
+    if isinstance(neutral, str):
+        return neutral
+
+    first = experiment.run(scores(1.0), neutral, lengths)
+    if not bool(first.isfinite().all()):
+        return "the region gives NaN or infinity on random scores"
+    trial = scores(1.0)
+    rough = identify_multiplier(trial, experiment.run(trial, neutral, lengths))
+    if isinstance(rough, NoFit):
+        softmax_only = any(node.target in SOFTMAX for node in region.inside)
+        return _describe(rough, region, softmax_only)
+
+    def sample(
+        spread: float, at: dict[Any, int], rows: float = 0.0, columns: float = 0.0, all: float = 0.0
+    ) -> Sample | None:
+        size = experiment.dims(at)
+        inputs = neutral if at is lengths else _resize(experiment, region, neutral, at)
+        s = scores(spread / abs(rough), size)
+        by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
+        s = s + (rows * by_row + columns * by_column + all) / rough
+        a = experiment.run(s, inputs, at)
+        if not bool(a.isfinite().all()):
+            return None
+        shifted = bool(rows or columns or all)
+        return Sample(_four(s), _four(a), mild=spread <= MILD and not shifted)
+
+    sizes = _lengths_to_try(experiment, lengths, region)
+    large = dims[-2] * dims[-1] > LARGE
+    drawn = [sample(spread, at) for spread in (FEW_SPREADS if large else SPREADS) for at in sizes]
+    for offset in SHIFTS:  # where scores are shifted, what is subtracted before exp is seen
+        drawn += [sample(1.0, lengths, rows=offset), sample(1.0, lengths, columns=offset),
+                  sample(1.0, lengths, all=offset)]  # fmt: skip
+    samples = [own for own in drawn if own is not None]
+    if not samples:
+        return "the region gives NaN or infinity on random scores"
+    guesses = _guesses(region)
+    fit = identify(samples, guesses=guesses)
+    if isinstance(fit, Fit) and fit.rival is not None:
+        if 1 in dims[-2:]:
+            side = "query" if dims[-2] == 1 else "key"
+            return f"with one {side} the attention does not depend on the scores"
+        fit = _separated(experiment, neutral, lengths, samples, fit, guesses)
+    if isinstance(fit, NoFit):
+        return _describe(fit, region, False)
+    mildest = samples[: len(sizes)]
+    longer = _many_tokens(experiment, neutral, lengths, fit.convention)
+    if longer is not None:
+        return longer
+
+    mask: KeyMask | None = None
+    bias: ScoreBias | None = None
+    merged = len(dims) == 3
+    for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):
+        if role in ("mask", "additive"):
+            if mask is not None:
+                return f"two masks enter the scores ({mask.node.name} and {node.name})"
+            pattern = torch.arange(keys) % 3 != 1  # True: active
+            inputs = list(neutral)
+            polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
+            inputs[index] = _key_pattern(neutral[index], pattern, polarity)
+            s = scores(1.0 / abs(rough))
+            a = _four(experiment.run(s, inputs, lengths))
+            if not bool(a.isfinite().all()):
+                return f"masking keys through {node.name} gives NaN or infinity"
+            if float(a[..., ~pattern].abs().max()) > 1e-12:
+                return f"keys masked through {node.name} still receive attention"
+            seen = [Sample(_four(s), a, pattern.expand(len(a), keys))]
+            alone = torch.arange(keys) == keys // 2
+            for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
+                inputs[index] = _key_pattern(neutral[index], active, polarity)
+                s = scores(spread / abs(rough))
+                a = _four(experiment.run(s, inputs, lengths))
+                if bool(a.isfinite().all()):
+                    seen.append(Sample(_four(s), a, active.expand(len(a), keys)))
+            masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
+            if isinstance(masked, NoFit):
+                error = "" if masked.error is None else f"; relative error {masked.error:.2g}"
+                return f"with {node.name} as key mask: {masked.reason}{error}"
+            fit = masked
+            inputs[index] = _key_pattern(neutral[index], alone & False, polarity)
+            empty = experiment.run(s, inputs, lengths)
+            is_bias = role == "additive" and _adds_more(node)
+            mask = KeyMask(
+                node, polarity, merged or _merged(node, region), is_bias, not bool(empty.any())
+            )
+        if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
+            if bias is not None:
+                return f"two biases enter the scores ({bias.node.name} and {node.name})"
+            coefficient = _bias_coefficient(experiment, index, neutral, lengths, fit.convention)
+            if isinstance(coefficient, NoFit):
+                return _describe(coefficient, region, False)
+            bias = ScoreBias(node, coefficient, merged or _merged(node, region))
+    return fit, mask, bias, neutral
+
+
+def _bias_coefficient(
+    experiment: _Experiment,
+    index: int,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+    convention: Convention,
+) -> float | NoFit:
+    """How much of an input is added to the scores, in units of epsilon, at every size of it.
+
+    A bias of keys alone, which the last half-step on columns removes, is added to scores or products.
+    """
+    name = experiment.region.inputs[index].name
+    dims, multiplier = experiment.dims(lengths), convention.score_multiplier
+    generator = torch.Generator().manual_seed(6)
+    probe = torch.randn(neutral[index].shape, generator=generator, dtype=torch.float64)
+    dense = (probe if probe.dim() <= len(dims) else probe.flatten(0, -3)).expand(dims)
+
+    def attention(scores: Tensor, strength: float) -> Tensor:
+        inputs = list(neutral)
+        inputs[index] = probe * strength
+        return experiment.run(scores, inputs, lengths)
+
+    def apart(coefficient: float) -> float:
+        seen = []
+        for spread, strength in BIASES:
+            noise = torch.randn(dims, generator=generator, dtype=torch.float64)
+            s, strength = noise * spread / abs(multiplier), strength / abs(coefficient)
+            a = attention(s, strength)
+            if bool(a.isfinite().all()):
+                added = strength * coefficient / multiplier * dense
+                seen.append(Sample(_four(s + added), _four(a)))
+        return convention_error(replace(convention, mask="none"), seen)
+
+    measured = identify_multiplier(dense, attention(torch.zeros(dims, dtype=torch.float64), 1.0))
+    candidates = [measured] if isinstance(measured, float) else []
+    if probe.shape[-2] == 1:
+        candidates = [1.0, multiplier]
+    if not candidates:
+        return NoFit(f"{name} enters the attention, but not as an additive score bias")
+    error, coefficient = min((apart(own), own) for own in candidates)
+    if error <= HELD:
+        return coefficient
+    return NoFit(f"with {name} as score bias: another loop", error)
+
+
+def _stopping(
+    program: Program,
+    stops: Sequence[Stop],
+    experiment: _Experiment,
+    convention: Convention,
+    mask: KeyMask | None,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+) -> str | None:
+    """What an early stop would change, None if nothing.
+
+    A residual is often a mean: one sharp head of many, or a few tokens of many, hardly move it.
+    """
+    region = experiment.region
+    generator = torch.Generator().manual_seed(4)
+    shape = canonical_shape(region.score.node, region.score.out_order)
+    many = dict.fromkeys(_symbols(shape[:-2]), MANY_EXAMPLES)
+    long = dict.fromkeys(_symbols(shape[-2:]), MANY_TOKENS)
+    large = math.prod(experiment.dims(lengths)[-2:]) > LARGE
+
+    def trials(
+        grown: dict[Any, int], only: tuple[slice, ...] = (), active: Tensor | None = None
+    ) -> Iterator[Trial]:
+        """only: where the scores are not 0; active: the keys that are not masked."""
+        at = {**lengths, **grown}
+        inputs, keep = _resize(experiment, region, neutral, at), None
+        dims = experiment.dims(at)
+        if mask is not None and active is not None:
+            place = region.inputs.index(mask.node)
+            inputs[place] = _key_pattern(inputs[place], active, mask.true_means_masked)
+        noise = torch.randn(dims, generator=generator, dtype=torch.float64)
+        part = torch.zeros(dims, dtype=torch.float64)
+        part[only] = noise[only]
+        for spread in FEW_STOPPED if large or grown else STOPPED_SPREADS:
+            s = part * spread / abs(convention.score_multiplier)
+            if mask is not None and active is not None:
+                keep = active.expand(len(_four(s)), -1)
+            yield Trial([experiment.raw(s), *inputs], at, _four(s), keep)
+
+    few, keys = slice(0, 8), experiment.dims(lengths)[-1]
+    some: list[Iterator[Trial]] = [trials({}), trials(many, only=(slice(0, 1),))]
+    if long:
+        some.append(trials(long, only=(..., few, few)))  # type: ignore[arg-type]
+    if mask is not None:
+        some.append(trials({}, active=torch.arange(keys) % 3 != 1))
+        some.append(trials(many, active=torch.arange(keys) < 2))
+    inputs, inside = [region.score.node, *region.inputs], region.inside
+    convention = replace(convention, mask="none" if mask is None else convention.mask)
+    return what_a_stop_changes(
+        program, stops, inputs, inside, convention, itertools.chain(*some)
+    )
+
+
+def _symbols(sizes: Sequence[Any]) -> set[Any]:
+    return {x for size in sizes if isinstance(size, torch.SymInt) for x in size.node.expr.free_symbols}
+
+
+def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:
+    return score_multiplier([Sample(_four(scores), _four(attention))])
+
+
+def _many_tokens(
+    experiment: _Experiment,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+    convention: Convention,
+) -> str | None:
+    """What is wrong with a convention where there are many tokens, None if nothing: log(1 / N + 1e-6)
+    is log(1 / N) for a few."""
+    shape = canonical_shape(experiment.region.score.node, experiment.region.score.out_order)
+    others = math.prod(experiment.dims(lengths)[:-2])
+    tokens = min(LONGEST_PROBE, int(math.sqrt(PROBE_WORK / (others * convention.half_steps))))
+    sizes = [size for size in shape[-2:] if isinstance(size, torch.SymInt)]
+    for size in sizes:
+        tokens = min(tokens, limits_of(size.node.shape_env.var_to_range, size.node.expr)[1])
+    at = {**lengths, **dict.fromkeys(_symbols(sizes), tokens)}
+    if at == lengths or tokens <= max(experiment.dims(lengths)[-2:]):
+        return None
+    generator = torch.Generator().manual_seed(5)
+    s = torch.randn(experiment.dims(at), generator=generator, dtype=torch.float64)
+    s = s / abs(convention.score_multiplier)
+    a = experiment.run(s, _resize(experiment, experiment.region, neutral, at), at)
+    error = convention_error(convention, [Sample(_four(s), _four(a))])
+    if error <= HELD:
+        return None
+    return f"another loop where there are {tokens} tokens; relative error {error:.2g}"
+
+
+def _separated(
+    experiment: _Experiment,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+    samples: Sequence[Sample],
+    fit: Fit,
+    guesses: Guesses,
+) -> Fit | NoFit:
+    """The fit, held against its rival on scores on which the two differ; a reason where none are found.
+
+    Two blocks of tokens that hardly see each other, of unequal mass, exchange it slowly: every half-step
+    moves the duals by the same amount until the gap between the blocks is overcome.
+    """
+    queries, keys = experiment.dims(lengths)[-2:]
+    across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(experiment.dims(lengths), generator=generator, dtype=torch.float64)
+    tried = list(samples)
+    for gap in (10.0, 20.0, 40.0, 80.0, 160.0, 320.0):
+        first, rival = fit.convention, fit.rival
+        if rival is None:
+            return fit
+        s = (noise - gap * across) / abs(first.score_multiplier)
+        expected = Sample(_four(s), attention_of(first, _four(s), None))
+        if not convention_error(rival, [expected]) > SEPARATES:
+            continue
+        a = experiment.run(s, neutral, lengths)
+        if not bool(a.isfinite().all()):
+            continue
+        tried.append(Sample(_four(s), _four(a), mild=False))
+        found = identify(tried, guesses=guesses)
+        if isinstance(found, NoFit):
+            return found
+        fit = found
+    first, rival = fit.convention, fit.rival
+    return fit if rival is None else NoFit(
+        f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
+        f"({rival.first_side}s first) give the same attention on everything that was tried"
+    )
+
+
+def _guesses(region: Region) -> Guesses:
+    """Numbers in the region that may keep a division from being one by 0, in order, and what else of the
+    ways to do so its operators leave open."""
+    found: dict[float, set[str]] = {}
+    for node in region.inside:
+        for value in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(value, float) and 0.0 < value < SMALL_CONSTANT:
+                found.setdefault(value, set()).add("clamp" if node.target in CLAMPS else "add")
+    targets = {node.target for node in region.inside}
+    starts = [
+        *(["softmax"] if targets & SOFTMAX else []), "plain",
+        *(["row", "matrix", "tensor"] if targets & MAXIMA else []),
+    ]  # fmt: skip
+    return Guesses(tuple(found), sorted(set().union(*found.values())), starts)
+
+
+def _describe(failure: NoFit, region: Region, softmax_only: bool) -> str:
+    if softmax_only and failure.reason.startswith("not Sinkhorn: the attention is not strictly"):
+        return "not Sinkhorn: rows only, with a mask that differs between queries (causal or windowed)"
+    if failure.error is None:
+        return failure.reason
+    return f"{failure.reason}; relative error {failure.error:.2g}"
+
+
+def _input_role(
+    experiment: _Experiment, region: Region, node: Node, lengths: dict[Any, int]
+) -> str | None:
+    """mask (bool), additive (float, may hide keys), bias (float), or None for anything else."""
+    queries, keys = experiment.dims(lengths)[-2:]
+    shape = experiment.shape_of(node, lengths)
+    if not shape or shape[-1] != keys:
+        return None
+    if node.meta["val"].dtype == torch.bool:
+        return "mask"
+    if not node.meta["val"].is_floating_point() or len(shape) < 2:
+        return None
+    example = node.meta.get("example")
+    if shape[-2] not in (queries, 1):
+        return None
+    # Without padding in the example a padding mask is all zero: it must still be known for a mask.
+    hides = isinstance(example, Tensor) and bool((example <= MASKED_BELOW).any())
+    silent = isinstance(example, Tensor) and not bool(example.any())
+    return "additive" if hides or silent or shape[-2] == 1 else "bias"
+
+
+def _adds_more(node: Node) -> bool:
+    """Whether an additive mask also holds finite values, a bias in the same tensor."""
+    example = node.meta["example"]
+    return bool(((example != 0) & (example > MASKED_BELOW)).any())
+
+
+def _neutral_inputs(
+    experiment: _Experiment,
+    region: Region,
+    roles: Sequence[str],
+    lengths: dict[Any, int],
+    scores: Tensor,
+) -> list[Tensor] | str:
+    """Inputs that hide nothing and add nothing; the polarity of a bool mask is found by trying."""
+    neutral: list[Tensor] = []
+    for node, role in zip(region.inputs, roles, strict=True):
+        shape = experiment.shape_of(node, lengths)
+        dtype = torch.bool if role == "mask" else torch.float64
+        neutral.append(torch.zeros(shape, dtype=dtype))
+        example = node.meta.get("example")
+        if role in ("mask", "additive") and isinstance(example, Tensor):
+            hidden = example if role == "mask" else example <= MASKED_BELOW
+            by_query = hidden.dim() >= 2 and bool((hidden != hidden[..., :1, :]).any())
+            by_query = by_query or _has_rows(node, region)
+            if by_query:
+                return (
+                    f"the mask {node.name} differs between queries (causal or windowed), "
+                    "which has no transport plan with these marginals"
+                )
+    for index, role in enumerate(roles):
+        if role != "mask":
+            continue
+        # A mask that hides everything gives no attention at all, NaN, or the same to every key.
+        attention = experiment.run(scores, neutral, lengths)
+        flipped = list(neutral)
+        flipped[index] = ~neutral[index]
+        other = experiment.run(scores, flipped, lengths)
+        if _informative(other, scores) > _informative(attention, scores):
+            neutral = flipped
+    return neutral
+
+
+def _has_rows(node: Node, region: Region) -> bool:
+    """Whether a mask is given with a row for each query, which may differ on other data. One row that is
+    repeated for all of them is a key mask; what the model's own code makes is judged by the example."""
+    queries = canonical_shape(region.score.node, region.score.out_order)[-2]
+    while True:
+        shape = node.meta["val"].shape
+        if len(shape) < 2 or not same(shape[-2], queries) or same(shape[-2], 1):
+            return False
+        sources = [own for own in node.all_input_nodes if is_tensor(own)]
+        if len(sources) != 1:
+            return node.op == "placeholder"
+        node = sources[0]
+
+
+def _informative(attention: Tensor, scores: Tensor) -> int:
+    """2 if the attention is positive and follows the scores, 1 if it is positive, else 0."""
+    if not bool((attention > 0).all()) or not bool(attention.isfinite().all()):
+        return 0
+    return 2 if not isinstance(identify_multiplier(scores, attention), NoFit) else 1
+
+
+def _key_pattern(neutral: Tensor, active: Tensor, true_means_masked: bool | None) -> Tensor:
+    """The neutral input with the keys outside `active` hidden."""
+    result = neutral.clone()
+    if true_means_masked is None:
+        result[..., ~active] = HIDDEN_SCORE
+    else:
+        result[..., ~active] = true_means_masked
+    return result
+
+
+def _lengths_to_try(
+    experiment: _Experiment, lengths: dict[Any, int], region: Region
+) -> list[dict[Any, int]]:
+    """The probe lengths, and a second set with every dynamic length moved, where there is one."""
+    shape = canonical_shape(region.score.node, region.score.out_order)
+    moved = {symbol: lengths[symbol] + 5 for symbol in _symbols(shape[-2:])}
+    return [lengths, {**lengths, **moved}] if moved else [lengths]
+
+
+def _resize(
+    experiment: _Experiment,
+    region: Region,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+) -> list[Tensor]:
+    """Constant inputs at another size."""
+    return [
+        torch.full(experiment.shape_of(node, lengths), value.flatten()[0].item(), dtype=value.dtype)
+        for node, value in zip(region.inputs, neutral, strict=True)
+    ]
+
+
+def _four(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 4 else tensor[:, None]
+
+
+def _used_outside(region: Region) -> Node | None:
+    """A value of the loop, other than the attention itself, that something else reads."""
+    inside = {*region.inside}
+    for node in (region.score.node, *region.inside):
+        if node is region.attention:
+            continue
+        for user in node.users:
+            if user not in inside and is_tensor(user) and _is_live(user):
+                return node
+            if user.op == "output":
+                return node
+    return None
+
+
+def _is_live(node: Node) -> bool:
+    """Whether the graph's output depends on the node."""
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current.op == "output":
+            return True
+        if current not in seen:
+            seen.add(current)
+            stack.extend(current.users)
+    return False
+
+
+def _heads(region: Region) -> int:
+    """H: the second of four dimensions, or what a [B, H, N, D] -> [B*H, N, D] view merged, else 1."""
+    shape = canonical_shape(region.score.node, region.score.out_order)
+    if len(shape) == 4:
+        return int(shape[1])
+    heads = {merged_heads(operand) for operand in (region.score.left, region.score.right)}
+    return heads.pop() if len(heads) == 1 else 1
+
+
+def _merged(node: Node, region: Region) -> bool:
+    """Whether a mask's leading dimension is batch times heads: it feeds a three-dimensional value."""
+    consumers = [user for user in node.users if user in set(region.inside)]
+    return any(len(user.meta["val"].shape) == 3 for user in consumers)

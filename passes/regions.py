@@ -1,0 +1,183 @@
+"""Regions: what lies between a product of scores and the product with values that it is used in.
+
+before: a functional graph
+after:  candidate regions by their score product, found by the two products alone
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from asapc.passes.cut import depends_on_data, is_tensor, reaches
+from asapc.passes.products import BARRIERS, NORMALISERS, Product, is_vector, product_of, same
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A region that looks like attention and is left alone, with the reason and the node."""
+
+    name: str
+    reason: str
+    node: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """Everything between a score product and the left operand of a value product."""
+
+    score: Product
+    value: Product
+    attention: Node
+    inside: tuple[Node, ...]
+    inputs: tuple[Node, ...]  # masks and biases: tensors from outside that are more than constants
+
+
+def holds_attention(graph: GraphModule) -> bool:
+    """Whether anything in a graph would be matched or refused."""
+    return bool(find_regions(graph) or unattended(graph))
+
+
+def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
+    """Candidate regions by score product: a product whose result, through anything but a layer,
+    becomes the left operand of another product of the same [N, M]."""
+    products = {
+        node: product
+        for node in graph.graph.nodes
+        if (product := product_of(node)) is not None
+    }
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    regions: dict[Node, list[Region]] = {}
+    for value in products.values():
+        if is_vector(value):
+            continue
+        sources = _sources(value.left, products)
+        for source in sorted(sources, key=order.__getitem__, reverse=True):
+            region = _region(products[source], value, order)
+            if region is not None:
+                regions.setdefault(source, []).append(region)
+    return _one_score_per_value(regions, order)
+
+
+def _one_score_per_value(
+    regions: dict[Node, list[Region]], order: dict[Node, int]
+) -> dict[Node, list[Region]]:
+    """Nested products inside one loop (diag(u) K diag(v)) share a value product: the earliest
+    score product of a value product owns it."""
+    owner: dict[Node, Node] = {}
+    for score, candidates in regions.items():
+        for region in candidates:
+            value = region.value.node
+            if value not in owner or order[score] < order[owner[value]]:
+                owner[value] = score
+    kept: dict[Node, list[Region]] = {}
+    for score, candidates in regions.items():
+        mine = [r for r in candidates if owner[r.value.node] is score]
+        if mine:
+            # The last value product is the attention's; earlier ones are steps of a loop.
+            kept[score] = sorted(mine, key=lambda r: order[r.value.node], reverse=True)
+    return kept
+
+
+def _sources(attention: Node, products: dict[Node, Product]) -> list[Node]:
+    """Products of the same size as `attention` that it is computed from, without a layer between."""
+    found: list[Node] = []
+    seen: set[Node] = set()
+    stack = [attention]
+    while stack:
+        node = stack.pop()
+        if node in seen or not is_tensor(node) or node.target in BARRIERS:
+            continue
+        seen.add(node)
+        if node in products and node is not attention and _same_matrix(node, attention):
+            found.append(node)
+        stack.extend(node.all_input_nodes)
+    if attention in products:
+        found.append(attention)  # linear attention, or a product used as a weight: refused later
+    return found
+
+
+def _same_matrix(first: Node, second: Node) -> bool:
+    a, b = first.meta["val"], second.meta["val"]
+    return len(a.shape) >= 3 and bool(same(a.numel(), b.numel()))
+
+
+def _region(score: Product, value: Product, order: dict[Node, int]) -> Region | None:
+    """The nodes on data paths from the scores to the attention, or None if a layer is on a path."""
+    attention = value.left
+    downstream: set[Node] = {score.node}
+    for node in score.node.graph.nodes:
+        if order[node] <= order[score.node] or order[node] > order[attention]:
+            continue
+        if is_tensor(node) and any(n in downstream for n in node.all_input_nodes):
+            downstream.add(node)
+    if attention not in downstream:
+        return None
+    inside: set[Node] = set()
+    stack = [attention]
+    while stack:
+        node = stack.pop()
+        if node in inside or node not in downstream or node is score.node:
+            continue
+        if node.target in BARRIERS:
+            return None
+        inside.add(node)
+        stack.extend(node.all_input_nodes)
+    inputs: list[Node] = []
+    for node in sorted(inside, key=order.__getitem__):
+        for source in node.all_input_nodes:
+            outside = source not in inside and source is not score.node and is_tensor(source)
+            if outside and source not in inputs and not _is_constant(source):
+                inputs.append(source)
+    return Region(score, value, attention, tuple(sorted(inside, key=order.__getitem__)),
+                  tuple(inputs))  # fmt: skip
+
+
+def _is_constant(node: Node) -> bool:
+    """A number, or a tensor computed from shapes alone that holds one value (a uniform marginal).
+
+    A constant mask (causal) or bias (ALiBi) must be seen by the probe, so it counts as an input.
+    """
+    value = node.meta["val"]
+    if value.dtype == torch.bool and value.numel() != 1:
+        return False
+    if depends_on_data(node) or _depends_on_parameter(node):
+        return False
+    example = node.meta.get("example")
+    return example is None or example.numel() == 0 or bool((example == example.flatten()[0]).all())
+
+
+def _depends_on_parameter(node: Node) -> bool:
+    return reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1)
+
+
+def unattended(graph: GraphModule) -> list[tuple[Product, str]]:
+    """Normalised weights that multiply something but do not come from a product of two activations."""
+    owned = {region.value.node for regions in find_regions(graph).values() for region in regions}
+    found = []
+    for node in graph.graph.nodes:
+        product = product_of(node)
+        if product is None or node in owned or is_vector(product):
+            continue
+        operands = (product.left, product.right)
+        if any(_is_normalised(operand) for operand in operands):
+            found.append((product, "not attention: its scores are not a product of queries and keys"))
+    return found
+
+
+def _is_normalised(node: Node) -> bool:
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in seen or not is_tensor(current) or current.target in BARRIERS:
+            continue
+        seen.add(current)
+        if product_of(current) is not None and current is not node:
+            continue
+        if current.target in NORMALISERS:
+            return True
+        stack.extend(current.all_input_nodes)
+    return False
