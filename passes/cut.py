@@ -154,6 +154,17 @@ def depends_on_data(node: Node) -> bool:
     return reaches(node, lambda n: n.op == "placeholder")
 
 
+def data_dependent(graph: GraphModule) -> set[Node]:
+    """All the nodes that depend on data, found in one pass."""
+    found: set[Node] = set()
+    for node in graph.graph.nodes:
+        given = node.op == "placeholder"
+        made = node.target not in SHAPE_ONLY and any(own in found for own in node.all_input_nodes)
+        if (given or made) and holds_tensors(node):
+            found.add(node)
+    return found
+
+
 def reaches(node: Node, wanted: Any) -> bool:
     """Whether the node is computed from the values of a wanted one."""
     seen: set[Node] = set()

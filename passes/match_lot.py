@@ -24,6 +24,7 @@ from asapc.passes.cut import (
     Part,
     ancestors,
     constant_value,
+    data_dependent,
     depends_on_data,
     is_tensor,
     separate,
@@ -123,14 +124,15 @@ def match_lot(program: Program) -> list[tuple[Node, LotSite | Unidentified]]:
 
 def _candidates(graph: GraphModule) -> list[_Candidate]:
     found = []
+    data = data_dependent(graph)
     for node in graph.graph.nodes:
         outer = product_of(node)
-        inner = None if outer is None else _inner(outer)
+        inner = None if outer is None else _inner(outer, data)
         if outer is None or inner is None:
             continue
         queries = canonical_shape(outer.left, outer.left_order)[-2]
         keys = canonical_shape(inner.left, inner.left_order)[-1]
-        q, k = _tokens(outer.left, queries), _tokens(inner.left, keys)
+        q, k = _tokens(outer.left, queries, data), _tokens(inner.left, keys, data)
         if q is None or k is None:
             continue
         parts = [
@@ -147,7 +149,7 @@ def _candidates(graph: GraphModule) -> list[_Candidate]:
     return found
 
 
-def _inner(outer: Product) -> Product | None:
+def _inner(outer: Product, data: set[Node]) -> Product | None:
     """The product that the outer one's right operand is, up to numbers and layout."""
     stack, seen, found = [outer.right], set(), []
     while stack:
@@ -158,22 +160,22 @@ def _inner(outer: Product) -> Product | None:
         product = product_of(node)
         if product is not None:
             found.append(product)
-        elif depends_on_data(node):
+        elif node in data:
             stack.extend(node.all_input_nodes)
     return found[0] if len(found) == 1 else None
 
 
-def _tokens(plan: Node, length: Any) -> Points | None:
+def _tokens(plan: Node, length: Any, data: set[Node]) -> Points | None:
     """The latest tensor [.., N, D] that meets parameters in a product and separates the plan."""
     order = {node: index for index, node in enumerate(plan.graph.nodes)}
     for node in sorted(ancestors(plan), key=order.__getitem__, reverse=True):
         if node.target not in CONTRACTIONS:
             continue
         operands = [n for n in node.all_input_nodes if is_tensor(n)]
-        data = [n for n in operands if depends_on_data(n)]
-        if len(data) != 1 or len(operands) < 2:
+        given = [n for n in operands if n in data]
+        if len(given) != 1 or len(operands) < 2:
             continue
-        for source in (data[0], *(data[0].all_input_nodes[:1] if data[0].target in TURNS else ())):
+        for source in (given[0], *(given[0].all_input_nodes[:1] if given[0].target in TURNS else ())):
             points = _as_points(source, length)
             if points is not None and separate(plan, (source,)) is not None:
                 return points
