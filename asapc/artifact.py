@@ -43,6 +43,7 @@ import asapc.operators as _operators  # registers torch.ops.asapc, which the pro
 from asapc.call import (
     Call,
     Child,
+    Tensors,
     Undescribable,
     described,
     kind_of,
@@ -661,14 +662,24 @@ def load(
     return built.eval()
 
 
+def _both(captured: Tensors, program: Tensors) -> Tensors:
+    """What a tensor must be like: sizes that were equal when the model was captured have one name there,
+    which the program on disk does not keep."""
+    if (captured.kind, len(captured.sizes)) != (program.kind, len(program.sizes)):
+        return program
+    pairs = zip(captured.sizes, program.sizes, strict=True)
+    return replace(captured, sizes=tuple(q if isinstance(q, int) else p for p, q in pairs))
+
+
 def _rebuilt(artifact: Artifact, stage: Stage) -> CompiledModel:
     """The whole model of a stage, from the artefact alone."""
     manifest = artifact.manifest
     graph = artifact.programs[stage][0].graph
     fitted = {name: tensor for name, tensor in graph.named_buffers() if name.startswith("asapc_")}
     renamed = {name: operator_name(name) for name in fitted}
-    known, limits = known_of(traced_inputs(graph))
-    call = replace(Call.from_dict(manifest["forward"]), tensors=known, limits=limits)
+    call = Call.from_dict(manifest["forward"])
+    known = [_both(*own) for own in zip(call.tensors, known_of(traced_inputs(graph))[0], strict=False)]
+    call = replace(call, tensors=tuple(known))
     places = [leaf.index for own in call.parameters for leaf in leaves(own.captured)]
     try:
         flat = flat_graph(

@@ -26,6 +26,8 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from asapc.data import Batch
 from asapc.errors import InputError
@@ -37,6 +39,7 @@ from asapc.passes.einsum import split_einsums
 from asapc.passes.observe import STOP, Observer
 from asapc.passes.regions import holds_attention
 from asapc.passes.size_guards import keep_to_guards
+from asapc.passes.verify import largest_difference
 
 
 @dataclass
@@ -90,6 +93,8 @@ class _FullBudget(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         scalar = isinstance(result, torch.Tensor) and result.dim() == 0
         if func in _COMPARISONS and scalar and args[0].is_floating_point():
+            if isinstance(args[1], torch.Tensor):
+                self.note(args[1], None)  # which of the two is the residual, nobody knows
             self._comparisons.append((result, _COMPARISONS[func], args[0], args[1]))
         return result
 
@@ -159,8 +164,10 @@ def _is_guard(threshold: object) -> bool:
     return not isinstance(threshold, int | float) or not float(threshold) < DIVERGES
 
 
+SAME = 1e-3  # relative difference up to which a graph computes what the module does
 DIVERGES = 1.0
 MOST_CHECKS = 4096
+MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
 # A comparison of a residual with a threshold, and what it says while the loop is to go on.
 _COMPARISONS = {
     getattr(home, name.format(compared)): compared[0] == "g"
@@ -286,10 +293,56 @@ def _export(
     assert isinstance(graph, GraphModule)
     split_einsums(graph)
     calls = observer.calls(graph)
+    _check_ones(module, graph, args, kwargs)
     shapes = _bounded(shapes, exported)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
     _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
     return Program(name, graph, args, kwargs, shapes, stops, calls)
+
+
+def _check_ones(
+    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Where one token, or one example, takes another way, sizes so small are none of the program's.
+
+    A trace takes every free size to be 2 or more, and has no guard for a branch on 1.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    free = {
+        size.node.expr: size
+        for place in places if isinstance(place.meta.get("val"), torch.Tensor)
+        for size in place.meta["val"].shape if fixed_size(size) is None
+    }  # fmt: skip
+    for symbol, size in free.items():
+        ranges = size.node.shape_env.var_to_range
+        if not symbol.is_Symbol or ranges[symbol].lower > 2:
+            continue
+        small = [
+            _narrowed(leaf, place.meta["val"], symbol) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, place in zip(leaves, places, strict=True)
+        ]
+        own_args, own_kwargs = pytree.tree_unflatten(small, spec)
+        with torch.random.fork_rng(devices=[]), _FullBudget():
+            try:
+                expected = module(*own_args, **own_kwargs)
+            except Exception:
+                continue
+        try:
+            found = graph(*own_args, **own_kwargs)
+            alike = largest_difference(expected, found) <= SAME
+        except Exception:  # the graph cannot: the program must not be asked
+            alike = False
+        if not alike:
+            ranges[symbol] = ranges[symbol] & ValueRanges(3, int_oo)
+
+
+def _narrowed(given: torch.Tensor, traced: torch.Tensor, symbol: Any) -> torch.Tensor:
+    """The first entry along every axis whose size is the symbol."""
+    for axis, size in enumerate(traced.shape):
+        if fixed_size(size) is None and size.node.expr == symbol:  # type: ignore[attr-defined]
+            given = given.narrow(axis, 0, min(1, given.shape[axis]))
+    return given
 
 
 def _check_stops(
@@ -311,7 +364,9 @@ def _check_stops(
         tensors = [own for own in pytree.tree_leaves(output) if isinstance(own, torch.Tensor)]
         return tensors, budget.calls
 
-    ends = firsts_and_lasts([node for _, node in residuals])
+    ends: Sequence[int] = range(len(residuals))
+    if len(residuals) > MOST_TRIED:
+        ends = firsts_and_lasts([node for _, node in residuals])
     if not ends:
         return
     full, count = run(None)

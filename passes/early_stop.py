@@ -101,6 +101,8 @@ def what_a_stop_changes(
             "its loop ends early on a residual that is compared with an unknown number: compare "
             "`residual.item()` or the tensor itself with the threshold"
         )
+    if any(not _sums_before(stop.residual, inside) for stop in stops):
+        return "it branches on its scores before its loop begins"
     residuals = tuple(stop.residual for stop in stops)
     around = descendants(inputs[:1]) & ancestors(*residuals)
     looked_at = Cut(program.graph, inputs, residuals, around)
@@ -129,10 +131,13 @@ def what_a_stop_changes(
 def _half_steps_before(residual: Node, inside: Sequence[Node], half_steps: int) -> list[int]:
     """How many half-steps are done where a residual is looked at: each has its sums, in the order of the
     graph. Where they do not divide evenly, the neighbours are possible too."""
-    order = {node: index for index, node in enumerate(residual.graph.nodes)}
-    sums = [node for node in inside if node.target in SUMS]
-    before = sum(order[node] < order[residual] for node in sums)
-    done = before * half_steps / max(len(sums), 1)
-    spare = 0 if sums and len(sums) % half_steps == 0 else 1
+    sums = sum(node.target in SUMS for node in inside)
+    done = _sums_before(residual, inside) * half_steps / max(sums, 1)
+    spare = 0 if sums and sums % half_steps == 0 else 1
     low, high = math.floor(done) - spare, math.ceil(done) + spare
     return list(range(max(low, 1), min(high, half_steps) + 1))
+
+
+def _sums_before(residual: Node, inside: Sequence[Node]) -> int:
+    order = {node: index for index, node in enumerate(residual.graph.nodes)}
+    return sum(order[node] < order[residual] for node in inside if node.target in SUMS)

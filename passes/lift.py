@@ -22,7 +22,6 @@ from asapc.ir import LotConvention, Program
 from asapc.operators.catalogue import OPERATORS, Operator, loop_of
 from asapc.operators.masks import MASKED_BELOW
 from asapc.passes.calls import SITE, copied, put_call
-from asapc.passes.cut import is_tensor
 from asapc.passes.match import AnySite
 from asapc.passes.match_esp import EspSite
 from asapc.passes.match_lot import LotSite, Points
@@ -304,20 +303,13 @@ def _keep(
     if rank == 1:
         keep = graph.call_function(aten.unsqueeze.default, (keep, 0))
     if mask.true_means_masked is None:
-        if _is_given(node) and not mask.is_bias:
-            keep = graph.call_function(torch.ops.asapc.kept_keys.default, (keep,))
-        else:
+        if mask.is_bias:
             keep = graph.call_function(aten.gt.Scalar, (keep, MASKED_BELOW))
+        else:
+            keep = graph.call_function(torch.ops.asapc.kept_keys.default, (keep, mask.hides))
     elif mask.true_means_masked:
         keep = graph.call_function(aten.logical_not.default, (keep,))
     return graph.call_function(aten.expand.default, (keep, [batch, -1]))
-
-
-def _is_given(node: Node) -> bool:
-    """Whether the numbers of a mask come from outside, not from tokens that are or are not hidden."""
-    if not is_tensor(node) or not node.meta["val"].is_floating_point():
-        return False
-    return node.op == "placeholder" or any(map(_is_given, node.all_input_nodes))
 
 
 def _narrowest(node: Node) -> Node:

@@ -24,9 +24,11 @@ from asapc.limits import limits_of
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Cut, Part, evaluate, is_tensor
 from asapc.passes.early_stop import Trial, stops_of, what_a_stop_changes
+from asapc.passes.masks import heads_vary, varies
 from asapc.passes.probe import (
     HELD,
     MILD,
+    STABILISED,
     Fit,
     Guesses,
     NoFit,
@@ -37,7 +39,7 @@ from asapc.passes.probe import (
     score_multiplier,
     with_factor,
 )
-from asapc.passes.products import KeyMask, Product, canonical_shape, merged_heads, same, site_name
+from asapc.passes.products import KeyMask, Product, canonical_shape, merged_heads, site_name
 from asapc.passes.regions import Refusal, Region
 
 aten = torch.ops.aten
@@ -53,7 +55,7 @@ LARGE = 64 * 64
 # Where loops converge soon, or late: a stop changes most where it has just become due.
 STOPPED_SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(49)))
 FEW_STOPPED = STOPPED_SPREADS[::4]
-MANY_EXAMPLES, MANY_TOKENS = 32, 200
+MANY_EXAMPLES, MANY_TOKENS = 32, 100
 SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
@@ -275,11 +277,14 @@ def _run_experiments(
     bias: ScoreBias | None = None
     merged = len(dims) == 3
     for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):
+        if role == "additive" and _adds_more(node) and not _may_hide(experiment, index, neutral, lengths):
+            role = "bias"
         if role in ("mask", "additive"):
             if mask is not None:
                 return f"two masks enter the scores ({mask.node.name} and {node.name})"
             pattern = torch.arange(keys) % 3 != 1  # True: active
             inputs = list(neutral)
+            hides = HIDDEN_SCORE
             polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
             inputs[index] = _key_pattern(neutral[index], pattern, polarity)
             s = scores(1.0 / abs(rough))
@@ -288,6 +293,11 @@ def _run_experiments(
                 return f"masking keys through {node.name} gives NaN or infinity"
             if float(a[..., ~pattern].abs().max()) > 1e-12:
                 return f"keys masked through {node.name} still receive attention"
+            if polarity is None:
+                hides = _hides(experiment, index, neutral, lengths, pattern, s, a)
+                example = node.meta["example"]
+                if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
+                    return f"keys masked through {node.name} still receive attention at {MASKED_BELOW:g}"
             seen = [Sample(_four(s), a, pattern.expand(len(a), keys))]
             alone = torch.arange(keys) == keys // 2
             for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
@@ -305,7 +315,7 @@ def _run_experiments(
             empty = experiment.run(s, inputs, lengths)
             is_bias = role == "additive" and _adds_more(node)
             mask = KeyMask(
-                node, polarity, merged or _merged(node, region), is_bias, not bool(empty.any())
+                node, polarity, merged or _merged(node, region), is_bias, not bool(empty.any()), hides
             )
         if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
             if bias is not None:
@@ -402,9 +412,10 @@ def _stopping(
             yield Trial([experiment.raw(s), *inputs], at, _four(s), keep)
 
     few, keys = slice(0, 8), experiment.dims(lengths)[-1]
-    some: list[Iterator[Trial]] = [trials({}), trials(many, only=(slice(0, 1),))]
+    some: list[Iterator[Trial]] = [trials({})]
+    some += [trials(many, only=(one,)) for one in (slice(0, 1), slice(-1, None))]
     if long:
-        some.append(trials(long, only=(..., few, few)))  # type: ignore[arg-type]
+        some.append(trials(many | long, only=(slice(-1, None), ..., few, few)))  # type: ignore[arg-type]
     if mask is not None:
         some.append(trials({}, active=torch.arange(keys) % 3 != 1))
         some.append(trials(many, active=torch.arange(keys) < 2))
@@ -533,7 +544,8 @@ def _input_role(
     # Without padding in the example a padding mask is all zero: it must still be known for a mask.
     hides = isinstance(example, Tensor) and bool((example <= MASKED_BELOW).any())
     silent = isinstance(example, Tensor) and not bool(example.any())
-    return "additive" if hides or silent or shape[-2] == 1 else "bias"
+    by_row = varies(node, -2) or (len(shape) == 4 and varies(node, -3))
+    return "additive" if hides or (not by_row and (silent or shape[-2] == 1)) else "bias"
 
 
 def _adds_more(node: Node) -> bool:
@@ -557,14 +569,13 @@ def _neutral_inputs(
         neutral.append(torch.zeros(shape, dtype=dtype))
         example = node.meta.get("example")
         if role in ("mask", "additive") and isinstance(example, Tensor):
-            hidden = example if role == "mask" else example <= MASKED_BELOW
-            by_query = hidden.dim() >= 2 and bool((hidden != hidden[..., :1, :]).any())
-            by_query = by_query or _has_rows(node, region)
-            if by_query:
+            if varies(node, -2):
                 return (
-                    f"the mask {node.name} differs between queries (causal or windowed), "
-                    "which has no transport plan with these marginals"
+                    f"the mask {node.name} differs between queries (causal or windowed), or may on other "
+                    "data, which has no transport plan with these marginals"
                 )
+            if heads_vary(node, _heads(region)):
+                return f"the mask {node.name} differs between heads, or may on other data"
     for index, role in enumerate(roles):
         if role != "mask":
             continue
@@ -578,20 +589,6 @@ def _neutral_inputs(
     return neutral
 
 
-def _has_rows(node: Node, region: Region) -> bool:
-    """Whether a mask is given with a row for each query, which may differ on other data. One row that is
-    repeated for all of them is a key mask; what the model's own code makes is judged by the example."""
-    queries = canonical_shape(region.score.node, region.score.out_order)[-2]
-    while True:
-        shape = node.meta["val"].shape
-        if len(shape) < 2 or not same(shape[-2], queries) or same(shape[-2], 1):
-            return False
-        sources = [own for own in node.all_input_nodes if is_tensor(own)]
-        if len(sources) != 1:
-            return node.op == "placeholder"
-        node = sources[0]
-
-
 def _informative(attention: Tensor, scores: Tensor) -> int:
     """2 if the attention is positive and follows the scores, 1 if it is positive, else 0."""
     if not bool((attention > 0).all()) or not bool(attention.isfinite().all()):
@@ -599,11 +596,46 @@ def _informative(attention: Tensor, scores: Tensor) -> int:
     return 2 if not isinstance(identify_multiplier(scores, attention), NoFit) else 1
 
 
-def _key_pattern(neutral: Tensor, active: Tensor, true_means_masked: bool | None) -> Tensor:
+def _may_hide(
+    experiment: _Experiment, index: int, neutral: Sequence[Tensor], lengths: dict[Any, int]
+) -> bool:
+    """Whether a low added score hides its key, as in a mask, or is a number like others."""
+    example = experiment.region.inputs[index].meta["example"]
+    if bool((example <= MASKED_BELOW).any()):
+        return True
+    keys = experiment.dims(lengths)[-1]
+    inputs, active = list(neutral), torch.arange(keys) % 3 != 1
+    inputs[index] = _key_pattern(neutral[index], active, None)
+    found = experiment.run(torch.zeros(experiment.dims(lengths), dtype=torch.float64), inputs, lengths)
+    return not bool((found[..., ~active].abs() > 1e-12).any())
+
+
+def _hides(
+    experiment: _Experiment,
+    index: int,
+    neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+    active: Tensor,
+    scores: Tensor,
+    hidden: Tensor,
+) -> float:
+    """The highest added score that hides keys as HIDDEN_SCORE does, which gave `hidden`."""
+    for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
+        inputs = list(neutral)
+        inputs[index] = _key_pattern(neutral[index], active, None, score)
+        found = _four(experiment.run(scores, inputs, lengths))
+        if float((found - hidden).abs().max()) <= STABILISED * float(hidden.abs().max()):
+            return score
+    return HIDDEN_SCORE
+
+
+def _key_pattern(
+    neutral: Tensor, active: Tensor, true_means_masked: bool | None, score: float = HIDDEN_SCORE
+) -> Tensor:
     """The neutral input with the keys outside `active` hidden."""
     result = neutral.clone()
     if true_means_masked is None:
-        result[..., ~active] = HIDDEN_SCORE
+        result[..., ~active] = score
     else:
         result[..., ~active] = true_means_masked
     return result

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import Program
+from asapc.operators.masks import HIDDEN_SCORE
 from asapc.passes.cut import is_tensor
 
 aten = torch.ops.aten
@@ -57,6 +58,7 @@ class KeyMask:
     merged: bool  # leading dimension is batch times heads
     is_bias: bool = False  # additive, and what it holds besides very low entries is added to the scores
     zero_if_empty: bool = False  # an example without keys gives 0, not what equal scores give
+    hides: float = HIDDEN_SCORE  # additive: scores up to here remove their keys
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
         ),
         "esp_soft": (ops.esp_soft, [q, k, v, *soft]),
         "esp_soft_attention": (ops.esp_soft_attention, [q, k, *soft]),
-        "kept_keys": (ops.kept_keys, [torch.where(keep, 0.0, -1e9)]),
+        "kept_keys": (ops.kept_keys, [torch.where(keep, 0.0, -1e9), -1e4]),
         "esp_released_hard_attention": (ops.esp_released_hard_attention, [q, k, *soft]),
         "esp_hard": (ops.esp_hard, [q, k, v, *hard]),
         "esp_hard_attention": (ops.esp_hard_attention, [q, k, *hard]),

@@ -430,3 +430,107 @@ def test_a_constant_that_grows_with_the_tokens_is_seen() -> None:
     torch.manual_seed(0)
     (found,) = match(capture(Growing().eval(), (torch.randn(3, 10, 16),), {}).programs[0])
     assert isinstance(found, Refusal) and "tokens; relative error" in found.reason
+
+
+class ByPair(zoo._Projected):
+    """Masked by pairs of tokens, which padding makes different between queries."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        pair = keep[:, :, None] & keep[:, None, :]
+        weights = (q @ k.transpose(-1, -2)).masked_fill(~pair[:, None], -1e9).softmax(-1)
+        for step in range(3):
+            weights = weights / weights.sum(-1 if step % 2 else -2, keepdim=True).clamp(min=1e-9)
+        return self.merge(weights @ v)
+
+
+class Window(zoo._Projected):
+    """A window wider than the example."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        place = torch.arange(x.shape[1])
+        far = (place[:, None] - place).abs() > 12
+        return self.merge(plan((q @ k.transpose(-1, -2)).masked_fill(far, -1e9), 4) @ v)
+
+
+class Heads(zoo._Projected):
+    """A mask for each head, alike where nothing is hidden."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        kept = torch.stack([keep, keep | (x[..., 0] > 0)], 1)[:, :, None]
+        weights = (q @ k.transpose(-1, -2)).masked_fill(~kept, -1e9).softmax(-1)
+        for step in range(3):
+            weights = weights / weights.sum(-1 if step % 2 else -2, keepdim=True).clamp(min=1e-9)
+        return self.merge(weights @ v)
+
+
+@pytest.mark.parametrize("kind", [ByPair, Window, Heads])
+def test_a_mask_that_hides_nothing_in_the_example_is_read_from_how_it_is_made(kind: Any) -> None:
+    torch.manual_seed(0)
+    args = torch.randn(3, 10, 16), torch.ones(3, 10, dtype=torch.bool)
+    (found,) = match(capture(kind().eval(), args, {}).programs[0])
+    assert isinstance(found, Refusal) and "differs between" in found.reason
+
+
+class Penalty(zoo._Projected):
+    """A number added where the tokens say so: low enough to be a mask, or not."""
+
+    def __init__(self, penalty: float) -> None:
+        super().__init__()
+        self.penalty = penalty
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = q @ k.transpose(-1, -2) + (1.0 - mask[:, None, None, :].to(x.dtype)) * self.penalty
+        for step in range(4):
+            total = scores.logsumexp(-2 if step % 2 else -1, keepdim=True)
+            scores = scores - torch.where(total < -1e8, 0.0, total)
+        return self.merge(scores.exp() @ v)
+
+
+@pytest.mark.parametrize("penalty", [-1e9, -1e4, -100.0])
+def test_a_mask_that_is_made_of_tokens_hides_them_as_the_code_does(penalty: float) -> None:
+    torch.manual_seed(0)
+    model, x = Penalty(penalty).eval(), torch.randn(3, 10, 16)
+    program = capture(model, (x, torch.ones(3, 10, dtype=torch.long)), {}).programs[0]
+    (found,) = match(program)
+    assert isinstance(found, AttentionSite) and found.mask is not None
+    padded = (torch.arange(10) < torch.tensor([[10], [7], [4]])).long()
+    lifted = lift(program, [found]).graph
+    with torch.no_grad():
+        if penalty == -1e9:
+            torch.testing.assert_close(lifted(x, padded), model(x, padded), rtol=1e-4, atol=1e-5)
+        else:
+            with pytest.raises(InputError, match="holds 0, or scores so low that they hide a key"):
+                lifted(x, padded)
+
+
+class Before(While):
+    """Decides by its scores how long it runs, before it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(-1, -2)
+        return plan(scores, 4 if scores.abs().max().item() < 10 else 12) @ x
+
+
+class Threshold(Diluted):
+    """The tolerance is a tensor, and comes first."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3, "item")
+        self.register_buffer("tolerance", torch.tensor(0.3))
+
+    def small(self, residual: Tensor) -> bool:
+        return bool(self.tolerance > residual)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(Before(0.1), "before its loop begins"), (Threshold(), "compared with an unknown number")],
+    ids=["before", "threshold first"],
+)
+def test_other_ways_to_decide_are_refused(model: nn.Module, reason: str) -> None:
+    found = outcome_of(model)
+    assert isinstance(found, Refusal) and reason in found.reason

@@ -83,6 +83,24 @@ def test_a_program_from_a_file_keeps_to_its_guards_too() -> None:
         again.module()(torch.randn(5, 10, 4))
 
 
+class One(nn.Module):
+    """A single token, or example, goes another way; torch has no guard for it."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(-1) if x.shape[self.axis] == 1 else x.log_softmax(-1)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_branch_on_a_size_of_one_is_not_the_programs(axis: int) -> None:
+    (program,) = capture(One(axis), (torch.randn(*EXAMPLE, 4),), {}).programs
+    limits = allowed(program)
+    assert limits[axis] == (3, MOST) and limits[1 - axis] == (0, MOST)
+
+
 class Views(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = x @ x.transpose(-1, -2)

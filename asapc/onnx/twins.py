@@ -32,7 +32,6 @@ from asapc.operators import asap as asap_meaning
 from asapc.operators import esp as esp_meaning
 from asapc.operators import lot as lot_meaning
 from asapc.operators import ranks as esp_ranks
-from asapc.operators.masks import MASKED_BELOW
 from asapc.operators.matching import rank_partners
 from asapc.operators.ranks import Clouds as Ranks
 from asapc.operators.sinkhorn import (
@@ -784,6 +783,6 @@ def _token_factor(
     return value
 
 
-def kept_keys(mask: Tensor) -> Tensor:
+def kept_keys(mask: Tensor, hides: float) -> Tensor:
     """True on the keys that an additive mask keeps; a graph cannot refuse what is neither."""
-    return mask > MASKED_BELOW
+    return mask > hides

@@ -13,17 +13,17 @@ from asapc.errors import InputError
 
 MASKED_BELOW = -1e4  # an additive score up to here removes its key
 HIDDEN_SCORE = -1e9  # what most code adds
-RULE = "an additive key mask holds 0 and scores of at most -10000, as where the model was compiled"
+RULE = "an additive key mask holds 0, or scores so low that they hide a key, as where it was compiled"
 HELP = "compile with data whose masks hold such numbers: they are then added to the scores as a bias"
 
 
-def kept_keys(mask: Tensor) -> Tensor:
-    """True on the keys that an additive mask keeps, in its shape.
+def kept_keys(mask: Tensor, hides: float) -> Tensor:
+    """True on the keys that an additive mask keeps, in its shape.  hides: scores up to here hide a key.
 
-    Raises InputError on a number between 0 and MASKED_BELOW, or above 0; on a GPU, where nothing waits
-    for a number, it is a device-side assertion.
+    Raises InputError on a number between 0 and `hides`, or above 0; on a GPU, where nothing waits for a
+    number, it is a device-side assertion.
     """
-    kept = mask > MASKED_BELOW
+    kept = mask > hides
     hard = (~kept | (mask == 0)).all()
     if mask.device.type != "cpu":
         torch._assert_async(hard, RULE)

@@ -10,10 +10,10 @@ from asapc.operators.library.registration import operator
 
 
 @operator
-def kept_keys(mask: Tensor) -> Tensor:
-    return masks.kept_keys(mask)
+def kept_keys(mask: Tensor, hides: float) -> Tensor:
+    return masks.kept_keys(mask, hides)
 
 
 @kept_keys.register_fake
-def _(mask: Tensor) -> Tensor:
+def _(mask: Tensor, _hides: float) -> Tensor:
     return torch.empty_like(mask, dtype=torch.bool)
