@@ -142,7 +142,7 @@ def test_an_operator_under_autocast_is_the_operator(name: str, threads: int) -> 
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "kept_keys"])  # gives no numbers
 def test_every_mixture_that_autocast_makes_is_taken(name: str) -> None:
     """One input in half precision beside float32, or the other way round.
 
