@@ -43,6 +43,7 @@ Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
 MAX_CLOSURES = 50
 MAX_CANDIDATES = 256
 MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
+MAX_RIDGE = 1e30  # times any number of rows it is finite
 # Which side of the limit is kept: a share that must be reached, or an error that must not be passed.
 BUDGET_BOUNDS: Mapping[str, Literal["min", "max"]] = {
     "attention_rel_l2": "max", "output_rel_l2": "max", "logit_kl": "max",
@@ -261,7 +262,10 @@ def _number(value: Any, where: str, *, positive: bool = False) -> float:
 
 
 def _ridge(value: Any, where: str) -> float:
-    return _number(value, where)
+    ridge = _number(value, where)
+    if ridge > MAX_RIDGE:
+        raise InputError(f"{where} must be at most {MAX_RIDGE:g}", got=repr(value))
+    return ridge
 
 
 def _boolean(value: Any, where: str) -> bool:

@@ -32,6 +32,8 @@ FILE_TROUBLE = {
     errno.EROFS: "write to another folder",
     errno.EACCES: "check the permissions, or write to another folder",
     errno.EPERM: "check the permissions, or write to another folder",
+    errno.ENAMETOOLONG: "check the path: no disk holds one so long",
+    errno.ELOOP: "check the path: its links lead in a circle",
 }
 
 

@@ -102,21 +102,24 @@ class SiteStatistics:
         return tensors, {"examples": self.examples, "seconds": self.seconds, "range": seen}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Raises KeyError where something is missing."""
+        """Raises KeyError where something is missing: nothing is changed then."""
+        found = []
         for dual in self.duals:
             if f"{dual.side}.gram" not in tensors:
                 continue
-            dual.parameters = tuple(
+            parameters = tuple(
                 tensors[f"{dual.side}.parameter.{index}"] if feature.has_parameter else None
                 for index, feature in enumerate(dual.features)
             )
             names = ("gram", "moment", "energy", "tokens")
-            dual.equations = NormalEquations.from_tensors(
-                {name: tensors[f"{dual.side}.{name}"] for name in names}
-            )
-        self._intercepts = [tensors["intercepts"]] if "intercepts" in tensors else []
-        self.examples, self.seconds = int(facts["examples"]), float(facts["seconds"])
+            own = {name: tensors[f"{dual.side}.{name}"] for name in names}
+            found.append((dual, parameters, NormalEquations.from_tensors(own)))
+        examples, seconds = int(facts["examples"]), float(facts["seconds"])
         self.range = ScoreRange.from_dict(facts["range"]) or ScoreRange()
+        self.examples, self.seconds = examples, seconds
+        self._intercepts = [tensors["intercepts"]] if "intercepts" in tensors else []
+        for dual, parameters, equations in found:
+            dual.parameters, dual.equations = parameters, equations
 
     def calibration(self, fits: Sequence[DualFit]) -> SiteCalibration:
         """The site with its fitted coefficients, one fit per dual."""

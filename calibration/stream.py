@@ -228,28 +228,55 @@ def _taken_up(
     if not fits and not begun:
         return {}
     whole = examples.whole() if fits else ""
-    most = max((facts["done"] for _, facts in begun.values()), default=0)
+    most = max((_count(facts, "done") for _, facts in begun.values()), default=0)
     digests = dict(enumerate(examples.digests(most)))
     found = {}
     taken, others = 0, 0  # examples that the data still begins with, or does not
     for p in pending:
-        tensors, facts = begun.get(p.key, ({}, {}))
-        if facts and facts["read"] == digests.get(facts["done"]):
-            assert isinstance(p.collector, SiteStatistics)
-            p.collector.restore(tensors, facts)
-            p.done = facts["done"]
-            taken = max(taken, facts["taken"])
-        elif facts:
-            aside.drop(_statistics(p.key))
-            others = max(others, facts["taken"])
-        tensors, facts = fits.get(p.key, ({}, {}))
-        if facts and facts["read"] == whole:
-            found[p.key] = fit_from(p.key, facts, tensors, float(facts["seconds"]))
-        elif facts:
-            aside.drop(_fit(p.key))
+        if p.key in begun:
+            tensors, facts = begun[p.key]
+            if facts.get("read") == digests.get(_count(facts, "done")) and _restored(p, tensors, facts):
+                taken = max(taken, _count(facts, "taken"))
+            else:
+                aside.drop(_statistics(p.key))
+                others = max(others, _count(facts, "taken"))
+        if p.key in fits:
+            tensors, facts = fits[p.key]
+            own = _finished(p.key, tensors, facts) if facts.get("read") == whole else None
+            if own is None:
+                aside.drop(_fit(p.key))
+            else:
+                found[p.key] = own
     fitted = _fitted_together(pending, found)
     progress.note(_told(taken, others, len(fitted), len(fits)))
     return fitted
+
+
+_BROKEN = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, InputError)  # of a part
+
+
+def _count(facts: Mapping[str, Any], name: str) -> int:
+    """0 for what is no count: the part is then another one than any that was put aside."""
+    value = facts.get(name)
+    return value if type(value) is int and 0 < value < 2**63 else 0
+
+
+def _restored(p: Pending, tensors: Tensors, facts: Mapping[str, Any]) -> bool:
+    if not isinstance(p.collector, SiteStatistics) or not _count(facts, "done"):
+        return False
+    try:
+        p.collector.restore(tensors, facts)
+    except _BROKEN:
+        return False
+    p.done = _count(facts, "done")
+    return True
+
+
+def _finished(key: str, tensors: Tensors, facts: Mapping[str, Any]) -> AnySiteCalibration | None:
+    try:
+        return fit_from(key, facts, tensors, float(facts["seconds"]))
+    except _BROKEN:
+        return None
 
 
 def _told(taken: int, others: int, fitted: int, fits: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 
 import pytest
 from safetensors import SafetensorError
@@ -290,7 +291,7 @@ def test_a_file_is_replaced_whole_and_a_link_is_not_followed(tmp_path):
 
 def test_a_file_that_cannot_be_written(tmp_path, monkeypatch):
     replace_file(tmp_path / "file", "old")
-    for path in (tmp_path / "absent" / "file", tmp_path, tmp_path / ("x" * 250)):
+    for path in (tmp_path / "absent" / "file", tmp_path / ("x" * 250)):
         with pytest.raises(InputError, match="cannot be written"):
             replace_file(path, "new")
 
@@ -301,3 +302,20 @@ def test_a_file_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="No space left"):
         replace_file(tmp_path / "file", "new")
     assert (tmp_path / "file").read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_only_files_are_replaced_by_a_file(tmp_path):
+    """A rename would take the place of a device as well: of /dev/null, by root."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    before = sorted(os.listdir(tmp_path))
+    for path in (tmp_path / "folder", tmp_path / "pipe", tmp_path / "link"):
+        with pytest.raises(InputError, match="must be a file, or not be there"):
+            replace_file(path, "new")
+    assert sorted(os.listdir(tmp_path)) == before and (tmp_path / "pipe").is_fifo()
+    # only looked at, for a test that fails must not write there
+    for place in ("/dev/null", "/dev/absent", "/dev/stdout", "/proc/self/fd/1", "/proc/self/x", "/sys/a"):
+        with pytest.raises(InputError, match="must be a file, or not be there"):
+            atomic._check_is_file(pathlib.Path(place))
+    atomic._check_is_file(pathlib.Path("/dev/shm/absent"))

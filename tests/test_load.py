@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from asapc import cli
 from asapc.errors import InputError
 from asapc.formats.load import (
     build_factory,
@@ -250,7 +251,7 @@ def test_compiled_folder_is_named_as_such(tmp_path: Path) -> None:
         ('{"architecture": "sinkformer-vit"}', "must hold the arguments of sinkformer-vit"),
         (json.dumps({"architecture": "sinkformer-vit", **VIT, "colour": 1}), "colour"),
         (json.dumps({"architecture": "sinkformer-vit", **VIT, "patch_size": 3}), "do not tile"),
-        (json.dumps({"architecture": "sinkformer-vit", **VIT, "dim": "8"}), "TypeError"),
+        (json.dumps({"architecture": "sinkformer-vit", **VIT, "dim": "8"}), "dim must be of type int"),
     ],
     ids=["syntax", "list", "unknown", "arguments", "extra_key", "value", "type"],
 )
@@ -415,3 +416,44 @@ def test_checkpoint_without_tensors(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(InputError, match="must hold tensors by name"):
         read_state_dict(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("eps", "1e-3"), ("eps", float("nan")), ("eps", 1e308), ("eps", None), ("pad_id", []),
+    ("pad_id", 2**63), ("pad_id", 1.0), ("n_heads", True), ("dropout", {}), ("num_classes", "3"),
+    ("num_classes", 10**400),
+])  # fmt: skip
+def test_a_config_of_other_types(tmp_path: Path, name: str, value: object) -> None:
+    """They may build a model that fails only when it is run."""
+    config = {"vocab_size": 9, "seq_len": 4, "d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8}
+    model = SinkformerText(**config)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    document = {"architecture": "sinkformer-text", **config}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    load_teacher(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({**document, name: value}))
+    with pytest.raises(InputError, match=f"{name} must be of type (int|float)"):
+        load_teacher(str(tmp_path))
+
+
+def test_a_literal_and_a_list_in_a_config(vit_folder: Path) -> None:
+    path = vit_folder / "config.json"
+    config = json.loads(path.read_text())
+    for name, value in (("pool", "max"), ("image_size", "8"), ("image_size", [8, "8"])):
+        path.write_text(json.dumps({**config, name: value}))
+        with pytest.raises(InputError, match=f"{name} must be of type"):
+            load_teacher(str(vit_folder))
+    path.write_text(json.dumps({**config, "image_size": [config["image_size"]] * 2}))
+    load_teacher(str(vit_folder))
+
+
+def test_names_that_no_disk_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
+    for name in (f"{tmp_path}/{'x' * 300}:make", "x" * 5000 + ":make", f"{tmp_path}/loop.py:make"):
+        assert cli.main(["inspect", name]) == 2
+        assert "internal error" not in capsys.readouterr().err
+
+
+def test_an_argument_called_self(factory: Path) -> None:
+    with pytest.raises(InputError, match="unexpected keyword argument"):
+        load_teacher(f"{factory}:build", kwargs={"self": 1})

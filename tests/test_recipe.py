@@ -280,3 +280,8 @@ def test_a_site_keeps_the_attention_error_of_the_model_unless_it_has_a_budget() 
 def test_what_is_wrong_about_a_choice_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_recipe(write(tmp_path, text))
+
+
+def test_a_ridge_whose_products_are_finite(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"ridge must be at most 1e\+30"):
+        load_recipe(write(tmp_path, "ridge: 1.0e+308\n"))

@@ -18,12 +18,14 @@ from small_text import write_data, write_teacher
 
 from asapc import pipeline
 from asapc.calibration import distill, stream
-from asapc.calibration.collect import SiteStatistics
+from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.reading import Examples
 from asapc.data import Batch
 from asapc.errors import InputError
+from asapc.features.predictor import closure_plan
 from asapc.formats.load import load_teacher
 from asapc.formats.shards import Shards
+from asapc.ir import Convention, SiteTensors
 from asapc.progress import Progress, make_progress
 from asapc.recipe import Recipe
 
@@ -175,10 +177,6 @@ def test_other_work_is_not_gone_on_with(
 
 def test_statistics_come_back_as_they_were(tmp_path: Path) -> None:
     """Through a file, for a predicted dual of each side and for both with their intercept."""
-    from asapc.calibration.collect import finish
-    from asapc.features.predictor import closure_plan
-    from asapc.ir import Convention, SiteTensors
-
     convention = Convention(8, "row", 0.5)
     generator = torch.Generator().manual_seed(0)
     batches = [SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)) for _ in range(4)]
@@ -369,3 +367,40 @@ def test_a_reading_is_of_these_batches_alone() -> None:
         Examples(lambda: a, lambda: b).whole(),
     ]  # fmt: skip
     assert len({own, *others}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"done": "x", "read": "y"}, {"done": 10**30, "read": "a"}, {"done": -5, "read": []},
+     {"done": math.inf, "read": None, "taken": None}, {"done": True, "read": "a", "taken": 1}],
+    ids=str,
+)  # fmt: skip
+def test_parts_of_strangers_are_dropped(work: Path, tmp_path: Path, facts: dict[str, Any]) -> None:
+    with Shards(tmp_path / "parts", {}) as aside:
+        for key in ("statistics.s.0", "fit.s.0"):
+            aside.put(key, {"x": torch.ones(2)}, facts)
+        collector = pipeline.site_collector("s", Convention(4, "row", 1.0), Recipe.from_dict({}))
+        assert isinstance(collector, SiteStatistics)
+        pending = [stream.Pending(0, "s", 0, collector)]
+        batch = Batch((torch.zeros(2, 1),), {}, None, [1, 2])
+        examples = Examples(lambda: [batch], lambda: [batch])
+        assert stream._taken_up(pending, examples, aside, QUIET) == {}
+        assert pending[0].done == 0 and collector.examples == 0 and aside.keys() == []
+
+
+def test_statistics_that_lack_something_change_nothing(tmp_path: Path) -> None:
+    convention = Convention(8, "row", 0.5)
+    recipe = Recipe.from_dict({"side": "both", "closures": 0, "features": ["norm"]})
+    plan = closure_plan(convention, 0, "both")
+    assert plan is not None
+    full, empty = (SiteStatistics("s", convention, plan, recipe) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    full.update(SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)))
+    tensors, facts = full.state()
+    for missing in tensors:
+        if missing != "intercepts" and not missing.endswith("gram"):
+            with pytest.raises(KeyError):
+                empty.restore({n: t for n, t in tensors.items() if n != missing}, facts)
+    with pytest.raises(KeyError):
+        empty.restore(tensors, {"examples": 2})
+    assert empty.examples == 0 and all(dual.equations is None for dual in empty.duals)

@@ -189,3 +189,28 @@ def test_the_folder_beside_an_output(tmp_path: Path) -> None:
 
 def test_the_code_has_one_digest(tmp_path: Path) -> None:
     assert code_digest() == code_digest() and len(code_digest()) == 64
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / ".out.shards").symlink_to(other)
+    own = Shards.beside(tmp_path / "out", {"model": "a"})
+    for action in (own.open, own.discard):
+        with pytest.raises(InputError, match="got a link"):
+            action()
+    assert os.listdir(other) == []
+
+
+def test_what_was_released_may_differ_once(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with shards(tmp_path) as own:
+        own.release("data")
+    with pytest.raises(InputError, match="another model"):
+        shards(tmp_path, data="y", model="x").open()
+    with shards(tmp_path, data="y") as own:
+        assert own.keys() == ["layers.0", "layers.1"]
+        own.drop("layers.1")
+        assert own.keys() == ["layers.0"]
+    with pytest.raises(InputError, match="another data"):
+        shards(tmp_path).open()

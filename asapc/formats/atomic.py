@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,8 +104,12 @@ def make_parent(path: str | Path) -> None:
 
 @contextmanager
 def new_file(path: str | Path) -> Iterator[Path]:
-    """Yield an empty file beside `path` to be filled by its name; on success it takes path's place."""
+    """Yield an empty file beside `path` to be filled by its name; on success it takes path's place.
+
+    Raises InputError where it cannot be written, or where something stands that is no file.
+    """
     final = _absolute(path)
+    _check_is_file(final)
     partial, lock = None, -1
     try:
         _clean(final)
@@ -122,6 +127,21 @@ def new_file(path: str | Path) -> Iterator[Path]:
         if partial is not None:
             os.close(lock)
             partial.unlink(missing_ok=True)
+
+
+def _check_is_file(final: Path) -> None:
+    """Raises InputError where a rename would remove what is no file, or a link to it."""
+    try:
+        there = os.stat(final)
+    except OSError:  # nothing, or a link to nothing, or no place to write: os.replace says so
+        there = None
+    place = Path(os.path.realpath(final.parent))
+    systems = place == Path("/dev") or any(map(place.is_relative_to, ("/proc", "/sys")))
+    if systems or (there is not None and not stat.S_ISREG(there.st_mode)):
+        raise InputError(
+            f"{final}: must be a file, or not be there", got="something else",
+            help="choose another name; to print a result, leave the option out or use --json",
+        )  # fmt: skip
 
 
 def read_whole(folder: str | Path, read: Callable[[], Result]) -> Result:

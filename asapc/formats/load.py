@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors.torch import load_file
@@ -22,6 +23,7 @@ from asapc.errors import InputError
 from asapc.formats.json_text import parse_json, read_json
 from asapc.formats.user_code import UserCode, describe
 from asapc.hints import command_line
+from asapc.limits import MOST
 from asapc.models import ARCHITECTURES
 
 MODEL_GRAMMAR = (
@@ -238,6 +240,7 @@ def _folder_teacher(folder: Path) -> Teacher:
             got=repr(name),
             help="any other model loads by its factory: file.py:factory --weights W.safetensors",
         )
+    _check_types(config, ARCHITECTURES[name], config_path)
     state = read_safetensors(weights_path)
     _check_loops(config, len(state), config_path)
     try:
@@ -253,6 +256,32 @@ def _folder_teacher(folder: Path) -> Teacher:
         ) from error
     _load_weights(model, state, str(folder))
     return _module_teacher(model, str(folder), None)
+
+
+def _check_types(config: Mapping[str, Any], architecture: type[nn.Module], place: Path) -> None:
+    """Arguments of other types may build a model that fails only when it is run."""
+    hints = get_type_hints(architecture.__init__)
+    for name, value in config.items():
+        hint = hints.get(name, Any)  # the constructor says which names it has
+        if not _is_of(value, hint):
+            what = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise InputError(f"{place}: {name} must be of type {what}, and finite", got=repr(value)[:80])
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON is what a constructor's annotation says."""
+    if hint is int:
+        return type(value) is int and -MOST <= value <= MOST
+    if hint is float:
+        return type(value) in (int, float) and -MOST <= value <= MOST
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return any(type(value) is type(own) and value == own for own in inner)
+    if origin is Sequence:
+        return isinstance(value, list) and all(_is_of(item, inner[0]) for item in value)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, own) for own in inner)
+    return hint is Any or isinstance(value, hint)
 
 
 def _check_loops(config: Mapping[str, Any], tensors: int, place: Path) -> None:

@@ -58,6 +58,7 @@ class Shards:
         Raises InputError if that run computed something else (naming what differs), if another one
         has the folder open, or if it cannot be written or is not one of these.
         """
+        self._refuse_link()
         try:
             clean_leftovers(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -132,6 +133,7 @@ class Shards:
     def discard(self) -> None:
         """Remove the folder and every part, whatever they were computed from."""
         self.close()
+        self._refuse_link()
         if not self.folder.is_dir():
             return
         self._require_own()
@@ -178,6 +180,13 @@ class Shards:
     def _write_index(self, fingerprint: Mapping[str, str | None]) -> None:
         document = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint}
         replace_file(self.folder / _INDEX, json.dumps(document, indent=2) + "\n")
+
+    def _refuse_link(self) -> None:
+        """Raises InputError where another folder, to which a link leads, would be filled and removed."""
+        if self.folder.is_symlink():
+            raise InputError(
+                f"{self.folder}: must be a folder, or not be there", got="a link", help="remove the link"
+            )
 
     def _require_own(self) -> None:
         """Raises InputError if the folder holds other things than parts."""

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ def _importable(folder: Path, *, keep_modules: bool) -> Iterator[None]:
         if not keep_modules:
             for name in set(sys.modules) - modules:
                 file = getattr(sys.modules[name], "__file__", None)
-                if file and folder in Path(file).resolve().parents:
+                if file and folder in Path(os.path.realpath(file)).parents:
                     del sys.modules[name]
 
 
@@ -81,7 +82,7 @@ class UserCode:
                 help="name the function after a colon, for example model.py:build",
             )
         is_file = location.endswith(".py")
-        file = Path(location).resolve()
+        file = Path(os.path.realpath(location))
         if is_file and not file.is_file():
             raise InputError(f"{location}: no such file", help="check the path before the colon")
         self._folder = file.parent if is_file else Path.cwd()
@@ -130,6 +131,6 @@ class UserCode:
                 help="call it in plain Python to see the whole traceback, or add --debug",
             ) from error
 
-    def call(self, **kwargs: Any) -> Any:
+    def call(self, /, **kwargs: Any) -> Any:
         """The callable's result.  Raises InputError with its exception, SystemExit included."""
         return self.run(lambda: self._target(**kwargs), "return")
