@@ -32,9 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from annotated_types import Len
+from typing import Any, Literal
 
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature
@@ -48,7 +46,10 @@ from asapc.settings import (
     Switch,
     integer,
     json_schema,
+    list_of,
+    mapping_of,
     model,
+    pair_of,
     parse,
 )
 from asapc.yaml_file import read_yaml_mapping
@@ -83,6 +84,7 @@ SITE_KEYS = (*CANDIDATE_KEYS, "candidates", "budget")
 _Count = integer(1, MAX_COUNT)
 _Size = integer(1)
 _Tokens = integer(1, MAX_SHAPE)
+_Shape = pair_of(integer(0, MAX_SHAPE), _Tokens)
 BUDGET_TYPES: Mapping[str, Any] = {
     key: Share if bound == "min" else Positive if key == "attention_rel_l2" else NonNegative
     for key, bound in BUDGET_BOUNDS.items()
@@ -92,7 +94,7 @@ _OWN_TYPES: Mapping[str, Any] = {
     "operator": Operator,
     "side": RecipeSide,
     "closures": integer(0, MAX_CLOSURES),
-    "features": Annotated[list[str], Len(1)],
+    "features": list_of(str, 1),
     "fit": Fit,
     "ridge": NonNegative,
     "ridge_mode": RidgeMode,
@@ -103,20 +105,20 @@ _OWN_TYPES: Mapping[str, Any] = {
 CANDIDATE_TYPES = {key: _OWN_TYPES[key] for key in CANDIDATE_KEYS}
 _Block = model(
     "Candidates",
-    {key: kind | Annotated[list[kind], Len(1)] for key, kind in CANDIDATE_TYPES.items()},
+    {key: kind | list_of(kind, 1) for key, kind in CANDIDATE_TYPES.items()},
 )
 _Budget = model("Budget", BUDGET_TYPES)
-SITE_TYPES = {**CANDIDATE_TYPES, "candidates": list[_Block], "budget": _Budget}
+SITE_TYPES = {**CANDIDATE_TYPES, "candidates": list_of(_Block), "budget": _Budget}
 TYPES: Mapping[str, Any] = {
     **SITE_TYPES,
     "seed": integer(0, 2**63 - 1),
     "objective": Objective,
-    "shapes": Annotated[list[_Tokens | tuple[integer(0, MAX_SHAPE), _Tokens]], Len(0, MAX_SHAPES)],
+    "shapes": list_of(_Tokens | _Shape, 0, MAX_SHAPES),
     "drop_attention_maps": Switch,
     "batch_size": _Size,
     "max_examples": _Size,
     "selection_examples": _Size,
-    "sites": dict[str, model("Site", SITE_TYPES)],
+    "sites": mapping_of(model("Site", SITE_TYPES)),
 }
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from annotated_types import BaseMetadata, Ge, Gt, Interval, Le
+from annotated_types import Ge, Gt, Interval, Le, Len
 from pydantic import (
     AllowInfNan,
     BeforeValidator,
@@ -49,6 +49,21 @@ Switch = Annotated[bool, Strict()]
 def integer(low: int, high: int | None = None) -> Any:
     """The type of a whole number within bounds."""
     return Annotated[int, Strict(), Ge(low) if high is None else Interval(ge=low, le=high)]
+
+
+def list_of(kind: Any, low: int = 0, high: int | None = None) -> Any:
+    """The type of a list of so many values."""
+    return Annotated[list[kind], Len(low, high)]
+
+
+def pair_of(first: Any, second: Any) -> Any:
+    """The type of a list of two values."""
+    return tuple[first, second]
+
+
+def mapping_of(kind: Any) -> Any:
+    """The type of a mapping from any names to values."""
+    return dict[str, kind]
 
 
 @dataclass(frozen=True)
@@ -133,7 +148,7 @@ def worded(kind: Any) -> str:
     return " ".join([noun, *(f"{signs[name]} {limit}" for name, limit in bounds.items())])
 
 
-def _bounds(limit: BaseMetadata) -> dict[str, Any]:
+def _bounds(limit: Ge | Gt | Le | Interval) -> dict[str, Any]:
     return {name: getattr(limit, name, None) for name in ("ge", "gt", "le")}
 
 
