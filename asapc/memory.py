@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from asapc.errors import InputError
 
 UNITS = {
@@ -44,14 +46,11 @@ def format_size(size: int) -> str:
 
 def current() -> int:
     """Resident memory of this process now, in bytes."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux: what it has been is all there is to know
-        return peak()
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak() -> int:
-    """The most it has been, in bytes."""
+    """The most it has been, in bytes, since it began or forget_peak: psutil cannot tell."""
     status = Path("/proc/self/status")
     if status.exists():  # what getrusage says of a process counts the one that it was forked from
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))

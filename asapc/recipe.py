@@ -20,28 +20,50 @@
 
 `asapc calibrate` and `asapc compile` read the same file.  An unknown key, a wrong type and a
 pattern that matches no site are errors: an option ignored silently is worse than one refused.
+`recipe.schema.json` is its JSON Schema, from which editors complete: made of TYPES by `recipe_schema`.
 """
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import math
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature
 from asapc.features.predictor import RecipeSide
+from asapc.settings import (
+    Compound,
+    NonNegative,
+    Place,
+    Positive,
+    Share,
+    Switch,
+    integer,
+    json_schema,
+    list_of,
+    mapping_of,
+    model,
+    number_in,
+    pair_of,
+    parse,
+)
 from asapc.yaml_file import read_yaml_mapping
 
 Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
+Fit = Literal["ls", "kl"]
+RidgeMode = Literal["risk", "direct"]
+Coefficients = Literal["per_head", "pooled", "shared"]
+Objective = Literal["latency", "memory"]
 
 MAX_CLOSURES = 50
 MAX_CANDIDATES = 256
+MAX_SHAPES = 64
 MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
 MAX_RIDGE = 1e30  # times any number of rows it is finite
 # Which side of the limit is kept: a share that must be reached, or an error that must not be passed.
@@ -60,6 +82,46 @@ FIT_KEYS: Mapping[str, tuple[str, ...]] = {
     "esp_hard": ("slices", "seed", "max_examples"),
 }
 SITE_KEYS = (*CANDIDATE_KEYS, "candidates", "budget")
+
+_Count = integer(1, MAX_COUNT)
+_Size = integer(1)
+_Tokens = integer(1, MAX_SHAPE)
+_Shape = pair_of(integer(0, MAX_SHAPE), _Tokens)
+BUDGET_TYPES: Mapping[str, Any] = {
+    key: Share if bound == "min" else Positive if key == "attention_rel_l2" else NonNegative
+    for key, bound in BUDGET_BOUNDS.items()
+}
+# Of the keys in a file. Where _COMPOUND has a parser, the type is for the schema alone.
+_OWN_TYPES: Mapping[str, Any] = {
+    "operator": Operator,
+    "side": RecipeSide,
+    "closures": integer(0, MAX_CLOSURES),
+    "features": list_of(str, 1),
+    "fit": Fit,
+    "ridge": number_in(0, MAX_RIDGE),
+    "ridge_mode": RidgeMode,
+    "coefficients": Coefficients,
+    "pivots": _Count,
+    "slices": _Count,
+}
+CANDIDATE_TYPES = {key: _OWN_TYPES[key] for key in CANDIDATE_KEYS}
+_Block = model(
+    "Candidates",
+    {key: kind | list_of(kind, 1) for key, kind in CANDIDATE_TYPES.items()},
+)
+_Budget = model("Budget", BUDGET_TYPES)
+SITE_TYPES = {**CANDIDATE_TYPES, "candidates": list_of(_Block), "budget": _Budget}
+TYPES: Mapping[str, Any] = {
+    **SITE_TYPES,
+    "seed": integer(0, 2**63 - 1),
+    "objective": Objective,
+    "shapes": list_of(_Tokens | _Shape, 0, MAX_SHAPES),
+    "drop_attention_maps": Switch,
+    "batch_size": _Size,
+    "max_examples": _Size,
+    "selection_examples": _Size,
+    "sites": mapping_of(model("Site", SITE_TYPES)),
+}
 
 
 @dataclass(frozen=True)
@@ -91,16 +153,16 @@ class Recipe:
     side: RecipeSide = "key"
     closures: int = 1
     features: tuple[str, ...] = ("coarse:32",)
-    fit: Literal["ls", "kl"] = "ls"
+    fit: Fit = "ls"
     ridge: float = 1e-3
-    ridge_mode: Literal["risk", "direct"] = "risk"
-    coefficients: Literal["per_head", "pooled", "shared"] = "per_head"
+    ridge_mode: RidgeMode = "risk"
+    coefficients: Coefficients = "per_head"
     pivots: int = 32
     slices: int = 32
     candidates: tuple[Mapping[str, Any], ...] = ()
     seed: int = 0
     budget: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_BUDGET))
-    objective: Literal["latency", "memory"] = "latency"
+    objective: Objective = "latency"
     shapes: tuple[tuple[int, int], ...] = ()
     drop_attention_maps: bool = False
     batch_size: int = 32
@@ -190,7 +252,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
         """Checks every key and value.  Raises InputError naming the key and what is allowed."""
-        return cls(**_parse(data, tuple(item.name for item in fields(cls)), where))
+        return cls(**parse(data, TYPES, Place(where), _COMPOUND))
 
     def to_yaml(self) -> str:
         import yaml
@@ -213,116 +275,43 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _parse(data: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> dict[str, Any]:
-    parsed = {}
-    for key, value in data.items():
-        if key not in allowed:
-            close = difflib.get_close_matches(str(key), allowed, n=1)
-            raise InputError(
-                f"{where}: unknown key {key!r}",
-                help=(f"did you mean {close[0]!r}? " if close else "")
-                + f"allowed: {', '.join(allowed)}",
-            )
-        parsed[key] = _PARSERS[key](value, f"{where}: {key}")
-    return parsed
-
-
-def _choice(*allowed: str) -> Any:
-    def parse(value: Any, where: str) -> str:
-        if value not in allowed:
-            raise InputError(f"{where} must be {' or '.join(allowed)}", got=repr(value))
-        return str(value)
-
-    return parse
-
-
-def _integer(low: int, high: int | None = None) -> Any:
-    bounds = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-
-    def parse(value: Any, where: str) -> int:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or value < low or (high is not None and value > high):
-            raise InputError(f"{where} must be {bounds}", got=repr(value))
-        return int(value)
-
-    return parse
-
-
-def _number(value: Any, where: str, *, positive: bool = False) -> float:
-    rule = f"{where} must be a finite number {'> 0' if positive else '>= 0'}"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise InputError(rule, got=repr(value))
-    try:
-        number = float(value)  # YAML 1.1 reads 1e-3 as text
-    except ValueError:
-        raise InputError(rule, got=repr(value)) from None
-    if not math.isfinite(number) or number < 0 or (positive and number == 0):
-        raise InputError(rule, got=repr(value))
-    return number
-
-
-def _ridge(value: Any, where: str) -> float:
-    ridge = _number(value, where)
-    if ridge > MAX_RIDGE:
-        raise InputError(f"{where} must be at most {MAX_RIDGE:g}", got=repr(value))
-    return ridge
-
-
-def _boolean(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise InputError(f"{where} must be true or false", got=repr(value))
-    return value
-
-
-def _features(value: Any, where: str) -> tuple[str, ...]:
-    rule = f'{where} must be a list such as ["coarse:32", gaussian]'
+def _features(value: Any, place: Place) -> tuple[str, ...]:
+    rule = f'{place} must be a list such as ["coarse:32", gaussian]'
     if not isinstance(value, list | tuple) or not value:
         raise InputError(rule, got=repr(value))
     if not all(isinstance(entry, str) for entry in value):
         raise InputError(rule, got=repr(value))
-    parsed = [str(Feature.parse(entry, where)) for entry in value]
+    parsed = [str(Feature.parse(entry, str(place))) for entry in value]
     if len(set(parsed)) != len(parsed):
-        raise InputError(f"{where}: each entry must be there once", got=repr(list(value)))
+        raise InputError(f"{place}: each entry must be there once", got=repr(list(value)))
     return tuple(parsed)
 
 
-def _budget(value: Any, where: str) -> dict[str, float]:
+def _budget(value: Any, place: Place) -> dict[str, float]:
     if not isinstance(value, Mapping) or not value:
         raise InputError(
-            f"{where} must be a mapping such as {{attention_rel_l2: 0.05}}", got=repr(value)
+            f"{place} must be a mapping such as {{attention_rel_l2: 0.05}}", got=repr(value)
         )
-    limits = {}
-    for key, limit in value.items():
-        if key not in BUDGET_BOUNDS:
-            close = difflib.get_close_matches(str(key), BUDGET_BOUNDS, n=1)
-            raise InputError(
-                f"{where}: unknown metric {key!r}",
-                help=(f"did you mean {close[0]!r}? " if close else "")
-                + f"allowed: {', '.join(BUDGET_BOUNDS)}",
-            )
-        place = f"{where}: {key}"
-        limits[key] = _number(limit, place, positive=key == "attention_rel_l2")
-        if BUDGET_BOUNDS[key] == "min" and limits[key] > 1:
-            raise InputError(f"{place} is a share, at most 1", got=limit)
-    return limits
+    return parse(value, BUDGET_TYPES, place, what="metric")
 
 
-def _candidates(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list | tuple):
         raise InputError(
-            f"{where} must be a list such as [{{side: key, closures: [1, 3]}}]", got=repr(value)
+            f"{place} must be a list such as [{{side: key, closures: [1, 3]}}]", got=repr(value)
         )
     found: list[dict[str, Any]] = []
     for number, block in enumerate(value, 1):
-        place = f"{where}: entry {number}"
+        own_place = place.at("", label=f"entry {number}")
         if not isinstance(block, Mapping) or not block:
-            raise InputError(f"{place} must be a mapping such as {{closures: 1}}", got=repr(block))
-        for own in combinations(block, place):
-            found.append(_parse(own, CANDIDATE_KEYS, place))
+            raise InputError(f"{own_place} must be a mapping such as {{closures: 1}}", got=repr(block))
+        for own in combinations(block, str(own_place)):
+            found.append(parse(own, CANDIDATE_TYPES, own_place, _COMPOUND, source=block))
             if found[-1].get("operator") == "auto":
-                raise InputError(f"{place}: operator must be a named one", got="auto")
+                named = own_place.line_of("operator", block)
+                raise InputError(f"{named}: operator must be a named one", got="auto")
             if len(found) > MAX_CANDIDATES:
-                raise InputError(f"{where}: at most {MAX_CANDIDATES} candidates", got="more")
+                raise InputError(f"{place}: at most {MAX_CANDIDATES} candidates", got="more")
     return tuple(found)
 
 
@@ -342,9 +331,9 @@ def combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any
         yield dict(combination)
 
 
-def _shapes(value: Any, where: str) -> tuple[tuple[int, int], ...]:
-    rule = f"{where} must be a list of token counts or [batch, tokens], such as [256, [8, 2048]]"
-    if not isinstance(value, list | tuple) or len(value) > 64:
+def _shapes(value: Any, place: Place) -> tuple[tuple[int, int], ...]:
+    rule = f"{place} must be a list of token counts or [batch, tokens], such as [256, [8, 2048]]"
+    if not isinstance(value, list | tuple) or len(value) > MAX_SHAPES:
         raise InputError(rule, got=repr(value))
     shapes = []
     for entry in value:
@@ -356,43 +345,45 @@ def _shapes(value: Any, where: str) -> tuple[tuple[int, int], ...]:
     return tuple(shapes)
 
 
-def _sites(value: Any, where: str) -> dict[str, dict[str, Any]]:
+def _sites(value: Any, place: Place) -> dict[str, dict[str, Any]]:
     if not isinstance(value, Mapping):
         raise InputError(
-            f"{where} must be a mapping of site patterns to overrides", got=repr(value)
+            f"{place} must be a mapping of site patterns to overrides", got=repr(value)
         )
     parsed = {}
     for pattern, overrides in value.items():
         if not isinstance(pattern, str) or not pattern:
-            raise InputError(f"{where}: a pattern must be text", got=repr(pattern))
+            raise InputError(
+                f"{place.line_of(pattern, value)}: a pattern must be text", got=repr(pattern)
+            )
+        own = place.at(pattern, value)
         if not isinstance(overrides, Mapping) or not overrides:
             raise InputError(
-                f"{where}: {pattern}: overrides must be a mapping such as {{operator: sinkhorn}}",
-                got=repr(overrides),
+                f"{own}: overrides must be a mapping such as {{operator: sinkhorn}}", got=repr(overrides)
             )
-        parsed[pattern] = _parse(overrides, SITE_KEYS, f"{where}: {pattern}")
+        parsed[pattern] = parse(overrides, SITE_TYPES, own, _COMPOUND)
     return parsed
 
 
-_PARSERS: dict[str, Any] = {
-    "operator": _choice(*get_args(Operator)),
-    "side": _choice("source", "key", "both"),
-    "closures": _integer(0, MAX_CLOSURES),
+# Keys whose values need more than their type: spellings, sums, a candidate for each combination.
+_COMPOUND: Mapping[str, Compound] = {
     "features": _features,
-    "fit": _choice("ls", "kl"),
-    "ridge": _ridge,
-    "ridge_mode": _choice("risk", "direct"),
-    "coefficients": _choice("per_head", "pooled", "shared"),
-    "pivots": _integer(1, MAX_COUNT),
-    "slices": _integer(1, MAX_COUNT),
     "candidates": _candidates,
-    "seed": _integer(0, 2**63 - 1),
     "budget": _budget,
-    "objective": _choice("latency", "memory"),
     "shapes": _shapes,
-    "drop_attention_maps": _boolean,
-    "batch_size": _integer(1),
-    "max_examples": _integer(1),
-    "selection_examples": _integer(1),
     "sites": _sites,
 }
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe file, which recipe.schema.json holds."""
+    described = re.findall(r"^    ([a-z_, ]+?): +(\S.*(?:\n {8,}\S.*)*)", Recipe.__doc__ or "", re.M)
+    texts = {
+        key: " ".join(text.split()) for keys, text in described for key in keys.split(", ")
+    }
+    kind = model("Recipe", TYPES, texts)
+    return json_schema(kind, "asapc recipe", Recipe().to_dict())
+
+
+if __name__ == "__main__":  # python -m asapc.recipe > asapc/recipe.schema.json
+    print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))

@@ -4,13 +4,12 @@ all of them alike.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
+
+from asapc.memory import current, forget_peak, give_back, peak
 
 MAX_ROUNDS = 10_000
 
@@ -77,21 +76,12 @@ def extra_bytes(function: Callable[[], Any]) -> int | None:
         function()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated() - before)
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not (status.exists() and os.access(reset, os.W_OK)):
+    give_back()
+    if not forget_peak():
         return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    reset.write_text("5")  # the recorded peak starts again from what is held now
-
-    def read(name: str) -> int:
-        line = next(x for x in status.read_text().splitlines() if x.startswith(name))
-        return int(line.split()[1]) * 1024
-
-    held = read("VmRSS")
+    held = current()
     function()
-    return max(0, read("VmHWM") - held)
+    return max(0, peak() - held)
 
 
 def _quartiles(values: list[float]) -> dict[str, float]:

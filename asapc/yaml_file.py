@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,25 @@ MAX_VALUES = 20_000
 MAX_DEPTH = 50
 
 
+class Located(dict[Any, Any]):
+    """A mapping that knows on which line of its file each of its keys stands, counted from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[Any, int] = {}
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a repeated key instead of keeping the last one, and merged keys."""
+
+    def construct_located(self, node: yaml.MappingNode) -> Iterator[Located]:
+        data = Located()
+        yield data  # an alias inside may mean this very mapping
+        data.update(self.construct_mapping(node))
+        data.lines = {
+            self.construct_object(key): key.start_mark.line + 1
+            for key, _ in node.value
+        }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -36,6 +53,9 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_located)
 
 
 def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import asapc.operators  # noqa: F401 -- registers torch.ops.asapc
+from asapc.memory import current, forget_peak, peak
 from asapc.operators.sinkhorn import finite_duals, score_matrix, widen
 from asapc.timing import interleaved_medians
 
@@ -316,18 +317,11 @@ def extra_mib(function: Callable[[], Any], device: torch.device) -> float | None
         function()
         torch.cuda.synchronize()
         return float(torch.cuda.max_memory_allocated() - before) / 2**20
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not (status.exists() and os.access(reset, os.W_OK)):
+    if not forget_peak():
         return None
-    reset.write_text("5")  # the recorded peak starts again from what is held now
-
-    def read(name: str) -> float:
-        line = next(x for x in status.read_text().splitlines() if x.startswith(name))
-        return float(line.split()[1]) / 1024
-
-    held = read("VmRSS")
+    held = current()
     function()
-    return max(0.0, read("VmHWM") - held)
+    return max(0, peak() - held) / 2**20
 
 
 def memory_of(name: str, shape: Shape, options: argparse.Namespace) -> float | None:

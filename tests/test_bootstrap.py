@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from scipy.stats import binom, norm
+from scipy.stats import bootstrap as scipy_bootstrap
 
 from asapc import bootstrap
 
@@ -45,6 +47,35 @@ def test_a_mean_of_normal_values() -> None:
     low, high = bootstrap.mean(3 + 0.1 * values) or (0, 0)
     assert (low, high) == pytest.approx((3 - 0.0098, 3 + 0.0098), abs=6e-4)
     assert bootstrap.mean(1e-200 * (3 + 0.1 * values)) == pytest.approx((1e-200 * low, 1e-200 * high))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        np.random.default_rng(2).lognormal(size=120),
+        np.random.default_rng(3).integers(0, 3, 40).astype(float),
+        -np.random.default_rng(4).exponential(size=20),
+        np.array([0.0, 0.0, 0.0, 1.0, 50.0]),
+    ],
+    ids=["skewed", "ties", "few", "outlier"],
+)
+def test_a_mean_is_as_scipy_has_it(sample: NDArray[np.float64]) -> None:
+    """To rounding: an example's influence on a mean is its jackknife value, and the draws are alike."""
+    drawn = {"n_resamples": bootstrap.RESAMPLES, "method": "BCa", "rng": np.random.default_rng(5)}
+    exact = scipy_bootstrap((sample,), np.mean, **drawn).confidence_interval
+    found = bootstrap.mean(torch.from_numpy(sample), seed=5)
+    assert found == pytest.approx((exact.low, exact.high), rel=1e-12)
+
+
+def test_a_ratio_is_near_scipys_exact_jackknife() -> None:
+    generator = np.random.default_rng(6)
+    above, below = generator.lognormal(size=300), 0.5 + generator.lognormal(size=300)
+    exact = scipy_bootstrap(
+        (above, below), lambda a, b, axis: a.sum(axis) / b.sum(axis), paired=True, vectorized=True,
+        n_resamples=bootstrap.RESAMPLES, method="BCa", rng=np.random.default_rng(7),
+    ).confidence_interval  # fmt: skip
+    found = bootstrap.ratio(torch.from_numpy(above), torch.from_numpy(below), seed=7)
+    assert found == pytest.approx((exact.low, exact.high), abs=0.01 * (exact.high - exact.low))
 
 
 def test_means_of_skewed_values_are_covered() -> None:

@@ -661,9 +661,3 @@ def test_dispatch_says_what_runs() -> None:
         ops.esp_hard_attention(q, q, None, None, None, tau, False, False, 1.0)
     kernels = [c.kernel for c in choices]
     assert kernels == ["CPU, heads stacked", "CPU, sorted and gathered", "plain PyTorch"]
-
-
-@pytest.mark.skipif(torch.version.hip is not None, reason="TorchScript of this build is not known")
-def test_loops_run_without_the_interpreter_lock() -> None:
-    for function in (cpu._matched_heads, cpu._stacked_heads, cpu._banded_slice):
-        assert isinstance(function, torch.jit.ScriptFunction)

@@ -6,8 +6,12 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor
 
 import asapc.operators  # noqa: F401  registers torch.ops.asapc
+from asapc.features.clouds import Budget, Clouds
 from asapc.kernels.cpu import workers
 from asapc.kernels.thresholds import Thresholds, using
 from asapc.operators import asap as asap_meaning
@@ -292,18 +297,115 @@ def test_every_start_is_worked_on_once_by_threads_that_compute_serially() -> Non
     assert set(threads) == {1}
 
 
-def test_inner_loops_run_without_the_interpreter_lock() -> None:
-    """A function that TorchScript refuses would run, at half the speed, without a word."""
-    from asapc.kernels.cpu import coarse, gaussian, sinkhorn, streaming
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_little_work_takes_few_workers(most: int) -> None:
+    """On threads of its own it would be slower: each waits for the interpreter most of the time."""
+    workers_at_work = []
 
-    for module, names in (
-        (coarse, ["_coarse"]),
-        (gaussian, ["_beta"]),
-        (sinkhorn, ["_scale_one", "_scale_group", "_bounded_head"]),
-        (streaming, ["_linear", "_log_domain", "_row_tops"]),
+    def work(starts: Iterator[int]) -> None:
+        assert threading.current_thread().name.startswith("asapc")
+        workers_at_work.append(sorted(starts))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        workers.each_worker(work, range(9), most)
+    finally:
+        torch.set_num_threads(before)
+    assert len(workers_at_work) == max(1, most)
+    assert sorted(start for own in workers_at_work for start in own) == list(range(9))
+
+
+def _without_torchscript(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A second copy of asapc.kernels.cpu's module, as it is where nothing is scripted."""
+    monkeypatch.setattr(workers, "without_gil", lambda function: function)
+    found = find_spec(f"asapc.kernels.cpu.{name}")
+    assert found is not None and found.origin is not None and found.loader is not None
+    spec = spec_from_file_location(f"plain_{name}", found.origin)
+    assert spec is not None and spec.loader is not None
+    plain = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, plain)  # dataclasses look their module up
+    spec.loader.exec_module(plain)
+    return plain
+
+
+SCRIPTED = {
+    "coarse": ["_coarse"],
+    "esp": ["_matched_heads", "_stacked_heads", "_banded_slice"],
+    "gaussian": ["_beta"],
+    "lot": ["_loop", "_sweep", "_open_shifted"],
+}
+
+
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14) or torch.version.hip is not None, reason="no TorchScript here"
+)
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_what_gains_by_it_runs_without_the_interpreter_lock(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that TorchScript refuses would run, slower, without a word."""
+    scripted, plain = import_module(f"asapc.kernels.cpu.{name}"), _without_torchscript(name, monkeypatch)
+    for function in SCRIPTED[name]:
+        assert isinstance(getattr(scripted, function), torch.jit.ScriptFunction), function
+        assert isinstance(getattr(plain, function), FunctionType), function
+
+
+def test_python_without_torchscript_runs_functions_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def refuse(function: object) -> None:
+        raise RuntimeError("not here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "version_info", (3, 14, 0))
+        assert workers.without_gil(double) is double
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.jit, "script", refuse)
+        assert workers.without_gil(double) is double
+    with monkeypatch.context() as patch:
+        patch.delattr(torch.jit, "script")
+        assert workers.without_gil(double) is double
+
+
+def _small_call(name: str, module: ModuleType, masked: bool) -> list[Tensor]:
+    """One call of a kernel on a few odd sizes, padded or not, with its second output if it has one."""
+    draw = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(3, 2, n, 5, generator=draw) for n in (19, 23, 23))
+    keep = torch.rand(3, 23, generator=draw) > 0.3 if masked else None
+    slices, tau = torch.randn(2, 4, 5, generator=draw), torch.ones(2)
+    pivots, mass = torch.randn(2, 7, 5, generator=draw), torch.full((2, 7), 1 / 7)
+    clouds = Clouds(q, k, None, keep)
+    if name == "coarse":
+        return list(module.dual_and_mass(clouds, pivots, Budget(5, False), True))
+    if name == "gaussian":
+        return [module.beta(clouds)]
+    if name == "lot":
+        settings = (pivots, mass, 0.3, 0.4, 4, True, 5, False, [1.0, 1.0, 0.0, 0.0])
+        return [module.lot(q, k, v, keep, None, None, *settings)]
+    soft = (keep, None, slices, tau, 1e-2, False, True, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TILE_BYTES", 1)  # too little for two heads, or a whole plan
+        banded = module.esp_soft(q, k, v, *soft)
+    hard = module.esp_hard(q, k, v, keep, None, slices, tau, False, True, 1.0)
+    return [module.esp_soft(q, k, v, *soft), banded, hard]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_without_torchscript_the_results_are_the_same(
+    name: str, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = import_module(f"asapc.kernels.cpu.{name}")
+    plain = _without_torchscript(name, monkeypatch)
+    for one, other in zip(
+        _small_call(name, usual, masked), _small_call(name, plain, masked), strict=True
     ):
-        for name in names:
-            assert isinstance(getattr(module, name), torch.jit.ScriptFunction), name
+        assert one.isfinite().all()
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
 def test_an_error_in_a_worker_reaches_the_caller() -> None:

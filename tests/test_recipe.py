@@ -1,13 +1,17 @@
+import json
 import textwrap
+from dataclasses import fields
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from asapc import recipe as recipe_module
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.features import FAMILIES, Feature
-from asapc.recipe import MAX_CLOSURES, Recipe, load_recipe
+from asapc.recipe import MAX_CLOSURES, Recipe, load_recipe, recipe_schema
 
 SHIPPED = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
 
@@ -125,8 +129,8 @@ def test_a_pattern_must_match_a_site() -> None:
         ("side: target", "side must be source or key or both, got 'target'"),
         ("fit: l2", "fit must be ls or kl, got 'l2'"),
         ("ridge_mode: relative", "ridge_mode must be risk or direct"),
-        ("ridge: -1", "ridge must be a finite number >= 0, got -1"),
-        ("ridge: .nan", "ridge must be a finite number"),
+        ("ridge: -1", r"ridge must be a number from 0 to 1e\+30, got -1"),
+        ("ridge: .nan", "ridge must be a number"),
         ("ridge: .inf", "ridge must be a finite number"),
         ("ridge: small", "ridge must be a finite number .* got 'small'"),
         ("ridge:", "ridge must be a finite number .* got None"),
@@ -160,6 +164,110 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
         load_recipe(path)
     assert str(path) in caught.value.rule
     assert caught.value.exit_code == EXIT_BAD_INPUT
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("# one\n\nclosures: 51\n", "line 3: closures must be"),
+        ("seed: 1\nclosure: 3\n", "line 2: unknown key 'closure'"),
+        ("seed: 1\nfeatures:\n  - slices:8\n", "line 2: features: unknown feature family"),
+        ("sites:\n  a: {fit: ls}\n  b:\n    fit: ls\n    ridge: -1\n", "line 5: sites: b: ridge must"),
+        ("sites:\n  a: {fit: ls}\n  b: sinkhorn\n", "line 3: sites: b: overrides must be"),
+        ("sites:\n  1: {fit: ls}\n", "line 2: sites: a pattern must be text"),
+        ("seed: 1\nbudget:\n  logit_kl: 1\n  speed: 2\n", "line 4: budget: unknown metric 'speed'"),
+        (
+            "candidates:\n  - {side: key}\n  - side: key\n    closures: [1, 99]\n",
+            "line 4: candidates: entry 2: closures must be an integer from 0 to",
+        ),
+        ("candidates:\n  - side: key\n    operator: auto\n", "line 3: candidates: entry 1: operator"),
+        ("a: &x {fit: ls, seed: 1}\nsites:\n  b: *x\n", "line 1: unknown key 'a'"),
+        ("closures: 1\n\nclosures: 3\n", "'closures' appears twice.*line 3"),
+        ("seed: 1\nfit: [ls\n", "line 3, column 1"),
+    ],
+)
+def test_messages_say_the_line(tmp_path: Path, text: str, place: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(InputError, match=place) as caught:
+        load_recipe(path)
+    assert caught.value.rule.startswith(f"recipe {path}")
+
+
+def test_a_recipe_from_python_has_no_lines() -> None:
+    with pytest.raises(InputError, match=r"^recipe: sites: a: closures must be an integer from 0 to 50"):
+        Recipe.from_dict({"sites": {"a": {"closures": 51}}})
+
+
+@pytest.mark.parametrize("value", [True, "2 %", {}, 10**400, "nan", "1e999"], ids=str)
+def test_what_is_no_number_is_refused(value: object) -> None:
+    for data in ({"ridge": value}, {"budget": {"logit_kl": value}}, {"candidates": [{"ridge": value}]}):
+        with pytest.raises(InputError, match="must be a finite number >= 0"):
+            Recipe.from_dict(data)
+
+
+def test_every_key_has_a_type_and_a_description() -> None:
+    names = {item.name for item in fields(Recipe)}
+    assert set(recipe_module.TYPES) == names
+    properties = recipe_schema()["properties"]
+    assert names == set(properties)
+    assert all(len(own["description"]) > 5 for own in properties.values())
+    assert {name: own["default"] for name, own in properties.items()} == Recipe().to_dict()
+
+
+def test_the_published_schema_is_current() -> None:
+    published = files("asapc") / "recipe.schema.json"
+    assert json.loads(published.read_text(encoding="utf-8")) == recipe_schema(), (
+        "write it again: python -m asapc.recipe > asapc/recipe.schema.json"
+    )
+
+
+ALSO_VALID = [
+    "{}",
+    "ridge: 0.0",
+    "shapes: [256, [8, 2048]]",
+    'sites: {"a.*": {operator: lot, budget: {logit_kl: 0.1}, candidates: [{closures: [1, 3]}]}}',
+    'candidates: [{side: [key, source], features: [["coarse:8"], [raw, norm]]}, {features: [raw]}]',
+]
+
+
+@pytest.mark.parametrize("text", [*ALSO_VALID, *(path.read_text() for path in SHIPPED)])
+def test_what_loads_is_valid_by_the_schema(tmp_path: Path, text: str) -> None:
+    load_recipe(write(tmp_path, text))
+    Draft202012Validator(recipe_schema()).validate(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "closure: 3",
+        "closures: 51",
+        "closures: '3'",
+        "features: []",
+        "operator: lots",
+        "budget: {plan_l1: 0.05}",
+        "budget: {attention_rel_l2: 0}",
+        "budget: {prediction_agreement: 2}",
+        "sites: {a: {seed: 1}}",
+        "sites: {a: {closures: 99}}",
+        "candidates: [{seed: 1}]",
+        "candidates: [{closures: []}]",
+        "shapes: [0]",
+        "shapes: [[1, 2, 3]]",
+        "drop_attention_maps: 1",
+    ],
+)
+def test_what_does_not_load_is_not_valid_by_the_schema(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError):
+        load_recipe(write(tmp_path, text))
+    assert not Draft202012Validator(recipe_schema()).is_valid(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipes_name_the_schema_for_editors(path: Path) -> None:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# yaml-language-server: $schema=")
+    assert (path.parent / first.partition("=")[2]).resolve().name == "recipe.schema.json"
+    assert (path.parent / first.partition("=")[2]).is_file()
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -265,7 +373,7 @@ def test_a_site_keeps_the_attention_error_of_the_model_unless_it_has_a_budget() 
         ("candidates: [{seed: 1}]", "entry 1: unknown key 'seed'"),
         ("candidates: [{operator: auto}]", "entry 1: operator must be a named one"),
         (f"candidates: [{{closures: {list(range(1, 50))}, pivots: {list(range(1, 9))}}}]", "at most 256"),
-        ("budget: {prediction_agreement: 1.5}", "prediction_agreement is a share, at most 1, got 1.5"),
+        ("budget: {prediction_agreement: 1.5}", "prediction_agreement must be a number from 0 to 1,"),
         ("budget: {prediction_agrement: 0.9}", "did you mean 'prediction_agreement'"),
         ("objective: speed", "objective must be latency or memory"),
         ("shapes: 256", "shapes must be a list"),
@@ -283,5 +391,5 @@ def test_what_is_wrong_about_a_choice_is_named(tmp_path: Path, text: str, messag
 
 
 def test_a_ridge_whose_products_are_finite(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"ridge must be at most 1e\+30"):
+    with pytest.raises(InputError, match=r"ridge must be a number from 0 to 1e\+30"):
         load_recipe(write(tmp_path, "ridge: 1.0e+308\n"))

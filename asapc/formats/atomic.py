@@ -12,7 +12,9 @@ Between the two renames there is no target. put_back, which writers and readers 
 the old folder its name again; a writer that meets it there moves it away once more.
 
 A run holds a lock on what it is writing, which ends with the process.  The next run for the same
-target removes what bears a name of this kind and is not locked.
+target removes what bears a name of this kind and is not locked.  The lock is flock's, on the file or
+folder itself. A lock file, as the library filelock makes one, would stay behind in a result or beside it,
+would not follow a folder to its new name, and where a disk has no flock would outlive a killed process.
 """
 
 from __future__ import annotations

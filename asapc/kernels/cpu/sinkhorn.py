@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from asapc.kernels.cpu.streaming import stream_head
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker, without_gil
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import Thresholds, thresholds
 from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
@@ -93,6 +94,8 @@ def sinkhorn_loop(
         ).mul_(tile_factor)
 
     per_tile = max(1, limits.tile_bytes // (queries * keys * out.element_size()))
+    # On less than a quarter of a tile each, threads would mostly wait for the interpreter.
+    most_workers = 4 * batch * heads // per_tile
     rounds = math.ceil(batch * heads / (per_tile * torch.get_num_threads()))
     per_tile = math.ceil(batch * heads / (rounds * torch.get_num_threads()))  # equal shares
     plain = bounded and keep is None and bias is None and not isinstance(factor, Tensor)
@@ -115,7 +118,7 @@ def sinkhorn_loop(
                 kernel, loop.half_steps, rows_first, mass, block,
             )  # fmt: skip
 
-    each_worker(work, range(0, batch * heads, per_tile))
+    each_worker(work, range(0, batch * heads, per_tile), most_workers)
     return out.to(out_dtype)
 
 
@@ -249,7 +252,6 @@ def _dense_tile(
     return _scale_group(kernel, a, v, keep, loop.half_steps, rows_first, mass)
 
 
-@without_gil
 def _scale_one(
     kernel: Tensor,
     a: Tensor,
@@ -261,17 +263,21 @@ def _scale_one(
 ) -> Tensor:
     """Alternate a = 1 / K b and b = 1 / K'a, then return mass diag(a) K diag(b) (v).
 
-    kernel: [N, M], without masked keys; a: [N]; mass: that of each row or column of the last side,
-    the other side's is gauge.  A row half-step and the column half-step after it read K once, by
-    blocks of `block` rows that stay in cache between the two.
+    kernel: [N, M], without masked keys; a: [N], overwritten; mass: that of each row or column of the
+    last side, the other side's is gauge.  A row half-step and the column half-step after it read K
+    once, by blocks of `block` rows that stay in cache between the two.
 
     Rows are closed to 1 and columns to N/M: with equal totals the gauge stays, while 1 and 1 would
     let a grow by N/M with every pair of half-steps, out of range after some dozens.
     """
     share = float(kernel.size(0)) / float(kernel.size(1))
-    a = a.clone()
     b = torch.ones_like(kernel[0])
     total = torch.empty_like(b)
+    # Views are made once: each takes the interpreter as long as an operator on the views does.
+    parts = [
+        (part, part.t(), a_part)
+        for part, a_part in zip(kernel.split(block), a.split(block), strict=True)
+    ]
     step = 0
     if not rows_first and half_steps > 0:
         torch.mv(kernel.t(), a, out=b)
@@ -279,14 +285,11 @@ def _scale_one(
         step = 1
     while step + 1 < half_steps:
         total.zero_()
-        for start in range(0, kernel.size(0), block):
-            part = kernel[start : start + block]
-            a_part = a[start : start + block]
+        for part, transposed, a_part in parts:
             torch.mv(part, b, out=a_part)
             a_part.reciprocal_()
-            torch.addmv(total, part.t(), a_part, out=total)
+            total.addmv_(transposed, a_part, alpha=1 / share)
         torch.reciprocal(total, out=b)
-        b.mul_(share)
         step += 2
     if step < half_steps:
         torch.mv(kernel, b, out=a)
@@ -299,7 +302,6 @@ def _scale_one(
     return torch.mm(kernel, b.unsqueeze(1) * v).mul_(a.unsqueeze(1))
 
 
-@without_gil
 def _bounded_head(
     scaled_q: Tensor,
     k: Tensor,
@@ -328,7 +330,6 @@ def _bounded_head(
     return _scale_one(kernel, a, v, half_steps, rows_first, mass, block)
 
 
-@without_gil
 def _scale_group(
     kernel: Tensor,
     a: Tensor,
@@ -338,7 +339,8 @@ def _scale_group(
     rows_first: bool,
     mass: float,
 ) -> Tensor:
-    """The same for several heads at once, kernel: [G, N, M], a: [G, N], masked keys in place.
+    """The same for several heads at once, kernel: [G, N, M], a: [G, N], overwritten, masked keys
+    in place.
 
     K is 0 on masked keys, so that the plan is 0 there whatever b is; totals of 0 must not divide.
     keep: [G, M], with an active key in every head.
@@ -350,19 +352,23 @@ def _scale_group(
         transposed = transposed.contiguous()
     a = a.unsqueeze(1)  # [G, 1, N]
     b = torch.ones_like(kernel[:, :1])  # [G, 1, M]
-    masked = None if keep is None else ~keep.unsqueeze(1)
     share = torch.full_like(kernel[:, :1, :1], float(kernel.size(1)) / float(kernel.size(2)))
+    absent = None
     if keep is not None:
         share = float(kernel.size(1)) / keep.sum(-1, dtype=kernel.dtype)[:, None, None]
+        absent = (~keep).to(kernel.dtype).unsqueeze(1)
+    # a half-step's totals, in place of the scaling that it closes
+    close_rows = partial(torch.bmm, b, transposed, out=a)
+    if absent is None:
+        close_columns = partial(torch.bmm, a, kernel, out=b)
+    else:
+        close_columns = partial(torch.baddbmm, absent, a, kernel, out=b)
     rows_turn = rows_first
     for _ in range(half_steps):
         if rows_turn:
-            a = torch.bmm(b, transposed).reciprocal_()
+            close_rows().reciprocal_()
         else:
-            b = torch.bmm(a, kernel)
-            if masked is not None:
-                b.masked_fill_(masked, 1.0)
-            b.reciprocal_().mul_(share)
+            torch.div(share, close_columns(), out=b)
         rows_turn = not rows_turn
     a = a.transpose(1, 2) * mass
     if rows_turn:  # the last half-step closed columns

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, without_gil
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 
 
 def stream_head(
@@ -36,13 +36,10 @@ def stream_head(
     if not bounded:
         top, row_range = _row_tops(scaled_q, k, bias, key_bias, block)
         if not row_range <= SAFE_ROW_RANGE[k.dtype]:
-            log_domain: Tensor = _log_domain(*arguments)
-            return log_domain
-    linear: Tensor = _linear(*arguments, top)
-    return linear
+            return _log_domain(*arguments)
+    return _linear(*arguments, top)
 
 
-@without_gil
 def _row_tops(
     scaled_q: Tensor, k: Tensor, bias: Tensor | None, key_bias: Tensor, block: int
 ) -> tuple[Tensor, float]:
@@ -63,7 +60,6 @@ def _row_tops(
     return top, float(widest.item())
 
 
-@without_gil
 def _linear(
     scaled_q: Tensor,
     k: Tensor,
@@ -91,6 +87,15 @@ def _linear(
     total = torch.empty_like(b)
     kernel = k.new_empty((block, k.size(0)))
     out = v.new_empty((scaled_q.size(0), v.size(1)))
+    # Views are made once: each takes the interpreter as long as an operator on the views does.
+    rows = [
+        (q_part, part, part.t(), a_part, out_part)
+        for q_part, a_part, out_part in zip(
+            shifted_q.split(block), a.split(block), out.split(block), strict=True
+        )
+        for part in [kernel[: len(q_part)]]
+    ]
+    biases = [None] * len(rows) if bias is None else bias.split(block)
 
     rows_turn = rows_first
     left = half_steps
@@ -101,21 +106,18 @@ def _linear(
         closes_columns = left > (1 if closes_rows else 0)
         total.zero_()
         weighted = v if closes_columns else b.unsqueeze(1) * v
-        for start in range(0, scaled_q.size(0), block):
-            q_part = shifted_q[start : start + block]
-            part = kernel[: q_part.size(0)]
+        for (q_part, part, part_t, a_part, out_part), own_bias in zip(rows, biases, strict=True):
             torch.addmm(key_bias, q_part, transposed, out=part)
-            if bias is not None:
-                part += bias[start : start + block]
+            if own_bias is not None:
+                part += own_bias
             part.exp_()
-            a_part = a[start : start + block]
             if closes_rows:
                 torch.mv(part, b, out=a_part)
                 a_part.reciprocal_()
             if closes_columns:
-                torch.addmv(total, part.t(), a_part, out=total)
+                total.addmv_(part_t, a_part)
             else:
-                torch.mm(part, weighted, out=out[start : start + block])
+                torch.mm(part, weighted, out=out_part)
         if closes_columns:
             torch.reciprocal(total, out=b)
             b.mul_(share)
@@ -127,7 +129,6 @@ def _linear(
     return out.mul_((a * scale).unsqueeze(1))
 
 
-@without_gil
 def _log_domain(
     scaled_q: Tensor,
     k: Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections import deque
@@ -22,10 +23,13 @@ TILE_BYTES = 1 << 19  # the size of a tile: half of a 1 MiB private cache
 SAFE_ROW_RANGE = {torch.float32: 40.0, torch.float64: 340.0}
 
 
-def each_worker(work: Callable[[Iterator[int]], None], starts: Sequence[int]) -> None:
+def each_worker(
+    work: Callable[[Iterator[int]], None], starts: Sequence[int], most: int | None = None
+) -> None:
     """Call work(own starts) once per thread that torch would use here, without gradients.
 
     Every start is handed to one worker, when it asks: a core that is busy elsewhere gets fewer.
+    most: workers that there is enough to do for; one of them at least is given something.
     """
     count = min(torch.get_num_threads(), len(starts))
     waiting = deque(starts)
@@ -47,6 +51,8 @@ def each_worker(work: Callable[[Iterator[int]], None], starts: Sequence[int]) ->
     if count <= 1:
         run(0)
         return
+    if most is not None:
+        count = max(1, min(count, most))
     for _ in _workers(os.getpid(), torch.get_num_threads()).map(run, range(count)):
         pass
 
@@ -76,14 +82,18 @@ def _workers(process: int, count: int) -> ThreadPoolExecutor:
 def without_gil(function: Function) -> Function:
     """TorchScript runs a function without the interpreter lock; other Pythons run it as it is.
 
-    The loop is dozens of calls of some ten microseconds each. Two workers that fight for the lock
-    between them run slower than one worker alone; without the lock they run twice as fast.
+    For functions of dozens of calls of some ten microseconds each, in which the interpreter takes 5 to
+    25 % of the time on one thread, and threads wait for one another's. A loop whose views are made
+    before it begins needs none of this: see sinkhorn.py and streaming.py. Deprecated in torch, and from
+    Python 3.14 not supported: there functions run as they are, which a test holds to the same results.
     """
+    if sys.version_info >= (3, 14):
+        return function
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
             scripted: Function = torch.jit.script(function)
-    except (RuntimeError, NotImplementedError, OSError):  # no TorchScript, or no source, here
+    except (AttributeError, RuntimeError, NotImplementedError, OSError):  # none, or no source, here
         return function
     return scripted
