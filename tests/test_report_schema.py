@@ -9,11 +9,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from asapc import fidelity
+from asapc.metrics import METRIC as FIDELITY
 from asapc.baseline import Allowance, Baseline, compare
-from asapc.evaluate import REPORT_FORMAT
+from asapc.report.document import CLASSES, REPORT_FORMAT
 from asapc.formats.enough import Shortage
-from asapc.gates import CLASSES, gate_result, parse_gates
+from asapc.gates import gate_result, parse_gates
 from asapc.report import json_text, report_schema
 
 METRICS = {

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from asapc.errors import InputError
-from asapc.gates import CLASSES
+from asapc.report.document import CLASSES
 from asapc.report import json_text, junit_text, markdown, write_report
 from asapc.report.console import print_tables
 from asapc.report.tables import convention_text, headline, number, report_tables

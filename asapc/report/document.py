@@ -26,7 +26,7 @@ Interval = tuple[float | None, float | None]
 
 def finite(value: Number) -> Number:
     """The number, None where it is not finite."""
-    return value if value is not None and math.isfinite(value) else None
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def approximates(operator: str, own: str) -> bool:
