@@ -36,6 +36,7 @@ from typing import Any, Literal, get_args
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature
 from asapc.features.predictor import RecipeSide
+from asapc.metrics import BUDGET_BOUNDS
 from asapc.yaml_file import read_yaml_mapping
 
 Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
@@ -43,11 +44,6 @@ Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
 MAX_CLOSURES = 50
 MAX_CANDIDATES = 256
 MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
-# Which side of the limit is kept: a share that must be reached, or an error that must not be passed.
-BUDGET_BOUNDS: Mapping[str, Literal["min", "max"]] = {
-    "attention_rel_l2": "max", "output_rel_l2": "max", "logit_kl": "max",
-    "prediction_agreement": "min", "accuracy_drop": "max",
-}  # fmt: skip
 DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_agreement": 0.99}
 CANDIDATE_KEYS = (
     "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients",

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from asapc.errors import InputError
-from asapc.report.document import CLASSES
 from asapc.report import json_text, junit_text, markdown, write_report
 from asapc.report.console import print_tables
+from asapc.report.document import CLASSES
 from asapc.report.tables import convention_text, headline, number, report_tables
 from asapc.report.text import MAX_CHARACTERS
 

@@ -29,7 +29,7 @@ def write_report(
     of other measurements, is removed. Raises InputError if the folder cannot be written.
     """
     contents = {
-        "report.json": json_text(report.to_json()) + "\n",
+        "report.json": json_text(report) + "\n",
         "report.md": markdown(report),
         "junit.xml": junit_text(report),
     }

@@ -10,6 +10,7 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
+from asapc.formats.records import Record
 from asapc.report.document import GateReport, Report
 from asapc.report.tables import Table, headline, report_tables
 
@@ -106,6 +107,8 @@ def json_text(data: Any, ascii: bool = False) -> str:
 
 
 def _strict(value: Any) -> Any:
+    if isinstance(value, Record):
+        return _strict(value.to_json())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
