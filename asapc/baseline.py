@@ -281,7 +281,7 @@ def _check_numbers(holder: ModelReport | SiteReport, where: str) -> None:
     for name, ends in holder.confidence.items():
         if holder.interval(name) is None:
             rule = f"{where}: confidence of {short(name)} must be two numbers, the lower one first"
-            raise InputError(rule, got=short(ends))
+            raise InputError(rule, got=short(list(ends)))
 
 
 def _fraction(text: str) -> float:

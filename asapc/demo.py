@@ -82,7 +82,7 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
         )
     comparison = compare(reports["lossless"], reports["asap"])
     result = {"folder": out, "steps": steps, "comparison": comparison, "report": reports["asap"]}
-    run.show(result, lambda shown: [comparison_table(shown["comparison"])])
+    run.show(result, lambda _: [comparison_table(comparison)])
     run.note(f"the compiled model and its report are in {folder / 'asap'}")
     return result
 

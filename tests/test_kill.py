@@ -44,7 +44,7 @@ from asapc.formats.shards import Shards
 import asapc.pipeline
 import asapc.report
 
-asapc.report._page = lambda report, pictures: ("<p>" + report["model"]["source"], None)  # drawing is slow
+asapc.report._page = lambda report: ("<p>" + report.model.source, None)  # drawing is slow
 
 
 def calibration(root, n):
@@ -68,8 +68,8 @@ def two_renames(root, n):
 
 
 def report(root, n):
-    report = {"model": {"source": str(n)}, "sites": [], "padding": [n] * 3000}
-    asapc.report.write_report(f"{root}/reports", report)
+    report = {"model": {"source": str(n)}, "environment": {"padding": [n] * 3000}}
+    asapc.report.write_report(f"{root}/reports", asapc.report.Report.from_json(report, "report"))
 
 
 def shards(root, n):

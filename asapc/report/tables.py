@@ -153,7 +153,7 @@ def headline(report: Report) -> str:
     """The result in one line: verdict, speed-up, agreement with its interval."""
     model = report.model
     speedup, agreement = model.metric("speedup"), model.metric("prediction_agreement")
-    parts = [report.gate.verdict or "no gate set"]
+    parts: list[str] = [report.gate.verdict or "no gate set"]
     if speedup is not None:
         parts.append(f"{number(speedup)}x as fast as the teacher")
     if agreement is not None:
