@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from asapc.report.document import (
     Report,
     SiteReport,
     finite,
+    worst_class,
 )
 
 MAX_BYTES = 16 << 20  # a report of a hundred sites is below one MiB
@@ -139,12 +140,10 @@ def compare(report: Report, baseline: Baseline) -> GateReport:
             continue
         checks += _compare_site(now[name], old, baseline.allowance, skipped)
     skipped += [_skip("sites", name, "not in the baseline") for name in now if name not in old_sites]
-    found = GateReport.of(checks)
-    assert found.verdict is not None
-    allowance = baseline.allowance
-    summary = Comparison(baseline.path, allowance.general, dict(allowance.by_metric), found.verdict,
+    allowance, verdict = baseline.allowance, worst_class(own.verdict for own in checks)
+    summary = Comparison(baseline.path, allowance.general, dict(allowance.by_metric), verdict,
                          len(checks), tuple(skipped))  # fmt: skip
-    return replace(found, baseline=summary)
+    return GateReport(verdict, tuple(checks), summary)
 
 
 def _compare_model(

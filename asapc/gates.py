@@ -32,6 +32,7 @@ from asapc.report.document import (
     Report,
     SiteReport,
     finite,
+    worst_class,
 )
 from asapc.yaml_file import read_yaml_mapping
 
@@ -153,8 +154,8 @@ def gate_result(
     if not gates and comparison is None:
         return GateReport()
     compared = comparison or GateReport()
-    checks = [*check(report, gates), *implausible(report), *compared.checks]
-    return GateReport.of(checks, compared.baseline)
+    checks = (*check(report, gates), *implausible(report), *compared.checks)
+    return GateReport(worst_class(own.verdict for own in checks), checks, compared.baseline)
 
 
 def failure_text(gate: GateReport, most: int = 20) -> str:
@@ -177,7 +178,8 @@ def entry(
     **more: Any,
 ) -> Check:
     """A check whose message is one line, whatever the names in it are."""
-    return Check(kind, metric, scope, value, verdict, " ".join(message.split()), **more)
+    text = " ".join(message.split())
+    return Check(kind, metric, scope, value, verdict=verdict, message=text, **more)
 
 
 def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
@@ -242,9 +244,10 @@ def _judge(report: Report, gate: Gate, reading: _Reading) -> Check:
         else:
             verdict = "ACCEPT" if kept else "REGRESSION"
             message = f"{subject} is {shown}, {'within' if kept else 'beyond'} its limit ({limit})"
-    return entry("limit", gate.metric, reading.scope, value, verdict, message,
-                 bound=gate.bound, limit=gate.limit, confidence=gate.confidence,
-                 bound_value=compared if gate.confidence else None)  # fmt: skip
+    more: dict[str, Any] = {gate.bound: gate.limit}
+    if gate.confidence:
+        more |= {"confidence": True, "bound_value": compared}
+    return entry("limit", gate.metric, reading.scope, value, verdict, message, **more)
 
 
 def _too_few(report: Report, gate: Gate) -> str | None:

@@ -91,7 +91,7 @@ def test_the_schema_is_one_and_of_this_format() -> None:
     Draft202012Validator.check_schema(report_schema())
     assert report_schema()["properties"]["format_version"]["const"] == REPORT_FORMAT
     assert report_schema()["$id"].endswith(f":{REPORT_FORMAT}")
-    assert tuple(report_schema()["$defs"]["class"]["enum"]) == CLASSES
+    assert tuple(report_schema()["$defs"]["check"]["properties"]["class"]["enum"]) == CLASSES
 
 
 def test_the_schema_names_every_metric() -> None:

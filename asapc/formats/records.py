@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -23,14 +23,19 @@ KINDS: Mapping[Any, str] = {
 }  # fmt: skip
 
 
-def rest(numbers: Collection[str] = ()) -> Any:
-    """A field for the keys that no other has; the values of those in `numbers` are numbers or null."""
-    return field(default_factory=dict, metadata={"rest": frozenset(numbers)})
+def rest(numbers: Mapping[str, Any] = {}) -> Any:
+    """A field for the keys that no other has; those in `numbers`, with their schemas, are numbers."""
+    return field(default_factory=dict, metadata={"rest": numbers})
 
 
 def optional() -> Any:
     """A field that is left out of the JSON where it is None."""
     return field(default=None, metadata={"optional": True})
+
+
+def derived() -> Any:
+    """A field that the record sets itself, and that is only written."""
+    return field(init=False, metadata={"derived": True})
 
 
 def apart() -> Any:
@@ -40,9 +45,11 @@ def apart() -> Any:
 
 @dataclass(frozen=True)
 class Record:
-    """lenient: what has a wrong type counts as absent, and is not refused."""
+    """lenient: what has a wrong type counts as absent, and is not refused.  always: keys that a written
+    record has; where none are named, those without a default."""
 
     lenient: ClassVar[bool] = False
+    always: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> Self:
@@ -50,36 +57,44 @@ class Record:
         if not isinstance(document, Mapping):
             raise InputError(f"{where} must be a mapping", got=short(document))
         hints, values = _hints(cls), dict[str, Any]()
-        own = {each.name: each for each in fields(cls) if "apart" not in each.metadata}
-        for name, each in own.items():
-            value, place = document.get(name), f"{where}: {name}"
+        own = json_fields(cls)
+        for key, each in own.items():
+            value, place = document.get(key), f"{where}: {key}"
             if "rest" in each.metadata:
-                values[name] = {key: item for key, item in document.items() if key not in own}
-                for key in values[name].keys() & each.metadata["rest"]:
-                    values[name][key] = _read(float | None, values[name][key], f"{where}: {key}", False)
-            elif value is not None or _required(each):
+                more = {key: item for key, item in document.items() if key not in own}
+                for key in more.keys() & each.metadata["rest"].keys():
+                    more[key] = _read(float | None, more[key], f"{where}: {key}", False)
+                values[each.name] = more
+            elif "derived" not in each.metadata and (value is not None or required(each)):
                 try:
-                    values[name] = _read(hints[name], value, place, cls.lenient)
+                    values[each.name] = _read(hints[each.name], value, place, cls.lenient)
                 except InputError:
-                    if not cls.lenient or _required(each):
+                    if not cls.lenient or required(each):
                         raise
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {}
-        for each in fields(self):
+        for key, each in json_fields(type(self)).items():
             value = getattr(self, each.name)
             if "rest" in each.metadata:
                 document.update(_plain(value))
-            elif "apart" not in each.metadata and (value is not None or "optional" not in each.metadata):
-                document[each.name] = _plain(value)
+            elif value is not None or "optional" not in each.metadata:
+                document[key] = _plain(value)
         return document
 
 
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
-def _required(each: Field[Any]) -> bool:
+def json_fields(cls: type[Record]) -> dict[str, Field[Any]]:
+    """By their keys, in order; a `key` in the metadata is one that Python does not take for a name."""
+    return {
+        each.metadata.get("key", each.name): each for each in fields(cls) if "apart" not in each.metadata
+    }
+
+
+def required(each: Field[Any]) -> bool:
     return each.default is MISSING and each.default_factory is MISSING
 
 

@@ -1,8 +1,8 @@
-"""A report, typed: what report.json holds, read once and written once.
+"""A report, typed: what report.json holds, read once, written once, and its JSON schema (see .schema).
 
-Everything that shows or judges a report reads these; the JSON schema is in asapc.report.schema.  A number
-is null in the file where it was NaN, infinite or not measured; before it is written, it may be any of
-these.
+Everything that shows or judges a report reads these.  A number is null in the file where it was NaN,
+infinite or not measured; before it is written, it may be any of these.  Annotated: text describes a key,
+a dictionary limits it further in the schema.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from asapc.formats.records import Record, apart, optional, rest
-from asapc.metrics import METRIC
+from asapc.formats.records import Record, apart, derived, optional, rest
+from asapc.metrics import METRICS, of
 
 REPORT_FORMAT = 2
 TEACHER = "teacher"  # the operator of a site that was left as it is
@@ -22,6 +22,11 @@ CLASSES: tuple[Class, ...] = get_args(Class)  # the worst last
 Number = float | None
 Numbers = Mapping[str, float | None]
 Interval = tuple[float | None, float | None]
+Intervals = Annotated[
+    Mapping[str, Interval], "metric to its bootstrap interval over examples, [low, high]"
+]
+COUNT = {"type": "integer", "minimum": 0}
+ERROR = {"minimum": 0}
 
 
 def finite(value: Number) -> Number:
@@ -43,7 +48,7 @@ def worst_class(classes: Iterable[Class]) -> Class:
 class Measured:
     """What has metrics with intervals: the model, or a site."""
 
-    confidence: Mapping[str, Interval]
+    confidence: Intervals
 
     def interval(self, key: str) -> tuple[float, float] | None:
         """The confidence interval of a metric, where it is a proper one."""
@@ -55,12 +60,16 @@ class Measured:
 class ModelReport(Measured, Record):
     """values: the metrics of the whole model, and what else is told of it."""
 
+    always: ClassVar[tuple[str, ...]] = ("source", "data", "examples", "batch", "speedup")
+
     source: str | None = optional()
-    capture: str | None = optional()
+    capture: Annotated[str | None, {"enum": ["whole", "module"]}] = optional()
     data: str | None = optional()
-    values: Mapping[str, Any] = rest({*METRIC, "batch"})
-    confidence: Mapping[str, Interval] = field(default_factory=dict)
-    confidence_level: float = 0.95
+    values: Mapping[str, Any] = rest(
+        {own.key: own.schema() for own in of("model")} | {"examples": COUNT, "batch": COUNT}
+    )
+    confidence: Intervals = field(default_factory=dict)
+    confidence_level: Annotated[float, {"exclusiveMinimum": 0, "exclusiveMaximum": 1}] = 0.95
 
     def metric(self, key: str) -> Number:
         value: Number = self.values.get(key)
@@ -74,12 +83,14 @@ class LengthBin(Record):
     low: int
     high: int
     examples: int | None = None
-    metrics: Mapping[str, Any] = rest(METRIC)
+    metrics: Mapping[str, Any] = rest({own.key: own.schema() for own in METRICS})
 
 
 @dataclass(frozen=True)
 class Certificate(Record):
     """The largest bound and the largest measured value; holds: in every case."""
+
+    always: ClassVar[tuple[str, ...]] = ("name", "bound", "measured", "holds")
 
     name: str
     source: str | None = None
@@ -94,16 +105,16 @@ class Certificate(Record):
 
 @dataclass(frozen=True)
 class SiteReport(Measured, Record):
-    """A compiled layer: what it became, why, and how near it is to its teacher.
-
-    range: of the scores in calibration.  more: times, where they were taken.
-    """
+    """A compiled layer: what it became, why, and how near it is to its teacher.  more: times."""
 
     name: str
-    operator: str
+    operator: Annotated[
+        str, "what the site became; teacher: left as it was",
+        {"enum": [TEACHER, "sinkhorn", "asap", "esp_soft", "esp_hard", "lot"]},
+    ]  # fmt: skip
     reason: str | None = None
     convention: Mapping[str, Any] | None = None
-    side: str | None = None
+    side: Annotated[str | None, {"enum": ["key", "source", "both", None]}] = None
     closures: int | None = None
     rescaled: bool | None = None
     coefficients: str | None = None
@@ -112,15 +123,23 @@ class SiteReport(Measured, Record):
     slices: int | None = None
     fit: str | None = None
     fit_converged: bool | None = None
-    replay_error: Number = None
-    replay: Numbers = field(default_factory=dict)
-    range: Mapping[str, Any] | None = None
-    metrics: Numbers = field(default_factory=dict)
-    confidence: Mapping[str, Interval] = field(default_factory=dict)
-    by_head: Mapping[str, tuple[Number, ...]] = field(default_factory=dict)
+    replay_error: Annotated[Number, ERROR] = None
+    replay: Annotated[
+        Numbers, "largest error against the teacher's own code, by what was tried"
+    ] = field(default_factory=dict)
+    range: Annotated[
+        Mapping[str, Any] | None, "what calibration saw, for the detection of drift"
+    ] = None
+    metrics: Annotated[
+        Numbers, {"properties": {own.key: own.schema() for own in of("site")}}
+    ] = field(default_factory=dict)
+    confidence: Intervals = field(default_factory=dict)
+    by_head: Annotated[
+        Mapping[str, tuple[Number, ...]], "metric to one number per head"
+    ] = field(default_factory=dict)
     by_length: tuple[LengthBin, ...] = ()
     certificates: tuple[Certificate, ...] = ()
-    more: Mapping[str, Any] = rest(METRIC)
+    more: Mapping[str, Any] = rest({own.key: own.schema() for own in METRICS if own.scope == "both"})
 
     @property
     def own_operator(self) -> str:
@@ -141,6 +160,7 @@ class Tried(Record):
     """A candidate of a site, see asapc.passes.select; times in ms by shape, "32x512"."""
 
     lenient: ClassVar[bool] = True
+    always: ClassVar[tuple[str, ...]] = ("label", "chosen", "verdict")
 
     label: str = ""
     operator: str = ""
@@ -156,7 +176,10 @@ class Tried(Record):
 
 @dataclass(frozen=True)
 class TriedSite(Record):
+    """What was tried at a site."""
+
     lenient: ClassVar[bool] = True
+    always: ClassVar[tuple[str, ...]] = ("name", "candidates")
 
     name: str = ""
     candidates: tuple[Tried, ...] = ()
@@ -167,6 +190,7 @@ class Round(Record):
     """A set of candidates that was verified on the whole model."""
 
     lenient: ClassVar[bool] = True
+    always: ClassVar[tuple[str, ...]] = ("choice", "verdict")
 
     budget: Numbers = field(default_factory=dict)
     choice: Mapping[str, str] = field(default_factory=dict)
@@ -182,12 +206,13 @@ class Trail(Record):
     """How the operators were chosen.  Told and never judged: what is not as it should be is left out."""
 
     lenient: ClassVar[bool] = True
+    always: ClassVar[tuple[str, ...]] = ("objective", "budget", "sites", "rounds")
 
     fit_seconds: float | None = optional()
-    objective: str | None = None
+    objective: Annotated[str | None, {"enum": ["latency", "memory"]}] = None
     budget: Numbers = field(default_factory=dict)
     examples: int | None = None
-    seconds: Number = None
+    seconds: Annotated[Number, ERROR] = None
     shapes: tuple[tuple[int, ...], ...] = ()
     sites: tuple[TriedSite, ...] = ()
     rounds: tuple[Round, ...] = ()
@@ -199,77 +224,87 @@ class Trail(Record):
 
 @dataclass(frozen=True)
 class Check(Record):
-    """One check of a gate, of a class: a limit, the baseline, or what no sound measurement would give.
+    """One check of a gate: a limit (min or max), the baseline, or what no sound measurement gives."""
 
-    bound, limit: of kind "limit"; confidence: bound_value, an end of the interval, is held against it.
-    baseline: the earlier value; allowed: how much worse it may be, worse_by: how much it is.
-    """
+    always: ClassVar[tuple[str, ...]] = (
+        "kind", "metric", "scope", "value", "class", "passed", "message",
+    )  # fmt: skip
 
-    kind: str
+    kind: Annotated[str, {"enum": ["limit", "plausibility", "baseline"]}]
     metric: str
-    scope: str
-    value: Number
-    verdict: Class
-    message: str = ""
-    bound: Literal["min", "max"] | None = None
-    limit: Number = None
-    confidence: bool = False
-    bound_value: Number = None
-    baseline: Number = None
-    allowed: Number = None
-    worse_by: Number = None
+    scope: Annotated[str, '"model", "sites" or the name of a site']
+    value: Number = None
+    min: float | None = optional()
+    max: float | None = optional()
+    confidence: Annotated[
+        bool | None, "the limit is on the pessimistic end of the interval"
+    ] = optional()
+    bound_value: Annotated[float | None, "that end"] = optional()
+    baseline: float | None = optional()
+    allowed: Annotated[
+        float | None,
+        "how much worse than the baseline is accepted: points of a share, else a part of its value",
+    ] = optional()
+    worse_by: Annotated[
+        float | None, "difference in the metric's own unit, below 0 where it is better"
+    ] = optional()
+    verdict: Class = field(default="ACCEPT", metadata={"key": "class"})
+    passed: bool = derived()
+    message: Annotated[str, {"pattern": "^[^\\n]+$"}] = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passed", self.verdict == "ACCEPT")
 
     @property
-    def passed(self) -> bool:
-        return self.verdict == "ACCEPT"
+    def bound(self) -> Literal["min", "max"] | None:
+        return "min" if self.min is not None else "max" if self.max is not None else None
+
+    @property
+    def limit(self) -> Number:
+        return self.max if self.min is None else self.min
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> Self:
-        if isinstance(document, Mapping):
-            bound = next((own for own in ("min", "max") if own in document), None)
-            old = "ACCEPT" if document.get("passed") else "REGRESSION"  # format 1 had no classes
-            verdict = document.get("class", old)
-            document = {"kind": "limit", **document, "verdict": verdict, "bound": bound,
-                        "limit": None if bound is None else document[bound]}  # fmt: skip
+        if isinstance(document, Mapping):  # of format 1, which had neither kinds nor classes
+            verdict = "ACCEPT" if document.get("passed") else "REGRESSION"
+            document = {"kind": "limit", "class": verdict, **document}
         return super().from_json(document, where)
 
     def to_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = {
-            "kind": self.kind, "metric": self.metric, "scope": self.scope, "value": self.value,
-        }  # fmt: skip
-        if self.bound is not None:
-            document[self.bound] = self.limit
-        if self.confidence:
-            document |= {"confidence": True, "bound_value": self.bound_value}
-        for key in ("baseline", "allowed", "worse_by"):
-            if getattr(self, key) is not None:
-                document[key] = getattr(self, key)
-        return document | {"class": self.verdict, "passed": self.passed, "message": self.message}
+        without = {"bound_value": None} if self.confidence and self.bound_value is None else {}
+        return super().to_json() | without
 
 
 @dataclass(frozen=True)
 class Comparison(Record):
-    """With a baseline: the report at `path`."""
+    """With a baseline, the report at `path`."""
 
     path: str
-    max_regression: Number = None
+    max_regression: Annotated[Number, {"minimum": 0, "maximum": 1}] = None
     max_regression_of: Numbers = field(default_factory=dict)
     verdict: Class = "ACCEPT"
     compared: int = 0
-    skipped: tuple[Mapping[str, str], ...] = ()
+    skipped: tuple[
+        Annotated[Mapping[str, str], {"required": ["metric", "scope", "why"]}], ...
+    ] = ()
 
 
 @dataclass(frozen=True)
 class GateReport(Record):
-    """verdict: the worst class of the checks; None where neither a limit nor a baseline was set."""
+    """verdict: the worst class of the checks; null where neither a limit nor a baseline was set.
+    passed: whether nothing failed; true where nothing was asked."""
+
+    always: ClassVar[tuple[str, ...]] = ("verdict", "passed", "checks", "baseline")
 
     verdict: Class | None = None
+    passed: bool = derived()
     checks: tuple[Check, ...] = ()
     baseline: Comparison | None = None
 
-    @property
-    def passed(self) -> bool:
-        return self.verdict in (None, "ACCEPT")
+    def __post_init__(self) -> None:
+        if self.verdict is None and self.checks:
+            object.__setattr__(self, "verdict", worst_class(own.verdict for own in self.checks))
+        object.__setattr__(self, "passed", self.verdict in (None, "ACCEPT"))
 
     @property
     def failures(self) -> list[Check]:
@@ -277,39 +312,48 @@ class GateReport(Record):
         failed = [own for own in self.checks if not own.passed]
         return sorted(failed, key=lambda own: -CLASSES.index(own.verdict))
 
-    @classmethod
-    def of(cls, checks: Iterable[Check], baseline: Comparison | None = None) -> Self:
-        checks = tuple(checks)
-        return cls(worst_class(own.verdict for own in checks), checks, baseline)
-
-    @classmethod
-    def from_json(cls, document: Any, where: str) -> Self:
-        found = super().from_json(document, where)
-        if found.verdict is None and found.checks:  # format 1
-            return cls.of(found.checks, found.baseline)
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        document = super().to_json()
-        return {"verdict": document.pop("verdict"), "passed": self.passed, **document}
-
 
 @dataclass(frozen=True)
 class Report(Record):
     """What `asapc report` measured and judged.  pictures: of its sites, for the page alone."""
 
-    format_version: int = REPORT_FORMAT
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    always: ClassVar[tuple[str, ...]] = (
+        "format_version", "fingerprints", "model", "sites", "refused", "environment", "gate",
+    )  # fmt: skip
+
+    format_version: Annotated[int, {"const": REPORT_FORMAT}] = REPORT_FORMAT
+    fingerprints: Annotated[
+        Mapping[str, str],
+        "sha256 of the teacher's weights and of the data: baselines must agree in both",
+        {"required": ["teacher", "data"]},
+    ] = field(default_factory=dict)
     model: ModelReport = ModelReport()
     sites: tuple[SiteReport, ...] = ()
-    by_length: tuple[LengthBin, ...] = ()
-    refused: tuple[Mapping[str, Any], ...] = ()
-    warnings: tuple[Mapping[str, Any], ...] = ()
-    splits: Numbers = field(default_factory=dict)
+    by_length: Annotated[
+        tuple[LengthBin, ...], "the model's predictions by the active keys of an example"
+    ] = ()
+    refused: Annotated[
+        tuple[Annotated[Mapping[str, Any], {"required": ["name", "status"]}], ...],
+        "layers that were left as they are",
+    ] = ()
+    warnings: Annotated[
+        tuple[Annotated[Mapping[str, Any], {"required": ["sites", "text"]}], ...],
+        "fits that rest on too few examples, or on too few regression rows for their coefficients",
+    ] = ()
+    splits: Annotated[
+        Mapping[str, int | None],
+        "examples of the three disjoint splits, and those the artefact had seen",
+    ] = field(default_factory=dict)
     selection: Trail | None = None
-    soft_to_hard: Mapping[str, Any] | None = optional()
-    refresh: Mapping[str, Any] | None = optional()
-    onnx: Mapping[str, Any] | None = optional()
+    soft_to_hard: Annotated[
+        Mapping[str, Any] | None, "a model that sorts: what exact sorting does to it"
+    ] = optional()
+    refresh: Annotated[
+        Mapping[str, Any] | None, "how the compiled model was trained after the replacement"
+    ] = optional()
+    onnx: Annotated[
+        Mapping[str, Any] | None, "model.onnx, if there is one, and how it compared with the model"
+    ] = optional()
     environment: Mapping[str, Any] = field(default_factory=dict)
     gate: GateReport = GateReport()
     pictures: tuple[Any, ...] = apart()  # SitePictures, which need torch
