@@ -16,6 +16,7 @@ from asapc.certificates import SiteCertificates
 from asapc.data import Batch
 from asapc.features.predictor import closure_plan
 from asapc.fidelity import AttentionFidelity, TensorFidelity
+from asapc.formats.records import json_fields
 from asapc.ir import Convention, SiteTensors, convention_from_dict
 from asapc.kernels.dispatch import explained
 from asapc.kernels.thresholds import (
@@ -29,7 +30,7 @@ from asapc.kernels.thresholds import (
 from asapc.metrics import METRICS
 from asapc.operators.sinkhorn import clean_values
 from asapc.passes.calls import predicted_duals, site_function
-from asapc.report.document import TEACHER, approximates
+from asapc.report.document import TEACHER, SiteReport, approximates
 from asapc.report.pictures import PictureCollector
 from asapc.runner import Runner
 from asapc.timing import interleaved_medians
@@ -187,22 +188,7 @@ class SiteFidelity:
             known = (own for own in METRICS if own.every_site and own.untouched is not None)
             metrics = {own.key: own.untouched for own in known}
         return {
-            "name": self.entry["name"],
-            "operator": self.entry["operator"],
-            "reason": self.entry["reason"],
-            "convention": self.entry["convention"],
-            "side": self.entry["side"],
-            "closures": self.entry["closures"],
-            "rescaled": self.entry["rescaled"],
-            "coefficients": self.entry["coefficients"],
-            "features": self.entry["features"],
-            "pivots": self.entry.get("pivots"),
-            "slices": self.entry.get("slices"),
-            "fit": self.entry["fit"],
-            "fit_converged": self.entry["fit_converged"],
-            "replay_error": self.entry["replay_error"],
-            "replay": self.entry["replay"],
-            "range": self.entry.get("range"),
+            **{key: self.entry.get(key) for key in json_fields(SiteReport) if key != "more"},
             "metrics": metrics,
             "confidence": self.attention.confidence(),
             "by_head": self.attention.by_head(),
