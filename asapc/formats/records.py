@@ -33,11 +33,6 @@ def optional() -> Any:
     return field(default=None, metadata={"optional": True})
 
 
-def derived() -> Any:
-    """A field that the record sets itself, and that is only written."""
-    return field(init=False, metadata={"derived": True})
-
-
 def apart() -> Any:
     """A field that is no part of the JSON."""
     return field(default=(), compare=False, metadata={"apart": True})
@@ -45,8 +40,11 @@ def apart() -> Any:
 
 @dataclass(frozen=True)
 class Record:
-    """lenient: what has a wrong type counts as absent, and is not refused.  always: keys that a written
-    record has; where none are named, those without a default."""
+    """A field that `__init__` does not take is only written.
+
+    lenient: what has a wrong type counts as absent, and is not refused.
+    always:  keys that a written record has; where none are named, those without a default.
+    """
 
     lenient: ClassVar[bool] = False
     always: ClassVar[tuple[str, ...]] = ()
@@ -62,10 +60,10 @@ class Record:
             value, place = document.get(key), f"{where}: {key}"
             if "rest" in each.metadata:
                 more = {key: item for key, item in document.items() if key not in own}
-                for key in more.keys() & each.metadata["rest"].keys():
-                    more[key] = _read(float | None, more[key], f"{where}: {key}", False)
+                for name in more.keys() & each.metadata["rest"].keys():
+                    more[name] = _read(float | None, more[name], f"{where}: {name}", False)
                 values[each.name] = more
-            elif "derived" not in each.metadata and (value is not None or required(each)):
+            elif each.init and (value is not None or required(each)):
                 try:
                     values[each.name] = _read(hints[each.name], value, place, cls.lenient)
                 except InputError:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from asapc.formats.records import Record, apart, derived, optional, rest
+from asapc.formats.records import Record, apart, optional, rest
 from asapc.metrics import METRICS, of
 
 REPORT_FORMAT = 2
@@ -249,7 +249,7 @@ class Check(Record):
         float | None, "difference in the metric's own unit, below 0 where it is better"
     ] = optional()
     verdict: Class = field(default="ACCEPT", metadata={"key": "class"})
-    passed: bool = derived()
+    passed: bool = field(init=False)
     message: Annotated[str, {"pattern": "^[^\\n]+$"}] = ""
 
     def __post_init__(self) -> None:
@@ -297,7 +297,7 @@ class GateReport(Record):
     always: ClassVar[tuple[str, ...]] = ("verdict", "passed", "checks", "baseline")
 
     verdict: Class | None = None
-    passed: bool = derived()
+    passed: bool = field(init=False)
     checks: tuple[Check, ...] = ()
     baseline: Comparison | None = None
 

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from asapc.formats.records import Record, json_fields, required
 from asapc.report.document import COUNT, REPORT_FORMAT, Report
 
-PLAIN = {str: {"type": "string"}, bool: {"type": "boolean"}, float: {"type": "number"}, int: COUNT}
+PLAIN: Mapping[Any, dict[str, Any]] = {
+    str: {"type": "string"}, bool: {"type": "boolean"}, float: {"type": "number"}, int: COUNT,
+}  # fmt: skip
 LIMIT = {"if": {"properties": {"kind": {"const": "limit"}}},
          "then": {"oneOf": [{"required": ["min"]}, {"required": ["max"]}]}}  # fmt: skip
 
