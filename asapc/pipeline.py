@@ -1,4 +1,4 @@
-"""The compiler:  load -> analyse -> calibrate -> select -> rewrite -> emit.
+"""The compiler:  load -> analyse -> calibrate -> select -> rewrite -> emit -> report.
 
 analyse is capture, match, lift and replay (asapc.passes.analyse). Each function below is one
 command; data travels by value, and nothing is kept between calls.

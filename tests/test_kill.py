@@ -27,7 +27,7 @@ from asapc.formats.calibration import load_calibration
 from asapc.formats.shards import Shards
 from asapc.models import SinkformerText
 from asapc.onnx.settings import MODEL, RECORD, read_record
-from asapc.report import json_text, markdown
+from asapc.report import Report, json_text, markdown
 
 KILLS = 220
 SHARDS = 4
@@ -179,7 +179,8 @@ def number_in_report(root: Path, name: str) -> int:
     number = re.search(r'"source": "(\d+)"|\| model \| (\d+) \|', text)
     assert number is not None
     own = number[1] or number[2]
-    whole = written({"model": {"source": own}, "sites": [], "padding": [int(own)] * 3000})
+    document = {"model": {"source": own}, "environment": {"padding": [int(own)] * 3000}}
+    whole = written(Report.from_json(document, "report"))
     assert sha256(text.rstrip("\n").encode()) == sha256(whole.rstrip("\n").encode())
     return int(own)
 

@@ -338,8 +338,8 @@ def warnings_table(warnings: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Fits that rest on too few examples or regression rows, see asapc.formats.enough."""
     rows = tuple(
         (
-            _cell(own["sites"][:1]),
-            number(max(0, len(own["sites"]) - 1)),
+            _cell(own.get("sites", ())[:1]),
+            number(max(0, len(own.get("sites", ())) - 1)),
             f"{number(own.get('given'))} {own.get('of')}",
             number(own.get("needed")),
         )
