@@ -18,36 +18,38 @@ from asapc.artifact import load, read_manifest
 from asapc.data import DataSource, data_of
 from asapc.errors import FewExamplesWarning, InputError
 from asapc.formats.load import Teacher, fingerprint, load_teacher
-from asapc.gates import gate_result, parse_gates
+from asapc.gates import parse_gates
 from asapc.progress import make_progress
 from asapc.recipe import Recipe
-from asapc.report import markdown, write_report
-from asapc.report.pictures import SitePictures
+from asapc.report import document, markdown, write_report
 from asapc.report.tables import headline
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """facts: what OUT/report.json holds.  pictures: attention maps of a few examples for the page."""
+    """measured: the report, typed.  facts: what OUT/report.json holds of it."""
 
-    facts: dict[str, Any]
-    pictures: list[SitePictures]
+    measured: document.Report
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.measured.to_json()
 
     @property
     def passed(self) -> bool:
         """Whether the gates were kept; True where none was set."""
-        return bool(self.facts["gate"]["passed"])
+        return self.measured.gate.passed
 
     def __repr__(self) -> str:  # the facts fill pages
-        return f"Report({headline(self.facts)})"
+        return f"Report({headline(self.measured)})"
 
     def markdown(self) -> str:
-        return markdown(self.facts)
+        return markdown(self.measured)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write report.json, report.md, junit.xml and, with the `report` extra, report.html."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return write_report(folder, self.facts, self.pictures)
+        return write_report(folder, self.measured)
 
 
 class Compiled(NamedTuple):
@@ -121,11 +123,10 @@ def compile(
             warnings.warn(warning["text"], FewExamplesWarning, stacklevel=2)
         manifest = read_manifest(artifact)
         around = copy.deepcopy(teacher.model) if manifest["capture"] == "module" else None
-        facts, pictures = evaluate.report(
-            artifact, source, model=around, examples=examples, trust=True, progress=progress
+        measured = pipeline.report(
+            artifact, source, limits, model=around, examples=examples, trust=True, progress=progress
         )
-        facts["gate"] = gate_result(facts, limits)
-        report = Report(facts, pictures)
+        report = Report(measured)
         if out is not None:
             report.save(artifact)
         live, sites = manifest["live"], manifest["sites"]

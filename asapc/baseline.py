@@ -1,47 +1,42 @@
 """Regression mode: is this report worse than an earlier one of the same model on the same data?
 
-Every metric with a direction (asapc.fidelity.METRICS) that both reports have is compared. Shares
+Every metric that both reports have is compared, but for absolute times (Metric.compared). Shares
 (agreement, accuracies) may be worse by so many points, everything else by such a part of the
-baseline's value. Not compared: absolute times, which say more about the machine than about the model.
+baseline's value.
 The file is someone else's: its size, its shape and every number in it are checked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asapc.errors import InputError
 from asapc.formats.json_text import parse_json, read_file
-from asapc.gates import (
-    FIT_METRICS,
-    SHARES,
+from asapc.gates import entry, examples_needed
+from asapc.metrics import METRIC, METRICS
+from asapc.printed import reason, short
+from asapc.report.document import (
+    REPORT_FORMAT,
+    Check,
     Class,
     Comparison,
-    entry,
-    examples_needed,
+    GateReport,
+    ModelReport,
+    Report,
+    SiteReport,
     finite,
-    interval,
-    not_finite,
-    short,
-    site_name,
     worst_class,
 )
-from asapc.printed import reason
-from asapc.report.schema import report_schema
 
 MAX_BYTES = 16 << 20  # a report of a hundred sites is below one MiB
 MAX_REGRESSION = 0.02
 # Ratios of interleaved times still moved by a third between runs on a shared machine (README).
 SPEED_NOISE = 1 / 3
-SPEEDS = ("speedup", "speedup_lossless")
-ABSOLUTE_TIMES = (
-    "latency_teacher_ms", "latency_lossless_ms", "latency_compiled_ms", "fit_seconds",
-    "break_even_batches",
-)  # fmt: skip
 # Smaller differences are how float32 rounds in another order of summation.
 ROUNDING = 1e-5
 # What ratios of times depend on besides the model.
@@ -60,7 +55,7 @@ class Allowance:
     def of(self, metric: str) -> float:
         if metric in self.by_metric:
             return self.by_metric[metric]
-        return max(self.general, SPEED_NOISE) if metric in SPEEDS else self.general
+        return max(self.general, SPEED_NOISE) if METRIC[metric].speed else self.general
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Baseline:
     """A checked earlier report, and how much worse than it is still accepted."""
 
     path: str
-    report: Mapping[str, Any]
+    report: Report
     allowance: Allowance
 
 
@@ -100,52 +95,43 @@ def parse_allowance(texts: Sequence[str]) -> Allowance:
 
 
 def compared_metrics() -> tuple[str, ...]:
-    from asapc.fidelity import METRICS
-
-    return tuple(name for name in METRICS if name not in ABSOLUTE_TIMES)
+    return tuple(metric.key for metric in METRICS if metric.compared)
 
 
 def load_baseline(path: str | Path, allowance: Allowance | None = None) -> Baseline:
     """Read and check a report.json.  Raises InputError."""
     where = f"baseline {path}"
     document = _read(path, where)
-    expected = report_schema()["properties"]["format_version"]["const"]
     version = document.get("format_version")
-    if isinstance(version, bool) or version != expected:
+    if isinstance(version, bool) or version != REPORT_FORMAT:
         raise InputError(
-            f"{where}: the baseline must be a report of format {expected}",
+            f"{where}: the baseline must be a report of format {REPORT_FORMAT}",
             got=short(version),
             help="measure it again with this version of asapc",
         )
-    _check_fingerprints(document, where)
-    _check_values(_mapping_of(document, "model", where), f"{where}: model")
-    if "environment" in document:
-        _mapping_of(document, "environment", where)
-    sites = document.get("sites")
-    if not isinstance(sites, list):
-        raise InputError(f"{where}: sites must be a list", got=short(sites))
-    names = set()
-    for number, site in enumerate(sites):
-        place = f"{where}: sites[{number}]"
-        if not isinstance(site, dict) or not isinstance(site.get("name"), str):
-            raise InputError(f"{place}: a site must be a mapping with a name", got=short(site))
-        if site["name"] in names:
-            raise InputError(f"{place}: a site must be named once", got=short(site["name"]))
-        names.add(site["name"])
-        if site.get("metrics") is not None:
-            _check_values(_mapping_of(site, "metrics", place), f"{place}: metrics")
-        _check_intervals(site, place)
-    return Baseline(str(path), document, allowance or Allowance())
+    for part in ("fingerprints", "model", "sites"):
+        if document.get(part) is None:
+            raise InputError(f"{where}: {part} must be there", got="none")
+    report = Report.from_json(document, where)
+    for key in ("teacher", "data"):
+        if key not in report.fingerprints:
+            raise InputError(f"{where}: fingerprints must name the {key}", got="none")
+    for name, count in Counter(site.name for site in report.sites).items():
+        if count > 1:
+            raise InputError(f"{where}: a site must be named once", got=short(name))
+    _check_numbers(report.model, f"{where}: model")
+    for site in report.sites:
+        _check_numbers(site, f"{where}: {short(site.name)}")
+    return Baseline(str(path), report, allowance or Allowance())
 
 
-def compare(report: Mapping[str, Any], baseline: Baseline) -> Comparison:
+def compare(report: Report, baseline: Baseline) -> GateReport:
     """Hold a report against its baseline.  Raises InputError if they are not of the same thing."""
-    earlier = baseline.report
     _require_same(report, baseline)
     skipped: list[dict[str, str]] = []
     checks = list(_compare_model(report, baseline, skipped))
-    old_sites = {site["name"]: site for site in earlier["sites"]}
-    now = {site_name(site): site for site in report.get("sites", ())}
+    old_sites = {site.name: site for site in baseline.report.sites}
+    now = {site.name: site for site in report.sites}
     for name, old in old_sites.items():
         if name not in now:
             shown = _clip(name) if name.isprintable() else short(name)
@@ -154,79 +140,64 @@ def compare(report: Mapping[str, Any], baseline: Baseline) -> Comparison:
             continue
         checks += _compare_site(now[name], old, baseline.allowance, skipped)
     skipped += [_skip("sites", name, "not in the baseline") for name in now if name not in old_sites]
-    summary = {
-        "path": baseline.path,
-        "max_regression": baseline.allowance.general,
-        "max_regression_of": dict(baseline.allowance.by_metric),
-        "verdict": worst_class(check["class"] for check in checks),
-        "compared": len(checks),
-        "skipped": skipped,
-    }
-    return Comparison(checks, summary)
+    allowance, verdict = baseline.allowance, worst_class(own.verdict for own in checks)
+    summary = Comparison(baseline.path, allowance.general, dict(allowance.by_metric), verdict,
+                         len(checks), tuple(skipped))  # fmt: skip
+    return GateReport(verdict, tuple(checks), summary)
 
 
 def _compare_model(
-    report: Mapping[str, Any], baseline: Baseline, skipped: list[dict[str, str]]
-) -> Iterator[dict[str, Any]]:
-    earlier = baseline.report
-    now, old = report["model"], earlier["model"]
-    other_machine = _other_machine(report, earlier)
+    report: Report, baseline: Baseline, skipped: list[dict[str, str]]
+) -> Iterator[Check]:
+    now, old = report.model, baseline.report.model
+    other_machine = _other_machine(report, baseline.report)
     for metric in compared_metrics():
-        if finite(old.get(metric)) is None:
+        earlier = finite(old.metric(metric))
+        if earlier is None:
             continue
-        if metric in SPEEDS and other_machine:
+        if METRIC[metric].speed and other_machine:
             skipped.append(_skip(metric, "model", other_machine))
             continue
         allowed = baseline.allowance.of(metric)
-        if metric in SHARES and allowed:
+        if METRIC[metric].share and allowed:
             needed = examples_needed(allowed, 0.0)
-            examples = min(finite(side.get("examples")) or 0.0 for side in (now, old))
+            examples = min(finite(side.metric("examples")) or 0.0 for side in (now, old))
             if examples < needed:
                 text = (
                     f"{metric} of model rests on {examples:g} examples, too few to see a regression "
                     f"of {allowed:.4g}: at least {needed} are needed"
                 )
-                value = finite(now.get(metric))
-                yield entry("baseline", metric, "model", value, "ANOMALOUS", text,
-                            baseline=finite(old[metric]), allowed=allowed)  # fmt: skip
+                yield entry("baseline", metric, "model", finite(now.metric(metric)), "ANOMALOUS", text,
+                            baseline=earlier, allowed=allowed)  # fmt: skip
                 continue
-        yield _compared(metric, "model", now.get(metric), old[metric], allowed,
-                        interval(now, metric), interval(old, metric))  # fmt: skip
+        yield _compared(metric, "model", now, old, allowed)
 
 
 def _compare_site(
-    now: Mapping[str, Any],
-    old: Mapping[str, Any],
-    allowance: Allowance,
-    skipped: list[dict[str, str]],
-) -> Iterator[dict[str, Any]]:
-    metrics, earlier, scope = now.get("metrics") or {}, old.get("metrics") or {}, site_name(now)
-    refitted = [key for key in FITTED_AS if now.get(key) != old.get(key)]
+    now: SiteReport, old: SiteReport, allowance: Allowance, skipped: list[dict[str, str]]
+) -> Iterator[Check]:
+    refitted = [key for key in FITTED_AS if getattr(now, key) != getattr(old, key)]
     for metric in compared_metrics():
-        value = metrics.get(metric)
-        if value is None or finite(earlier.get(metric)) is None:
+        value = now.metric(metric)
+        if value is None or finite(old.metric(metric)) is None:
             continue  # the site became another operator, which has other metrics
-        if metric in FIT_METRICS and (refitted or not_finite(value)):
+        if METRIC[metric].of_fit and (refitted or finite(value) is None):
             why = f"another {' and '.join(refitted)}" if refitted else "not finite: proves nothing"
-            skipped.append(_skip(metric, scope, why))
+            skipped.append(_skip(metric, now.name, why))
             continue
-        yield _compared(metric, scope, value, earlier[metric], allowance.of(metric),
-                        interval(now, metric), interval(old, metric))  # fmt: skip
+        yield _compared(metric, now.name, now, old, allowance.of(metric))
 
 
 def _compared(
     metric: str,
     scope: str,
-    raw: Any,
-    raw_earlier: Any,
+    now: ModelReport | SiteReport,
+    old: ModelReport | SiteReport,
     allowed: float,
-    own: tuple[float, float] | None,
-    its: tuple[float, float] | None,
-) -> dict[str, Any]:
+) -> Check:
     """One check: worse by more than is allowed, and by more than chance and rounding explain?"""
-    from asapc.fidelity import METRICS
-
-    value, earlier = finite(raw), finite(raw_earlier)
+    raw = now.metric(metric)
+    value, earlier = finite(raw), finite(old.metric(metric))
     assert earlier is not None
     subject = f"{metric} of {scope}"
     if value is None:
@@ -234,40 +205,40 @@ def _compared(
         text = f"{subject} {what} (the baseline has {earlier:.6g})"
         return entry("baseline", metric, scope, None, "ANOMALOUS", text,
                      baseline=earlier, allowed=allowed)  # fmt: skip
-    worse = value - earlier if METRICS[metric].direction == "min" else earlier - value
-    if metric in SHARES:
+    worse = value - earlier if METRIC[metric].direction == "min" else earlier - value
+    if METRIC[metric].share:
         part, amount, most = worse, f"{worse * 100:.4g} points", f"{allowed * 100:.4g} points"
     else:
         part = worse / abs(earlier) if earlier else math.inf if worse > 0 else 0.0
         amount, most = f"{part * 100:.4g} %", f"{allowed * 100:.4g} %"
-    start, old = f"{subject} is {value:.6g}", f"the baseline's {earlier:.6g}"
+    start, before = f"{subject} is {value:.6g}", f"the baseline's {earlier:.6g}"
     verdict: Class = "ACCEPT"
     if part <= allowed + 1e-9 or worse <= ROUNDING:  # 0.99 - 0.97 is not 0.02
-        text = f"{start}, within {most} of {old}" if worse > 0 else f"{start}, no worse than {old}"
-    elif _inside(value, its) or _inside(earlier, own):
-        text = f"{start}, {amount} worse than {old} but inside the confidence interval"
+        text = f"{start}, within {most} of {before}" if worse > 0 else f"{start}, no worse than {before}"
+    elif _inside(value, old.interval(metric)) or _inside(earlier, now.interval(metric)):
+        text = f"{start}, {amount} worse than {before} but inside the confidence interval"
     else:
-        verdict, text = "REGRESSION", f"{start}, {amount} worse than {old} ({most} allowed)"
+        verdict, text = "REGRESSION", f"{start}, {amount} worse than {before} ({most} allowed)"
     return entry("baseline", metric, scope, value, verdict, text,
                  baseline=earlier, allowed=allowed, worse_by=worse)  # fmt: skip
 
 
-def _require_same(report: Mapping[str, Any], baseline: Baseline) -> None:
-    own, its = report.get("fingerprints") or {}, baseline.report["fingerprints"]
+def _require_same(report: Report, baseline: Baseline) -> None:
+    own, its = report.fingerprints, baseline.report.fingerprints
     for key, what in (("teacher", "of the same teacher"), ("data", "on the same data")):
-        if own.get(key) != its[key]:
+        if own.get(key) != its.get(key):
             raise InputError(
                 f"baseline {baseline.path}: the baseline must be a report {what}",
-                got=f"{key} {short(its[key][:12])}, this one is {short(str(own.get(key))[:12])}",
+                got=f"{key} {short(str(its.get(key))[:12])}, this one is {short(str(own.get(key))[:12])}",
                 help="measure a baseline again whenever the teacher or the data change",
             )
 
 
-def _other_machine(report: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | None:
+def _other_machine(report: Report, earlier: Report) -> str | None:
     """Why ratios of times cannot be compared, None where they can."""
-    own, its = report.get("environment") or {}, earlier.get("environment") or {}
+    own, its = report.environment, earlier.environment
     different = [key for key in MACHINE if own.get(key) != its.get(key)]
-    if report["model"].get("batch") != earlier["model"].get("batch"):
+    if report.model.values.get("batch") != earlier.model.values.get("batch"):
         different.append("batch size")
     return f"measured with another {' and '.join(different)}" if different else None
 
@@ -300,47 +271,16 @@ def _read(path: str | Path, where: str) -> dict[str, Any]:
     return document
 
 
-def _check_fingerprints(document: Mapping[str, Any], where: str) -> None:
-    prints = _mapping_of(document, "fingerprints", where)
-    for key in ("teacher", "data"):
-        if not isinstance(prints.get(key), str):
-            raise InputError(f"{where}: fingerprints must name the {key}", got=short(prints.get(key)))
-
-
-def _check_values(values: Mapping[str, Any], where: str) -> None:
-    """Every metric is null (not measured) or a finite number; so are the ends of its interval."""
-    for name in _numbers():
-        value = values.get(name)
+def _check_numbers(holder: ModelReport | SiteReport, where: str) -> None:
+    """What was measured is null or finite, and the ends of its interval are in order."""
+    for metric in METRICS:
+        value = holder.metric(metric.key)
         if value is not None and finite(value) is None:
-            raise InputError(f"{where}: {name} must be a finite number", got=short(value))
-    _check_intervals(values, where)
-
-
-def _check_intervals(holder: Mapping[str, Any], where: str) -> None:
-    intervals = holder.get("confidence")
-    if intervals is None:
-        return
-    if not isinstance(intervals, dict):
-        raise InputError(f"{where}: confidence must be a mapping", got=short(intervals))
-    for name in intervals:
-        if interval(holder, name) is None:
-            raise InputError(
-                f"{where}: confidence of {short(name)} must be two numbers, the lower one first",
-                got=short(intervals[name]),
-            )
-
-
-def _numbers() -> Iterable[str]:
-    from asapc.fidelity import METRICS
-
-    return (*METRICS, "examples", "batch")
-
-
-def _mapping_of(data: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    value = data.get(key)
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: {key} must be a mapping", got=short(value))
-    return value
+            raise InputError(f"{where}: {metric.key} must be a finite number", got=short(value))
+    for name, ends in holder.confidence.items():
+        if holder.interval(name) is None:
+            rule = f"{where}: confidence of {short(name)} must be two numbers, the lower one first"
+            raise InputError(rule, got=short(list(ends)))
 
 
 def _fraction(text: str) -> float:

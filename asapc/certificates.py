@@ -333,7 +333,7 @@ class SiteCertificates:
                 self._add(piece)
 
     def metrics(self) -> dict[str, float]:
-        """The largest bounds of the site over all its examples, see fidelity.METRICS."""
+        """The largest bounds of the site over all its examples, see asapc.metrics."""
         found = {"contraction_bound": self.contraction}
         if self.plan is not None:
             found["dual_stability"] = self.stability

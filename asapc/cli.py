@@ -21,6 +21,7 @@ from asapc.session import EXIT_INTERRUPTED, Session
 if TYPE_CHECKING:
     from asapc.formats.calibration import Calibration
     from asapc.onnx.settings import OnnxSettings
+    from asapc.report import Report
 
 app = typer.Typer(
     name="asapc",
@@ -411,9 +412,9 @@ def report(
         page = Path(artifact) / "report.html"
         if page.exists():
             run.note(f"wrote {page}: open it in a browser")
-        if result["gate"]["passed"]:
+        if result.gate.passed:
             return 0
-        session.complain(f"asapc: {failure_text(result['gate'])}")
+        session.complain(f"asapc: {failure_text(result.gate)}")
         return EXIT_GATE_FAILED
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -599,10 +600,10 @@ def report_artifact(
     max_regression: Sequence[str] = (),
     junit: str | None = None,
     trust: bool = False,
-) -> dict[str, Any]:
+) -> Report:
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
     from asapc import baseline as regression
-    from asapc import evaluate, gates
+    from asapc import gates
     from asapc.formats.atomic import make_parent, replace_file
     from asapc.report import junit_text, write_report
 
@@ -613,19 +614,13 @@ def report_artifact(
     earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
     if junit is not None:
         make_parent(junit)  # before minutes of measuring, not after
-    result, pictures = evaluate.report(
-        artifact,
-        data,
-        model=model,
-        weights=weights,
-        kwargs=kwargs,
-        examples=examples,
-        trust=trust,
-        progress=run.progress,
-    )
-    comparison = None if earlier is None else regression.compare(result, earlier)
-    result["gate"] = gates.gate_result(result, limits, comparison)
-    write_report(artifact, result, pictures, run.note)
+    from asapc import pipeline
+
+    result = pipeline.report(
+        artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
+        examples=examples, trust=trust, progress=run.progress,
+    )  # fmt: skip
+    write_report(artifact, result, run.note)
     if junit is not None:
         replace_file(junit, junit_text(result))
     return result

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asapc import cli
 from asapc.errors import InputError
 from asapc.hints import command_line
 from asapc.recipe import Recipe
+from asapc.report import Report
 from asapc.report.tables import (
     Table,
     calibration_tables,
@@ -24,6 +25,7 @@ from asapc.report.tables import (
 )
 from asapc.session import Session
 
+T = TypeVar("T")
 RECIPES = {
     "lossless": Recipe(operator="sinkhorn"),
     "asap": Recipe(operator="asap"),
@@ -41,11 +43,7 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
     teacher, data, calibration = (str(folder / name) for name in ("teacher", "digits.npz", "calib"))
     steps: list[dict[str, Any]] = []
 
-    def step(
-        command: str,
-        action: Callable[[], dict[str, Any]],
-        tables: Callable[[Mapping[str, Any]], list[Table]],
-    ) -> dict[str, Any]:
+    def step(command: str, action: Callable[[], T], tables: Callable[[T], list[Table]]) -> T:
         run.note(f"\n$ {command}")
         start = time.monotonic()
         result = action()
@@ -80,24 +78,24 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
         reports[name] = step(
             command_line("report", artifact, data=data),
             partial(cli.report_artifact, run, artifact, data),
-            report_tables if name == "asap" else _no_tables,
+            report_tables if name == "asap" else lambda _: [],
         )
     comparison = compare(reports["lossless"], reports["asap"])
     result = {"folder": out, "steps": steps, "comparison": comparison, "report": reports["asap"]}
-    run.show(result, lambda shown: [comparison_table(shown["comparison"])])
+    run.show(result, lambda _: [comparison_table(comparison)])
     run.note(f"the compiled model and its report are in {folder / 'asap'}")
     return result
 
 
-def compare(lossless: Mapping[str, Any], asap: Mapping[str, Any]) -> list[dict[str, Any]]:
+def compare(lossless: Report, asap: Report) -> list[dict[str, Any]]:
     """Rows of the closing table, each compiled model against the teacher timed beside it."""
     teacher = {
         "name": "teacher: usual PyTorch loop",
-        "latency_ms": asap["model"].get("latency_teacher_ms"),
+        "latency_ms": asap.model.metric("latency_teacher_ms"),
         "speedup": 1.0,
         "attention_rel_l2": 0.0,
         "prediction_agreement": 1.0,
-        "accuracy": asap["model"].get("accuracy_teacher"),
+        "accuracy": asap.model.metric("accuracy_teacher"),
     }
     return [
         teacher,
@@ -106,21 +104,18 @@ def compare(lossless: Mapping[str, Any], asap: Mapping[str, Any]) -> list[dict[s
     ]
 
 
-def _comparison_row(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
-    model = report["model"]
-    errors = [site.get("metrics", {}).get("attention_rel_l2") for site in report["sites"]]
+def _comparison_row(name: str, report: Report) -> dict[str, Any]:
+    model = report.model
+    errors = [site.metric("attention_rel_l2") for site in report.sites]
+    known = [error for error in errors if error is not None]
     return {
         "name": name,
-        "latency_ms": model.get("latency_compiled_ms"),
-        "speedup": model.get("speedup"),
-        "attention_rel_l2": None if None in errors else max(errors, default=None),
-        "prediction_agreement": model.get("prediction_agreement"),
-        "accuracy": model.get("accuracy_compiled"),
+        "latency_ms": model.metric("latency_compiled_ms"),
+        "speedup": model.metric("speedup"),
+        "attention_rel_l2": max(known, default=None) if known == errors else None,
+        "prediction_agreement": model.metric("prediction_agreement"),
+        "accuracy": model.metric("accuracy_compiled"),
     }
-
-
-def _no_tables(result: Mapping[str, Any]) -> list[Table]:
-    return []
 
 
 def _place(folder: Path) -> None:

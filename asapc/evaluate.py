@@ -10,6 +10,7 @@ report() measures both for the report and its gates; bench() times the models an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,14 @@ from asapc.measure import (
     tune_site,
 )
 from asapc.onnx.settings import read_record, require_extra
-from asapc.passes.candidates import TEACHER
 from asapc.passes.verify import comparable
 from asapc.progress import Progress
 from asapc.recipe import Recipe
-from asapc.report.pictures import SitePictures
+from asapc.report.document import REPORT_FORMAT, TEACHER, Report
 from asapc.runner import Runner, Tap
 from asapc.yaml_file import read_yaml_mapping
 
 REPORT_EXAMPLES = 512
-REPORT_FORMAT = 2
 
 
 def report(
@@ -57,11 +56,11 @@ def report(
     examples: int = REPORT_EXAMPLES,
     trust: bool = False,
     progress: Progress,
-) -> tuple[dict[str, Any], list[SitePictures]]:
+) -> Report:
     """Fidelity and speed on up to `examples` examples that calibration and selection have not seen.
 
-    Also a few attention maps of every site, which are too big for the report. Raises InputError if
-    what the artefact has seen belongs to the gate split, or nothing is left to measure on.
+    Its pictures are a few attention maps of every site. No gate is set. Raises InputError if what the
+    artefact has seen belongs to the gate split, or nothing is left to measure on.
     """
     artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs)
@@ -103,7 +102,7 @@ def report(
     fitted = any(entry["fit"] is not None for entry in artifact.manifest["sites"])
     exact = lossless.metrics()
     onnx = read_record(artifact.folder)
-    result = {
+    document = {
         "format_version": REPORT_FORMAT,
         "fingerprints": {
             "teacher": artifact.manifest["teacher"]["fingerprint"], "data": source.fingerprint,
@@ -120,7 +119,7 @@ def report(
             "fit_seconds": fit_seconds,
             "calibration_order": artifact.manifest["calibration_order"],
             "break_even_batches": fit_seconds / saved if fitted and saved > 0 else None,
-            "confidence": {name: list(ends) for name, ends in outputs.confidence().items()},
+            "confidence": outputs.confidence(),
             "confidence_level": LEVEL,
         },
         "sites": [site.result() for site in sites],
@@ -133,9 +132,9 @@ def report(
         **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
         **({} if onnx is None else {"onnx": onnx}),
         "environment": environment(),
-        "gate": {"verdict": None, "passed": True, "checks": [], "baseline": None},
     }
-    return result, [site.pictures.result() for site in sites]
+    found = Report.from_json(document, str(artifact.folder))  # some of it is from the artefact's files
+    return replace(found, pictures=tuple(site.pictures.result() for site in sites))
 
 
 class Unseen:

@@ -1,7 +1,7 @@
 """How close a compiled layer or model is to its teacher: streaming metrics over the examples.
 
 Every example stays known by itself, for confidence intervals and for errors by length; what is proven
-of a site is in asapc.certificates.
+of a site is in asapc.certificates, and what each metric is in asapc.metrics.
 
 Attention units: rows of a balanced map sum to 1 (A = N P, operators' output factor [1, 1, 0, 0]).
 Duals and scores are divided by epsilon (asapc.ir). All sums run in float64. A metric that met a NaN
@@ -11,9 +11,8 @@ is inf (0 where more is better), so that no limit is kept by accident.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,54 +21,6 @@ from asapc import bootstrap
 from asapc.class_scores import are_probabilities, log_probabilities
 from asapc.faults import check_labels
 from asapc.passes.verify import tensor_outputs
-
-
-@dataclass(frozen=True)
-class MetricInfo:
-    """direction: which way is better, "min" or "max".  scope: where the metric is reported."""
-
-    direction: Literal["min", "max"]
-    scope: Literal["site", "model", "both"]
-    doc: str
-
-
-METRICS: Mapping[str, MetricInfo] = {
-    "attention_rel_l2": MetricInfo(
-        "min", "site", "|A^ - A|_F / |A|_F, mean over examples and heads"
-    ),
-    "attention_rel_l2_worst": MetricInfo("min", "site", "the same, worst example and head"),
-    "row_err": MetricInfo("min", "site", "mean |sum_j A^_ij - 1| over queries"),
-    "row_err_teacher": MetricInfo("min", "site", "row_err of the teacher itself"),
-    "col_err": MetricInfo("min", "site", "mean |sum_i A^_ij M/N - 1| over active keys"),
-    "col_err_teacher": MetricInfo("min", "site", "col_err of the teacher itself"),
-    "plan_kl": MetricInfo("min", "site", "generalised KL(P || P^), mean over examples and heads"),
-    "row_bound": MetricInfo("min", "site", "proven bound on row_err, exp(max |g+ - g0|) - 1"),
-    "contraction_bound": MetricInfo(
-        "min", "site", "proven contraction of one Sinkhorn iteration, tanh^2(range(S) / 2)"
-    ),
-    "dual_stability": MetricInfo(
-        "min", "site", "proven ratio of plan entries, exp(range(f^ - f)), at the dual's error"
-    ),
-    "r2": MetricInfo("max", "site", "variance of the teacher's dual that the fit explains, in-sample"),
-    "condition_number": MetricInfo("min", "site", "of X'X + lambda I, largest of the head groups"),
-    "output_rmse": MetricInfo("min", "both", "root mean square difference of the outputs"),
-    "output_rel_l2": MetricInfo("min", "both", "norm of the difference / norm of the teacher's"),
-    "max_abs_error": MetricInfo("min", "both", "largest absolute difference of the outputs"),
-    "logit_kl": MetricInfo("min", "model", "KL(teacher || compiled) of the predicted classes"),
-    "prediction_agreement": MetricInfo("max", "model", "share of equal predicted classes"),
-    "accuracy_teacher": MetricInfo("max", "model", "of the teacher, where labels are given"),
-    "accuracy_compiled": MetricInfo("max", "model", "of the compiled model"),
-    "accuracy_drop": MetricInfo("min", "model", "accuracy_teacher - accuracy_compiled"),
-    "latency_teacher_ms": MetricInfo("min", "both", "median time of the teacher"),
-    "latency_lossless_ms": MetricInfo("min", "both", "median time with lossless operators"),
-    "latency_compiled_ms": MetricInfo("min", "both", "median time of the compiled model"),
-    "speedup": MetricInfo("max", "both", "latency_teacher_ms / latency_compiled_ms"),
-    "speedup_lossless": MetricInfo("max", "both", "latency_teacher_ms / latency_lossless_ms"),
-    "fit_seconds": MetricInfo("min", "both", "time spent on calibration"),
-    "break_even_batches": MetricInfo(
-        "min", "model", "batches after which the time saved exceeds fit_seconds"
-    ),
-}
 
 
 class AttentionFidelity:
@@ -130,7 +81,7 @@ class AttentionFidelity:
         self.columns += heads * int(keep.sum())
 
     def metrics(self) -> dict[str, float]:
-        """Values by name, see METRICS; empty if nothing was added."""
+        """Values by name, see asapc.metrics; empty if nothing was added."""
         if not self.pairs:
             return {}
         values = {
@@ -286,7 +237,7 @@ class OutputFidelity:
             self._right_compiled.append((predicted_q == target).cpu())
 
     def metrics(self) -> dict[str, float]:
-        """Values by name, see METRICS; accuracies only where labels were given."""
+        """Values by name, see asapc.metrics; accuracies only where labels were given."""
         values = self._tensor.metrics()
         if self.examples:
             values["logit_kl"] = _or_inf(float(torch.cat(self._kl).mean()))

@@ -14,39 +14,32 @@ from __future__ import annotations
 
 import difflib
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from asapc.errors import InputError
+from asapc.metrics import METRIC, METRICS, Metric
+from asapc.printed import short
+from asapc.report.document import (
+    TEACHER,
+    Check,
+    Class,
+    GateReport,
+    ModelReport,
+    Report,
+    SiteReport,
+    finite,
+    worst_class,
+)
 from asapc.yaml_file import read_yaml_mapping
-
-Class = Literal["ACCEPT", "REGRESSION", "ANOMALOUS"]
-CLASSES: tuple[Class, ...] = ("ACCEPT", "REGRESSION", "ANOMALOUS")  # the worst last
-
-# These describe a predicted dual, so only a site that predicts one has them.
-FIT_METRICS = ("row_bound", "dual_stability", "r2", "condition_number")
-# Zero by construction where selection left the teacher's own code in place.
-ZERO_FOR_TEACHER = (
-    "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "output_rmse", "output_rel_l2",
-    "max_abs_error",
-)  # fmt: skip
-# Measured at every site; proven bounds and condition numbers may overflow and say so honestly.
-MEASURED_AT_SITES = (
-    "attention_rel_l2", "attention_rel_l2_worst", "row_err", "col_err", "plan_kl", "output_rel_l2",
-)  # fmt: skip
-SHARES = ("prediction_agreement", "accuracy_teacher", "accuracy_compiled", "accuracy_drop")
 
 IMPLAUSIBLE_SPEEDUP = 1000.0
 IMPLAUSIBLE_GAIN = 3.0  # half-widths of the confidence interval of an accuracy
 # The 95 % interval (Clopper and Pearson) of a share of n in n starts at 0.025^(1/n) > 1 - 3.69 / n.
 FOR_CONFIDENCE = -math.log(0.025)
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = _BRIEF.maxother = 80
 
 
 @dataclass(frozen=True)
@@ -65,19 +58,9 @@ class Gate:
     confidence: bool = False
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What the comparison with a baseline found: its checks, and its entry in the report."""
-
-    checks: Sequence[dict[str, Any]] = ()
-    summary: Mapping[str, Any] = field(default_factory=dict)
-
-
 def known_metrics() -> tuple[str, ...]:
     """Every name a gate may use."""
-    from asapc.fidelity import METRICS
-
-    return (*sorted(METRICS), "examples")
+    return tuple(sorted(metric.key for metric in METRICS if metric.gate))
 
 
 def load_gates(path: str | Path) -> list[Gate]:
@@ -115,14 +98,13 @@ def parse_gates(data: Mapping[str, Any], *, where: str = "gates") -> list[Gate]:
     return gates
 
 
-def check(report: Mapping[str, Any], gates: Sequence[Gate]) -> list[dict[str, Any]]:
-    """One entry per limit of the model and per limit and site of a pattern; a limit on a per-site metric
-    without a pattern is one entry, for the worst site.
+def check(report: Report, gates: Sequence[Gate]) -> list[Check]:
+    """One check per limit of the model and per limit and site of a pattern; a limit on a per-site metric
+    without a pattern is one check, of the worst site.
 
     Raises InputError for a pattern that matches no site.
     """
-    sites = [site for site in report.get("sites", ()) if isinstance(site, Mapping)]
-    names = [site_name(site) for site in sites]
+    names = [site.name for site in report.sites]
     for pattern in dict.fromkeys(gate.pattern for gate in gates if gate.pattern is not None):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(
@@ -131,85 +113,59 @@ def check(report: Mapping[str, Any], gates: Sequence[Gate]) -> list[dict[str, An
             )
     checks = []
     for gate in gates:
-        if gate.pattern is None and _scope(gate.metric) != "site":
+        if gate.pattern is None and METRIC[gate.metric].scope != "site":
             checks.append(_judge(report, gate, _Reading.of_model(report, gate)))
             continue
-        own = [s for s, name in zip(sites, names, strict=True) if _governing(gates, gate, name)]
-        if sites and not own:
+        own = [site for site in report.sites if _governing(gates, gate, site.name)]
+        if report.sites and not own:
             continue  # patterns took every site over
-        readings = [_Reading.of_site(s, gate) for s in own if not _without(s, gate.metric)]
+        readings = [_Reading.of_site(site, gate) for site in own if not _without(site, gate.metric)]
         if gate.pattern is None:
             readings = [_worst(readings, gate)] if readings else [_Reading("sites", None)]
         checks += [_judge(report, gate, reading) for reading in readings]
     return checks
 
 
-def implausible(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One ANOMALOUS entry per measurement that no sound compilation and measurement would give."""
-    model = _mapping(report, "model")
-    found = []
-    for name, info in _metrics().items():
-        if info.scope != "site" and not_finite(model.get(name)):
-            found.append(_anomaly(name, "model", f"{name} of model is {short(model[name])}: not finite"))
-    for site in report.get("sites", ()):
-        metrics, scope = _mapping(site, "metrics"), site_name(site)
-        for name in MEASURED_AT_SITES:
-            if not_finite(metrics.get(name)):
-                text = f"{name} of {scope} is {short(metrics[name])}: not finite"
-                found.append(_anomaly(name, scope, text))
-        if approximated(site) and finite(metrics.get("attention_rel_l2_worst")) == 0:
-            text = f"the attention of {scope} is exactly the teacher's, although it was approximated"
-            found.append(_anomaly("attention_rel_l2_worst", scope, text, 0.0))
-    found += _too_equal(report, model)
-    for name in ("speedup", "speedup_lossless"):
-        value = finite(model.get(name))
+def implausible(report: Report) -> list[Check]:
+    """One ANOMALOUS check per measurement that no sound compilation and measurement would give."""
+    found = _not_finite(report.model, "model", [own for own in METRICS if own.scope != "site"])
+    for site in report.sites:
+        found += _not_finite(site, site.name, [own for own in METRICS if own.every_site])
+        if _cannot_be_equal(site) and finite(site.metric("attention_rel_l2_worst")) == 0:
+            text = f"the attention of {site.name} is exactly the teacher's, although it was approximated"
+            found.append(_anomaly("attention_rel_l2_worst", site.name, text, 0.0))
+    found += _too_equal(report)
+    for metric in METRICS:
+        value = finite(report.model.metric(metric.key)) if metric.speed else None
         if value is not None and not 0 < value <= IMPLAUSIBLE_SPEEDUP:
-            text = f"{name} of model is {value:.6g}: no kernel does that, a timing is wrong"
-            found.append(_anomaly(name, "model", text, value))
-    return found + _too_accurate(report, model)
+            text = f"{metric.key} of model is {value:.6g}: no kernel does that, a timing is wrong"
+            found.append(_anomaly(metric.key, "model", text, value))
+    return found + _too_accurate(report)
 
 
 def gate_result(
-    report: Mapping[str, Any], gates: Sequence[Gate], comparison: Comparison | None = None
-) -> dict[str, Any]:
-    """The `gate` entry of a report: {"verdict", "passed", "checks", "baseline"}.
+    report: Report, gates: Sequence[Gate], comparison: GateReport | None = None
+) -> GateReport:
+    """The report's gate: its limits, its plausibility, and its comparison with a baseline.
 
     The verdict is None where neither a limit nor a baseline was set: nothing was promised, and
     nothing is accepted. Otherwise a result that is implausible fails whatever the limits are.
     """
     if not gates and comparison is None:
-        return {"verdict": None, "passed": True, "checks": [], "baseline": None}
-    checks = [*check(report, gates), *implausible(report)]
-    if comparison is not None:
-        checks += comparison.checks
-    verdict = worst_class(entry["class"] for entry in checks)
-    return {
-        "verdict": verdict,
-        "passed": verdict == "ACCEPT",
-        "checks": checks,
-        "baseline": None if comparison is None else dict(comparison.summary),
-    }
+        return GateReport()
+    compared = comparison or GateReport()
+    checks = (*check(report, gates), *implausible(report), *compared.checks)
+    return GateReport(worst_class(own.verdict for own in checks), checks, compared.baseline)
 
 
-def worst_class(classes: Any) -> Class:
-    """ACCEPT if there is none."""
-    return max(classes, key=CLASSES.index, default="ACCEPT")
-
-
-def failure_text(gate: Mapping[str, Any], most: int = 20) -> str:
+def failure_text(gate: GateReport, most: int = 20) -> str:
     """One line for the verdict and one per check that is not accepted, the worst class first."""
-    failed = failures(gate)
-    lines = [f"gate failed: {gate['verdict']}"]
-    lines += [f"  {entry['class']}: {entry['message']}" for entry in failed[:most]]
+    failed = gate.failures
+    lines = [f"gate failed: {gate.verdict}"]
+    lines += [f"  {own.verdict}: {own.message}" for own in failed[:most]]
     if len(failed) > most:
         lines.append(f"  and {len(failed) - most} more")
     return "\n".join(lines)
-
-
-def failures(gate: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The checks that are not accepted, the worst class first."""
-    failed = [entry for entry in gate.get("checks", ()) if not entry.get("passed")]
-    return sorted(failed, key=lambda entry: -CLASSES.index(entry.get("class", "REGRESSION")))
 
 
 def entry(
@@ -220,59 +176,10 @@ def entry(
     verdict: Class,
     message: str,
     **more: Any,
-) -> dict[str, Any]:
-    """One check as it stands in the report."""
-    return {
-        "kind": kind, "metric": metric, "scope": scope, "value": value, **more, "class": verdict,
-        "passed": verdict == "ACCEPT", "message": " ".join(message.split()),
-    }  # fmt: skip
-
-
-def finite(value: Any) -> float | None:
-    """The number, or None for anything that is not one or is not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def not_finite(value: Any) -> bool:
-    """A number that is NaN, infinite or beyond a float; False for what is not a number."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and finite(value) is None
-
-
-def interval(holder: Mapping[str, Any], metric: str) -> tuple[float, float] | None:
-    """holder["confidence"][metric], where it is a proper interval."""
-    ends = _mapping(holder, "confidence").get(metric)
-    if not isinstance(ends, list | tuple) or len(ends) != 2:
-        return None
-    low, high = finite(ends[0]), finite(ends[1])
-    return None if low is None or high is None or low > high else (low, high)
-
-
-def approximated(site: Mapping[str, Any]) -> bool:
-    """A site whose operator is not the teacher's own maths: bit-equal results would be a wonder.
-
-    Sorting softly at a temperature near zero and sorting exactly may really be the same.
-    """
-    operator = str(site.get("operator"))
-    own = str(_mapping(site, "convention").get("operator", "sinkhorn"))
-    sorts = operator.startswith("esp_") and own.startswith("esp_")
-    return operator not in ("teacher", "sinkhorn", own) and not sorts
-
-
-def short(value: Any) -> str:
-    """A value for a message, however long or deep it is."""
-    text = _BRIEF.repr(value)
-    return text if len(text) <= 100 else f"{text[:96]} ..."
-
-
-def site_name(site: Mapping[str, Any]) -> str:
-    return str(site.get("name"))
+) -> Check:
+    """A check whose message is one line, whatever the names in it are."""
+    text = " ".join(message.split())
+    return Check(kind, metric, scope, value, verdict=verdict, message=text, **more)
 
 
 def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
@@ -286,22 +193,20 @@ class _Reading:
     """One value to judge. raw: as it stands in the report, for the message."""
 
     scope: str
-    raw: Any
+    raw: float | None
     interval: tuple[float, float] | None = None
 
     @classmethod
-    def of_model(cls, report: Mapping[str, Any], gate: Gate) -> _Reading:
-        model = _mapping(report, "model")
-        return cls("model", model.get(gate.metric), interval(model, gate.metric))
+    def of_model(cls, report: Report, gate: Gate) -> _Reading:
+        model = report.model
+        return cls("model", model.metric(gate.metric), model.interval(gate.metric))
 
     @classmethod
-    def of_site(cls, site: Mapping[str, Any], gate: Gate) -> _Reading:
-        metrics = _mapping(site, "metrics")
-        raw = metrics.get(gate.metric, site.get(gate.metric))
-        left = site.get("operator") == "teacher"
-        if raw is None and left and gate.metric in ZERO_FOR_TEACHER:
-            return cls(site_name(site), 0.0, (0.0, 0.0))
-        return cls(site_name(site), raw, interval(site, gate.metric))
+    def of_site(cls, site: SiteReport, gate: Gate) -> _Reading:
+        raw, untouched = site.metric(gate.metric), METRIC[gate.metric].untouched
+        if raw is None and site.operator == TEACHER and untouched is not None:
+            return cls(site.name, untouched, (untouched, untouched))
+        return cls(site.name, raw, site.interval(gate.metric))
 
     def compared(self, gate: Gate) -> float | None:
         """The number that is held against the limit."""
@@ -313,7 +218,7 @@ class _Reading:
         return self.interval[0 if gate.bound == "min" else 1]
 
 
-def _judge(report: Mapping[str, Any], gate: Gate, reading: _Reading) -> dict[str, Any]:
+def _judge(report: Report, gate: Gate, reading: _Reading) -> Check:
     value, compared = finite(reading.raw), reading.compared(gate)
     limit = f"{gate.bound} {gate.limit:g}{' with confidence' if gate.confidence else ''}"
     subject = f"{gate.metric} of {reading.scope}"
@@ -331,7 +236,7 @@ def _judge(report: Mapping[str, Any], gate: Gate, reading: _Reading) -> dict[str
         kept = compared <= gate.limit if gate.bound == "max" else compared >= gate.limit
         shown = f"{value:.6g}"
         if gate.confidence:
-            level = finite(_mapping(report, "model").get("confidence_level")) or 0.95
+            level = report.model.confidence_level
             end = "at least" if gate.bound == "min" else "at most"
             shown += f", {end} {compared:.6g} with {level:.4g} confidence"
         if gate.metric == "examples" and gate.bound == "min" and not kept:
@@ -341,24 +246,25 @@ def _judge(report: Mapping[str, Any], gate: Gate, reading: _Reading) -> dict[str
             message = f"{subject} is {shown}, {'within' if kept else 'beyond'} its limit ({limit})"
     more: dict[str, Any] = {gate.bound: gate.limit}
     if gate.confidence:
-        more.update(confidence=True, bound_value=compared)
+        more |= {"confidence": True, "bound_value": compared}
     return entry("limit", gate.metric, reading.scope, value, verdict, message, **more)
 
 
-def _too_few(report: Mapping[str, Any], gate: Gate) -> str | None:
+def _too_few(report: Report, gate: Gate) -> str | None:
     """Why the number of examples does not carry a limit on a share, None where it does.
 
     A share of n examples moves in steps of 1 / n. A limit nearer to the ideal than one step says no
     more than the ideal does, and fewer examples keep it as easily: 20 of 20 is no proof of 0.99. A limit
     on a confidence bound needs so many examples that a perfect result keeps it.
     """
-    if gate.metric not in SHARES or gate.bound != _good_bound(gate.metric):
+    metric = METRIC[gate.metric]
+    if not metric.share or gate.bound != metric.bound:
         return None
     ideal = 1.0 if gate.bound == "min" else 0.0
     needed = examples_needed(gate.limit, ideal, FOR_CONFIDENCE if gate.confidence else 1)
     if not needed:
         return None
-    examples = finite(_mapping(report, "model").get("examples"))
+    examples = finite(report.model.metric("examples"))
     if examples is None:
         return f"rests on an unknown number of examples, at least {needed} are needed"
     if examples >= needed:
@@ -383,51 +289,65 @@ def _governing(gates: Sequence[Gate], gate: Gate, name: str) -> bool:
         for other in gates
         if (other.metric, other.bound) == (gate.metric, gate.bound)
         and (fnmatchcase(name, other.pattern) if other.pattern is not None
-             else _scope(other.metric) == "site")
+             else METRIC[other.metric].scope == "site")
     ]  # fmt: skip
     patterned = [other for other in same if other.pattern is not None]
     return bool(same) and (patterned or same)[-1] == gate
 
 
-def _without(site: Mapping[str, Any], metric: str) -> bool:
+def _without(site: SiteReport, metric: str) -> bool:
     """Whether the metric does not exist for what the site became."""
-    if metric in _mapping(site, "metrics"):
+    if metric in site.metrics:
         return False
-    operator = site.get("operator")
-    if metric in FIT_METRICS:
-        return operator != "asap"
-    return operator == "teacher" and metric not in ZERO_FOR_TEACHER
+    if METRIC[metric].of_fit:
+        return site.operator != "asap"
+    return site.operator == TEACHER and METRIC[metric].untouched is None
 
 
-def _too_equal(report: Mapping[str, Any], model: Mapping[str, Any]) -> list[dict[str, Any]]:
-    names = [site_name(site) for site in report.get("sites", ()) if approximated(site)]
+def _cannot_be_equal(site: SiteReport) -> bool:
+    """An approximation whose results, were they bit-equal, would be a wonder: sorting softly at a
+    temperature near zero and sorting exactly may really be the same."""
+    sorts = site.operator.startswith("esp_") and site.own_operator.startswith("esp_")
+    return site.approximate and not sorts
+
+
+def _not_finite(
+    holder: ModelReport | SiteReport, scope: str, metrics: Sequence[Metric]
+) -> list[Check]:
+    values = {metric.key: holder.metric(metric.key) for metric in metrics}
+    return [
+        _anomaly(key, scope, f"{key} of {scope} is {short(value)}: not finite")
+        for key, value in values.items() if value is not None and finite(value) is None
+    ]  # fmt: skip
+
+
+def _too_equal(report: Report) -> list[Check]:
+    count = sum(map(_cannot_be_equal, report.sites))
     for metric in ("max_abs_error", "output_rel_l2"):
-        if names and finite(model.get(metric)) == 0:
+        if count and finite(report.model.metric(metric)) == 0:
             text = (
-                f"the outputs are exactly the teacher's ({metric} 0), although {len(names)} "
-                f"site{'s were' if len(names) > 1 else ' was'} approximated: was the teacher compared "
+                f"the outputs are exactly the teacher's ({metric} 0), although {count} "
+                f"site{'s were' if count > 1 else ' was'} approximated: was the teacher compared "
                 "with itself?"
             )
             return [_anomaly(metric, "model", text, 0.0)]
     return []
 
 
-def _too_accurate(report: Mapping[str, Any], model: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _too_accurate(report: Report) -> list[Check]:
     """A compiled model imitates its teacher, unless it was trained on labels since."""
-    if _mapping(report, "refresh").get("mode") == "labels":
+    if (report.refresh or {}).get("mode") == "labels":
         return []
-    teacher, own = (finite(model.get(f"accuracy_{side}")) for side in ("teacher", "compiled"))
-    examples = finite(model.get("examples"))
+    model, sides = report.model, ("accuracy_teacher", "accuracy_compiled")
+    teacher, own = (finite(model.metric(side)) for side in sides)
+    examples = finite(model.metric("examples"))
     if teacher is None or own is None or not examples or examples < 1:
         return []
     # Bootstrap intervals shrink to nothing where every example is right, hence the binomial one, with
     # two successes and two failures added (Agresti and Coull).
     share = (teacher * examples + 2) / (examples + 4)
     widths = [1.96 * math.sqrt(max(share * (1 - share), 0.0) / (examples + 4))]
-    for side in ("teacher", "compiled"):
-        ends = interval(model, f"accuracy_{side}")
-        if ends is not None:
-            widths.append((ends[1] - ends[0]) / 2)
+    widths += [(ends[1] - ends[0]) / 2 for side in sides if (ends := model.interval(side)) is not None]
     gain, width = own - teacher, max(widths)
     if gain <= IMPLAUSIBLE_GAIN * width:
         return []
@@ -438,7 +358,7 @@ def _too_accurate(report: Mapping[str, Any], model: Mapping[str, Any]) -> list[d
     return [_anomaly("accuracy_compiled", "model", text, own)]
 
 
-def _anomaly(metric: str, scope: str, message: str, value: float | None = None) -> dict[str, Any]:
+def _anomaly(metric: str, scope: str, message: str, value: float | None = None) -> Check:
     return entry("plausibility", metric, scope, value, "ANOMALOUS", message)
 
 
@@ -451,7 +371,7 @@ def _parse_metric(metric: Any, limits: Any, pattern: str | None, where: str) -> 
             help=(f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}",
         )
     place = f"{where}: {metric}"
-    if pattern is not None and _scope(metric) == "model":
+    if pattern is not None and METRIC[metric].scope == "model":
         raise InputError(
             f"{place}: only a metric of a site can be limited per site",
             help="limit a metric of the whole model at the top of the file",
@@ -469,7 +389,7 @@ def _parse_metric(metric: Any, limits: Any, pattern: str | None, where: str) -> 
     for bound in bounds:
         if bound in limits:
             limit = _limit(limits[bound], place)
-            if metric in SHARES and not (-1 if metric == "accuracy_drop" else 0) <= limit <= 1:
+            if METRIC[metric].share and not (METRIC[metric].low or 0) <= limit <= 1:
                 raise InputError(f"{place}: a share is at most 1", got=f"{limit:g}",
                                  help="write 99 % as 0.99")  # fmt: skip
             gates.append(Gate(metric, bound, limit, pattern, confidence))
@@ -489,23 +409,3 @@ def _limit(value: Any, where: str) -> float:
     if not math.isfinite(limit):
         raise InputError(rule, got=short(value))
     return limit
-
-
-def _scope(metric: str) -> str:
-    return "model" if metric == "examples" else _metrics()[metric].scope
-
-
-def _good_bound(metric: str) -> Literal["min", "max"]:
-    """The bound that asks for a good value: more is better, so there is a least."""
-    return "min" if _metrics()[metric].direction == "max" else "max"
-
-
-def _metrics() -> Mapping[str, Any]:
-    from asapc.fidelity import METRICS  # torch: not for every --help
-
-    return METRICS
-
-
-def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = data.get(key)
-    return value if isinstance(value, Mapping) else {}

@@ -16,6 +16,7 @@ from asapc.certificates import SiteCertificates
 from asapc.data import Batch
 from asapc.features.predictor import closure_plan
 from asapc.fidelity import AttentionFidelity, TensorFidelity
+from asapc.formats.records import json_fields
 from asapc.ir import Convention, SiteTensors, convention_from_dict
 from asapc.kernels.dispatch import explained
 from asapc.kernels.thresholds import (
@@ -26,8 +27,10 @@ from asapc.kernels.thresholds import (
     using,
     without_cache,
 )
+from asapc.metrics import METRICS
 from asapc.operators.sinkhorn import clean_values
 from asapc.passes.calls import predicted_duals, site_function
+from asapc.report.document import TEACHER, SiteReport, approximates
 from asapc.report.pictures import PictureCollector
 from asapc.runner import Runner
 from asapc.timing import interleaved_medians
@@ -114,7 +117,7 @@ def time_site(
         "teacher": partial(site_function(*lossless, plain=True), t, t.k),
         "lossless": partial(site_function(*lossless), t, t.k),
     }
-    if not _is_lossless(entry) and not _is_untouched(entry):
+    if approximates(entry["operator"], entry["convention"]["operator"]):
         own = site_function(artifact.programs["graph"], artifact.site_names[index])
         functions["graph"] = partial(own, t, t.k)
     with torch.no_grad():
@@ -123,16 +126,9 @@ def time_site(
     return _ratios(times["teacher"], times["lossless"], times.get("graph", compiled))
 
 
-def _is_lossless(entry: Mapping[str, Any]) -> bool:
-    return bool(entry["operator"] == entry["convention"]["operator"])
-
-
 def _is_untouched(entry: Mapping[str, Any]) -> bool:
     """Left as it was by selection: the compiled graph holds the teacher's own nodes, and no call."""
-    return bool(entry["operator"] == "teacher")
-
-
-ZERO_OF_UNTOUCHED = ("attention_rel_l2", "attention_rel_l2_worst", "output_rel_l2")
+    return bool(entry["operator"] == TEACHER)
 
 
 class SiteFidelity:
@@ -189,26 +185,12 @@ class SiteFidelity:
                 metrics["r2"] = self.entry["r2"]
                 metrics["condition_number"] = self.entry["condition_number"]
         if _is_untouched(self.entry):
-            metrics = dict.fromkeys(ZERO_OF_UNTOUCHED, 0.0)
+            known = (own for own in METRICS if own.every_site and own.untouched is not None)
+            metrics = {own.key: own.untouched for own in known}
         return {
-            "name": self.entry["name"],
-            "operator": self.entry["operator"],
-            "reason": self.entry["reason"],
-            "convention": self.entry["convention"],
-            "side": self.entry["side"],
-            "closures": self.entry["closures"],
-            "rescaled": self.entry["rescaled"],
-            "coefficients": self.entry["coefficients"],
-            "features": self.entry["features"],
-            "pivots": self.entry.get("pivots"),
-            "slices": self.entry.get("slices"),
-            "fit": self.entry["fit"],
-            "fit_converged": self.entry["fit_converged"],
-            "replay_error": self.entry["replay_error"],
-            "replay": self.entry["replay"],
-            "range": self.entry.get("range"),
+            **{key: self.entry.get(key) for key in json_fields(SiteReport) if key != "more"},
             "metrics": metrics,
-            "confidence": {name: list(ends) for name, ends in self.attention.confidence().items()},
+            "confidence": self.attention.confidence(),
             "by_head": self.attention.by_head(),
             "by_length": self.attention.by_length(),
             "certificates": certificates,

@@ -1,4 +1,4 @@
-"""The compiler:  load -> analyse -> calibrate -> select -> rewrite -> emit.
+"""The compiler:  load -> analyse -> calibrate -> select -> rewrite -> emit -> report.
 
 analyse is capture, match, lift and replay (asapc.passes.analyse). Each function below is one
 command; data travels by value, and nothing is kept between calls.
@@ -13,7 +13,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from asapc import evaluate
 from asapc.artifact import (
     Artifact,
     Stage,
@@ -35,6 +36,7 @@ from asapc.artifact import (
     write_refreshed,
 )
 from asapc.audit import settle_exact_sorting
+from asapc.baseline import Baseline, compare
 from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.distill import Distiller
 from asapc.calibration.reading import Examples
@@ -59,6 +61,7 @@ from asapc.formats.enough import Shortage, shortages
 from asapc.formats.load import Teacher, example_inputs
 from asapc.formats.program_operators import unlisted
 from asapc.formats.shards import Shards, code_digest
+from asapc.gates import Gate, gate_result
 from asapc.ir import Convention, Program, SiteTensors
 from asapc.live import installed_patches
 from asapc.memory import MemoryLimit, format_size, give_back
@@ -77,6 +80,7 @@ from asapc.passes.verify import comparable, largest_difference, tensor_outputs
 from asapc.progress import Progress
 from asapc.recipe import Recipe
 from asapc.refresh import RefreshSettings, train
+from asapc.report import Report
 from asapc.runner import Runner, Tap
 
 SAMPLE_EXAMPLES = 32  # slices and pivots are made from
@@ -332,6 +336,28 @@ def export(
         data or recorded_data(artifact.manifest["data"], artifact_path, "export"), artifact.signature()
     )
     return _write_onnx(artifact, source, settings, progress)
+
+
+def report(
+    artifact_path: str | Path,
+    data: str | DataSource | None,
+    limits: Sequence[Gate] = (),
+    baseline: Baseline | None = None,
+    *,
+    model: str | nn.Module | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    examples: int = evaluate.REPORT_EXAMPLES,
+    trust: bool = False,
+    progress: Progress,
+) -> Report:
+    """Measure on unseen examples, compare with the baseline, check the limits."""
+    measured = evaluate.report(
+        artifact_path, data, model=model, weights=weights, kwargs=kwargs, examples=examples,
+        trust=trust, progress=progress,
+    )  # fmt: skip
+    comparison = None if baseline is None else compare(measured, baseline)
+    return replace(measured, gate=gate_result(measured, limits, comparison))
 
 
 def refresh(

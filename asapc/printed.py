@@ -7,12 +7,16 @@ the terminal's title or clear its screen; a bidirectional one shows a text in an
 from __future__ import annotations
 
 import re
+import reprlib
 
 _UNSHOWN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but for tab and the end of a line
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of text
     "\u2028\u2029\ufeff\ud800-\udfff]"  # ends of lines, an invisible space, halves of pairs
 )
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 80
 
 
 def escaped(text: str) -> str:
@@ -30,3 +34,9 @@ def reason(error: BaseException, most: int = 300) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     line = one_line(" ".join(text.split())) or type(error).__name__
     return line if len(line) <= most else f"{line[: most - 4]} ..."
+
+
+def short(value: object) -> str:
+    """A value for a message, however long or deep it is."""
+    text = _BRIEF.repr(value)
+    return text if len(text) <= 100 else f"{text[:96]} ..."

@@ -37,6 +37,7 @@ from typing import Any, Literal
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature
 from asapc.features.predictor import RecipeSide
+from asapc.metrics import BUDGET_BOUNDS
 from asapc.settings import (
     Compound,
     NonNegative,
@@ -66,11 +67,6 @@ MAX_CANDIDATES = 256
 MAX_SHAPES = 64
 MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
 MAX_RIDGE = 1e30  # times any number of rows it is finite
-# Which side of the limit is kept: a share that must be reached, or an error that must not be passed.
-BUDGET_BOUNDS: Mapping[str, Literal["min", "max"]] = {
-    "attention_rel_l2": "max", "output_rel_l2": "max", "logit_kl": "max",
-    "prediction_agreement": "min", "accuracy_drop": "max",
-}  # fmt: skip
 DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_agreement": 0.99}
 CANDIDATE_KEYS = (
     "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients",

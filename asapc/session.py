@@ -13,9 +13,9 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from asapc.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_OK, AsapcError
 from asapc.hints import command_line
@@ -25,6 +25,7 @@ from asapc.progress import Progress, make_progress
 if TYPE_CHECKING:
     from asapc.report.tables import Table
 
+T = TypeVar("T")
 EXIT_INTERRUPTED = 130
 FILE_TROUBLE = {
     errno.ENOSPC: "free some space, or write to another folder",
@@ -47,9 +48,7 @@ class Session:
     progress: Progress
     results: TextIO
 
-    def show(
-        self, result: Mapping[str, Any], tables: Callable[[Mapping[str, Any]], list[Table]]
-    ) -> None:
+    def show(self, result: T, tables: Callable[[T], list[Table]]) -> None:
         """Print a command's result: JSON, or its tables."""
         if self.json:
             from asapc.report.text import json_text

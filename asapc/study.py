@@ -40,6 +40,7 @@ from asapc.formats.calibration import AnySiteCalibration, SiteCalibration
 from asapc.formats.load import Teacher
 from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
 from asapc.measure import environment
+from asapc.metrics import METRICS
 from asapc.operators.sinkhorn import clean_values, sinkhorn
 from asapc.passes.analyse import Analysis, Site, analyse
 from asapc.passes.apply import apply_lossless, apply_replacement, predict
@@ -63,9 +64,8 @@ GRID_KEYS = (
 )  # fmt: skip
 COLUMNS = (
     "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "ridge_mode",
-    "examples", "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "row_err", "col_err",
-    "output_rmse", "output_rel_l2", "prediction_agreement", "accuracy_compiled", "accuracy_drop",
-    "site_ms", "predict_ms", "fit_seconds", "fit_converged", "r2", "pareto",
+    "examples", *(metric.key for metric in METRICS if metric.study),
+    "site_ms", "predict_ms", "fit_converged", "pareto",
 )  # fmt: skip
 
 
@@ -391,7 +391,7 @@ class _Bench:
         for batch, exact in zip(self.batches, self.teacher_out, strict=True):
             fidelity.update(exact, _first_output(runner(batch)), batch.labels)
         metrics = fidelity.metrics()
-        names = ("prediction_agreement", "accuracy_compiled", "accuracy_drop")
+        names = [own.key for own in METRICS if own.study and own.scope == "model"]
         return {name: metrics.get(name) for name in names}
 
 

@@ -60,7 +60,7 @@ from asapc.pipeline import calibrate, compile
 from asapc.printed import escaped
 from asapc.progress import Progress
 from asapc.recipe import Recipe, load_recipe
-from asapc.report import write_report
+from asapc.report import Report, write_report
 from asapc.study import load_grid
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -706,7 +706,7 @@ def read_outputs(folder: Path) -> None:
     check_replaceable(place, [folder / "data.npz"])
     with replace_folder(place) as partial:
         (partial / "manifest.json").write_text("{}")
-    write_report(place, {"sites": [], "model": {}})
+    write_report(place, Report())
     replace_file(place / "file", "text")
     shutil.rmtree(place.resolve())
 

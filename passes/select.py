@@ -29,6 +29,7 @@ from asapc.features.predictor import Amortised
 from asapc.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
 from asapc.formats.calibration import Calibration
 from asapc.ir import Convention, Distilled, Program, SiteTensors
+from asapc.metrics import BUDGET_BOUNDS
 from asapc.operators.sinkhorn import clean_values
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.apply import apply_lossless, apply_replacement
@@ -50,7 +51,7 @@ from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.solve import Option, cheapest
 from asapc.passes.verify import comparable
 from asapc.progress import Progress
-from asapc.recipe import BUDGET_BOUNDS, DEFAULT_BUDGET, Recipe
+from asapc.recipe import DEFAULT_BUDGET, Recipe
 from asapc.runner import Runner, Tap
 from asapc.timing import interleaved_medians
 

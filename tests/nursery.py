@@ -29,6 +29,7 @@ from asapc.formats import atomic
 from asapc.formats.calibration import Calibration, save_calibration
 from asapc.formats.load import load_teacher
 from asapc.formats.shards import Shards
+from asapc.report import Report
 
 SHARDS, SIZE = map(int, sys.argv[1:])
 FLUSHES = 2  # calls that are no rename, and yet among those that a command is killed at
@@ -79,8 +80,8 @@ def two_renames(root: str, n: int) -> None:
 
 
 def report(root: str, n: int) -> None:
-    report = {"model": {"source": str(n)}, "sites": [], "padding": [n] * SIZE}
-    asapc.report.write_report(f"{root}/reports", report)
+    document = {"model": {"source": str(n)}, "environment": {"padding": [n] * SIZE}}
+    asapc.report.write_report(f"{root}/reports", Report.from_json(document, "report"))
 
 
 def shards(root: str, n: int) -> None:
@@ -107,7 +108,7 @@ def loop(root: str, first: int, seed: int, last: int) -> int:
 def warm_up() -> None:
     """What is imported on a first call is there for all."""
     # drawing is slow
-    asapc.report._page = lambda report, pictures: ("<p>" + report["model"]["source"], None)  # type: ignore[assignment]
+    asapc.report._page = lambda report: ("<p>" + report.model.source, None)  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as root:
         Path(root, "reports").mkdir()
         for write in WRITES:

@@ -1,9 +1,12 @@
 """A report with everything in it, and pictures to match: the IMDb teacher's shapes and figures."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from asapc.report import Report
 from asapc.report.pictures import PictureCollector, SitePictures
 
 SITES = ("layers.0.mha", "layers.1.mha", "layers.2.mha")
@@ -80,6 +83,10 @@ def full_report() -> dict[str, Any]:
                          "verdict": "ACCEPT", "compared": 1, "skipped": []},
         },
     }  # fmt: skip
+
+
+def typed(document: dict[str, Any], pictures: Sequence[SitePictures] = ()) -> Report:
+    return replace(Report.from_json(document, "report"), pictures=tuple(pictures))
 
 
 def minimal_report() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import asapc
+import asapc.pipeline
 from asapc import cli
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.features import Feature
@@ -25,6 +25,7 @@ from asapc.features.clouds import Budget
 from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor
 from asapc.formats.calibration import FitQuality, SiteCalibration
 from asapc.ir import Convention
+from asapc.report import Report
 
 COMMANDS = ("inspect", "calibrate", "study", "compile", "report", "bench", "demo")
 ARGUMENTS = {
@@ -102,8 +103,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     calibration = SimpleNamespace(sites={"layers.0": (SITE,)}, order="parallel", warnings=[WARNING])
     pipeline.calibrate = stand_in("calibrate", calibration)  # type: ignore[attr-defined]
     pipeline.compile = stand_in("compile", MANIFEST)  # type: ignore[attr-defined]
+    measured = Report.from_json(REPORT, "REPORT")
+    monkeypatch.setattr(asapc.pipeline.evaluate, "report", stand_in("report", measured))
+    pipeline.report = asapc.pipeline.report  # type: ignore[attr-defined]
     evaluate = ModuleType("asapc.evaluate")
-    evaluate.report = stand_in("report", (REPORT, []))  # type: ignore[attr-defined]
     evaluate.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
     monkeypatch.setattr("asapc.formats.load.load_teacher", stand_in("load_teacher", "TEACHER"))
     monkeypatch.setitem(sys.modules, "asapc.pipeline", pipeline)

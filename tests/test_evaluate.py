@@ -68,8 +68,9 @@ def run(*arguments: object) -> None:
     assert main([*map(str, arguments), "--quiet", "--debug"]) == 0
 
 
-def report(folder: Path, **options: Any) -> tuple[dict[str, Any], list[Any]]:
-    return evaluate.report(folder, progress=Progress(), **options)
+def report(folder: Path, **options: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    found = evaluate.report(folder, progress=Progress(), **options)
+    return found.to_json(), found.pictures
 
 
 def hashes(path: Path) -> list[int]:
@@ -215,7 +216,7 @@ def test_a_site_left_to_the_teacher_has_no_error(
     first, second = found["sites"]
     assert (first["operator"], second["operator"]) == ("teacher", "asap")
     assert first["metrics"] == {
-        "attention_rel_l2": 0.0, "attention_rel_l2_worst": 0.0, "output_rel_l2": 0.0
+        "attention_rel_l2": 0.0, "attention_rel_l2_worst": 0.0, "output_rel_l2": 0.0, "plan_kl": 0.0
     }
     assert first["certificates"] == [] and pictures[0].pairs == []
     whole, _ = report(work / "out")

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asapc.fidelity import (
-    METRICS,
     AttentionFidelity,
     OutputFidelity,
     TensorFidelity,
     length_bins,
 )
+from asapc.metrics import METRIC, METRICS
 from asapc.operators.sinkhorn import attention_map, finite_duals
 
 UNIT = [1.0, 1.0, 0.0, 0.0]  # attention units, A = N P
@@ -48,7 +48,7 @@ def test_attention_metrics_stream_and_are_registered():
     for i in range(3):
         parts.update(teacher[i : i + 1], compiled[i : i + 1])
     assert parts.metrics() == pytest.approx(whole.metrics())
-    assert set(whole.metrics()) <= set(METRICS)
+    assert set(whole.metrics()) <= set(METRIC)
     relative = (compiled - teacher).norm(dim=(-2, -1)) / teacher.norm(dim=(-2, -1))
     assert whole.metrics()["attention_rel_l2"] == pytest.approx(float(relative.mean()))
     assert whole.metrics()["attention_rel_l2_worst"] == pytest.approx(float(relative.max()))
@@ -143,7 +143,7 @@ def test_outputs_with_labels():
     assert found["accuracy_drop"] == 0.25 and found["max_abs_error"] == 1.0
     p, q = teacher.double().softmax(-1), compiled.double().softmax(-1)
     assert found["logit_kl"] == pytest.approx(float((p * (p / q).log()).sum()) / 4)
-    assert set(found) <= set(METRICS)
+    assert set(found) <= set(METRIC)
 
 
 def test_rounded_probabilities_have_no_negative_divergence():
@@ -222,8 +222,9 @@ def test_broken_outputs_are_never_good():
 
 
 def test_every_metric_is_described():
-    for name, info in METRICS.items():
-        assert name.isidentifier() and info.doc
+    assert len(METRIC) == len(METRICS)
+    for info in METRICS:
+        assert info.key.isidentifier() and info.doc and info.name
         assert info.direction in ("min", "max") and info.scope in ("site", "model", "both")
 
 

@@ -4,20 +4,18 @@ from typing import Any
 import pytest
 import torch
 
+from asapc import gates as judge
 from asapc.bootstrap import share
 from asapc.errors import InputError
 from asapc.gates import (
     FOR_CONFIDENCE,
     Gate,
-    check,
     examples_needed,
-    failure_text,
-    gate_result,
-    implausible,
     known_metrics,
     load_gates,
     parse_gates,
 )
+from asapc.report.document import GateReport, Report
 
 SHIPPED = Path(__file__).parents[1] / "examples" / "gates.yaml"
 
@@ -42,6 +40,26 @@ def report(**model: Any) -> dict[str, Any]:
             {"name": "layers.2", "operator": "sinkhorn", "metrics": {"attention_rel_l2": 1e-7}},
         ],
     }
+
+
+def typed(document: dict[str, Any]) -> Report:
+    return Report.from_json(document, "report")
+
+
+def check(found: dict[str, Any], gates: list[Gate]) -> list[dict[str, Any]]:
+    return [own.to_json() for own in judge.check(typed(found), gates)]
+
+
+def implausible(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [own.to_json() for own in judge.implausible(typed(found))]
+
+
+def gate_result(found: dict[str, Any], gates: list[Gate]) -> dict[str, Any]:
+    return judge.gate_result(typed(found), gates).to_json()
+
+
+def failure_text(gate: dict[str, Any], most: int = 20) -> str:
+    return judge.failure_text(GateReport.from_json(gate, "gate"), most)
 
 
 def test_shipped_gates_load() -> None:
@@ -92,7 +110,7 @@ def test_both_bounds_are_two_checks() -> None:
     assert [entry["passed"] for entry in check(report(), gates)] == [True, False]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.01", True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
 @pytest.mark.parametrize("bound", ["min", "max"])
 def test_what_is_not_a_finite_number_fails(value: object, bound: Any) -> None:
     limit = -1e9 if bound == "min" else 1e9
@@ -281,7 +299,7 @@ def test_the_pessimistic_end_is_compared(limit: Any, verdict: str, text: str) ->
 
 
 @pytest.mark.parametrize(
-    "ends", [None, [0.1], "ab", [0.2, 0.1], [0.1, float("nan")], [0.1, True], {"low": 0, "high": 1}]
+    "ends", [[None, 0.1], [0.1, None], [0.2, 0.1], [0.1, float("nan")]]
 )
 def test_a_missing_or_broken_interval_fails(ends: object) -> None:
     gates = parse_gates({"logit_kl": {"max": 1, "confidence": True}})

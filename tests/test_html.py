@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import browser
 import page_report
 
+from asapc.report import html as rendering
 from asapc.report import write_report
-from asapc.report.html import html
 from asapc.report.pictures import MapPair, SitePictures
 from asapc.report.plots import Point, bars, map_images, masses, pareto
 from asapc.report.text import json_text
@@ -63,6 +63,10 @@ class Reader(HTMLParser):
 
     def named(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]
+
+
+def html(document: dict[str, Any], pictures: Sequence[SitePictures] = ()) -> str:
+    return rendering.html(page_report.typed(document, pictures))
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +162,8 @@ def test_the_same_report_is_the_same_bytes(full: str) -> None:
         "import sys; sys.path.insert(0, 'tests'); import page_report, hashlib, matplotlib;"
         "matplotlib.rcParams.update({'lines.linewidth': 9, 'svg.fonttype': 'path', 'font.size': 30});"
         "from asapc.report.html import html;"
-        "text = html(page_report.full_report(), page_report.pictures());"
+        "report = page_report.typed(page_report.full_report(), page_report.pictures());"
+        "text = html(report);"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
     result = subprocess.run(
@@ -181,6 +186,7 @@ HOSTILE = (
 def test_hostile_names_are_text(name: str) -> None:
     report = _renamed(page_report.full_report(), name)
     report["sites"] = report["sites"][:1]
+    report["gate"]["verdict"] = report["gate"]["baseline"]["verdict"] = "REGRESSION"
     text = html(report, [SitePictures(name, [_pair()])])
     page = Reader(text)
     assert not page.named("script")
@@ -197,7 +203,7 @@ def test_hostile_names_are_text(name: str) -> None:
 def _renamed(value: Any, name: str) -> Any:
     """Every text that does not say what the report means, and every key of the decision trail."""
     if isinstance(value, dict):
-        kept = ("operator", "objective", "first_side", "last_side", "side", "convention", "mask")
+        kept = ("operator", "objective", "first_side", "last_side", "side", "convention", "mask", "class")
         return {k: v if k in kept else _renamed(v, name) for k, v in value.items()}
     if isinstance(value, list):
         return [_renamed(item, name) for item in value]
@@ -266,6 +272,22 @@ def test_verdicts() -> None:
     report["gate"] = {"verdict": "ANOMALOUS", "passed": False, "checks": [bad]}
     text = html(report)
     assert 'class="tone-odd"' in text and "was not measured" in text and "not measured</td>" in text
+
+
+@pytest.mark.parametrize(
+    ("operator", "own", "tone"),
+    [
+        ("lot", "lot", "exact"), ("esp_hard", "esp_hard", "exact"), ("esp_soft", "esp_soft", "exact"),
+        ("sinkhorn", "sinkhorn", "exact"), ("teacher", "lot", "exact"), ("asap", "sinkhorn", "amortised"),
+        ("lot", "sinkhorn", "amortised"), ("esp_hard", "esp_soft", "amortised"),
+    ],
+)  # fmt: skip
+def test_what_computes_the_teachers_map_is_not_shown_as_an_approximation(
+    operator: str, own: str, tone: str
+) -> None:
+    report = page_report.minimal_report()
+    report["sites"] = [{"name": "a", "operator": operator, "convention": {"operator": own}}]
+    assert f'<span class="pill {tone}">{operator}</span>' in html(report)
 
 
 def test_a_violated_certificate_is_not_folded_away() -> None:
@@ -390,6 +412,7 @@ def test_in_a_browser(
         text = html(page_report.minimal_report())
     elif kind == "hostile":
         hostile = _renamed(page_report.full_report(), HOSTILE[0] + "n" * 2000)
+        hostile["gate"]["verdict"] = hostile["gate"]["baseline"]["verdict"] = "REGRESSION"
         text = html(hostile, [SitePictures(hostile["sites"][0]["name"], [_pair()])])
     path = tmp_path / "report.html"
     path.write_text(text, encoding="utf-8")
@@ -471,7 +494,7 @@ def test_it_prints(tab: browser.Browser, full: str, tmp_path: Path) -> None:
 
 def test_the_page_is_written_with_the_others(tmp_path: Path) -> None:
     notes: list[str] = []
-    written = write_report(tmp_path, page_report.minimal_report(), note=notes.append)
+    written = write_report(tmp_path, page_report.typed(page_report.minimal_report()), notes.append)
     assert [path.name for path in written] == ["report.json", "report.md", "junit.xml", "report.html"]
     assert written[-1].read_text("utf-8") == html(page_report.minimal_report())
     assert notes == []
@@ -482,8 +505,9 @@ def test_without_the_extra_there_is_a_note_and_no_stale_page(missing: str, tmp_p
     (tmp_path / "report.html").write_text("of an earlier report")
     program = (
         f"import sys; sys.modules[{missing!r}] = None\n"
-        "from asapc.report import write_report\n"
-        f"write_report({str(tmp_path)!r}, {page_report.minimal_report()!r}, note=print)\n"
+        "from asapc.report import Report, write_report\n"
+        f"report = Report.from_json({page_report.minimal_report()!r}, 'report')\n"
+        f"write_report({str(tmp_path)!r}, report, note=print)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == (

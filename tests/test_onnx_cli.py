@@ -15,6 +15,7 @@ from asapc import cli, evaluate, pipeline
 from asapc.data import Batch
 from asapc.errors import InputError
 from asapc.onnx.settings import OnnxSettings, is_unverified, read_record
+from asapc.report import Report
 from asapc.report.tables import onnx_tables
 
 CONTENT = b"a model"
@@ -186,7 +187,8 @@ def test_a_file_that_is_not_the_verified_one_is_told(
 ) -> None:
     result = {"model": {}, "sites": [], "gate": {"passed": True}}
     monkeypatch.setattr(evaluate, "bench", lambda *args, **kwargs: result)
-    monkeypatch.setattr(cli, "report_artifact", lambda *args, **kwargs: result)
+    report = Report.from_json(result, "report")
+    monkeypatch.setattr(cli, "report_artifact", lambda *args, **kwargs: report)
     folder = write(tmp_path / "out")
     assert cli.main([command, str(folder)]) == 0
     assert "verified" not in capsys.readouterr().err

@@ -131,9 +131,9 @@ def test_a_pattern_must_match_a_site() -> None:
         ("ridge_mode: relative", "ridge_mode must be risk or direct"),
         ("ridge: -1", r"ridge must be a number from 0 to 1e\+30, got -1"),
         ("ridge: .nan", "ridge must be a number"),
-        ("ridge: .inf", "ridge must be a finite number"),
-        ("ridge: small", "ridge must be a finite number .* got 'small'"),
-        ("ridge:", "ridge must be a finite number .* got None"),
+        ("ridge: .inf", "ridge must be a number"),
+        ("ridge: small", "ridge must be a number .* got 'small'"),
+        ("ridge:", "ridge must be a number .* got None"),
         ("coefficients: common", "coefficients must be per_head or pooled or shared"),
         ("seed: -1", "seed must be an integer"),
         ("budget: 0.05", "budget must be a mapping"),
@@ -201,7 +201,7 @@ def test_a_recipe_from_python_has_no_lines() -> None:
 @pytest.mark.parametrize("value", [True, "2 %", {}, 10**400, "nan", "1e999"], ids=str)
 def test_what_is_no_number_is_refused(value: object) -> None:
     for data in ({"ridge": value}, {"budget": {"logit_kl": value}}, {"candidates": [{"ridge": value}]}):
-        with pytest.raises(InputError, match="must be a finite number >= 0"):
+        with pytest.raises(InputError, match="must be a number from 0 to"):
             Recipe.from_dict(data)
 
 

@@ -9,12 +9,12 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from asapc import fidelity
 from asapc.baseline import Allowance, Baseline, compare
-from asapc.evaluate import REPORT_FORMAT
 from asapc.formats.enough import Shortage
-from asapc.gates import CLASSES, gate_result, parse_gates
-from asapc.report import json_text, report_schema
+from asapc.gates import gate_result, parse_gates
+from asapc.metrics import METRICS as METRICS_OF_REPORTS
+from asapc.report import Report, json_text, report_schema
+from asapc.report.document import CLASSES, REPORT_FORMAT
 
 METRICS = {
     "attention_rel_l2": 0.02, "attention_rel_l2_worst": 0.1, "row_err": 0.01, "plan_kl": 1e-3, "r2": 0.9,
@@ -79,6 +79,10 @@ def full() -> dict[str, Any]:
     return report
 
 
+def typed(report: dict[str, Any]) -> Report:
+    return Report.from_json(report, "report")
+
+
 def problems(report: Any) -> list[str]:
     return [error.json_path for error in Draft202012Validator(report_schema()).iter_errors(report)]
 
@@ -87,19 +91,19 @@ def test_the_schema_is_one_and_of_this_format() -> None:
     Draft202012Validator.check_schema(report_schema())
     assert report_schema()["properties"]["format_version"]["const"] == REPORT_FORMAT
     assert report_schema()["$id"].endswith(f":{REPORT_FORMAT}")
-    assert tuple(report_schema()["$defs"]["class"]["enum"]) == CLASSES
+    assert tuple(report_schema()["$defs"]["check"]["properties"]["class"]["enum"]) == CLASSES
 
 
 def test_the_schema_names_every_metric() -> None:
     definitions = report_schema()["$defs"]
     site = definitions["site"]["properties"]["metrics"]["properties"]
-    for name, info in fidelity.METRICS.items():
-        holder = site if info.scope == "site" else definitions["model"]["properties"]
-        assert name in holder, name
+    for metric in METRICS_OF_REPORTS:
+        holder = site if metric.scope == "site" else definitions["model"]["properties"]
+        assert (metric.key in holder) == metric.gate, metric.key
 
 
 def test_the_whole_contract_is_valid() -> None:
-    assert problems(full()) == []
+    assert problems(full()) == problems(typed(full()).to_json()) == []
     assert problems({**full(), "selection": None}) == []
 
 
@@ -116,9 +120,10 @@ def test_what_gates_and_baselines_write_is_valid() -> None:
             "sites": {"*": {"attention_rel_l2": {"max": 0.03, "min": 0, "confidence": True}}},
         }
     )
-    comparison = compare(report, Baseline("b.json", earlier, Allowance(0.0, {"speedup": 0.1})))
+    allowance = Allowance(0.0, {"speedup": 0.1})
+    comparison = compare(typed(report), Baseline("b.json", typed(earlier), allowance))
     report["model"]["speedup_lossless"] = 5000.0
-    report["gate"] = gate_result(report, gates, comparison)
+    report["gate"] = gate_result(typed(report), gates, comparison).to_json()
     kinds = {(own["kind"], own["class"]) for own in report["gate"]["checks"]}
     assert kinds >= {
         ("limit", "ACCEPT"), ("limit", "REGRESSION"), ("limit", "ANOMALOUS"), ("baseline", "ACCEPT"),
@@ -174,7 +179,7 @@ def test_what_is_wrong_is_found_where_it_is(place: str, value: Any, found: str) 
 
 def test_a_limit_has_exactly_one_bound() -> None:
     report = full()
-    report["gate"] = gate_result(report, parse_gates({"speedup": {"min": 1}}))
+    report["gate"] = gate_result(typed(report), parse_gates({"speedup": {"min": 1}})).to_json()
     validator = Draft202012Validator(report_schema())
     validator.validate(report)
     report["gate"]["checks"][0]["max"] = 2.0

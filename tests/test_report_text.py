@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from asapc.errors import InputError
-from asapc.gates import CLASSES
-from asapc.report import json_text, junit_text, markdown, write_report
+from asapc.report import Report, json_text, junit_text, markdown, write_report
 from asapc.report.console import print_tables
+from asapc.report.document import CLASSES
 from asapc.report.tables import convention_text, headline, number, report_tables
 from asapc.report.text import MAX_CHARACTERS
 
@@ -76,8 +76,12 @@ REPORT: dict[str, Any] = {
 }
 
 
+def typed(report: dict[str, Any]) -> Report:
+    return Report.from_json(report, "report")
+
+
 def test_markdown_golden() -> None:
-    lines = markdown(REPORT).splitlines()
+    lines = markdown(typed(REPORT)).splitlines()
     assert lines[:3] == [
         "# asapc: REGRESSION, 4.00x as fast as the teacher, 98.96% of predictions kept",
         "",
@@ -104,7 +108,7 @@ def test_markdown_golden() -> None:
 
 
 def test_markdown_of_an_empty_report_does_not_fail() -> None:
-    assert markdown({"model": {}, "sites": []}).startswith("# asapc")
+    assert markdown(typed({"model": {}, "sites": []})).startswith("# asapc")
 
 
 def test_json_is_strict() -> None:
@@ -116,18 +120,18 @@ def test_json_is_strict() -> None:
 
 def test_written_files_replace_earlier_ones(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("old")
-    written = write_report(tmp_path, REPORT)
+    written = write_report(tmp_path, typed(REPORT))
     names = ["junit.xml", "report.html", "report.json", "report.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert json.loads(written[0].read_text()) == REPORT
-    assert write_report(tmp_path, REPORT) == written
+    assert json.loads(written[0].read_text()) == typed(REPORT).to_json()
+    assert write_report(tmp_path, typed(REPORT)) == written
 
 
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     for folder in (tmp_path / "missing", tmp_path / "file"):
         (tmp_path / "file").write_text("")
         with pytest.raises(InputError, match="cannot be written"):
-            write_report(folder, REPORT)
+            write_report(folder, typed(REPORT))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +204,7 @@ def with_everything() -> dict[str, Any]:
 
 
 def test_markdown_shows_intervals_certificates_lengths_and_the_decisions() -> None:
-    text = markdown(with_everything())
+    text = markdown(typed(with_everything()))
     assert text.startswith(
         "# asapc: REGRESSION, 4.00x as fast as the teacher, 98.96% of predictions kept "
         "(96.00% to 100.00%)\n"
@@ -226,8 +230,8 @@ def test_markdown_shows_intervals_certificates_lengths_and_the_decisions() -> No
 
 def test_the_headline_says_when_no_gate_was_set() -> None:
     report = {**REPORT, "gate": {"verdict": None, "passed": True, "checks": [], "baseline": None}}
-    assert headline(report).startswith("no gate set, 4.00x as fast")
-    assert headline({"model": {}}) == "no gate set"
+    assert headline(typed(report)).startswith("no gate set, 4.00x as fast")
+    assert headline(typed({"model": {}})) == "no gate set"
 
 
 def test_a_baseline_is_one_row_and_what_is_worse() -> None:
@@ -241,14 +245,14 @@ def test_a_baseline_is_one_row_and_what_is_worse() -> None:
     report["gate"]["baseline"] = {
         "path": "b.json", "max_regression": 0.02, "verdict": "REGRESSION", "compared": 2, "skipped": [],
     }  # fmt: skip
-    text = markdown(report)
+    text = markdown(typed(report))
     assert "| plan_kl | layers.0.fn | 0.200 | baseline 0.100, 2% | REGRESSION |" in text
     assert "| baseline | b.json | 2 compared | 2% worse, at most | REGRESSION |" in text
     assert "| r2 |" not in text
 
 
 def test_wide_tables_are_folded_and_narrow_ones_are_not() -> None:
-    text = markdown(with_everything())
+    text = markdown(typed(with_everything()))
     opened = text.index("<details><summary>Why</summary>\n\n| site")
     assert text.index("</details>", opened) > text.index("fastest inside the budget", opened)
     assert text.count("<details>") == text.count("</details>") >= 1
@@ -270,7 +274,7 @@ def large(sites: int, length: int = 40) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("sites", "length"), [(100, 40), (5000, 40), (30, 20_000), (3, 10**6)])
 def test_any_report_fits_a_comment_and_says_what_is_left_out(sites: int, length: int) -> None:
-    text = markdown(large(sites, length))
+    text = markdown(typed(large(sites, length)))
     assert 2000 < len(text) <= MAX_CHARACTERS < 65536
     assert text.startswith("# asapc: REGRESSION, 4.00x") and "\n## Model" in text
     assert text.count("<details>") == text.count("</details>")
@@ -287,20 +291,20 @@ def test_a_report_with_too_many_tables_still_fits() -> None:
     report["gate"]["checks"] = [
         {**REPORT["gate"]["checks"][1], "message": "<" * 9999, "scope": "<" * 9999}
     ] * 2000
-    assert len(markdown(report)) <= MAX_CHARACTERS
+    assert len(markdown(typed(report))) <= MAX_CHARACTERS
 
 
 def test_names_cannot_end_a_cell_a_row_or_a_fold() -> None:
     report = deepcopy(REPORT)
     report["sites"][0]["name"] = "a|b</details>\r\n# c\u2028<img src=x>"
-    text = markdown(report)
+    text = markdown(typed(report))
     assert "<img" not in text and "\n# c" not in text
     assert r"| a\|b&lt;/details> # c &lt;img src=x> | asap |" in text
 
 
 def test_tables_on_a_terminal_take_the_new_keys() -> None:
     stream = io.StringIO()
-    print_tables(report_tables(with_everything()), stream)
+    print_tables(report_tables(typed(with_everything())), stream)
     for expected in ("REGRESSION", "Certificates", "90% interval", "96.00% to 100.00%"):
         assert expected in stream.getvalue()
 
@@ -315,7 +319,7 @@ def test_junit_has_a_case_a_check() -> None:
         "class": "ANOMALOUS", "passed": False, "message": "no kernel does that",
     }  # fmt: skip
     report["gate"]["checks"].append(anomalous)
-    root = ElementTree.fromstring(junit_text(report))
+    root = ElementTree.fromstring(junit_text(typed(report)))
     counts = {"tests": "3", "failures": "1", "errors": "1"}
     assert root.tag == "testsuites" and counts.items() <= root.attrib.items()
     (suite,) = root.findall("testsuite")
@@ -334,7 +338,7 @@ def test_junit_has_a_case_a_check() -> None:
 
 def test_junit_without_a_gate_holds_no_case() -> None:
     for report in ({"model": {}}, {**REPORT, "gate": {"verdict": None, "checks": []}}):
-        root = ElementTree.fromstring(junit_text(report))
+        root = ElementTree.fromstring(junit_text(typed(report)))
         assert root.get("tests") == "0" and root.find("testsuite") is not None
         assert not root.findall(".//testcase")
 
@@ -343,7 +347,7 @@ def test_junit_takes_any_name() -> None:
     report = deepcopy(REPORT)
     check = report["gate"]["checks"][1]
     check["scope"] = check["message"] = "<a b='c'>&]]>\"\x00\x1b\ufffe\ud800é😀"
-    root = ElementTree.fromstring(junit_text(report).encode())
+    root = ElementTree.fromstring(junit_text(typed(report)).encode())
     problem = root.findall(".//failure")[0]
     assert problem.text == problem.get("message") == "<a b='c'>&]]>\"\ufffd\ufffd\ufffd\ufffdé😀"
     assert {own["class"] for own in report["gate"]["checks"]} <= set(CLASSES)
@@ -359,6 +363,6 @@ def test_memory_that_was_predicted_is_told_as_memory() -> None:
     report = with_everything()
     report["selection"] |= {"objective": "memory"}
     report["selection"]["rounds"][0] |= {"predicted_mib": 7.25}
-    text = markdown(report)
+    text = markdown(typed(report))
     assert "| predicted MiB |" in text and "| 7.25 |" in text
     assert "predicted ms" not in text

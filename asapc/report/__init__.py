@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from asapc.formats.atomic import replace_file
+from asapc.report.document import Report
 from asapc.report.junit import junit_text
 from asapc.report.schema import report_schema
 from asapc.report.text import json_text, markdown
 
-if TYPE_CHECKING:
-    from asapc.report.pictures import SitePictures
-
-__all__ = ["json_text", "junit_text", "markdown", "report_schema", "write_report"]
+__all__ = ["Report", "json_text", "junit_text", "markdown", "report_schema", "write_report"]
 
 PAGE = "report.html"
 PAGE_NEEDS = ("jinja2", "markupsafe", "matplotlib")  # the extra `report`
@@ -22,8 +19,7 @@ PAGE_NEEDS = ("jinja2", "markupsafe", "matplotlib")  # the extra `report`
 
 def write_report(
     folder: str | Path,
-    report: Mapping[str, Any],
-    pictures: Sequence[SitePictures] = (),
+    report: Report,
     note: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Write report.json, report.md, junit.xml and report.html into an artefact folder, each replaced
@@ -37,7 +33,7 @@ def write_report(
         "report.md": markdown(report),
         "junit.xml": junit_text(report),
     }
-    page, missing = _page(report, pictures)
+    page, missing = _page(report)
     if page is not None:
         contents[PAGE] = page
     written = []
@@ -52,9 +48,7 @@ def write_report(
     return written
 
 
-def _page(
-    report: Mapping[str, Any], pictures: Sequence[SitePictures]
-) -> tuple[str | None, str | None]:
+def _page(report: Report) -> tuple[str | None, str | None]:
     """The page, or the module that is missing for it."""
     try:
         from asapc.report.html import html
@@ -63,4 +57,4 @@ def _page(
         if module not in PAGE_NEEDS:
             raise
         return None, module
-    return html(report, pictures), None
+    return html(report), None

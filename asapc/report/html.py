@@ -1,8 +1,7 @@
 """A report as one self-contained page: no network, no script, light and dark, phone and paper.
 
 `page` turns the report into what the template lays out: every value already formatted, every name
-cleaned; the template escapes. Every part of a report is optional here, and what a manifest carried
-along (the decision trail) is read as if anyone had written it.
+cleaned; the template escapes. Every part of a report is optional here.
 
 jinja2 and matplotlib are in the extra `report`.
 """
@@ -11,25 +10,40 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from asapc.fidelity import METRICS
+from asapc.metrics import METRIC, is_share
 from asapc.report import plots
-from asapc.report.pictures import MapPair, SitePictures
+from asapc.report.document import (
+    TEACHER,
+    Check,
+    GateReport,
+    LengthBin,
+    Measured,
+    ModelReport,
+    Numbers,
+    Report,
+    SiteReport,
+    Trail,
+    Tried,
+    TriedSite,
+    finite,
+)
+from asapc.report.pictures import MapPair
 from asapc.report.tables import (
     MODEL_LABELS,
-    SHARES,
-    SITE_LABELS,
     Table,
     amortised_text,
     convention_text,
     fit_text,
+    metric_text,
     number,
     onnx_tables,
     refresh_tables,
@@ -40,7 +54,6 @@ from asapc.report.tables import (
 LONGEST = 240  # characters of a value that are shown
 FAILURES = 6  # named in the headline; all of them are under Gate
 OPEN_SITES = 3  # sites that are shown unfolded
-EXACT_OPERATORS = ("teacher", "sinkhorn", "esp_soft")
 TONES = {
     "ACCEPT": "good", "passed": "good", "holds": "good", "inside the budget": "good", "chosen": "good",
     "REGRESSION": "bad", "FAILED": "bad", "violated": "bad", "ANOMALOUS": "odd", "vacuous": "odd",
@@ -154,297 +167,256 @@ class Page:
     environment: list[tuple[str, str]] = field(default_factory=list)
 
 
-def html(report: Mapping[str, Any], pictures: Sequence[SitePictures] = ()) -> str:
-    """The page, the same bytes for the same report and pictures."""
+def html(report: Report) -> str:
+    """The page, the same bytes for the same report."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, finalize=_cleaned, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     template = files("asapc.report").joinpath("template", "report.html.j2").read_text("utf-8")
-    return environment.from_string(template).render(page=page(report, pictures))
+    return environment.from_string(template).render(page=page(report))
 
 
-def page(report: Mapping[str, Any], pictures: Sequence[SitePictures] = ()) -> Page:
+def page(report: Report) -> Page:
     """What the template lays out."""
-    model, gate = _mapping(report, "model"), _mapping(report, "gate")
-    selection, sites = _mapping(report, "selection"), _mappings(report, "sites")
-    shown = _verdict(gate)
-    failed = [entry for entry in _mappings(gate, "checks") if not entry.get("passed")]
-    failed.sort(key=lambda entry: entry.get("class") != "ANOMALOUS")
-    drawn = {p.name: p for p in pictures}
-    trail = {str(s.get("name")): s for s in _mappings(selection, "sites")}
+    model, gate, sites = report.model, report.gate, report.sites
+    trail = report.selection or Trail()
+    verdict, tone, sentence = _verdict(gate)
+    failed = gate.failures
+    drawn = {own.name: own.pairs for own in report.pictures}
     return Page(
-        source=_text(model.get("source")) or "a model",
-        verdict=shown[0],
-        tone=shown[1],
-        sentence=shown[2],
-        failures=[
-            (_text(entry.get("class")) or "REGRESSION", _check_text(entry))
-            for entry in failed[:FAILURES]
-        ],
+        source=model.source or "a model",
+        verdict=verdict,
+        tone=tone,
+        sentence=sentence,
+        failures=[(own.verdict, _check_text(own)) for own in failed[:FAILURES]],
         more_failures=max(0, len(failed) - FAILURES),
-        warnings=[_text(own.get("text")) for own in _mappings(report, "warnings")],
+        warnings=[_text(own.get("text")) for own in report.warnings],
         tiles=_tiles(model, sites),
         times=_times(model),
-        basis=_basis(report, model),
+        basis=_basis(report),
         layers=_layers(sites, trail),
         lengths=_model_lengths(report),
         sites=[
-            _site(i, site, trail.get(str(site.get("name")), {}), selection,
-                  drawn.get(str(site.get("name"))), i < OPEN_SITES)
+            _site(i, site, trail, drawn.get(site.name, ()), i < OPEN_SITES)
             for i, site in enumerate(sites)
         ],
-        trail=_trail_facts(selection),
-        rounds=_rounds(selection),
-        candidates=_candidates(selection),
-        audit=[_grid(t) for t in soft_to_hard_tables(_mapping(report, "soft_to_hard"))],
-        refresh=[_grid(t) for t in refresh_tables(_mapping(report, "refresh"))]
-        if _mapping(report, "refresh") else [],
-        onnx=[_grid(t) for t in onnx_tables(_mapping(report, "onnx"))]
-        if _mapping(report, "onnx") else [],
+        trail=_trail_facts(trail),
+        rounds=_rounds(trail),
+        candidates=_candidates(trail),
+        audit=[_grid(t) for t in soft_to_hard_tables(report.soft_to_hard or {})],
+        refresh=[_grid(t) for t in refresh_tables(report.refresh)] if report.refresh else [],
+        onnx=[_grid(t) for t in onnx_tables(report.onnx)] if report.onnx else [],
         gate=_gate(gate),
-        baseline=_facts(_mapping(gate, "baseline"), without=("skipped",)),
-        left_alone=[_grid(t) for t in refused_table(_mappings(report, "refused"))],
+        baseline=_facts(gate.baseline.to_json(), ("skipped",)) if gate.baseline is not None else [],
+        left_alone=[_grid(t) for t in refused_table(report.refused)],
         numbers=_numbers(model),
-        provenance=_provenance(report, model),
-        environment=_facts(_mapping(report, "environment")),
-    )  # fmt: skip
+        provenance=_provenance(report),
+        environment=_facts(report.environment),
+    )
 
 
 # The headline
 
 
-def _verdict(gate: Mapping[str, Any]) -> tuple[str, str, str]:
+def _verdict(gate: GateReport) -> tuple[str, str, str]:
     """Word, tone and one sentence."""
-    checks = _mappings(gate, "checks")
-    kept = sum(bool(entry.get("passed")) for entry in checks)
-    word = gate.get("verdict")
-    if word is None and checks:  # reports of format 1
-        word = "ACCEPT" if gate.get("passed") else "REGRESSION"
-    limits = f"{len(checks)} check{'' if len(checks) == 1 else 's'}"
-    if word == "ACCEPT":
-        return "ACCEPT", "good", f"All {limits} passed." if len(checks) != 1 else "The check passed."
-    if word == "REGRESSION":
-        return "REGRESSION", "bad", f"{len(checks) - kept} of {limits} failed."
-    if word == "ANOMALOUS":
-        return "ANOMALOUS", "odd", "A measurement cannot be trusted, so nothing is accepted."
-    return "MEASURED", "", "No gate was set: nothing was promised, and nothing is judged."
+    limits = f"{len(gate.checks)} check{'' if len(gate.checks) == 1 else 's'}"
+    if gate.verdict is None:
+        return "MEASURED", "", "No gate was set: nothing was promised, and nothing is judged."
+    sentences = {
+        "ACCEPT": f"All {limits} passed." if len(gate.checks) != 1 else "The check passed.",
+        "REGRESSION": f"{len(gate.failures)} of {limits} failed.",
+        "ANOMALOUS": "A measurement cannot be trusted, so nothing is accepted.",
+    }
+    return gate.verdict, TONES[gate.verdict], sentences[gate.verdict]
 
 
-def _check_text(entry: Mapping[str, Any]) -> str:
-    if entry.get("message"):
-        return _text(entry["message"])
-    return f"{_text(entry.get('metric'))} of {_text(entry.get('scope'))}: {_number(entry.get('value'))}"
+def _check_text(own: Check) -> str:
+    return own.message or f"{own.metric} of {own.scope}: {number(own.value)}"
 
 
-def _tiles(model: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> list[Tile]:
-    level = _float(model.get("confidence_level")) or 0.95
+def _tiles(model: ModelReport, sites: Sequence[SiteReport]) -> list[Tile]:
     tiles = []
-    if (speedup := _float(model.get("speedup"))) is not None:
+    if (speedup := finite(model.metric("speedup"))) is not None:
         notes = []
-        if (own := _float(model.get("speedup_lossless"))) is not None:
+        if (own := finite(model.metric("speedup_lossless"))) is not None:
             notes.append(f"{_times_text(own)} by lossless kernels alone")
         tiles.append(Tile("Speed-up, whole model", _times_text(speedup), notes))
-    if (agreement := _float(model.get("prediction_agreement"))) is not None:
-        notes = _interval(model, "prediction_agreement", level)
+    if (agreement := finite(model.metric("prediction_agreement"))) is not None:
+        notes = _interval(model, "prediction_agreement")
         tiles.append(Tile("Predictions kept", f"{agreement:.2%}", notes))
-    before, after = (_float(model.get(f"accuracy_{who}")) for who in ("teacher", "compiled"))
+    before, after = (finite(model.metric(f"accuracy_{who}")) for who in ("teacher", "compiled"))
     if before is not None and after is not None:
-        drop = _ends(model, "accuracy_drop")
-        notes = _interval(model, "accuracy_compiled", level)
-        if drop is not None:
-            notes = [f"{level:.0%} interval of the drop {drop[0]:.2%} to {drop[1]:.2%}"]
+        notes = _interval(model, "accuracy_drop", " of the drop")
+        notes = notes or _interval(model, "accuracy_compiled")
         tiles.append(Tile("Accuracy, teacher → compiled", f"{before:.2%} → {after:.2%}", notes))
     errors = [
-        (error, _text(site.get("name")))
+        (error, site.name)
         for site in sites
-        if (error := _float(_mapping(site, "metrics").get("attention_rel_l2"))) is not None
+        if (error := finite(site.metric("attention_rel_l2"))) is not None
     ]
     if errors:
         error, name = max(errors)
         where = "in every layer" if error == 0 else f"in {_short(name, 40)}"
-        tiles.append(Tile("Attention error, worst layer", _number(error), [where]))
-    elif (output := _float(model.get("output_rel_l2"))) is not None:
-        notes = _interval(model, "output_rel_l2", level)
-        tiles.append(Tile("Output error, relative", _number(output), notes))
+        tiles.append(Tile("Attention error, worst layer", number(error), [where]))
+    elif (output := finite(model.metric("output_rel_l2"))) is not None:
+        notes = _interval(model, "output_rel_l2")
+        tiles.append(Tile("Output error, relative", number(output), notes))
     return tiles
 
 
-def _interval(holder: Mapping[str, Any], metric: str, level: float) -> list[str]:
-    ends = _ends(holder, metric)
-    if ends is None:
-        return []
-    low, high = (f"{e:.2%}" if metric in SHARES else _number(e) for e in ends)
-    return [f"{level:.0%} interval {low} to {high}"]
+def _interval(model: ModelReport, metric: str, of: str = "") -> list[str]:
+    ends = _ends(model, metric)
+    return [f"{model.confidence_level:.0%} interval{of} {ends}"] if ends else []
 
 
-def _ends(holder: Mapping[str, Any], metric: str) -> tuple[float, float] | None:
-    ends = _mapping(holder, "confidence").get(metric)
-    if not isinstance(ends, list | tuple) or len(ends) != 2:
-        return None
-    low, high = _float(ends[0]), _float(ends[1])
-    return None if low is None or high is None else (low, high)
+def _ends(holder: Measured, metric: str) -> str:
+    """"0.1 to 0.2", or nothing."""
+    return " to ".join(metric_text(metric, end) for end in holder.interval(metric) or ())
 
 
-def _times(model: Mapping[str, Any]) -> list[Bar]:
+def _times(model: ModelReport) -> list[Bar]:
     kinds = ("teacher", "lossless", "compiled")
-    times = {k: t for k in kinds if (t := _positive(model.get(f"latency_{k}_ms"))) is not None}
+    times = {k: t for k in kinds if (t := _positive(model.metric(f"latency_{k}_ms"))) is not None}
     longest = max(times.values(), default=1.0)
     teacher = times.get("teacher")
     return [
-        Bar(kind, f"{_number(time)} ms", 100 * time / longest,
+        Bar(kind, f"{number(time)} ms", 100 * time / longest,
             "" if teacher is None or kind == "teacher" else _times_text(teacher / time))
         for kind, time in times.items()
     ] if len(times) > 1 else []  # fmt: skip
 
 
-def _basis(report: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+def _basis(report: Report) -> str:
     """What the headline rests on, in one line."""
-    environment = _mapping(report, "environment")
-    examples, batch = model.get("examples"), model.get("batch")
-    parts = [] if examples is None else [f"{_number(examples)} examples neither fitted nor selected on"]
-    if batch is not None:
-        parts.append(f"times for batches of {_number(batch)}")
-    if environment.get("device"):
-        parts.append(f"on {_text(environment['device'])}")
+    examples, batch = (report.model.values.get(key) for key in ("examples", "batch"))
+    device = report.environment.get("device")
+    parts = [] if examples is None else [f"{number(examples)} examples neither fitted nor selected on"]
+    parts += [] if batch is None else [f"times for batches of {number(batch)}"]
+    parts += [f"on {device}"] if device else []
     return ", ".join(parts)
 
 
 # Layers and sites
 
 
-def _layers(
-    sites: Sequence[Mapping[str, Any]], trail: Mapping[str, Mapping[str, Any]]
-) -> Grid | None:
+def _layers(sites: Sequence[SiteReport], trail: Trail) -> Grid | None:
     if not sites:
         return None
-    speeds = [_speed(site, trail.get(str(site.get("name")), {})) for site in sites]
+    speeds = [_speed(site, trail.of(site.name)) for site in sites]
     names = {"attention_rel_l2": "attention error", "output_rel_l2": "output error"}
-    present = [m for m in names if any(m in _mapping(site, "metrics") for site in sites)]
+    present = [m for m in names if any(m in site.metrics for site in sites)]
     columns = [("layer", False), ("operator", False)]
     columns += [(names[m], True) for m in present]
     columns += [("speed", True)] if any(speeds) else []
     columns.append(("why", False))
     rows = []
     for site, speed in zip(sites, speeds, strict=True):
-        own = _mapping(site, "metrics")
-        cells = [
-            Cell(_text(site.get("name"))),
-            Cell(_text(site.get("operator")), amortised_text(site) or ""),
-        ]
+        cells = [Cell(site.name), Cell(site.operator, amortised_text(site.to_json()))]
         for metric in present:
-            ends = _ends(site, metric)
-            note = "" if ends is None else f"{_number(ends[0])} to {_number(ends[1])}"
-            if metric == "attention_rel_l2" and not note and own.get(f"{metric}_worst") is not None:
-                note = f"worst {_number(own[f'{metric}_worst'])}"
-            cells.append(Cell(_number(own.get(metric)), note))
+            note = _ends(site, metric)
+            worst = site.metric(f"{metric}_worst")
+            if not note and worst is not None:
+                note = f"worst {number(worst)}"
+            cells.append(Cell(number(site.metric(metric)), note))
         if any(speeds):
             cells.append(Cell(*speed) if speed else Cell("-"))
-        cells.append(Cell(_text(site.get("reason"))))
+        cells.append(Cell(site.reason or ""))
         rows.append(cells)
     return Grid("Layers", columns, rows)
 
 
-def _speed(site: Mapping[str, Any], trail: Mapping[str, Any]) -> tuple[str, str] | None:
+def _speed(site: SiteReport, trail: TriedSite) -> tuple[str, str] | None:
     """Times as fast as the teacher, and the two times; measured at the site, else by selection."""
-    teacher = _positive(site.get("latency_teacher_ms"))
-    own = _positive(site.get("latency_compiled_ms"))
+    teacher = _positive(site.metric("latency_teacher_ms"))
+    own = _positive(site.metric("latency_compiled_ms"))
     where = ""
     if teacher is None or own is None:
-        chosen = next((c for c in _mappings(trail, "candidates") if c.get("chosen")), {})
+        chosen = next((own for own in trail.candidates if own.chosen), Tried())
         shape = _largest_shape(trail)
-        teacher = _positive(_mapping(chosen, "teacher_ms").get(shape))
-        own = _positive(_mapping(chosen, "latency_ms").get(shape))
+        teacher = _positive(chosen.teacher_ms.get(shape))
+        own = _positive(chosen.latency_ms.get(shape))
         where = f" at {_shape_text(shape)}"
     if teacher is None or own is None:
         return None
-    return _times_text(teacher / own), f"{_number(teacher)} → {_number(own)} ms{where}"
+    return _times_text(teacher / own), f"{number(teacher)} → {number(own)} ms{where}"
 
 
 def _site(
-    index: int,
-    site: Mapping[str, Any],
-    trail: Mapping[str, Any],
-    selection: Mapping[str, Any],
-    pictures: SitePictures | None,
-    unfolded: bool,
+    index: int, site: SiteReport, selection: Trail, pairs: Sequence[MapPair], unfolded: bool
 ) -> SiteView:
-    name, operator = _text(site.get("name")), _text(site.get("operator")) or "-"
-    metrics = _mapping(site, "metrics")
-    error = _float(metrics.get("attention_rel_l2"))
-    summary = [amortised_text(site), "" if error is None else f"attention error {_number(error)}"]
-    tried = _pareto(name, trail, selection)
+    trail, error = selection.of(site.name), finite(site.metric("attention_rel_l2"))
+    summary = [
+        amortised_text(site.to_json()), "" if error is None else f"attention error {number(error)}",
+    ]  # fmt: skip
+    tried = _pareto(site.name, trail, selection)
     note = "What was tried, filled: no other candidate is both closer and cheaper." if tried else ""
-    if tried and len(_shapes(trail)) > 1 and selection.get("objective") != "memory":
+    if tried and len(_shapes(trail)) > 1 and selection.objective != "memory":
         note += " All shapes are listed under “How it was chosen”."
-    figures = [
-        *tried,
-        *_by_head(name, site),
-        *_by_length(name, _mappings(site, "by_length"), "attention_rel_l2", "attention error"),
-    ]
     return SiteView(
-        name=name,
+        name=site.name,
         anchor=f"layer-{index}",
-        operator=operator,
-        tone="exact" if operator in EXACT_OPERATORS else "amortised",
+        operator=site.operator,
+        tone="amortised" if site.approximate else "exact",
         summary=" · ".join(part for part in summary if part),
         facts=_site_facts(site),
-        figures=figures,
+        figures=[
+            *tried,
+            *_by_head(site),
+            *_by_length(site.name, site.by_length, "attention_rel_l2", "attention error"),
+        ],
         note=note,
-        examples=[_example(name, pair) for pair in (pictures.pairs if pictures else ())],
+        examples=[_example(site.name, pair) for pair in pairs],
         certificates=_certificates(site),
-        violated=any(not item.get("holds") for item in _mappings(site, "certificates")),
-        metrics=_metrics(metrics),
+        violated=any(not own.holds for own in site.certificates),
+        metrics=_metrics(site.metrics),
         unfolded=unfolded,
     )
 
 
-def _site_facts(site: Mapping[str, Any]) -> list[tuple[str, str]]:
-    seen = _mapping(site, "range")
-    low, high = seen.get("score_low"), seen.get("score_high")
+def _site_facts(site: SiteReport) -> list[tuple[str, str]]:
+    low, high = ((site.range or {}).get(end) for end in ("score_low", "score_high"))
     facts = [
-        ("teacher's convention", convention_text(site.get("convention") or None)
-         if isinstance(site.get("convention"), Mapping) else ""),
-        ("fitted", fit_text(site)),
-        ("why", _text(site.get("reason"))),
-        ("replay of the teacher, difference", _number(site.get("replay_error"))),
+        ("teacher's convention", convention_text(site.convention)),
+        ("fitted", fit_text(site.to_json())),
+        ("why", site.reason or ""),
+        ("replay of the teacher, difference", number(site.replay_error)),
         ("scores seen in calibration",
-         "" if low is None or high is None else f"{_number(low)} to {_number(high)}"),
+         "" if low is None or high is None else f"{number(low)} to {number(high)}"),
     ]  # fmt: skip
+    return _known(facts)
+
+
+def _known(facts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(label, text) for label, text in facts if text and text != "-"]
 
 
-def _metrics(metrics: Mapping[str, Any]) -> Grid | None:
+def _metrics(metrics: Numbers) -> Grid | None:
     rows = [
-        [
-            Cell(_label(str(key))),
-            Cell(_number(value)),
-            Cell(METRICS[key].doc if key in METRICS else ""),
-        ]
+        [Cell(_label(key)), Cell(number(value)), Cell(METRIC[key].doc if key in METRIC else "")]
         for key, value in metrics.items()
     ]
     columns = [("metric", False), ("value", True), ("what it is", False)]
     return Grid("All metrics of this layer", columns, rows) if rows else None
 
 
-def _certificates(site: Mapping[str, Any]) -> Grid | None:
+def _certificates(site: SiteReport) -> Grid | None:
     rows = []
     counts: dict[str, int] = {}
-    for item in _mappings(site, "certificates"):
-        holds = "holds" if item.get("holds") else "violated"
-        if item.get("holds") and item.get("vacuous"):
-            holds = "vacuous"
+    for own in site.certificates:
+        holds = "violated" if not own.holds else "vacuous" if own.vacuous else "holds"
         counts[holds] = counts.get(holds, 0) + 1
-        name = _text(item.get("name")).replace("_", " ").replace("kl ", "KL ")
-        loose, residual = item.get("vacuous_cases"), item.get("residual")
+        name = own.name.replace("_", " ").replace("kl ", "KL ")
+        equal = "" if own.residual is None else f"equal within {number(own.residual)}"
+        loose = f"{number(own.vacuous_cases)} vacuous" if own.vacuous_cases else ""
         rows.append(
             [
-                Cell(name, _text(item.get("source"))),
-                Cell(_number(item.get("measured"))),
-                Cell(_number(item.get("bound")),
-                     "" if residual is None else f"equal within {_number(residual)}"),
+                Cell(name, own.source or ""),
+                Cell(number(own.measured)),
+                Cell(number(own.bound), equal),
                 Cell(holds, tone=TONES[holds]),
-                Cell(_number(item.get("cases")), f"{_number(loose)} vacuous" if loose else ""),
+                Cell(number(own.cases), loose),
             ]
         )
     columns = [("certificate", False), ("measured", True), ("bound", True), ("", False), ("cases", True)]
@@ -459,30 +431,26 @@ def _certificates(site: Mapping[str, Any]) -> Grid | None:
 # Plots
 
 
-def _pareto(name: str, trail: Mapping[str, Any], selection: Mapping[str, Any]) -> list[Plot]:
+def _pareto(name: str, trail: TriedSite, selection: Trail) -> list[Plot]:
     shape = _largest_shape(trail)
-    memory = selection.get("objective") == "memory"
+    memory = selection.objective == "memory"
     points: list[plots.Point] = []
-    for item in _mappings(trail, "candidates"):
-        cost = item.get("memory_mib") if memory else _mapping(item, "latency_ms").get(shape)
-        time, error = _positive(cost), _float(item.get("attention_rel_l2"))
-        operator = item.get("operator")
-        if error is None and item.get("label") == operator:
+    for own in trail.candidates:
+        time = _positive(own.memory_mib if memory else own.latency_ms.get(shape))
+        error = finite(own.attention_rel_l2)
+        if error is None and own.label == own.operator:
             error = 0.0  # the exact operator, the one that is called by its name alone
         kind: plots.Kind = "candidate"
-        if operator == "teacher":
+        if own.operator == TEACHER:
             kind, error = "teacher", error or 0.0
         elif error is not None and error <= plots.EXACT:
             kind = "lossless"
         if time is None or error is None or error < 0 or not 1e-9 < time < 1e12:
             continue
-        points.append(plots.Point(
-            _safe(_short(_text(item.get("label")))), kind, min(error, 1e6), time, bool(item.get("chosen"))
-        ))  # fmt: skip
-    teacher = next(
-        (t for c in _mappings(trail, "candidates")
-         if (t := _positive(_mapping(c, "teacher_ms").get(shape))) is not None), None,
-    )  # fmt: skip
+        label = _safe(_short(own.label))
+        points.append(plots.Point(label, kind, min(error, 1e6), time, own.chosen))
+    teachers = (_positive(own.teacher_ms.get(shape)) for own in trail.candidates)
+    teacher = next((time for time in teachers if time is not None), None)
     if teacher is not None and not memory and not any(p.kind == "teacher" for p in points):
         points.append(plots.Point("teacher", "teacher", 0.0, teacher, False))
     if len(points) < 2:
@@ -492,40 +460,39 @@ def _pareto(name: str, trail: Mapping[str, Any], selection: Mapping[str, Any]) -
     alt = f"{name}: attention error against {unit} of {len(points)} candidates."
     if chosen is not None:
         alt += f" Chosen: {chosen.label}, error {number(chosen.error)}, {number(chosen.time)}."
-    limit = _float(_mapping(selection, "budget").get("attention_rel_l2"))
+    limit = finite(selection.budget.get("attention_rel_l2"))
     picture = plots.pareto(points, unit, limit, _safe(alt))
     return [Plot("What was tried", picture)]
 
 
-def _by_head(name: str, site: Mapping[str, Any]) -> list[Plot]:
-    values = _mapping(site, "by_head").get("attention_rel_l2")
-    if not isinstance(values, list | tuple) or not values:
+def _by_head(site: SiteReport) -> list[Plot]:
+    errors = [finite(own) for own in site.by_head.get("attention_rel_l2", ())]
+    if not errors:
         return []
-    errors = [_float(v) for v in values]
-    alt = f"{name}: attention error of {len(errors)} heads: {', '.join(number(e) for e in errors[:16])}"
+    said = ", ".join(number(e) for e in errors[:16])
+    alt = f"{site.name}: attention error of {len(errors)} heads: {said}"
     heads = [str(i) for i in range(len(errors))]
     return [Plot("By head", plots.bars(errors, heads, "head", "attention error", _safe(alt), mean=True))]
 
 
 def _by_length(
-    name: str, bins: Sequence[Mapping[str, Any]], metric: str, axis: str, *, share: bool = False
+    name: str, bins: Sequence[LengthBin], metric: str, axis: str, *, share: bool = False
 ) -> list[Plot]:
-    kept = [b for b in bins if isinstance(b.get("low"), int) and isinstance(b.get("high"), int)]
-    values = [_float(b.get(metric)) for b in kept]
+    values = [finite(own.metrics.get(metric)) for own in bins]
     if share:
         values = [None if v is None else 1 - v for v in values]
-    if len(kept) < 2 or all(v is None for v in values):
+    if len(bins) < 2 or all(v is None for v in values):
         return []  # one length says what the mean says
-    spans = [str(b["low"]) if b["low"] == b["high"] else f"{b['low']}–{b['high']}" for b in kept]
-    names = [f"{s}\nn = {_number(b.get('examples'))}" for s, b in zip(spans, kept, strict=True)]
+    spans = [str(own.low) if own.low == own.high else f"{own.low}–{own.high}" for own in bins]
+    names = [f"{s}\nn = {number(own.examples)}" for s, own in zip(spans, bins, strict=True)]
     said = [f"{s}: {number(v)}" for s, v in zip(spans, values, strict=True)]
     alt = f"{name}: {axis} by number of active tokens; {', '.join(said)}"
     picture = plots.bars(values, names, "active tokens", axis, _safe(alt), percent=share)
     return [Plot("By length", picture)]
 
 
-def _model_lengths(report: Mapping[str, Any]) -> list[Plot]:
-    bins = _mappings(report, "by_length")
+def _model_lengths(report: Report) -> list[Plot]:
+    bins = report.by_length
     changed = _by_length("Model", bins, "prediction_agreement", "predictions changed", share=True)
     divergence = _by_length("Model", bins, "logit_kl", "logit KL")
     captions = ("Predictions changed, by length", "Logit KL, by length")
@@ -554,108 +521,94 @@ def _example(name: str, pair: MapPair) -> Example:
 # The decision trail
 
 
-def _trail_facts(selection: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if not selection:
-        return []
-    budget = _budget_text(_mapping(selection, "budget"))
-    shapes = [_shape_text("x".join(map(str, s))) for s in _lists(selection.get("shapes"))]
-    seconds = _float(selection.get("seconds"))
-    facts = [
-        ("objective", _text(selection.get("objective"))),
-        ("budget", budget),
-        ("examples", _number(selection.get("examples"))),
-        ("shapes, batch × tokens", ", ".join(shapes)),
-        ("took", "" if seconds is None else f"{_number(seconds)} s"),
-    ]
-    return [(label, text) for label, text in facts if text and text != "-"]
-
-
-def _budget_text(budget: Mapping[str, Any], between: str = ", ") -> str:
-    parts = []
-    for metric, limit in budget.items():
-        if isinstance(limit, Mapping):
-            parts.append(f"{metric}: {_budget_text(limit)}")
-        elif limit is not None:
-            sign = "≥" if metric in METRICS and METRICS[metric].direction == "max" else "≤"
-            parts.append(f"{_text(metric)} {sign} {_plain(limit)}")
-    return between.join(parts)
-
-
-def _rounds(selection: Mapping[str, Any]) -> Grid | None:
-    unit = "MiB" if selection.get("objective") == "memory" else "ms"
-    rows = []
-    for index, item in enumerate(_mappings(selection, "rounds"), 1):
-        choice: dict[str, int] = {}
-        for label in _mapping(item, "choice").values():
-            choice[_text(label)] = choice.get(_text(label), 0) + 1
-        measured = [
-            f"{_text(k)} {_plain(v)}" for k, v in _mapping(item, "measured").items() if v is not None
+def _trail_facts(selection: Trail) -> list[tuple[str, str]]:
+    shapes = [_shape_text("x".join(map(str, shape))) for shape in selection.shapes]
+    seconds = finite(selection.seconds)
+    return _known(
+        [
+            ("objective", selection.objective or ""),
+            ("budget", _budget_text(selection.budget)),
+            ("examples", number(selection.examples)),
+            ("shapes, batch × tokens", ", ".join(shapes)),
+            ("took", "" if seconds is None else f"{number(seconds)} s"),
         ]
-        verdict = _text(item.get("verdict"))
+    )
+
+
+def _budget_text(budget: Numbers, between: str = ", ") -> str:
+    return between.join(
+        f"{key} {'≥' if key in METRIC and METRIC[key].bound == 'min' else '≤'} {_plain(limit)}"
+        for key, limit in budget.items() if limit is not None
+    )  # fmt: skip
+
+
+def _rounds(selection: Trail) -> Grid | None:
+    memory = selection.objective == "memory"
+    rows = []
+    for index, own in enumerate(selection.rounds, 1):
+        choice = Counter(own.choice.values())
+        measured = [f"{key} {_plain(v)}" for key, v in own.measured.items() if v is not None]
         rows.append(
             [
                 Cell(str(index)),
-                Cell(_budget_text(_mapping(item, "budget"), "\n")),
+                Cell(_budget_text(own.budget, "\n")),
                 Cell("\n".join(f"{n} × {label}" for label, n in choice.items())),
-                Cell(_number(item.get(f"predicted_{unit.lower()}"))),
+                Cell(number(own.predicted_mib if memory else own.predicted_ms)),
                 Cell("\n".join(measured)),
-                Cell(verdict, tone=TONES.get(verdict, "bad" if verdict else "")),
+                Cell(own.verdict, tone=TONES.get(own.verdict, "bad" if own.verdict else "")),
             ]
         )
+    unit = "MiB" if memory else "ms"
     columns = [("round", False), ("budget", False), ("choice", False), (f"predicted {unit}", True),
                ("whole model measured", False), ("verdict", False)]  # fmt: skip
     return Grid("Rounds", columns, rows, marked=len(rows) - 1) if rows else None
 
 
-def _candidates(selection: Mapping[str, Any]) -> list[tuple[str, str, Grid]]:
-    memory = selection.get("objective") == "memory"
+def _candidates(selection: Trail) -> list[tuple[str, str, Grid]]:
     found = []
-    for site in _mappings(selection, "sites"):
-        items = _mappings(site, "candidates")
+    for site in selection.sites:
+        items = site.candidates
         if not items:
             continue
         shapes = _shapes(site)
-        alone = list(dict.fromkeys(key for item in items for key in _mapping(item, "alone")))
-        with_memory = memory or any(item.get("memory_mib") is not None for item in items)
+        alone = list(dict.fromkeys(key for own in items for key in own.alone))
+        memory = selection.objective == "memory" or any(own.memory_mib is not None for own in items)
         columns = [("candidate", False), ("verdict", False), ("attention error", True),
                    ("output error", True)]  # fmt: skip
         columns += [(f"{_label(key)}, alone", True) for key in alone]
         columns += [(f"ms at {_shape_text(shape)}", True) for shape in shapes]
-        columns += [("MiB", True)] if with_memory else []
+        columns += [("MiB", True)] if memory else []
         rows: list[list[Cell]] = []
-        marked = None
-        for item in items:
-            if item.get("chosen"):
-                marked = len(rows)
-            times, teacher = _mapping(item, "latency_ms"), _mapping(item, "teacher_ms")
-            label, operator = _text(item.get("label")), _text(item.get("operator"))
-            verdict = Cell(_text(item.get("verdict")), tone="good" if item.get("chosen") else "")
-            cells = [Cell(label, "" if label.startswith(operator) else operator), verdict]
-            cells += [Cell(_number(item.get(key))) for key in ("attention_rel_l2", "output_rel_l2")]
-            cells += [Cell(_metric(key, _mapping(item, "alone").get(key))) for key in alone]
+        for own in items:
+            cells = [
+                Cell(own.label, "" if own.label.startswith(own.operator) else own.operator),
+                Cell(own.verdict, tone="good" if own.chosen else ""),
+                Cell(number(own.attention_rel_l2)),
+                Cell(number(own.output_rel_l2)),
+            ]
+            cells += [Cell(metric_text(key, own.alone.get(key))) for key in alone]
             for shape in shapes:
-                own, its = _positive(times.get(shape)), _positive(teacher.get(shape))
-                ratio = "" if own is None or its is None else _times_text(its / own)
-                cells.append(Cell(_number(own), ratio))
-            cells += [Cell(_number(item.get("memory_mib")))] if with_memory else []
+                time, its = (_positive(ms.get(shape)) for ms in (own.latency_ms, own.teacher_ms))
+                ratio = "" if time is None or its is None else _times_text(its / time)
+                cells.append(Cell(number(time), ratio))
+            cells += [Cell(number(own.memory_mib))] if memory else []
             rows.append(cells)
-        chosen = "nothing" if marked is None else rows[marked][0].text
+        marked = max((i for i, own in enumerate(items) if own.chosen), default=None)
+        chosen = "nothing" if marked is None else items[marked].label
         summary = f"{len(items)} candidate{'' if len(items) == 1 else 's'}, chosen: {chosen}"
-        name = _text(site.get("name"))
         note = "Below each time: how many times as fast as the teacher." if shapes else ""
-        found.append((name, summary, Grid(f"Candidates of {name}", columns, rows, marked, note)))
+        grid = Grid(f"Candidates of {site.name}", columns, rows, marked, note)
+        found.append((site.name, summary, grid))
     return found
 
 
-def _shapes(trail: Mapping[str, Any]) -> list[str]:
+def _shapes(trail: TriedSite) -> list[str]:
     """Keys of latency_ms, smallest first."""
-    keys = dict.fromkeys(
-        str(key) for item in _mappings(trail, "candidates") for key in _mapping(item, "latency_ms")
-    )
+    keys = dict.fromkeys(key for own in trail.candidates for key in own.latency_ms)
     return sorted(keys, key=lambda key: (_area(key), key))
 
 
-def _largest_shape(trail: Mapping[str, Any]) -> str:
+def _largest_shape(trail: TriedSite) -> str:
     return (_shapes(trail) or [""])[-1]
 
 
@@ -674,74 +627,70 @@ def _shape_text(shape: str) -> str:
 # Gate, numbers, provenance
 
 
-def _gate(gate: Mapping[str, Any]) -> Grid | None:
-    rows = []
-    for item in _mappings(gate, "checks"):
-        verdict = _text(item.get("class")) or ("ACCEPT" if item.get("passed") else "REGRESSION")
-        metric = _text(item.get("metric"))
-        rows.append(
-            [
-                Cell(metric, _text(item.get("scope"))),
-                Cell("not measured" if item.get("value") is None else _metric(metric, item["value"])),
-                Cell(_limit_text(item, metric)),
-                Cell(verdict, tone=TONES.get(verdict, "")),
-                Cell(_text(item.get("message"))),
-            ]
-        )
-    columns = [("metric", False), ("value", True), ("limit", False), ("verdict", False), ("", False)]
-    if not any(row[-1].text for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return Grid("Gate checks", columns, rows) if rows else None
-
-
-def _limit_text(item: Mapping[str, Any], metric: str) -> str:
-    confident = ", with confidence" if item.get("confidence") else ""
-    if "max" in item:
-        return f"≤ {_limit(metric, item['max'])}{confident}"
-    if "min" in item:
-        return f"≥ {_limit(metric, item['min'])}{confident}"
-    if item.get("baseline") is not None:
-        allowed = _float(item.get("allowed"))
-        most = "" if allowed is None else f", {_plain(allowed * 100)}% worse allowed"
-        return f"baseline {_metric(metric, item['baseline'])}{most}"
-    return "plausible" if item.get("kind") == "plausibility" else "-"
-
-
-def _limit(metric: str, value: Any) -> str:
-    share = _float(value) if metric in SHARES else None
-    return _plain(value) if share is None else f"{_plain(100 * share)}%"
-
-
-def _numbers(model: Mapping[str, Any]) -> Grid | None:
-    apart = ("source", "data", "capture", "confidence", "confidence_level", "fingerprint")
-    rows = []
-    for key, value in model.items():
-        if key in apart or isinstance(value, Mapping | list | tuple):
-            continue
-        ends = _ends(model, key)
-        interval = "" if ends is None else " to ".join(_metric(key, e) for e in ends)
-        own = _metric(key, value) + ("×" if key.startswith("speedup") else "")
-        rows.append([Cell(_label(key)), Cell(own), Cell(interval)])
-    level = _float(model.get("confidence_level")) or 0.95
-    columns = [("whole model", False), ("value", True), (f"{level:.0%} interval", True)]
-    if not any(row[2].text for row in rows):
-        columns, rows = columns[:2], [row[:2] for row in rows]
-    return Grid("Everything measured on the whole model", columns, rows) if rows else None
-
-
-def _provenance(report: Mapping[str, Any], model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    prints = _mapping(report, "fingerprints")
-    splits = [f"{_text(k)} {_number(v)}" for k, v in _mapping(report, "splits").items()]
-    facts = [
-        ("model", _text(model.get("source"))),
-        ("model fingerprint", _text(prints.get("teacher") or model.get("fingerprint"))),
-        ("data", _text(model.get("data"))),
-        ("data fingerprint", _text(prints.get("data"))),
-        ("splits, examples", ", ".join(splits)),
-        ("capture", _text(model.get("capture"))),
-        ("report format", _number(report.get("format_version"))),
+def _gate(gate: GateReport) -> Grid | None:
+    rows = [
+        [
+            Cell(own.metric, own.scope),
+            Cell("not measured" if own.value is None else metric_text(own.metric, own.value)),
+            Cell(_limit_text(own)),
+            Cell(own.verdict, tone=TONES[own.verdict]),
+            Cell(own.message),
+        ]
+        for own in gate.checks
     ]
-    return [(label, text) for label, text in facts if text and text != "-"]
+    columns = [("metric", False), ("value", True), ("limit", False), ("verdict", False), ("", False)]
+    return _without_empty_last(Grid("Gate checks", columns, rows))
+
+
+def _without_empty_last(grid: Grid) -> Grid | None:
+    """Without its last column where that says nothing; None without rows."""
+    if not any(row[-1].text for row in grid.rows):
+        grid = replace(grid, columns=grid.columns[:-1], rows=[row[:-1] for row in grid.rows])
+    return grid if grid.rows else None
+
+
+def _limit_text(own: Check) -> str:
+    if own.bound is not None:
+        shown = _plain(own.limit)
+        if is_share(own.metric) and own.limit is not None:
+            shown = f"{_plain(100 * own.limit)}%"
+        confident = ", with confidence" if own.confidence else ""
+        return f"{'≤' if own.bound == 'max' else '≥'} {shown}{confident}"
+    if own.baseline is not None:
+        most = "" if own.allowed is None else f", {_plain(own.allowed * 100)}% worse allowed"
+        return f"baseline {metric_text(own.metric, own.baseline)}{most}"
+    return "plausible" if own.kind == "plausibility" else "-"
+
+
+def _numbers(model: ModelReport) -> Grid | None:
+    rows = [
+        [
+            Cell(_label(key)),
+            Cell(metric_text(key, value) + ("×" if key.startswith("speedup") else "")),
+            Cell(_ends(model, key)),
+        ]
+        for key, value in model.values.items()
+        if key != "fingerprint" and not isinstance(value, Mapping | list | tuple)
+    ]
+    level = f"{model.confidence_level:.0%} interval"
+    columns = [("whole model", False), ("value", True), (level, True)]
+    return _without_empty_last(Grid("Everything measured on the whole model", columns, rows))
+
+
+def _provenance(report: Report) -> list[tuple[str, str]]:
+    model, prints = report.model, report.fingerprints
+    splits = [f"{key} {number(value)}" for key, value in report.splits.items()]
+    return _known(
+        [
+            ("model", model.source or ""),
+            ("model fingerprint", _text(prints.get("teacher") or model.values.get("fingerprint"))),
+            ("data", model.data or ""),
+            ("data fingerprint", _text(prints.get("data"))),
+            ("splits, examples", ", ".join(splits)),
+            ("capture", model.capture or ""),
+            ("report format", number(report.format_version)),
+        ]
+    )
 
 
 def _facts(
@@ -762,36 +711,9 @@ def _grid(table: Table) -> Grid:
 # Values
 
 
-def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = data.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _mappings(data: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    return list(_lists(data.get(key), Mapping))
-
-
-def _lists(value: Any, of: Any = (list, tuple)) -> Iterable[Any]:
-    return (item for item in value if isinstance(item, of)) if isinstance(value, list | tuple) else ()
-
-
-def _float(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        result = float(value)
-    except OverflowError:
-        return None
-    return result if math.isfinite(result) else None
-
-
-def _positive(value: Any) -> float | None:
-    result = _float(value)
+def _positive(value: float | None) -> float | None:
+    result = finite(value)
     return result if result is not None and result > 0 else None
-
-
-def _number(value: Any) -> str:
-    return number(value) if value is None or isinstance(value, int | float) else _text(value)
 
 
 def _plain(value: Any) -> str:
@@ -807,13 +729,8 @@ def _plain(value: Any) -> str:
     return _text(value)
 
 
-def _metric(name: str, value: Any) -> str:
-    share = _float(value) if name in SHARES else None
-    return _number(value) if share is None else f"{share:.2%}"
-
-
 def _label(key: str) -> str:
-    return MODEL_LABELS.get(key) or SITE_LABELS.get(key) or key.replace("_", " ")
+    return METRIC[key].name if key in METRIC else MODEL_LABELS.get(key) or key.replace("_", " ")
 
 
 def _times_text(ratio: float) -> str:

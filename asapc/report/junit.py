@@ -7,37 +7,36 @@ check an error (the test itself went wrong).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 from xml.etree import ElementTree
 
+from asapc.report.document import Report
 from asapc.report.tables import headline, limit_text
 
 # What XML 1.0 cannot hold, not even escaped.
 _UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit_text(report: Mapping[str, Any]) -> str:
+def junit_text(report: Report) -> str:
     """The document; without a gate it holds no test case."""
-    checks = (report.get("gate") or {}).get("checks", ())
+    checks = report.gate.checks
     counts = {
         "tests": str(len(checks)),
-        "failures": str(sum(own["class"] == "REGRESSION" for own in checks)),
-        "errors": str(sum(own["class"] == "ANOMALOUS" for own in checks)),
+        "failures": str(sum(own.verdict == "REGRESSION" for own in checks)),
+        "errors": str(sum(own.verdict == "ANOMALOUS" for own in checks)),
     }
     root = ElementTree.Element("testsuites", {"name": "asapc", **counts})
     suite = ElementTree.SubElement(root, "testsuite", {"name": "asapc gate", **counts, "skipped": "0"})
     for own in checks:
         attributes = {
-            "classname": _text(f"asapc.{own['scope']}"),
-            "name": _text(f"{own['metric']}: {limit_text(own)}"),
+            "classname": _text(f"asapc.{own.scope}"),
+            "name": _text(f"{own.metric}: {limit_text(own)}"),
             "time": "0",  # servers ask for it; the measuring was one step for all
         }
         case = ElementTree.SubElement(suite, "testcase", attributes)
-        if own["class"] != "ACCEPT":
-            tag = "failure" if own["class"] == "REGRESSION" else "error"
-            message = _text(str(own["message"]))
-            problem = ElementTree.SubElement(case, tag, {"type": own["class"], "message": message})
+        if not own.passed:
+            tag = "failure" if own.verdict == "REGRESSION" else "error"
+            message = _text(own.message)
+            problem = ElementTree.SubElement(case, tag, {"type": own.verdict, "message": message})
             problem.text = message
     ElementTree.SubElement(suite, "system-out").text = _text(headline(report))
     ElementTree.indent(root)

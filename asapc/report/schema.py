@@ -1,20 +1,73 @@
-"""The published JSON schema of report.json (JSON Schema 2020-12), shipped as report.schema.json."""
+"""The published JSON schema of report.json (JSON Schema 2020-12), from the types of the report."""
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.resources import files
-from typing import Any
+import inspect
+from collections.abc import Mapping
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from asapc.formats.json_text import parse_json
+from asapc.formats.records import Record, json_fields, required
+from asapc.report.document import COUNT, REPORT_FORMAT, Report
 
-
-@cache
-def _text() -> str:
-    return (files("asapc") / "report" / "report.schema.json").read_text(encoding="utf-8")
+PLAIN: Mapping[Any, dict[str, Any]] = {
+    str: {"type": "string"}, bool: {"type": "boolean"}, float: {"type": "number"}, int: COUNT,
+}  # fmt: skip
+LIMIT = {"if": {"properties": {"kind": {"const": "limit"}}},
+         "then": {"oneOf": [{"required": ["min"]}, {"required": ["max"]}]}}  # fmt: skip
 
 
 def report_schema() -> dict[str, Any]:
     """A new copy of the schema."""
-    document: dict[str, Any] = parse_json(_text())
-    return document
+    kinds: dict[str, Any] = {}
+    body = _record(Report, kinds)
+    kinds["check"] |= LIMIT
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:asapc:report:{REPORT_FORMAT}",
+        "title": "asapc report",
+        **body,
+        "description": "What `asapc report OUT` writes into OUT/report.json. A measurement that is null "
+        "was NaN, infinite or could not be taken. Further keys may be added within a format version.",
+        "$defs": kinds,
+    }
+
+
+def _record(cls: type[Record], kinds: dict[str, Any]) -> dict[str, Any]:
+    hints, properties = get_type_hints(cls, include_extras=True), dict[str, Any]()
+    for key, each in json_fields(cls).items():
+        if "rest" in each.metadata:
+            properties |= each.metadata["rest"]
+        else:
+            properties[key] = _type(hints[each.name], kinds)
+    always = cls.always or tuple(key for key, each in json_fields(cls).items() if required(each))
+    return {"description": inspect.getdoc(cls), "type": "object", "properties": properties,
+            "required": list(always)}  # fmt: skip
+
+
+def _type(hint: Any, kinds: dict[str, Any]) -> dict[str, Any]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        found = _type(arguments[0], kinds)
+        for more in arguments[1:]:
+            found |= {"description": more} if isinstance(more, str) else more
+        return found
+    if NoneType in arguments:
+        found = _type(arguments[0], kinds)
+        return found | {"type": [found["type"], "null"]} if "type" in found else {
+            "anyOf": [found, {"type": "null"}]
+        }  # fmt: skip
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin is Mapping:
+        return {"type": "object", "additionalProperties": _type(arguments[1], kinds)}
+    if origin is tuple and arguments[-1] is ...:
+        return {"type": "array", "items": _type(arguments[0], kinds)}
+    if origin is tuple:
+        items = [_type(own, kinds) for own in arguments]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
+    if isinstance(hint, type) and issubclass(hint, Record):
+        name = hint.__name__.removesuffix("Report").lower()
+        kinds.setdefault(name, kinds.get(name) or _record(hint, kinds))
+        return {"$ref": f"#/$defs/{name}"}
+    return dict(PLAIN.get(hint, {}))

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asapc.metrics import METRIC, METRICS, is_share
+from asapc.report.document import Check, GateReport, LengthBin, Report, SiteReport, Trail
+
 Row = tuple[str, ...]
 
 
@@ -29,47 +32,21 @@ class Table:
 MODEL_LABELS = {
     "source": "model",
     "capture": "capture",
-    "examples": "examples, unseen in the fit",
+    "examples": METRIC["examples"].label,
     "data": "data",
     "batch": "batch size",
-    "output_rmse": "output RMSE",
-    "output_rel_l2": "output relative l2",
-    "max_abs_error": "largest output difference",
-    "logit_kl": "logit KL",
-    "prediction_agreement": "prediction agreement",
-    "accuracy_teacher": "accuracy, teacher",
-    "accuracy_compiled": "accuracy, compiled",
-    "accuracy_drop": "accuracy drop",
-    "latency_teacher_ms": "latency, teacher (ms)",
-    "latency_lossless_ms": "latency, lossless loop (ms)",
-    "latency_compiled_ms": "latency, compiled (ms)",
-    "speedup_lossless": "speedup, lossless loop",
-    "speedup": "speedup, compiled",
+    **{metric.key: metric.label for metric in METRICS if metric.label},
     "megabytes_teacher": "file, teacher (MB)",
     "megabytes_lossless": "file, lossless loop (MB)",
     "megabytes_compiled": "file, compiled (MB)",
     "threads": "threads",
     "provider": "provider",
-    "fit_seconds": "fit (s)",
-    "break_even_batches": "batches until the fit has paid",
     "lossless_max_abs_error": "largest output difference, lossless",
     "calibration_order": "calibration order",
     "map_examples": "examples, attention compared",
     "usual_loop_ms": "site: usual loop (ms)",
     "lossless_ms": "site: lossless (ms)",
     "softmax_ms": "site: softmax attention (ms)",
-}
-SITE_LABELS = {
-    "attention_rel_l2": "attention l2",
-    "attention_rel_l2_worst": "worst",
-    "output_rel_l2": "output l2",
-    "row_err": "row err",
-    "col_err": "col err",
-    "plan_kl": "plan KL",
-    "r2": "R2 in-sample",
-    "condition_number": "cond",
-    "row_bound": "row bound",
-    "contraction_bound": "contraction",
 }
 REFRESH_LABELS = {
     "best_epoch": "epoch kept",
@@ -79,18 +56,14 @@ REFRESH_LABELS = {
     "selection_examples": "examples selected on",
     "parameters": "trained",
 }
-LATENCY_LABELS = {
-    "latency_teacher_ms": "teacher ms",
-    "latency_lossless_ms": "lossless ms",
-    "latency_compiled_ms": "compiled ms",
-    "speedup_lossless": "lossless x",
-    "speedup": "compiled x",
-}
 # Shown beside the values they belong to.
 APART = ("confidence", "confidence_level")
-SHARES = (
-    "prediction_agreement", "accuracy_teacher", "accuracy_compiled", "accuracy_drop", "accuracy",
-)  # fmt: skip
+
+
+def metric_text(key: str, value: Any) -> str:
+    """A metric: a share in per cent, anything else as a number."""
+    share = is_share(key) and isinstance(value, float) and math.isfinite(value)
+    return f"{value:.2%}" if share else number(value)
 
 
 def number(value: Any, *, digits: int = 3) -> str:
@@ -176,222 +149,176 @@ _CONVENTION_TEXTS = {
 _FLAGS = (("bias", "bias"), ("early stop", "early_stop"))
 
 
-def headline(report: Mapping[str, Any]) -> str:
+def headline(report: Report) -> str:
     """The result in one line: verdict, speed-up, agreement with its interval."""
-    model = _mapping(report, "model")
-    parts = [verdict_text(_mapping(report, "gate"))]
-    if isinstance(model.get("speedup"), int | float):
-        parts.append(f"{number(model['speedup'])}x as fast as the teacher")
-    agreement = model.get("prediction_agreement")
+    model = report.model
+    speedup, agreement = model.metric("speedup"), model.metric("prediction_agreement")
+    parts: list[str] = [report.gate.verdict or "no gate set"]
+    if speedup is not None:
+        parts.append(f"{number(speedup)}x as fast as the teacher")
     if agreement is not None:
-        ends = _interval(model, "prediction_agreement")
+        ends = interval_text("prediction_agreement", model.confidence)
         within = f" ({ends})" if ends != "-" else ""
-        parts.append(f"{_share(agreement)} of predictions kept{within}")
+        shown = metric_text("prediction_agreement", agreement)
+        parts.append(f"{shown} of predictions kept{within}")
     return ", ".join(parts)
 
 
-def verdict_text(gate: Mapping[str, Any]) -> str:
-    """"ACCEPT", "REGRESSION" or "ANOMALOUS"; "no gate set" where nothing was asked."""
-    return str(gate.get("verdict") or "no gate set")
-
-
-def report_tables(report: Mapping[str, Any]) -> list[Table]:
+def report_tables(report: Report) -> list[Table]:
     """Gate, warnings, model, sites, what was decided, untouched layers and environment."""
-    sites = _list(report, "sites")
-    tables = gate_table(_mapping(report, "gate"))
-    tables += warnings_table(_list(report, "warnings"))
-    tables.append(_model_table("Model", _mapping(report, "model")))
+    sites = report.sites
+    tables = gate_table(report.gate)
+    tables += warnings_table(report.warnings)
+    tables.append(_model_table("Model", report.model.to_json()))
     if sites:
         tables.append(_fidelity_table(sites))
         tables += certificates_table(sites)
         tables += length_tables(report)
-        tables += _latency_table(sites)
-        tables.append(
-            Table(
-                "Why",
-                ("site", "operator", "predicted", "convention", "reason"),
-                tuple(
-                    (
-                        str(site.get("name")),
-                        str(site.get("operator")),
-                        amortised_text(site),
-                        convention_text(site.get("convention")),
-                        str(site.get("reason") or ""),
-                    )
-                    for site in sites
-                ),
-            )
-        )
-    tables += selection_tables(_mapping(report, "selection"))
-    tables += soft_to_hard_tables(_mapping(report, "soft_to_hard"))
-    tables += refused_table(_list(report, "refused"))
-    if _mapping(report, "refresh"):
-        tables += refresh_tables(_mapping(report, "refresh"))
-    if _mapping(report, "onnx"):
-        tables += onnx_tables(_mapping(report, "onnx"))
-    rows = [(f"examples, {name}", _cell(value)) for name, value in _mapping(report, "splits").items()]
-    rows += [(str(key), _cell(value)) for key, value in _mapping(report, "environment").items()]
+        tables += _latency_table([site.to_json() for site in sites])
+        tables.append(_choice_table("Why", [site.to_json() for site in sites]))
+    tables += selection_tables(report.selection or Trail())
+    tables += soft_to_hard_tables(report.soft_to_hard or {})
+    tables += refused_table(report.refused)
+    tables += refresh_tables(report.refresh) if report.refresh else []
+    tables += onnx_tables(report.onnx) if report.onnx else []
+    rows = [(f"examples, {name}", _cell(value)) for name, value in report.splits.items()]
+    rows += [(str(key), _cell(value)) for key, value in report.environment.items()]
     if rows:
         tables.append(Table("Environment", ("", ""), tuple(rows)))
     return tables
 
 
-def certificates_table(sites: Sequence[Mapping[str, Any]]) -> list[Table]:
+def certificates_table(sites: Sequence[SiteReport]) -> list[Table]:
     """Proven bounds beside what was measured; none in a report without."""
     rows = tuple(
         (
-            str(site.get("name")),
-            str(own.get("name")),
-            number(own.get("bound")),
-            number(own.get("measured")),
-            "vacuous" if own.get("vacuous") else number(own.get("holds")),
-            number(own.get("cases")),
-            str(own.get("source") or ""),
+            site.name,
+            own.name,
+            number(own.bound),
+            number(own.measured),
+            "vacuous" if own.vacuous else number(own.holds),
+            number(own.cases),
+            own.source or "",
         )
         for site in sites
-        for own in _list(site, "certificates")
-        if isinstance(own, Mapping)
+        for own in site.certificates
     )
     columns = ("site", "certificate", "bound|", "measured|", "holds", "cases|", "source")
     return [Table("Certificates", columns, rows)] if rows else []
 
 
-def length_tables(report: Mapping[str, Any]) -> list[Table]:
+def length_tables(report: Report) -> list[Table]:
     """Errors by the length of an example: the model's predictions, and attention per site."""
     tables = []
-    bins = [own for own in _list(report, "by_length") if isinstance(own, Mapping)]
-    if bins:
-        rows = tuple(
-            (
-                _range_text(own),
-                number(own.get("examples")),
-                _share(own.get("prediction_agreement")),
-                number(own.get("logit_kl")),
-            )
-            for own in bins
-        )
-        columns = ("active keys", "examples|", "agreement|", "logit KL|")
+    keys = ("prediction_agreement", "logit_kl")
+    rows = tuple(_length_row(own, *keys) for own in report.by_length)
+    if rows:
+        columns = ("active keys", "examples|", *_headings(keys))
         tables.append(Table("By length of the example", columns, rows))
     rows = tuple(
-        (
-            str(site.get("name")),
-            _range_text(own),
-            number(own.get("examples")),
-            number(own.get("attention_rel_l2")),
-        )
-        for site in _list(report, "sites")
-        for own in _list(site, "by_length")
-        if isinstance(own, Mapping)
+        (site.name, *_length_row(own, "attention_rel_l2"))
+        for site in report.sites
+        for own in site.by_length
     )
     if rows:
-        columns = ("site", "active keys", "examples|", "attention l2|")
+        columns = ("site", "active keys", "examples|", *_headings(["attention_rel_l2"]))
         tables.append(Table("By length of the example, per site", columns, rows))
     return tables
 
 
-def selection_tables(selection: Mapping[str, Any]) -> list[Table]:
+def _length_row(own: LengthBin, *keys: str) -> Row:
+    values = (metric_text(key, own.metrics.get(key)) for key in keys)
+    return (f"{own.low} to {own.high}", number(own.examples), *values)
+
+
+def _headings(keys: Iterable[str]) -> Row:
+    return tuple(f"{METRIC[key].column or METRIC[key].label}|" for key in keys)
+
+
+def selection_tables(selection: Trail) -> list[Table]:
     """What was tried and why it lost, and the rounds of the whole model; none without a selection."""
     tried = tuple(
         (
-            str(site.get("name")),
-            str(own.get("label")),
-            number(own.get("attention_rel_l2")),
-            number(own.get("output_rel_l2")),
-            _cell(own.get("latency_ms")),
-            _cell(own.get("teacher_ms")),
-            number(own.get("memory_mib")),
-            str(own.get("verdict") or ""),
+            site.name,
+            own.label,
+            number(own.attention_rel_l2),
+            number(own.output_rel_l2),
+            _cell(own.latency_ms),
+            _cell(own.teacher_ms),
+            number(own.memory_mib),
+            own.verdict,
         )
-        for site in _list(selection, "sites")
-        for own in _list(site, "candidates")
-        if isinstance(own, Mapping)
+        for site in selection.sites
+        for own in site.candidates
     )
-    unit = "MiB" if selection.get("objective") == "memory" else "ms"
+    memory = selection.objective == "memory"
     rounds = tuple(
         (
             str(place),
-            _cell(own.get("budget")),
-            _cell(own.get("measured")),
-            number(own.get(f"predicted_{unit.lower()}")),
-            str(own.get("verdict") or ""),
+            _cell(own.budget),
+            _cell(own.measured),
+            number(own.predicted_mib if memory else own.predicted_ms),
+            own.verdict,
         )
-        for place, own in enumerate(_list(selection, "rounds"), 1)
-        if isinstance(own, Mapping)
+        for place, own in enumerate(selection.rounds, 1)
     )
     tables = []
     if tried:
-        budget = _cell(selection.get("budget")) or "none"
-        title = f"Selection by {selection.get('objective')}, budget: {budget}"
-        columns = (
-            "site", "candidate", "attention l2|", "output l2|", "ms|", "teacher ms|", "MiB|", "verdict",
-        )  # fmt: skip
+        budget = _cell(selection.budget) or "none"
+        title = f"Selection by {selection.objective}, budget: {budget}"
+        errors = _headings(("attention_rel_l2", "output_rel_l2"))
+        columns = ("site", "candidate", *errors, "ms|", "teacher ms|", "MiB|", "verdict")
         tables.append(Table(title, columns, tried))
     if rounds:
-        of_rounds = ("round", "budget", "measured", f"predicted {unit}|", "verdict")
+        predicted = f"predicted {'MiB' if memory else 'ms'}|"
+        of_rounds = ("round", "budget", "measured", predicted, "verdict")
         tables.append(Table("Selection: the whole model", of_rounds, rounds))
     return tables
 
 
-def _range_text(own: Mapping[str, Any]) -> str:
-    return f"{number(own.get('low'))} to {number(own.get('high'))}"
-
-
 def soft_to_hard_tables(audit: Mapping[str, Any]) -> list[Table]:
     """What making sorts exact does to the whole model; none for a model without soft sorts."""
+    shares = ("accuracy", "prediction_change")
     rows = tuple(
         (
             str(variant.get("name")),
-            *(_share(variant.get(key)) for key in ("accuracy", "prediction_change")),
+            *(metric_text(key, variant.get(key)) for key in shares),
             *(number(variant.get(key)) for key in ("row_err", "col_err", "entropy")),
             number(variant.get("examples_per_second")),
         )
-        for variant in _list(audit, "variants")
+        for variant in audit.get("variants", ())
     )
-    columns = (
-        "sorts", "accuracy|", "predictions changed|", "row err|", "col err|", "entropy|", "examples/s|",
-    )  # fmt: skip
+    balance = _headings(("row_err", "col_err"))
+    columns = ("sorts", *_headings(shares), *balance, "entropy|", "examples/s|")
     return [Table("Soft to hard: the model by how it sorts", columns, rows)] if rows else []
 
 
-def gate_table(gate: Mapping[str, Any]) -> list[Table]:
+def gate_table(gate: GateReport) -> list[Table]:
     """One table of checks, what failed first; none if no gate was set.
 
     A baseline is one row and what is worse than it: it compares every metric of every site.
     """
-    checks = [own for own in _list(gate, "checks") if isinstance(own, Mapping)]
-    checks.sort(key=lambda own: bool(own.get("passed")))
-    rows = []
-    for own in checks:
-        if own.get("kind") == "baseline" and own.get("passed"):
-            continue
-        value = own.get("value")
-        rows.append(
-            (
-                str(own.get("metric")),
-                str(own.get("scope")),
-                "-" if value is None else number(value),
-                limit_text(own),
-                str(own.get("class")),
-            )
-        )
-    baseline = _mapping(gate, "baseline")
-    if baseline:
-        compared = f"{number(baseline.get('compared'))} compared"
-        allowed = f"{_percent(baseline.get('max_regression'))} worse, at most"
-        verdict = str(baseline.get("verdict"))
-        rows.append(("baseline", str(baseline.get("path")), compared, allowed, verdict))
+    rows = [
+        (own.metric, own.scope, number(own.value), limit_text(own), own.verdict)
+        for own in sorted(gate.checks, key=lambda own: own.passed)
+        if own.kind != "baseline" or not own.passed
+    ]
+    if gate.baseline is not None:
+        compared = f"{number(gate.baseline.compared)} compared"
+        allowed = f"{_percent(gate.baseline.max_regression)} worse, at most"
+        rows.append(("baseline", gate.baseline.path, compared, allowed, gate.baseline.verdict))
     columns = ("metric", "scope", "value|", "limit", "class")
     return [Table("Gate", columns, tuple(rows))] if rows else []
 
 
-def limit_text(check: Mapping[str, Any]) -> str:
+def limit_text(check: Check) -> str:
     """What a check held the value against: "max 0.01", "min 0.99, confident", "0.04 + 2%"."""
-    for bound in ("min", "max"):
-        if bound in check:
-            return f"{bound} {number(check[bound])}{', confident' if check.get('confidence') else ''}"
-    if "allowed" in check:
-        return f"baseline {number(check.get('baseline'))}, {_percent(check['allowed'])}"
-    return "plausible" if check.get("kind") == "plausibility" else "-"
+    if check.bound is not None:
+        confident = ", confident" if check.confidence else ""
+        return f"{check.bound} {number(check.limit)}{confident}"
+    if check.allowed is not None:
+        return f"baseline {number(check.baseline)}, {_percent(check.allowed)}"
+    return "plausible" if check.kind == "plausibility" else "-"
 
 
 def _percent(value: Any) -> str:
@@ -411,8 +338,8 @@ def warnings_table(warnings: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Fits that rest on too few examples or regression rows, see asapc.formats.enough."""
     rows = tuple(
         (
-            _cell(_list(own, "sites")[:1]),
-            number(max(0, len(_list(own, "sites")) - 1)),
+            _cell(own.get("sites", ())[:1]),
+            number(max(0, len(own.get("sites", ())) - 1)),
             f"{number(own.get('given'))} {own.get('of')}",
             number(own.get("needed")),
         )
@@ -435,13 +362,13 @@ def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
             number(site.get("replay_error")),
             str(site.get("reason") or ""),
         )
-        for site in _list(inspection, "sites")
+        for site in inspection["sites"]
     )
     columns = ("site", "status", "heads|", "dim|", "convention", "replay error|", "reason")
-    tried = sorted({name for site in _list(inspection, "sites") for name in site.get("replay") or ()})
+    tried = sorted({name for site in inspection["sites"] for name in site.get("replay") or ()})
     worst = tuple(
         (str(site.get("name")), *(number((site.get("replay") or {}).get(name)) for name in tried))
-        for site in _list(inspection, "sites") if site.get("replay")
+        for site in inspection["sites"] if site.get("replay")
     )  # fmt: skip
     replayed = [Table("Replayed on", ("site", *(f"{name}|" for name in tried)), worst)] if worst else []
     return [Table(title, columns, rows), *replayed]
@@ -485,15 +412,24 @@ def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
             number(site.get("condition_number")),
             number(site.get("fit_seconds")),
         )
-        for site in _list(summary, "sites")
+        for site in summary["sites"]
     )
     columns = ("site", "predicted", "fit", "examples|", "tokens|", "R2 in-sample|", "cond|", "s|")
     title = f"Calibration of {summary.get('model')}, {summary.get('order')}"
-    return [Table(title, columns, rows), *warnings_table(_list(summary, "warnings"))]
+    return [Table(title, columns, rows), *warnings_table(summary["warnings"])]
 
 
 def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
     """What every site became; with an entry `onnx_file` also what model.onnx is."""
+    return [
+        _choice_table("Compiled", manifest["sites"]),
+        *refused_table(manifest.get("refused", ())),
+        *warnings_table(manifest.get("warnings", ())),
+        *(onnx_tables(manifest["onnx_file"]) if "onnx_file" in manifest else []),
+    ]
+
+
+def _choice_table(title: str, sites: Sequence[Mapping[str, Any]]) -> Table:
     rows = tuple(
         (
             str(site.get("name")),
@@ -502,16 +438,9 @@ def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
             convention_text(site.get("convention")),
             str(site.get("reason") or ""),
         )
-        for site in _list(manifest, "sites")
+        for site in sites
     )
-    columns = ("site", "operator", "predicted", "convention", "reason")
-    onnx = _mapping(manifest, "onnx_file")
-    return [
-        Table("Compiled", columns, rows),
-        *refused_table(_list(manifest, "refused")),
-        *warnings_table(_list(manifest, "warnings")),
-        *(onnx_tables(onnx) if onnx else []),
-    ]
+    return Table(title, ("site", "operator", "predicted", "convention", "reason"), rows)
 
 
 def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
@@ -520,23 +449,20 @@ def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
     settings = {key: value for key, value in entry.items() if key not in apart}
     if entry.get("best_epoch") == 0:
         settings["best_epoch"] = "0: no epoch lowered the loss, the weights are unchanged"
-    if _list(entry, "earlier"):
-        settings["earlier refreshes"] = len(_list(entry, "earlier"))
+    if entry.get("earlier"):
+        settings["earlier refreshes"] = len(entry["earlier"])
     rows = tuple((REFRESH_LABELS.get(key, key), _cell(value)) for key, value in settings.items())
-    before, after = _mapping(entry, "before"), _mapping(entry, "after")
+    before, after = entry.get("before", {}), entry.get("after", {})
     changes = tuple(
-        (
-            MODEL_LABELS.get(key, key),
-            *((_share if key in SHARES else number)(side.get(key)) for side in (before, after)),
-        )
+        (MODEL_LABELS.get(key, key), *(metric_text(key, side.get(key)) for side in (before, after)))
         for key in before
     )
-    audit = _mapping(entry, "soft_to_hard")
+    audit, shares = entry.get("soft_to_hard", {}), ("accuracy", "prediction_change")
     sorts = tuple(
-        (name, *(_share(_mapping(audit, key).get(own)) for own in ("accuracy", "prediction_change")))
+        (name, *(metric_text(own, audit.get(key, {}).get(own)) for own in shares))
         for name, key in (("soft", "soft"), ("exact, before", "before"), ("exact, annealed", "after"))
     )
-    columns = ("sorts", "accuracy|", "predictions changed|")
+    columns = ("sorts", *_headings(shares))
     return [
         Table("Refresh: trained after the replacement", ("", ""), rows),
         Table("Refresh: on the selection split", ("", "before|", "after|"), changes),
@@ -546,19 +472,19 @@ def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
 
 def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
     """Latencies and ratios, whole model and per site."""
-    tables = [_model_table("Whole model", _mapping(bench, "model"))]
-    if _mapping(bench, "onnx"):
-        tables.append(_model_table("Whole model, ONNX Runtime", _mapping(bench, "onnx")))
-    tables += _latency_table(_list(bench, "sites"))
+    tables = [_model_table("Whole model", bench["model"])]
+    if "onnx" in bench:
+        tables.append(_model_table("Whole model, ONNX Runtime", bench["onnx"]))
+    tables += _latency_table(bench["sites"])
     rows = tuple(
         (str(site.get("name")), *(str(kernel[key]) for key in ("operator", "shape", "kernel", "reason")))
-        for site in _list(bench, "sites")
+        for site in bench["sites"]
         for kernel in site.get("kernels", ())
     )
     keys = ("tile_bytes", "resident_bytes", "gain")
     tuned = tuple(
         (str(site.get("name")), *(number(site["tuned"][key]) for key in keys))
-        for site in _list(bench, "sites")
+        for site in bench["sites"]
         if "tuned" in site
     )
     if tuned:
@@ -570,7 +496,7 @@ def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
 
 def onnx_tables(record: Mapping[str, Any]) -> list[Table]:
     """What was written, and how it compared with the compiled program."""
-    shapes = _list(record, "shapes")
+    shapes = record.get("shapes", ())
     rows = (
         ("opset", str(record.get("opset"))),
         ("size (MB)", number(record.get("bytes", 0) / 1e6)),
@@ -590,19 +516,19 @@ def _span(shapes: Sequence[Mapping[str, Any]], name: str) -> str:
 
 def study_tables(result: Mapping[str, Any]) -> list[Table]:
     """Baselines, then every row by attention error."""
-    baseline = {"sites": len(_list(result, "sites")), **_mapping(result, "baseline")}
     shown = ("examples", "map_examples", "batch")
+    baseline = {"sites": len(result["sites"]), **result["baseline"]}
     baseline.update({name: result.get(name) for name in shown})
-    rows = sorted(_list(result, "rows"), key=lambda row: float(row["attention_rel_l2"]))
-    columns = (
-        "", "features", "side", "closures|", "fit", "shared", "ridge|", "examples|", "attention l2|",
-        "worst|", "plan KL|", "output RMSE|", "agreement|", "accuracy|", "site ms|", "predict ms|",
-        "fit s|",
-    )  # fmt: skip
-    keys = (
+    rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
+    fidelity = (
         "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "output_rmse",
-        "prediction_agreement", "accuracy_compiled", "site_ms", "predict_ms", "fit_seconds",
+        "prediction_agreement", "accuracy_compiled",
     )  # fmt: skip
+    columns = (
+        "", "features", "side", "closures|", "fit", "shared", "ridge|", "examples|",
+        *_headings(fidelity), "site ms|", "predict ms|", *_headings(["fit_seconds"]),
+    )  # fmt: skip
+    keys = (*fidelity, "site_ms", "predict_ms", "fit_seconds")
     cells = tuple(
         (
             "*" if row.get("pareto") else "",
@@ -613,7 +539,7 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
             str(row.get("coefficients") or "-"),
             number(row.get("ridge")) + (" direct" if row.get("ridge_mode") == "direct" else ""),
             number(row.get("examples")),
-            *(_share(row.get(k)) if k in SHARES else number(row.get(k)) for k in keys),
+            *(metric_text(key, row.get(key)) for key in keys),
         )
         for row in rows
     )
@@ -622,17 +548,16 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
 
 def comparison_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     """The demo's closing table: usual loop, lossless, amortised."""
+    keys = ("attention_rel_l2", "prediction_agreement", "accuracy")
     return Table(
         "Usual loop, better loop, no loop",
-        ("", "latency ms|", "speedup|", "attention l2|", "agreement|", "accuracy|"),
+        ("", "latency ms|", "speedup|", *_headings(keys)),
         tuple(
             (
                 str(row.get("name")),
                 number(row.get("latency_ms")),
                 f"{number(row.get('speedup'))}x",
-                number(row.get("attention_rel_l2")),
-                _share(row.get("prediction_agreement")),
-                _share(row.get("accuracy")),
+                *(metric_text(key, row.get(key)) for key in keys),
             )
             for row in rows
         ),
@@ -642,45 +567,38 @@ def comparison_table(rows: Iterable[Mapping[str, Any]]) -> Table:
 def _model_table(title: str, model: Mapping[str, Any]) -> Table:
     known = [key for key in MODEL_LABELS if key in model]
     keys = known + [key for key in model if key not in MODEL_LABELS and key not in APART]
-    confident = bool(_mapping(model, "confidence"))
+    confidence = model.get("confidence")
     rows = []
     for key in keys:
         value = model[key]
-        text = _share(value) if key in SHARES else _cell(value)
+        text = metric_text(key, value) if is_share(key) else _cell(value)
         cells = (MODEL_LABELS.get(key, key), f"{text}x" if key.startswith("speedup") else text)
-        rows.append((*cells, _interval(model, key)) if confident else cells)
+        rows.append((*cells, interval_text(key, confidence)) if confidence else cells)
     level = model.get("confidence_level", 0.95)
     heading = f"{_percent(level)} interval|"
-    return Table(title, ("", "|", heading) if confident else ("", ""), tuple(rows))
+    return Table(title, ("", "|", heading) if confidence else ("", ""), tuple(rows))
 
 
-def _interval(model: Mapping[str, Any], key: str) -> str:
+def interval_text(key: str, confidence: Mapping[str, Sequence[float | None]]) -> str:
     """"97.92% to 99.80%", or "-"."""
-    ends = _mapping(model, "confidence").get(key)
-    if not isinstance(ends, list | tuple) or len(ends) != 2:
-        return "-"
-    low, high = (_share(end) if key in SHARES else number(end) for end in ends)
-    return f"{low} to {high}"
+    return " to ".join(metric_text(key, end) for end in confidence.get(key, ())) or "-"
 
 
-def _fidelity_table(sites: Sequence[Mapping[str, Any]]) -> Table:
-    keys = [key for key in SITE_LABELS if any(key in _mapping(s, "metrics") for s in sites)]
+def _fidelity_table(sites: Sequence[SiteReport]) -> Table:
+    keys = [own.key for own in METRICS if own.column and any(own.key in s.metrics for s in sites)]
     return Table(
         "Fidelity to the teacher, per site",
-        ("site", "operator", *(f"{SITE_LABELS[key]}|" for key in keys)),
+        ("site", "operator", *_headings(keys)),
         tuple(
-            (
-                str(site.get("name")),
-                str(site.get("operator")),
-                *(number(_mapping(site, "metrics").get(key)) for key in keys),
-            )
+            (site.name, site.operator, *(number(site.metrics.get(key)) for key in keys))
             for site in sites
         ),
     )
 
 
 def _latency_table(sites: Sequence[Mapping[str, Any]]) -> list[Table]:
-    keys = [key for key in LATENCY_LABELS if any(site.get(key) is not None for site in sites)]
+    timed = [own.key for own in METRICS if own.column and own.scope == "both"]
+    keys = [key for key in timed if any(site.get(key) is not None for site in sites)]
     if not keys:
         return []
     rows = tuple(
@@ -691,12 +609,7 @@ def _latency_table(sites: Sequence[Mapping[str, Any]]) -> list[Table]:
         )
         for site in sites
     )
-    columns = ("site", "operator", *(f"{LATENCY_LABELS[key]}|" for key in keys))
-    return [Table("Latency, per site", columns, rows)]
-
-
-def _share(value: Any) -> str:
-    return f"{value:.2%}" if isinstance(value, float) and math.isfinite(value) else number(value)
+    return [Table("Latency, per site", ("site", "operator", *_headings(keys)), rows)]
 
 
 def _cell(value: Any) -> str:
@@ -705,13 +618,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(_cell(item) for item in value)
     return number(value)
-
-
-def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = data.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _list(data: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
-    value = data.get(key)
-    return value if isinstance(value, list | tuple) else []

@@ -10,6 +10,8 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
+from asapc.formats.records import Record
+from asapc.report.document import GateReport, Report
 from asapc.report.tables import Table, headline, report_tables
 
 # A comment on a pull request takes 65536 characters; a workflow may add a line of its own.
@@ -22,7 +24,7 @@ _HALF_PAIRS = re.compile("[\ud800-\udfff]")
 ROW_LIMITS = (500, 200, 100, 50, 20, 10, 5, 2)
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(report: Report) -> str:
     """The whole report, sized for a comment on a pull request; ends in a newline.
 
     The first line is the verdict; then what failed, and tables, the wide ones folded. Where it would
@@ -41,10 +43,10 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _document(
-    report: Mapping[str, Any], tables: list[Table], most: int | None = None, note: str = ""
+    report: Report, tables: list[Table], most: int | None = None, note: str = ""
 ) -> str:
     blocks = [f"# asapc: {_escape(headline(report))}"]
-    failed = _failed(report)
+    failed = _failed(report.gate)
     if failed:
         blocks.append(failed)
     blocks += [_folded(table, most) for table in tables]
@@ -59,14 +61,9 @@ def _document(
     return "\n\n".join(blocks) + "\n"
 
 
-def _failed(report: Mapping[str, Any]) -> str:
-    from asapc.gates import failures
-
-    failed = failures(report.get("gate") or {})
-    lines = [
-        f"- **{own.get('class')}** {_escape(_clip(str(own.get('message'))))}"
-        for own in failed[:MAX_MESSAGES]
-    ]
+def _failed(gate: GateReport) -> str:
+    failed = gate.failures
+    lines = [f"- **{own.verdict}** {_escape(_clip(own.message))}" for own in failed[:MAX_MESSAGES]]
     if len(failed) > MAX_MESSAGES:
         lines.append(f"- and {len(failed) - MAX_MESSAGES} more")
     return "\n".join(lines)
@@ -110,6 +107,8 @@ def json_text(data: Any, ascii: bool = False) -> str:
 
 
 def _strict(value: Any) -> Any:
+    if isinstance(value, Record):
+        return _strict(value.to_json())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

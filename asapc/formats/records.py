@@ -1,0 +1,150 @@
+"""Frozen dataclasses read from JSON that others may have written, and written back.
+
+The annotations of a dataclass are its format: what is read has these types, or an InputError names the
+place.  An absent or null part takes its default.  Keys that no field has are kept by a `rest`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+from asapc.errors import InputError
+from asapc.printed import short
+
+KINDS: Mapping[Any, str] = {
+    str: "text", bool: "true or false", int: "an integer", float: "a finite number",
+    tuple: "a list", Mapping: "a mapping",
+}  # fmt: skip
+
+
+def rest(numbers: Mapping[str, Any] = {}) -> Any:
+    """A field for the keys that no other has; those in `numbers`, with their schemas, are numbers."""
+    return field(default_factory=dict, metadata={"rest": numbers})
+
+
+def optional() -> Any:
+    """A field that is left out of the JSON where it is None."""
+    return field(default=None, metadata={"optional": True})
+
+
+def apart() -> Any:
+    """A field that is no part of the JSON."""
+    return field(default=(), compare=False, metadata={"apart": True})
+
+
+@dataclass(frozen=True)
+class Record:
+    """A field that `__init__` does not take is only written.
+
+    lenient: what has a wrong type counts as absent, and is not refused.
+    always:  keys that a written record has; where none are named, those without a default.
+    """
+
+    lenient: ClassVar[bool] = False
+    always: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def from_json(cls, document: Any, where: str) -> Self:
+        """Raises InputError naming the place."""
+        if not isinstance(document, Mapping):
+            raise InputError(f"{where} must be a mapping", got=short(document))
+        hints, values = _hints(cls), dict[str, Any]()
+        own = json_fields(cls)
+        for key, each in own.items():
+            value, place = document.get(key), f"{where}: {key}"
+            if "rest" in each.metadata:
+                more = {key: item for key, item in document.items() if key not in own}
+                for name in more.keys() & each.metadata["rest"].keys():
+                    more[name] = _read(float | None, more[name], f"{where}: {name}", False)
+                values[each.name] = more
+            elif each.init and (value is not None or required(each)):
+                try:
+                    values[each.name] = _read(hints[each.name], value, place, cls.lenient)
+                except InputError:
+                    if not cls.lenient or required(each):
+                        raise
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {}
+        for key, each in json_fields(type(self)).items():
+            value = getattr(self, each.name)
+            if "rest" in each.metadata:
+                document.update(_plain(value))
+            elif value is not None or "optional" not in each.metadata:
+                document[key] = _plain(value)
+        return document
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+def json_fields(cls: type[Record]) -> dict[str, Field[Any]]:
+    """By their keys, in order; a `key` in the metadata is one that Python does not take for a name."""
+    return {
+        each.metadata.get("key", each.name): each for each in fields(cls) if "apart" not in each.metadata
+    }
+
+
+def required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _read(hint: Any, value: Any, where: str, lenient: bool) -> Any:
+    """The value as the annotation has it; lenient: without the items that it has not."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any or (value is None and NoneType in arguments):
+        return value
+    if origin in (Union, UnionType):  # X | None
+        return _read(arguments[0], value, where, lenient)
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return hint.from_json(value, where)
+    if origin is Literal:
+        if isinstance(value, str) and value in arguments:
+            return value
+        raise InputError(f"{where} must be one of {', '.join(arguments)}", got=short(value))
+    if origin is tuple and arguments[-1] is not ...:
+        if not isinstance(value, list | tuple) or len(value) != len(arguments):
+            raise InputError(f"{where} must be two numbers", got=short(value))
+        return tuple(_read(arguments[0], item, where, lenient) for item in value)
+    if origin is tuple and isinstance(value, list | tuple):
+        items = ((i, f"{where}[{i}]", item) for i, item in enumerate(value))
+        return tuple(_items(arguments[0], items, lenient).values())
+    if origin is Mapping and isinstance(value, Mapping):
+        named = ((key, f"{where}: {_name(key)}", item) for key, item in value.items())
+        return _items(arguments[1], named, lenient)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        beyond = isinstance(value, int) and abs(value) > sys.float_info.max
+        return math.inf * (1 if value > 0 else -1) if beyond else value
+    if hint in (str, bool, int) and type(value) is hint:
+        return value
+    raise InputError(f"{where} must be {KINDS[origin or hint]}", got=short(value))
+
+
+def _items(hint: Any, items: Iterable[tuple[Any, str, Any]], lenient: bool) -> dict[Any, Any]:
+    found = {}
+    for key, place, item in items:
+        try:
+            found[key] = _read(hint, item, place, lenient)
+        except InputError:
+            if not lenient:
+                raise
+    return found
+
+
+def _name(key: Any) -> str:
+    return key if isinstance(key, str) and key.isidentifier() and len(key) < 60 else short(key)

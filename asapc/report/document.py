@@ -1,0 +1,359 @@
+"""A report, typed: what report.json holds, read once, written once, and its JSON schema (see .schema).
+
+Everything that shows or judges a report reads these.  A number is null in the file where it was NaN,
+infinite or not measured; before it is written, it may be any of these.  Annotated: text describes a key,
+a dictionary limits it further in the schema.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from asapc.formats.records import Record, apart, optional, rest
+from asapc.metrics import METRICS, of
+
+REPORT_FORMAT = 2
+TEACHER = "teacher"  # the operator of a site that was left as it is
+Class = Literal["ACCEPT", "REGRESSION", "ANOMALOUS"]
+CLASSES: tuple[Class, ...] = get_args(Class)  # the worst last
+Number = float | None
+Numbers = Mapping[str, float | None]
+Interval = tuple[float | None, float | None]
+Intervals = Annotated[
+    Mapping[str, Interval], "metric to its bootstrap interval over examples, [low, high]"
+]
+COUNT = {"type": "integer", "minimum": 0}
+ERROR = {"minimum": 0}
+
+
+def finite(value: Number) -> Number:
+    """The number, None where it is not finite."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def approximates(operator: str, own: str) -> bool:
+    """Whether a site that became `operator` computes another map than its teacher, whose operator is
+    `own`: lossless is what computes the teacher's map from other kernels."""
+    return operator not in (TEACHER, own)
+
+
+def worst_class(classes: Iterable[Class]) -> Class:
+    """ACCEPT if there is none."""
+    return max(classes, key=CLASSES.index, default="ACCEPT")
+
+
+class Measured:
+    """What has metrics with intervals: the model, or a site."""
+
+    confidence: Intervals
+
+    def interval(self, key: str) -> tuple[float, float] | None:
+        """The confidence interval of a metric, where it is a proper one."""
+        low, high = (finite(end) for end in self.confidence.get(key, (None, None)))
+        return None if low is None or high is None or low > high else (low, high)
+
+
+@dataclass(frozen=True)
+class ModelReport(Measured, Record):
+    """values: the metrics of the whole model, and what else is told of it."""
+
+    always: ClassVar[tuple[str, ...]] = ("source", "data", "examples", "batch", "speedup")
+
+    source: str | None = optional()
+    capture: Annotated[str | None, {"enum": ["whole", "module"]}] = optional()
+    data: str | None = optional()
+    values: Mapping[str, Any] = rest(
+        {own.key: own.schema() for own in of("model")} | {"examples": COUNT, "batch": COUNT}
+    )
+    confidence: Intervals = field(default_factory=dict)
+    confidence_level: Annotated[float, {"exclusiveMinimum": 0, "exclusiveMaximum": 1}] = 0.95
+
+    def metric(self, key: str) -> Number:
+        value: Number = self.values.get(key)
+        return value
+
+
+@dataclass(frozen=True)
+class LengthBin(Record):
+    """Examples whose number of active keys is within low and high."""
+
+    low: int
+    high: int
+    examples: int | None = None
+    metrics: Mapping[str, Any] = rest({own.key: own.schema() for own in METRICS})
+
+
+@dataclass(frozen=True)
+class Certificate(Record):
+    """The largest bound and the largest measured value; holds: in every case."""
+
+    always: ClassVar[tuple[str, ...]] = ("name", "bound", "measured", "holds")
+
+    name: str
+    source: str | None = None
+    bound: Number = None
+    measured: Number = None
+    holds: bool | None = None
+    cases: int | None = None
+    vacuous: bool = False
+    vacuous_cases: int | None = optional()
+    residual: float | None = optional()
+
+
+@dataclass(frozen=True)
+class SiteReport(Measured, Record):
+    """A compiled layer: what it became, why, and how near it is to its teacher.  more: times."""
+
+    name: str
+    operator: Annotated[
+        str, "what the site became; teacher: left as it was",
+        {"enum": [TEACHER, "sinkhorn", "asap", "esp_soft", "esp_hard", "lot"]},
+    ]  # fmt: skip
+    reason: str | None = None
+    convention: Mapping[str, Any] | None = None
+    side: Annotated[str | None, {"enum": ["key", "source", "both", None]}] = None
+    closures: int | None = None
+    rescaled: bool | None = None
+    coefficients: str | None = None
+    features: tuple[str, ...] | None = None
+    pivots: int | None = None
+    slices: int | None = None
+    fit: str | None = None
+    fit_converged: bool | None = None
+    replay_error: Annotated[Number, ERROR] = None
+    replay: Annotated[
+        Numbers, "largest error against the teacher's own code, by what was tried"
+    ] = field(default_factory=dict)
+    range: Annotated[
+        Mapping[str, Any] | None, "what calibration saw, for the detection of drift"
+    ] = None
+    metrics: Annotated[
+        Numbers, {"properties": {own.key: own.schema() for own in of("site")}}
+    ] = field(default_factory=dict)
+    confidence: Intervals = field(default_factory=dict)
+    by_head: Annotated[
+        Mapping[str, tuple[Number, ...]], "metric to one number per head"
+    ] = field(default_factory=dict)
+    by_length: tuple[LengthBin, ...] = ()
+    certificates: tuple[Certificate, ...] = ()
+    more: Mapping[str, Any] = rest({own.key: own.schema() for own in METRICS if own.scope == "both"})
+
+    @property
+    def own_operator(self) -> str:
+        """That computes the teacher's map."""
+        return str((self.convention or {}).get("operator", "sinkhorn"))
+
+    @property
+    def approximate(self) -> bool:
+        return approximates(self.operator, self.own_operator)
+
+    def metric(self, key: str) -> Number:
+        value: Number = self.metrics.get(key, self.more.get(key))
+        return value
+
+
+@dataclass(frozen=True)
+class Tried(Record):
+    """A candidate of a site, see asapc.passes.select; times in ms by shape, "32x512"."""
+
+    lenient: ClassVar[bool] = True
+    always: ClassVar[tuple[str, ...]] = ("label", "chosen", "verdict")
+
+    label: str = ""
+    operator: str = ""
+    attention_rel_l2: Number = None
+    output_rel_l2: Number = None
+    alone: Numbers = field(default_factory=dict)
+    latency_ms: Numbers = field(default_factory=dict)
+    teacher_ms: Numbers = field(default_factory=dict)
+    memory_mib: Number = None
+    chosen: bool = False
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class TriedSite(Record):
+    """What was tried at a site."""
+
+    lenient: ClassVar[bool] = True
+    always: ClassVar[tuple[str, ...]] = ("name", "candidates")
+
+    name: str = ""
+    candidates: tuple[Tried, ...] = ()
+
+
+@dataclass(frozen=True)
+class Round(Record):
+    """A set of candidates that was verified on the whole model."""
+
+    lenient: ClassVar[bool] = True
+    always: ClassVar[tuple[str, ...]] = ("choice", "verdict")
+
+    budget: Numbers = field(default_factory=dict)
+    choice: Mapping[str, str] = field(default_factory=dict)
+    predicted_ms: float | None = optional()
+    predicted_mib: float | None = optional()
+    measured: Numbers = field(default_factory=dict)
+    verdict: str = ""
+    more: Mapping[str, Any] = rest()
+
+
+@dataclass(frozen=True)
+class Trail(Record):
+    """How the operators were chosen.  Told and never judged: what is not as it should be is left out."""
+
+    lenient: ClassVar[bool] = True
+    always: ClassVar[tuple[str, ...]] = ("objective", "budget", "sites", "rounds")
+
+    fit_seconds: float | None = optional()
+    objective: Annotated[str | None, {"enum": ["latency", "memory"]}] = None
+    budget: Numbers = field(default_factory=dict)
+    examples: int | None = None
+    seconds: Annotated[Number, ERROR] = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+    sites: tuple[TriedSite, ...] = ()
+    rounds: tuple[Round, ...] = ()
+    more: Mapping[str, Any] = rest()
+
+    def of(self, name: str) -> TriedSite:
+        return next((site for site in self.sites if site.name == name), TriedSite(name))
+
+
+@dataclass(frozen=True)
+class Check(Record):
+    """One check of a gate: a limit (min or max), the baseline, or what no sound measurement gives."""
+
+    always: ClassVar[tuple[str, ...]] = (
+        "kind", "metric", "scope", "value", "class", "passed", "message",
+    )  # fmt: skip
+
+    kind: Annotated[str, {"enum": ["limit", "plausibility", "baseline"]}]
+    metric: str
+    scope: Annotated[str, '"model", "sites" or the name of a site']
+    value: Number = None
+    min: float | None = optional()
+    max: float | None = optional()
+    confidence: Annotated[
+        bool | None, "the limit is on the pessimistic end of the interval"
+    ] = optional()
+    bound_value: Annotated[float | None, "that end"] = optional()
+    baseline: float | None = optional()
+    allowed: Annotated[
+        float | None,
+        "how much worse than the baseline is accepted: points of a share, else a part of its value",
+    ] = optional()
+    worse_by: Annotated[
+        float | None, "difference in the metric's own unit, below 0 where it is better"
+    ] = optional()
+    verdict: Class = field(default="ACCEPT", metadata={"key": "class"})
+    passed: bool = field(init=False)
+    message: Annotated[str, {"pattern": "^[^\\n]+$"}] = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passed", self.verdict == "ACCEPT")
+
+    @property
+    def bound(self) -> Literal["min", "max"] | None:
+        return "min" if self.min is not None else "max" if self.max is not None else None
+
+    @property
+    def limit(self) -> Number:
+        return self.max if self.min is None else self.min
+
+    @classmethod
+    def from_json(cls, document: Any, where: str) -> Self:
+        if isinstance(document, Mapping):  # of format 1, which had neither kinds nor classes
+            verdict = "ACCEPT" if document.get("passed") else "REGRESSION"
+            document = {"kind": "limit", "class": verdict, **document}
+        return super().from_json(document, where)
+
+    def to_json(self) -> dict[str, Any]:
+        without = {"bound_value": None} if self.confidence and self.bound_value is None else {}
+        return super().to_json() | without
+
+
+@dataclass(frozen=True)
+class Comparison(Record):
+    """With a baseline, the report at `path`."""
+
+    path: str
+    max_regression: Annotated[Number, {"minimum": 0, "maximum": 1}] = None
+    max_regression_of: Numbers = field(default_factory=dict)
+    verdict: Class = "ACCEPT"
+    compared: int = 0
+    skipped: tuple[
+        Annotated[Mapping[str, str], {"required": ["metric", "scope", "why"]}], ...
+    ] = ()
+
+
+@dataclass(frozen=True)
+class GateReport(Record):
+    """verdict: the worst class of the checks; null where neither a limit nor a baseline was set.
+    passed: whether nothing failed; true where nothing was asked."""
+
+    always: ClassVar[tuple[str, ...]] = ("verdict", "passed", "checks", "baseline")
+
+    verdict: Class | None = None
+    passed: bool = field(init=False)
+    checks: tuple[Check, ...] = ()
+    baseline: Comparison | None = None
+
+    def __post_init__(self) -> None:
+        if self.verdict is None and self.checks:
+            object.__setattr__(self, "verdict", worst_class(own.verdict for own in self.checks))
+        object.__setattr__(self, "passed", self.verdict in (None, "ACCEPT"))
+
+    @property
+    def failures(self) -> list[Check]:
+        """The checks that are not accepted, the worst class first."""
+        failed = [own for own in self.checks if not own.passed]
+        return sorted(failed, key=lambda own: -CLASSES.index(own.verdict))
+
+
+@dataclass(frozen=True)
+class Report(Record):
+    """What `asapc report` measured and judged.  pictures: of its sites, for the page alone."""
+
+    always: ClassVar[tuple[str, ...]] = (
+        "format_version", "fingerprints", "model", "sites", "refused", "environment", "gate",
+    )  # fmt: skip
+
+    format_version: Annotated[int, {"const": REPORT_FORMAT}] = REPORT_FORMAT
+    fingerprints: Annotated[
+        Mapping[str, str],
+        "sha256 of the teacher's weights and of the data: baselines must agree in both",
+        {"required": ["teacher", "data"]},
+    ] = field(default_factory=dict)
+    model: ModelReport = ModelReport()
+    sites: tuple[SiteReport, ...] = ()
+    by_length: Annotated[
+        tuple[LengthBin, ...], "the model's predictions by the active keys of an example"
+    ] = ()
+    refused: Annotated[
+        tuple[Annotated[Mapping[str, Any], {"required": ["name", "status"]}], ...],
+        "layers that were left as they are",
+    ] = ()
+    warnings: Annotated[
+        tuple[Annotated[Mapping[str, Any], {"required": ["sites", "text"]}], ...],
+        "fits that rest on too few examples, or on too few regression rows for their coefficients",
+    ] = ()
+    splits: Annotated[
+        Mapping[str, int | None],
+        "examples of the three disjoint splits, and those the artefact had seen",
+    ] = field(default_factory=dict)
+    selection: Trail | None = None
+    soft_to_hard: Annotated[
+        Mapping[str, Any] | None, "a model that sorts: what exact sorting does to it"
+    ] = optional()
+    refresh: Annotated[
+        Mapping[str, Any] | None, "how the compiled model was trained after the replacement"
+    ] = optional()
+    onnx: Annotated[
+        Mapping[str, Any] | None, "model.onnx, if there is one, and how it compared with the model"
+    ] = optional()
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    gate: GateReport = GateReport()
+    pictures: tuple[Any, ...] = apart()  # SitePictures, which need torch

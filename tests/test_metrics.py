@@ -1,0 +1,136 @@
+"""A metric is described once: everything else is derived, and one entry adds a gated metric."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from asapc.errors import InputError
+from asapc.gates import known_metrics
+from asapc.metrics import METRIC, METRICS, Metric, of
+from asapc.recipe import Recipe
+from asapc.report import Report
+from asapc.report.document import SiteReport, approximates
+from asapc.study import COLUMNS
+
+# Before anything else is imported, as an edit of asapc/metrics.py would be.
+ADDED = """
+from dataclasses import asdict
+from asapc import metrics
+new = metrics.Metric(
+    "row_err_worst", "largest |sum_j A^_ij - 1|", "min", "site", column="row err, worst", high=2.0,
+    every_site=True, study=True, budget=True,
+)
+metrics.METRICS += (new,)
+metrics.METRIC = {own.key: own for own in metrics.METRICS}
+metrics.BUDGET_BOUNDS = {own.key: own.bound for own in metrics.METRICS if own.budget}
+
+from asapc.baseline import Allowance, Baseline, compare
+from asapc.gates import gate_result, parse_gates
+from asapc.recipe import Recipe
+from asapc.report import Report, junit_text, markdown, report_schema
+from asapc.report.html import html
+from asapc.study import COLUMNS
+
+def report(value):
+    site = {"name": "a", "operator": "asap", "metrics": {"row_err_worst": value}}
+    prints = {"teacher": "t", "data": "d"}
+    return Report.from_json({"fingerprints": prints, "model": {}, "sites": [site]}, "report")
+
+now = report(0.25)
+gates = parse_gates({"row_err_worst": {"max": 0.2}, "sites": {"a": {"row_err_worst": {"min": 0}}}})
+comparison = compare(now, Baseline("b.json", report(0.1), Allowance()))
+gate = gate_result(now, gates, comparison)
+assert [(own.kind, own.verdict) for own in gate.checks] == [
+    ("limit", "REGRESSION"), ("limit", "ACCEPT"), ("baseline", "REGRESSION"),
+]
+assert gate_result(report(float("inf")), gates).verdict == "ANOMALOUS"
+now = Report(**{**vars(now), "gate": gate})
+assert "row err, worst" in markdown(now) and "row_err_worst: max 0.200" in junit_text(now)
+assert "largest |sum_j A^_ij - 1|" in html(now)
+schema = report_schema()["$defs"]["site"]["properties"]["metrics"]["properties"]["row_err_worst"]
+assert (schema["minimum"], schema["maximum"]) == (0.0, 2.0)
+assert "row_err_worst" in COLUMNS
+assert Recipe.from_dict({"budget": {"row_err_worst": 0.1}}).budget == {"row_err_worst": 0.1}
+"""
+
+
+def test_one_entry_adds_a_gated_metric() -> None:
+    done = subprocess.run([sys.executable, "-c", ADDED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_registry_is_sound() -> None:
+    assert len(METRIC) == len(METRICS)
+    for own in METRICS:
+        assert own.key.isidentifier() and own.doc and own.name
+        assert not own.share or own.high == 1.0
+        assert own.gate or not (own.compared or own.budget or own.study)
+        assert own.scope != "model" or not (own.every_site or own.of_fit)
+    assert set(known_metrics()) == {own.key for own in (*of("site"), *of("model"))}
+    assert {own.key for own in METRICS if own.study} <= set(COLUMNS)
+
+
+def test_a_budget_may_limit_only_what_the_registry_says() -> None:
+    for own in METRICS:
+        if own.budget:
+            assert Recipe.from_dict({"budget": {own.key: 0.5}}).budget == {own.key: 0.5}
+        else:
+            with pytest.raises(InputError, match="unknown metric"):
+                Recipe.from_dict({"budget": {own.key: 0.5}})
+
+
+@pytest.mark.parametrize(
+    ("direction", "share", "bound"), [("min", False, "max"), ("max", False, "min"), ("max", True, "min")]
+)
+def test_the_bound_that_asks_for_a_good_value(direction: str, share: bool, bound: str) -> None:
+    own = Metric("a", "b", direction, "model", share=share)  # type: ignore[arg-type]
+    assert own.bound == bound
+
+
+@pytest.mark.parametrize("own", ["sinkhorn", "esp_soft", "esp_hard", "lot"])
+def test_approximate_is_what_is_neither_the_teachers_code_nor_its_own_operator(own: str) -> None:
+    for operator in ("teacher", "sinkhorn", "asap", "esp_soft", "esp_hard", "lot"):
+        site = SiteReport("a", operator, convention={"operator": own})
+        assert site.approximate == approximates(operator, own) == (operator not in ("teacher", own))
+
+
+# The typed report
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], r"report must be a mapping, got \[\]"),
+        ({"model": {"speedup": "fast"}}, "report: model: speedup must be a finite number, got 'fast'"),
+        ({"model": {"logit_kl": True}}, "logit_kl must be a finite number, got True"),
+        ({"model": {"source": 3}}, "model: source must be text, got 3"),
+        ({"model": {"confidence": {"r2": [0.1]}}}, "confidence: r2 must be two numbers"),
+        ({"model": {"confidence": {"r2": "ab"}}}, "confidence: r2 must be two numbers"),
+        ({"model": {"confidence": {"r2": [0.1, True]}}}, "r2 must be a finite number, got True"),
+        ({"sites": [{"name": "a"}]}, r"sites\[0\]: operator must be text, got None"),
+        ({"sites": [{"name": "a", "operator": "x", "closures": 1.5}]}, "closures must be an integer"),
+        ({"sites": [{"name": "a", "operator": "x", "closures": True}]}, "closures must be an integer"),
+        ({"sites": [{"name": "a", "operator": "x", "metrics": {"b\n{}": "y"}}]}, r"'b\\n\{\}' must be"),
+        ({"gate": {"checks": [{"metric": "a", "scope": "b", "class": "GOOD"}]}}, "must be one of ACCEPT"),
+        ({"gate": {"verdict": "GOOD"}}, "verdict must be one of ACCEPT, REGRESSION, ANOM"),
+    ],
+)
+def test_a_wrong_type_is_one_clear_message(document: object, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        Report.from_json(document, "report")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_no_field_has_is_kept_and_what_is_missing_takes_its_default() -> None:
+    site = {"name": "a", "operator": "teacher", "latency_teacher_ms": 3.5, "later": [1]}
+    report = Report.from_json({"model": {"speedup": 10**400, "later": {"a": 1}}, "sites": [site]}, "r")
+    assert report.model.metric("speedup") == float("inf")
+    assert report.sites[0].metric("latency_teacher_ms") == 3.5 and not report.sites[0].approximate
+    written = report.to_json()
+    assert written["model"]["later"] == {"a": 1} and written["sites"][0]["later"] == [1]
+    assert written["gate"] == {"verdict": None, "passed": True, "checks": [], "baseline": None}
+    assert "refresh" not in written and written["selection"] is None
+    assert Report.from_json(written, "again") == report
