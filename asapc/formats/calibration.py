@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -31,6 +31,8 @@ from asapc.formats.json_text import read_json
 from asapc.formats.load import read_safetensors
 from asapc.ir import Convention, Distilled
 from asapc.monitor import ScoreRange
+
+Kind = TypeVar("Kind")
 
 FORMAT_VERSION = 4
 # Which arguments of a distilled operator are tensors, and of how many axes.
@@ -207,14 +209,14 @@ def _load(place: Path) -> Calibration:
     try:
         seconds = timings["fit_seconds"]
         return Calibration(
-            teacher=document["teacher"],
-            recipe=document["recipe"],
-            capture=document["capture"],
+            teacher=_is(str, document["teacher"]),
+            recipe=_is(dict, document["recipe"]),
+            capture=_is(str, document["capture"]),
             sites={
                 name: _fits(name, own, tensors, seconds.get(name, ()))
                 for name, own in document["sites"].items()
             },
-            data=document["data"],
+            data=_is(str, document["data"]),
             order=_one_of(document["order"], "parallel", "sequential"),
             seen_hashes=tuple(h & (2**64 - 1) for h in tensors[_HASHES].tolist()),
             warnings=tuple(dict(own) for own in document.get("warnings", ())),
@@ -374,6 +376,12 @@ def _quality(dual: Mapping[str, Any]) -> FitQuality:
         converged=tuple(bool(x) for x in dual["converged"]),
         kl_examples=None if dual["kl_examples"] is None else int(dual["kl_examples"]),
     )
+
+
+def _is(kind: type[Kind], value: Any) -> Kind:
+    if not isinstance(value, kind):
+        raise ValueError(f"expected a {kind.__name__}, got {value!r}")
+    return value
 
 
 def _one_of(value: Any, *allowed: str) -> str:
