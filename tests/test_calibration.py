@@ -617,7 +617,7 @@ DAMAGE = {
     "no order": (edited("order"), "damaged"),
     "another type of teacher": (edited("teacher", value={"a": 1}), "expected a str"),
     "another type of recipe": (edited("recipe", value=[]), "expected a dict"),
-    "another type of capture": (edited("capture", value=None), "expected a str"),
+    "another type of capture": (edited("capture", value=3), "expected a str"),
     "another type of data": (edited("data", value=7), "expected a str"),
     "bad order": (edited("order", value="random"), "expected parallel or sequential"),
     "no such site": (edited("sites", "other", value=[{}]), "damaged"),
