@@ -5,7 +5,7 @@ calibration.json         format_version, teacher, recipe, capture, data, order, 
 calibration.safetensors  seen_hashes int64 and, for the c-th fit of a site and each predicted side,
                          <site>.<c>.<side>.coefficients [1|H, F], <site>.<c>.<side>.parameter.<i>,
                          <site>.<c>.intercept [H] where both duals are predicted;
-                         <site>.<c>.<operator>.<i>, the tensors among a distilled site's arguments
+                         <site>.<c>.<operator>.<name>, the tensors among a distilled site's arguments
 timings.json             seconds of every fit: the only file that two runs do not write alike
 """
 
@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -33,9 +33,11 @@ from asapc.ir import Convention, Distilled
 from asapc.monitor import ScoreRange
 from asapc.operators.catalogue import OPERATORS, ordered
 
+Kind = TypeVar("Kind")
+
 FORMAT_VERSION = 5
-# Which arguments of a distilled operator are tensors, and of how many axes.
-_DISTILLED_AXES = {  # of the tensors among the settings
+# How many axes the tensors of a distilled operator have, by the setting.
+_DISTILLED_AXES = {
     "lot": {"pivots": 3, "pivot_mass": 2}, "esp_hard": {"slices": 3, "inverse_temperature": 1},
 }  # fmt: skip
 _JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
@@ -210,14 +212,14 @@ def _load(place: Path) -> Calibration:
     try:
         seconds = timings["fit_seconds"]
         return Calibration(
-            teacher=document["teacher"],
-            recipe=document["recipe"],
-            capture=document["capture"],
+            teacher=_is(str, document["teacher"]),
+            recipe=_is(dict, document["recipe"]),
+            capture=_is(str, document["capture"]),
             sites={
                 name: _fits(name, own, tensors, seconds.get(name, ()))
                 for name, own in document["sites"].items()
             },
-            data=document["data"],
+            data=_is(str, document["data"]),
             order=_one_of(document["order"], "parallel", "sequential"),
             seen_hashes=tuple(h & (2**64 - 1) for h in tensors[_HASHES].tolist()),
             warnings=tuple(dict(own) for own in document.get("warnings", ())),
@@ -381,6 +383,12 @@ def _quality(dual: Mapping[str, Any]) -> FitQuality:
         converged=tuple(bool(x) for x in dual["converged"]),
         kl_examples=None if dual["kl_examples"] is None else int(dual["kl_examples"]),
     )
+
+
+def _is(kind: type[Kind], value: Any) -> Kind:
+    if not isinstance(value, kind):
+        raise ValueError(f"expected a {kind.__name__}, got {value!r}")
+    return value
 
 
 def _one_of(value: Any, *allowed: str) -> str:
