@@ -201,7 +201,7 @@ def test_a_recipe_from_python_has_no_lines() -> None:
 @pytest.mark.parametrize("value", [True, "2 %", {}, 10**400, "nan", "1e999"], ids=str)
 def test_what_is_no_number_is_refused(value: object) -> None:
     for data in ({"ridge": value}, {"budget": {"logit_kl": value}}, {"candidates": [{"ridge": value}]}):
-        with pytest.raises(InputError, match="must be a number from 0 to"):
+        with pytest.raises(InputError, match=r"must be a (finite )?number"):
             Recipe.from_dict(data)
 
 
