@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import io
 import json
@@ -307,6 +308,10 @@ def test_it_trains_under_ddp(make: Callable[[], nn.Module], tmp_path: Path) -> N
         wrapped = nn.parallel.DistributedDataParallel(model)
         x, keep = inputs()
         wrapped(x, keep=keep)["logits"].square().sum().backward()
+        # Before its process group: as the group's last owner it would wait for a thread of the group,
+        # which may wait for the interpreter that is waiting for it.
+        del wrapped
+        gc.collect()
     finally:
         torch.distributed.destroy_process_group()
     assert model.training and all(p.grad is not None for p in model.parameters())
