@@ -235,7 +235,7 @@ def test_a_bad_recipe_is_found_before_the_model_is_loaded(
 ) -> None:
     Path("recipe.yaml").write_text("closure: 3")
     assert cli.main([*ARGUMENTS["calibrate"], "--recipe", "recipe.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("asapc: recipe recipe.yaml: unknown key 'closure'")
+    assert capsys.readouterr().err.startswith("asapc: recipe recipe.yaml, line 1: unknown key 'closure'")
     assert not calls
 
 

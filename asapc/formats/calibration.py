@@ -266,7 +266,7 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
             "convention": site.convention.to_dict(),
             "operator": own.operator,
             "arguments": {
-                key: "tensor" if isinstance(x, Tensor) else x for key, x in own.settings.items()
+                key: "tensor" if isinstance(x, Tensor) else x for key, x in sorted(own.settings.items())
             },
             "share": own.share,
             "errors": list(site.errors),
