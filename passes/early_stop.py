@@ -9,7 +9,7 @@ A program with a stop that is not known to be harmless is not the model, whereve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,15 +45,14 @@ def firsts_and_lasts(residuals: Sequence[Node]) -> list[int]:
     return sorted({0, *lasts, *(place + 1 for place in lasts)} & {*range(len(sums))})
 
 
-def stops_of(program: Program, scores: Node, others: Sequence[Node]) -> list[Stop]:
-    """The stops of the loop on these scores.  others: the scores of every site."""
+def stops_by_scores(program: Program, scores: Iterable[Node]) -> dict[Node | None, list[Stop]]:
+    """The stops of the loop on each of these, the scores of every site; None for those of no loop."""
     order = {node: index for index, node in enumerate(program.graph.graph.nodes)}
-    found = []
+    known = set(scores)
+    found: dict[Node | None, list[Stop]] = {}
     for stop in program.stops:
-        above = ancestors(stop.residual, until=BARRIERS)
-        latest = max((node for node in others if node in above), key=order.__getitem__, default=None)
-        if latest is scores:
-            found.append(stop)
+        above = ancestors(stop.residual, until=BARRIERS) & known
+        found.setdefault(max(above, key=order.__getitem__, default=None), []).append(stop)
     return found
 
 
@@ -71,15 +70,15 @@ class Trial:
     keep: Tensor | None = None
 
 
-def stop_left(program: Program, loops: Sequence[Node], others: Sequence[Node]) -> str | None:
+def stop_left(stops: Mapping[Node | None, Sequence[Stop]], tried: Collection[Node]) -> str | None:
     """Why a program is not the model: a stop that belongs to no loop in which it changes nothing.
 
-    loops: the scores of the sites whose stops were tried; others: the scores of every site.
+    stops: by the scores of their loops; tried: the scores of the sites whose stops were tried.
     """
-    tried = {stop.residual for scores in loops for stop in stops_of(program, scores, others)}
-    for stop in program.stops:
-        if depends_on_data(stop.residual) and stop.residual not in tried:
-            return f"a loop that may end early on {stop.residual.name} stays as it is"
+    for scores, own in stops.items():
+        for stop in own:
+            if scores not in tried and depends_on_data(stop.residual):
+                return f"a loop that may end early on {stop.residual.name} stays as it is"
     return None
 
 

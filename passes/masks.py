@@ -15,9 +15,10 @@ from asapc.passes.cut import depends_on_data, is_tensor
 from asapc.passes.products import rank_of, same
 
 aten = torch.ops.aten
-_ALIKE = {  # one entry for each entry of their first argument
+_SPREAD = {  # entries are those of their first argument, as they were or repeated
     aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
     aten.to.dtype, aten._to_copy.default, aten.type_as.default, aten.lift_fresh_copy.default,
+    aten.expand.default, aten.repeat.default,
 }  # fmt: skip
 
 
@@ -27,12 +28,8 @@ def varies(node: Node, axis: int) -> bool:
     if -axis > value.dim() or _is_one(value.shape[axis]):
         return False
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if node.target in _ALIKE and source is not None:
+    if node.target in _SPREAD and source is not None:
         return varies(source, axis)
-    if node.target in (aten.expand.default, aten.repeat.default) and source is not None:
-        if node.target is aten.repeat.default and not _one_long(source, axis):
-            return varies(source, axis)
-        return not _one_long(source, axis) and varies(source, axis)
     if node.target is aten.unsqueeze.default and source is not None:
         return _inserted(node, source, axis)
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
@@ -56,10 +53,10 @@ def heads_vary(node: Node, heads: int) -> bool:
     if not sources:
         return not _is_one(merged)
     return any(
-        heads_vary(own, heads) if own.meta["val"].dim() == 4 or same(own.meta["val"].shape[0], merged)
-        else False
-        for own in sources if own.meta["val"].dim() >= 3
-    )  # fmt: skip
+        heads_vary(own, heads)
+        for own in sources
+        if own.meta["val"].dim() == 4 or same(own.meta["val"].shape[0], merged)
+    )
 
 
 def _inserted(node: Node, source: Node, axis: int) -> bool:
@@ -68,11 +65,6 @@ def _inserted(node: Node, source: Node, axis: int) -> bool:
     assert isinstance(place, int)
     from_end = place - rank_of(node) if place >= 0 else place
     return varies(source, axis if axis > from_end else axis + 1)
-
-
-def _one_long(source: Node, axis: int) -> bool:
-    shape = source.meta["val"].shape
-    return -axis > len(shape) or _is_one(shape[axis])
 
 
 def _is_one(size: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.ir import EspConvention, Program
 from asapc.passes.cut import ancestors
-from asapc.passes.early_stop import stop_left
+from asapc.passes.early_stop import stop_left, stops_by_scores
 from asapc.passes.match_esp import EspSite, match_esp
 from asapc.passes.match_lot import LotSite, match_lot
 from asapc.passes.match_sinkhorn import AttentionSite, examine
@@ -47,11 +47,12 @@ def match(program: Program) -> list[AnySite | Refusal]:
             owned |= {*site.inside, node}
             results.append((order[node], site))
     unknown = {node: site for node, site in glued if isinstance(site, Unidentified)}
-    candidates = {s: r for s, r in find_regions(graph).items() if s not in owned}
-    for score, regions in candidates.items():
+    found = find_regions(graph)
+    stops = stops_by_scores(program, found)
+    for score, regions in [(s, r) for s, r in found.items() if s not in owned]:
         outcomes: list[AttentionSite | Refusal] = []
         for region in regions:
-            outcome = examine(program, region, list(candidates))
+            outcome = examine(program, region, stops.get(score, ()))
             outcomes.append(outcome)
             if isinstance(outcome, AttentionSite):
                 break
@@ -78,7 +79,7 @@ def match(program: Program) -> list[AnySite | Refusal]:
             reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
             results.append((order[node], Refusal(site_name(program, node), reason, node.name)))
     left: list[tuple[Node, str]] = []
-    for product, reason in unattended(graph):
+    for product, reason in unattended(graph, found):
         if product.node in owned:
             continue
         sliced = match_esp(program, product, likely)
@@ -114,8 +115,10 @@ def match(program: Program) -> list[AnySite | Refusal]:
 
 def not_the_model(program: Program, found: Sequence[AnySite | Refusal]) -> str | None:
     """Why a program may compute something else than the model: a branch that is no site's early stop."""
-    tried = [own.score.node for own in found if isinstance(own, AttentionSite)]
-    return stop_left(program, tried, list(find_regions(program.graph))) if program.stops else None
+    if not program.stops:
+        return None
+    tried = {own.score.node for own in found if isinstance(own, AttentionSite)}
+    return stop_left(stops_by_scores(program, find_regions(program.graph)), tried)
 
 
 def _unless_it_stops(program: Program, own: AnySite | Refusal) -> AnySite | Refusal:

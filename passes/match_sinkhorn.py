@@ -23,7 +23,7 @@ from asapc.ir import Convention, Program, Stop
 from asapc.limits import limits_of
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Cut, Part, evaluate, is_tensor
-from asapc.passes.early_stop import Trial, stops_of, what_a_stop_changes
+from asapc.passes.early_stop import Trial, what_a_stop_changes
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.probe import (
     HELD,
@@ -142,8 +142,8 @@ class _Experiment:
         return self.cut.lengths(assigned)
 
 
-def examine(program: Program, region: Region, scores: Sequence[Node]) -> AttentionSite | Refusal:
-    """Run the experiments on one region.  scores: of every region."""
+def examine(program: Program, region: Region, stops: Sequence[Stop]) -> AttentionSite | Refusal:
+    """Run the experiments on one region.  stops: of its loop."""
     name = site_name(program, region.value.node)
 
     def refuse(reason: str, node: Node | None = None) -> Refusal:
@@ -158,7 +158,6 @@ def examine(program: Program, region: Region, scores: Sequence[Node]) -> Attenti
         small = experiment.lengths(_probe_lengths(region, experiment))
         experiment.dims(small)
         outcome = _run_experiments(experiment, region, small)
-        stops = stops_of(program, region.score.node, scores)
         if stops and not isinstance(outcome, str):
             convention, masked, inputs = outcome[0].convention, outcome[1], outcome[3]
             changed = _stopping(program, stops, experiment, convention, masked, inputs, small)
@@ -245,7 +244,7 @@ def _run_experiments(
         by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
         s = s + (rows * by_row + columns * by_column + all) / rough
         a = experiment.run(s, inputs, at)
-        if not bool(a.isfinite().all()):
+        if _overflown(a):
             return None
         shifted = bool(rows or columns or all)
         return Sample(_four(s), _four(a), mild=spread <= MILD and not shifted)
@@ -304,7 +303,7 @@ def _run_experiments(
                 inputs[index] = _key_pattern(neutral[index], active, polarity)
                 s = scores(spread / abs(rough))
                 a = _four(experiment.run(s, inputs, lengths))
-                if bool(a.isfinite().all()):
+                if not _overflown(a):
                     seen.append(Sample(_four(s), a, active.expand(len(a), keys)))
             masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
             if isinstance(masked, NoFit):
@@ -325,6 +324,11 @@ def _run_experiments(
                 return _describe(coefficient, region, False)
             bias = ScoreBias(node, coefficient, merged or _merged(node, region))
     return fit, mask, bias, neutral
+
+
+def _overflown(attention: Tensor) -> bool:
+    """Whether scores were past what exp holds: a map that is not finite, or has no mass at all."""
+    return not bool(attention.isfinite().all()) or not bool(attention.any(-1).any(-1).all())
 
 
 def _bias_coefficient(

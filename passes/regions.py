@@ -6,6 +6,7 @@ after:  candidate regions by their score product, found by the two products alon
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,17 +38,14 @@ class Region:
 
 def holds_attention(graph: GraphModule) -> bool:
     """Whether anything in a graph would be matched or refused."""
-    return bool(find_regions(graph) or unattended(graph))
+    regions = find_regions(graph)
+    return bool(regions or unattended(graph, regions))
 
 
 def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
     """Candidate regions by score product: a product whose result, through anything but a layer,
     becomes the left operand of another product of the same [N, M]."""
-    products = {
-        node: product
-        for node in graph.graph.nodes
-        if (product := product_of(node)) is not None
-    }
+    products = {node: product for node in graph.graph.nodes if (product := product_of(node)) is not None}
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     regions: dict[Node, list[Region]] = {}
     for value in products.values():
@@ -153,9 +151,9 @@ def _depends_on_parameter(node: Node) -> bool:
     return reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1)
 
 
-def unattended(graph: GraphModule) -> list[tuple[Product, str]]:
+def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> list[tuple[Product, str]]:
     """Normalised weights that multiply something but do not come from a product of two activations."""
-    owned = {region.value.node for regions in find_regions(graph).values() for region in regions}
+    owned = {region.value.node for candidates in regions.values() for region in candidates}
     found = []
     for node in graph.graph.nodes:
         product = product_of(node)
