@@ -9,7 +9,7 @@ A program with a stop that is not known to be harmless is not the model, whereve
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,13 +61,14 @@ class Trial:
     """Scores on which a stop is tried.
 
     tensors: what is fed to the region's inputs; lengths: the sizes; scores: raw products [B, H, N, M];
-    keep: [B, M].
+    keep: [B, M]; smaller: how many times smaller the residual is where far more of the batch is flat.
     """
 
     tensors: Sequence[Tensor]
     lengths: dict[Any, int]
     scores: Tensor
     keep: Tensor | None = None
+    smaller: float = 1.0
 
 
 def stop_left(stops: Mapping[Node | None, Sequence[Stop]], tried: Collection[Node]) -> str | None:
@@ -82,17 +83,27 @@ def stop_left(stops: Mapping[Node | None, Sequence[Stop]], tried: Collection[Nod
     return None
 
 
+Residuals = Callable[[Sequence[Tensor], dict[Any, int]], list[float]]
+"""Of a region's inputs and its sizes, what the code compares with each threshold."""
+
+
+def residuals_of(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Residuals:
+    """inputs: the scores and what else enters the region."""
+    residuals = tuple(stop.residual for stop in stops)
+    cut = Cut(program.graph, inputs, residuals, descendants(inputs[:1]) & ancestors(*residuals))
+    return lambda tensors, lengths: [float(value) for value in cut.run_all(tensors, lengths)]
+
+
 def what_a_stop_changes(
-    program: Program,
     stops: Sequence[Stop],
-    inputs: Sequence[Node],
+    residuals: Residuals,
     inside: Sequence[Node],
     convention: Convention,
     trials: Iterable[Trial],
 ) -> str | None:
     """Why the full budget is not what the teacher computes; None where stopping changes nothing.
 
-    inputs: the scores and what else enters the region; inside: the region, in order.
+    inside: the region, in order.
     trials: spreads close to each other, for a stop changes most where it has just become due.
     """
     if any(stop.threshold is None for stop in stops):
@@ -102,14 +113,11 @@ def what_a_stop_changes(
         )
     if any(not _sums_before(stop.residual, inside) for stop in stops):
         return "it branches on its scores before its loop begins"
-    residuals = tuple(stop.residual for stop in stops)
-    around = descendants(inputs[:1]) & ancestors(*residuals)
-    looked_at = Cut(program.graph, inputs, residuals, around)
     worst, at = 0.0, stops[0].threshold
     for trial in trials:
-        values = looked_at.run_all(trial.tensors, trial.lengths)
+        values = residuals(trial.tensors, trial.lengths)
         ended = (stop for stop, value in zip(stops, values, strict=True)
-                 if stop.threshold is not None and float(value) <= stop.threshold)  # fmt: skip
+                 if stop.threshold is not None and value / trial.smaller <= stop.threshold)  # fmt: skip
         first = next(ended, None)
         if first is None:
             continue

@@ -23,7 +23,7 @@ from asapc.ir import Convention, Program, Stop
 from asapc.limits import limits_of
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Cut, Part, evaluate, is_tensor
-from asapc.passes.early_stop import Trial, what_a_stop_changes
+from asapc.passes.early_stop import Trial, residuals_of, what_a_stop_changes
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.probe import (
     HELD,
@@ -56,6 +56,7 @@ LARGE = 64 * 64
 STOPPED_SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(49)))
 FEW_STOPPED = STOPPED_SPREADS[::4]
 MANY_EXAMPLES, MANY_TOKENS = 32, 100
+FAR = 16.0  # times as many examples, and as many tokens, of which all but a few are flat
 SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
@@ -387,7 +388,8 @@ def _stopping(
 ) -> str | None:
     """What an early stop would change, None if nothing.
 
-    A residual is often a mean: one sharp head of many, or a few tokens of many, hardly move it.
+    A residual is often a mean: one sharp example of many, or a few tokens of many, hardly move it. How
+    much less they do in a far larger batch is measured on one that is twice as large.
     """
     region = experiment.region
     generator = torch.Generator().manual_seed(4)
@@ -395,6 +397,8 @@ def _stopping(
     many = dict.fromkeys(_symbols(shape[:-2]), MANY_EXAMPLES)
     long = dict.fromkeys(_symbols(shape[-2:]), MANY_TOKENS)
     large = math.prod(experiment.dims(lengths)[-2:]) > LARGE
+
+    residuals = residuals_of(program, stops, [region.score.node, *region.inputs])
 
     def trials(
         grown: dict[Any, int], only: tuple[slice, ...] = (), active: Tensor | None = None
@@ -409,11 +413,25 @@ def _stopping(
         noise = torch.randn(dims, generator=generator, dtype=torch.float64)
         part = torch.zeros(dims, dtype=torch.float64)
         part[only] = noise[only]
+        smaller = dilution(part, at, grown) if only else 1.0
         for spread in FEW_STOPPED if large or grown else STOPPED_SPREADS:
             s = part * spread / abs(convention.score_multiplier)
             if mask is not None and active is not None:
                 keep = active.expand(len(_four(s)), -1)
-            yield Trial([experiment.raw(s), *inputs], at, _four(s), keep)
+            yield Trial([experiment.raw(s), *inputs], at, _four(s), keep, smaller)
+
+    def dilution(part: Tensor, at: dict[Any, int], grown: dict[Any, int]) -> float:
+        """How many times smaller a residual is where there are FAR times as many examples, or tokens."""
+        twice = {**at, **{symbol: 2 * size for symbol, size in grown.items()}}
+        padded = torch.zeros(experiment.dims(twice), dtype=torch.float64)
+        padded[tuple(slice(0, size) for size in part.shape)] = part
+        small, large = (
+            residuals([experiment.raw(s / abs(convention.score_multiplier)),
+                       *_resize(experiment, region, neutral, sizes)], sizes)[0]
+            for s, sizes in ((part, at), (padded, twice))
+        )  # fmt: skip
+        doublings = math.log2(small / large) if small > 0 and large > 0 else 0.0
+        return float(FAR ** min(max(doublings, 0.0), 2.0))
 
     few, keys = slice(0, 8), experiment.dims(lengths)[-1]
     some: list[Iterator[Trial]] = [trials({})]
@@ -423,11 +441,8 @@ def _stopping(
     if mask is not None:
         some.append(trials({}, active=torch.arange(keys) % 3 != 1))
         some.append(trials(many, active=torch.arange(keys) < 2))
-    inputs, inside = [region.score.node, *region.inputs], region.inside
     convention = replace(convention, mask="none" if mask is None else convention.mask)
-    return what_a_stop_changes(
-        program, stops, inputs, inside, convention, itertools.chain(*some)
-    )
+    return what_a_stop_changes(stops, residuals, region.inside, convention, itertools.chain(*some))
 
 
 def _symbols(sizes: Sequence[Any]) -> set[Any]:

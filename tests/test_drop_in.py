@@ -1168,3 +1168,27 @@ def test_a_hugging_face_model_stays_one(tmp_path: Path) -> None:
     compiled.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, attn_implementation="sinkhorn").eval()
     torch.testing.assert_close(again(pixels[:4]).logits, exact.logits, rtol=1e-4, atol=1e-5)
+
+
+# Lengths that were equal
+
+
+class Paired(Model):
+    """Adds what is given with the tokens where there is one for each of them, its mean otherwise."""
+
+    def forward(self, x: Tensor, mem: Tensor) -> Tensor:
+        return super().forward(x + (mem if x.shape[1] == mem.shape[1] else mem.mean(1, keepdim=True)))
+
+
+def test_lengths_that_were_equal_are_equal_in_the_artefact_too(tmp_path: Path) -> None:
+    """The program on disk keeps two names; the branch that was traced is for one length."""
+    torch.manual_seed(0)
+    model = Paired().eval()
+    x, mem = torch.randn(32, 9, 4), torch.randn(32, 9, 4)
+    rebuilt = asapc.load(compiled(model, {"x": x, "mem": mem}, tmp_path))
+    with torch.no_grad():
+        for tokens in (9, 7):
+            own = rebuilt(x[:, :tokens], mem[:, :tokens])
+            torch.testing.assert_close(own, model(x[:, :tokens], mem[:, :tokens]))
+        with pytest.raises(InputError, match="mem"):
+            rebuilt(x, mem[:, :7])
