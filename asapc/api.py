@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from asapc import evaluate, pipeline
+from asapc import pipeline
 from asapc.artifact import load, read_manifest
-from asapc.data import DataSource, data_of
 from asapc.errors import FewExamplesWarning, InputError
-from asapc.formats.load import Teacher, fingerprint, load_teacher
-from asapc.gates import parse_gates
-from asapc.progress import make_progress
-from asapc.recipe import Recipe
-from asapc.report import document, markdown, write_report
+from asapc.inputs.data import DataSource, data_of
+from asapc.inputs.load import load_teacher
+from asapc.inputs.recipe import Recipe
+from asapc.inputs.teacher import Teacher
+from asapc.inputs.weights import fingerprint
+from asapc.report import document, evaluate, markdown, write_report
+from asapc.report.gates import parse_gates
 from asapc.report.tables import headline
+from asapc.terminal.progress import make_progress
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,15 +75,16 @@ def compile(
     model:    a module, left as it is, or MODEL as on the command line.
     data:     DATA as on the command line; or arrays [examples, ...] named after forward's arguments,
               with optional `labels` [examples]; or batches. Unlabelled data will do.
-    budget:   in place of the recipe's, such as {"prediction_agreement": 0.998}; see asapc.recipe.
+    budget:   in place of the recipe's, such as {"prediction_agreement": 0.998}; see asapc.inputs.recipe.
     recipe:   what may be tried, as in a recipe file.
     gates:    limits on the report, as in a gates file; see Report.passed.
     out:      keep the artefact in this folder, for asapc.load, and OUT.calibration beside it, from
               which a run that is cut short goes on. Without it both live in a temporary folder.
     examples: measured for the report, at most.
-    The compiled model is a patched copy of `model`, of its class and with its layers, see asapc.live; a
-    CompiledModel where the model came without its code, or its attention is not called as a module. Where
-    nothing is faster than the teacher's own code it is a copy with nothing patched, with a warning.
+    The compiled model is a patched copy of `model`, of its class and with its layers, see
+    asapc.program.live; a CompiledModel where the model came without its code, or its attention is not
+    called as a module. Where nothing is faster than the teacher's own code it is a copy with nothing
+    patched, with a warning.
     Raises the errors of asapc.errors, as the commands do: NoSiteError where nothing can be compiled,
     VerificationError where the rewritten model does not compute the same, InputError for the rest. Warns
     with FewExamplesWarning where what was chosen was fitted on too little.

@@ -39,8 +39,19 @@ from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
-import asapc.operators as _operators  # registers torch.ops.asapc, which the programs call
-from asapc.call import (
+import asapc.kernels.library as _library  # registers torch.ops.asapc, which the programs call
+from asapc.errors import InputError
+from asapc.formats import places
+from asapc.formats.atomic import read_whole
+from asapc.formats.json_text import read_json
+from asapc.inputs.load import build_factory, load_teacher
+from asapc.inputs.pt2 import load_program, save_program
+from asapc.inputs.recipe import Recipe
+from asapc.inputs.weights import read_safetensors
+from asapc.ir import Convention, Program, convention_from_dict
+from asapc.passes.capture import export_graph
+from asapc.passes.patches import CompiledModule
+from asapc.program.call import (
     Call,
     Child,
     Tensors,
@@ -55,22 +66,12 @@ from asapc.call import (
     tree_to_json,
     types_at_hand,
 )
-from asapc.code import GraphCode, flat_graph, tensors_of, traced_inputs
-from asapc.compiled import OPERATORS, CompiledModel, Inside, Operators, site_line
-from asapc.errors import InputError
-from asapc.formats import places
-from asapc.formats.atomic import read_whole
-from asapc.formats.json_text import read_json
-from asapc.formats.load import build_factory, load_teacher, read_safetensors
-from asapc.formats.pt2 import load_program, save_program
-from asapc.ir import Convention, Program, convention_from_dict
-from asapc.live import Patch, install, operator_name, prepared, warn_left
-from asapc.monitor import attach
-from asapc.passes.calls import attribute, name_calls, sites_of
-from asapc.passes.capture import export_graph
-from asapc.passes.patches import CompiledModule
-from asapc.printed import reason
-from asapc.recipe import Recipe
+from asapc.program.calls import attribute, name_calls, sites_of
+from asapc.program.code import GraphCode, flat_graph, tensors_of, traced_inputs
+from asapc.program.compiled import OPERATORS, CompiledModel, Inside, Operators, site_line
+from asapc.program.live import Patch, install, operator_name, prepared, warn_left
+from asapc.program.monitor import attach
+from asapc.terminal.printed import reason
 
 FORMAT_VERSION = 3
 SELECTION = "selection.json"
@@ -82,7 +83,7 @@ _LIVE = "live."
 _DTYPES = {str(own).removeprefix("torch."): own
            for own in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
 
-assert _operators is not None
+assert _library is not None
 
 
 @dataclass
@@ -627,7 +628,7 @@ def load(
 
     out:   a folder `asapc compile` wrote; it may have been moved, and needs no training code.
     model: a live model, or a factory of it, that is patched in place: it keeps its class, hooks and
-           layers, see asapc.live. The artefact's weights are loaded into it, the teacher's or, of a
+           layers (asapc.program.live). The artefact's weights are loaded into it, the teacher's or, of a
            refreshed artefact, the trained ones; what it has beyond them stays. A capture per module
            needs it, a capture of the whole model does not: without it a CompiledModel is rebuilt. Where
            the class of an output is not defined in the process, its outputs are a plain dict or tuple.
@@ -635,7 +636,7 @@ def load(
            every site keeps the teacher's own code nothing is patched, with a warning.
     stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
     trust: the folder is your own: its programs may call operators that SECURITY.md does not list.
-    The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.monitor.
+    The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.program.monitor.
     Raises InputError.
     """
     patches = model is not None and stage == "graph"  # which are programs of their own

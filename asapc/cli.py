@@ -9,19 +9,14 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from asapc import session
+from asapc import commands, session
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text
-from asapc.hints import command_line
 from asapc.session import EXIT_INTERRUPTED, Session
-
-if TYPE_CHECKING:
-    from asapc.formats.calibration import Calibration
-    from asapc.onnx.settings import OnnxSettings
-    from asapc.report import Report
+from asapc.terminal.hints import command_line
 
 app = typer.Typer(
     name="asapc",
@@ -100,7 +95,7 @@ def inspect(
     def body(run: Session) -> None:
         from asapc.report.tables import inspect_tables
 
-        result = inspect_model(model, data, weights, kwargs, trust)
+        result = commands.inspect_model(model, data, weights, kwargs, trust)
         run.show(result, inspect_tables)
         if data is not None and any(site["status"] == "matched" for site in result["sites"]):
             run.next(
@@ -139,14 +134,14 @@ def calibrate(
     def body(run: Session) -> None:
         from asapc.report.tables import calibration_tables
 
-        summary = calibrate_model(
+        summary = commands.calibrate_model(
             run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory, trust
         )
         run.show(summary, calibration_tables)
         if not summary["sites"]:
             run.note("nothing had to be fitted: no layer predicts a dual or is distilled")
         run.note(f"wrote {out}")
-        from asapc.data import is_array_file
+        from asapc.inputs.data import is_array_file
 
         run.next(  # compile reads the calibration's recipe, and its data where that is a file
             "compile", model, calibration=out, o=f"{Path(out)}.compiled",
@@ -180,7 +175,7 @@ def study(
         from asapc.study import load_grid
 
         blocks = load_grid(grid)
-        from asapc.formats.load import load_teacher
+        from asapc.inputs.load import load_teacher
         from asapc.report.tables import study_tables
         from asapc.study import study as run_study
 
@@ -230,10 +225,10 @@ def compile(
                 "--opset and --tolerance are of an ONNX file", got="no --emit onnx",
                 help="add --emit onnx, or drop them",
             )  # fmt: skip
-        from asapc.onnx.settings import MODEL, OnnxSettings, read_record
+        from asapc.inputs.onnx.settings import MODEL, OnnxSettings, read_record
 
         onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
-        manifest = compile_model(
+        manifest = commands.compile_model(
             run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx, trust=trust
         )
         record = read_record(Path(out))
@@ -275,7 +270,7 @@ def export(
         from asapc.report.tables import onnx_tables
 
         _only_onnx("--format", format)
-        from asapc.onnx.settings import MODEL, OnnxSettings
+        from asapc.inputs.onnx.settings import MODEL, OnnxSettings
 
         settings = OnnxSettings(opset, tolerance, float16)
         from asapc import pipeline
@@ -337,14 +332,14 @@ def refresh(
                 help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
             )
         from asapc import pipeline
-        from asapc.refresh import RefreshSettings
         from asapc.report.tables import refresh_tables
+        from asapc.training.refresh import RefreshSettings
 
         settings = RefreshSettings(
             "labels" if labels else "distil", epochs, learning_rate, batch_size,
             tuple(parameters or ()), seed, examples, anneal,
         )  # fmt: skip
-        from asapc.onnx.settings import MODEL
+        from asapc.inputs.onnx.settings import MODEL
 
         has_onnx = (Path(artifact) / MODEL).exists()
         entry = pipeline.refresh(
@@ -399,10 +394,10 @@ def report(
     """
 
     def body(run: Session) -> int:
-        from asapc.gates import failure_text
+        from asapc.report.gates import failure_text
         from asapc.report.tables import report_tables
 
-        result = report_artifact(
+        result = commands.report_artifact(
             run, artifact, data, gate, model, weights, kwargs, examples,
             baseline=baseline, max_regression=max_regression or (), junit=junit, trust=trust,
         )  # fmt: skip
@@ -446,7 +441,7 @@ def bench(
     """Time teacher, lossless loop and compiled model, whole and per site: medians and ratios."""
 
     def body(run: Session) -> None:
-        from asapc import evaluate
+        from asapc.report import evaluate
         from asapc.report.tables import bench_tables
 
         result = evaluate.bench(
@@ -502,128 +497,18 @@ def root(
         raise typer.Exit(EXIT_BAD_INPUT)
 
 
-def inspect_model(
-    model: str, data: str | None, weights: str | None, kwargs: str | None, trust: bool = False
-) -> dict[str, Any]:
-    """The dictionary of `asapc inspect --json`."""
-    from asapc.formats.load import load_teacher
-
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
-    from asapc import pipeline
-
-    return pipeline.inspect(teacher, data).to_dict()
-
-
-def calibrate_model(
-    run: Session,
-    model: str,
-    data: str,
-    out: str,
-    recipe: str | None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    sequential: bool = False,
-    restart: bool = False,
-    max_memory: str | None = None,
-    trust: bool = False,
-) -> dict[str, Any]:
-    """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
-    from asapc.recipe import load_recipe
-
-    resolved = load_recipe(recipe)
-    from asapc.memory import parse_size
-
-    limit = None if max_memory is None else parse_size(max_memory)
-    from asapc.formats.load import load_teacher
-
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
-    from asapc import pipeline
-
-    calibration = pipeline.calibrate(
-        teacher, data, out, resolved, run.progress, sequential, restart, limit
-    )
-    return _calibration_summary(calibration, model, out)
-
-
-def compile_model(
-    run: Session,
-    model: str,
-    calibration: str,
-    out: str,
-    recipe: str | None,
-    data: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    onnx: OnnxSettings | None = None,
-    trust: bool = False,
-) -> dict[str, Any]:
-    """Compile: the manifest.  Without a recipe, the calibration's own is used.
-
-    onnx: of OUT/model.onnx; without, only an .onnx model writes one.
-    """
-    from asapc.recipe import load_recipe
-
-    resolved = None if recipe is None else load_recipe(recipe)
-    from asapc.formats.load import load_teacher
-
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
-    from asapc import pipeline
-
-    return pipeline.compile(teacher, calibration, out, resolved, data, run.progress, onnx)
-
-
 def _only_onnx(option: str, value: str | None) -> None:
     if value not in (None, "onnx"):
         raise InputError(f"{option} must be onnx", got=value)
 
 
 def _note_unverified(run: Session, artifact: str, data: str | None) -> None:
-    from asapc.onnx.settings import MODEL, is_unverified
+    from asapc.inputs.onnx.settings import MODEL, is_unverified
 
     if is_unverified(Path(artifact)):
         place = Path(artifact) / MODEL
         again = command_line("export", artifact, data=data)
         run.note(f"{place} is not the file that was verified, and is left out: {again}")
-
-
-def report_artifact(
-    run: Session,
-    artifact: str,
-    data: str | None,
-    gate: str | None = None,
-    model: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    examples: int = 512,
-    *,
-    baseline: str | None = None,
-    max_regression: Sequence[str] = (),
-    junit: str | None = None,
-    trust: bool = False,
-) -> Report:
-    """Measure, check the gates, compare with the baseline and write the report into the artefact."""
-    from asapc import baseline as regression
-    from asapc import gates
-    from asapc.formats.atomic import make_parent, replace_file
-    from asapc.report import junit_text, write_report
-
-    limits = [] if gate is None else gates.load_gates(gate)
-    allowance = regression.parse_allowance(max_regression)
-    if baseline is None and max_regression:
-        raise InputError("--max-regression needs a --baseline to compare with")
-    earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
-    if junit is not None:
-        make_parent(junit)  # before minutes of measuring, not after
-    from asapc import pipeline
-
-    result = pipeline.report(
-        artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
-        examples=examples, trust=trust, progress=run.progress,
-    )  # fmt: skip
-    write_report(artifact, result, run.note)
-    if junit is not None:
-        replace_file(junit, junit_text(result))
-    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -655,15 +540,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return EXIT_BAD_INPUT
     return code if isinstance(code, int) else 0
-
-
-def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict[str, Any]:
-    from asapc.formats.calibration import fit_facts
-
-    sites = [
-        {"name": name, **fit_facts(fit), "tokens": fit.tokens, "fit_seconds": fit.fit_seconds}
-        for name, fits in calibration.sites.items()
-        for fit in fits
-    ]
-    return {"model": model, "calibration": out, "order": calibration.order, "sites": sites,
-            "warnings": [dict(own) for own in calibration.warnings]}  # fmt: skip

@@ -10,10 +10,9 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asapc import cli
+from asapc import commands
 from asapc.errors import InputError
-from asapc.hints import command_line
-from asapc.recipe import Recipe
+from asapc.inputs.recipe import Recipe
 from asapc.report import Report
 from asapc.report.tables import (
     Table,
@@ -24,6 +23,7 @@ from asapc.report.tables import (
     report_tables,
 )
 from asapc.session import Session
+from asapc.terminal.hints import command_line
 
 T = TypeVar("T")
 RECIPES = {
@@ -56,13 +56,13 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
 
     step(
         command_line("inspect", teacher),
-        partial(cli.inspect_model, teacher, None, None, None),
+        partial(commands.inspect_model, teacher, None, None, None),
         inspect_tables,
     )
     recipe = str(folder / "asap.yaml")
     step(
         command_line("calibrate", teacher, data=data, o=calibration, recipe=recipe),
-        partial(cli.calibrate_model, run, teacher, data, calibration, recipe),
+        partial(commands.calibrate_model, run, teacher, data, calibration, recipe),
         calibration_tables,
     )
     reports = {}
@@ -72,12 +72,12 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
             command_line(
                 "compile", teacher, calibration=calibration, o=artifact, recipe=recipe, data=data
             ),
-            partial(cli.compile_model, run, teacher, calibration, artifact, recipe, data),
+            partial(commands.compile_model, run, teacher, calibration, artifact, recipe, data),
             compile_tables,
         )
         reports[name] = step(
             command_line("report", artifact, data=data),
-            partial(cli.report_artifact, run, artifact, data),
+            partial(commands.report_artifact, run, artifact, data),
             report_tables if name == "asap" else lambda _: [],
         )
     comparison = compare(reports["lossless"], reports["asap"])

@@ -6,7 +6,7 @@ Exit codes (command line): 0 done; 1 gate failed; 2 usage or bad input; 3 no sit
 
 from __future__ import annotations
 
-from asapc.printed import escaped, one_line
+from asapc.terminal.printed import escaped, one_line
 
 EXIT_OK = 0
 EXIT_GATE_FAILED = 1

@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from asapc import evaluate
 from asapc.artifact import (
     Artifact,
     Stage,
@@ -35,38 +34,34 @@ from asapc.artifact import (
     write_artifact,
     write_refreshed,
 )
-from asapc.audit import settle_exact_sorting
-from asapc.baseline import Baseline, compare
 from asapc.calibration.collect import SiteStatistics
 from asapc.calibration.distill import Distiller
+from asapc.calibration.enough import Shortage, shortages
 from asapc.calibration.reading import Examples
-from asapc.calibration.stream import Collector, Pending, stream, take_in
-from asapc.call import Call, Undescribable, described, known_of, parameters_of
-from asapc.code import traced_inputs
-from asapc.compiled import OwnCodeWarning
-from asapc.data import Batch, DataSource, open_data, recorded_data, split_of
-from asapc.errors import InputError, NoSiteError, VerificationError
-from asapc.evaluate import Unseen
-from asapc.features.predictor import closure_plan
-from asapc.formats import places
-from asapc.formats.atomic import check_replaceable, replace_folder
-from asapc.formats.calibration import (
+from asapc.calibration.shards import Shards, code_digest
+from asapc.calibration.stored import (
     AnySiteCalibration,
     Calibration,
     fit_facts,
     load_calibration,
     save_calibration,
 )
-from asapc.formats.enough import Shortage, shortages
-from asapc.formats.load import Teacher, example_inputs
-from asapc.formats.program_operators import unlisted
-from asapc.formats.shards import Shards, code_digest
-from asapc.gates import Gate, gate_result
+from asapc.calibration.stream import Collector, Pending, stream, take_in
+from asapc.errors import InputError, NoSiteError, VerificationError
+from asapc.features.predictor import closure_plan
+from asapc.formats import places
+from asapc.formats.atomic import check_replaceable, replace_folder
+from asapc.inputs.data import Batch, DataSource, open_data, recorded_data, split_of
+from asapc.inputs.load import example_inputs
+from asapc.inputs.onnx.settings import OnnxSettings, require_extra
+from asapc.inputs.program_operators import unlisted
+from asapc.inputs.recipe import Recipe
+from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Program, SiteTensors
-from asapc.live import installed_patches
+from asapc.measure.differences import comparable, largest_difference, tensor_outputs
 from asapc.memory import MemoryLimit, format_size, give_back
-from asapc.onnx.settings import OnnxSettings, require_extra
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, Site, analyse
+from asapc.passes.audit import settle_exact_sorting
 from asapc.passes.candidates import DISTILLED, Choice, fits_needed
 from asapc.passes.patches import chosen_programs, compiled_modules
 from asapc.passes.rewrite import rewritten_programs
@@ -76,12 +71,17 @@ from asapc.passes.select import (
     select,
     turned_back,
 )
-from asapc.passes.verify import comparable, largest_difference, tensor_outputs
-from asapc.progress import Progress
-from asapc.recipe import Recipe
-from asapc.refresh import RefreshSettings, train
-from asapc.report import Report
-from asapc.runner import Runner, Tap
+from asapc.program.call import Call, Undescribable, described, known_of, parameters_of
+from asapc.program.code import traced_inputs
+from asapc.program.compiled import OwnCodeWarning
+from asapc.program.live import installed_patches
+from asapc.program.runner import Runner, Tap
+from asapc.report import Report, evaluate
+from asapc.report.baseline import Baseline, compare
+from asapc.report.evaluate import Unseen
+from asapc.report.gates import Gate, gate_result
+from asapc.terminal.progress import Progress
+from asapc.training.refresh import RefreshSettings, train
 
 SAMPLE_EXAMPLES = 32  # slices and pivots are made from
 EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
@@ -407,7 +407,7 @@ def _source(teacher: Teacher, out: str | Path) -> str:
 
 def _interface(teacher: Teacher) -> dict[str, list[str]]:
     """What an ONNX teacher calls its inputs and outputs."""
-    from asapc.onnx.module import OnnxModule
+    from asapc.inputs.onnx.module import OnnxModule
 
     assert isinstance(teacher.model, OnnxModule)
     inputs = [value.name for value in teacher.model.inputs]

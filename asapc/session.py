@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from asapc.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_OK, AsapcError
-from asapc.hints import command_line
-from asapc.printed import escaped, reason
-from asapc.progress import Progress, make_progress
+from asapc.terminal.hints import command_line
+from asapc.terminal.printed import escaped, reason
+from asapc.terminal.progress import Progress, make_progress
 
 if TYPE_CHECKING:
     from asapc.report.tables import Table

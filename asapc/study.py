@@ -30,31 +30,31 @@ from torch import Tensor
 
 from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
 from asapc.calibration.distill import Distiller
+from asapc.calibration.stored import AnySiteCalibration, SiteCalibration
 from asapc.calibration.teacher import TeacherDuals
-from asapc.data import Batch, DataSource, Split, open_data, split_of
 from asapc.errors import InputError
 from asapc.features.predictor import Amortised
-from asapc.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
 from asapc.formats.atomic import check_replaceable, replace_folder
-from asapc.formats.calibration import AnySiteCalibration, SiteCalibration
-from asapc.formats.load import Teacher
+from asapc.formats.yaml_file import read_yaml_mapping
+from asapc.inputs.data import Batch, DataSource, Split, open_data, split_of
+from asapc.inputs.recipe import Recipe, combinations
+from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
-from asapc.measure import environment
+from asapc.measure.differences import tensor_outputs
+from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
+from asapc.measure.timing import interleaved_medians
 from asapc.metrics import METRICS
 from asapc.operators.sinkhorn import clean_values, sinkhorn
 from asapc.passes.analyse import Analysis, Site, analyse
-from asapc.passes.apply import apply_lossless, apply_replacement, predict
 from asapc.passes.candidates import DISTILLED
 from asapc.passes.rewrite import rewritten_programs, shortened_programs
-from asapc.passes.verify import tensor_outputs
 from asapc.pipeline import first_batches, forward_signature, require_sites, site_collector
-from asapc.progress import Progress
-from asapc.recipe import Recipe, combinations
+from asapc.program.apply import apply_lossless, apply_replacement, predict
+from asapc.program.runner import Runner, Tap
+from asapc.report.site_metrics import environment
 from asapc.report.tables import study_tables
 from asapc.report.text import json_text, markdown_table
-from asapc.runner import Runner, Tap
-from asapc.timing import interleaved_medians
-from asapc.yaml_file import read_yaml_mapping
+from asapc.terminal.progress import Progress
 
 MAP_EXAMPLES = 64  # attention maps are compared on so many examples; outputs on all
 MAX_ROWS = 4096  # of a block

@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import asapc.operators  # noqa: F401 -- registers torch.ops.asapc
+import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
+from asapc.measure.timing import interleaved_medians
 from asapc.memory import current, forget_peak, peak
 from asapc.operators.sinkhorn import finite_duals, score_matrix, widen
-from asapc.timing import interleaved_medians
 
 EXACT = 1e-9
 SLACK = 1e-6

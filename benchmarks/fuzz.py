@@ -45,23 +45,24 @@ import torch
 from safetensors.torch import save_file
 
 import asapc
-from asapc.baseline import load_baseline
-from asapc.data import open_data
+from asapc.calibration.shards import Shards
+from asapc.calibration.stored import load_calibration
 from asapc.errors import AsapcError
 from asapc.formats.atomic import check_replaceable, replace_file, replace_folder
-from asapc.formats.calibration import load_calibration
-from asapc.formats.load import load_teacher, read_state_dict
-from asapc.formats.pt2 import load_program
-from asapc.formats.shards import Shards
-from asapc.gates import load_gates
+from asapc.inputs.data import open_data
+from asapc.inputs.load import load_teacher
+from asapc.inputs.pt2 import load_program
+from asapc.inputs.recipe import Recipe, load_recipe
+from asapc.inputs.weights import read_state_dict
 from asapc.kernels import thresholds
 from asapc.models import SinkformerText
 from asapc.pipeline import calibrate, compile
-from asapc.printed import escaped
-from asapc.progress import Progress
-from asapc.recipe import Recipe, load_recipe
 from asapc.report import Report, write_report
+from asapc.report.baseline import load_baseline
+from asapc.report.gates import load_gates
 from asapc.study import load_grid
+from asapc.terminal.printed import escaped
+from asapc.terminal.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile_calls import hostile_calls

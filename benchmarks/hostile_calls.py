@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.formats.program_operators import allowed_operators, refused_call
+from asapc.inputs.program_operators import allowed_operators, refused_call
 
 CALLS = 40  # of one operator in one case
 INTEGERS = [

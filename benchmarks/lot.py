@@ -29,9 +29,9 @@ from attention import environment, error, extra_mib, write_results
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import asapc.operators  # noqa: F401 -- registers torch.ops.asapc
+import asapc.kernels.library  # noqa: F401 -- registers torch.ops.asapc
+from asapc.measure.timing import interleaved_medians
 from asapc.models.lot import finite_plan
-from asapc.timing import interleaved_medians
 
 EXACT = 1e-9
 SLACK = 1e-6

@@ -26,8 +26,8 @@ import torch
 from attention import environment, write_results
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from asapc.onnx.session import open_session
-from asapc.timing import interleaved_medians
+from asapc.inputs.onnx.session import open_session
+from asapc.measure.timing import interleaved_medians
 
 FORMS = ("log", "products", "Loop")
 ALLOWED = 1e-4  # of the plan, whose entries are of order 1

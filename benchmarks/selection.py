@@ -22,17 +22,17 @@ import torch
 
 import asapc
 from asapc import pipeline
-from asapc.bootstrap import LEVEL
-from asapc.data import open_data
-from asapc.fidelity import OutputFidelity
-from asapc.formats.load import load_teacher
-from asapc.measure import environment
-from asapc.passes.verify import comparable
-from asapc.progress import make_progress
-from asapc.recipe import Recipe, load_recipe
+from asapc.inputs.data import open_data
+from asapc.inputs.load import load_teacher
+from asapc.inputs.recipe import Recipe, load_recipe
+from asapc.measure.bootstrap import LEVEL
+from asapc.measure.differences import comparable
+from asapc.measure.fidelity import OutputFidelity
+from asapc.measure.timing import interleaved_medians
+from asapc.report.site_metrics import environment
 from asapc.report.tables import Table
 from asapc.report.text import json_text, markdown_table
-from asapc.timing import interleaved_medians
+from asapc.terminal.progress import make_progress
 
 RECIPE = Path(__file__).parent / "recipes" / "budget.yaml"
 BUDGETS = {

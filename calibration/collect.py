@@ -12,15 +12,15 @@ from torch import Tensor
 
 from asapc.calibration.kl import KlPiece, fit_kl
 from asapc.calibration.least_squares import Fit, NormalEquations
+from asapc.calibration.stored import FitQuality, SiteCalibration
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns
 from asapc.features.clouds import Budget, PredictedSide, clouds_of
 from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor
-from asapc.formats.calibration import FitQuality, SiteCalibration
+from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
-from asapc.monitor import ScoreRange
-from asapc.recipe import Recipe
+from asapc.program.monitor import ScoreRange
 
 # Score entries per piece of a batch: 8 MB of float64, so that the teacher's loop runs in cache.
 _PIECE = 2**20

@@ -30,17 +30,17 @@ import torch
 from torch import Tensor
 
 from asapc.calibration.collect import check_finite, pieces
+from asapc.calibration.stored import SiteDistillation
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features.coarse import kmeans
-from asapc.formats.calibration import SiteDistillation
+from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, Coupling, Distilled, SiteTensors, Ties
 from asapc.operators.matching import match, ranked
 from asapc.operators.ranks import clouds_of
 from asapc.operators.sinkhorn import clean_values
-from asapc.passes.apply import apply_distilled, apply_lossless
-from asapc.passes.calls import times_share
-from asapc.recipe import Recipe
+from asapc.program.apply import apply_distilled, apply_lossless
+from asapc.program.calls import times_share
 
 KEPT_BYTES = 2**28  # activations kept a site; examples beyond these are passed over
 HELD_OUT_BYTES = 2**25

@@ -16,7 +16,7 @@ from itertools import islice
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asapc.data import Batch
+from asapc.inputs.data import Batch
 
 Batches = Callable[[], Iterable[Batch]]
 
@@ -53,7 +53,7 @@ class Examples:
 
 
 class Reading:
-    """A digest of batches in their order, by the hashes of their examples (asapc.data)."""
+    """A digest of batches in their order, by the hashes of their examples (asapc.inputs.data)."""
 
     def __init__(self, behind: str = "") -> None:
         self._sha256 = hashlib.sha256(f"{behind}\n".encode())

@@ -23,17 +23,12 @@ from torch import Tensor
 from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
 from asapc.calibration.distill import Distiller
 from asapc.calibration.reading import Examples, Reading
+from asapc.calibration.stored import AnySiteCalibration, fit_document, fit_from, fit_tensors
 from asapc.calibration.teacher import TeacherDuals
-from asapc.data import Batch
 from asapc.errors import InputError
-from asapc.formats.calibration import (
-    AnySiteCalibration,
-    fit_document,
-    fit_from,
-    fit_tensors,
-)
+from asapc.inputs.data import Batch
 from asapc.ir import SiteTensors
-from asapc.progress import Progress
+from asapc.terminal.progress import Progress
 
 ASIDE_EVERY = 15.0  # seconds between two times that statistics are put aside
 ASIDE_SHARE = 0.05  # of the run's time, at most, goes into that

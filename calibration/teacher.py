@@ -9,8 +9,8 @@ from torch import Tensor
 
 from asapc.features.clouds import PredictedSide, clouds_of
 from asapc.ir import Convention, SiteTensors
-from asapc.monitor import ScoreRange, score_bound
 from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix
+from asapc.program.monitor import ScoreRange, score_bound
 
 # float64 overflows at exp(709): scores and duals within these leave room for every product of two.
 _LINEAR_SCORE_LIMIT = 100.0

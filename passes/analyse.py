@@ -13,17 +13,17 @@ from typing import Literal
 from torch import nn
 from torch.export import ExportedProgram
 
-from asapc.data import Batch
 from asapc.errors import VerificationError
-from asapc.formats.load import Teacher
+from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
 from asapc.ir import AnyConvention, Convention, Program
+from asapc.measure.differences import largest_difference
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.lift import lift
 from asapc.passes.match import AnySite, match, not_the_model
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
-from asapc.passes.verify import largest_difference
-from asapc.runner import Runner
+from asapc.program.runner import Runner
 
 OUTPUT_TOLERANCE = 1e-3  # the whole model's outputs, relative to max(1, largest entry)
 
@@ -107,8 +107,8 @@ def analyse(
     subject = teacher.model if teacher.model is not None else _program(teacher)
     captured, outcomes = _identified(subject, batch)
     if teacher.onnx is not None:
-        from asapc.onnx.check import check_import
-        from asapc.onnx.module import OnnxModule
+        from asapc.inputs.onnx.check import check_import
+        from asapc.inputs.onnx.module import OnnxModule
 
         assert isinstance(teacher.model, OnnxModule)
         check_import(teacher.model, teacher.onnx, batch)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asapc.calibration.stored import AnySiteCalibration, Calibration, SiteCalibration
 from asapc.errors import InputError
 from asapc.features.predictor import ClosurePlan, closure_plan
-from asapc.formats.calibration import AnySiteCalibration, Calibration, SiteCalibration
+from asapc.inputs.recipe import Recipe
 from asapc.ir import CONVENTIONS, AnyConvention, Convention
 from asapc.operators.catalogue import OPERATORS
 from asapc.passes.rewrite import Hardened, Replacement
-from asapc.recipe import Recipe
 
 # By kind of site, what it may become besides itself; a hardened map alone makes no layer faster.
 REPLACEMENTS = {

@@ -29,17 +29,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from asapc.data import Batch
 from asapc.errors import InputError
-from asapc.faults import HELP, RULE, argument_names, data_fault
+from asapc.formats.limits import MOST, fixed_size, limits_of
+from asapc.inputs.data import Batch
+from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
 from asapc.ir import Program, Stop
-from asapc.limits import MOST, fixed_size, limits_of
+from asapc.measure.differences import largest_difference
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.observe import STOP, Observer
 from asapc.passes.regions import holds_attention
 from asapc.passes.size_guards import keep_to_guards
-from asapc.passes.verify import largest_difference
 
 
 @dataclass

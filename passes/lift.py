@@ -21,13 +21,13 @@ from torch.fx import Graph, GraphModule, Node
 from asapc.ir import LotConvention, Program
 from asapc.operators.catalogue import OPERATORS, Operator, loop_of
 from asapc.operators.masks import MASKED_BELOW
-from asapc.passes.calls import SITE, copied, put_call
 from asapc.passes.match import AnySite
 from asapc.passes.match_esp import EspSite
 from asapc.passes.match_lot import LotSite, Points
 from asapc.passes.match_sinkhorn import AttentionSite, ScoreBias
 from asapc.passes.products import KeyMask, Product, same
 from asapc.passes.verify import check_graph
+from asapc.program.calls import SITE, copied, put_call
 
 aten = torch.ops.aten
 # Dead where nothing reads them, though torch keeps them: the loop of a plan with dropout, or with a cast,

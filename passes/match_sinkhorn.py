@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from asapc.formats.limits import limits_of
 from asapc.ir import Convention, Program, Stop
-from asapc.limits import limits_of
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Cut, Part, evaluate, is_tensor
 from asapc.passes.early_stop import Trial, residuals_of, what_a_stop_changes

@@ -26,7 +26,14 @@ from torch.export import Dim
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from asapc.call import (
+from asapc.ir import ModuleCall, Program
+from asapc.passes.capture import size_hint
+from asapc.passes.cut import holds_tensors
+from asapc.passes.lift import lift
+from asapc.passes.match import AnySite
+from asapc.passes.observe import gives_its_input
+from asapc.passes.verify import check_graph
+from asapc.program.call import (
     Call,
     Child,
     Constant,
@@ -38,14 +45,7 @@ from asapc.call import (
     known_of,
     parameters_of,
 )
-from asapc.code import tensors_of
-from asapc.ir import ModuleCall, Program
-from asapc.passes.capture import size_hint
-from asapc.passes.cut import holds_tensors
-from asapc.passes.lift import lift
-from asapc.passes.match import AnySite
-from asapc.passes.observe import gives_its_input
-from asapc.passes.verify import check_graph
+from asapc.program.code import tensors_of
 
 aten = torch.ops.aten
 EagerCalls = Mapping[str, Sequence[tuple[tuple[Any, ...], dict[str, Any]]]]

@@ -22,10 +22,10 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-import asapc.operators as _operators  # registers torch.ops.asapc.seen
+import asapc.kernels.library as _library  # registers torch.ops.asapc.seen
 from asapc.ir import ModuleCall
 
-assert _operators is not None
+assert _library is not None
 aten = torch.ops.aten
 
 STOP = "stop"  # the label of a mark, before its number

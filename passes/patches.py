@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from asapc.call import Call, Child
-from asapc.compiled import Inside
-from asapc.data import Batch
+from asapc.inputs.data import Batch
 from asapc.ir import Program
 from asapc.passes.analyse import Analysis
-from asapc.passes.calls import Operands, attribute, operator_calls, sites_of
 from asapc.passes.candidates import TEACHER, Choice
 from asapc.passes.capture import Capture
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
 from asapc.passes.observe import eager_calls
 from asapc.passes.select import compiled_programs
+from asapc.program.call import Call, Child
+from asapc.program.calls import Operands, attribute, operator_calls, sites_of
+from asapc.program.compiled import Inside
 
 
 @dataclass(frozen=True)

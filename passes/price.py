@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.ir import SiteTensors
-from asapc.timing import extra_bytes, interleaved_medians
+from asapc.measure.timing import extra_bytes, interleaved_medians
 
 Shape = tuple[int, int]  # examples, tokens
 Apply = Callable[[SiteTensors, Tensor | None], Any]

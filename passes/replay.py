@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from asapc.data import Batch
+from asapc.inputs.data import Batch
 from asapc.ir import Convention, Program, SiteTensors
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import score_matrix
-from asapc.passes.calls import SiteFunction, copied, site_function
 from asapc.passes.cut import Cut, Part, evaluate
 from asapc.passes.lift import beside
 from asapc.passes.match import AnySite
 from asapc.passes.match_lot import LotSite
-from asapc.runner import Runner, Tap
+from asapc.program.calls import SiteFunction, copied, site_function
+from asapc.program.runner import Runner, Tap
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry
 SCALES = {"queries / 4": 0.25, "as given, in float64": 1.0, "queries x 4": 4.0}

@@ -21,8 +21,8 @@ from torch.fx import GraphModule, Node
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Distilled, Program
 from asapc.operators.catalogue import OPERATORS, by_name, ordered
-from asapc.passes.calls import CALLS, SITE, Operands, copied, operator_calls, sites_of
 from asapc.passes.verify import check_graph
+from asapc.program.calls import CALLS, SITE, Operands, copied, operator_calls, sites_of
 
 aten = torch.ops.aten
 

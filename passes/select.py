@@ -23,17 +23,18 @@ from typing import Any
 import torch
 
 from asapc.calibration.collect import pieces
-from asapc.data import Batch
+from asapc.calibration.stored import Calibration
 from asapc.errors import InputError
 from asapc.features.predictor import Amortised
-from asapc.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
-from asapc.formats.calibration import Calibration
+from asapc.inputs.data import Batch
+from asapc.inputs.recipe import DEFAULT_BUDGET, Recipe
 from asapc.ir import Convention, Distilled, Program, SiteTensors
+from asapc.measure.differences import comparable
+from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
+from asapc.measure.timing import interleaved_medians
 from asapc.metrics import BUDGET_BOUNDS
 from asapc.operators.sinkhorn import clean_values
 from asapc.passes.analyse import Analysis, Site
-from asapc.passes.apply import apply_lossless, apply_replacement
-from asapc.passes.calls import site_function
 from asapc.passes.candidates import (
     FEW_HALF_STEPS,
     TEACHER,
@@ -49,11 +50,10 @@ from asapc.passes.candidates import (
 from asapc.passes.price import Apply, Price, Shape, prices, shapes_of
 from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.solve import Option, cheapest
-from asapc.passes.verify import comparable
-from asapc.progress import Progress
-from asapc.recipe import DEFAULT_BUDGET, Recipe
-from asapc.runner import Runner, Tap
-from asapc.timing import interleaved_medians
+from asapc.program.apply import apply_lossless, apply_replacement
+from asapc.program.calls import site_function
+from asapc.program.runner import Runner, Tap
+from asapc.terminal.progress import Progress
 
 WORTHWHILE = 1.1  # an approximation must be this much cheaper than the exact operator to be picked
 TIGHTENED = 0.8  # of the budget that a set exceeded, or of what it was predicted to use

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from asapc.limits import fixed_size
+from asapc.formats.limits import fixed_size
 
 SIZES = range(2, 4097)  # at which a guard on one size is tried
 LARGE = (5000, 8192, 10_000, 65_536, 1_000_000)  # besides: where it still holds, it has no upper end

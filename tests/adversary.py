@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asapc.data import Batch
 from asapc.errors import InputError
+from asapc.inputs.data import Batch
 from asapc.ir import Convention
+from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
 from asapc.passes.match import match
@@ -24,7 +25,6 @@ from asapc.passes.match_sinkhorn import AttentionSite
 from asapc.passes.probe import attention_of
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
-from asapc.passes.verify import largest_difference
 
 FORMS = ("potentials", "log_softmax", "scaling", "plan")
 SPREADS = (0.25, 1.0, 4.0, 16.0, 64.0)  # of the scores that an accepted convention is held against

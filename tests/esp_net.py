@@ -64,10 +64,10 @@ def compiled(factory: pytest.TempPathFactory) -> Path:
 
 def _compiled(folder: Path) -> Path:
     from asapc import pipeline
-    from asapc.formats.calibration import Calibration, save_calibration
-    from asapc.formats.load import load_teacher
-    from asapc.progress import Progress
-    from asapc.recipe import Recipe
+    from asapc.calibration.stored import Calibration, save_calibration
+    from asapc.inputs.load import load_teacher
+    from asapc.inputs.recipe import Recipe
+    from asapc.terminal.progress import Progress
 
     x = np.random.default_rng(0).standard_normal((160, 10, SIZE)).astype(np.float32)
     largest = x.max(1)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asapc import pipeline
-from asapc.data import Batch
-from asapc.formats.load import Teacher
+from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis
 
 

@@ -25,10 +25,10 @@ import asapc.pipeline
 import asapc.report
 from asapc import cli
 from asapc.calibration import stream
+from asapc.calibration.shards import Shards
+from asapc.calibration.stored import Calibration, save_calibration
 from asapc.formats import atomic
-from asapc.formats.calibration import Calibration, save_calibration
-from asapc.formats.load import load_teacher
-from asapc.formats.shards import Shards
+from asapc.inputs.load import load_teacher
 from asapc.report import Report
 
 SHARDS, SIZE = map(int, sys.argv[1:])

@@ -18,18 +18,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 import esp_net
 
 from asapc.artifact import Artifact, read_artifact
-from asapc.audit import Balance, SoftToHard, hardened, settle_exact_sorting, soft_sites
 from asapc.cli import main
-from asapc.data import Batch, open_data, split_of
+from asapc.inputs.data import Batch, open_data, split_of
+from asapc.inputs.recipe import Recipe
 from asapc.ir import Program
-from asapc.passes.calls import name_calls, operator_calls
+from asapc.passes.audit import Balance, SoftToHard, hardened, settle_exact_sorting, soft_sites
 from asapc.passes.candidates import Choice
 from asapc.passes.capture import export_graph
 from asapc.passes.rewrite import Hardened
-from asapc.recipe import Recipe
+from asapc.program.calls import name_calls, operator_calls
+from asapc.program.runner import Runner
 from asapc.report import Report
 from asapc.report.tables import report_tables
-from asapc.runner import Runner
 
 
 @pytest.fixture(scope="module")

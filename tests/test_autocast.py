@@ -14,13 +14,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from small_text import KEYWORDS
 
-import asapc.operators  # noqa: F401  registers torch.ops.asapc
-from asapc.data import Batch
-from asapc.formats.load import Teacher
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
+from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
+from asapc.measure.differences import comparable
 from asapc.models import ARCHITECTURES
 from asapc.passes.analyse import Analysis, analyse
-from asapc.passes.verify import comparable
-from asapc.runner import Runner
+from asapc.program.runner import Runner
 
 ops = torch.ops.asapc
 BATCH, HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 3, 9, 7, 4, 5

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from asapc.baseline import (
+from asapc.errors import InputError
+from asapc.report import Report
+from asapc.report.baseline import (
     MAX_BYTES,
     MAX_REGRESSION,
     SPEED_NOISE,
@@ -20,10 +22,8 @@ from asapc.baseline import (
     load_baseline,
     parse_allowance,
 )
-from asapc.errors import InputError
-from asapc.gates import gate_result
-from asapc.report import Report
 from asapc.report.document import Check, GateReport
+from asapc.report.gates import gate_result
 
 REPORT: dict[str, Any] = {
     "format_version": 2,

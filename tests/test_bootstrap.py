@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom, norm
 from scipy.stats import bootstrap as scipy_bootstrap
 
-from asapc import bootstrap
+from asapc.measure import bootstrap
 
 
 def hits(count: int, total: int) -> torch.Tensor:

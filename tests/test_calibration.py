@@ -13,23 +13,23 @@ import torch
 from asapc.calibration import collect, teacher
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.least_squares import NormalEquations
-from asapc.calibration.teacher import TeacherDuals
-from asapc.errors import InputError
-from asapc.features import feature_columns
-from asapc.features.clouds import clouds_of
-from asapc.features.predictor import closure_plan
-from asapc.formats.calibration import (
+from asapc.calibration.stored import (
     Calibration,
     SiteCalibration,
     fit_facts,
     load_calibration,
     save_calibration,
 )
+from asapc.calibration.teacher import TeacherDuals
+from asapc.errors import InputError
+from asapc.features import feature_columns
+from asapc.features.clouds import clouds_of
+from asapc.features.predictor import closure_plan
+from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.asap import asap_attention
 from asapc.operators.sinkhorn import factor_terms, finite_duals, sinkhorn_attention
-from asapc.passes.apply import apply_amortised
-from asapc.recipe import Recipe
+from asapc.program.apply import apply_amortised
 
 
 def convention(half_steps=10, first_side="row", **rest):

@@ -12,9 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asapc import certificates
 from asapc.calibration.teacher import TeacherDuals
-from asapc.certificates import (
+from asapc.features.predictor import ClosurePlan, RecipeSide, closure_plan
+from asapc.ir import Convention, SiteTensors
+from asapc.operators.closures import close_columns, close_rows, log_marginals
+from asapc.operators.sinkhorn import attention_map, finite_duals
+from asapc.report import certificates
+from asapc.report.certificates import (
     Block,
     SiteCertificates,
     Tilt,
@@ -23,10 +27,6 @@ from asapc.certificates import (
     measured_contraction,
     row_error_bound,
 )
-from asapc.features.predictor import ClosurePlan, RecipeSide, closure_plan
-from asapc.ir import Convention, SiteTensors
-from asapc.operators.closures import close_columns, close_rows, log_marginals
-from asapc.operators.sinkhorn import attention_map, finite_duals
 
 UNIT = [1.0, 1.0, 0.0, 0.0]  # attention units, A = N P
 

@@ -19,8 +19,8 @@ import yaml
 from safetensors.torch import save_file
 
 from asapc.cli import main
-from asapc.gates import load_gates
 from asapc.models import ARCHITECTURES
+from asapc.report.gates import load_gates
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "ci"
 TEXT = {

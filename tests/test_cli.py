@@ -19,11 +19,11 @@ import torch
 
 import asapc.pipeline
 from asapc import cli
+from asapc.calibration.stored import FitQuality, SiteCalibration
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.features import Feature
 from asapc.features.clouds import Budget
 from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor
-from asapc.formats.calibration import FitQuality, SiteCalibration
 from asapc.ir import Convention
 from asapc.report import Report
 
@@ -106,12 +106,12 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     measured = Report.from_json(REPORT, "REPORT")
     monkeypatch.setattr(asapc.pipeline.evaluate, "report", stand_in("report", measured))
     pipeline.report = asapc.pipeline.report  # type: ignore[attr-defined]
-    evaluate = ModuleType("asapc.evaluate")
+    evaluate = ModuleType("asapc.report.evaluate")
     evaluate.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
-    monkeypatch.setattr("asapc.formats.load.load_teacher", stand_in("load_teacher", "TEACHER"))
+    monkeypatch.setattr("asapc.inputs.load.load_teacher", stand_in("load_teacher", "TEACHER"))
     monkeypatch.setitem(sys.modules, "asapc.pipeline", pipeline)
     monkeypatch.setattr(asapc, "pipeline", pipeline, raising=False)
-    monkeypatch.setitem(sys.modules, "asapc.evaluate", evaluate)
+    monkeypatch.setitem(sys.modules, "asapc.report.evaluate", evaluate)
     monkeypatch.setattr(asapc, "evaluate", evaluate, raising=False)
     return recorded
 
@@ -321,7 +321,7 @@ def test_the_next_command_has_all_it_needs_and_is_one(
 def test_a_stale_onnx_file_is_named_with_the_command_that_writes_it(
     calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("asapc.onnx.settings.is_unverified", lambda _: True)
+    monkeypatch.setattr("asapc.inputs.onnx.settings.is_unverified", lambda _: True)
     Path("my out").mkdir()
     assert cli.main(["report", "my out", "--data", "gen.py:batches"]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "not the file" in line]

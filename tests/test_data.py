@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asapc.data import Batch, DataSource, open_data, split_of
 from asapc.errors import InputError
+from asapc.inputs.data import Batch, DataSource, open_data, split_of
 
 
 def forward(img: Tensor, mask: Tensor | None = None, *, scale: Tensor | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import asapc.operators  # noqa: F401  registers torch.ops.asapc
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels import dispatch
 from asapc.kernels.cpu import sinkhorn as cpu
 from asapc.kernels.dispatch import explained

@@ -20,27 +20,27 @@ import asapc
 from asapc.calibration import distill
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.distill import Distiller, esp_maker, fit_lot, lot_maker
-from asapc.cli import main
-from asapc.data import Batch
-from asapc.errors import InputError
-from asapc.features.predictor import closure_plan
-from asapc.formats.calibration import (
+from asapc.calibration.stored import (
     Calibration,
     SiteDistillation,
     fit_facts,
     load_calibration,
     save_calibration,
 )
-from asapc.formats.load import load_teacher
+from asapc.cli import main
+from asapc.errors import InputError
+from asapc.features.predictor import closure_plan
+from asapc.inputs.data import Batch
+from asapc.inputs.load import load_teacher
+from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.models import ARCHITECTURES
 from asapc.operators.lot import lot
 from asapc.passes.analyse import analyse
-from asapc.passes.apply import apply_distilled, apply_lossless
 from asapc.passes.candidates import candidates_of
 from asapc.passes.rewrite import rewritten_programs
-from asapc.recipe import Recipe
-from asapc.runner import Runner, Tap
+from asapc.program.apply import apply_distilled, apply_lossless
+from asapc.program.runner import Runner, Tap
 
 RELEASED = Convention(8, "row", 0.5, OutputFactor(queries=1), mask="key")
 UNMASKED = Convention(8, "row", 0.5, OutputFactor(queries=1))

@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import asapc
-from asapc import live, pipeline
+from asapc import pipeline
 from asapc.api import _teacher
 from asapc.artifact import read_artifact, write_refreshed
-from asapc.call import Call, described, known_of, parameters_of, rebuilt
-from asapc.code import GraphCode, flat_graph
-from asapc.compiled import CompiledModel, Inside, OwnCodeWarning
-from asapc.data import data_of
 from asapc.errors import InputError
+from asapc.inputs.data import data_of
+from asapc.inputs.recipe import Recipe
 from asapc.passes.candidates import Choice
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
@@ -39,8 +37,11 @@ from asapc.passes.match import match
 from asapc.passes.module_programs import module_programs
 from asapc.passes.observe import eager_calls
 from asapc.passes.regions import Refusal
-from asapc.progress import make_progress
-from asapc.recipe import Recipe
+from asapc.program import live
+from asapc.program.call import Call, described, known_of, parameters_of, rebuilt
+from asapc.program.code import GraphCode, flat_graph
+from asapc.program.compiled import CompiledModel, Inside, OwnCodeWarning
+from asapc.terminal.progress import make_progress
 
 sys.path.insert(0, str(Path(__file__).parent))
 import drop_in_nets

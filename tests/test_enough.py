@@ -14,13 +14,13 @@ import torch
 
 import asapc
 from asapc.calibration.collect import SiteStatistics, finish
+from asapc.calibration.enough import EXAMPLES, ROWS, shortages
+from asapc.calibration.stored import SiteCalibration, SiteDistillation
 from asapc.errors import FewExamplesWarning
 from asapc.features.predictor import closure_plan
-from asapc.formats.calibration import SiteCalibration, SiteDistillation
-from asapc.formats.enough import EXAMPLES, ROWS, shortages
+from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, Distilled, SiteTensors
 from asapc.models import SinkformerText
-from asapc.recipe import Recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_text import KEYWORDS, write_data, write_teacher

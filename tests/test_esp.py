@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import asapc.operators  # noqa: F401  registers torch.ops.asapc
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels.cpu import esp as cpu
 from asapc.kernels.dispatch import explained
 from asapc.operators import esp as meaning

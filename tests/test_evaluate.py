@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asapc import evaluate
 from asapc.artifact import read_artifact
 from asapc.cli import main
-from asapc.data import open_data, split_of
 from asapc.errors import InputError
+from asapc.inputs.data import open_data, split_of
 from asapc.models import ARCHITECTURES
 from asapc.passes import select
 from asapc.passes.candidates import TEACHER, Candidate
-from asapc.progress import Progress
+from asapc.report import evaluate
+from asapc.terminal.progress import Progress
 
 TEXT = {
     "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,

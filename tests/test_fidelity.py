@@ -10,12 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asapc.fidelity import (
-    AttentionFidelity,
-    OutputFidelity,
-    TensorFidelity,
-    length_bins,
-)
+from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity, length_bins
 from asapc.metrics import METRIC, METRICS
 from asapc.operators.sinkhorn import attention_map, finite_duals
 

@@ -18,18 +18,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asapc.data import open_data
+from asapc.calibration.stored import load_calibration
 from asapc.errors import InputError
-from asapc.formats.calibration import load_calibration
 from asapc.formats.json_text import parse_json
-from asapc.formats.load import load_teacher, read_state_dict
-from asapc.gates import load_gates
+from asapc.inputs.data import open_data
+from asapc.inputs.load import load_teacher
+from asapc.inputs.recipe import load_recipe
+from asapc.inputs.weights import read_state_dict
 from asapc.memory import peak
 from asapc.models import SinkformerText, SinkformerViT
 from asapc.pipeline import compile
-from asapc.progress import Progress
-from asapc.recipe import load_recipe
+from asapc.report.gates import load_gates
 from asapc.study import load_grid
+from asapc.terminal.progress import Progress
 
 FUZZ = Path(__file__).parents[1] / "benchmarks" / "fuzz.py"
 

@@ -4,10 +4,11 @@ from typing import Any
 import pytest
 import torch
 
-from asapc import gates as judge
-from asapc.bootstrap import share
 from asapc.errors import InputError
-from asapc.gates import (
+from asapc.measure.bootstrap import share
+from asapc.report import gates as judge
+from asapc.report.document import GateReport, Report
+from asapc.report.gates import (
     FOR_CONFIDENCE,
     Gate,
     examples_needed,
@@ -15,7 +16,6 @@ from asapc.gates import (
     load_gates,
     parse_gates,
 )
-from asapc.report.document import GateReport, Report
 
 SHIPPED = Path(__file__).parents[1] / "examples" / "gates.yaml"
 

@@ -20,11 +20,11 @@ from test_gpu_attention import CASES, LOOPS, SCALE, Case, factors
 
 from asapc.kernels import dispatch
 from asapc.kernels.gpu import backward, half_step
+from asapc.kernels.library import gradients
 from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_meaning
 from asapc.operators import closures
 from asapc.operators import sinkhorn as meaning
-from asapc.operators.library import gradients
 
 HOSTILE = {  # smaller, and still of two tiles
     name: {"shape": (2, 2 if "heads" in name else 1, 18, 37, 16, 16), **case}

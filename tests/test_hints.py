@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from asapc import cli, pipeline
 from asapc.artifact import places_moved
-from asapc.data import open_data, recorded_data
 from asapc.errors import InputError
 from asapc.formats import places
-from asapc.formats.load import build_factory
-from asapc.hints import command_line
-from asapc.onnx.settings import OnnxSettings
-from asapc.progress import Progress
+from asapc.inputs.data import open_data, recorded_data
+from asapc.inputs.load import build_factory
+from asapc.inputs.onnx.settings import OnnxSettings
+from asapc.terminal.hints import command_line
+from asapc.terminal.progress import Progress
 
 MODEL = '''
 import torch

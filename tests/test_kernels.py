@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import asapc.operators  # noqa: F401  registers torch.ops.asapc
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.features.clouds import Budget, Clouds
 from asapc.kernels.cpu import workers
 from asapc.kernels.thresholds import Thresholds, using

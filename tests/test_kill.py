@@ -26,12 +26,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from asapc.calibration.shards import Shards
+from asapc.calibration.stored import load_calibration
 from asapc.errors import InputError
 from asapc.formats.atomic import clean_leftovers, read_whole
-from asapc.formats.calibration import load_calibration
-from asapc.formats.shards import Shards
+from asapc.inputs.onnx.settings import MODEL, RECORD, read_record
 from asapc.models import SinkformerText
-from asapc.onnx.settings import MODEL, RECORD, read_record
 from asapc.report import Report, json_text, markdown
 
 KILLS = 220

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from asapc.errors import InputError
+from asapc.inputs.onnx.verify import run_program
 from asapc.ir import Program
-from asapc.onnx.verify import run_program
 from asapc.passes.capture import capture, export_graph, program_of
 
 

@@ -13,13 +13,8 @@ from torch import nn
 
 from asapc import cli
 from asapc.errors import InputError
-from asapc.formats.load import (
-    build_factory,
-    example_inputs,
-    fingerprint,
-    load_teacher,
-    read_state_dict,
-)
+from asapc.inputs.load import build_factory, example_inputs, load_teacher
+from asapc.inputs.weights import fingerprint, read_state_dict
 from asapc.models import SinkformerText, SinkformerViT
 
 VIT = {

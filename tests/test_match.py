@@ -14,17 +14,17 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 import attention_zoo as zoo
 
-import asapc.operators  # noqa: F401  registers torch.ops.asapc
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.errors import InputError
 from asapc.ir import EspConvention, HalfPlan, LotConvention, OutputFactor, Program
-from asapc.passes.calls import operator_calls
+from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
 from asapc.passes.match import match
 from asapc.passes.match_esp import EspSite
 from asapc.passes.match_lot import LotSite
 from asapc.passes.match_sinkhorn import AttentionSite
-from asapc.passes.verify import largest_difference
+from asapc.program.calls import operator_calls
 
 
 def build(name: str) -> nn.Module:

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from asapc.errors import InputError
-from asapc.gates import known_metrics
+from asapc.inputs.recipe import Recipe
 from asapc.metrics import METRIC, METRICS, Metric, of
-from asapc.recipe import Recipe
 from asapc.report import Report
 from asapc.report.document import SiteReport, approximates
+from asapc.report.gates import known_metrics
 from asapc.study import COLUMNS
 
 # Before anything else is imported, as an edit of asapc/metrics.py would be.

@@ -299,8 +299,8 @@ def test_shipped_digits_teacher() -> None:
     assert weights.stat().st_size + (folder / "digits.npz").stat().st_size < 2_000_000
     import numpy as np
 
-    from asapc.data import open_data, split_of
-    from asapc.formats.load import load_teacher
+    from asapc.inputs.data import open_data, split_of
+    from asapc.inputs.load import load_teacher
 
     model = load_teacher(str(folder / "teacher")).model
     assert model is not None

@@ -20,13 +20,13 @@ from torch import nn
 
 import asapc
 from asapc.artifact import read_manifest
+from asapc.calibration.stored import load_calibration
 from asapc.calibration.teacher import TeacherDuals
 from asapc.cli import main
 from asapc.errors import InputError
-from asapc.formats.calibration import load_calibration
 from asapc.ir import Convention, SiteTensors
 from asapc.models import ARCHITECTURES
-from asapc.monitor import ScoreRange, attach, score_bound
+from asapc.program.monitor import ScoreRange, attach, score_bound
 
 TEXT = {
     "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from asapc import cli, evaluate, pipeline
-from asapc.data import Batch
+from asapc import cli, pipeline
 from asapc.errors import InputError
-from asapc.onnx.settings import OnnxSettings, is_unverified, read_record
-from asapc.report import Report
+from asapc.inputs.data import Batch
+from asapc.inputs.onnx.settings import OnnxSettings, is_unverified, read_record
+from asapc.report import Report, evaluate
 from asapc.report.tables import onnx_tables
 
 CONTENT = b"a model"
@@ -203,7 +203,7 @@ def test_bench_refuses_a_file_with_other_inputs(tmp_path: Path) -> None:
     from onnx import TensorProto, helper, save
 
     from asapc.onnx.bench import bench_onnx
-    from asapc.progress import make_progress
+    from asapc.terminal.progress import make_progress
 
     values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 2]) for n in "abc"]
     graph = helper.make_graph([helper.make_node("Add", ["a", "b"], ["c"])], "g", values[:2], values[2:])

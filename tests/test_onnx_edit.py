@@ -15,7 +15,7 @@ from torch.export import Dim
 
 import asapc
 from asapc import cli
-from asapc.formats.load import load_teacher
+from asapc.inputs.load import load_teacher
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -24,11 +24,11 @@ import onnx_ir
 from onnx import numpy_helper
 
 from asapc.errors import InputError
+from asapc.inputs.onnx.module import value_nodes
+from asapc.inputs.onnx.session import open_session, run
+from asapc.inputs.onnx.settings import DOMAIN, read_record
+from asapc.inputs.onnx.verify import first_difference
 from asapc.onnx import edit, export
-from asapc.onnx.module import value_nodes
-from asapc.onnx.session import open_session, run
-from asapc.onnx.settings import DOMAIN, read_record
-from asapc.onnx.verify import first_difference
 from asapc.passes.capture import capture
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -26,18 +26,19 @@ from torch.fx import Interpreter
 
 import asapc
 from asapc import cli
-from asapc.data import Batch
 from asapc.errors import InputError, VerificationError
-from asapc.formats.load import Teacher, load_teacher
+from asapc.inputs.data import Batch
+from asapc.inputs.load import load_teacher
+from asapc.inputs.onnx import ops
+from asapc.inputs.onnx.check import check_import
+from asapc.inputs.onnx.graph import MAX_DEPTH
+from asapc.inputs.onnx.load import MAX_CALLS
+from asapc.inputs.onnx.module import OnnxModule, value_nodes
+from asapc.inputs.onnx.session import open_session, run
+from asapc.inputs.teacher import Teacher
 from asapc.models import SinkformerText
 from asapc.models.esp import ESPFormerViT
 from asapc.models.lot import LOTFormerText
-from asapc.onnx import ops
-from asapc.onnx.check import check_import
-from asapc.onnx.graph import MAX_DEPTH
-from asapc.onnx.load import MAX_CALLS
-from asapc.onnx.module import OnnxModule, value_nodes
-from asapc.onnx.session import open_session, run
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.capture import capture
 
@@ -318,7 +319,7 @@ def test_weights_that_are_inputs_too_are_weights(tmp_path: Path) -> None:
 
 def test_scopes(tmp_path: Path) -> None:
     """Of both exporters, and of a model that says nothing."""
-    from asapc.onnx.graph import scope_of
+    from asapc.inputs.onnx.graph import scope_of
 
     for name, scope in (
         ("/encoder/layers.0/attn/MatMul", "encoder.layers.0.attn"), ("/MatMul", ""),
@@ -598,7 +599,7 @@ def test_tensors_of_another_size_than_declared(tmp_path: Path) -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("raw", [True, False], ids=["raw", "typed"])
 def test_element_types(kind: str, raw: bool, tmp_path: Path) -> None:
-    from asapc.onnx.tensors import read_tensor
+    from asapc.inputs.onnx.tensors import read_tensor
 
     values = [0, 1, 1] if kind == "BOOL" else [3, 0, 7] if kind == "UINT8" else [3, 0, -7]
     number = TensorProto.DataType.Value(kind)

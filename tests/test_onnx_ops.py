@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from asapc.errors import InputError
-from asapc.onnx.graph import Reader, read_inputs
-from asapc.onnx.module import OnnxModule, onnx_module
-from asapc.onnx.ops import OPERATORS
-from asapc.onnx.session import open_session, run
+from asapc.inputs.onnx.graph import Reader, read_inputs
+from asapc.inputs.onnx.module import OnnxModule, onnx_module
+from asapc.inputs.onnx.ops import OPERATORS
+from asapc.inputs.onnx.session import open_session, run
 from asapc.passes.capture import capture
 
 pytest.importorskip("onnxruntime")

@@ -18,9 +18,9 @@ from torch.export import Dim
 import asapc
 from asapc import cli
 from asapc.artifact import read_artifact
-from asapc.data import Batch, open_data
 from asapc.errors import InputError, VerificationError
-from asapc.onnx.settings import DOMAIN, OnnxSettings, read_record
+from asapc.inputs.data import Batch, open_data
+from asapc.inputs.onnx.settings import DOMAIN, OnnxSettings, read_record
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -29,13 +29,13 @@ import onnx_ir
 import onnxruntime
 from onnx import numpy_helper
 
+from asapc.inputs.onnx import verify as verifying
+from asapc.inputs.onnx.session import open_session, run
 from asapc.onnx import bench, interface
 from asapc.onnx import export as exporting
-from asapc.onnx import verify as verifying
 from asapc.onnx.export import write_onnx
 from asapc.onnx.half import in_half, rounding
-from asapc.onnx.session import open_session, run
-from asapc.progress import make_progress
+from asapc.terminal.progress import make_progress
 
 sys.path.insert(0, str(Path(__file__).parent))
 import small_text

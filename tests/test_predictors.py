@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import asapc.operators  # noqa: F401  registers torch.ops.asapc
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.calibration.teacher import TeacherDuals
 from asapc.features.gaussian import brenier_matrix, brenier_potential, square_root
 from asapc.features.predictor import closure_plan

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import asapc.operators  # noqa: F401  registers torch.ops.asapc
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.ir import Convention, OutputFactor, Side, Stabiliser
 from asapc.operators import sinkhorn as meaning
 from asapc.passes.probe import Fit, Guesses, NoFit, Sample, attention_of, identify

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from asapc.progress import PlainProgress, Progress, RichProgress, make_progress
+from asapc.terminal.progress import PlainProgress, Progress, RichProgress, make_progress
 
 
 class Terminal(io.StringIO):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from asapc.errors import InputError
-from asapc.formats.pt2 import load_program, save_program
+from asapc.inputs.pt2 import load_program, save_program
 
 MODEL, WEIGHTS = "models/model.json", "data/weights/model_weights_config.json"
 CONSTANTS, SAMPLES = "data/constants/model_constants_config.json", "data/sample_inputs/model.pt"

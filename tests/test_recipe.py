@@ -8,10 +8,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from asapc import recipe as recipe_module
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.features import FAMILIES, Feature
-from asapc.recipe import MAX_CLOSURES, Recipe, load_recipe, recipe_schema
+from asapc.inputs import recipe as recipe_module
+from asapc.inputs.recipe import MAX_CLOSURES, Recipe, load_recipe, recipe_schema
 
 SHIPPED = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
 
@@ -217,7 +217,7 @@ def test_every_key_has_a_type_and_a_description() -> None:
 def test_the_published_schema_is_current() -> None:
     published = files("asapc") / "recipe.schema.json"
     assert json.loads(published.read_text(encoding="utf-8")) == recipe_schema(), (
-        "write it again: python -m asapc.recipe > asapc/recipe.schema.json"
+        "write it again: python -m asapc.inputs.recipe > asapc/recipe.schema.json"
     )
 
 

@@ -20,16 +20,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import esp_net
 
 import asapc
-import asapc.operators
-from asapc import anneal, class_scores, refresh
+import asapc.kernels.library
 from asapc.artifact import read_artifact
 from asapc.cli import main
-from asapc.data import open_data, split_of
 from asapc.errors import EXIT_BAD_INPUT, InputError
-from asapc.passes.calls import operator_calls
+from asapc.inputs.data import open_data, split_of
+from asapc.measure import class_scores
 from asapc.passes.capture import export_graph
-from asapc.runner import Runner
+from asapc.program.calls import operator_calls
+from asapc.program.runner import Runner
 from asapc.session import EXIT_INTERRUPTED
+from asapc.training import anneal, refresh
 
 NET = """
 import torch

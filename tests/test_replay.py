@@ -14,11 +14,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 import attention_zoo as zoo
 
-from asapc.data import Batch
 from asapc.errors import InputError
-from asapc.formats.load import Teacher
+from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
+from asapc.measure.differences import largest_difference
 from asapc.passes.analyse import analyse
-from asapc.passes.calls import call_of, operator_calls
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
 from asapc.passes.match import match
@@ -26,8 +26,8 @@ from asapc.passes.match_esp import EspSite
 from asapc.passes.match_sinkhorn import AttentionSite
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
-from asapc.passes.verify import largest_difference
-from asapc.runner import Runner
+from asapc.program.calls import call_of, operator_calls
+from asapc.program.runner import Runner
 
 
 def batch(*args: Tensor) -> Batch:

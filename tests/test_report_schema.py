@@ -9,12 +9,12 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from asapc.baseline import Allowance, Baseline, compare
-from asapc.formats.enough import Shortage
-from asapc.gates import gate_result, parse_gates
+from asapc.calibration.enough import Shortage
 from asapc.metrics import METRICS as METRICS_OF_REPORTS
 from asapc.report import Report, json_text, report_schema
+from asapc.report.baseline import Allowance, Baseline, compare
 from asapc.report.document import CLASSES, REPORT_FORMAT
+from asapc.report.gates import gate_result, parse_gates
 
 METRICS = {
     "attention_rel_l2": 0.02, "attention_rel_l2_worst": 0.1, "row_err": 0.01, "plan_kl": 1e-3, "r2": 0.9,

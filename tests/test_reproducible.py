@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.features.predictor import closure_plan
-from asapc.formats.load import load_teacher
+from asapc.inputs.load import load_teacher
+from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.models import SinkformerText
 from asapc.pipeline import calibrate, compile
-from asapc.progress import Progress
-from asapc.recipe import Recipe
+from asapc.terminal.progress import Progress
 
 TEXT = {"vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
         "num_classes": 3, "max_iter": 4}  # fmt: skip

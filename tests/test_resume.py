@@ -20,14 +20,14 @@ from asapc import pipeline
 from asapc.calibration import distill, stream
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.reading import Examples
-from asapc.data import Batch
+from asapc.calibration.shards import Shards
 from asapc.errors import InputError
 from asapc.features.predictor import closure_plan
-from asapc.formats.load import load_teacher
-from asapc.formats.shards import Shards
+from asapc.inputs.data import Batch
+from asapc.inputs.load import load_teacher
+from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
-from asapc.progress import Progress, make_progress
-from asapc.recipe import Recipe
+from asapc.terminal.progress import Progress, make_progress
 
 QUIET = make_progress(quiet=True)
 TRIED = [{"features": ["coarse:4", "norm"]}, {"closures": 3, "fit": "kl", "features": ["norm"]}]

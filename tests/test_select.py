@@ -17,23 +17,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_text import write_data, write_teacher
 
 import asapc
-from asapc import pipeline, refresh
+from asapc import pipeline
 from asapc.artifact import read_artifact
-from asapc.data import Batch, open_data, split_of
+from asapc.calibration.stored import Calibration, load_calibration
 from asapc.errors import InputError
-from asapc.evaluate import bench, report
-from asapc.fidelity import OutputFidelity
-from asapc.formats.calibration import Calibration, load_calibration
-from asapc.formats.load import load_teacher
+from asapc.inputs.data import Batch, open_data, split_of
+from asapc.inputs.load import load_teacher
+from asapc.inputs.recipe import Recipe
 from asapc.ir import SiteTensors
+from asapc.measure.differences import comparable
+from asapc.measure.fidelity import OutputFidelity
 from asapc.metrics import BUDGET_BOUNDS
 from asapc.passes import price, select
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.price import Price
-from asapc.passes.verify import comparable
-from asapc.progress import make_progress
-from asapc.recipe import Recipe
-from asapc.runner import Runner
+from asapc.program.runner import Runner
+from asapc.report.evaluate import bench, report
+from asapc.terminal.progress import make_progress
+from asapc.training import refresh
 
 QUIET = make_progress(quiet=True)
 ROUGH, FINE = "asap key 1 norm", "asap source 3 coarse:4 gaussian"
@@ -414,7 +415,7 @@ def test_prices_are_measured_at_other_shapes() -> None:
 
 
 def test_memory_of_a_call_is_what_it_holds_at_its_peak() -> None:
-    from asapc.timing import extra_bytes
+    from asapc.measure.timing import extra_bytes
 
     def call() -> torch.Tensor:
         return torch.ones(2**24) + torch.ones(2**24)  # three of 64 MiB

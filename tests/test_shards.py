@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from asapc.calibration.shards import Shards, code_digest
 from asapc.errors import InputError
-from asapc.formats.shards import Shards, code_digest
 
 FINGERPRINT = {"model": "a", "data": "b", "recipe": "c", "code version": "d"}
 

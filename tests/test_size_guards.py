@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from asapc.call import known_of
-from asapc.limits import MOST
+from asapc.formats.limits import MOST
 from asapc.passes.capture import capture
+from asapc.program.call import known_of
 
 EXAMPLE = (3, 9)  # examples and tokens
 BRANCHES: dict[str, Callable[[int, int], int]] = {

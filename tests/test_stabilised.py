@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import asapc.operators  # noqa: F401  registers torch.ops.asapc
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.ir import Stabiliser
 from asapc.operators.sinkhorn import sinkhorn_attention
 

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from asapc.timing import interleaved_medians
+from asapc.measure.timing import interleaved_medians
 
 
 def test_functions_take_turns_with_a_rotating_start() -> None:

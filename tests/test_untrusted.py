@@ -24,11 +24,15 @@ from safetensors.torch import save_file
 
 from asapc import cli
 from asapc.errors import InputError
-from asapc.faults import check_labels
 from asapc.formats.json_text import read_json
-from asapc.formats.load import load_teacher
-from asapc.formats.program_calls import UnlistedCallError, UnsafeCallError, check_calls
-from asapc.formats.program_operators import (
+from asapc.formats.sizes import is_size_expression
+from asapc.inputs.faults import check_labels
+from asapc.inputs.load import load_teacher
+from asapc.inputs.onnx import growth
+from asapc.inputs.onnx.host import MOST_NUMBERS
+from asapc.inputs.onnx.ops import OPERATORS
+from asapc.inputs.program_calls import UnlistedCallError, UnsafeCallError, check_calls
+from asapc.inputs.program_operators import (
     GROUPS,
     OWN,
     REPLACED,
@@ -36,16 +40,12 @@ from asapc.formats.program_operators import (
     refused_call,
     unlisted,
 )
-from asapc.formats.pt2 import load_program, save_program
-from asapc.formats.sizes import is_size_expression
+from asapc.inputs.pt2 import load_program, save_program
 from asapc.kernels import thresholds
 from asapc.memory import current, give_back, peak
 from asapc.models import SinkformerText, SinkformerViT
-from asapc.onnx import growth
-from asapc.onnx.host import MOST_NUMBERS
-from asapc.onnx.ops import OPERATORS
-from asapc.printed import escaped
-from asapc.progress import PlainProgress
+from asapc.terminal.printed import escaped
+from asapc.terminal.progress import PlainProgress
 
 sys.path.insert(0, str(Path(__file__).parent))
 import attention_zoo
@@ -428,7 +428,7 @@ def test_functions_are_read_without_the_extra(tmp_path: Path) -> None:
                     del sys.modules[known]
             for name in EXTRA:
                 sys.modules[name] = None  # type: ignore[assignment]
-            importlib.import_module("asapc.formats.load").load_teacher(str(tmp_path / "m.onnx"))
+            importlib.import_module("asapc.inputs.load").load_teacher(str(tmp_path / "m.onnx"))
             code = 0
         except BaseException:
             traceback.print_exc()

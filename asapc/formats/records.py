@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from asapc.errors import InputError
-from asapc.printed import short
+from asapc.terminal.printed import short
 
 KINDS: Mapping[Any, str] = {
     str: "text", bool: "true or false", int: "an integer", float: "a finite number",

@@ -11,16 +11,16 @@ import onnx
 import torch
 
 from asapc.artifact import Artifact, Stage, read_exported
-from asapc.data import Batch
 from asapc.errors import InputError
 from asapc.formats import places
-from asapc.hints import command_line
+from asapc.inputs.data import Batch
+from asapc.inputs.onnx.load import onnx_teacher
+from asapc.inputs.onnx.session import open_session, providers, run
+from asapc.inputs.onnx.settings import DEFAULT_OPSET, MODEL
+from asapc.measure.timing import interleaved_medians
 from asapc.onnx.export import onnx_model, save
-from asapc.onnx.load import onnx_teacher
-from asapc.onnx.session import open_session, providers, run
-from asapc.onnx.settings import DEFAULT_OPSET, MODEL
-from asapc.progress import Progress
-from asapc.timing import interleaved_medians
+from asapc.terminal.hints import command_line
+from asapc.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

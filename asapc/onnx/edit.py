@@ -22,12 +22,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from asapc.errors import InputError
+from asapc.inputs.onnx.load import read_model
+from asapc.inputs.onnx.module import OnnxModule, value_nodes
+from asapc.inputs.onnx.settings import DOMAIN, OPSETS
 from asapc.onnx.functions import Functions, take_out_calls, traced
-from asapc.onnx.load import read_model
-from asapc.onnx.module import OnnxModule, value_nodes
-from asapc.onnx.settings import DOMAIN, OPSETS
 from asapc.onnx.translate import translate
-from asapc.printed import reason
+from asapc.terminal.printed import reason
 
 FUNCTIONS_IR = 8  # the first version of the format that knows model-local functions
 

@@ -2,7 +2,7 @@
 
     translate   the program by torch's exporter, its asapc calls as calls of model-local functions
     check       onnx.checker with shape inference; weights beyond 2 GB go into model.onnx.data
-    verify      asapc.onnx.verify: ONNX Runtime against the compiled program
+    verify      asapc.inputs.onnx.verify: ONNX Runtime against the compiled program
 
 OUT/onnx.json says how it was written and what the comparison found.
 """
@@ -25,15 +25,11 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from asapc.artifact import Artifact, read_exported
-from asapc.data import Batch
 from asapc.errors import InputError, VerificationError
 from asapc.formats.atomic import replace_file
-from asapc.formats.load import Teacher
-from asapc.onnx.functions import Functions, take_out_calls
-from asapc.onnx.half import MARGIN, in_half, rounding
-from asapc.onnx.interface import input_names, output_names, rename
-from asapc.onnx.module import OnnxModule
-from asapc.onnx.settings import (
+from asapc.inputs.data import Batch
+from asapc.inputs.onnx.module import OnnxModule
+from asapc.inputs.onnx.settings import (
     DEFAULT_OPSET,
     DOMAIN,
     MODEL,
@@ -42,10 +38,14 @@ from asapc.onnx.settings import (
     OnnxSettings,
     digest_of,
 )
+from asapc.inputs.onnx.verify import Verified, joined, verify
+from asapc.inputs.teacher import Teacher
+from asapc.onnx.functions import Functions, take_out_calls
+from asapc.onnx.half import MARGIN, in_half, rounding
+from asapc.onnx.interface import input_names, output_names, rename
 from asapc.onnx.translate import translate
-from asapc.onnx.verify import Verified, joined, verify
-from asapc.printed import reason
-from asapc.progress import Progress
+from asapc.terminal.printed import reason
+from asapc.terminal.progress import Progress
 
 DATA = ".data"  # after the name of a file, of the one that holds its weights
 INLINE_BYTES = 1_900_000_000  # of weights: protobuf ends at 2 GiB
@@ -127,7 +127,7 @@ def place(
 ) -> dict[str, Any]:
     """Check and verify the model aside; then it becomes OUT/model.onnx, with OUT/onnx.json.
 
-    verified: asapc.onnx.verify.verify of a file, given its path, tolerance and progress.
+    verified: asapc.inputs.onnx.verify.verify of a file, given its path, tolerance and progress.
     """
     for left in folder.glob(f"{_PARTIAL}*"):  # of a run that was killed
         shutil.rmtree(left, ignore_errors=True)

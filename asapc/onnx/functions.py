@@ -18,9 +18,9 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, Node
 
 from asapc.errors import InputError, VerificationError
-from asapc.limits import limits_of
+from asapc.formats.limits import limits_of
+from asapc.inputs.onnx.settings import DOMAIN
 from asapc.onnx import twins
-from asapc.onnx.settings import DOMAIN
 from asapc.onnx.translate import cause, translate
 
 SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: no usual ones

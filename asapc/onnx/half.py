@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from asapc.data import Batch
 from asapc.errors import InputError
+from asapc.inputs.data import Batch
+from asapc.inputs.onnx.verify import difference_of, joined, run_program
 from asapc.onnx.functions import traced
-from asapc.onnx.verify import difference_of, joined, run_program
 
 MARGIN = 4  # a file may lose as many times what PyTorch loses in float16
 

@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 from asapc.errors import InputError
-from asapc.printed import reason
+from asapc.terminal.printed import reason
 
 ATTENTION_OPSET = 23  # has an operator for it
 _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")

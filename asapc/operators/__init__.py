@@ -1,3 +1,1 @@
-"""What the compiled operators mean; importing this package registers torch.ops.asapc.*."""
-
-from asapc.operators import library as library  # registers the operators
+"""What each operator means: its reference in plain PyTorch, and its description (see .catalogue)."""

@@ -3,7 +3,7 @@
     child([x], [linear(x, weight, bias)], "0")  ->  [a copy of linear(x, weight, bias)]
 
 A program on disk holds operators alone. Between the marks of a layer's inputs and outputs it computes
-what the layer computed when it was traced; asapc.live replaces that by a call of the layer.
+what the layer computed when it was traced; asapc.program.live replaces that by a call of the layer.
 """
 
 from __future__ import annotations

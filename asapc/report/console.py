@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from asapc.printed import one_line
 from asapc.report.tables import Table
+from asapc.terminal.printed import one_line
 
 PIPE_WIDTH = 160  # a pipe or a log file has no width of its own
 STYLES = {

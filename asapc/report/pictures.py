@@ -56,7 +56,7 @@ class PictureCollector:
     ) -> None:
         """Add maps [B, H, N, M] in attention units; keep: [B, M], query_keep: [B, N], True if active.
 
-        The masks mean what they mean for `asapc.fidelity.AttentionFidelity`.
+        The masks mean what they mean for `asapc.measure.fidelity.AttentionFidelity`.
         """
         if teacher_map.shape != compiled_map.shape:
             raise ValueError(

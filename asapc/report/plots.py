@@ -28,9 +28,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from asapc.printed import one_line
 from asapc.report.pictures import MapPair
 from asapc.report.tables import number
+from asapc.terminal.printed import one_line
 
 EXACT = 1e-5  # an error below this is rounding
 WIDTH, HEIGHT = 330, 250  # a phone's width, a third of a screen's

@@ -335,7 +335,7 @@ def refused_table(refused: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def warnings_table(warnings: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Fits that rest on too few examples or regression rows, see asapc.formats.enough."""
+    """Fits that rest on too few examples or regression rows, see asapc.calibration.enough."""
     rows = tuple(
         (
             _cell(own.get("sites", ())[:1]),

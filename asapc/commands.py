@@ -1,0 +1,138 @@
+"""What a command does between its arguments and its result: it reads files and runs the pipeline.
+
+torch takes seconds to import, so what needs it is imported after what can be refused without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from asapc.errors import InputError
+from asapc.session import Session
+
+if TYPE_CHECKING:
+    from asapc.calibration.stored import Calibration
+    from asapc.inputs.onnx.settings import OnnxSettings
+    from asapc.report import Report
+
+
+def inspect_model(
+    model: str, data: str | None, weights: str | None, kwargs: str | None, trust: bool = False
+) -> dict[str, Any]:
+    """The dictionary of `asapc inspect --json`."""
+    from asapc.inputs.load import load_teacher
+
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
+    from asapc import pipeline
+
+    return pipeline.inspect(teacher, data).to_dict()
+
+
+def calibrate_model(
+    run: Session,
+    model: str,
+    data: str,
+    out: str,
+    recipe: str | None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    sequential: bool = False,
+    restart: bool = False,
+    max_memory: str | None = None,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
+    from asapc.inputs.recipe import load_recipe
+
+    resolved = load_recipe(recipe)
+    from asapc.memory import parse_size
+
+    limit = None if max_memory is None else parse_size(max_memory)
+    from asapc.inputs.load import load_teacher
+
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
+    from asapc import pipeline
+
+    calibration = pipeline.calibrate(
+        teacher, data, out, resolved, run.progress, sequential, restart, limit
+    )
+    return _calibration_summary(calibration, model, out)
+
+
+def compile_model(
+    run: Session,
+    model: str,
+    calibration: str,
+    out: str,
+    recipe: str | None,
+    data: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    onnx: OnnxSettings | None = None,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Compile: the manifest.  Without a recipe, the calibration's own is used.
+
+    onnx: of OUT/model.onnx; without, only an .onnx model writes one.
+    """
+    from asapc.inputs.recipe import load_recipe
+
+    resolved = None if recipe is None else load_recipe(recipe)
+    from asapc.inputs.load import load_teacher
+
+    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
+    from asapc import pipeline
+
+    return pipeline.compile(teacher, calibration, out, resolved, data, run.progress, onnx)
+
+
+def report_artifact(
+    run: Session,
+    artifact: str,
+    data: str | None,
+    gate: str | None = None,
+    model: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    examples: int = 512,
+    *,
+    baseline: str | None = None,
+    max_regression: Sequence[str] = (),
+    junit: str | None = None,
+    trust: bool = False,
+) -> Report:
+    """Measure, check the gates, compare with the baseline and write the report into the artefact."""
+    from asapc.formats.atomic import make_parent, replace_file
+    from asapc.report import baseline as regression
+    from asapc.report import gates, junit_text, write_report
+
+    limits = [] if gate is None else gates.load_gates(gate)
+    allowance = regression.parse_allowance(max_regression)
+    if baseline is None and max_regression:
+        raise InputError("--max-regression needs a --baseline to compare with")
+    earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
+    if junit is not None:
+        make_parent(junit)  # before minutes of measuring, not after
+    from asapc import pipeline
+
+    result = pipeline.report(
+        artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
+        examples=examples, trust=trust, progress=run.progress,
+    )  # fmt: skip
+    write_report(artifact, result, run.note)
+    if junit is not None:
+        replace_file(junit, junit_text(result))
+    return result
+
+
+def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict[str, Any]:
+    from asapc.calibration.stored import fit_facts
+
+    sites = [
+        {"name": name, **fit_facts(fit), "tokens": fit.tokens, "fit_seconds": fit.fit_seconds}
+        for name, fits in calibration.sites.items()
+        for fit in fits
+    ]
+    return {"model": model, "calibration": out, "order": calibration.order, "sites": sites,
+            "warnings": [dict(own) for own in calibration.warnings]}  # fmt: skip

@@ -1,0 +1,637 @@
+"""Examples for calibration, selection and the gate: arrays in a file, or batches from a callable.
+
+Every example has a 64-bit hash of its content, which decides its split: the three splits stay
+disjoint whatever the order of the data, and an example met twice lands in the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import itertools
+import math
+import os
+import shlex
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from asapc.errors import InputError, check_text
+from asapc.formats import places
+from asapc.formats.names import identifier
+from asapc.formats.user_code import UserCode
+from asapc.inputs.weights import read_safetensors
+from asapc.terminal.printed import reason
+
+Split = Literal["calibration", "selection", "gate"]
+Select = Callable[[int], bool]
+
+MAX_UNPACKED = 1 << 28  # bytes; of larger data, at most MAX_RATIO times the file
+MAX_RATIO = 200
+
+_PIECE = 256  # examples: a selection copies, so never a whole file at once
+
+DATA_GRAMMAR = (
+    "give an .npz or .safetensors file with one array per argument of forward (and optional "
+    "labels), or pkg.module:callable or file.py:callable that yields batches"
+)
+
+
+def split_of(hash: int) -> Split:
+    """70 % calibration, 15 % selection, 15 % gate, by hash modulo 100."""
+    remainder = hash % 100
+    if remainder < 70:
+        return "calibration"
+    return "selection" if remainder < 85 else "gate"
+
+
+@dataclass
+class Batch:
+    """One call of the model: forward(*args, **kwargs), for accuracy `labels` [B], `hashes` B long.
+
+    Tensors are [B, ...]; anything else in args or kwargs is passed on as it is.
+    numbers: of the examples in the data, counted from 0; none where that is not known.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Tensor | None
+    hashes: list[int]
+    numbers: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def tensors(self) -> list[Tensor]:
+        """Those among args and kwargs, in order."""
+        given = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in given if isinstance(leaf, Tensor)]
+
+
+class DataSource(ABC):
+    """Batches that can be read any number of times.
+
+    source:      where the data came from, for reports.
+    names:       the arguments it provides, empty when they are known only batch by batch.
+    examples:    how many, None when unknown.
+    fingerprint: sha256 of the arrays, or of a callable's name and source file, wherever that lies.
+    labels:      of all examples, None where there are none, or they are known only batch by batch.
+    """
+
+    source: str
+    names: tuple[str, ...]
+    examples: int | None
+    fingerprint: str
+    labels: Tensor | None = None
+
+    @abstractmethod
+    def _batches(self) -> Iterator[Batch]:
+        """All examples in order, in batches of any size."""
+
+    def batches(
+        self, batch_size: int, *, select: Select | None = None, limit: int | None = None
+    ) -> Iterator[Batch]:
+        """Batches of at most batch_size examples whose hash passes select, `limit` examples in all.
+
+        Examples of different shapes never share a batch.  Nothing is yielded when none passes.
+        Raises InputError for unusable data.
+        """
+        pending: Batch | None = None
+        left = limit
+        for batch in self._batches():
+            if left is not None and left <= 0:
+                break
+            index = [i for i, hash in enumerate(batch.hashes) if select is None or select(hash)]
+            index = index[:left]
+            if left is not None:
+                left -= len(index)
+            if not index:
+                continue
+            chosen = batch if len(index) == len(batch) else rows(batch, index)
+            if pending is not None and _layout(pending) != _layout(chosen):
+                yield pending
+                pending = None
+            pending = chosen if pending is None else _joined([pending, chosen])
+            while len(pending) > batch_size:
+                yield rows(pending, range(batch_size))
+                pending = rows(pending, range(batch_size, len(pending)))
+        if pending is not None:
+            yield pending
+
+    def gather(self, *, select: Select | None = None, limit: int | None = None) -> list[Batch]:
+        """The examples batches() would yield, all in memory: one batch for each layout."""
+        groups: dict[Any, list[Batch]] = {}
+        for batch in self.batches(_PIECE, select=select, limit=limit):
+            groups.setdefault(_layout(batch), []).append(batch)
+        return [_joined(group) for group in groups.values()]
+
+
+class ArrayData(DataSource):
+    """Arrays of one file, all in memory, already validated."""
+
+    def __init__(self, source: str, arrays: Mapping[str, Tensor], signature: Signature) -> None:
+        self.source = source
+        inputs = {name: tensor for name, tensor in arrays.items() if name != "labels"}
+        self.names = tuple(inputs)
+        args, kwargs = signature.bind((), inputs, source)
+        hashes = _content_hashes(inputs)
+        self.examples = len(hashes)
+        self.labels = arrays.get("labels")
+        self._all = Batch(args, kwargs, arrays.get("labels"), hashes, [*range(len(hashes))])
+        digest = hashlib.sha256()
+        for name in sorted(arrays):
+            tensor = arrays[name]
+            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+            digest.update(tensor.numpy().tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def _batches(self) -> Iterator[Batch]:
+        for start in range(0, len(self._all), _PIECE):
+            yield rows(self._all, range(start, min(start + _PIECE, len(self._all))))
+
+
+class CallableData(DataSource):
+    """Batches from the user's callable, called again for every pass over the data."""
+
+    examples = None
+    names = ()
+
+    def __init__(self, spec: str, signature: Signature) -> None:
+        self.source = spec
+        self._code = UserCode(spec, "data")
+        self._signature = signature
+        is_file = spec.rpartition(":")[0].endswith(".py")
+        digest = hashlib.sha256((spec.rpartition(":")[2] if is_file else spec).encode())
+        if self._code.file is not None:
+            digest.update(Path(self._code.file).read_bytes())
+        self.fingerprint = digest.hexdigest()
+
+    def _batches(self) -> Iterator[Batch]:
+        yielded = self._code.call()
+        if not isinstance(yielded, Iterable) or isinstance(yielded, (Tensor, Mapping, str)):
+            raise InputError(
+                f"data {self.source} must return or yield batches",
+                got=f"a {type(yielded).__name__}",
+                help="yield one tensor, tuple or dict of tensors per batch",
+            )
+        iterator = iter(yielded)
+        end = object()
+        seen = 0
+        for number in itertools.count():
+            item = self._code.run(lambda: next(iterator, end), "yield batches")
+            if item is end:
+                break
+            batch = self._batch(item, f"{self.source}, batch {number}", seen)
+            seen += len(batch)
+            yield batch
+        if seen == 0:
+            raise _empty(self.source)
+
+    def _batch(self, item: object, place: str, first: int) -> Batch:
+        """One yielded item as a batch.  first: number of examples before it."""
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        labels = None
+        if isinstance(item, Mapping):
+            kwargs = {str(name): value for name, value in item.items()}
+            labels = kwargs.pop("labels", None)
+        elif isinstance(item, (tuple, list)):
+            args = tuple(item)
+        else:
+            args = (item,)
+        args, kwargs = self._signature.bind(args, kwargs, place)
+        named = {
+            name: _input(value, name, place, first) if _is_array(value) else value
+            for name, value in self._signature.names(args, kwargs)
+        }
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        for name, value in named.items():
+            if not isinstance(value, (Tensor, bool, int, float, str, NoneType)):
+                raise InputError(
+                    f"{place}: {name} must be a tensor, an array or a plain constant",
+                    got=f"a {type(value).__name__}",
+                )
+        if labels is not None:
+            labels = _labels(labels, place)
+        _check_lengths({**tensors, "labels": labels} if labels is not None else tensors, place)
+        values = list(named.values())
+        return Batch(
+            args=tuple(values[: len(args)]),
+            kwargs=dict(zip(kwargs, values[len(args) :], strict=True)),
+            labels=labels,
+            hashes=(hashes := _content_hashes(tensors)),
+            numbers=[*range(first, first + len(hashes))],
+        )
+
+
+class MemoryBatches(CallableData):
+    """Batches that are already there, checked like those of a callable."""
+
+    def __init__(self, batches: Iterable[object], signature: Signature) -> None:
+        self.source = "(batches in memory)"
+        self._signature = signature
+        self._items: list[Batch] = []
+        for number, item in enumerate(batches):
+            first = sum(map(len, self._items))
+            self._items.append(self._batch(item, f"data, batch {number}", first))
+        if not any(map(len, self._items)):
+            raise _empty(self.source)
+        digest = hashlib.sha256()
+        for batch in self._items:
+            digest.update(repr(batch.hashes).encode())
+        self.fingerprint = digest.hexdigest()
+
+    def _batches(self) -> Iterator[Batch]:
+        yield from self._items
+
+
+def data_of(
+    given: str | DataSource | Mapping[str, Any] | Iterable[object],
+    model_signature: inspect.Signature | None,
+) -> DataSource:
+    """What Python code may give for DATA: that, arrays by the names of forward's arguments and
+    `labels`, or batches (tensor, tuple or mapping each), which are read once and held.
+
+    Raises InputError as open_data.
+    """
+    if isinstance(given, str | DataSource):
+        return open_data(given, model_signature)
+    signature = Signature(model_signature)
+    if isinstance(given, Mapping):
+        place = "(arrays in memory)"
+        return ArrayData(place, _validated(given, signature, place), signature)
+    return MemoryBatches(given, signature)
+
+
+def open_data(spec: str | DataSource, model_signature: inspect.Signature | None) -> DataSource:
+    """The data named by DATA (see DATA_GRAMMAR); names are checked against forward's arguments.
+
+    Files: floating arrays pass as float32 unless float64 or float16, integers as int64, bool as
+    bool.  Raises InputError for a missing or broken file, names that are not arguments, missing
+    arguments, other dtypes, lengths that differ, no examples, NaN or infinity.  A callable's
+    batches are checked the same way when they are read.
+    """
+    if isinstance(spec, DataSource):
+        return spec
+    check_text(spec, "the name of data")
+    signature = Signature(model_signature)
+    path = Path(spec)
+    if is_array_file(spec):
+        if not path.is_file():
+            raise InputError(f"{spec}: no such data file", help="check the path")
+        arrays = _read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
+        return ArrayData(spec, _validated(signature.renamed(arrays), signature, spec), signature)
+    if ":" in spec:
+        return CallableData(spec, signature)
+    if path.suffix == ".npy":
+        help = f"np.savez('data.npz', {signature.first_name}=np.load({spec!r})) names its array"
+    else:
+        help = DATA_GRAMMAR
+    what = "is not data that can be read" if path.exists() else "is not data, and no such file"
+    raise InputError(f"{spec} {what}", help=help)
+
+
+class Signature:
+    """Names and order of forward's arguments; without a signature every name is accepted."""
+
+    def __init__(self, signature: inspect.Signature | None) -> None:
+        parameters = [] if signature is None else list(signature.parameters.values())
+        kinds = {p.kind for p in parameters}
+        self.any_name = signature is None or inspect.Parameter.VAR_KEYWORD in kinds
+        self.any_number = signature is None or inspect.Parameter.VAR_POSITIONAL in kinds
+        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        named = [p for p in parameters if p.kind not in variable and p.name != "self"]
+        self.arguments = tuple(p.name for p in named)
+        self.required = tuple(p.name for p in named if p.default is inspect.Parameter.empty)
+        self.positional = tuple(
+            p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY
+        )
+
+    @property
+    def first_name(self) -> str:
+        return self.arguments[0] if self.arguments else "NAME"
+
+    def renamed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """By arguments' names where Python cannot have theirs: input_1 for an ONNX graph's input.1."""
+        found = {}
+        for name, array in arrays.items():
+            own = identifier(name)
+            taken = name in self.arguments or own in arrays or own not in self.arguments
+            found[name if taken else own] = array
+        return found
+
+    def bind(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Leading positional arguments by position, the rest by name, in forward's order.
+
+        Raises InputError for too many, unknown or missing arguments.
+        """
+        accepted = f"forward({', '.join(self.arguments)})" if self.arguments else "forward"
+        rename = f"np.savez('data.npz', {self.first_name}=...), or labels= for labels"
+        if len(args) > len(self.positional) and not self.any_number:
+            raise InputError(
+                f"{place}: a batch must fit {accepted}",
+                got=f"{len(args)} positional values",
+                help="yield a dict by argument name; its key labels is for accuracy only",
+            )
+        given = [*self.positional[: len(args)], *kwargs]
+        unknown = [name for name in kwargs if name not in self.arguments]
+        if unknown and not self.any_name:
+            raise InputError(
+                f"{place}: arrays must be named after the arguments of {accepted}",
+                got=", ".join(unknown),
+                help=rename,
+            )
+        missing = [name for name in self.required if name not in given]
+        if missing:
+            raise InputError(
+                f"{place}: {accepted} needs {', '.join(missing)}",
+                got=", ".join(given) or "no arrays",
+                help=rename,
+            )
+        repeated = [name for name in self.positional[: len(args)] if name in kwargs]
+        if repeated:
+            raise InputError(f"{place}: {', '.join(repeated)} must be given once", got="two values")
+        rest = dict(kwargs)
+        if len(args) <= len(self.positional):
+            for name in self.positional[len(args) :]:
+                if name not in rest:
+                    break
+                args = (*args, rest.pop(name))
+        return args, rest
+
+    def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """(name, value) for a bound call, in its order."""
+        for position, value in enumerate(args):
+            known = position < len(self.positional)
+            yield self.positional[position] if known else f"argument {position}", value
+        yield from kwargs.items()
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            _check_unpacked(archive, path)
+            return {
+                info.filename.removesuffix(".npy"): _read_npy(archive, info, path)
+                for info in archive.infolist()
+            }
+    except zipfile.BadZipFile as error:
+        with path.open("rb") as file:
+            if file.read(6) == b"\x93NUMPY":
+                raise InputError(
+                    f"{path}: must be an .npz archive of named arrays",
+                    got="a single unnamed array",
+                    help="save it with np.savez(path, NAME=array)",
+                ) from None
+        raise _broken_npz(path, error) from error
+    except InputError:
+        raise
+    except Exception as error:  # of a damaged file zipfile, zlib and numpy say many things
+        raise _broken_npz(path, error) from error
+
+
+def _check_unpacked(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raises InputError where a small file would fill the memory."""
+    unpacked = sum(info.file_size for info in archive.infolist())
+    if unpacked > max(MAX_UNPACKED, MAX_RATIO * path.stat().st_size):
+        raise InputError(
+            f"{path}: must not unpack to more than {MAX_RATIO} times its size",
+            got=f"{path.stat().st_size} bytes that unpack to {unpacked}",
+            help="if this is your own data, save it with np.savez, uncompressed",
+        )
+    for info in archive.infolist():
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError("a compression that numpy does not write")
+
+
+def _read_npy(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path
+) -> np.ndarray[Any, Any]:
+    """One array, whose declared shape must be the size of what follows it."""
+    content = io.BytesIO(archive.read(info))
+    version = np.lib.format.read_magic(content)
+    if version not in ((1, 0), (2, 0)):  # 3.0 is for names of fields, which no array of numbers has
+        raise ValueError(f"version {version} of the .npy format")
+    read = np.lib.format.read_array_header_1_0
+    shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(content)
+    if dtype.hasobject:
+        raise InputError(
+            f"{path}: arrays must hold numbers",
+            got="Python objects (a pickle, which is never run)",
+            help="convert them to numeric arrays, padded to one length, and save again",
+        )
+    declared = math.prod(shape) * dtype.itemsize
+    stored = info.file_size - content.tell()
+    if min(shape, default=0) < 0 or declared != stored:
+        raise ValueError(f"an array of {declared} bytes declared, {stored} stored")
+    content.seek(0)
+    return np.lib.format.read_array(content, allow_pickle=False)
+
+
+def _broken_npz(path: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{path}: not an .npz archive, or a truncated one",
+        got=f"{path.stat().st_size} bytes ({type(error).__name__}: {reason(error)})",
+        help="write it again with np.savez",
+    )
+
+
+def _validated(
+    arrays: Mapping[str, np.ndarray[Any, Any] | Tensor], signature: Signature, place: str
+) -> dict[str, Tensor]:
+    if not arrays:
+        raise _empty(place)
+    # names first: a wrong file shows by its names, before anything is said about its contents
+    signature.bind((), {name: None for name in arrays if name != "labels"}, place)
+    tensors = {
+        name: _input(value, name, place, 0) for name, value in arrays.items() if name != "labels"
+    }
+    if "labels" in arrays:
+        tensors["labels"] = _labels(arrays["labels"], place)
+    _check_lengths(tensors, place)
+    return tensors
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, (Tensor, np.ndarray))
+
+
+def _tensor(value: object, name: str, place: str) -> Tensor:
+    """An array as a tensor on the CPU, its dtype unchanged."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise InputError(
+            f"{place}: {name} must hold real numbers or booleans", got=f"dtype {array.dtype}"
+        )
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    if array.dtype.kind == "u":
+        array = array.astype(np.int64)
+    native = array.dtype.newbyteorder("=")
+    return torch.from_numpy(np.array(array, dtype=native, order="C"))
+
+
+def _input(value: object, name: str, place: str, first: int) -> Tensor:
+    """An input array [B, ...] in its canonical dtype, finite.  first: examples before it."""
+    tensor = _tensor(value, name, place)
+    if tensor.is_complex():
+        raise InputError(f"{place}: {name} must hold real numbers", got=f"dtype {tensor.dtype}")
+    if tensor.is_floating_point():
+        if tensor.dtype not in (torch.float64, torch.float16):
+            tensor = tensor.float()
+        bad = ~torch.isfinite(tensor)
+        if bad.any():
+            example = int(bad.reshape(len(bad), -1).any(dim=1).nonzero()[0]) if bad.dim() else 0
+            kind = (
+                "NaN" if torch.isnan(tensor[example] if tensor.dim() else tensor).any() else "inf"
+            )
+            raise InputError(
+                f"{place}: {name} must be finite",
+                got=f"{kind} in example {first + example} (counted from 0)",
+                help="remove or mend that example",
+            )
+    elif tensor.dtype != torch.bool:
+        tensor = tensor.long()
+    return tensor
+
+
+def _labels(value: object, place: str) -> Tensor:
+    tensor = _tensor(value, "labels", place)
+    integer = not tensor.is_floating_point() and not tensor.is_complex()
+    if not integer or tensor.dim() != 1:
+        raise InputError(
+            f"{place}: labels must hold one class number (an integer) per example",
+            got=f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",
+        )
+    return tensor.long()
+
+
+def _check_lengths(tensors: Mapping[str, Tensor], place: str) -> None:
+    """All tensors share their first dimension, which is not empty.  Raises InputError."""
+    inputs = [name for name in tensors if name != "labels"]
+    if not inputs:
+        raise InputError(f"{place}: a batch must hold at least one array", got="none")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 0:
+            raise InputError(
+                f"{place}: {name} needs a first dimension that counts examples",
+                got="a single number",
+            )
+    lengths = {name: len(tensor) for name, tensor in tensors.items()}
+    if len(set(lengths.values())) > 1:
+        raise InputError(
+            f"{place}: arrays must hold equally many examples",
+            got=", ".join(f"{name} {length}" for name, length in lengths.items()),
+        )
+    if lengths[inputs[0]] == 0:
+        raise _empty(place)
+    for name in inputs:
+        if not tensors[name].numel():
+            raise InputError(
+                f"{place}: every example of {name} must hold a number",
+                got=f"shape {[*tensors[name].shape]}",
+            )
+
+
+def _empty(place: str) -> InputError:
+    return InputError(f"{place}: no examples", help="provide at least a few dozen")
+
+
+def _content_hashes(tensors: Mapping[str, Tensor]) -> list[int]:
+    """64 bits per example, over the names, dtypes, shapes and bytes of its inputs."""
+    arrays = []
+    for name in sorted(tensors):
+        array = tensors[name].contiguous().numpy()
+        arrays.append((f"{name}\0{array.dtype}\0{array.shape[1:]}\0".encode(), array))
+    hashes = []
+    for i in range(len(arrays[0][1])):
+        digest = hashlib.blake2b(digest_size=8)
+        for header, array in arrays:
+            digest.update(header)
+            digest.update(array[i].tobytes())
+        hashes.append(int.from_bytes(digest.digest(), "little"))
+    return hashes
+
+
+def rows(batch: Batch, index: list[int] | range) -> Batch:
+    """The examples at index; a range gives views, a list copies."""
+
+    def pick(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value[index.start : index.stop] if isinstance(index, range) else value[index]
+
+    return replace(
+        batch,
+        args=tuple(pick(value) for value in batch.args),
+        kwargs={name: pick(value) for name, value in batch.kwargs.items()},
+        labels=pick(batch.labels),
+        hashes=[batch.hashes[i] for i in index],
+        numbers=[batch.numbers[i] for i in index] if batch.numbers else [],
+    )
+
+
+def _layout(batch: Batch) -> tuple[Any, ...]:
+    """What must agree for two batches to be joined: names, shapes, dtypes and constants."""
+
+    def of(value: Any) -> Any:
+        return (value.dtype, value.shape[1:]) if isinstance(value, Tensor) else value
+
+    named = tuple((name, of(value)) for name, value in batch.kwargs.items())
+    return tuple(of(value) for value in batch.args), named, batch.labels is None
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """Batches of one layout as one."""
+    first = batches[0]
+
+    def join(values: list[Any]) -> Any:
+        return torch.cat(values) if isinstance(values[0], Tensor) else values[0]
+
+    return Batch(
+        args=tuple(join(list(values)) for values in zip(*(b.args for b in batches), strict=True)),
+        kwargs={name: join([b.kwargs[name] for b in batches]) for name in first.kwargs},
+        labels=join([b.labels for b in batches]),
+        hashes=[hash for b in batches for hash in b.hashes],
+        numbers=[number for b in batches for number in b.numbers],
+    )
+
+
+def is_array_file(spec: str) -> bool:
+    return Path(spec).suffix in (".npz", ".safetensors")
+
+
+def recorded_data(record: str, folder: str | Path, command: str) -> str:
+    """DATA that `folder` names: a file may be read again, code is never run on its word.
+
+    record: see formats.places.  Raises InputError where a file is not there, and for anything else.
+    """
+    data = places.found(record, folder)
+    if not is_array_file(data):
+        code = ":" in data
+        raise InputError(
+            f"{command}: the data that {folder} was made from must be named again",
+            got=f"{data}, and code is run only where it is named" if code else data,
+            help=f"pass --data {shlex.quote(data)}" if code else "pass --data DATA",
+        )
+    if not Path(data).is_file():
+        raise InputError(
+            f"{command}: the data that {folder} was made from must be there, or be named again",
+            got=f"no file {os.path.abspath(data)}",
+            help="pass --data DATA, with the same file where it is now or with other data",
+        )
+    return data

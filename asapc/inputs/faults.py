@@ -1,0 +1,103 @@
+"""What is wrong with an example: which one, and where in it, instead of what a kernel says."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asapc.errors import InputError
+from asapc.inputs.data import Batch, rows
+
+CAUSES = (IndexError, RuntimeError, ValueError)  # what kernels raise for an index beyond its table
+RULE = "the model runs on the given data"
+HELP = "check the names, shapes and dtypes of the data against the model's forward"
+
+
+def data_fault(
+    error: Exception, batch: Batch, run: Callable[[Batch], Any], names: Sequence[str] = ()
+) -> InputError | None:
+    """The error as one of the data, None where no single example is to blame.
+
+    An example is to blame if a batch of nothing else fails where a batch of another does not; an index
+    beyond its table is the data's fault even if every example has one.  names: of positional arguments.
+    """
+    size = len(batch)
+    failing = [i for i in range(size) if not _runs(run, rows(batch, [i] * size))]
+    working = [i for i in range(size) if i not in failing]
+    if not failing or not (working or isinstance(error, IndexError)):
+        return None
+    bad = failing[0]
+    number = batch.numbers[bad] if batch.numbers else None
+    place = "an example" if number is None else f"example {number} (counted from 0)"
+    others = rows(batch, working) if working else None
+    entry = _entry(rows(batch, [bad] * size), others, run, names)
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    told = "" if entry is None else f": {entry}"
+    return InputError(
+        RULE, got=f"{type(error).__name__} in {place}{told} ({line})", help="mend or remove that example"
+    )
+
+
+def argument_names(module: nn.Module) -> list[str]:
+    """Of forward's positional arguments, as far as it says them."""
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind is named and p.name != "self"]
+
+
+def check_labels(labels: Tensor, classes: int, numbers: Sequence[int] = (), place: str = "data") -> None:
+    """labels: [B].  numbers: of the examples.  Raises InputError for one that is no class."""
+    wrong = ((labels < 0) | (labels >= classes)).nonzero().flatten().tolist()
+    if wrong:
+        first = wrong[0]
+        where = f" in example {numbers[first]} (counted from 0)" if numbers else ""
+        raise InputError(
+            f"{place}: labels must be class numbers from 0 to {classes - 1}",
+            got=f"{int(labels[first])}{where}",
+            help="the model's outputs have as many classes as columns; leave labels out to go without",
+        )
+
+
+def _runs(run: Callable[[Batch], Any], batch: Batch) -> bool:
+    try:
+        run(batch)
+    except CAUSES:
+        return False
+    return True
+
+
+def _entry(
+    bad: Batch, working: Batch | None, run: Callable[[Batch], Any], names: Sequence[str]
+) -> str | None:
+    """"input_ids[5] = 99999": the integer without whose excess the batch runs.
+
+    bad: of one example, repeated.  Excess is what lies outside of the working examples' values, or, where
+    there are none, everything but 0.
+    """
+    given: list[tuple[str | int, Any]] = [*enumerate(bad.args), *bad.kwargs.items()]
+    for key, value in given:
+        if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+            continue
+        low, high = 0, 0
+        if working is not None:
+            others = working.args[key] if isinstance(key, int) else working.kwargs[key]
+            low, high = int(others.min()), int(others.max())
+        mended = value.clamp(low, high)
+        if torch.equal(mended, value) or not _runs(run, _with(bad, key, mended)):
+            continue
+        excess = torch.maximum(low - value[0].double(), value[0].double() - high).flatten()
+        place = [int(i) for i in torch.unravel_index(excess.argmax(), value.shape[1:])]
+        name = key if isinstance(key, str) else names[key] if key < len(names) else f"argument {key}"
+        return f"{name}{place if place else ''} = {int(value[(0, *place)])}"
+    return None
+
+
+def _with(batch: Batch, key: str | int, value: Tensor) -> Batch:
+    if isinstance(key, str):
+        return replace(batch, kwargs={**batch.kwargs, key: value})
+    return replace(batch, args=(*batch.args[:key], value, *batch.args[key + 1 :]))

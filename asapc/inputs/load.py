@@ -1,0 +1,244 @@
+"""MODEL from disk: a built-in folder, a user's factory, an exported program or an ONNX file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from asapc.errors import InputError
+from asapc.formats.json_text import parse_json, read_json
+from asapc.formats.limits import MOST
+from asapc.formats.user_code import UserCode, describe
+from asapc.inputs.teacher import Teacher
+from asapc.inputs.weights import (
+    check_finite,
+    fingerprint,
+    fitting,
+    load_weights,
+    read_safetensors,
+    read_state_dict,
+)
+from asapc.models import ARCHITECTURES
+from asapc.terminal.hints import command_line
+
+MODEL_GRAMMAR = (
+    "give a folder with config.json and model.safetensors, pkg.module:factory or file.py:factory "
+    "(with --weights), a .pt2 program or an .onnx model"
+)
+EXAMPLE_BATCH = 3
+MAX_LOOP = 1000  # half-steps of a built-in model's loop: it is unrolled
+
+
+def load_teacher(
+    model: str,
+    *,
+    weights: str | None = None,
+    kwargs: str | Mapping[str, Any] | None = None,
+    trust: bool = False,
+) -> Teacher:
+    """The teacher named by MODEL (see MODEL_GRAMMAR).
+
+    weights: .safetensors, .pt or .pth for a factory's module; without it the factory's own weights
+    are used, which `source` then says.  kwargs: the factory's arguments, a mapping or JSON text.
+    trust: a .pt2 program may call any operator, an .onnx model take any memory (see SECURITY.md).
+    Raises InputError.
+    """
+    path = Path(model)
+    is_factory = ":" in model and not path.exists()
+    if not is_factory and (weights is not None or kwargs is not None):
+        option = "--weights" if weights is not None else "--kwargs"
+        raise InputError(
+            f"{option} belongs to a factory (pkg.module:factory or file.py:factory)",
+            got=f"it together with {model}",
+            help=f"drop {option}: a folder or a program brings its own",
+        )
+    if is_factory:
+        return _factory_teacher(model, weights, kwargs)
+    if path.is_dir():
+        return _folder_teacher(path)
+    if not path.exists():
+        raise InputError(f"{model}: no such model", help=MODEL_GRAMMAR)
+    if path.suffix == ".onnx":
+        from asapc.inputs.onnx.load import onnx_teacher
+
+        return onnx_teacher(path, trust)
+    if path.suffix == ".pt2":
+        return _program_teacher(path, trust)
+    if path.suffix in (".safetensors", ".pt", ".pth"):
+        raise InputError(
+            f"{model} holds weights only, without the model they belong to",
+            help=f"name the code that builds it: file.py:factory --weights {model}",
+        )
+    if path.suffix == ".py":
+        raise InputError(f"{model} names no factory", help=f"write {model}:NAME_OF_THE_FUNCTION")
+    raise InputError(f"{model} is not a model", help=MODEL_GRAMMAR)
+
+
+def build_factory(spec: str, kwargs: str | Mapping[str, Any] | None = None) -> nn.Module:
+    """The module that "pkg.module:factory" or "file.py:factory" returns for kwargs, in eval mode.
+
+    Random initial weights are the same at every call (the CPU generator is seeded and restored).
+    Raises InputError when the factory is missing, raises (SystemExit included) or returns anything
+    but a module.
+    """
+    arguments = _parse_kwargs(kwargs)
+    factory = UserCode(spec, "factory")
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(0)
+    try:
+        model = factory.call(**arguments)
+    finally:
+        torch.set_rng_state(state)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"factory {spec} must return a torch.nn.Module",
+            got=f"a {type(model).__name__}",
+            help="return the built model, without loading or running it",
+        )
+    return model.eval()
+
+
+def example_inputs(teacher: Teacher) -> dict[str, Tensor] | None:
+    """A small deterministic batch by argument name for a built-in architecture, None otherwise."""
+    if not teacher.builtin or teacher.model is None:
+        return None
+    inputs: dict[str, Tensor] = teacher.model.example_inputs(EXAMPLE_BATCH)  # type: ignore[operator]
+    return inputs
+
+
+def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(kwargs, str):
+        return dict(kwargs or {})
+    help = """quote it for the shell, for example --kwargs '{"depth": 2}'"""
+    try:
+        parsed = parse_json(kwargs)
+    except ValueError as error:
+        raise InputError("--kwargs must be JSON", got=f"{kwargs} ({error})", help=help) from error
+    if not isinstance(parsed, dict):
+        raise InputError("--kwargs must be a JSON object", got=kwargs, help=help)
+    return parsed
+
+
+def _module_teacher(model: nn.Module, source: str, factory: str | None) -> Teacher:
+    state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    check_finite(state, {name for name, _ in model.named_parameters()}, source)
+    return Teacher(
+        model=model.eval(),
+        program=None,
+        source=source,
+        fingerprint=fingerprint(state),
+        builtin=factory is None,
+        factory=factory,
+    )
+
+
+def _factory_teacher(
+    spec: str, weights: str | None, kwargs: str | Mapping[str, Any] | None
+) -> Teacher:
+    # weights are read first: a wrong path is found before a large model is built
+    state = None if weights is None else read_state_dict(weights)
+    model = build_factory(spec, kwargs)
+    if state is None:
+        return _module_teacher(model, f"{spec} with the weights it built (no --weights)", spec)
+    load_weights(model, state, f"{weights} and {spec}")
+    return _module_teacher(model, f"{spec} with {weights}", spec)
+
+
+def _folder_teacher(folder: Path) -> Teacher:
+    config_path, weights_path = folder / "config.json", folder / "model.safetensors"
+    if not config_path.is_file() and (folder / "manifest.json").is_file():
+        raise InputError(
+            f"{folder} is already compiled",
+            help=f"give the teacher it was compiled from, or use: {command_line('report', folder)}",
+        )
+    for path in (config_path, weights_path):
+        if not path.is_file():
+            raise InputError(
+                f"{folder} must hold {path.name}", got="no such file", help=MODEL_GRAMMAR
+            )
+    try:
+        config = read_json(config_path)
+    except (ValueError, OSError) as error:
+        raise InputError(f"{config_path} must be JSON", got=describe(error)) from error
+    known = ", ".join(ARCHITECTURES)
+    name = config.pop("architecture", None) if isinstance(config, dict) else None
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise InputError(
+            f'{config_path}: "architecture" must be one of {known}',
+            got=repr(name),
+            help="any other model loads by its factory: file.py:factory --weights W.safetensors",
+        )
+    _check_types(config, ARCHITECTURES[name], config_path)
+    state = read_safetensors(weights_path)
+    _check_loops(config, len(state), config_path)
+    try:
+        with torch.device("meta"):  # sizes without memory: the weights show which are real
+            skeleton = ARCHITECTURES[name](**config)
+        fitting(skeleton, state, str(folder))
+        model = ARCHITECTURES[name](**config)
+    except InputError:
+        raise
+    except Exception as error:  # whatever a constructor makes of a wrong value
+        raise InputError(
+            f"{config_path} must hold the arguments of {name}", got=describe(error)
+        ) from error
+    load_weights(model, state, str(folder))
+    return _module_teacher(model, str(folder), None)
+
+
+def _check_types(config: Mapping[str, Any], architecture: type[nn.Module], place: Path) -> None:
+    """Arguments of other types may build a model that fails only when it is run."""
+    hints = get_type_hints(architecture.__init__)
+    for name, value in config.items():
+        hint = hints.get(name, Any)  # the constructor says which names it has
+        if not _is_of(value, hint):
+            what = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise InputError(f"{place}: {name} must be of type {what}, and finite", got=repr(value)[:80])
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON is what a constructor's annotation says."""
+    if hint is int:
+        return type(value) is int and -MOST <= value <= MOST
+    if hint is float:
+        return type(value) in (int, float) and -MOST <= value <= MOST
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return any(type(value) is type(own) and value == own for own in inner)
+    if origin is Sequence:
+        return isinstance(value, list) and all(_is_of(item, inner[0]) for item in value)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, own) for own in inner)
+    return hint is Any or isinstance(value, hint)
+
+
+def _check_loops(config: Mapping[str, Any], tensors: int, place: Path) -> None:
+    """Numbers that no weight's shape confirms, and that are counted up to."""
+    for name, most in (("depth", tensors), ("n_layers", tensors), ("max_iter", MAX_LOOP),
+                       ("n_iters", MAX_LOOP)):  # fmt: skip
+        value = config.get(name, 0)
+        if not isinstance(value, int) or value > most:
+            raise InputError(f"{place}: {name} must be a whole number, at most {most}", got=repr(value))
+
+
+def _program_teacher(path: Path, trust: bool) -> Teacher:
+    from asapc.inputs.pt2 import load_program
+
+    program = load_program(path, trust=trust)
+    state = dict(program.state_dict)
+    check_finite(state, set(program.graph_signature.parameters), str(path))
+    return Teacher(
+        model=None,
+        program=program,
+        source=str(path),
+        fingerprint=fingerprint(state),
+        builtin=False,
+        factory=None,
+    )
+
+

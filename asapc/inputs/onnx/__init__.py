@@ -1,0 +1,1 @@
+"""An ONNX model read as a teacher."""

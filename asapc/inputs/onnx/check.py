@@ -1,0 +1,61 @@
+"""Check: the module that was made of an ONNX file computes what onnxruntime makes of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asapc.errors import InputError, VerificationError
+from asapc.inputs.data import Batch
+from asapc.inputs.onnx.module import OnnxModule
+from asapc.inputs.onnx.session import observe, open_session, run
+from asapc.inputs.onnx.settings import TOLERANCE
+from asapc.inputs.onnx.verify import difference_of
+from asapc.terminal.printed import reason
+
+
+def check_import(module: OnnxModule, path: Path, batch: Batch) -> float:
+    """The largest difference between the module's outputs and onnxruntime's on the batch.
+
+    Raises VerificationError, which names the first node that differs, where it is beyond TOLERANCE, and
+    InputError where onnxruntime is missing or does not run the file on this batch.
+    """
+    given = dict(zip(module.names, batch.args, strict=False)) | batch.kwargs
+    values = [given[name] for name in module.names]
+    inputs = {own.name: value for own, value in zip(module.inputs, values, strict=True)}
+    session = open_session(path)
+    try:
+        expected = run(session, inputs)
+    except InputError as error:
+        raise InputError(
+            f"{path}: onnxruntime must be able to run it on the given data", got=error.got,
+            help="check the data against the model's inputs, a batch of several examples included",
+        ) from error
+    with torch.no_grad():
+        own = module.values(values, module.graph.outputs)
+    worst = difference_of(expected, own)
+    if not worst <= TOLERANCE:
+        raise VerificationError(
+            f"{path}: the imported model computes what onnxruntime computes",
+            got=f"relative difference {worst:.2g}, {_first_difference(module, path, inputs)}",
+            help="this is a defect of asapc: please report the node",
+        )
+    return worst
+
+
+def _first_difference(module: OnnxModule, path: Path, inputs: Mapping[str, Tensor]) -> str:
+    """In words, the first node whose values differ."""
+    nodes = {name: node for node in module.graph.nodes for name in node.outputs if name}
+    try:
+        expected = observe(path, nodes, inputs)
+        with torch.no_grad():
+            own = module.values([inputs[value.name] for value in module.inputs], list(expected))
+    except (InputError, RuntimeError) as error:
+        return f"and no first node, for {reason(error)}"
+    for (name, value), ours in zip(expected.items(), own, strict=True):
+        if not difference_of([ours], [value]) <= TOLERANCE:
+            return f"first in {nodes[name]}"
+    return "in no node alone"

@@ -1,0 +1,238 @@
+"""ONNX operators that are layers, and those that run subgraphs (see ops.py)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asapc.inputs.onnx.host import checked_size, ints, known, tensor_of
+
+Body = Callable[..., list[Any]]
+
+MAX_TRIPS = 1000  # of a Loop: it is unrolled
+
+# Layers
+
+
+def layer_norm(
+    x: Tensor, scale: Tensor, bias: Tensor | None = None, *,
+    axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1, outputs: int,
+) -> Tensor:  # fmt: skip
+    if outputs > 1:
+        raise ValueError("LayerNormalization with its mean or deviation as output is not supported")
+    shape = list(x.shape[axis % x.dim() :])
+    return F.layer_norm(x, shape, scale, bias, epsilon)
+
+
+def rms_norm(
+    x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+) -> Tensor:
+    return F.rms_norm(x, list(x.shape[axis % x.dim() :]), scale, epsilon)
+
+
+def instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
+    return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
+
+
+def group_norm(
+    x: Tensor, scale: Tensor, bias: Tensor, *,
+    num_groups: int, epsilon: float = 1e-5, stash_type: int = 1, opset: int,
+) -> Tensor:  # fmt: skip
+    if opset < 21:  # one scale a group
+        each = x.shape[1] // num_groups
+        checked_size([len(scale), each])
+        scale, bias = (w.repeat_interleave(each) for w in (scale, bias))
+    return F.group_norm(x, num_groups, scale, bias, epsilon)
+
+
+def batch_norm(
+    x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *,
+    epsilon: float = 1e-5, momentum: float = 0.9, training_mode: int = 0,
+) -> Tensor:  # fmt: skip
+    if training_mode:
+        raise ValueError("BatchNormalization in training mode is not supported")
+    return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
+
+
+def dropout(
+    x: Any, ratio: Any = None, training: Any = None, *, seed: int = 0, outputs: int
+) -> tuple[Any, ...]:
+    return (x,) if outputs == 1 else (x, torch.ones_like(x, dtype=torch.bool))
+
+
+def _window(
+    x: Tensor, kernel: Sequence[int], strides: Sequence[int] | None, dilations: Sequence[int] | None,
+    pads: Sequence[int] | None, auto_pad: str,
+) -> tuple[list[int], list[int], list[tuple[int, int]]]:  # fmt: skip
+    """(strides, dilations, padding before and after) of each spatial axis."""
+    rank = len(kernel)
+    steps, spread = list(strides or [1] * rank), list(dilations or [1] * rank)
+    if auto_pad in ("NOTSET", "VALID"):
+        own = list(pads or [0] * 2 * rank) if auto_pad == "NOTSET" else [0] * 2 * rank
+        return steps, spread, [(own[i], own[i + rank]) for i in range(rank)]
+    pairs = []
+    for size, width, step, gap in zip(x.shape[2:], kernel, steps, spread, strict=True):
+        total = max((-(-size // step) - 1) * step + (width - 1) * gap + 1 - size, 0)
+        less, more = total // 2, total - total // 2
+        pairs.append((less, more) if auto_pad == "SAME_UPPER" else (more, less))
+    return steps, spread, pairs
+
+
+def _padded(x: Tensor, pairs: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
+    flat = [amount for pair in reversed(pairs) for amount in pair]
+    _check_padded(x, pairs)
+    return F.pad(x, flat, value=value) if any(flat) else x
+
+
+def _check_padded(x: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError where padding alone makes x absurdly large."""
+    sizes = [size + sum(pair) for size, pair in zip(x.shape[2:], pairs, strict=True)]
+    checked_size([*x.shape[:2], *sizes])
+
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+MAXIMUM = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None, group: int = 1, kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    kernel = [*weight.shape[2:]]
+    steps, spread, pairs = _window(x, kernel, strides, dilations, pads, auto_pad)
+    convolve = CONV[len(kernel)]
+    if all(before == after for before, after in pairs):
+        _check_padded(x, pairs)
+        return convolve(x, weight, bias, steps, [before for before, _ in pairs], spread, group)
+    return convolve(_padded(x, pairs), weight, bias, steps, 0, spread, group)
+
+
+def max_pool(
+    x: Tensor, *, kernel_shape: Sequence[int], auto_pad: str = "NOTSET", ceil_mode: int = 0,
+    dilations: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+    storage_order: int = 0, strides: Sequence[int] | None = None, outputs: int,
+) -> Tensor:  # fmt: skip
+    if outputs > 1:
+        raise ValueError("MaxPool with indices as output is not supported")
+    steps, spread, pairs = _window(x, kernel_shape, strides, dilations, pads, auto_pad)
+    x = _padded(x, pairs, -math.inf)
+    pool = MAXIMUM[len(kernel_shape)]
+    return pool(x, [*kernel_shape], steps, 0, spread, bool(ceil_mode))
+
+
+def average_pool(
+    x: Tensor, *, kernel_shape: Sequence[int], auto_pad: str = "NOTSET", ceil_mode: int = 0,
+    count_include_pad: int = 0, dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    if any(gap != 1 for gap in dilations or ()):
+        raise ValueError("AveragePool with dilations is not supported")
+    steps, _, pairs = _window(x, kernel_shape, strides, None, pads, auto_pad)
+    pool = functools.partial(
+        AVERAGE[len(kernel_shape)], kernel_size=[*kernel_shape], stride=steps, ceil_mode=bool(ceil_mode)
+    )
+    total = pool(_padded(x, pairs))
+    if count_include_pad or not any(sum(pair) for pair in pairs):
+        return total
+    return total / pool(_padded(torch.ones_like(x), pairs))
+
+
+def over_all(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def apply(x: Tensor) -> Tensor:
+        return function(x, [*range(2, x.dim())], True)
+
+    return apply
+
+
+def lp_normalization(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
+    """A row of zeros stays one."""
+    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    return x / torch.where(norm == 0, torch.ones_like(norm), norm)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *,
+    is_causal: int = 0, kv_num_heads: int = 0, q_num_heads: int = 0, scale: float | None = None,
+    softcap: float = 0.0, softmax_precision: int = 0, qk_matmul_output_mode: int = 0, outputs: int,
+) -> Tensor:  # fmt: skip
+    """Rows only, so never compiled: enough of it to carry the layers around it."""
+    if softcap or outputs > 1:
+        raise ValueError("Attention with a soft cap, a cache or its scores as output is not supported")
+    flat = q.dim() == 3
+    if flat:
+        q, k, v = (
+            x.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for x, heads in ((q, q_num_heads), (k, kv_num_heads), (v, kv_num_heads))
+        )
+    if is_causal and mask is not None:
+        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        mask = mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -math.inf)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=bool(is_causal) and mask is None, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2).flatten(2) if flat else out
+
+
+# Control flow
+
+
+def loop(trips: Any, condition: Any, *carried: Any, body: Body) -> tuple[Any, ...]:
+    """Unrolled. A condition that depends on data stops a run early, and a trace not at all: under
+    torch.export the comparison below is answered as every comparison with NaN (passes/capture.py)."""
+    count = MAX_TRIPS + 1 if trips is None else ints(trips, "the trip count of Loop")[0]
+    values, scanned, trip = list(carried), [], 0
+    go_on = True if condition is None else condition
+    while trip < count and _is_true(go_on):
+        if trip == MAX_TRIPS or (count > MAX_TRIPS and isinstance(go_on, Tensor)):
+            raise ValueError(f"a Loop must have a trip count of at most {MAX_TRIPS}")
+        go_on, *results = body(trip, go_on, *values)
+        values = results[: len(carried)]
+        scanned.append(results[len(carried) :])
+        trip += 1
+    return (*values, *(torch.stack([tensor_of(x) for x in own]) for own in zip(*scanned, strict=True)))
+
+
+def _is_true(condition: Any) -> bool:
+    if not isinstance(condition, Tensor):
+        return known(condition, "the condition of Loop")
+    return not bool(torch.lt(condition.reshape(()).to(torch.float32), 0.5))
+
+
+def branch(condition: Any, *, then_branch: Body, else_branch: Body) -> tuple[Any, ...]:
+    return tuple(then_branch() if known(condition, "the condition of If") else else_branch())
+
+
+def scan(
+    *values: Any, body: Body, num_scan_inputs: int,
+    scan_input_axes: Sequence[int] | None = None, scan_input_directions: Sequence[int] | None = None,
+    scan_output_axes: Sequence[int] | None = None, scan_output_directions: Sequence[int] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    states = list(values[: len(values) - num_scan_inputs])
+    axes = scan_input_axes or [0] * num_scan_inputs
+    backward = scan_input_directions or [0] * num_scan_inputs
+    steps = []
+    for x, axis, turned in zip(values[len(states) :], axes, backward, strict=True):
+        parts = tensor_of(x).unbind(axis)
+        steps.append(parts[::-1] if turned else parts)
+    if len(steps[0]) > MAX_TRIPS:
+        raise ValueError(f"a Scan must have at most {MAX_TRIPS} steps, not {len(steps[0])}")
+    scanned = []
+    for own in zip(*steps, strict=True):
+        results = body(*states, *own)
+        scanned.append(results[len(states) :])
+        states = results[: len(states)]
+    outputs = []
+    for i, found in enumerate(zip(*scanned, strict=True)):
+        turned = bool(scan_output_directions and scan_output_directions[i])
+        axis = scan_output_axes[i] if scan_output_axes else 0
+        outputs.append(torch.stack([tensor_of(x) for x in (found[::-1] if turned else found)], axis))
+    return (*states, *outputs)

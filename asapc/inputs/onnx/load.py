@@ -1,0 +1,229 @@
+"""An .onnx file as a teacher. Files are untrusted: nothing runs, and every size is checked before use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from asapc.errors import InputError
+from asapc.formats.user_code import describe
+from asapc.inputs.onnx.graph import DEFAULT_DOMAIN, Reader, read_inputs
+from asapc.inputs.onnx.module import onnx_module
+from asapc.inputs.onnx.settings import DOMAIN
+from asapc.inputs.onnx.tensors import check_external, read_tensor
+from asapc.inputs.teacher import Teacher
+from asapc.inputs.weights import check_finite
+
+READ_OPSETS = range(11, 24)
+MAX_BYTES = 2**31 - 1  # of a protobuf
+MAX_NODES = 200_000  # after functions are inlined
+MOST_INLINED = 1 << 26  # bytes that any model's functions may add; of a larger one
+MAX_COPIES = 8  # so many times its own
+MAX_CALLS = 64  # of functions in functions, subgraphs counted
+EXPORT = "export it again, such as with torch.onnx.export(model, args, 'model.onnx', opset_version=18)"
+
+
+def onnx_teacher(path: str | Path, trust: bool = False) -> Teacher:
+    """The model in an ONNX file, as a module that torch.export can trace.
+
+    trust: its values may take any memory, see asapc.inputs.onnx.growth.
+    Raises InputError for anything that is not one, not whole, or not supported.
+    """
+    path = Path(path)
+    model = _parsed(path)
+    opset = _opset(model, path)
+    if model.functions:
+        _check_teacher(model, path)
+        model = _inlined(model, path)
+    _check_count(model.graph, path)
+    check_external(_tensors(model.graph), path)
+    reader = Reader(path, opset)
+    graph = reader.graph(model.graph)
+    inputs = read_inputs(model.graph, path)
+    if not inputs:
+        raise InputError(f"{path}: the model must have inputs", got="none")
+    module = onnx_module(graph, inputs, reader.tensors).eval()
+    module.trusted = trust
+    state = {module.weights[key]: tensor for key, tensor in module.state_dict().items()}
+    check_finite(state, {module.weights[key] for key, _ in module.named_parameters()}, str(path))
+    return Teacher(
+        model=module, program=None, source=str(path), fingerprint=_fingerprint(model, opset, path),
+        builtin=False, factory=None, onnx=path,
+    )  # fmt: skip
+
+
+def _check_teacher(model: onnx.ModelProto, path: Path) -> None:
+    if any(function.domain == DOMAIN for function in model.functions):
+        raise InputError(
+            f"{path}: the model must be a teacher", got="one that asapc has written already",
+            help="compile the teacher that it was made from",
+        )  # fmt: skip
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """The file of an onnx_teacher, functions written out, external weights read in."""
+    model = _parsed(path)
+    onnx.load_external_data_for_model(model, str(path.parent))
+    return _inlined(model, path) if model.functions else model
+
+
+def _parsed(path: Path) -> onnx.ModelProto:
+    if not path.exists():
+        raise InputError(f"{path}: no such model", help="check the path")
+    if not path.is_file():
+        raise InputError(f"{path} must be a file", got="something else")
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise InputError(
+                f"{path}: an ONNX file must be smaller than 2 GiB",
+                got=f"{path.stat().st_size} bytes", help="save it with external data",
+            )  # fmt: skip
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} could not be read", got=describe(error)) from error
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(content)
+    except Exception as error:  # protobuf's own, and it is not typed
+        raise InputError(
+            f"{path}: not an ONNX model, or a truncated one", got=f"{len(content)} bytes ({error})",
+            help=f"copy it again and compare sizes, or {EXPORT}",
+        ) from error  # fmt: skip
+    if not model.graph.output or not model.ir_version:
+        raise InputError(
+            f"{path}: not an ONNX model, or a truncated one",
+            got=f"{len(content)} bytes without a graph that has outputs",
+            help=f"copy it again and compare sizes, or {EXPORT}",
+        )
+    return model
+
+
+def _opset(model: onnx.ModelProto, path: Path) -> int:
+    versions = [entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAIN]
+    if len({*versions}) != 1 or versions[0] not in READ_OPSETS:
+        got = ", ".join(f"opset {version}" for version in versions) or "no opset"
+        raise InputError(
+            f"{path}: the model must be of opset {READ_OPSETS[0]} to {READ_OPSETS[-1]}", got=got,
+            help=f"{EXPORT}, or convert it with onnx.version_converter",
+        )  # fmt: skip
+    return versions[0]
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Every node, those of subgraphs too."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _nodes(inner)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor that is stored, those of subgraphs too."""
+    yield from graph.initializer
+    for node in _nodes(graph):
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for inner in (attribute.g, *attribute.graphs):
+                yield from inner.initializer
+
+
+def _check_count(graph: onnx.GraphProto, path: Path) -> None:
+    count = sum(1 for _ in _nodes(graph))
+    if count > MAX_NODES:
+        raise InputError(f"{path}: a model may have {MAX_NODES} nodes", got=f"{count}")
+
+
+def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """The model without functions of its own.  Raises InputError where they call each other in circles,
+    too deeply, or would become absurdly many nodes or bytes."""
+    import onnx.inliner
+
+    bodies = {(f.domain, f.name, f.overload): f for f in model.functions}
+    sizes: dict[Any, tuple[int, int, int] | None] = {}
+
+    def size(nodes: Any, depth: int) -> tuple[int, int, int]:
+        """How many nodes they become, how deeply calls and subgraphs are nested in them, and how many
+        bytes the functions that they call add."""
+        inner = [of(node, depth + 1) for node in nodes]
+        height = max((height for _, height, _ in inner), default=0)
+        return len(inner) + sum(n for n, _, _ in inner), height, sum(added for _, _, added in inner)
+
+    def of(node: onnx.NodeProto, depth: int) -> tuple[int, int, int]:
+        key = (node.domain, node.op_type, node.overload)
+        if key not in bodies:
+            graphs = (graph for a in node.attribute for graph in (a.g, *a.graphs) if graph.node)
+            inner = [size(graph.node, depth) for graph in graphs]
+            height = max((1 + height for _, height, _ in inner), default=0)
+            return sum(n for n, _, _ in inner), height, sum(added for _, _, added in inner)
+        if depth > MAX_CALLS:
+            raise too_deep(node)
+        if key not in sizes:
+            sizes[key] = None
+            count, height, added = size(bodies[key].node, depth)
+            sizes[key] = count, height, added + bodies[key].ByteSize()
+        known = sizes[key]
+        if known is None:
+            raise InputError(f"{path}: functions must not call themselves", got=node.op_type)
+        if depth + known[1] > MAX_CALLS:
+            raise too_deep(node)
+        return known[0], 1 + known[1], known[2]
+
+    def too_deep(node: onnx.NodeProto) -> InputError:
+        return InputError(
+            f"{path}: functions may be nested {MAX_CALLS} deep", got=f"more, in {node.op_type}",
+            help="export the model without functions",
+        )  # fmt: skip
+
+    count, _, added = size(model.graph.node, 0)
+    if count > MAX_NODES:
+        raise InputError(
+            f"{path}: a model may have {MAX_NODES} nodes", got=f"{count}, functions written out"
+        )
+    if added > max(MOST_INLINED, MAX_COPIES * model.ByteSize()):
+        raise InputError(
+            f"{path}: functions must not make a model much larger",
+            got=f"{added} bytes more of {model.ByteSize()}", help="export the model without functions",
+        )  # fmt: skip
+    try:
+        return onnx.inliner.inline_local_functions(model, convert_version=True)
+    except Exception as error:  # of the C++ inliner
+        raise InputError(
+            f"{path}: the model's functions must be valid", got=describe(error), help=EXPORT
+        ) from error
+
+
+def _fingerprint(model: onnx.ModelProto, opset: int, path: Path) -> str:
+    """sha256 over what the model computes: not where it lies, nor where its tensors do."""
+    digest = hashlib.sha256(f"opset {opset}\0".encode())
+
+    def graph(proto: onnx.GraphProto) -> None:
+        for value in (*proto.input, *proto.output):
+            digest.update(value.name.encode() + b"\0" + value.type.SerializeToString(deterministic=True))
+        for tensor in sorted(proto.initializer, key=lambda tensor: tensor.name):
+            add(tensor)
+        for node in proto.node:
+            signature = (node.domain, node.op_type, [*node.input], [*node.output])
+            digest.update(repr(signature).encode())
+            for attribute in sorted(node.attribute, key=lambda attribute: attribute.name):
+                digest.update(f"{attribute.name}\0{attribute.type}\0".encode())
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    graph(attribute.g)
+                elif attribute.type == onnx.AttributeProto.TENSOR:
+                    add(attribute.t)
+                else:
+                    digest.update(attribute.SerializeToString(deterministic=True))
+        digest.update(b"end")
+
+    def add(proto: onnx.TensorProto) -> None:
+        tensor = read_tensor(proto, path)
+        digest.update(f"{proto.name}\0{tensor.dtype}\0{[*tensor.shape]}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+    graph(model.graph)
+    return digest.hexdigest()

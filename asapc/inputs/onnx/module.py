@@ -1,0 +1,255 @@
+"""An ONNX model as a torch module that evaluates its nodes, so that torch.export can trace it.
+
+Nodes run inside modules named after the scopes they were exported from: a captured graph then knows the
+scope of every operator, as it does for a model written in PyTorch, and the ONNX value behind it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+from collections import ChainMap
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from asapc.errors import InputError
+from asapc.formats.names import identifier
+from asapc.inputs.onnx.growth import Guard, allowed_bytes
+from asapc.inputs.onnx.host import tensor_of
+from asapc.inputs.onnx.nodes import Filled, Graph, Held, Input, Node
+
+MAX_NESTING = 64  # of modules in modules
+MAX_STEPS = 200_000  # nodes of loops and branches that one call runs
+VALUES = "onnx_values"  # in node.meta["custom"]: names of the ONNX values that a node computes
+
+Values = MutableMapping[str, Any]
+
+
+class Scope(nn.Module):
+    """A module of the exported model: what runs in it is told by who calls it."""
+
+    def forward(self, work: Callable[[], None]) -> None:
+        work()
+
+
+class OnnxModule(nn.Module):
+    """forward(*inputs), named as the graph's inputs are, gives its outputs; a single one by itself.
+
+    inputs: as the file declares them.  names: those of forward's arguments, in the same order.
+    weights: the ONNX name of every parameter and buffer.  tensors: see Reader.  Made by onnx_module.
+    trusted: whatever memory the values take is taken, see asapc.inputs.onnx.growth.
+    """
+
+    names: tuple[str, ...] = ()
+    trusted = False
+
+    def __init__(
+        self, graph: Graph, inputs: Sequence[Input], tensors: Iterable[tuple[str, Tensor, bool]]
+    ) -> None:
+        super().__init__()
+        self.graph, self.inputs = graph, tuple(inputs)
+        self.weights: dict[str, str] = {}
+        self._keys: list[str] = []
+        self._steps = 0
+        self._guarded: set[Any] = set()  # shapes of inputs that were run under guard
+        for name, tensor, initializer in tensors:
+            self._hold(name, tensor, initializer)
+        self._blocks: list[tuple[Callable[[Callable[[], None]], None], tuple[Node, ...]]] = []
+        for scope, nodes in groupby(graph.nodes, key=lambda node: node.scope):
+            self._blocks.append((self._scope(scope), tuple(nodes)))
+
+    def evaluate(self, *inputs: Any) -> Any:
+        """The outputs for inputs in the graph's order."""
+        outputs = self.values(inputs, self.graph.outputs)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def values(self, inputs: Sequence[Any], wanted: Sequence[str]) -> list[Tensor]:
+        """The tensors of the named values, of outputs or of nodes in between.
+
+        Raises ValueError for inputs of another shape than the file declares, InputError where values
+        would take too much memory.
+        """
+        if self.trusted or not all(type(own) is Tensor for own in inputs):  # a trace takes no memory
+            return self._values(inputs, wanted)
+        shapes = tuple(own.shape for own in inputs)
+        if shapes in self._guarded:
+            return self._values(inputs, wanted)
+        with Guard(allowed_bytes([*self.parameters(), *self.buffers(), *inputs])):
+            found = self._values(inputs, wanted)
+        self._guarded.add(shapes)
+        return found
+
+    def _values(self, inputs: Sequence[Any], wanted: Sequence[str]) -> list[Tensor]:
+        self._steps = 0
+        env: Values = {}
+        kept: dict[str, Any] = dict.fromkeys(wanted)
+        for value, given in zip(self.inputs, inputs, strict=True):
+            _check_shape(value, given)
+            env[value.name] = given if given.dtype == value.dtype else given.to(value.dtype)
+            _tag(value.name, env[value.name])
+        self._enter(self.graph, env)
+        kept.update({name: env[name] for name in wanted if name in env})
+        for scope, nodes in self._blocks:
+            scope(partial(self._run, nodes, env, kept))
+        return [tensor_of(kept[name]) for name in wanted]
+
+    def _run(self, nodes: Sequence[Node], env: Values, kept: dict[str, Any] | None = None) -> None:
+        for node in nodes:
+            for name, value in zip(node.outputs, self._results(node, env), strict=True):
+                if not name:
+                    continue
+                env[name] = value
+                if kept is not None:
+                    _tag(name, value)
+                    if name in kept:
+                        kept[name] = value
+            for name in node.drops:
+                env.pop(name, None)
+
+    def _results(self, node: Node, env: Values) -> tuple[Any, ...]:
+        values = [None if name is None else env[name] for name in node.inputs]
+        bodies = {name: self._body(graph, env) for name, graph in node.subgraphs.items()}
+        try:
+            result = node.function(*values, **node.attributes, **bodies)
+        except InputError:
+            raise
+        except Exception as error:  # torch raises many types; which node it was says more than any
+            line = next((line for line in str(error).splitlines() if line.strip()), "")
+            raise RuntimeError(f"{node}: {line or type(error).__name__}") from error
+        results = result if isinstance(result, tuple) else (result,)
+        if len(results) < len(node.outputs):
+            raise RuntimeError(f"{node}: its outputs after the first {len(results)} are not supported")
+        return results[: len(node.outputs)]
+
+    def _body(self, graph: Graph, env: Values) -> Callable[..., list[Any]]:
+        def body(*inputs: Any) -> list[Any]:
+            own: Values = ChainMap(dict(zip(graph.inputs, inputs, strict=True)), env)
+            self._enter(graph, own)
+            self._steps += len(graph.nodes)
+            if self._steps > MAX_STEPS:
+                raise ValueError(f"loops of more than {MAX_STEPS} nodes in all are not run")
+            self._run(graph.nodes, own)
+            return [own[name] for name in graph.outputs]
+
+        return body
+
+    def _enter(self, graph: Graph, env: Values) -> None:
+        for name, value in graph.constants.items():
+            if isinstance(value, Held):
+                value = getattr(self, self._keys[value.key])
+            elif isinstance(value, Filled):
+                value = torch.full(value.shape, value.number, dtype=value.dtype)
+            env[name] = value
+
+    def _hold(self, name: str, tensor: Tensor, initializer: bool) -> None:
+        """A parameter if it may be a trained weight; a mask or another constant is a buffer."""
+        key, count = f"w_{identifier(name)}", 1
+        while key in self.weights:
+            count += 1
+            key = f"w_{identifier(name)}_{count}"
+        if initializer and tensor.is_floating_point() and tensor.numel() > 1 and not _is_mask(tensor):
+            self.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+        else:
+            self.register_buffer(key, tensor)
+        self.weights[key] = name
+        self._keys.append(key)
+
+    def _scope(self, path: str) -> Callable[[Callable[[], None]], None]:
+        """The module of that path, whose parts get a _ where they are attributes of any module."""
+        if not path:
+            return lambda work: work()
+        parent: nn.Module = self
+        for part in path.split(".")[:MAX_NESTING]:
+            name = re.sub(r"[^A-Za-z0-9_:@+ /-]", "_", part) or "_"
+            while name not in parent._modules and hasattr(parent, name):
+                name += "_"
+            parent = parent._modules.setdefault(name, Scope())  # type: ignore[assignment]
+        return parent
+
+
+def onnx_module(
+    graph: Graph, inputs: Sequence[Input], tensors: Iterable[tuple[str, Tensor, bool]]
+) -> OnnxModule:
+    """An OnnxModule of a class of its own, whose forward has the arguments of this graph."""
+    names = _argument_names(inputs)
+    own = type("OnnxModule", (OnnxModule,), {"forward": _forward(names), "names": names})
+    module: OnnxModule = own(graph, inputs, tensors)
+    return module
+
+
+def value_nodes(graph: GraphModule, module: OnnxModule) -> dict[str, FxNode]:
+    """The node of a captured graph that computes each ONNX value: inputs, weights, outputs of nodes.
+
+    Values that are shapes, that are inside of loops and branches, or that nothing uses have none. A
+    value that is another one unchanged has that one's node.
+    """
+    found: dict[str, FxNode] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and str(node.target) in module.weights:
+            found.setdefault(module.weights[str(node.target)], node)
+        for name in (node.meta.get("custom") or {}).get(VALUES, ()):
+            found[name] = node
+    return found
+
+
+def _tag(name: str, value: Any) -> None:
+    """While tracing: note in the graph that is made which ONNX value this is."""
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(value, Tensor):
+        return
+    slot = get_proxy_slot(value, mode.tracer, None)
+    if slot is not None:
+        meta = slot.proxy.node.meta
+        custom = dict(meta.get("custom") or {})
+        meta["custom"] = {**custom, VALUES: (*custom.get(VALUES, ()), name)}
+
+
+def _forward(names: Sequence[str]) -> Callable[..., Any]:
+    """A forward with these arguments, which nothing but its signature tells from *args."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kinds) for name in ("self", *names)])
+
+    def forward(self: OnnxModule, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluate(*signature.bind(self, *args, **kwargs).args[1:])
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return forward
+
+
+def _argument_names(inputs: Sequence[Input]) -> tuple[str, ...]:
+    names: list[str] = []
+    for value in inputs:
+        name = identifier(value.name)
+        while keyword.iskeyword(name) or name in ("self", *names):
+            name += "_"
+        names.append(name)
+    return tuple(names)
+
+
+def _check_shape(value: Input, given: Tensor) -> None:
+    if value.shape is None:
+        return
+    fits = given.dim() == len(value.shape) and all(
+        size is None or int(own) == size for own, size in zip(given.shape, value.shape, strict=True)
+    )
+    if not fits:
+        declared = ["any" if size is None else size for size in value.shape]
+        raise ValueError(
+            f"{value.name} must be of shape {declared}, as the file says, not {[*given.shape]}; "
+            "export the model with a dynamic batch to run it on several examples"
+        )
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """-inf where something is hidden and one value elsewhere."""
+    hidden = tensor == -torch.inf
+    return bool(hidden.any()) and tensor[~hidden].unique().numel() <= 1

@@ -1,0 +1,381 @@
+"""ONNX operators as torch functions, for opsets 11 to 23 of the default domain.
+
+`OPERATORS[name](*inputs, **attributes)` gives the output, or a tuple of them. Inputs are tensors, host
+values (see host.py) or None where they are left out; attributes have ONNX's names and defaults. Some
+functions also want `opset` (the model's) or `outputs` (how many the node has). A subgraph arrives as a
+function of its inputs that returns a list, a tensor among the attributes as (its one number, its type).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asapc.inputs.onnx import layers, shapes
+from asapc.inputs.onnx.host import (
+    Real,
+    chosen,
+    decided,
+    differ,
+    dtype_of,
+    elementwise,
+    greatest,
+    ints,
+    least,
+    numbers,
+    on_host,
+    on_tensor,
+    on_tensors,
+    operand_of,
+    tensor_of,
+    truncated_division,
+    wrapped,
+    wrapping,
+)
+
+INTEGERS = (torch.int64, torch.int32)
+REFUSED = {
+    **dict.fromkeys(("NonZero", "Compress", "Unique", "NonMaxSuppression"),
+                    "the shape of its result depends on values"),
+    **dict.fromkeys(("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+                     "Bernoulli", "Multinomial"), "its result is random"),
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger",
+                     "QLinearMatMul", "QLinearConv", "ConvInteger"), "quantised models are not compiled"),
+}  # fmt: skip
+
+
+# Elementwise
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(x: Any) -> Any:
+        return function(tensor_of(x))
+
+    return apply
+
+
+def _unary_on_host(host: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    return on_host(elementwise(host))(_unary(function))
+
+
+def _binary(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def apply(a: Any, b: Any) -> Any:
+        return function(tensor_of(a), operand_of(b))
+
+    return apply if host is None else on_host(elementwise(host))(apply)
+
+
+def _variadic(function: Callable[..., Any], host: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def apply(*values: Any) -> Any:
+        return functools.reduce(function, map(tensor_of, values))
+
+    if host is None:
+        return apply
+    pairwise = elementwise(host)
+    return on_host(lambda *values: functools.reduce(pairwise, values))(apply)
+
+
+def _divide(a: Tensor, b: Any) -> Tensor:
+    """Of integers towards zero: torch's own cut-off division of the least one by -1 ends the process."""
+    if a.is_floating_point():
+        return torch.div(a, b)
+    return torch.floor_divide(a - torch.fmod(a, b), b)
+
+
+@on_host(lambda a, b, fmod=0: NotImplemented if fmod else elementwise(wrapping(operator.mod))(a, b))
+@on_tensors
+def _mod(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
+    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
+
+
+@on_tensor
+def _pow(a: Tensor, b: Any) -> Tensor:
+    power: Tensor = torch.pow(a, operand_of(b))
+    return power if power.dtype == a.dtype else power.to(a.dtype)
+
+
+def _mean_of(*values: Any) -> Any:
+    return _variadic(torch.add)(*values) / len(values)
+
+
+@on_tensor
+def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    if low is None and high is None:
+        return x
+    limits = [operand_of(low), operand_of(high)]
+    if any(isinstance(limit, Tensor) for limit in limits):
+        limits = [tensor_of(low), tensor_of(high)]
+    return torch.clamp(x, *limits)
+
+
+@on_tensors
+def _is_inf(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
+    return (x == math.inf) & bool(detect_positive) | (x == -math.inf) & bool(detect_negative)
+
+
+def _cast_host(value: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
+    dtype = dtype_of(to)
+    if dtype == torch.float32 and not isinstance(value, list):
+        return Real(_integer(value, torch.int64))
+    if dtype == torch.bool:
+        return elementwise(lambda x: x if isinstance(x, torch.SymBool) else decided(x != 0))(value)
+    if dtype in INTEGERS:
+        return elementwise(lambda x: _integer(x, dtype))(value)
+    return NotImplemented
+
+
+def _integer(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, torch.SymBool):
+        return torch.sym_ite(x, 1, 0)
+    return wrapped(int(x), dtype) if isinstance(x, (int, float)) else x
+
+
+@on_host(_cast_host)
+def _cast(x: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
+    dtype = dtype_of(to)
+    if isinstance(x, Real) and dtype in INTEGERS:
+        return _integer(x.number, dtype)
+    x = tensor_of(x)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+@on_tensors
+def _cast_like(x: Tensor, like: Tensor, *, saturate: int = 1, round_mode: str = "up") -> Tensor:
+    return x.to(like.dtype)
+
+
+def _where_host(condition: Any, a: Any, b: Any) -> Any:
+    return elementwise(chosen)(condition, a, b)
+
+
+@on_host(_where_host)
+@on_tensor
+def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
+    return torch.where(condition, operand_of(a), operand_of(b))
+
+
+@on_tensors
+def _p_relu(x: Tensor, slope: Tensor) -> Tensor:
+    return torch.where(x < 0, x * slope, x)
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.logaddexp(x, torch.zeros((), dtype=x.dtype))
+
+
+def _hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
+    return torch.clamp(alpha * x + beta, 0, 1)
+
+
+def _leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
+    return F.leaky_relu(x, alpha)
+
+
+def _elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return F.elu(x, alpha)
+
+
+def _celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return F.celu(x, alpha)
+
+
+SELU = (1.67326319217681884765625, 1.05070102214813232421875)
+
+
+def _selu(x: Tensor, *, alpha: float = SELU[0], gamma: float = SELU[1]) -> Tensor:
+    return gamma * F.elu(x, alpha)
+
+
+def _thresholded_relu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return torch.where(x > alpha, x, torch.zeros_like(x))
+
+
+def _softmax(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def apply(x: Tensor, *, axis: int | None = None, opset: int) -> Tensor:
+        if opset >= 13:
+            return function(x, -1 if axis is None else axis)
+        axis = (1 if axis is None else axis) % max(x.dim(), 1)
+        if axis >= x.dim() - 1:
+            return function(x, -1)
+        return function(x.flatten(axis), -1).reshape(x.shape)  # one distribution over all that follows
+
+    return apply
+
+
+# Products
+
+
+@on_tensors
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    if a.dim() > 1 and b.dim() == 2:
+        return F.linear(a, b.t())  # a layer, where the usual product would be one of two batches
+    return torch.matmul(a, b)
+
+
+@on_tensors
+def _gemm(
+    a: Tensor, b: Tensor, c: Tensor | None = None, *,
+    alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0,
+) -> Tensor:  # fmt: skip
+    product = F.linear(a.t() if transA else a, b if transB else b.t())
+    product = product if alpha == 1.0 else product * alpha
+    if c is None or beta == 0.0:
+        return product
+    return product + (c if beta == 1.0 else c * beta)
+
+
+def _einsum(*operands: Any, equation: str) -> Tensor:
+    return torch.einsum(equation.replace(" ", ""), [tensor_of(x) for x in operands])
+
+
+# Reductions
+
+
+def _reduction(
+    reduce: Callable[[Tensor, list[int], bool], Tensor],
+    before: Callable[[Tensor], Tensor] | None = None,
+    after: Callable[[Tensor], Tensor] | None = None,
+    host: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """after(reduce(before(x))) over `axes`, which is an attribute or an input."""
+
+    def apply(x: Tensor, axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Tensor:
+        dims = [] if axes is None else ints(axes, "the axes of a reduction")
+        x = tensor_of(x)
+        x = x if before is None else before(x)
+        if dims or not noop_with_empty_axes:
+            x = reduce(x, [d % max(x.dim(), 1) for d in dims] or [*range(x.dim())], bool(keepdims))
+        return x if after is None else after(x)
+
+    return apply if host is None else on_host(numbers(host))(apply)
+
+
+def _sum(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    return torch.sum(x, dims, keep, dtype=x.dtype) if dims else x
+
+
+def _mean(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    if not dims:
+        return x
+    if x.is_floating_point():
+        return torch.mean(x, dims, keep)
+    return _divide(_sum(x, dims, keep), tensor_of(math.prod(x.shape[d] for d in dims))).to(x.dtype)
+
+
+def _prod(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    for dim in sorted(dims, reverse=True):
+        x = torch.prod(x, dim, keep, dtype=x.dtype)
+    return x
+
+
+def _extreme(function: Callable[..., Tensor], empty: float) -> Callable[..., Tensor]:
+    """amax or amin; over no entries at all, the least or greatest number there is."""
+
+    def reduce(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+        if not dims:
+            return x
+        if x.is_floating_point() and any(x.shape[d] == 0 for d in dims):
+            return torch.sum(x, dims, keep) + empty
+        return function(x, dims, keep)
+
+    return reduce
+
+
+def _logsumexp(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    return torch.logsumexp(x, dims, keep) if dims else x
+
+
+def _arg(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def apply(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+        x = tensor_of(x)
+        if select_last_index:
+            return x.shape[axis] - 1 - function(x.flip(axis), axis, bool(keepdims))
+        return function(x, axis, bool(keepdims))
+
+    return apply
+
+
+# The table
+
+
+UNARY: dict[str, Callable[..., Any]] = {
+    "Sqrt": torch.sqrt, "Exp": torch.exp, "Log": torch.log, "Reciprocal": torch.reciprocal,
+    "Sign": torch.sign, "Floor": torch.floor, "Ceil": torch.ceil, "Round": torch.round,
+    "Erf": torch.erf, "Relu": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid,
+    "Softplus": _softplus, "Softsign": F.softsign, "HardSwish": F.hardswish, "Mish": F.mish,
+    "Sin": torch.sin, "Cos": torch.cos, "Tan": torch.tan, "Asin": torch.asin, "Acos": torch.acos,
+    "Atan": torch.atan, "Sinh": torch.sinh, "Cosh": torch.cosh, "Asinh": torch.asinh,
+    "Acosh": torch.acosh, "Atanh": torch.atanh, "IsNaN": torch.isnan,
+}  # fmt: skip
+COMPARISONS = {
+    "Equal": (torch.eq, operator.eq), "Less": (torch.lt, operator.lt),
+    "LessOrEqual": (torch.le, operator.le), "Greater": (torch.gt, operator.gt),
+    "GreaterOrEqual": (torch.ge, operator.ge),
+}  # fmt: skip
+
+
+def _compared(host: Callable[..., Any]) -> Callable[..., Any]:
+    """A comparison of sizes, as a plain bool if it comes out the same for all of them."""
+    return lambda a, b: decided(host(a, b))
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    **{name: _unary(function) for name, function in UNARY.items()},
+    **{name: _binary(f, _compared(host)) for name, (f, host) in COMPARISONS.items()},
+    "Neg": _unary_on_host(wrapping(operator.neg), torch.neg),
+    "Abs": _unary_on_host(wrapping(abs), torch.abs),
+    "Not": _unary_on_host(torch.sym_not, torch.logical_not),
+    "Add": _binary(torch.add, wrapping(operator.add)),
+    "Sub": _binary(torch.sub, wrapping(operator.sub)),
+    "Mul": _binary(torch.mul, wrapping(operator.mul)),
+    "Div": _binary(_divide, wrapping(truncated_division)),
+    "And": _binary(torch.logical_and, operator.and_),
+    "Or": _binary(torch.logical_or, operator.or_),
+    "Xor": _binary(torch.logical_xor, differ),
+    "Min": _variadic(torch.minimum, least),
+    "Max": _variadic(torch.maximum, greatest),
+    "Sum": _variadic(torch.add),
+    "Mean": _mean_of,
+    "Mod": _mod, "Pow": _pow, "Clip": _clip, "IsInf": _is_inf, "Cast": _cast, "CastLike": _cast_like,
+    "Where": _where, "PRelu": _p_relu, "Gelu": _gelu, "HardSigmoid": _hard_sigmoid,
+    "LeakyRelu": _leaky_relu, "Elu": _elu, "Celu": _celu, "Selu": _selu,
+    "ThresholdedRelu": _thresholded_relu,
+    "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),
+    "MatMul": _matmul, "Gemm": _gemm, "Einsum": _einsum, "Attention": layers.attention,
+    "ReduceSum": _reduction(_sum, host=wrapping(operator.add)), "ReduceMean": _reduction(_mean),
+    "ReduceProd": _reduction(_prod, host=wrapping(operator.mul)),
+    "ReduceMax": _reduction(_extreme(torch.amax, -math.inf), host=greatest),
+    "ReduceMin": _reduction(_extreme(torch.amin, math.inf), host=least),
+    "ReduceL1": _reduction(_sum, before=torch.abs),
+    "ReduceL2": _reduction(_sum, before=torch.square, after=torch.sqrt),
+    "ReduceSumSquare": _reduction(_sum, before=torch.square),
+    "ReduceLogSum": _reduction(_sum, after=torch.log),
+    "ReduceLogSumExp": _reduction(_logsumexp),
+    "ArgMax": _arg(torch.argmax), "ArgMin": _arg(torch.argmin),
+    "Transpose": shapes.transpose, "Reshape": shapes.reshape, "Flatten": shapes.flatten,
+    "Unsqueeze": shapes.unsqueeze, "Squeeze": shapes.squeeze, "Concat": shapes.concat,
+    "Split": shapes.split, "Slice": shapes.sliced, "Tile": shapes.tile, "Expand": shapes.expand,
+    "Pad": shapes.pad, "Gather": shapes.gather, "GatherElements": shapes.gather_elements,
+    "GatherND": shapes.gather_nd, "ScatterElements": shapes.scatter_elements,
+    "ScatterND": shapes.scatter_nd, "TopK": shapes.top_k, "OneHot": shapes.one_hot,
+    "Shape": shapes.shape_of, "Size": shapes.size_of, "ConstantOfShape": shapes.constant_of_shape,
+    "Range": shapes.range_of, "EyeLike": shapes.eye_like, "Trilu": shapes.trilu,
+    "CumSum": shapes.cum_sum, "Identity": lambda x: x, "Dropout": layers.dropout,
+    "LayerNormalization": layers.layer_norm, "RMSNormalization": layers.rms_norm,
+    "InstanceNormalization": layers.instance_norm, "GroupNormalization": layers.group_norm,
+    "BatchNormalization": layers.batch_norm, "LpNormalization": layers.lp_normalization,
+    "Conv": layers.conv, "MaxPool": layers.max_pool, "AveragePool": layers.average_pool,
+    "GlobalAveragePool": layers.over_all(torch.mean), "GlobalMaxPool": layers.over_all(torch.amax),
+    "Loop": layers.loop, "If": layers.branch, "Scan": layers.scan,
+}  # fmt: skip

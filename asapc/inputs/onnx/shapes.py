@@ -1,0 +1,340 @@
+"""ONNX operators that move, pick and make entries (see ops.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional as F
+
+from asapc.inputs.onnx.host import (
+    MOST_HOST,
+    MOST_MADE,
+    Int32,
+    checked_numbers,
+    checked_size,
+    dtype_of,
+    elementwise,
+    ints,
+    is_host,
+    on_host,
+    on_tensor,
+    on_tensors,
+    operand_of,
+    tensor_of,
+)
+
+# Layout
+
+
+@on_tensor
+def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
+    order = [*reversed(range(x.dim()))] if perm is None else [*perm]
+    moved = [axis for axis, source in enumerate(order) if axis != source]
+    if not moved:
+        return x
+    return x.transpose(*moved) if len(moved) == 2 else x.permute(order)
+
+
+def reshape(x: Any, shape: Any, *, allowzero: int = 0) -> Any:
+    sizes = ints(shape, "the shape of Reshape")
+    if is_host(x):
+        if len(sizes) == 1 and sizes[0] in (-1, len(x) if isinstance(x, list) else 1):
+            return x if isinstance(x, list) else [x]
+        if not sizes:
+            return x[0] if isinstance(x, list) else x
+        x = tensor_of(x)
+    if not allowzero:
+        sizes = [
+            x.shape[axis] if isinstance(size, int) and size == 0 else size
+            for axis, size in enumerate(sizes)
+        ]
+    return x.reshape(sizes)
+
+
+@on_tensor
+def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
+    axis = axis + x.dim() if axis < 0 else axis
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+def _unsqueeze_host(x: Any, axes: Any) -> Any:
+    return [x] if not isinstance(x, list) and len(ints(axes, "axes")) == 1 else NotImplemented
+
+
+@on_host(_unsqueeze_host)
+@on_tensor
+def unsqueeze(x: Tensor, axes: Any) -> Tensor:
+    own = ints(axes, "the axes of Unsqueeze")
+    for axis in sorted(axis % (x.dim() + len(own)) for axis in own):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _squeeze_host(x: Any, axes: Any = None) -> Any:
+    return x[0] if isinstance(x, list) and len(x) == 1 else NotImplemented
+
+
+@on_host(_squeeze_host)
+@on_tensor
+def squeeze(x: Tensor, axes: Any = None) -> Tensor:
+    if axes is None:
+        return x.squeeze()
+    for axis in sorted((axis % x.dim() for axis in ints(axes, "the axes of Squeeze")), reverse=True):
+        x = x.squeeze(axis)
+    return x
+
+
+def concat(*parts: Any, axis: int) -> Any:
+    if all(isinstance(part, list) for part in parts):
+        checked_numbers(sum(map(len, parts)))
+        return [size for part in parts for size in part]
+    tensors = [tensor_of(part) for part in parts]
+    checked_size([sum(map(_known_entries, tensors))])
+    return torch.cat(tensors, axis)
+
+
+def _known_entries(x: Tensor) -> int:
+    """As many as the sizes that are numbers say."""
+    return math.prod(size for size in x.shape if isinstance(size, int))
+
+
+def split(
+    x: Any, split: Any = None, *, axis: int = 0, num_outputs: int | None = None, outputs: int
+) -> tuple[Any, ...]:
+    length = len(x) if isinstance(x, list) else x.shape[axis]
+    if split is not None:
+        sizes = ints(split, "the sizes of Split")
+    else:
+        count = num_outputs or outputs
+        if count != outputs:
+            raise ValueError(f"num_outputs is {count}, and the node has {outputs} outputs")
+        each = -(-length // count)
+        sizes = [each] * (count - 1) + [length - each * (count - 1)]
+    if isinstance(x, list):
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return tuple(x[start : start + size] for start, size in zip(starts, sizes, strict=True))
+    if all(isinstance(size, int) and size == sizes[0] for size in sizes):
+        return torch.split(x, sizes[0], axis)
+    return torch.split(x, sizes, axis)
+
+
+def sliced(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
+    first, last = ints(starts, "the starts of Slice"), ints(ends, "the ends of Slice")
+    dims = [*range(len(first))] if axes is None else ints(axes, "the axes of Slice")
+    strides = [1] * len(first) if steps is None else ints(steps, "the steps of Slice")
+    if isinstance(x, list):
+        return x[first[0] : last[0] : strides[0]] if first else x
+    x = tensor_of(x)
+    for dim, start, end, step in zip(dims, first, last, strides, strict=True):
+        axis = dim % x.dim()
+        if step > 0:
+            x = x[(*[slice(None)] * axis, slice(start, end, step))]
+            continue
+        length = x.shape[axis]
+        if step == -1 and isinstance(start, int) and start in (-1, 2**63 - 1) and end < -(2**31):
+            x = x.flip(axis)
+        else:
+            wanted = range(int(length))[slice(int(start), int(end), int(step))]
+            x = x.index_select(axis, torch.arange(wanted.start, wanted.stop, wanted.step))
+    return x
+
+
+def tile(x: Any, repeats: Any) -> Any:
+    counts = ints(repeats, "the repeats of Tile")
+    if isinstance(x, list) and isinstance(counts[0], int) and counts[0] * len(x) <= MOST_HOST:
+        return x * counts[0]
+    x = tensor_of(x)
+    checked_size([size * count for size, count in zip(x.shape, counts, strict=True)])
+    return x.repeat(counts)
+
+
+def expand(x: Any, shape: Any) -> Any:
+    sizes = ints(shape, "the shape of Expand")
+    if isinstance(x, list) and len(sizes) == 1 and sizes[0] in (1, len(x)):
+        return x
+    x = tensor_of(x)
+    sizes = [1] * (x.dim() - len(sizes)) + sizes
+    own = [1] * (len(sizes) - x.dim()) + [*x.shape]
+    checked_size(sizes)
+    return x.expand([mine if size == 1 else size for mine, size in zip(own, sizes, strict=True)])
+
+
+@on_tensor
+def pad(
+    x: Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode: str = "constant"
+) -> Tensor:
+    amounts = ints(pads, "the pads of Pad")
+    dims = [*range(x.dim())] if axes is None else [d % x.dim() for d in ints(axes, "the axes of Pad")]
+    pairs = dict(zip(dims, zip(amounts[: len(dims)], amounts[len(dims) :], strict=True), strict=True))
+    checked_size([x.shape[d] + sum(pair) for d, pair in pairs.items()])
+    if mode != "constant":
+        for axis, (before, after) in pairs.items():
+            if before or after:
+                x = x.index_select(axis, _reflected(x.shape[axis], before, after, mode))
+        return x
+    flat = [amount for axis in reversed(range(x.dim())) for amount in pairs.get(axis, (0, 0))]
+    number = 0 if value is None else operand_of(value)
+    if not isinstance(number, Tensor):
+        return F.pad(x, flat, value=number)
+    inside = F.pad(torch.ones_like(x, dtype=torch.bool), flat)
+    return torch.where(inside, F.pad(x, flat), number.reshape(()))
+
+
+def _reflected(length: Any, before: int, after: int, mode: str) -> Tensor:
+    """Where the entries of an axis come from that is continued at both ends."""
+    index = torch.arange(-before, length + after)
+    if mode == "edge":
+        return index.clamp(0, length - 1)
+    if mode == "wrap":
+        return index % length
+    index = index % max(2 * length - 2, 1)
+    return torch.minimum(index, 2 * length - 2 - index)
+
+
+# Indices
+
+
+def _wrapped(index: Tensor, length: Any) -> Tensor:
+    """Indices that count from the end where they are negative."""
+    return torch.where(index < 0, index + length, index)
+
+
+def gather(x: Any, indices: Any, *, axis: int = 0) -> Any:
+    if isinstance(x, list) and is_host(indices):
+        return elementwise(lambda i: x[i])(indices)
+    x = tensor_of(x)
+    if is_host(indices) and not isinstance(indices, list):
+        return x.select(axis, indices)
+    index = tensor_of(indices)
+    if x.dim() == 2 and axis % 2 == 0 and x.is_floating_point():
+        return F.embedding(_wrapped(index, x.shape[0]).long(), x)
+    return x[(*[slice(None)] * (axis % x.dim()), index.long())]
+
+
+@on_tensors
+def gather_elements(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
+    return torch.gather(x, axis, _wrapped(indices.long(), x.shape[axis]))
+
+
+@on_tensors
+def gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
+    batches = [
+        torch.arange(x.shape[d]).view(-1, *[1] * (indices.dim() - 2 - d)) for d in range(batch_dims)
+    ]
+    return x[(*batches, *indices.long().unbind(-1))]
+
+
+SCATTER = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+
+
+@on_tensors
+def scatter_elements(
+    x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none"
+) -> Tensor:
+    index = _wrapped(indices.long(), x.shape[axis])
+    if reduction == "none":
+        return x.scatter(axis, index, updates)
+    return x.scatter_reduce(axis, index, updates, SCATTER[reduction])
+
+
+@on_tensors
+def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
+    if reduction in ("none", "add"):
+        return x.index_put([*indices.long().unbind(-1)], updates, accumulate=reduction == "add")
+    depth = indices.shape[-1]
+    flat = torch.zeros(indices.shape[:-1], dtype=torch.int64)
+    for i, size in zip(indices.long().unbind(-1), x.shape, strict=False):
+        flat = flat * size + _wrapped(i, size)
+    rows = x.reshape(math.prod(x.shape[:depth]), -1)
+    index = flat.reshape(-1, 1).expand(-1, rows.shape[1])
+    rows = rows.scatter_reduce(0, index, updates.reshape(-1, rows.shape[1]), SCATTER[reduction])
+    return rows.reshape(x.shape)
+
+
+@on_tensor
+def top_k(
+    x: Tensor, count: Any, *, axis: int = -1, largest: int = 1, sorted: int = 1
+) -> tuple[Tensor, ...]:
+    """Of equal entries the first, which torch.topk does not promise."""
+    k = ints(count, "the k of TopK")[0]
+    results = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
+    if statically_known_true(k == x.shape[axis]):
+        return tuple(results)
+    return tuple(result.narrow(axis, 0, k) for result in results)
+
+
+def one_hot(indices: Any, depth: Any, values: Tensor, *, axis: int = -1) -> Tensor:
+    count = ints(depth, "the depth of OneHot")[0]
+    index = tensor_of(indices)
+    axis = axis % (index.dim() + 1)
+    checked_size([*index.shape, count])
+    classes = torch.arange(count).view(-1, *[1] * (index.dim() - axis))
+    off, on = tensor_of(values).unbind(0)
+    return torch.where(_wrapped(index.long(), count).unsqueeze(axis) == classes, on, off)
+
+
+# Constants and shapes
+
+
+def shape_of(x: Any, *, start: int = 0, end: int | None = None) -> Any:
+    shape = [*x.shape] if isinstance(x, Tensor) else [len(x)] if isinstance(x, list) else []
+    return shape[start:end]
+
+
+def size_of(x: Any) -> Any:
+    return math.prod(shape_of(x))
+
+
+def constant_of_shape(shape: Any, *, value: tuple[Any, torch.dtype] = (0.0, torch.float32)) -> Any:
+    sizes = ints(shape, "the shape of ConstantOfShape")
+    number, dtype = value
+    if dtype == torch.int64 and len(sizes) <= 1:
+        if not sizes:
+            return number
+        if isinstance(sizes[0], int) and sizes[0] <= MOST_HOST:
+            return [number] * sizes[0]
+    return torch.full([*checked_size(sizes, MOST_MADE)], number, dtype=dtype)
+
+
+def range_of(start: Any, limit: Any, delta: Any) -> Any:
+    first, last, step = (ints(x, "an end of Range")[0] for x in (start, limit, delta))
+    if all(map(is_host, (start, limit, delta))) and all(isinstance(x, int) for x in (first, last, step)):
+        values = range(first, last, step)
+        if len(values) <= MOST_HOST:
+            return [Int32(value) for value in values] if isinstance(start, Int32) else [*values]
+    on_host = torch.int32 if isinstance(start, Int32) else torch.int64
+    dtype = on_host if is_host(start) else tensor_of(start).dtype
+    if all(isinstance(x, (int, torch.SymInt)) or float(x).is_integer() for x in (first, last, step)):
+        first, last, step = (int(x) if isinstance(x, float) else x for x in (first, last, step))
+        checked_size([(last - first) // step], MOST_MADE)
+        return torch.arange(first, last, step).to(dtype)
+    count = max(math.ceil((last - first) / step), 0)
+    checked_size([count], MOST_MADE)
+    return first + torch.arange(count, dtype=dtype) * step
+
+
+def eye_like(x: Any, *, dtype: int | None = None, k: int = 0) -> Tensor:
+    x = tensor_of(x)
+    rows, columns = x.shape
+    place = torch.arange(columns) - torch.arange(rows).unsqueeze(1)
+    return (place == k).to(x.dtype if dtype is None else dtype_of(dtype))
+
+
+@on_tensor
+def trilu(x: Tensor, k: Any = None, *, upper: int = 1) -> Tensor:
+    diagonal = 0 if k is None else ints(k, "the k of Trilu")[0]
+    return torch.triu(x, diagonal) if upper else torch.tril(x, diagonal)
+
+
+@on_tensor
+def cum_sum(x: Tensor, axis: Any, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
+    dim = ints(axis, "the axis of CumSum")[0]
+    x = x.flip(dim) if reverse else x
+    total = torch.cumsum(x, dim, dtype=x.dtype)
+    total = total - x if exclusive else total
+    return total.flip(dim) if reverse else total

@@ -1,0 +1,255 @@
+"""A written file against the program it was written from: ONNX Runtime and PyTorch, at many shapes.
+
+Real examples are taken at several batch sizes; where the length is dynamic they are also cut, and
+repeated to lengths that no example has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from asapc.errors import InputError, VerificationError
+from asapc.formats.limits import limits_of
+from asapc.inputs.data import Batch
+from asapc.inputs.onnx.session import observe, open_session, run
+from asapc.terminal.progress import Progress
+
+SHAPES = 20  # tried at most
+BATCH = "batch"
+LONGER = 1.25
+FLOOR = 1e-3  # an output that is smaller is compared as if its largest entry were this
+
+Sizes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """largest: difference of an output relative to max(FLOOR, its largest entry), over all shapes.
+
+    shapes: the sizes that were run; skipped: sizes that the compiled program itself does not accept.
+    """
+
+    tolerance: float
+    largest: float
+    shapes: list[Sizes]
+    skipped: list[Sizes]
+
+
+def verify(
+    path: Path,
+    program: GraphModule,
+    names: Sequence[str],
+    batches: Sequence[Batch],
+    tolerance: float,
+    progress: Progress,
+    known: Mapping[str, Sequence[str]] | None = None,
+) -> Verified:
+    """Run both at up to SHAPES shapes.
+
+    names: of the program's tensor inputs, in order, as the file has them.  known: as first_difference.
+    Raises VerificationError, with the first node that differs, where an output does by more than
+    `tolerance`; InputError if there is no example to run.
+    """
+    session = open_session(path)
+    axes = {value.name: _named(value.shape) for value in session.get_inputs()}
+    inputs = joined(batches, names)
+    largest, shapes, skipped = 0.0, list[Sizes](), list[Sizes]()
+    for sizes in progress.track(_sizes(inputs, axes), "verifying", SHAPES):
+        if len(shapes) == SHAPES:
+            break
+        if any(_same_lengths(sizes, own) for own in skipped):
+            continue
+        feeds = {name: _resized(tensor, axes[name], sizes) for name, tensor in inputs.items()}
+        try:
+            ours = run_program(program, feeds)
+        except InputError as error:
+            progress.note(f"{_told(sizes)}: not run, PyTorch says {error.got}")
+            skipped.append(sizes)
+            continue
+        try:
+            difference = difference_of(ours, run(session, feeds))
+        except InputError as error:
+            raise VerificationError(
+                f"{path.name}: runs wherever the compiled program does",
+                got=f"at {_told(sizes)}: {error.got}",
+            ) from error
+        if not difference <= tolerance:
+            where = first_difference(path, program, feeds, tolerance, known)
+            raise VerificationError(
+                f"{path.name}: outputs are those of the compiled program, to {tolerance:g}",
+                got=f"{difference:.2g} at {_told(sizes)}; {where}",
+                help="keep the PyTorch artefact, or allow more with --tolerance",
+            )
+        largest = max(largest, difference)
+        shapes.append(sizes)
+    if not shapes:
+        raise InputError(
+            "export: needs examples that the compiled program can be run on", got="none",
+            help="pass --data with more examples",
+        )  # fmt: skip
+    return Verified(tolerance, largest, shapes, skipped)
+
+
+def first_difference(
+    path: Path, program: GraphModule, feeds: Mapping[str, Tensor], tolerance: float,
+    known: Mapping[str, Sequence[str]] | None = None,
+) -> str:  # fmt: skip
+    """In words, the first value of the file, in its order, that differs from the program's.
+
+    known: the file's values by the name of the program's node; None where they have the same names.
+    """
+    found = _values(program, feeds)
+    values = found if known is None else {
+        own: found[name] for name, names in known.items() if name in found for own in names
+    }  # fmt: skip
+    try:
+        theirs = observe(path, values, feeds)
+    except InputError as error:
+        return f"no node could be named: {error.got}"
+    for name, value in theirs.items():
+        difference = difference_of([values[name]], [value])
+        if not difference <= tolerance:
+            return f"first in {name}: {difference:.2g}"
+    return "no value before the outputs differs"
+
+
+def _values(program: GraphModule, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every floating tensor of the program by the name of its node."""
+    values: dict[str, Tensor] = {}
+
+    class Recorder(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if n.op == "call_function" and isinstance(value, Tensor) and value.is_floating_point():
+                values[n.name] = value
+            return value
+
+    with torch.no_grad():
+        Recorder(program).run(*feeds.values(), enable_io_processing=False)
+    return values
+
+
+def run_program(program: GraphModule, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors it returns.  Raises InputError where it does not accept these sizes."""
+    _check_sizes(program, feeds)
+    try:
+        with torch.no_grad():
+            output = Interpreter(program).run(*feeds.values(), enable_io_processing=False)
+    except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+        raise InputError("the program runs at these sizes", got=_line(error)) from error
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def difference_of(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Largest over all outputs; infinite where shapes or integers differ, NaN where only one holds it."""
+    if len(ours) != len(theirs):
+        return math.inf
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a.shape != b.shape or (not a.is_floating_point() and not torch.equal(a, b.to(a.dtype))):
+            return math.inf
+        if a.numel() == 0 or not a.is_floating_point():
+            continue
+        a, b = a.detach().double(), b.detach().double()
+        same = (a == b) | (a.isnan() & b.isnan())  # infinities too
+        apart = torch.where(same, 0.0, (a - b).abs())
+        finite = a[a.isfinite()].abs()
+        scale = max(FLOOR, float(finite.max())) if finite.numel() else 1.0
+        value = float(apart.max()) / scale
+        if value != value:
+            return value
+        worst = max(worst, value)
+    return worst
+
+
+def _check_sizes(program: GraphModule, feeds: Mapping[str, Tensor]) -> None:
+    """Raises InputError for sizes that the trace does not hold for, as of a branch on a length."""
+    places = (node for node in program.graph.nodes if node.op == "placeholder")
+    for place, tensor in zip(places, feeds.values(), strict=True):
+        for size, own in zip(place.meta["val"].shape, tensor.shape, strict=True):
+            if isinstance(size, int):
+                low = high = size
+            else:
+                low, high = limits_of(size.node.shape_env.var_to_range, size.node.expr)
+            if not low <= own <= high:
+                raise InputError(
+                    "the program runs at these sizes",
+                    got=f"{place.name}: {own}, traced for {low} to {high}",
+                )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split("\n\n")[0].split())[:200]
+
+
+def joined(batches: Sequence[Batch], names: Sequence[str]) -> dict[str, Tensor]:
+    """The inputs of the first batches, as many as share their shapes, by name."""
+    rows = [batch.tensors() for batch in batches]
+    if not rows:
+        raise InputError(
+            "export: needs examples that calibration and selection have not seen", got="none",
+            help="pass them with --data",
+        )  # fmt: skip
+    shapes = [tensor.shape[1:] for tensor in rows[0]]
+    alike = [row for row in rows if [tensor.shape[1:] for tensor in row] == shapes]
+    columns = [torch.cat(column) for column in zip(*alike, strict=True)]
+    return dict(zip(names, columns, strict=True))
+
+
+def _named(shape: Sequence[int | str | None]) -> list[int | str]:
+    """The axes of an input. A first one that is dynamic counts examples, whatever it is called; others
+    without a name are left as they are, for nothing tells which of them go together."""
+    named: list[int | str] = [-1 if size is None else size for size in shape]
+    if shape and not isinstance(shape[0], int):
+        named[0] = BATCH
+    return named
+
+
+def _sizes(
+    inputs: Mapping[str, Tensor], axes: Mapping[str, Sequence[int | str]]
+) -> Iterator[dict[str, int]]:
+    """Values of the file's dynamic sizes by their names, as the examples have them first."""
+    known: dict[str, int] = {}
+    for name, tensor in inputs.items():
+        for size, own in zip(axes[name], tensor.shape, strict=True):
+            if isinstance(size, str):
+                known.setdefault(size, own)
+    lengths = {name: own for name, own in known.items() if name != BATCH}
+    choices = [_lengths(own) for own in lengths.values()]
+    by_length = [dict(zip(lengths, own, strict=True)) for own in zip(*choices, strict=True)] or [{}]
+    if BATCH not in known:
+        yield from by_length
+        return
+    for count, own in itertools.product(range(1, SHAPES + 1), by_length):
+        yield {BATCH: count, **own}
+
+
+def _same_lengths(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
+    return all(first[name] == second[name] for name in first if name != BATCH)
+
+
+def _lengths(own: int) -> tuple[int, ...]:
+    """As it is, shorter, very short, longer."""
+    return own, max(1, own // 2 + 1), min(own, 3), math.ceil(LONGER * own)
+
+
+def _resized(tensor: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int]) -> Tensor:
+    """Cut, or begun again at its end, to the sizes of its dynamic axes."""
+    for axis, size in enumerate(axes):
+        if isinstance(size, str):
+            tensor = tensor.index_select(axis, torch.arange(sizes[size]) % tensor.shape[axis])
+    return tensor
+
+
+def _told(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "the only shape"

@@ -1,0 +1,296 @@
+"""The operators that a program from a file may call, and why each is there.
+
+torch's dispatcher has thousands of operators. Some write outside of their tensors where an index of the
+file's choosing says so (`max_pool2d_with_indices_backward`), some map files or print. A program that is
+read runs these alone: what models of attention are made of, forward operators whose indices ATen checks
+on every device that asapc runs on, and asapc's own. `benchmarks/fuzz.py --target operators` calls all of
+them with hostile arguments.
+
+Of a name, every overload is allowed that writes into nothing but its first argument, and that only where
+the name says so (`add_`); `out=` forms, dimension names and generators are not. What an index or a factor
+could do is checked by `refused_call` where ATen does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from asapc.ir import Coupling, Stabiliser, Ties
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators of one kind.  why: where they are needed.  in_place: `name_` is allowed as well."""
+
+    title: str
+    why: str
+    names: tuple[str, ...]
+    in_place: bool = False
+
+
+def _group(title: str, why: str, names: str, in_place: bool = False) -> Group:
+    return Group(title, why, tuple(sorted(names.split())), in_place)
+
+
+GROUPS = (
+    _group(
+        "elementwise",
+        "activations, masks and the arithmetic of loops; torch.export keeps in-place forms",
+        "__and__ __or__ __xor__ "
+        "abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not "
+        "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip copy cos cosh cumsum "
+        "deg2rad div divide dropout elu eq erf erfc exp exp2 expm1 fill floor floor_divide fmod "
+        "frac ge gelu glu greater greater_equal gt hardsigmoid hardswish hardtanh isfinite isinf "
+        "isnan le leaky_relu lerp less less_equal log log10 log1p log2 log_sigmoid logaddexp "
+        "logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish "
+        "mul multiply nan_to_num ne neg negative not_equal pow prelu reciprocal relu relu6 "
+        "remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus softshrink sqrt square "
+        "sub subtract tan tanh threshold tril triu true_divide trunc where xlogy zero",
+        in_place=True,
+    ),
+    _group(
+        "reductions",
+        "softmax, marginals, convergence checks, pooling over tokens",
+        "_log_softmax _safe_softmax _softmax all amax amin aminmax any argmax argmin count_nonzero "
+        "cumprod linalg_vector_norm log_softmax logcumsumexp logsumexp max mean min norm prod "
+        "softmax std std_mean sum var var_mean",
+    ),
+    _group(
+        "products",
+        "scores, values, projections, patch embeddings, distances",
+        "_cdist_forward _trilinear addmm baddbmm bilinear bmm cdist conv1d conv2d conv3d "
+        "conv_transpose1d conv_transpose2d conv_transpose3d convolution cosine_similarity dot "
+        "einsum inner linear matmul mm mv outer scaled_dot_product_attention tensordot",
+    ),
+    _group(
+        "normalisation",
+        "layers around attention",
+        "batch_norm group_norm instance_norm layer_norm native_group_norm native_layer_norm "
+        "rms_norm",
+    ),
+    _group(
+        "images",
+        "vision models around attention",
+        "_adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d "
+        "avg_pool3d constant_pad_nd im2col max_pool1d max_pool2d max_pool2d_with_indices max_pool3d "
+        "pad pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d replication_pad1d "
+        "replication_pad2d upsample_bicubic2d upsample_bilinear2d upsample_linear1d "
+        "upsample_nearest1d upsample_nearest2d",
+    ),
+    # _unsafe_view is what run_decompositions writes for a view of a product; it checks as view does
+    _group(
+        "layout",
+        "heads, patches, tokens, types and devices",
+        "_to_copy _unsafe_view adjoint alias atleast_1d atleast_2d broadcast_tensors broadcast_to "
+        "cat chunk clone concat concatenate contiguous detach diag_embed diagonal expand expand_as "
+        "flatten flip hstack lift_fresh_copy mH mT meshgrid movedim moveaxis narrow numpy_T permute "
+        "ravel repeat reshape reshape_as roll select select_scatter slice slice_scatter split "
+        "split_with_sizes squeeze stack swapaxes t tensor_split tile to transpose type_as unbind "
+        "unflatten unfold unsqueeze view view_as vstack",
+    ),
+    _group(
+        "makers",
+        "masks, uniform marginals, positions, starting duals",
+        "arange empty empty_like eye full full_like linspace new_empty new_full new_ones new_zeros "
+        "ones ones_like scalar_tensor zeros zeros_like",
+    ),
+    _group(
+        "indices",
+        "embeddings, sorting, matching by rank; every index is checked when it is used",
+        "argsort bucketize embedding gather index index_add index_copy index_fill index_put "
+        "index_select one_hot scatter scatter_add scatter_reduce searchsorted sort take "
+        "take_along_dim topk",
+        in_place=True,
+    ),
+    _group(
+        "repetition by a number",
+        "grouped keys and values; counts in a tensor could sum to less than what is written",
+        "repeat_interleave",
+    ),
+    _group(
+        "numbers and checks",
+        "sizes, early stops, what torch.export asserts about a trace",
+        "_assert_scalar _assert_tensor_metadata _local_scalar_dense is_nonzero item "
+        "sym_constrain_range sym_constrain_range_for_size sym_numel sym_size sym_stride",
+    ),
+)
+OWN = (
+    "asap", "asap_attention", "child", "dual", "dual_and_row_mass", "esp_hard", "esp_hard_attention",
+    "esp_released_hard_attention", "esp_soft", "esp_soft_attention", "kept_keys", "lot", "lot_attention",
+    "sinkhorn", "sinkhorn_attention", "stabilised_sinkhorn", "stabilised_sinkhorn_attention",
+)  # fmt: skip
+NOT_ALLOWED = {
+    "aten.view.dtype": "reads entries of one type as another",
+    "aten.repeat_interleave.Tensor": "counts in a tensor",
+    "aten.repeat_interleave.self_Tensor": "counts in a tensor",
+}
+REPLACED = {"aten._native_batch_norm_legit_no_training.default"}  # see replace_unchecked
+NEVER = {"from_file", "_print"}  # even for a file that is trusted: the first maps, or makes, a file
+
+COMPUTED = "(computed)"
+
+_TYPES = {"Generator", "Dimname", "Stream", "Storage", "Any", "Dict"}  # in the text of a type
+_LIMIT = 2**10  # of a factor that pictures are enlarged by, and its inverse
+
+
+@functools.cache
+def allowed_operators() -> Mapping[str, Group | None]:
+    """Group of every allowed overload by its full name ("aten.add.Tensor"); None for asapc's own."""
+    found: dict[str, Group | None] = {}
+    known = _overloads()
+    for group in GROUPS:
+        for name in group.names:
+            for own in (name, f"{name}_") if group.in_place else (name,):
+                for overload in known.get(f"aten::{own}", ()):
+                    full = f"aten.{own}.{overload or 'default'}"
+                    if full not in NOT_ALLOWED and _writes_as_named(own, overload):
+                        found[full] = group
+    for full in REPLACED:
+        found[full] = next(group for group in GROUPS if group.title == "normalisation")
+    for name in OWN:
+        found[f"asapc.{name}.default"] = None
+    return found
+
+
+@functools.cache
+def _overloads() -> Mapping[str, tuple[str, ...]]:
+    """Those of every operator of the dispatcher, "" the one without a name."""
+    import asapc.kernels.library  # noqa: F401  registers its own
+
+    found: dict[str, list[str]] = {}
+    for text in torch._C._dispatch_get_all_op_names():
+        name, _, overload = text.partition(".")
+        found.setdefault(name, []).append(overload)
+    return {name: tuple(sorted(overloads)) for name, overloads in found.items()}
+
+
+def is_operator(full: str) -> bool:
+    """Whether the dispatcher has it, and a file may name it at all, allowed or not."""
+    library, name, overload = full.split(".")
+    known = _overloads().get(f"{library}::{name}", ())
+    return ("" if overload == "default" else overload) in known and name not in NEVER
+
+
+def unlisted(graph: torch.nn.Module) -> set[str]:
+    """The operators that a graph and those inside of it call and that a file may not."""
+    targets = {
+        node.target
+        for module in graph.modules() if isinstance(module, GraphModule)
+        for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+    }  # fmt: skip
+    return {str(target) for target in targets} - {*allowed_operators()}
+
+
+def _writes_as_named(name: str, overload: str) -> bool:
+    schema = torch._C._get_schema(f"aten::{name}", overload)
+    written = [
+        argument.name for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]  # fmt: skip
+    types = " ".join(str(argument.type) for argument in schema.arguments)
+    in_place = name.endswith("_") and not name.endswith("__")
+    expected = [schema.arguments[0].name] if in_place else []
+    return written == expected and not any(word in types for word in _TYPES)
+
+
+def refused_call(full: str, arguments: Mapping[str, Any]) -> str | None:
+    """Why a call of an allowed operator is refused, by its constant arguments, None if it is not.
+
+    arguments: by name; COMPUTED for what a node computes.
+    """
+    own = full.split(".")[1]
+    check = next((check for name, check in _CHECKS.items() if own.startswith(name)), None)
+    return None if check is None else check(arguments)
+
+
+def _rounding(arguments: Mapping[str, Any]) -> str | None:
+    """The smallest integer divided by -1, cut off, ends the process (SIGFPE)."""
+    mode = arguments.get("rounding_mode")
+    return None if mode in (None, "floor") else f"rounding_mode={mode!r}"
+
+
+def _factors(arguments: Mapping[str, Any]) -> str | None:
+    """A factor near 0, or none at all, makes an index that no integer holds."""
+    for name, value in arguments.items():
+        if not name.startswith("scale"):
+            continue
+        for factor in value if isinstance(value, list) else [value]:
+            if factor is not None and not _is_factor(factor):
+                return f"{name}={factor!r}"
+    return None
+
+
+def _is_factor(factor: Any) -> bool:
+    if not isinstance(factor, int | float) or not math.isfinite(factor):
+        return False
+    return 1 / _LIMIT <= factor <= _LIMIT
+
+
+def _stabiliser(arguments: Mapping[str, Any]) -> str | None:
+    """What no Stabiliser is."""
+    names = ("form", "kind", "constant", "start", "shares", "start_share")
+    try:
+        Stabiliser.of(*(arguments[name] for name in names))
+    except (KeyError, TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _coupling(arguments: Mapping[str, Any]) -> str | None:
+    """A coupling or a rule for ties that there is not."""
+    for name, kind in (("coupling", Coupling), ("ties", Ties)):
+        if name in arguments and arguments[name] not in get_args(kind):
+            return f"{name}={arguments[name]!r}"
+    return None
+
+
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
+    "upsample_": _factors, "div": _rounding, "divide": _rounding, "stabilised_": _stabiliser,
+    "esp_": _coupling,
+}  # fmt: skip
+
+
+def replace_unchecked(exported: ExportedProgram) -> None:
+    """_native_batch_norm_legit_no_training(x, ...)[0]  ->  batch_norm(x, ...), in place.
+
+    The first is what torch's decompositions leave of the second; it reads statistics of fewer channels
+    than x has beyond their end, where the second says so.  Raises ValueError where its other results,
+    which the second does not give, are used.
+    """
+    for module in exported.graph_module.modules():
+        if isinstance(module, GraphModule):
+            _replace_unchecked(module)
+
+
+def _replace_unchecked(module: GraphModule) -> None:
+    graph = module.graph
+    target = torch.ops.aten._native_batch_norm_legit_no_training.default
+    found = [node for node in graph.nodes if node.op == "call_function" and node.target is target]
+    for node in found:
+        for user in [own for own in node.users if not own.users]:  # torch writes all three
+            graph.erase_node(user)
+        users = [*node.users]
+        if any(user.target is not operator.getitem or user.args[1] != 0 for user in users):
+            raise ValueError("statistics of a batch as a result")
+        x, weight, bias, mean, variance, momentum, eps = node.args
+        for user in users:
+            with graph.inserting_before(user):
+                own = graph.call_function(
+                    torch.ops.aten.batch_norm.default,
+                    (x, weight, bias, mean, variance, False, momentum, eps, False),
+                )
+            own.meta.update(user.meta)
+            user.replace_all_uses_with(own)
+            graph.erase_node(user)
+        graph.erase_node(node)
+    if found:
+        module.recompile()

@@ -1,0 +1,385 @@
+"""A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
+
+    operator: auto            # auto | lossless | sinkhorn | asap | esp_hard | lot
+    side: key                 # key | source: whose dual is predicted; both: an ablation
+    closures: 1               # at most; the site's convention decides the parity. 0 with side: both
+    features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
+    fit: ls                   # ls | kl
+    ridge: 1.0e-3
+    ridge_mode: risk          # risk: lambda = regression rows * ridge | direct: lambda = ridge
+    coefficients: per_head    # per_head | pooled over heads | shared by heads and sites
+    pivots: 32                # of lot, per head
+    slices: 32                # of esp_hard, per head
+    candidates:               # of `operator: auto`, instead of the keys above; lists of values multiply
+      - {side: [key, source], closures: [1, 3], features: [["coarse:32"], ["coarse:32", gaussian]]}
+    budget: {attention_rel_l2: 0.05, prediction_agreement: 0.99}
+    objective: latency        # latency | memory
+    shapes: [256, [8, 2048]]  # tokens, or [batch, tokens], at which a choice must pay; [] as in the data
+    sites:
+      "transformer.layers.0.*": {operator: sinkhorn}
+
+`asapc calibrate` and `asapc compile` read the same file.  An unknown key, a wrong type and a
+pattern that matches no site are errors: an option ignored silently is worse than one refused.
+`recipe.schema.json` is its JSON Schema, from which editors complete: made of TYPES by `recipe_schema`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from asapc.errors import InputError
+from asapc.features import MAX_COUNT, Feature
+from asapc.features.predictor import RecipeSide
+from asapc.formats.yaml_file import read_yaml_mapping
+from asapc.inputs.settings import (
+    Compound,
+    NonNegative,
+    Place,
+    Positive,
+    Share,
+    Switch,
+    integer,
+    json_schema,
+    list_of,
+    mapping_of,
+    model,
+    number_in,
+    pair_of,
+    parse,
+)
+from asapc.metrics import BUDGET_BOUNDS
+
+Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
+Fit = Literal["ls", "kl"]
+RidgeMode = Literal["risk", "direct"]
+Coefficients = Literal["per_head", "pooled", "shared"]
+Objective = Literal["latency", "memory"]
+
+MAX_CLOSURES = 50
+MAX_CANDIDATES = 256
+MAX_SHAPES = 64
+MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
+MAX_RIDGE = 1e30  # times any number of rows it is finite
+DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_agreement": 0.99}
+CANDIDATE_KEYS = (
+    "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients",
+    "pivots", "slices",
+)  # fmt: skip
+FIT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "asap": ("features", "fit", "coefficients", "ridge", "ridge_mode", "seed", "max_examples"),
+    "lot": ("pivots", "seed", "max_examples"),
+    "esp_hard": ("slices", "seed", "max_examples"),
+}
+SITE_KEYS = (*CANDIDATE_KEYS, "candidates", "budget")
+
+_Count = integer(1, MAX_COUNT)
+_Size = integer(1)
+_Tokens = integer(1, MAX_SHAPE)
+_Shape = pair_of(integer(0, MAX_SHAPE), _Tokens)
+BUDGET_TYPES: Mapping[str, Any] = {
+    key: Share if bound == "min" else Positive if key == "attention_rel_l2" else NonNegative
+    for key, bound in BUDGET_BOUNDS.items()
+}
+# Of the keys in a file. Where _COMPOUND has a parser, the type is for the schema alone.
+_OWN_TYPES: Mapping[str, Any] = {
+    "operator": Operator,
+    "side": RecipeSide,
+    "closures": integer(0, MAX_CLOSURES),
+    "features": list_of(str, 1),
+    "fit": Fit,
+    "ridge": number_in(0, MAX_RIDGE),
+    "ridge_mode": RidgeMode,
+    "coefficients": Coefficients,
+    "pivots": _Count,
+    "slices": _Count,
+}
+CANDIDATE_TYPES = {key: _OWN_TYPES[key] for key in CANDIDATE_KEYS}
+_Block = model(
+    "Candidates",
+    {key: kind | list_of(kind, 1) for key, kind in CANDIDATE_TYPES.items()},
+)
+_Budget = model("Budget", BUDGET_TYPES)
+SITE_TYPES = {**CANDIDATE_TYPES, "candidates": list_of(_Block), "budget": _Budget}
+TYPES: Mapping[str, Any] = {
+    **SITE_TYPES,
+    "seed": integer(0, 2**63 - 1),
+    "objective": Objective,
+    "shapes": list_of(_Tokens | _Shape, 0, MAX_SHAPES),
+    "drop_attention_maps": Switch,
+    "batch_size": _Size,
+    "max_examples": _Size,
+    "selection_examples": _Size,
+    "sites": mapping_of(model("Site", SITE_TYPES)),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every field has a default; `Recipe()` is the recipe used when none is given.
+
+    operator:            "auto" measures and picks inside the budget; the others are forced. "lossless"
+                         is the site's own operator, "sinkhorn" that of a Sinkhorn site.
+    side:                which dual is predicted: "source" the queries', "key" the keys'.
+    closures:            most half-steps after the predicted dual (fewer if the parity asks for it).
+    features:            entries `family`, `family:count` or `family:count:kind`.
+    fit:                 "ls" least squares on the dual; "kl" the plan's Kullback-Leibler divergence.
+    ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
+    coefficients:        one vector for each head, for all heads of a site, or for all sites.
+    pivots, slices:      of each head, where a Sinkhorn site is distilled into lot or esp_hard.
+    candidates:          what `operator: auto` tries beside the lossless operator; each one is the keys
+                         above with its own on top. Empty: those keys as they stand.
+    seed:                directions and any sampling.
+    budget:              what the selection keeps, see BUDGET_BOUNDS: attention_rel_l2 of the worst site,
+                         the rest of the whole model. For a site: of the model with it alone replaced.
+    objective:           what the selection makes small inside the budget.
+    shapes:              (batch, tokens) it is timed at; batch 0 is batch_size. Empty: as in the data.
+    drop_attention_maps: leave out attention maps the teacher returned.
+    batch_size, max_examples, selection_examples: how data is streamed.
+    sites:               glob pattern on site names -> overrides, later patterns win.
+    """
+
+    operator: Operator = "auto"
+    side: RecipeSide = "key"
+    closures: int = 1
+    features: tuple[str, ...] = ("coarse:32",)
+    fit: Fit = "ls"
+    ridge: float = 1e-3
+    ridge_mode: RidgeMode = "risk"
+    coefficients: Coefficients = "per_head"
+    pivots: int = 32
+    slices: int = 32
+    candidates: tuple[Mapping[str, Any], ...] = ()
+    seed: int = 0
+    budget: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_BUDGET))
+    objective: Objective = "latency"
+    shapes: tuple[tuple[int, int], ...] = ()
+    drop_attention_maps: bool = False
+    batch_size: int = 32
+    max_examples: int = 512
+    selection_examples: int = 256
+    sites: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def for_site(self, name: str) -> Recipe:
+        """This recipe with the overrides of every pattern that matches `name`, in file order."""
+        resolved = replace(self, sites={})
+        for pattern, overrides in self.sites.items():
+            if fnmatchcase(name, pattern):
+                resolved = replace(resolved, **overrides)
+        if not resolved.candidates:
+            resolved.check_side(f"recipe: {name}")
+        return resolved
+
+    def alternatives(self) -> list[Recipe]:
+        """Of a site's own recipe: one with a named operator for each candidate, itself if one is named.
+
+        Raises InputError where `side: both` and `closures: 0` do not stand together in one of them.
+        """
+        if self.operator != "auto":
+            return [self]
+        tried = self.candidates or ({},)
+        named = [replace(self, **{"operator": "asap", "candidates": (), **own}) for own in tried]
+        for own in named:
+            own.check_side("recipe: candidates")
+        return list({own.label(): own for own in named}.values())
+
+    def label(self) -> str:
+        """A candidate in a few words, which tell it from every other: "asap key 1 coarse:32"."""
+        if self.operator in ("lot", "esp_hard"):
+            return f"{self.operator} {self.pivots if self.operator == 'lot' else self.slices}"
+        if self.operator != "asap":
+            return self.operator
+        words = [self.operator, self.side, str(self.closures), *self.features]
+        if self.fit != "ls":
+            words.append(self.fit)
+        if self.coefficients != "per_head":
+            words.append(self.coefficients)
+        if (self.ridge, self.ridge_mode) != (Recipe.ridge, Recipe.ridge_mode):
+            words.append(f"ridge {self.ridge:g} {self.ridge_mode}")
+        return " ".join(words)
+
+    def fit_settings(self) -> dict[str, Any]:
+        """Everything a candidate's fit depends on but the convention and the plan: plain types."""
+        return {key: _plain(getattr(self, key)) for key in ("operator", *FIT_KEYS.get(self.operator, ()))}
+
+    def site_budget(self, name: str) -> Mapping[str, float]:
+        """Limits with this site alone replaced: its own, else the attention error of the whole budget."""
+        own = None
+        for pattern, overrides in self.sites.items():
+            if "budget" in overrides and fnmatchcase(name, pattern):
+                own = overrides["budget"]
+        if own is not None:
+            return dict(own)
+        return {key: limit for key, limit in self.budget.items() if key == "attention_rel_l2"}
+
+    def check_side(self, where: str) -> None:
+        """InputError unless `side: both` and `closures: 0` stand together, once overrides apply."""
+        if (self.side == "both") != (self.closures == 0):
+            raise InputError(
+                f"{where}: `side: both` goes with `closures: 0`, which predicts both duals",
+                got=f"side: {self.side}, closures: {self.closures}",
+                help="name both keys, or neither",
+            )
+
+    def parsed_features(self) -> tuple[Feature, ...]:
+        return tuple(Feature.parse(text) for text in self.features)
+
+    def check_patterns(self, site_names: Iterable[str]) -> None:
+        """InputError if a pattern under `sites` matches none of the names."""
+        names = list(site_names)
+        for pattern in self.sites:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise InputError(
+                    f"recipe: the pattern {pattern!r} under sites must match a site",
+                    got=f"sites {', '.join(names)}" if names else "a model without sites",
+                    help="`asapc inspect MODEL` lists the names",
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only; `Recipe.from_dict` inverts it."""
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
+        """Checks every key and value.  Raises InputError naming the key and what is allowed."""
+        return cls(**parse(data, TYPES, Place(where), _COMPOUND))
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None)
+
+
+def load_recipe(path: str | Path | None) -> Recipe:
+    """The recipe in a YAML file, or the default one for None.  Raises InputError."""
+    if path is None:
+        return Recipe()
+    return Recipe.from_dict(read_yaml_mapping(path, "recipe"), where=f"recipe {path}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _features(value: Any, place: Place) -> tuple[str, ...]:
+    rule = f'{place} must be a list such as ["coarse:32", gaussian]'
+    if not isinstance(value, list | tuple) or not value:
+        raise InputError(rule, got=repr(value))
+    if not all(isinstance(entry, str) for entry in value):
+        raise InputError(rule, got=repr(value))
+    parsed = [str(Feature.parse(entry, str(place))) for entry in value]
+    if len(set(parsed)) != len(parsed):
+        raise InputError(f"{place}: each entry must be there once", got=repr(list(value)))
+    return tuple(parsed)
+
+
+def _budget(value: Any, place: Place) -> dict[str, float]:
+    if not isinstance(value, Mapping) or not value:
+        raise InputError(
+            f"{place} must be a mapping such as {{attention_rel_l2: 0.05}}", got=repr(value)
+        )
+    return parse(value, BUDGET_TYPES, place, what="metric")
+
+
+def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list | tuple):
+        raise InputError(
+            f"{place} must be a list such as [{{side: key, closures: [1, 3]}}]", got=repr(value)
+        )
+    found: list[dict[str, Any]] = []
+    for number, block in enumerate(value, 1):
+        own_place = place.at("", label=f"entry {number}")
+        if not isinstance(block, Mapping) or not block:
+            raise InputError(f"{own_place} must be a mapping such as {{closures: 1}}", got=repr(block))
+        for own in combinations(block, str(own_place)):
+            found.append(parse(own, CANDIDATE_TYPES, own_place, _COMPOUND, source=block))
+            if found[-1].get("operator") == "auto":
+                named = own_place.line_of("operator", block)
+                raise InputError(f"{named}: operator must be a named one", got="auto")
+            if len(found) > MAX_CANDIDATES:
+                raise InputError(f"{place}: at most {MAX_CANDIDATES} candidates", got="more")
+    return tuple(found)
+
+
+def combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """Every combination of the values in a block: a list of values multiplies, `features` is a list
+    itself.  Raises InputError for an empty list."""
+    choices = []
+    for key, value in block.items():
+        if not isinstance(value, list | tuple):
+            choices.append([(key, value)])
+            continue
+        if not value:
+            raise InputError(f"{where}: {key} must have a value", got="[]")
+        several = key != "features" or all(isinstance(v, list | tuple) for v in value)
+        choices.append([(key, one) for one in (value if several else [value])])
+    for combination in itertools.product(*choices):
+        yield dict(combination)
+
+
+def _shapes(value: Any, place: Place) -> tuple[tuple[int, int], ...]:
+    rule = f"{place} must be a list of token counts or [batch, tokens], such as [256, [8, 2048]]"
+    if not isinstance(value, list | tuple) or len(value) > MAX_SHAPES:
+        raise InputError(rule, got=repr(value))
+    shapes = []
+    for entry in value:
+        pair = entry if isinstance(entry, list | tuple) else (0, entry)
+        whole = len(pair) == 2 and all(type(x) is int and x <= MAX_SHAPE for x in pair)
+        if not whole or pair[1] < 1 or pair[0] < 0:
+            raise InputError(rule, got=repr(entry))
+        shapes.append((int(pair[0]), int(pair[1])))
+    return tuple(shapes)
+
+
+def _sites(value: Any, place: Place) -> dict[str, dict[str, Any]]:
+    if not isinstance(value, Mapping):
+        raise InputError(
+            f"{place} must be a mapping of site patterns to overrides", got=repr(value)
+        )
+    parsed = {}
+    for pattern, overrides in value.items():
+        if not isinstance(pattern, str) or not pattern:
+            raise InputError(
+                f"{place.line_of(pattern, value)}: a pattern must be text", got=repr(pattern)
+            )
+        own = place.at(pattern, value)
+        if not isinstance(overrides, Mapping) or not overrides:
+            raise InputError(
+                f"{own}: overrides must be a mapping such as {{operator: sinkhorn}}", got=repr(overrides)
+            )
+        parsed[pattern] = parse(overrides, SITE_TYPES, own, _COMPOUND)
+    return parsed
+
+
+# Keys whose values need more than their type: spellings, sums, a candidate for each combination.
+_COMPOUND: Mapping[str, Compound] = {
+    "features": _features,
+    "candidates": _candidates,
+    "budget": _budget,
+    "shapes": _shapes,
+    "sites": _sites,
+}
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe file, which recipe.schema.json holds."""
+    described = re.findall(r"^    ([a-z_, ]+?): +(\S.*(?:\n {8,}\S.*)*)", Recipe.__doc__ or "", re.M)
+    texts = {
+        key: " ".join(text.split()) for keys, text in described for key in keys.split(", ")
+    }
+    kind = model("Recipe", TYPES, texts)
+    return json_schema(kind, "asapc recipe", Recipe().to_dict())
+
+
+if __name__ == "__main__":  # python -m asapc.inputs.recipe > asapc/recipe.schema.json
+    print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))

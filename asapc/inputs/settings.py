@@ -1,0 +1,181 @@
+"""Typed settings of a user's file: each value held against a type, and errors that say where it stands.
+
+    Closures = Annotated[int, Strict(), Interval(ge=0, le=50)]
+    parse({"closures": 51}, {"closures": Closures}, Place("recipe r.yaml"))
+    -> recipe r.yaml, line 4: closures must be an integer from 0 to 50, got 51
+
+The types are the single description: values are checked by them (pydantic), messages word them, and
+the published JSON Schema, from which editors complete, is made of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Interval, Le, Len
+from pydantic import (
+    AllowInfNan,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+
+from asapc.errors import InputError
+from asapc.formats.yaml_file import Located
+
+Compound = Callable[[Any, "Place"], Any]
+
+
+def _from_text(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value  # YAML 1.1 reads 1e-3 as text
+
+
+# A validator in front comes last: what stands before it is part of the number's own schema.
+_FROM_TEXT = BeforeValidator(_from_text)
+NonNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0), _FROM_TEXT]
+Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0), _FROM_TEXT]
+
+
+def number_in(low: float, high: float) -> Any:
+    """The type of a number within bounds."""
+    return Annotated[float, Strict(), AllowInfNan(False), Interval(ge=low, le=high), _FROM_TEXT]
+
+
+Share = number_in(0, 1)
+Switch = Annotated[bool, Strict()]
+
+
+def integer(low: int, high: int | None = None) -> Any:
+    """The type of a whole number within bounds."""
+    return Annotated[int, Strict(), Ge(low) if high is None else Interval(ge=low, le=high)]
+
+
+def list_of(kind: Any, low: int = 0, high: int | None = None) -> Any:
+    """The type of a list of so many values."""
+    return Annotated[list[kind], Len(low, high)]
+
+
+def pair_of(first: Any, second: Any) -> Any:
+    """The type of a list of two values."""
+    return tuple[first, second]
+
+
+def mapping_of(kind: Any) -> Any:
+    """The type of a mapping from any names to values."""
+    return dict[str, kind]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value stands: "recipe r.yaml, line 4: sites: a: closures"."""
+
+    file: str
+    keys: tuple[str, ...] = ()
+    line: int | None = None
+
+    def at(self, key: str, inside: object = None, label: str | None = None) -> Place:
+        """Of a key in the mapping `inside`, which knows its lines if it was read from a file."""
+        return Place(self.file, (*self.keys, label or key), self.line_of(key, inside).line)
+
+    def line_of(self, key: object, inside: object) -> Place:
+        """This place, at the line of that key."""
+        line = inside.lines.get(key) if isinstance(inside, Located) else None
+        return Place(self.file, self.keys, self.line if line is None else line)
+
+    def __str__(self) -> str:
+        file = self.file if self.line is None else f"{self.file}, line {self.line}"
+        return ": ".join((file, *self.keys))
+
+
+def parse(
+    data: Mapping[Any, Any],
+    types: Mapping[str, Any],
+    place: Place,
+    compound: Mapping[str, Compound] | None = None,
+    *,
+    what: str = "key",
+    source: Mapping[Any, Any] | None = None,
+) -> dict[str, Any]:
+    """The values of a mapping, each as its type has it.  compound: keys with a parser of their own;
+    what: of a key, for messages; source: where the keys stand in the file, `data` unless given.
+
+    Raises InputError for an unknown key or a wrong value, with its line if `source` was read from a file.
+    """
+    source = data if source is None else source
+    parsed = {}
+    for key, value in data.items():
+        if key not in types:
+            close = difflib.get_close_matches(str(key), types, n=1)
+            raise InputError(
+                f"{place.line_of(key, source)}: unknown {what} {key!r}",
+                help=(f"did you mean {close[0]!r}? " if close else "") + f"allowed: {', '.join(types)}",
+            )
+        own = place.at(key, source)
+        parser = (compound or {}).get(key)
+        parsed[key] = checked(value, types[key], own) if parser is None else parser(value, own)
+    return parsed
+
+
+def checked(value: Any, kind: Any, place: Place) -> Any:
+    """The value as a type has it.  Raises InputError that words the type."""
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError:
+        raise InputError(f"{place} must be {worded(kind)}", got=repr(value)) from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def worded(kind: Any) -> str:
+    """A type in words: "an integer from 0 to 50", "ls or kl"."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    base = kind.__origin__
+    bounds: dict[str, Any] = {}
+    for limit in kind.__metadata__:
+        if isinstance(limit, Ge | Gt | Le | Interval):
+            bounds |= {name: x for name, x in _bounds(limit).items() if x is not None}
+    if base is bool:
+        return "true or false"
+    noun = "an integer" if base is int else "a finite number"
+    if "ge" in bounds and "le" in bounds:
+        return f"{noun.replace('finite ', '')} from {bounds['ge']} to {bounds['le']}"
+    signs = {"ge": ">=", "gt": ">", "le": "<="}
+    return " ".join([noun, *(f"{signs[name]} {limit}" for name, limit in bounds.items())])
+
+
+def _bounds(limit: Ge | Gt | Le | Interval) -> dict[str, Any]:
+    return {name: getattr(limit, name, None) for name in ("ge", "gt", "le")}
+
+
+def model(name: str, types: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> Any:
+    """A type for the schema: a mapping of these keys and no others, none of them needed."""
+    fields = {
+        key: (kind, Field(default=None, description=(texts or {}).get(key)))
+        for key, kind in types.items()
+    }
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)  # type: ignore[call-overload]
+
+
+def json_schema(kind: Any, title: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON Schema 2020-12 of a model, with the defaults of its keys."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **kind.model_json_schema()}
+    schema["title"] = title
+    for own in [schema, *schema.get("$defs", {}).values()]:
+        for key, value in own.get("properties", {}).items():
+            value.pop("title", None)
+            value.pop("default", None)
+            if own is schema and key in defaults:
+                value["default"] = defaults[key]
+    return schema

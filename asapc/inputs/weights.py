@@ -1,0 +1,231 @@
+"""Weights from disk: state dicts in safetensors files or pickles, and how they fit a module.
+
+Nothing here unpickles code: pickled checkpoints are read with weights_only=True or refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from asapc.errors import InputError
+from asapc.formats.user_code import describe
+
+MAX_SHARING = 16  # bytes of a checkpoint's tensors, which may share memory, for each of its file
+SHOWN = 4  # names listed in a message before "and n more"
+
+
+def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+    """Weights by name, on the CPU.
+
+    A pickled checkpoint may wrap them ({"state_dict": ..., "epoch": 3}).  Raises InputError when
+    the file is missing, broken, of another format, holds no tensors or needs code to unpickle.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such weights file", help="check the path")
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        return _read_pickle(path)
+    raise InputError(
+        f"{path}: weights must be a .safetensors, .pt or .pth file",
+        help="save them with safetensors.torch.save_file(model.state_dict(), 'w.safetensors')",
+    )
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Tensors by name.  Raises InputError when the file is unreadable, truncated or not one."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} must be a file", got="something else")
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise InputError(f"{path} could not be read", got=describe(error)) from error
+    except Exception as error:  # SafetensorError, or what torch says of an element type it lacks
+        raise InputError(
+            f"{path}: not a safetensors file, or a truncated one",
+            got=f"{path.stat().st_size} bytes ({error})",
+            help="copy or download it again and compare sizes",
+        ) from error
+
+
+def fingerprint(state: Mapping[str, Tensor]) -> str:
+    """sha256 over names, dtypes, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_finite(state: Mapping[str, Tensor], parameters: set[str], place: str) -> None:
+    """No NaN anywhere, no infinity in a parameter (a buffer may hold a mask of -inf)."""
+    for name, tensor in state.items():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        bad = ~torch.isfinite(tensor) if name in parameters else torch.isnan(tensor)
+        if bad.any():
+            kind = "NaN" if torch.isnan(tensor).any() else "infinite"
+            raise InputError(
+                f"{place}: weights must be finite",
+                got=f"{int(bad.sum())} {kind} of {tensor.numel()} values in {name}",
+                help="use a checkpoint from before the training diverged",
+            )
+
+
+def load_weights(model: nn.Module, state: dict[str, Tensor], place: str) -> None:
+    """Copy state into model; every name and shape must agree.  Raises InputError."""
+    model.load_state_dict(fitting(model, state, place), strict=False)
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    _check_unpacked(path)
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if not _is_torch_file(path):
+            raise _broken_checkpoint(path, error) from error
+        raise InputError(
+            f"{path} must hold tensors only; this pickle needs to run code to load",
+            help='if you trust it, convert it once: python -c "import torch; '
+            "from safetensors.torch import save_file; "
+            f"m = torch.load({str(path)!r}, weights_only=False, map_location='cpu'); "
+            "m = m.state_dict() if hasattr(m, 'state_dict') else m.get('state_dict', m); "
+            "save_file({n: t.clone().contiguous() for n, t in m.items()}, "
+            f'{str(path.with_suffix(".safetensors"))!r})"',
+        ) from error
+    except Exception as error:  # the unpickler raises many types for a damaged file
+        raise _broken_checkpoint(path, error) from error
+    tensors = _tensors_of(loaded, path)
+    _check_stored(tensors, path)
+    return tensors
+
+
+def _check_unpacked(path: Path) -> None:
+    """torch.save compresses nothing, so what is larger unpacked was made to fill the memory."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError):
+        return  # of the older format, or damaged, which the reader says better
+    if unpacked > path.stat().st_size:
+        raise InputError(
+            f"{path} must hold as much as it unpacks to",
+            got=f"{path.stat().st_size} bytes that unpack to {unpacked}",
+            help="save it again with torch.save",
+        )
+
+
+def _check_stored(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises InputError for tensors that are not plain, or more than the file can hold."""
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise InputError(
+                f"{path}: {name} must be a dense tensor",
+                got=f"{tensor.layout} on {tensor.device}" + " quantized" * tensor.is_quantized,
+            )
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    size = path.stat().st_size
+    if total > MAX_SHARING * size + (1 << 20):
+        raise InputError(
+            f"{path} must hold the entries of its tensors",
+            got=f"{total} bytes of tensors in a file of {size} bytes",
+            help="save the tensors contiguous, each on its own",
+        )
+
+
+def _is_torch_file(path: Path) -> bool:
+    """A zip archive or a pickle stream with a protocol marker, so not merely a damaged file."""
+    with path.open("rb") as file:
+        head = file.read(4)
+    return head[:4] == b"PK\x03\x04" or head[:1] == b"\x80"
+
+
+def _broken_checkpoint(path: Path, error: Exception) -> InputError:
+    first_line = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    return InputError(
+        f"{path}: not a PyTorch checkpoint, or a truncated one",
+        got=f"{path.stat().st_size} bytes ({first_line})",
+        help="copy or download it again and compare sizes",
+    )
+
+
+def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
+    """The state dict in a checkpoint: itself, or under one of the usual keys."""
+    if isinstance(loaded, Mapping):
+        for key in ("state_dict", "model_state_dict", "model"):
+            if isinstance(loaded.get(key), Mapping):
+                return _tensors_of(loaded[key], path)
+        if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
+            return {str(name): tensor for name, tensor in loaded.items()}
+    got = f"a {type(loaded).__name__}"
+    if isinstance(loaded, Mapping):
+        got += f" with {_listed(str(key) for key in loaded)}" if loaded else ", empty"
+    raise InputError(
+        f"{path} must hold tensors by name, itself or under state_dict",
+        got=got,
+        help="save model.state_dict()",
+    )
+
+
+def fitting(model: nn.Module, state: dict[str, Tensor], place: str) -> dict[str, Tensor]:
+    """The weights under the model's names.  Raises InputError where names or shapes do not agree."""
+    expected = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    prefix = "module."  # left by DataParallel
+    if state.keys() != expected.keys() and all(name.startswith(prefix) for name in state):
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    # tied weights are saved once: a name whose tensor is another, present name's is not missing
+    present = {_memory(tensor) for name, tensor in expected.items() if name in state}
+    missing = [
+        name for name, t in expected.items() if name not in state and _memory(t) not in present
+    ]
+    unexpected = [name for name in state if name not in expected]
+    mismatched = [
+        f"{name} ({_layout(state[name])} in the weights, {_layout(tensor)} in the model)"
+        for name, tensor in expected.items()
+        if name in state
+        and (
+            state[name].shape != tensor.shape
+            or state[name].is_floating_point() != tensor.is_floating_point()
+        )
+    ]
+    problems = [
+        f"{label} {_listed(names)}"
+        for label, names in (
+            ("missing from the weights:", missing),
+            ("not in the model:", unexpected),
+            ("of another shape or type:", mismatched),
+        )
+        if names
+    ]
+    if problems:
+        raise InputError(
+            f"{place}: weights and model must agree in names and shapes",
+            got="; ".join(problems),
+            help="check the architecture's arguments (config.json or --kwargs) against the weights",
+        )
+    return state
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Where its entries lie, on the meta device too."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(names[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -1,0 +1,13 @@
+"""Registration of the operators as torch.ops.asapc.*: kernels, fakes and gradients.
+
+The plain functions in operators/ are the meaning, kernels/ their fast twins; kernels/dispatch.py says
+which of them runs.
+"""
+
+from asapc.kernels.library import child as child
+from asapc.kernels.library import duals as duals
+from asapc.kernels.library import esp as esp
+from asapc.kernels.library import loops as loops
+from asapc.kernels.library import lot as lot
+from asapc.kernels.library import masks as masks
+from asapc.kernels.library import stabilised as stabilised

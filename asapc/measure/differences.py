@@ -1,0 +1,53 @@
+"""How far the outputs of two models are from each other, whatever they are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def tensor_outputs(output: Any) -> list[Tensor]:
+    """The floating-point tensors of an output structure, numpy arrays included, in order."""
+    leaves = []
+    for leaf in pytree.tree_leaves(output):
+        if not isinstance(leaf, Tensor):
+            try:
+                leaf = torch.as_tensor(leaf)
+            except (TypeError, ValueError, RuntimeError):
+                continue
+        if leaf.is_floating_point():
+            leaves.append(leaf)
+    return leaves
+
+
+def largest_difference(first: Any, second: Any) -> float:
+    """Largest absolute difference over the float outputs, relative to max(1, largest value).
+
+    NaN if either holds NaN where the other does not; infinite if the structures differ.
+    """
+    a, b = tensor_outputs(first), tensor_outputs(second)
+    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
+        return float("inf")
+    worst = 0.0
+    for x, y in zip(a, b, strict=True):
+        if x.numel() == 0:
+            continue
+        difference = (x.double() - y.double()).abs()
+        scale = max(1.0, float(x.double().abs().max()))
+        value = float(difference.max()) / scale
+        if value != value:
+            return float("nan")
+        worst = max(worst, value)
+    return worst
+
+
+def comparable(output: Any) -> list[Tensor]:
+    """What two models are compared by: the first [B, classes], else the first float output.
+
+    Attention maps that were dropped are empty tensors, and have nothing to compare.
+    """
+    there = [tensor for tensor in tensor_outputs(output) if tensor.numel()]
+    return ([tensor for tensor in there if tensor.dim() == 2] or there)[:1]

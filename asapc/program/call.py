@@ -1,0 +1,701 @@
+"""How a module is called, in plain data: what an artefact knows of a forward, instead of its code.
+
+    forward(self, x, mask=None, *, flag=False) -> {"logits": Tensor}      called as forward(x, flag=False)
+
+    parameters  x: tensor 0;  mask: None, its default;  flag: False, its default
+    tensors     0: float [s0, 12]
+    output      {"logits": tensor 0}
+
+A call agrees with the captured one where every tensor has its place, kind and sizes, and everything
+else its captured value: that is all that a captured program was traced for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from asapc.formats.limits import MOST, limits_of
+
+_SCALARS = (type(None), bool, int, float, str)
+_MAX_DEPTH = 32  # of structures that a manifest declares
+
+
+class Undescribable(Exception):
+    """What of a call cannot be said in plain data, in words."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The index-th tensor of the call, or of the output."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Exactly this value."""
+
+    value: bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default value that plain data does not have: it can be left out, but not be given."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Size:
+    """An int that is this size of the call's tensors."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """A container.
+
+    kind:    list, tuple, dict, namedtuple, or object: any other type registered with torch's pytree.
+    keys:    of a dict; the names of fields, where there are any.
+    type:    of a namedtuple or an object, its qualified name, found again where the class is at hand.
+    context: of an object, what its pytree flattening keeps besides the items, as JSON has it.
+    """
+
+    kind: str
+    items: tuple[Tree, ...]
+    keys: tuple[str, ...] = ()
+    type: str = ""
+    context: Any = None
+
+
+Tree = Leaf | Constant | Default | Size | Group
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a tensor must be like.
+
+    kind:    bool, int, float or complex.
+    sizes:   an int, or the name of a size that is free within its limits.
+    same_as: the earlier argument that is the same object.
+    """
+
+    kind: str
+    sizes: tuple[int | str, ...]
+    same_as: int | None = None
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a forward.
+
+    kind:     as inspect.Parameter names it, such as POSITIONAL_OR_KEYWORD.
+    default:  None where it must be given.
+    captured: what it was when the program was captured, the default where it was left out.
+    """
+
+    name: str
+    kind: str
+    default: Tree | None
+    captured: Tree
+
+
+@dataclass(frozen=True)
+class Call:
+    """A captured call and what it returned.
+
+    limits: least and most of the free sizes that have any.
+    """
+
+    parameters: tuple[Parameter, ...]
+    output: Tree
+    tensors: tuple[Tensors, ...] = ()
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def signature(self) -> inspect.Signature:
+        """As of the forward."""
+        kinds = inspect.Parameter
+        return inspect.Signature([
+            kinds(
+                own.name, getattr(kinds, own.kind),
+                default=_shown_default(own),
+            )
+            for own in self.parameters
+        ])  # fmt: skip
+
+    def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], str | None]:
+        """(the call's tensors in order, None), or (..., why the call is not the captured one).
+
+        Raises TypeError where the forward itself would: too many, missing or unknown arguments.
+        """
+        given = _bound(self.parameters, args, kwargs)
+        flat: list[Any] = [None] * len(self.tensors)
+        counts: list[tuple[str, Any, str]] = []
+        for own in self.parameters:
+            if own.name in given:
+                value = given[own.name]
+                if own.kind == "VAR_KEYWORD":
+                    value = _said(own.captured, value)
+                problem = _taken(own.captured, value, flat, counts, own.name)
+                if problem is not None:
+                    return flat, problem
+            elif own.captured != own.default:
+                return flat, f"{own.name} was captured as {shown(own.captured)}, and is left out"
+        problem = self._sizes(flat, counts)
+        return flat, problem
+
+    def _sizes(self, flat: Sequence[Tensor], counts: Sequence[tuple[str, Any, str]]) -> str | None:
+        seen: dict[str, Any] = {}
+        for index, (own, tensor) in enumerate(zip(self.tensors, flat, strict=True)):
+            problem = None
+            if kind_of(tensor.dtype) != own.kind:
+                problem = f"was captured as a tensor of {own.kind}, and is {tensor.dtype}"
+            elif tensor.dim() != len(own.sizes):
+                problem = f"was captured with {len(own.sizes)} dimensions, and has {tensor.dim()}"
+            elif own.same_as is not None and flat[own.same_as] is not tensor:
+                problem = f"was captured as the very tensor that {self._name(own.same_as)} is"
+            if problem is not None:
+                return f"{self._name(index)} {problem}"
+            for axis, size in enumerate(own.sizes):
+                found = tensor.shape[axis]
+                if isinstance(size, int):
+                    expected = size
+                elif size in seen:
+                    expected = seen[size]
+                else:
+                    seen[size] = expected = found
+                    low, high = self.limits.get(size, (0, MOST))
+                    if (low > 0 and found < low) or (high < MOST and found > high):
+                        return (
+                            f"{self._name(index)}: size {axis} is {found}, outside the range {low} to "
+                            f"{high if high < MOST else 'any'} that the program was captured for"
+                        )
+                if found != expected:
+                    return f"{self._name(index)}: size {axis} was captured as {expected}, and is {found}"
+        for name, count, argument in counts:
+            if name not in seen or seen[name] != count:
+                return f"{argument} was captured as a size of the other arguments, and is {count}"
+        return None
+
+    def _name(self, index: int) -> str:
+        """The argument that holds the index-th tensor."""
+        for own in self.parameters:
+            if any(leaf.index == index for leaf in leaves(own.captured)):
+                return own.name
+        return "an argument"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "parameters": [
+                {
+                    "name": own.name, "kind": own.kind, "captured": tree_to_json(own.captured),
+                    **({} if own.default is None else {"default": tree_to_json(own.default)}),
+                }
+                for own in self.parameters
+            ],
+            "output": tree_to_json(self.output),
+            "tensors": [
+                {"kind": own.kind, "sizes": list(own.sizes),
+                 **({} if own.same_as is None else {"same_as": own.same_as})}
+                for own in self.tensors
+            ],
+            "limits": {name: list(ends) for name, ends in self.limits.items()},
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Call:
+        """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
+        parameters = tuple(
+            Parameter(
+                _identifier(own["name"]), _kind(own["kind"]),
+                tree_from_json(own["default"]) if "default" in own else None,
+                tree_from_json(own["captured"]),
+            )
+            for own in data["parameters"]
+        )  # fmt: skip
+        tensors = tuple(
+            Tensors(str(own["kind"]), tuple(_axis(size) for size in own["sizes"]), own.get("same_as"))
+            for own in data["tensors"]
+        )
+        limits = {str(name): (int(low), int(high)) for name, (low, high) in data["limits"].items()}
+        call = cls(parameters, tree_from_json(data["output"]), tensors, limits)
+        call.signature()  # ValueError for parameters that no function has
+        places = [leaf.index for own in parameters for leaf in leaves(own.captured)]
+        if sorted(places) != list(range(len(tensors))):
+            raise ValueError("every tensor of a call has one place")
+        for index, own in enumerate(tensors):
+            if own.same_as is not None and own.same_as not in range(index):
+                raise ValueError("a tensor may be the same as an earlier one only")
+        return call
+
+
+@dataclass(frozen=True)
+class Child:
+    """A call of a layer inside a patched module, the number-th of its graph: what it is given and gives.
+
+    A leaf stands for the index-th tensor of the operator call that marks it, see operators/child.py.
+    """
+
+    name: str
+    args: tuple[Tree, ...]
+    kwargs: Mapping[str, Tree]
+    output: Tree
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "layer": self.name, "args": [tree_to_json(tree) for tree in self.args],
+            "kwargs": {name: tree_to_json(tree) for name, tree in self.kwargs.items()},
+            "output": tree_to_json(self.output),
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Child:
+        """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
+        kwargs = {_identifier(name): tree_from_json(own) for name, own in data["kwargs"].items()}
+        return cls(
+            str(data["layer"]), tuple(tree_from_json(own) for own in data["args"]), kwargs,
+            tree_from_json(data["output"]),
+        )  # fmt: skip
+
+
+def described(value: Any, tensors: list[Tensor], output: bool = False) -> Tree:
+    """The tree of a value; its tensors are appended to `tensors`.  Raises Undescribable.
+
+    output: it is a result, whose objects are made again, and not an argument, whose objects would
+    have to be taken apart.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Leaf(len(tensors) - 1)
+    if isinstance(value, torch.SymInt):
+        known = value.node.maybe_as_int()
+        if known is not None:
+            return Constant(known)
+        if output:
+            raise Undescribable("a size among the outputs")
+        return Size(str(value.node.expr))
+    if isinstance(value, _SCALARS) and not (isinstance(value, float) and not math.isfinite(value)):
+        return Constant(value)
+
+    def inner(items: Sequence[Any]) -> tuple[Tree, ...]:
+        return tuple(described(item, tensors, output) for item in items)
+
+    kind = type(value)
+    if kind in (list, tuple, torch.Size):
+        return Group("list" if kind is list else "tuple", inner(value))
+    if kind in (dict, OrderedDict):
+        if not all(isinstance(key, str) for key in value):
+            raise Undescribable("a dict with keys that are not text")
+        return Group("dict", inner(list(value.values())), tuple(value))
+    if output and isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Group("namedtuple", inner(value), tuple(value._fields), _qualified(kind))
+    if output and kind in pytree.SUPPORTED_NODES:
+        items, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+        try:
+            plain = json.loads(json.dumps(context)) == context
+        except (TypeError, ValueError):
+            plain = False
+        if not plain:
+            raise Undescribable(f"a {_qualified(kind)} whose structure is not plain data")
+        return Group("object", inner(items), _fields(kind, value, len(items)), _qualified(kind), context)
+    raise Undescribable(f"a {_qualified(kind)}")
+
+
+def parameters_of(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]
+) -> tuple[Parameter, ...]:
+    """The parameters of a forward with what they were on a call; its tensors in the order in which
+    pytree has them in (args, kwargs).  Raises Undescribable, and TypeError for a call that it is none of.
+    """
+    trees: dict[str, Tree] = {}
+    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+    rest = args[len(positional) :]
+    for own, value in zip(positional, args, strict=False):
+        trees[own.name] = described(value, tensors)
+    variadic = {p.kind: p.name for p in signature.parameters.values()}
+    star, stars = (variadic.get(kind) for kind in (inspect.Parameter.VAR_POSITIONAL,
+                                                   inspect.Parameter.VAR_KEYWORD))  # fmt: skip
+    if rest and star is not None:
+        trees[star] = Group("tuple", tuple(described(value, tensors) for value in rest))
+    extra: dict[str, Tree] = {}
+    for name, value in kwargs.items():
+        own_tree = described(value, tensors)
+        (trees if name in signature.parameters and name not in (star, stars) else extra)[name] = own_tree
+    signature.bind(*args, **kwargs)
+    if extra:
+        assert stars is not None
+        trees[stars] = Group("dict", tuple(extra.values()), tuple(extra))
+    found = []
+    for own in signature.parameters.values():
+        default: Tree | None = None
+        if own.kind is inspect.Parameter.VAR_POSITIONAL:
+            default = Group("tuple", ())
+        elif own.kind is inspect.Parameter.VAR_KEYWORD:
+            default = Group("dict", ())
+        elif own.default is not inspect.Parameter.empty:
+            default = _default(own.default)
+        captured = trees.get(own.name, default)
+        assert captured is not None  # bind has seen to it
+        found.append(Parameter(own.name, own.kind.name, default, captured))
+    return tuple(found)
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_KINDS = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD")
+
+
+def _default(value: Any) -> Tree:
+    tensors: list[Tensor] = []
+    try:
+        tree = described(value, tensors)
+    except Undescribable:
+        return Default(repr(value)[:80])
+    return Default("a tensor") if tensors else tree
+
+
+def _bound(
+    parameters: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments by parameter, as Python binds them.  Written out: torch.compile follows it."""
+    given: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    taken, star, stars = 0, None, None
+    for own in parameters:
+        if own.kind in ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD"):
+            if taken < len(args):
+                given[own.name] = args[taken]
+                taken += 1
+        elif own.kind == "VAR_POSITIONAL":
+            star = own.name
+        elif own.kind == "VAR_KEYWORD":
+            stars = own.name
+    if taken < len(args):
+        if star is None:
+            raise TypeError(f"forward() takes {taken} positional arguments but {len(args)} were given")
+        given[star] = tuple(args[taken:])
+    for name, value in kwargs.items():
+        own_kind = None
+        for own in parameters:
+            if own.name == name:
+                own_kind = own.kind
+        if own_kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"):
+            if name in given:
+                raise TypeError(f"forward() got multiple values for argument '{name}'")
+            given[name] = value
+        elif stars is not None:
+            extra[name] = value
+        else:
+            raise TypeError(f"forward() got an unexpected keyword argument '{name}'")
+    if stars is not None and extra:
+        given[stars] = extra
+    for own in parameters:
+        if own.default is None and own.name not in given:
+            raise TypeError(f"forward() missing a required argument: '{own.name}'")
+    return given
+
+
+def _said(captured: Tree, given: dict[str, Any]) -> dict[str, Any]:
+    """Of **kwargs: one that is None, in the call or in the captured one, is as good as left out."""
+    assert isinstance(captured, Group)
+    said = {key: value for key, value in given.items() if value is not None or key in captured.keys}
+    for key, own in zip(captured.keys, captured.items, strict=True):
+        if key not in said and own == Constant(None):
+            said[key] = None
+    return said
+
+
+def _taken(
+    tree: Tree, value: Any, flat: list[Any], counts: list[tuple[str, Any, str]], name: str
+) -> str | None:
+    """Put the value's tensors into their places; why it is not what was captured, or None."""
+    if isinstance(tree, Leaf):
+        if not isinstance(value, Tensor):
+            return f"{name} was captured as a tensor, and is {shortened(value)}"
+        flat[tree.index] = value
+        return None
+    if isinstance(tree, Constant):
+        own = tree.value
+        same = not isinstance(value, Tensor) and isinstance(value, _SCALARS) and value == own
+        if same and isinstance(value, bool) == isinstance(own, bool):
+            return None
+        return f"{name} was captured as {own!r}, and is {shortened(value)}"
+    if isinstance(tree, Size):
+        if not isinstance(value, int | torch.SymInt):
+            return f"{name} was captured as a size, and is {shortened(value)}"
+        counts.append((tree.name, value, name))
+        return None
+    if isinstance(tree, Default):
+        return f"{name} was captured at its default {tree.text}, and is given"
+    if tree.kind == "dict":
+        if not isinstance(value, dict) or set(value) != set(tree.keys):
+            return f"{name} was captured as {shown(tree)}, and is {shortened(value)}"
+        for key, item in zip(tree.keys, tree.items, strict=True):
+            problem = _taken(item, value[key], flat, counts, name)
+            if problem is not None:
+                return problem
+        return None
+    if not isinstance(value, list | tuple) or len(value) != len(tree.items):
+        return f"{name} was captured as {shown(tree)}, and is {shortened(value)}"
+    for item, part in zip(tree.items, value, strict=True):
+        problem = _taken(item, part, flat, counts, name)
+        if problem is not None:
+            return problem
+    return None
+
+
+def rebuilt(tree: Tree, flat: Sequence[Any], types: Mapping[str, type]) -> Any:
+    """The structure with the tensors of `flat` in it.
+
+    types: by qualified name.  Without its class an object is a dict of its fields, or a tuple where
+    they have no names, and a named tuple a tuple.
+    """
+    if isinstance(tree, Leaf):
+        return flat[tree.index]
+    if isinstance(tree, Constant):
+        return tree.value
+    assert isinstance(tree, Group)
+    items = [rebuilt(item, flat, types) for item in tree.items]
+    if tree.kind == "list":
+        return items
+    if tree.kind == "dict":
+        return dict(zip(tree.keys, items, strict=True))
+    own = types.get(tree.type)
+    if own is not None and tree.kind == "namedtuple":
+        return tuple.__new__(own, items)
+    if own is not None:
+        return pytree.SUPPORTED_NODES[own].unflatten_fn(items, tree.context)
+    if tree.kind == "object" and tree.keys:
+        return dict(zip(tree.keys, items, strict=True))
+    return tuple(items)
+
+
+def types_at_hand(tree: Tree) -> dict[str, type]:
+    """The classes of a tree by qualified name, of those that this process has already defined.
+
+    A name is compared, nothing is imported: of objects with the types registered with torch's pytree, of
+    named tuples with what a loaded module holds.
+    """
+    found: dict[str, type] = {}
+    registered = {_qualified(own): own for own in pytree.SUPPORTED_NODES}
+    for group in groups(tree):
+        if group.kind == "object" and group.type in registered:
+            found[group.type] = registered[group.type]
+        elif group.kind == "namedtuple":
+            place, _, name = group.type.rpartition(".")
+            own = vars(sys.modules[place]).get(name) if place in sys.modules else None
+            if isinstance(own, type) and issubclass(own, tuple) and _has_fields(own, group.keys):
+                found[group.type] = own
+    return found
+
+
+def _has_fields(own: type, keys: Sequence[str]) -> bool:
+    return tuple(getattr(own, "_fields", ())) == tuple(keys)
+
+
+def plain_spec(spec: Any) -> Any:
+    """A pytree spec in which named tuples and objects are what `rebuilt` gives without their classes."""
+    children = [plain_spec(child) for child in spec.children()]
+    if spec.is_leaf():
+        return spec
+    if spec.type in (list, tuple, dict):
+        return pytree.TreeSpec(spec.type, spec.context, children)
+    if spec.type is OrderedDict:
+        return pytree.TreeSpec(dict, spec.context, children)
+    names = spec.context if isinstance(spec.context, list) else []
+    if len(names) == 2 and all(isinstance(own, list) for own in names):
+        names = names[0]  # of a dataclass: its fields, and those that are None
+    if len(names) == len(children) and all(isinstance(name, str) for name in names):
+        return pytree.TreeSpec(dict, names, children)
+    return pytree.TreeSpec(tuple, None, children)
+
+
+def known_of(
+    values: Sequence[Tensor], same_as: Sequence[int | None] | None = None
+) -> tuple[tuple[Tensors, ...], dict[str, tuple[int, int]]]:
+    """What the tensors of a traced call must be like, and the limits of their free sizes.
+
+    values: as the trace has them.
+    """
+    limits: dict[str, tuple[int, int]] = {}
+    known = []
+    for index, value in enumerate(values):
+        sizes: list[int | str] = []
+        for size in value.shape:
+            if not isinstance(size, torch.SymInt) or size.node.maybe_as_int() is not None:
+                sizes.append(int(size))
+                continue
+            name = str(size.node.expr)
+            sizes.append(name)
+            ends = limits_of(size.node.shape_env.var_to_range, size.node.expr)
+            if ends != (0, MOST):
+                limits[name] = ends
+        own = None if same_as is None else same_as[index]
+        known.append(Tensors(kind_of(value.dtype), tuple(sizes), own))
+    return tuple(known), limits
+
+
+def leaves(tree: Tree | None) -> Iterator[Leaf]:
+    if isinstance(tree, Leaf):
+        yield tree
+    elif isinstance(tree, Group):
+        for item in tree.items:
+            yield from leaves(item)
+
+
+def groups(tree: Tree) -> Iterator[Group]:
+    if isinstance(tree, Group):
+        yield tree
+        for item in tree.items:
+            yield from groups(item)
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """bool, int, float or complex."""
+    if dtype is torch.bool:
+        return "bool"
+    if dtype.is_floating_point:
+        return "float"
+    return "complex" if dtype.is_complex else "int"
+
+
+def shown(tree: Tree) -> str:
+    """For messages."""
+    if isinstance(tree, Leaf):
+        return "a tensor"
+    if isinstance(tree, Constant):
+        return repr(tree.value)
+    if isinstance(tree, Default):
+        return tree.text
+    if isinstance(tree, Size):
+        return "a size"
+    if tree.kind == "dict":
+        return f"a dict of {', '.join(tree.keys) or 'nothing'}"
+    return f"a {tree.kind} of {len(tree.items)}"
+
+
+def shortened(value: Any) -> str:
+    """A value, for messages."""
+    if isinstance(value, Tensor):
+        return "a tensor"
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(str, value)) or 'nothing'}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"a {type(value).__name__}"
+
+
+class _Shown:
+    """Stands in a signature for a default that plain data does not have."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _shown_default(own: Parameter) -> Any:
+    if own.default is None or own.kind.startswith("VAR"):
+        return inspect.Parameter.empty
+    if any(isinstance(part, Default) for part in (own.default, *_parts(own.default))):
+        return _Shown(shown(own.default))
+    return rebuilt(own.default, (), {})
+
+
+def _parts(tree: Tree) -> Iterator[Tree]:
+    for group in groups(tree):
+        yield from group.items
+
+
+def _fields(kind: type, value: Any, count: int) -> tuple[str, ...]:
+    """Names of the items of a registered object; () where they have none."""
+    with_keys = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+    if with_keys is None:
+        names: list[Any] = []
+        context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)[1]
+        if isinstance(context, list | tuple):
+            names = list(context)
+    else:
+        names = [getattr(key, "key", getattr(key, "name", None)) for key, _ in with_keys(value)[0]]
+    return tuple(names) if len(names) == count and all(isinstance(n, str) for n in names) else ()
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def tree_to_json(tree: Tree) -> Any:
+    """As the manifest has it."""
+    if isinstance(tree, Leaf):
+        return {"tensor": tree.index}
+    if isinstance(tree, Constant):
+        return {"constant": tree.value}
+    if isinstance(tree, Default):
+        return {"default": tree.text}
+    if isinstance(tree, Size):
+        return {"size": tree.name}
+    own: dict[str, Any] = {tree.kind: [tree_to_json(item) for item in tree.items]}
+    if tree.keys:
+        own["keys"] = list(tree.keys)
+    if tree.type:
+        own["type"] = tree.type
+    if tree.context is not None:
+        own["context"] = tree.context
+    return own
+
+
+def tree_from_json(data: Any, depth: int = 0) -> Tree:
+    """Inverse of tree_to_json. Raises KeyError, TypeError or ValueError for anything else."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("a structure is nested too deeply")
+    if "tensor" in data:
+        if type(data["tensor"]) is not int:
+            raise ValueError("a tensor has a number")
+        return Leaf(data["tensor"])
+    if "constant" in data:
+        if not isinstance(data["constant"], _SCALARS):
+            raise ValueError("a constant is a number, text or null")
+        return Constant(data["constant"])
+    if "default" in data:
+        return Default(str(data["default"]))
+    if "size" in data:
+        return Size(str(data["size"]))
+    for kind in ("list", "tuple", "dict", "namedtuple", "object"):
+        if kind in data:
+            items = tuple(tree_from_json(item, depth + 1) for item in data[kind])
+            keys = tuple(str(key) for key in data.get("keys", ()))
+            if len(keys) not in ((len(items),) if kind in ("dict", "namedtuple") else (0, len(items))):
+                raise ValueError(f"a {kind} has a key for each item")
+            return Group(kind, items, keys, str(data.get("type", "")), data.get("context"))
+    raise ValueError(f"no structure: {str(data)[:80]}")
+
+
+def _identifier(name: Any) -> str:
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError("a parameter has a name")
+    return name
+
+
+def _kind(name: Any) -> str:
+    if name not in _KINDS:
+        raise ValueError(f"a parameter's kind is one of {', '.join(_KINDS)}")
+    return str(name)
+
+
+def _axis(size: Any) -> int | str:
+    if type(size) is int or isinstance(size, str):
+        return size
+    raise ValueError("a size is a number or a name")

@@ -1,0 +1,266 @@
+"""Calls: the operator calls of a rewritten graph, one for each attention site, read back.
+
+A graph is the one place that says what its sites compute. What calibration, reports and benchmarks
+need of a site, they get from here, by the site's name: `lift` notes it in the call's meta["site"], and
+a manifest lists the names of each program's calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+import asapc.kernels.library as _library  # registers torch.ops.asapc
+from asapc.ir import Program, SiteTensors
+from asapc.operators.catalogue import OPERATORS, Operator, by_name, ordered
+
+assert _library is not None
+aten = torch.ops.aten
+
+SITE = "site"  # in the meta of an operator call: the name of the site that it computes
+SiteFunction = Callable[[SiteTensors, Tensor | None], Tensor]
+
+CALLS: Mapping[Any, tuple[Operator, bool]] = {
+    own.overload(dense): (own, dense)
+    for own in OPERATORS.values() for dense in ((True, False) if own.applies else (True,))
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The operator call of one site: its operands as nodes (None if absent), its settings by name."""
+
+    site: str
+    call: Node
+    operator: Operator
+    q: Node
+    k: Node
+    values: Node | None
+    keep: Node | None
+    bias: Node | None
+    query_keep: Node | None
+    settings: Mapping[str, Any]
+
+    @property
+    def dense(self) -> bool:
+        """Whether it gives the map, not its product with values."""
+        return self.values is None
+
+    def again(self, graph: Graph, operator: Operator, settings: Mapping[str, Any]) -> Node:
+        """Another operator's call on the same operands."""
+        seen = {name: getattr(self, name) for name in operator.operands}
+        return put_call(graph, operator, self.q, self.k, self.values, {**seen, **settings})
+
+
+def put_call(
+    graph: Graph, operator: Operator, q: Node, k: Node, values: Node | None, rest: Mapping[str, Any]
+) -> Node:
+    """A call in a graph: A v, or the map A where there are no values.  rest: other arguments by name."""
+    dense = values is None or not operator.applies
+    own = {"q": q, "k": k, **({} if dense else {"v": values}), **rest}
+    target = operator.overload(dense)
+    call = graph.call_function(target, ordered(target, own))
+    if values is None or not dense:
+        return call
+    return graph.call_function(aten.matmul.default, (call, values))
+
+
+def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
+    """A copy that shares parameters but no nodes, and the map from old nodes to new ones."""
+    fresh = Graph(tracer_cls=graph.graph._tracer_cls)
+    nodes: dict[Node, Node] = {}
+    output = fresh.graph_copy(graph.graph, nodes)
+    fresh.output(output)
+    old_output = graph.graph.output_node()
+    fresh.output_node().meta = copy.copy(old_output.meta)
+    fresh.set_codegen(copy.copy(graph.graph._codegen))
+    return GraphModule(graph, fresh), nodes
+
+
+def operator_calls(graph: GraphModule) -> list[Operands]:
+    """The operator calls of a rewritten graph in graph order, one for each site in it."""
+    return [
+        _read(node) for node in graph.graph.nodes if node.op == "call_function" and node.target in CALLS
+    ]
+
+
+def _read(node: Node) -> Operands:
+    operator, dense = CALLS[node.target]
+    settings = by_name(node.target, node.args)
+    q, k, values = (settings.pop(name, None) for name in ("q", "k", "v"))
+    own = {name: settings.pop(name) for name in operator.operands}
+    seen = {name: x if isinstance(x, Node) else None for name, x in own.items()}
+    return Operands(
+        str(node.meta.get(SITE, "")), node, operator, q, k, None if dense else values,
+        seen["keep"], seen.get("bias"), seen.get("query_keep"), settings,
+    )  # fmt: skip
+
+
+def call_of(programs: Sequence[Program], site: str) -> tuple[GraphModule, Operands]:
+    """The graph that holds the call of a site, and the call.
+
+    Raises KeyError where no program has one: a site that was left to the teacher's code has no call.
+    """
+    for program in programs:
+        for operands in operator_calls(program.graph):
+            if operands.site == site:
+                return program.graph, operands
+    raise KeyError(site)
+
+
+def sites_of(program: Program) -> list[str]:
+    """The names of the sites that a program calls operators for, in graph order."""
+    return [operands.site for operands in operator_calls(program.graph)]
+
+
+def name_calls(graph: GraphModule, sites: Sequence[str]) -> bool:
+    """Note the names of a graph's calls, in graph order; False where there are more or fewer calls."""
+    calls = operator_calls(graph)
+    if len(calls) != len(sites):
+        return False
+    for operands, site in zip(calls, sites, strict=True):
+        operands.call.meta[SITE] = site
+    return True
+
+
+def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
+    """The lifted graph that also calls record(site, *fields of SiteTensors) at each of its sites."""
+    graph, _ = copied(lifted.graph)
+    for o in operator_calls(graph):
+        with graph.graph.inserting_before(o.call):
+            seen = (o.site, o.q, o.k, o.keep, o.bias, o.query_keep, o.values)
+            graph.graph.call_function(record, seen)
+    graph.recompile()
+    return graph
+
+
+def site_function(
+    programs: Sequence[Program], site: str, unit: bool = False, plain: bool = False
+) -> SiteFunction:
+    """A site by itself: (what it sees, values or None for the map) -> output.
+
+    unit: with an output factor that makes rows sum to 1.  plain: the operator's plain PyTorch meaning
+    instead of its kernels.
+    """
+    graph, o = call_of(programs, site)
+    settings = dict(o.settings)
+    if unit:
+        factor = settings["output_factor"]
+        settings["output_factor"] = 1.0 if isinstance(factor, float) else [1.0, 1.0, 0.0, 0.0]
+    if o.operator.name == "asap":
+        return _amortised(graph, o, settings)
+    settings = {name: attribute(graph, x) if isinstance(x, Node) else x for name, x in settings.items()}
+    own, shared = o.operator, _has_share(o)
+
+    def direct(t: SiteTensors, v: Tensor | None) -> Tensor:
+        dense = v is None or not own.applies
+        call = own.reference_of(dense) if plain else own.overload(dense)
+        seen = {name: getattr(t, name) for name in own.operands}
+        values = {} if dense else {"v": v}
+        result = call(q=t.q, k=t.k, **values, **seen, **settings)
+        if dense and v is not None:
+            result = result @ v
+        return times_share(result, t.keep) if shared else result
+
+    return direct
+
+
+def times_share(result: Tensor, keep: Tensor | None) -> Tensor:
+    """result [B, ...] times each example's share of active keys; keep: [B, M] or None for all."""
+    if keep is None:
+        return result
+    share = keep.mean(1, dtype=torch.float32).view(-1, *[1] * (result.dim() - 1))
+    return (result * share).to(result.dtype)
+
+
+def _has_share(o: Operands) -> bool:
+    """Whether the call's result is multiplied by the mean of its mask, see ir.Distilled."""
+    for user in o.call.users:
+        share, averaged = user.args[1] if user.target is aten.mul.Tensor else None, False
+        while isinstance(share, Node) and share is not o.keep:
+            averaged = averaged or share.target is aten.mean.dim
+            share = share.args[0] if share.args else None
+        if averaged and share is o.keep:
+            return True
+    return False
+
+
+DUAL_SETTINGS = ("source_dual", "target_dual")
+
+
+def _amortised(graph: GraphModule, o: Operands, settings: Mapping[str, Any]) -> SiteFunction:
+    source, key = (_predicted(graph, settings[name]) for name in DUAL_SETTINGS)
+    rescaled = _is_rescaled(o)
+
+    def amortised(t: SiteTensors, v: Tensor | None) -> Tensor:
+        f, g = source(t) if source else None, key(t) if key else None
+        duals = (None if f is None else f[0], None if g is None else g[0])
+        own = {**settings, **dict(zip(DUAL_SETTINGS, duals, strict=True)), "keep": t.keep, "bias": t.bias}
+        values = {} if v is None else {"v": v}
+        out = o.operator.overload(v is None)(q=t.q, k=t.k, **values, **own)
+        result: Tensor = out
+        if rescaled and g is not None and g[1] is not None:
+            result = (out * g[1][..., None]).to(out.dtype)
+        return result
+
+    return amortised
+
+
+def predicted_duals(
+    programs: Sequence[Program], site: str
+) -> tuple[Callable[[SiteTensors], Tensor] | None, Callable[[SiteTensors], Tensor] | None]:
+    """(source, key) duals a site's call starts from, in score coordinates; None where not predicted."""
+    graph, o = call_of(programs, site)
+    if o.operator.name != "asap":
+        return None, None
+    source, key = (_predicted(graph, o.settings[name]) for name in DUAL_SETTINGS)
+    return (
+        None if source is None else (lambda t: source(t)[0]),
+        None if key is None else (lambda t: key(t)[0]),
+    )
+
+
+def _predicted(
+    graph: GraphModule, node: Any
+) -> Callable[[SiteTensors], tuple[Tensor, Tensor | None]] | None:
+    """What a dual operand of an ASAP call computes: the dual, and row masses where they come along."""
+    if node is None:
+        return None
+    shift: Tensor | None = None
+    if node.target is aten.add.Tensor:
+        node, shift = node.args[0], attribute(graph, node.args[1])
+    with_mass = node.target is operator.getitem
+    call = node.args[0] if with_mass else node
+    fitted = by_name(call.target, call.args)
+    fitted["parameters"] = [attribute(graph, item) for item in fitted["parameters"]]
+    fitted["coefficients"] = attribute(graph, fitted["coefficients"])
+
+    def predict(t: SiteTensors) -> tuple[Tensor, Tensor | None]:
+        found = call.target(**fitted | {"q": t.q, "k": t.k, "keep": t.keep, "bias": t.bias})
+        if with_mass:
+            dual, mass = found
+            return dual, mass
+        return (found if shift is None else found + shift), None
+
+    return predict
+
+
+def _is_rescaled(o: Operands) -> bool:
+    """Whether the key dual of an ASAP call comes with row masses that multiply its result."""
+    key = o.settings["target_dual"]
+    return isinstance(key, Node) and key.target is operator.getitem
+
+
+def attribute(graph: GraphModule, node: object) -> Tensor:
+    """The tensor of a get_attr node."""
+    assert isinstance(node, Node) and node.op == "get_attr"
+    value = operator.attrgetter(str(node.target))(graph)
+    assert isinstance(value, Tensor)
+    return value

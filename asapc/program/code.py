@@ -1,0 +1,265 @@
+"""A captured graph as code that runs on a module: what it reads, it reads from the module when it runs.
+
+An fx.GraphModule holds copies of what its graph names. GraphCode holds the graph alone, and the function
+made from it takes the module: a weight that was moved, or a layer that was quantised, pruned or wrapped,
+is what the next call sees. It pickles and deep-copies.
+
+The trace has constants of its own: dtypes and devices of what forward makes, and numbers that one
+dtype holds and another does not. They follow the module to the dtype and device that it is moved to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
+
+import asapc.kernels.library as _library  # registers torch.ops.asapc, which graphs call
+
+assert _library is not None
+aten = torch.ops.aten
+
+# What only checks the trace's own dtype, layout and device, and what a graph reads without changing.
+_CHECKS = (aten._assert_tensor_metadata.default,)
+_KEPT_META = ("site",)  # of a node, when it is pickled
+_numbers = itertools.count()
+
+
+class GraphCode:
+    """graph: takes the call's tensors in order, gives a tuple; get_attr and call_module of the module.
+
+    dtype: of the module's weights when the graph was traced.
+    """
+
+    def __init__(self, graph: Graph, dtype: torch.dtype) -> None:
+        self.graph = graph
+        self.dtype = dtype
+        # (place, function) in one value: threads may run on several devices.
+        self._current: Any = ((dtype, torch.device("cpu")), None)
+        self.recompile()
+
+    def recompile(self) -> None:
+        """After the graph was edited."""
+        self._functions: dict[tuple[torch.dtype, torch.device], Callable[..., Any]] = {}
+        self._current = (self._current[0], self._made(self._current[0]))
+
+    def __call__(self, module: nn.Module, flat: Sequence[Any]) -> tuple[Any, ...]:
+        """The graph on the tensors of a call, with the module's weights as they are now."""
+        wanted = _place(module, flat)
+        place, function = self._current
+        if wanted is not None and wanted != place:
+            function = self._made(wanted)
+            self._current = (wanted, function)
+        result: tuple[Any, ...] = function(module, *flat)
+        return result
+
+    @property
+    def code(self) -> str:
+        """The source of the function."""
+        return str(self.graph.python_code("self").src)
+
+    def _made(self, place: tuple[torch.dtype, torch.device]) -> Callable[..., Any]:
+        if place not in self._functions:
+            self._functions[place] = _function(_moved(self.graph, self.dtype, *place))
+        return self._functions[place]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "place": self._current[0], "nodes": _encoded(self.graph)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.dtype, self._current = state["dtype"], (state["place"], None)
+        self.graph = _decoded(state["nodes"])
+        self.recompile()
+
+
+def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph:
+    """The graph of an exported program: tensors in, a tuple out, no checks of the trace's own.
+
+    rename: of the attributes it reads.
+    """
+    graph = Graph()
+    nodes: dict[Node, Node] = {}
+    for node in module.graph.nodes:
+        if node.op == "output":
+            (own,) = node.args
+            own = own if isinstance(own, list | tuple) else (own,)
+            graph.output(torch.fx.node.map_arg(tuple(own), lambda n: nodes[n]))
+        elif node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor):
+            if node.users:
+                raise ValueError(f"the program reads {node.name}, which is no tensor")
+        elif node.op == "call_module" or node.target in _CHECKS:
+            if node.users:
+                raise ValueError(f"the program uses {node.name}, which is no operator")
+        else:
+            nodes[node] = graph.node_copy(node, lambda n: nodes[n])
+            if node.op == "placeholder":  # a name of the user's could be one that Python has
+                nodes[node].target = nodes[node].name
+            elif node.op == "get_attr":
+                nodes[node].target = rename(str(node.target))
+            elif node.op == "call_function":
+                nodes[node].kwargs = {**node.kwargs, **_unsaid(node)}
+    sweep(graph)
+    graph.lint()
+    return graph
+
+
+def _unsaid(node: Node) -> dict[str, Any]:
+    """dtype and device of what an operator makes from nothing, where the trace left them to defaults."""
+    value, made_by = node.meta.get("val"), node.target
+    if not isinstance(made_by, torch._ops.OpOverload) or not isinstance(value, Tensor):
+        return {}
+    if any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes):
+        return {}
+    own = {argument.name for argument in made_by._schema.arguments if argument.kwarg_only}
+    said = {name for name, given in node.kwargs.items() if given is not None}
+    found = {"dtype": value.dtype, "device": value.device}
+    return {name: given for name, given in found.items() if name in own - said}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """What a graph can read from a module: parameters and buffers, under all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def traced_inputs(module: GraphModule) -> list[Tensor]:
+    """The tensors that an exported program takes, as its trace has them."""
+    values = (node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder")
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def sweep(graph: Graph) -> None:
+    """Take out what nothing uses, inputs excepted."""
+    for node in reversed(list(graph.nodes)):
+        removable = node.op == "get_attr" or (
+            node.op == "call_function" and not _changes_something(node.target)
+        )
+        if removable and not node.users:
+            graph.erase_node(node)
+
+
+def _changes_something(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable or not target._schema.returns
+    return target not in (operator.getitem,) and getattr(target, "__module__", "") not in (
+        "_operator", "math", "torch",
+    )  # fmt: skip
+
+
+def _weights(module: nn.Module) -> Iterable[Any]:
+    """Parameters, or what torch.nn.parallel.replicate gives a replica in their place."""
+    if not module.__dict__.get("_is_replica", False):
+        return module.parameters()
+    formers = (own.__dict__.get("_former_parameters", {}) for own in module.modules())
+    return itertools.chain.from_iterable(own.values() for own in formers)
+
+
+def _place(module: nn.Module, flat: Sequence[Any]) -> tuple[torch.dtype, torch.device] | None:
+    """dtype and device of the module's weights, or of what it is given where it has none."""
+    tensors: Iterable[Any] = itertools.chain(_weights(module), flat)
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            return tensor.dtype, tensor.device
+    for tensor in flat:
+        if isinstance(tensor, Tensor):
+            return None
+    return None
+
+
+def _moved(graph: Graph, traced: torch.dtype, dtype: torch.dtype, device: torch.device) -> Graph:
+    """The graph for weights of another dtype, on another device."""
+    copy = Graph()
+    nodes: dict[Node, Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, lambda n: nodes[n])
+    limit = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+
+    def own(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return dtype if value == traced else value
+        if isinstance(value, torch.device):
+            return device
+        if type(value) is float and math.isfinite(value):
+            return min(max(value, -limit), limit)
+        return value
+
+    for node in copy.nodes:
+        if node.op == "call_function":
+            node.args = torch.fx.node.map_aggregate(node.args, own)
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, own)
+    return copy
+
+
+def _function(graph: Graph) -> Callable[..., Any]:
+    graph.set_codegen(CodeGen())
+    source = graph.python_code("self")
+    names: dict[str, Any] = dict(source.globals)
+    exec(compile(source.src, f"<asapc graph {next(_numbers)}>", "exec", dont_inherit=True), names)
+    function: Callable[..., Any] = names["forward"]
+    return function
+
+
+class _Ref:
+    """Stands for a node among the arguments of another."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _encoded(graph: Graph) -> list[tuple[Any, ...]]:
+    """The nodes of a graph for pickling: operators, which do not pickle, by name."""
+    rows = []
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            target = (target.namespace, target._opname, target._overloadname)
+        meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        rows.append((node.op, node.name, target, _plain(node.args), _plain(node.kwargs), meta))
+    return rows
+
+
+def _decoded(rows: Sequence[tuple[Any, ...]]) -> Graph:
+    """Inverse of _encoded."""
+    graph = Graph()
+    nodes: dict[str, Node] = {}
+    for op, name, target, args, kwargs, meta in rows:
+        if isinstance(target, tuple):
+            namespace, operation, overload = target
+            target = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+        args, kwargs = (_linked(own, nodes) for own in (args, kwargs))
+        node = graph.create_node(op, target, args, kwargs, name)
+        node.meta.update(meta)
+        nodes[name] = node
+    return graph
+
+
+def _plain(value: Any) -> Any:
+    """fx's own immutable containers as Python's, and nodes by name."""
+    if isinstance(value, Node):
+        return _Ref(value.name)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _linked(value: Any, nodes: dict[str, Node]) -> Any:
+    if isinstance(value, _Ref):
+        return nodes[value.name]
+    if isinstance(value, dict):
+        return {key: _linked(item, nodes) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_linked(item, nodes) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

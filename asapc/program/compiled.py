@@ -1,0 +1,319 @@
+"""The compiled model: an nn.Module that is called, copied, moved and trained as the teacher was.
+
+    CompiledModel(nn.Module)      a whole program, its weights under the teacher's names
+    Forward                       what is called: arguments to tensors, the graph, tensors to outputs
+    Operators(nn.Module)          what the operators were fitted with, under the name `asapc`
+
+Forward is the `forward` of a compiled model and, see asapc.program.live, of a patched module. It has the
+teacher's signature, and says so where a call is another than the captured one: what was a constant of
+the trace cannot be changed by a caller.
+
+Moved to another dtype, the graph computes in that dtype throughout. In a float32 trace `.float()` gives
+the tensor that it is called on, which cannot be told from its cast: casts follow, as constants do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asapc.errors import InputError
+from asapc.program.call import Call, rebuilt, shortened, types_at_hand
+from asapc.program.code import GraphCode
+
+OPERATORS = "asapc"  # of a module: what its operators were fitted with
+REPLICATE = "_replicate_for_data_parallel"
+
+
+class OwnCodeWarning(UserWarning):
+    """A patched module was called in another way than the captured one, and ran its own code."""
+
+
+class Operators(nn.Module):
+    """Coefficients, pivots, slices: buffers of the operators that stand for `sites`.
+
+    They move with the module around them, and keep their own dtype: fits are made in float32 or wider,
+    and the operators take any dtype of activations beside them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], sites: Sequence[str]) -> None:
+        super().__init__()
+        self.sites = tuple(sites)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Operators:
+        own = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+        super()._apply(fn, recurse)
+        for name, tensor in own.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != tensor.dtype:
+                self._buffers[name] = tensor.to(moved.device)
+        return self
+
+    def __repr__(self) -> str:
+        return "; ".join(self.sites)
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A module whose code a compiled forward has taken over, and what that code was traced with.
+
+    path:   from the patched module, "" for itself.
+    kind:   its class's name.
+    own:    its instance had a forward of its own.
+    hooked: it had hooks, which the trace has.
+    values: of its plain public attributes, by name.
+    """
+
+    path: str
+    kind: str
+    own: bool
+    hooked: bool
+    values: tuple[tuple[str, bool | int | float | str | None], ...]
+    _names: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_names", tuple(self.path.split(".")) if self.path else ())
+
+    def steady(self, *others: Inside) -> Inside:
+        """With the values that it has in all of these."""
+        shared = [own for own in self.values if all(own in other.values for other in others)]
+        return replace(self, values=tuple(shared))
+
+    @classmethod
+    def of(cls, module: nn.Module, path: str) -> Inside:
+        """As it is now.  Which mode it is in, and dropout, are no part of a compiled forward."""
+        known: dict[str, Any] = {}
+        for kind in reversed(type(module).__mro__):
+            if issubclass(kind, nn.Module) and kind is not nn.Module:
+                known |= vars(kind)
+        known |= vars(module)
+        dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        plain = tuple(
+            (name, value) for name, value in sorted(known.items())
+            if not name.startswith("_") and name != "training" and not dropout and _is_plain(value)
+        )  # fmt: skip
+        return cls(path, type(module).__qualname__, "forward" in vars(module), _is_hooked(module), plain)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"path": self.path, "class": self.kind, "own_forward": self.own,
+                "hooked": self.hooked, "values": dict(self.values)}  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Inside:
+        """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
+        values = tuple((str(name), value) for name, value in data["values"].items())
+        if not all(_is_plain(value) for _, value in values):
+            raise ValueError("an attribute is a number, text or null")
+        return cls(
+            str(data["path"]),
+            str(data["class"]),
+            data["own_forward"] is True,
+            data["hooked"] is True,
+            values,
+        )
+
+    def difference(self, root: nn.Module) -> str | None:
+        """How the module is another now, or None.  root: the patched one."""
+        module: nn.Module | None = root
+        for name in self._names:
+            module = module._modules.get(name) if module is not None else None
+        if self.path and (
+            module is None or type(module).__qualname__ != self.kind
+            or ("forward" in module.__dict__) != self.own
+        ):  # fmt: skip
+            return f"its {self.path}, whose code was compiled, is replaced"
+        if self.path and module is not None and _is_hooked(module) != self.hooked:
+            return f"its {self.path}, whose code was compiled, has other hooks"
+        for name, value in self.values:
+            found = getattr(module, name, _GONE)
+            if found is not value and (type(found) is not type(value) or found != value):
+                given = "is gone" if found is _GONE else f"is {shortened(found)}"
+                return f"{'.'.join((*self._names, name))} was captured as {value!r}, and {given}"
+        return None
+
+
+_GONE = object()
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, int, str)
+
+
+class Forward:
+    """forward(*args, **kwargs) of a module, computed by a graph.
+
+    live:   the module has code of its own, which runs, with a warning, where the call is not the captured
+            one, or the module is not. Without it that is an InputError.
+    before: what its instance had in place of its class's forward.
+    inside: the modules whose code the graph has, as they were captured.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        code: GraphCode,
+        call: Call,
+        name: str,
+        live: bool = False,
+        before: Callable[..., Any] | None = None,
+        inside: Sequence[Inside] = (),
+    ) -> None:
+        self.module = module
+        self.code = code
+        self.call = call
+        self.name = name
+        self.live = live
+        self.before = before
+        self.inside = tuple(inside)
+        self.types = types_at_hand(call.output)
+        self.warned: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the classes of the outputs: another process may not have them."""
+        return {name: own for name, own in vars(self).items() if name != "types"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.types = types_at_hand(self.call.output)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original) if self.live else self.call.signature()
+
+    @property
+    def __code__(self) -> CodeType:
+        """torch.export names the code that it traces."""
+        return type(self).__call__.__code__
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The module's own forward.  Not kept: pickled, it would be taken for what replaces it."""
+        own: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return own if self.before is None else self.before
+
+    def bound_to(self, module: nn.Module) -> Forward:
+        """The same for a shallow copy of the module."""
+        own = object.__new__(type(self))
+        own.__dict__.update(vars(self), module=module)
+        if isinstance(self.before, MethodType) and self.before.__self__ is self.module:
+            own.before = MethodType(self.before.__func__, module)
+        return own
+
+    def replica(self) -> nn.Module:
+        """What torch.nn.parallel.replicate asks a patched module for: a copy on weights of its own."""
+        made: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        forward = made.__dict__["forward"] = self.bound_to(made)
+        made.__dict__[REPLICATE] = forward.replica
+        return made
+
+    def _another(self) -> str | None:
+        for own in self.inside:
+            problem = own.difference(self.module)
+            if problem is not None:
+                return problem
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        flat, problem = self.call.flat(args, kwargs)
+        if problem is None:
+            problem = self._another()
+        if problem is not None:
+            return self._otherwise(problem, args, kwargs)
+        return rebuilt(self.call.output, self.code(self.module, flat), self.types)
+
+    def _otherwise(self, problem: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self.live:
+            raise InputError(
+                f"{self.name}: a compiled model takes the arguments it was captured with",
+                got=problem,
+                help="call it as the calibration data did, or compile it on data with these arguments",
+            )
+        if problem not in self.warned:
+            self.warned.add(problem)
+            warnings.warn(
+                f"{self.name}: the module's own code runs, not the compiled one: {problem}",
+                OwnCodeWarning,
+                stacklevel=3,
+            )
+        return self.original(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<compiled forward of {self.name}>"
+
+
+class CompiledModel(nn.Module):
+    """A compiled model, rebuilt from an artefact alone.
+
+    weights: the module tree whose attributes the graph reads.  teacher: what it was compiled from, in
+    words.  sites: one line each, for repr.
+    """
+
+    forward: Forward
+
+    def __init__(
+        self, weights: nn.Module, code: GraphCode, call: Call, teacher: str, sites: Sequence[str]
+    ) -> None:
+        super().__init__()
+        for own, theirs in (
+            (self._parameters, weights._parameters), (self._buffers, weights._buffers),
+            (self._modules, weights._modules),
+        ):  # fmt: skip
+            own.update(theirs)  # type: ignore[arg-type]
+        self._non_persistent_buffers_set.update(weights._non_persistent_buffers_set)
+        self.__dict__["forward"] = Forward(self, code, call, teacher)
+        self._sites: tuple[str, ...]
+        self.__dict__["_sites"] = tuple(sites)
+        self.eval()
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        made: nn.Module = super()._replicate_for_data_parallel()
+        made.__dict__["forward"] = self.forward.bound_to(made)
+        return made
+
+    @property
+    def code(self) -> str:
+        """The source of the compiled forward."""
+        return self.forward.code.code
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        return self.forward.code.graph
+
+    def __repr__(self) -> str:
+        lines = [f"CompiledModel of {self.forward.name}{self.forward.__signature__}", *self._sites]
+        return "\n  ".join(lines)
+
+
+def site_line(site: Mapping[str, Any]) -> str:
+    """A site of the manifest in one line: its name, and what runs there."""
+    operator = str(site["operator"])
+    convention = site["convention"]
+    facts = []
+    if operator == "teacher":
+        facts.append("the teacher's own code")
+    elif operator == "asap":
+        if site.get("side") is not None:
+            facts.append(f"{site['side']} dual")
+        if site.get("closures") is not None:
+            facts.append(f"{site['closures']} closure{'s' if site['closures'] != 1 else ''}")
+        facts += [str(name) for name in site.get("features") or ()]
+    elif "half_steps" in convention:
+        facts.append(f"{convention['half_steps']} half-steps")
+    return f"{site['name']}: {operator}" + (f" ({', '.join(facts)})" if facts else "")

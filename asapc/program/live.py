@@ -1,0 +1,271 @@
+"""Patch a live model: it keeps its class, its hooks and its layers, and its attention is compiled.
+
+before: the teacher's own nn.Module
+after:  the same object; for every site the smallest module around it, such as `encoder.3.attention`,
+        has a compiled `forward`, and a submodule `asapc` with what its operators were fitted with
+
+The compiled forward calls the layers inside that module (nn.Linear and whatever else is called there)
+as they are at that moment: hooks on them run, and quantised, pruned or wrapped ones take effect. Where
+the module is called otherwise than the captured model called it, or is another than it was, its own code
+runs, with a warning: a plain attribute of it (a number, text, None) was set, or a module inside whose
+code is a part of the compiled forward was replaced. Dropout between the scores and the values, if there
+is any, is that of evaluation mode: a compiled layer has no map to drop entries of.
+
+A forward that the user has put on an instance is never taken off: one that was there when the model was
+captured is what was compiled, and is back when the patch is removed; another one is refused.
+
+Moved to another dtype, the compiled forward computes in that dtype throughout, where the teacher has
+`.float()`, too: a float32 trace does not tell a cast from what it casts. The layers that it calls, and
+all that is outside of it, are the model's own code and keep their casts; the operators accumulate in
+float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from asapc.errors import InputError
+from asapc.program.call import Call, Child, Constant, Group, Leaf, Tree, leaves
+from asapc.program.code import GraphCode, flat_graph, sweep, tensors_of
+from asapc.program.compiled import OPERATORS, REPLICATE, Forward, Inside, Operators, site_line
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A module with what its forward becomes.
+
+    name:    of the module in the model, "" for the model itself.
+    program: what it computes, its weights left out; the layers it calls are marked.
+    tensors: what the graph reads that the module does not have, under the graph's names.
+    sites:   those that it holds.
+    inside:  the modules whose code the program has, as they were.
+    own:     its instance had a forward of its own when it was captured, which is what was compiled.
+    """
+
+    name: str
+    program: GraphModule
+    call: Call
+    children: tuple[Child, ...]
+    tensors: Mapping[str, Tensor]
+    sites: tuple[str, ...]
+    dtype: torch.dtype
+    inside: tuple[Inside, ...] = ()
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked patch: what goes into the module."""
+
+    module: nn.Module
+    operators: Operators
+    forward: Forward
+
+
+def prepared(
+    model: nn.Module, patches: Sequence[Patch], sites: Sequence[Mapping[str, Any]]
+) -> list[Prepared]:
+    """The patches for this model, which is left as it is.
+
+    sites: of the manifest.  Raises InputError where the model is not the one that was compiled.
+    """
+    lines = {str(site["name"]): site_line(site) for site in sites}
+    return [_made(model, patch, [lines[name] for name in patch.sites]) for patch in patches]
+
+
+def install(model: nn.Module, made: Sequence[Prepared]) -> None:
+    """Patch the model in place; earlier patches are taken out."""
+    remove(model)
+    for own in made:
+        _put(own.module, own.forward, own.operators)
+
+
+def remove(model: nn.Module) -> None:
+    """Take the patches out again.
+
+    Where somebody has put another forward on top of one, it stays, with what it may call.
+    """
+    for module in list(model.modules()):
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, Forward) and forward.live:
+            _put(module, forward.before, None)
+
+
+@contextlib.contextmanager
+def installed_patches(
+    model: nn.Module, patches: Sequence[Patch], sites: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Patched for a while, and then as it was, earlier patches included."""
+    made = prepared(model, patches, sites)
+    before = [
+        (own.module, own.module.__dict__.get("forward"), own.module._modules.get(OPERATORS))
+        for own in made
+    ]
+    try:
+        for own in made:
+            _put(own.module, own.forward, own.operators)
+        yield
+    finally:
+        for module, forward, operators in before:
+            _put(module, forward, operators)
+
+
+def _put(module: nn.Module, forward: Any, operators: nn.Module | None) -> None:
+    """Give the instance this forward, or its class's, and these operators, or none."""
+    for name in ("forward", REPLICATE):
+        module.__dict__.pop(name, None)
+    module._modules.pop(OPERATORS, None)
+    if operators is not None:
+        module.add_module(OPERATORS, operators)
+    if forward is not None:
+        module.__dict__["forward"] = forward
+    if isinstance(forward, Forward):
+        module.__dict__[REPLICATE] = forward.replica
+
+
+def _made(model: nn.Module, patch: Patch, lines: Sequence[str]) -> Prepared:
+    what = f"{patch.name or 'the model'}"
+    try:
+        module = model.get_submodule(patch.name)
+    except AttributeError:
+        raise _another(f"it has no module {patch.name}") from None
+    before = module.__dict__.get("forward")
+    if isinstance(before, Forward):
+        before = before.before
+    elif before is not None and not patch.own:
+        raise InputError(
+            f"{what}: a module is patched in place of the forward that was captured",
+            got="another forward, which was put on the instance",
+            help="take it off (del module.forward), load, and put it on again",
+        )
+    if hasattr(module, OPERATORS) and not isinstance(getattr(module, OPERATORS), Operators):
+        raise InputError(
+            f"{what}: a patched module gets a submodule named {OPERATORS}",
+            got="one that has an attribute of this name", help="rename it, or load without model=",
+        )  # fmt: skip
+    renamed = {name: operator_name(name) for name in patch.tensors}
+    try:
+        graph = flat_graph(
+            patch.program, lambda name: f"{OPERATORS}.{renamed[name]}" if name in renamed else name
+        )
+        _call_children(graph, patch.children)
+        sweep(graph)
+        graph.lint()
+    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+        raise InputError(
+            f"{what}: the artefact must hold a program of it that can be run", got=str(error)[:200],
+            help="compile again",
+        ) from error  # fmt: skip
+    operators = Operators({renamed[name]: tensor for name, tensor in patch.tensors.items()}, lines)
+    _check(module, graph, what, dict(operators.named_buffers()))
+    inputs = sum(node.op == "placeholder" for node in graph.nodes)
+    (outputs,) = graph.output_node().args
+    assert isinstance(outputs, tuple)
+    places = {leaf.index for leaf in leaves(patch.call.output)}
+    if inputs != len(patch.call.tensors) or not places <= set(range(len(outputs))):
+        raise InputError(
+            f"{what}: the manifest must describe the call that its program takes",
+            got=f"{len(patch.call.tensors)} tensors for {inputs}", help="compile again",
+        )  # fmt: skip
+    code = GraphCode(graph, patch.dtype)
+    forward = Forward(module, code, patch.call, what, live=True, before=before, inside=patch.inside)
+    return Prepared(module, operators, forward)
+
+
+def operator_name(name: str) -> str:
+    """What an operator's tensor of a graph is called in the submodule of its operators."""
+    return name.removeprefix("asapc_").replace(".", "_")
+
+
+def _call_children(graph: Graph, children: Sequence[Child]) -> None:
+    """asapc::child([x], [W x], "i") -> the live layer's call on x"""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.asapc.child.default:
+            continue
+        inputs, _, number = node.args
+        child = children[int(number)]
+        args = tuple(_arguments(tree, inputs) for tree in child.args)
+        kwargs = {name: _arguments(tree, inputs) for name, tree in child.kwargs.items()}
+        with graph.inserting_before(node):
+            # A layer that returns a structure: its parts are taken out of it.
+            parts = dict(_parts(graph, child.output, graph.call_module(child.name, args, kwargs)))
+        for user in list(node.users):
+            if user.target is not operator.getitem:
+                raise ValueError("a marked layer gives a list")
+            user.replace_all_uses_with(parts[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _arguments(tree: Tree, inputs: Sequence[Node]) -> Any:
+    if isinstance(tree, Leaf):
+        return inputs[tree.index]
+    if isinstance(tree, Constant):
+        return tree.value
+    if not isinstance(tree, Group):
+        raise ValueError("a layer is called with tensors and constants")
+    items = [_arguments(item, inputs) for item in tree.items]
+    if tree.kind == "dict":
+        return dict(zip(tree.keys, items, strict=True))
+    return items if tree.kind == "list" else tuple(items)
+
+
+def _parts(graph: Graph, tree: Tree, value: Node) -> Iterator[tuple[int, Node]]:
+    if isinstance(tree, Leaf):
+        yield tree.index, value
+    elif isinstance(tree, Group):
+        for index, item in enumerate(tree.items):
+            key = tree.keys[index] if tree.kind == "dict" else index
+            if any(True for _ in leaves(item)):
+                yield from _parts(graph, item, graph.call_function(operator.getitem, (value, key)))
+
+
+def _check(module: nn.Module, graph: Graph, what: str, operators: Mapping[str, Tensor]) -> None:
+    """Every name that the graph reads is a weight or a layer of the module, or of its operators."""
+    fitted = {f"{OPERATORS}.{name}": tensor for name, tensor in operators.items()}
+    tensors = {**tensors_of(module), **fitted}
+    modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    for node in graph.nodes:
+        if node.op == "call_module" and node.target not in modules:
+            raise _another(f"{what} has no layer {node.target}")
+        if node.op != "get_attr":
+            continue
+        found, traced = tensors.get(node.target), node.meta.get("val")
+        if found is None or (node.target.startswith(f"{OPERATORS}.") and node.target not in fitted):
+            raise _another(f"{what} has no weight {node.target}")
+        if isinstance(traced, Tensor) and found.shape != traced.shape:
+            raise _another(f"{what}: {node.target} is {[*found.shape]}, not {[*traced.shape]}")
+        if isinstance(traced, Tensor) and node.target in fitted and found.dtype != traced.dtype:
+            raise _another(f"{what}: {node.target} is {found.dtype}, not {traced.dtype}")
+
+
+def _another(got: str) -> InputError:
+    return InputError(
+        "load: the model must be the one that was compiled", got=got,
+        help="pass the model, or the factory and arguments, the teacher was built with",
+    )  # fmt: skip
+
+
+def warn_left(left: Mapping[str, str], compiled: Sequence[str]) -> None:
+    """Sites that cannot be patched: an InputError if it is all of them, else a warning.
+
+    left: the reason by site.  compiled: the sites that are patched.
+    """
+    if not left:
+        return
+    text = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+    if not compiled:
+        raise InputError(
+            "load: a live model can be patched where its attention is called as a module", got=text,
+            help="load the artefact without model=",
+        )  # fmt: skip
+    warnings.warn(f"asapc.load: left to the model's own code: {text}", stacklevel=3)

@@ -1,0 +1,93 @@
+"""Running a model with some of its computation replaced by captured or rewritten graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from asapc.inputs.data import Batch
+from asapc.inputs.faults import CAUSES, argument_names, data_fault
+from asapc.ir import Program, SiteTensors
+from asapc.program.calls import tapped
+
+
+class Runner:
+    """Calls a model on batches: as it is, or with the programs' graphs in place.
+
+    A whole-model program (name "") is called itself.  Programs of modules are put into `model` for
+    the length of a call and taken out again: the user's model object is left as it was.
+    gradients: outputs can be differentiated, where the caller has not switched that off.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, programs: Sequence[Program] = (), gradients: bool = False
+    ) -> None:
+        self.model = model
+        self.gradients = gradients
+        self.graphs: dict[str, nn.Module] = {p.name: p.graph for p in programs}
+        if model is None and "" not in self.graphs:
+            raise ValueError("a program of the whole model, or a model, is needed")
+
+    def __call__(self, batch: Batch) -> Any:
+        """Raises InputError, which names it, where an example is to blame that the model fails."""
+        try:
+            return self._call(batch)
+        except CAUSES as error:
+            own = self.graphs.get("") or self.model
+            assert own is not None
+            fault = data_fault(error, batch, self._call, argument_names(own))
+            if fault is None:
+                raise
+            raise fault from error
+
+    def _call(self, batch: Batch) -> Any:
+        with torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()):
+            if "" in self.graphs:
+                return self.graphs[""](*batch.args, **batch.kwargs)
+            assert self.model is not None
+            with installed(self.model, self.graphs):
+                return self.model(*batch.args, **batch.kwargs)
+
+
+class Tap:
+    """Runs lifted programs and hands out what the named sites saw, in the order of the names."""
+
+    def __init__(
+        self, model: nn.Module | None, lifted: Sequence[Program], sites: Sequence[str]
+    ) -> None:
+        self._seen: dict[str, SiteTensors] = {}
+        self._sites = tuple(sites)
+        programs = [replace(program, graph=tapped(program, self._record)) for program in lifted]
+        self._run = Runner(model, programs)
+
+    def __call__(self, batch: Batch) -> tuple[Any, list[SiteTensors]]:
+        """(the model's output, one SiteTensors per site)."""
+        self._seen.clear()
+        output = self._run(batch)
+        return output, [self._seen[site] for site in self._sites]
+
+    def _record(self, site: str, *tensors: Any) -> None:
+        self._seen[site] = SiteTensors(*tensors)
+
+
+@contextlib.contextmanager
+def installed(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Put modules at their dotted names, and the originals back afterwards."""
+    originals = {name: model.get_submodule(name) for name in modules}
+    try:
+        for name, module in modules.items():
+            _place(model, name, module)
+        yield
+    finally:
+        for name, module in originals.items():
+            _place(model, name, module)
+
+
+def _place(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    model.get_submodule(parent)._modules[leaf] = module

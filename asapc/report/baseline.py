@@ -1,0 +1,301 @@
+"""Regression mode: is this report worse than an earlier one of the same model on the same data?
+
+Every metric that both reports have is compared, but for absolute times (Metric.compared). Shares
+(agreement, accuracies) may be worse by so many points, everything else by such a part of the
+baseline's value.
+The file is someone else's: its size, its shape and every number in it are checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asapc.errors import InputError
+from asapc.formats.json_text import parse_json, read_file
+from asapc.metrics import METRIC, METRICS
+from asapc.report.document import (
+    REPORT_FORMAT,
+    Check,
+    Class,
+    Comparison,
+    GateReport,
+    ModelReport,
+    Report,
+    SiteReport,
+    finite,
+    worst_class,
+)
+from asapc.report.gates import entry, examples_needed
+from asapc.terminal.printed import reason, short
+
+MAX_BYTES = 16 << 20  # a report of a hundred sites is below one MiB
+MAX_REGRESSION = 0.02
+# Ratios of interleaved times still moved by a third between runs on a shared machine (README).
+SPEED_NOISE = 1 / 3
+# Smaller differences are how float32 rounds in another order of summation.
+ROUNDING = 1e-5
+# What ratios of times depend on besides the model.
+MACHINE = ("processor", "cores", "threads", "device")
+# Fits that differ in one of these have duals, and bounds on them, of different meaning.
+FITTED_AS = ("operator", "side", "closures", "features", "fit", "coefficients")
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How much worse a metric may be: the general limit, unless the metric has one of its own."""
+
+    general: float = MAX_REGRESSION
+    by_metric: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, metric: str) -> float:
+        if metric in self.by_metric:
+            return self.by_metric[metric]
+        return max(self.general, SPEED_NOISE) if METRIC[metric].speed else self.general
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A checked earlier report, and how much worse than it is still accepted."""
+
+    path: str
+    report: Report
+    allowance: Allowance
+
+
+def parse_allowance(texts: Sequence[str]) -> Allowance:
+    """["2%", "speedup=10%"]: one general limit at most, and limits of single metrics.
+
+    Raises InputError.
+    """
+    general: float | None = None
+    by_metric: dict[str, float] = {}
+    for text in texts:
+        name, equals, amount = text.rpartition("=")
+        if equals:
+            if name not in compared_metrics():
+                raise InputError(
+                    f"--max-regression: {name!r} is not compared with a baseline",
+                    help=f"compared are: {', '.join(compared_metrics())}",
+                )
+            if name in by_metric:
+                raise InputError(f"--max-regression: {name} is given twice")
+            by_metric[name] = _fraction(amount)
+        elif general is not None:
+            raise InputError("--max-regression: only one limit can be for all metrics",
+                             got=" and ".join(texts),
+                             help="name the metric of the others: speedup=10%")  # fmt: skip
+        else:
+            general = _fraction(amount)
+    return Allowance(MAX_REGRESSION if general is None else general, by_metric)
+
+
+def compared_metrics() -> tuple[str, ...]:
+    return tuple(metric.key for metric in METRICS if metric.compared)
+
+
+def load_baseline(path: str | Path, allowance: Allowance | None = None) -> Baseline:
+    """Read and check a report.json.  Raises InputError."""
+    where = f"baseline {path}"
+    document = _read(path, where)
+    version = document.get("format_version")
+    if isinstance(version, bool) or version != REPORT_FORMAT:
+        raise InputError(
+            f"{where}: the baseline must be a report of format {REPORT_FORMAT}",
+            got=short(version),
+            help="measure it again with this version of asapc",
+        )
+    for part in ("fingerprints", "model", "sites"):
+        if document.get(part) is None:
+            raise InputError(f"{where}: {part} must be there", got="none")
+    report = Report.from_json(document, where)
+    for key in ("teacher", "data"):
+        if key not in report.fingerprints:
+            raise InputError(f"{where}: fingerprints must name the {key}", got="none")
+    for name, count in Counter(site.name for site in report.sites).items():
+        if count > 1:
+            raise InputError(f"{where}: a site must be named once", got=short(name))
+    _check_numbers(report.model, f"{where}: model")
+    for site in report.sites:
+        _check_numbers(site, f"{where}: {short(site.name)}")
+    return Baseline(str(path), report, allowance or Allowance())
+
+
+def compare(report: Report, baseline: Baseline) -> GateReport:
+    """Hold a report against its baseline.  Raises InputError if they are not of the same thing."""
+    _require_same(report, baseline)
+    skipped: list[dict[str, str]] = []
+    checks = list(_compare_model(report, baseline, skipped))
+    old_sites = {site.name: site for site in baseline.report.sites}
+    now = {site.name: site for site in report.sites}
+    for name, old in old_sites.items():
+        if name not in now:
+            shown = _clip(name) if name.isprintable() else short(name)
+            text = f"the site {shown} of the baseline is no longer compiled"
+            checks.append(entry("baseline", "sites", shown, None, "REGRESSION", text))
+            continue
+        checks += _compare_site(now[name], old, baseline.allowance, skipped)
+    skipped += [_skip("sites", name, "not in the baseline") for name in now if name not in old_sites]
+    allowance, verdict = baseline.allowance, worst_class(own.verdict for own in checks)
+    summary = Comparison(baseline.path, allowance.general, dict(allowance.by_metric), verdict,
+                         len(checks), tuple(skipped))  # fmt: skip
+    return GateReport(verdict, tuple(checks), summary)
+
+
+def _compare_model(
+    report: Report, baseline: Baseline, skipped: list[dict[str, str]]
+) -> Iterator[Check]:
+    now, old = report.model, baseline.report.model
+    other_machine = _other_machine(report, baseline.report)
+    for metric in compared_metrics():
+        earlier = finite(old.metric(metric))
+        if earlier is None:
+            continue
+        if METRIC[metric].speed and other_machine:
+            skipped.append(_skip(metric, "model", other_machine))
+            continue
+        allowed = baseline.allowance.of(metric)
+        if METRIC[metric].share and allowed:
+            needed = examples_needed(allowed, 0.0)
+            examples = min(finite(side.metric("examples")) or 0.0 for side in (now, old))
+            if examples < needed:
+                text = (
+                    f"{metric} of model rests on {examples:g} examples, too few to see a regression "
+                    f"of {allowed:.4g}: at least {needed} are needed"
+                )
+                yield entry("baseline", metric, "model", finite(now.metric(metric)), "ANOMALOUS", text,
+                            baseline=earlier, allowed=allowed)  # fmt: skip
+                continue
+        yield _compared(metric, "model", now, old, allowed)
+
+
+def _compare_site(
+    now: SiteReport, old: SiteReport, allowance: Allowance, skipped: list[dict[str, str]]
+) -> Iterator[Check]:
+    refitted = [key for key in FITTED_AS if getattr(now, key) != getattr(old, key)]
+    for metric in compared_metrics():
+        value = now.metric(metric)
+        if value is None or finite(old.metric(metric)) is None:
+            continue  # the site became another operator, which has other metrics
+        if METRIC[metric].of_fit and (refitted or finite(value) is None):
+            why = f"another {' and '.join(refitted)}" if refitted else "not finite: proves nothing"
+            skipped.append(_skip(metric, now.name, why))
+            continue
+        yield _compared(metric, now.name, now, old, allowance.of(metric))
+
+
+def _compared(
+    metric: str,
+    scope: str,
+    now: ModelReport | SiteReport,
+    old: ModelReport | SiteReport,
+    allowed: float,
+) -> Check:
+    """One check: worse by more than is allowed, and by more than chance and rounding explain?"""
+    raw = now.metric(metric)
+    value, earlier = finite(raw), finite(old.metric(metric))
+    assert earlier is not None
+    subject = f"{metric} of {scope}"
+    if value is None:
+        what = "was not measured" if raw is None else f"is not a finite number: {short(raw)}"
+        text = f"{subject} {what} (the baseline has {earlier:.6g})"
+        return entry("baseline", metric, scope, None, "ANOMALOUS", text,
+                     baseline=earlier, allowed=allowed)  # fmt: skip
+    worse = value - earlier if METRIC[metric].direction == "min" else earlier - value
+    if METRIC[metric].share:
+        part, amount, most = worse, f"{worse * 100:.4g} points", f"{allowed * 100:.4g} points"
+    else:
+        part = worse / abs(earlier) if earlier else math.inf if worse > 0 else 0.0
+        amount, most = f"{part * 100:.4g} %", f"{allowed * 100:.4g} %"
+    start, before = f"{subject} is {value:.6g}", f"the baseline's {earlier:.6g}"
+    verdict: Class = "ACCEPT"
+    if part <= allowed + 1e-9 or worse <= ROUNDING:  # 0.99 - 0.97 is not 0.02
+        text = f"{start}, within {most} of {before}" if worse > 0 else f"{start}, no worse than {before}"
+    elif _inside(value, old.interval(metric)) or _inside(earlier, now.interval(metric)):
+        text = f"{start}, {amount} worse than {before} but inside the confidence interval"
+    else:
+        verdict, text = "REGRESSION", f"{start}, {amount} worse than {before} ({most} allowed)"
+    return entry("baseline", metric, scope, value, verdict, text,
+                 baseline=earlier, allowed=allowed, worse_by=worse)  # fmt: skip
+
+
+def _require_same(report: Report, baseline: Baseline) -> None:
+    own, its = report.fingerprints, baseline.report.fingerprints
+    for key, what in (("teacher", "of the same teacher"), ("data", "on the same data")):
+        if own.get(key) != its.get(key):
+            raise InputError(
+                f"baseline {baseline.path}: the baseline must be a report {what}",
+                got=f"{key} {short(str(its.get(key))[:12])}, this one is {short(str(own.get(key))[:12])}",
+                help="measure a baseline again whenever the teacher or the data change",
+            )
+
+
+def _other_machine(report: Report, earlier: Report) -> str | None:
+    """Why ratios of times cannot be compared, None where they can."""
+    own, its = report.environment, earlier.environment
+    different = [key for key in MACHINE if own.get(key) != its.get(key)]
+    if report.model.values.get("batch") != earlier.model.values.get("batch"):
+        different.append("batch size")
+    return f"measured with another {' and '.join(different)}" if different else None
+
+
+def _skip(metric: str, scope: str, why: str) -> dict[str, str]:
+    return {"metric": metric, "scope": scope, "why": why}
+
+
+def _inside(value: float, ends: tuple[float, float] | None) -> bool:
+    return ends is not None and ends[0] <= value <= ends[1]
+
+
+def _read(path: str | Path, where: str) -> dict[str, Any]:
+    try:
+        content = read_file(path, MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise InputError(
+            f"{where}: no such file", help="`asapc report OUT` writes OUT/report.json"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{where}: cannot be read", got=reason(error)) from error
+    if len(content) > MAX_BYTES:
+        raise InputError(f"{where}: a report has at most {MAX_BYTES >> 20} MiB", got="more")
+    try:
+        document = parse_json(content, strict=True)
+    except ValueError as error:
+        raise InputError(f"{where}: not valid JSON", got=reason(error)) from error
+    if not isinstance(document, dict):
+        raise InputError(f"{where}: the file must hold a report", got=type(document).__name__)
+    return document
+
+
+def _check_numbers(holder: ModelReport | SiteReport, where: str) -> None:
+    """What was measured is null or finite, and the ends of its interval are in order."""
+    for metric in METRICS:
+        value = holder.metric(metric.key)
+        if value is not None and finite(value) is None:
+            raise InputError(f"{where}: {metric.key} must be a finite number", got=short(value))
+    for name, ends in holder.confidence.items():
+        if holder.interval(name) is None:
+            rule = f"{where}: confidence of {short(name)} must be two numbers, the lower one first"
+            raise InputError(rule, got=short(list(ends)))
+
+
+def _fraction(text: str) -> float:
+    rule = "--max-regression must be a share such as 2% or 0.02"
+    number = text.strip()
+    percent = number.endswith("%")
+    try:
+        value = float(number.removesuffix("%"))
+    except ValueError:
+        raise InputError(rule, got=short(text)) from None
+    value = value / 100 if percent else value
+    if not 0 <= value <= 1:  # also NaN
+        raise InputError(rule, got=short(text), help="write two percent as 2%, not as 2")
+    return value
+
+
+def _clip(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else f"{text[: most - 4]} ..."

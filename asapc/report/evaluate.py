@@ -1,0 +1,283 @@
+"""Evaluate a compiled artefact: fidelity and speed against its teacher, on examples it has not seen.
+
+Examples are split by a hash of their content, see asapc.inputs.data: calibration (70 %), selection (15 %)
+and gate (15 %). On the data an artefact was calibrated or refreshed on, a report uses the gate split; on
+other data, every example that calibration, selection and refreshes have not seen.
+
+report() measures both for the report and its gates; bench() times the models and their sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asapc.artifact import Artifact, read_artifact, surrounding_model
+from asapc.errors import InputError
+from asapc.formats import places
+from asapc.formats.yaml_file import read_yaml_mapping
+from asapc.inputs.data import Batch, DataSource, open_data, recorded_data, split_of
+from asapc.inputs.faults import check_labels
+from asapc.inputs.onnx.settings import read_record, require_extra
+from asapc.inputs.recipe import Recipe
+from asapc.ir import SiteTensors
+from asapc.kernels.thresholds import key_of, without_cache
+from asapc.measure.bootstrap import LEVEL
+from asapc.measure.differences import comparable
+from asapc.measure.fidelity import OutputFidelity
+from asapc.passes.audit import SoftToHard, soft_sites
+from asapc.program.runner import Runner, Tap
+from asapc.report.document import REPORT_FORMAT, TEACHER, Report
+from asapc.report.site_metrics import (
+    SiteFidelity,
+    environment,
+    explain_site,
+    time_model,
+    time_site,
+    tune_site,
+)
+from asapc.terminal.progress import Progress
+
+REPORT_EXAMPLES = 512
+
+
+def report(
+    artifact_path: str | Path,
+    data: str | DataSource | None = None,
+    *,
+    model: str | nn.Module | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    examples: int = REPORT_EXAMPLES,
+    trust: bool = False,
+    progress: Progress,
+) -> Report:
+    """Fidelity and speed on up to `examples` examples that calibration and selection have not seen.
+
+    Its pictures are a few attention maps of every site. No gate is set. Raises InputError if what the
+    artefact has seen belongs to the gate split, or nothing is left to measure on.
+    """
+    artifact = read_artifact(artifact_path, trust=trust)
+    surrounding = surrounding_model(artifact, model, weights, kwargs)
+    source = open_data(
+        data or recorded_data(artifact.manifest["data"], artifact.folder, "report"), artifact.signature()
+    )
+    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
+    runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
+    tap = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)
+    outputs, lossless = OutputFidelity(), OutputFidelity()
+    sites = [SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
+    audit = _audit(artifact, surrounding)
+    unseen = Unseen(artifact, source)
+    measured = 0
+    first: Batch | None = None
+    batches = source.batches(recipe.batch_size, select=unseen.select, limit=examples)
+    for batch in progress.track(batches, "measuring fidelity", None):
+        first = first or batch
+        teacher_out = runners["teacher"](batch)
+        lossless_out, tensors = tap(batch)
+        outputs.update(
+            comparable(teacher_out), comparable(runners["graph"](batch)), batch.labels,
+            _lengths(tensors, len(batch)), batch.numbers,
+        )  # fmt: skip
+        if measured == 0 and source.labels is not None and outputs.classes is not None:
+            check_labels(source.labels, outputs.classes, range(len(source.labels)), source.source)
+        lossless.update(comparable(teacher_out), comparable(lossless_out), batch.labels)
+        for site, seen in zip(sites, tensors, strict=True):
+            site.update(seen)
+        if audit is not None:
+            audit.update(batch)
+        measured += len(batch)
+    if first is None:
+        raise unseen.nothing()
+    progress.note("measuring latency")
+    timed = time_model(runners, first)
+    fit_seconds = artifact.fit_seconds
+    saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
+    fitted = any(entry["fit"] is not None for entry in artifact.manifest["sites"])
+    exact = lossless.metrics()
+    onnx = read_record(artifact.folder)
+    document = {
+        "format_version": REPORT_FORMAT,
+        "fingerprints": {
+            "teacher": artifact.manifest["teacher"]["fingerprint"], "data": source.fingerprint,
+        },
+        "model": {
+            "source": artifact.manifest["teacher"]["source"],
+            "capture": artifact.capture,
+            "data": source.source,
+            "examples": measured,
+            "batch": len(first),
+            **outputs.metrics(),
+            "lossless_max_abs_error": exact["max_abs_error"],
+            **timed,
+            "fit_seconds": fit_seconds,
+            "calibration_order": artifact.manifest["calibration_order"],
+            "break_even_batches": fit_seconds / saved if fitted and saved > 0 else None,
+            "confidence": outputs.confidence(),
+            "confidence_level": LEVEL,
+        },
+        "sites": [site.result() for site in sites],
+        "by_length": outputs.by_length(),
+        "refused": artifact.manifest["refused"],
+        "warnings": artifact.manifest.get("warnings", []),
+        "splits": {**unseen.splits(), "gate": measured, "excluded": unseen.excluded},
+        "selection": artifact.selection if "sites" in artifact.selection else None,
+        **({} if audit is None else {"soft_to_hard": audit.result(first)}),
+        **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
+        **({} if onnx is None else {"onnx": onnx}),
+        "environment": environment(),
+    }
+    found = Report.from_json(document, str(artifact.folder))  # some of it is from the artefact's files
+    return replace(found, pictures=tuple(site.pictures.result() for site in sites))
+
+
+class Unseen:
+    """The examples of some data that a report may use.
+
+    excluded: how many were met that it may not, because calibration, selection or a refresh has seen
+    them.
+    """
+
+    def __init__(self, artifact: Artifact, source: DataSource) -> None:
+        """Raises InputError if the artefact has seen examples of the gate split."""
+        self.seen = artifact.seen_hashes
+        self.source = source.source
+        self.known = any(places.same(source.source, own) for own in _data_of(artifact))
+        self.excluded = 0
+        held_out = sum(split_of(content) == "gate" for content in self.seen)
+        if held_out:
+            raise InputError(
+                f"{artifact.folder}: calibration and selection must not have seen the gate split",
+                got=f"{held_out} of the {len(self.seen)} examples they have seen belong to it",
+                help="the artefact was changed, or examples were split in another way: compile again",
+            )
+
+    def select(self, content: int) -> bool:
+        if content in self.seen:
+            self.excluded += 1
+            return False
+        return not self.known or split_of(content) == "gate"
+
+    def splits(self) -> dict[str, int]:
+        """How many examples the artefact has seen, by split."""
+        splits = [split_of(content) for content in self.seen]
+        return {name: splits.count(name) for name in ("calibration", "selection")}
+
+    def nothing(self) -> InputError:
+        if self.known:
+            return InputError(
+                f"{self.source}: the gate split needs examples", got="none: too few examples in all",
+                help="15 % of the examples are for the gate, chosen by content; or pass other data "
+                "with --data",
+            )  # fmt: skip
+        return InputError(
+            f"{self.source}: the report needs examples that calibration and selection have not seen",
+            got=f"none: all {self.excluded} were seen" if self.excluded else "no examples",
+            help="pass other data with --data",
+        )
+
+
+def _data_of(artifact: Artifact) -> list[str]:
+    """Where the examples of calibration, selection and refreshes came from."""
+    refresh = artifact.manifest.get("refresh", {})
+    entries = [artifact.manifest, refresh, *refresh.get("earlier", [])]
+    return [places.found(str(own["data"]), artifact.folder) for own in entries if "data" in own]
+
+
+def _lengths(sites: Sequence[SiteTensors], examples: int) -> Tensor | None:
+    """Active keys of each example, at the first site with a mask: [B]; all keys where none has one.
+
+    None if no site's first axis counts the examples.
+    """
+    own = [t for t in sites if len(t.q) == examples]
+    for t in own:
+        if t.keep is not None and len(t.keep) == examples:
+            return t.keep.sum(-1)
+    return torch.full((examples,), own[0].k.shape[2]) if own else None
+
+
+def bench(
+    artifact_path: str | Path,
+    data: str | None = None,
+    *,
+    model: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    repeats: int = 10,
+    explain: bool = False,
+    tune: bool | None = None,
+    trust: bool = False,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Median latencies of teacher, lossless and compiled: the whole model and every site.
+
+    A site's teacher is the usual log-domain PyTorch loop on the site's own activations. Where there is
+    a verified model.onnx, it is timed under ONNX Runtime with its teacher too.
+    explain: also which kernels each compiled site runs, and why. tune: True measures tile sizes for
+    every site first and keeps the best in the tuning cache; False leaves that cache aside.
+    """
+    if tune is False:
+        with without_cache():
+            return bench(artifact_path, data, model=model, weights=weights, kwargs=kwargs,
+                         repeats=repeats, explain=explain, trust=trust, progress=progress)  # fmt: skip
+    artifact = read_artifact(artifact_path, trust=trust)
+    surrounding = surrounding_model(artifact, model, weights, kwargs)
+    source = open_data(
+        data or recorded_data(artifact.manifest["data"], artifact.folder, "bench"), artifact.signature()
+    )
+    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
+    batch = next(source.batches(recipe.batch_size))
+    runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
+    _, tensors = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)(batch)
+    tuned: dict[int, dict[str, Any]] = {}
+    if tune:
+        by_key: dict[str, dict[str, Any]] = {}  # sites of one shape share an entry of the cache
+        indices = range(len(artifact.manifest["sites"]))
+        for index in progress.track(indices, "tuning sites", len(indices)):
+            key = key_of(tensors[index].q, tensors[index].k)
+            if key not in by_key:
+                by_key[key] = tune_site(artifact, index, tensors[index], repeats)
+            tuned[index] = by_key[key]
+    progress.note("timing the whole model")
+    whole = time_model(runners, batch, repeats)
+    sites = []
+    for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites", None)):
+        measured = time_site(artifact, index, tensors[index], repeats)
+        sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
+        if explain:
+            sites[-1]["kernels"] = explain_site(artifact, index, tensors[index])
+        if tuned:
+            sites[-1]["tuned"] = tuned[index]
+    onnx: dict[str, Any] = {}
+    if read_record(artifact.folder) is not None:
+        require_extra()
+        from asapc.onnx.bench import bench_onnx
+
+        onnx = {"onnx": bench_onnx(artifact, batch, repeats, progress)}
+    return {
+        "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
+        **onnx,
+        "sites": sites,
+        "environment": environment(),
+    }
+
+
+def _audit(artifact: Artifact, model: nn.Module | None) -> SoftToHard | None:
+    """For an artefact whose teacher sorts softly."""
+    lossless = artifact.programs["lossless"]
+    if not soft_sites(lossless):
+        return None
+    refreshed = artifact.programs["graph"] if "refresh" in artifact.manifest else None
+    sites = artifact.manifest["sites"]
+    untouched = [str(site["name"]) for site in sites if site["operator"] == TEACHER]
+    return SoftToHard(model, lossless, refreshed, untouched)
+
+
+def _read_recipe(artifact: Artifact) -> Mapping[str, Any]:
+    return read_yaml_mapping(artifact.folder / "recipe.yaml", "recipe")

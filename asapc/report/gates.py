@@ -1,0 +1,411 @@
+"""Gates: limits a report must keep, `{"attention_rel_l2": {"max": 0.05}}`, and the check of them.
+
+Every check, and the whole, is of one class:
+
+    ACCEPT      the limit is kept
+    REGRESSION  a limit, or the baseline (asapc.report.baseline), is not kept
+    ANOMALOUS   the measurement cannot be trusted: missing, NaN or infinite, too few examples, or too good
+
+The worst class wins, and ANOMALOUS is the worst: as long as a measurement cannot be trusted, nothing it
+says about limits can be.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from asapc.errors import InputError
+from asapc.formats.yaml_file import read_yaml_mapping
+from asapc.metrics import METRIC, METRICS, Metric
+from asapc.report.document import (
+    TEACHER,
+    Check,
+    Class,
+    GateReport,
+    ModelReport,
+    Report,
+    SiteReport,
+    finite,
+    worst_class,
+)
+from asapc.terminal.printed import short
+
+IMPLAUSIBLE_SPEEDUP = 1000.0
+IMPLAUSIBLE_GAIN = 3.0  # half-widths of the confidence interval of an accuracy
+# The 95 % interval (Clopper and Pearson) of a share of n in n starts at 0.025^(1/n) > 1 - 3.69 / n.
+FOR_CONFIDENCE = -math.log(0.025)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One limit: value <= limit for "max", value >= limit for "min".
+
+    pattern: the sites it is for; None for the model, or for every site that no pattern with a limit on
+    the same metric and bound matches. confidence: the pessimistic end of the confidence interval is
+    compared, the low end with a "min".
+    """
+
+    metric: str
+    bound: Literal["min", "max"]
+    limit: float
+    pattern: str | None = None
+    confidence: bool = False
+
+
+def known_metrics() -> tuple[str, ...]:
+    """Every name a gate may use."""
+    return tuple(sorted(metric.key for metric in METRICS if metric.gate))
+
+
+def load_gates(path: str | Path) -> list[Gate]:
+    """The gates in a YAML or JSON file.  Raises InputError: unknown name, no limit, empty file."""
+    return parse_gates(read_yaml_mapping(path, "gates"), where=f"gates {path}")
+
+
+def parse_gates(data: Mapping[str, Any], *, where: str = "gates") -> list[Gate]:
+    """Checks `{"metric": {"min"|"max": number, "confidence": bool}}`, and the same for every pattern
+    under "sites".  Raises InputError."""
+    if not data:
+        raise InputError(
+            f"{where}: at least one limit must be set",
+            help="write for example  attention_rel_l2: {max: 0.05}",
+        )
+    gates: list[Gate] = []
+    for metric, limits in data.items():
+        if metric != "sites":
+            gates += _parse_metric(metric, limits, None, where)
+            continue
+        if not isinstance(limits, Mapping) or not limits:
+            raise InputError(
+                f"{where}: sites must map patterns of site names to limits",
+                got=short(limits),
+                help='write for example  sites: {"layers.0.*": {attention_rel_l2: {max: 0.01}}}',
+            )
+        for pattern, own in limits.items():
+            place = f"{where}: sites: {pattern}"
+            if not isinstance(pattern, str):
+                raise InputError(f"{place}: a pattern must be text", got=short(pattern))
+            if not isinstance(own, Mapping) or not own:
+                raise InputError(f"{place}: at least one limit must be set", got=short(own))
+            for name, its in own.items():
+                gates += _parse_metric(name, its, pattern, place)
+    return gates
+
+
+def check(report: Report, gates: Sequence[Gate]) -> list[Check]:
+    """One check per limit of the model and per limit and site of a pattern; a limit on a per-site metric
+    without a pattern is one check, of the worst site.
+
+    Raises InputError for a pattern that matches no site.
+    """
+    names = [site.name for site in report.sites]
+    for pattern in dict.fromkeys(gate.pattern for gate in gates if gate.pattern is not None):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(
+                f"gates: the site pattern {pattern!r} must match a site",
+                help=f"sites: {', '.join(names[:10]) or 'none'}{' ...' if len(names) > 10 else ''}",
+            )
+    checks = []
+    for gate in gates:
+        if gate.pattern is None and METRIC[gate.metric].scope != "site":
+            checks.append(_judge(report, gate, _Reading.of_model(report, gate)))
+            continue
+        own = [site for site in report.sites if _governing(gates, gate, site.name)]
+        if report.sites and not own:
+            continue  # patterns took every site over
+        readings = [_Reading.of_site(site, gate) for site in own if not _without(site, gate.metric)]
+        if gate.pattern is None:
+            readings = [_worst(readings, gate)] if readings else [_Reading("sites", None)]
+        checks += [_judge(report, gate, reading) for reading in readings]
+    return checks
+
+
+def implausible(report: Report) -> list[Check]:
+    """One ANOMALOUS check per measurement that no sound compilation and measurement would give."""
+    found = _not_finite(report.model, "model", [own for own in METRICS if own.scope != "site"])
+    for site in report.sites:
+        found += _not_finite(site, site.name, [own for own in METRICS if own.every_site])
+        if _cannot_be_equal(site) and finite(site.metric("attention_rel_l2_worst")) == 0:
+            text = f"the attention of {site.name} is exactly the teacher's, although it was approximated"
+            found.append(_anomaly("attention_rel_l2_worst", site.name, text, 0.0))
+    found += _too_equal(report)
+    for metric in METRICS:
+        value = finite(report.model.metric(metric.key)) if metric.speed else None
+        if value is not None and not 0 < value <= IMPLAUSIBLE_SPEEDUP:
+            text = f"{metric.key} of model is {value:.6g}: no kernel does that, a timing is wrong"
+            found.append(_anomaly(metric.key, "model", text, value))
+    return found + _too_accurate(report)
+
+
+def gate_result(
+    report: Report, gates: Sequence[Gate], comparison: GateReport | None = None
+) -> GateReport:
+    """The report's gate: its limits, its plausibility, and its comparison with a baseline.
+
+    The verdict is None where neither a limit nor a baseline was set: nothing was promised, and
+    nothing is accepted. Otherwise a result that is implausible fails whatever the limits are.
+    """
+    if not gates and comparison is None:
+        return GateReport()
+    compared = comparison or GateReport()
+    checks = (*check(report, gates), *implausible(report), *compared.checks)
+    return GateReport(worst_class(own.verdict for own in checks), checks, compared.baseline)
+
+
+def failure_text(gate: GateReport, most: int = 20) -> str:
+    """One line for the verdict and one per check that is not accepted, the worst class first."""
+    failed = gate.failures
+    lines = [f"gate failed: {gate.verdict}"]
+    lines += [f"  {own.verdict}: {own.message}" for own in failed[:most]]
+    if len(failed) > most:
+        lines.append(f"  and {len(failed) - most} more")
+    return "\n".join(lines)
+
+
+def entry(
+    kind: Literal["limit", "plausibility", "baseline"],
+    metric: str,
+    scope: str,
+    value: float | None,
+    verdict: Class,
+    message: str,
+    **more: Any,
+) -> Check:
+    """A check whose message is one line, whatever the names in it are."""
+    text = " ".join(message.split())
+    return Check(kind, metric, scope, value, verdict=verdict, message=text, **more)
+
+
+def examples_needed(limit: float, ideal: float, per_example: float = 1) -> int:
+    """Examples n with per_example / n <= |ideal - limit|; 0 where the limit is the ideal itself."""
+    distance = abs(ideal - limit)
+    return math.ceil(per_example / distance - 1e-6) if distance else 0
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One value to judge. raw: as it stands in the report, for the message."""
+
+    scope: str
+    raw: float | None
+    interval: tuple[float, float] | None = None
+
+    @classmethod
+    def of_model(cls, report: Report, gate: Gate) -> _Reading:
+        model = report.model
+        return cls("model", model.metric(gate.metric), model.interval(gate.metric))
+
+    @classmethod
+    def of_site(cls, site: SiteReport, gate: Gate) -> _Reading:
+        raw, untouched = site.metric(gate.metric), METRIC[gate.metric].untouched
+        if raw is None and site.operator == TEACHER and untouched is not None:
+            return cls(site.name, untouched, (untouched, untouched))
+        return cls(site.name, raw, site.interval(gate.metric))
+
+    def compared(self, gate: Gate) -> float | None:
+        """The number that is held against the limit."""
+        value = finite(self.raw)
+        if value is None or not gate.confidence:
+            return value
+        if self.interval is None:
+            return None
+        return self.interval[0 if gate.bound == "min" else 1]
+
+
+def _judge(report: Report, gate: Gate, reading: _Reading) -> Check:
+    value, compared = finite(reading.raw), reading.compared(gate)
+    limit = f"{gate.bound} {gate.limit:g}{' with confidence' if gate.confidence else ''}"
+    subject = f"{gate.metric} of {reading.scope}"
+    few = _too_few(report, gate) if reading.scope == "model" else None
+    verdict: Class = "ANOMALOUS"
+    if reading.raw is None:
+        message = f"{subject} was not measured ({limit})"
+    elif value is None:
+        message = f"{subject} is not a finite number: {short(reading.raw)} ({limit})"
+    elif few is not None:
+        message = f"{subject} {few} for {limit}"
+    elif compared is None:
+        message = f"{subject} has no confidence interval ({limit})"
+    else:
+        kept = compared <= gate.limit if gate.bound == "max" else compared >= gate.limit
+        shown = f"{value:.6g}"
+        if gate.confidence:
+            level = report.model.confidence_level
+            end = "at least" if gate.bound == "min" else "at most"
+            shown += f", {end} {compared:.6g} with {level:.4g} confidence"
+        if gate.metric == "examples" and gate.bound == "min" and not kept:
+            message = f"the report rests on {shown} examples, too few ({limit})"
+        else:
+            verdict = "ACCEPT" if kept else "REGRESSION"
+            message = f"{subject} is {shown}, {'within' if kept else 'beyond'} its limit ({limit})"
+    more: dict[str, Any] = {gate.bound: gate.limit}
+    if gate.confidence:
+        more |= {"confidence": True, "bound_value": compared}
+    return entry("limit", gate.metric, reading.scope, value, verdict, message, **more)
+
+
+def _too_few(report: Report, gate: Gate) -> str | None:
+    """Why the number of examples does not carry a limit on a share, None where it does.
+
+    A share of n examples moves in steps of 1 / n. A limit nearer to the ideal than one step says no
+    more than the ideal does, and fewer examples keep it as easily: 20 of 20 is no proof of 0.99. A limit
+    on a confidence bound needs so many examples that a perfect result keeps it.
+    """
+    metric = METRIC[gate.metric]
+    if not metric.share or gate.bound != metric.bound:
+        return None
+    ideal = 1.0 if gate.bound == "min" else 0.0
+    needed = examples_needed(gate.limit, ideal, FOR_CONFIDENCE if gate.confidence else 1)
+    if not needed:
+        return None
+    examples = finite(report.model.metric("examples"))
+    if examples is None:
+        return f"rests on an unknown number of examples, at least {needed} are needed"
+    if examples >= needed:
+        return None
+    return f"rests on {examples:g} examples, too few: at least {needed} are needed"
+
+
+def _worst(readings: Sequence[_Reading], gate: Gate) -> _Reading:
+    """The reading nearest to failing: one without a value before all others."""
+
+    def badness(reading: _Reading) -> float:
+        value = reading.compared(gate)
+        return math.inf if value is None else value if gate.bound == "max" else -value
+
+    return max(readings, key=badness)
+
+
+def _governing(gates: Sequence[Gate], gate: Gate, name: str) -> bool:
+    """Whether this is the limit for the site: the last one that matches wins, as in a recipe."""
+    same = [
+        other
+        for other in gates
+        if (other.metric, other.bound) == (gate.metric, gate.bound)
+        and (fnmatchcase(name, other.pattern) if other.pattern is not None
+             else METRIC[other.metric].scope == "site")
+    ]  # fmt: skip
+    patterned = [other for other in same if other.pattern is not None]
+    return bool(same) and (patterned or same)[-1] == gate
+
+
+def _without(site: SiteReport, metric: str) -> bool:
+    """Whether the metric does not exist for what the site became."""
+    if metric in site.metrics:
+        return False
+    if METRIC[metric].of_fit:
+        return site.operator != "asap"
+    return site.operator == TEACHER and METRIC[metric].untouched is None
+
+
+def _cannot_be_equal(site: SiteReport) -> bool:
+    """An approximation whose results, were they bit-equal, would be a wonder: sorting softly at a
+    temperature near zero and sorting exactly may really be the same."""
+    sorts = site.operator.startswith("esp_") and site.own_operator.startswith("esp_")
+    return site.approximate and not sorts
+
+
+def _not_finite(
+    holder: ModelReport | SiteReport, scope: str, metrics: Sequence[Metric]
+) -> list[Check]:
+    values = {metric.key: holder.metric(metric.key) for metric in metrics}
+    return [
+        _anomaly(key, scope, f"{key} of {scope} is {short(value)}: not finite")
+        for key, value in values.items() if value is not None and finite(value) is None
+    ]  # fmt: skip
+
+
+def _too_equal(report: Report) -> list[Check]:
+    count = sum(map(_cannot_be_equal, report.sites))
+    for metric in ("max_abs_error", "output_rel_l2"):
+        if count and finite(report.model.metric(metric)) == 0:
+            text = (
+                f"the outputs are exactly the teacher's ({metric} 0), although {count} "
+                f"site{'s were' if count > 1 else ' was'} approximated: was the teacher compared "
+                "with itself?"
+            )
+            return [_anomaly(metric, "model", text, 0.0)]
+    return []
+
+
+def _too_accurate(report: Report) -> list[Check]:
+    """A compiled model imitates its teacher, unless it was trained on labels since."""
+    if (report.refresh or {}).get("mode") == "labels":
+        return []
+    model, sides = report.model, ("accuracy_teacher", "accuracy_compiled")
+    teacher, own = (finite(model.metric(side)) for side in sides)
+    examples = finite(model.metric("examples"))
+    if teacher is None or own is None or not examples or examples < 1:
+        return []
+    # Bootstrap intervals shrink to nothing where every example is right, hence the binomial one, with
+    # two successes and two failures added (Agresti and Coull).
+    share = (teacher * examples + 2) / (examples + 4)
+    widths = [1.96 * math.sqrt(max(share * (1 - share), 0.0) / (examples + 4))]
+    widths += [(ends[1] - ends[0]) / 2 for side in sides if (ends := model.interval(side)) is not None]
+    gain, width = own - teacher, max(widths)
+    if gain <= IMPLAUSIBLE_GAIN * width:
+        return []
+    text = (
+        f"accuracy_compiled of model is {own:.6g}, the teacher's {teacher:.6g}: a gain of {gain:.4g}, "
+        f"where chance explains {width:.4g}"
+    )
+    return [_anomaly("accuracy_compiled", "model", text, own)]
+
+
+def _anomaly(metric: str, scope: str, message: str, value: float | None = None) -> Check:
+    return entry("plausibility", metric, scope, value, "ANOMALOUS", message)
+
+
+def _parse_metric(metric: Any, limits: Any, pattern: str | None, where: str) -> list[Gate]:
+    names = known_metrics()
+    if metric not in names:
+        close = difflib.get_close_matches(str(metric), (*names, "sites"), n=1)
+        raise InputError(
+            f"{where}: unknown metric {short(metric)}",
+            help=(f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}",
+        )
+    place = f"{where}: {metric}"
+    if pattern is not None and METRIC[metric].scope == "model":
+        raise InputError(
+            f"{place}: only a metric of a site can be limited per site",
+            help="limit a metric of the whole model at the top of the file",
+        )
+    bounds: tuple[Literal["min", "max"], ...] = ("min", "max")
+    valid = isinstance(limits, Mapping) and set(limits) <= {*bounds, "confidence"}
+    if not valid or not set(limits) & set(bounds):
+        raise InputError(
+            f"{place} must be limited by min and/or max, as in {{max: 0.05}}", got=short(limits)
+        )
+    confidence = limits.get("confidence", False)
+    if not isinstance(confidence, bool):
+        raise InputError(f"{place}: confidence must be true or false", got=short(confidence))
+    gates = []
+    for bound in bounds:
+        if bound in limits:
+            limit = _limit(limits[bound], place)
+            if METRIC[metric].share and not (METRIC[metric].low or 0) <= limit <= 1:
+                raise InputError(f"{place}: a share is at most 1", got=f"{limit:g}",
+                                 help="write 99 % as 0.99")  # fmt: skip
+            gates.append(Gate(metric, bound, limit, pattern, confidence))
+    if len(gates) == 2 and gates[0].limit > gates[1].limit:
+        raise InputError(f"{place}: min must not be above max", got=short(limits))
+    return gates
+
+
+def _limit(value: Any, where: str) -> float:
+    rule = f"{where}: a limit must be a finite number"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise InputError(rule, got=short(value))
+    try:
+        limit = float(value)  # YAML 1.1 reads 1e-3 as text
+    except (ValueError, OverflowError):
+        raise InputError(rule, got=short(value)) from None
+    if not math.isfinite(limit):
+        raise InputError(rule, got=short(value))
+    return limit

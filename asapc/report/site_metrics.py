@@ -1,0 +1,215 @@
+"""What report and bench measure on an artefact: fidelity of every site, run times, the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from asapc.artifact import Artifact, Stage
+from asapc.features.predictor import closure_plan
+from asapc.formats.records import json_fields
+from asapc.inputs.data import Batch
+from asapc.ir import Convention, SiteTensors, convention_from_dict
+from asapc.kernels.dispatch import explained
+from asapc.kernels.thresholds import (
+    Thresholds,
+    key_of,
+    remember,
+    thresholds,
+    using,
+    without_cache,
+)
+from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
+from asapc.measure.timing import interleaved_medians
+from asapc.metrics import METRICS
+from asapc.operators.sinkhorn import clean_values
+from asapc.program.calls import predicted_duals, site_function
+from asapc.program.runner import Runner
+from asapc.report.certificates import SiteCertificates
+from asapc.report.document import TEACHER, SiteReport, approximates
+from asapc.report.pictures import PictureCollector
+
+
+def time_model(
+    runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7
+) -> dict[str, float]:
+    calls: dict[str, Any] = {stage: partial(runner, batch) for stage, runner in runners.items()}
+    times = interleaved_medians(calls, repeats=repeats)
+    return _ratios(times["teacher"], times["lossless"], times["graph"])
+
+
+def _ratios(
+    teacher: Mapping[str, float], lossless: Mapping[str, float], compiled: Mapping[str, float]
+) -> dict[str, float]:
+    loop, better, own = (t["median_ms"] for t in (teacher, lossless, compiled))
+    return {
+        "latency_teacher_ms": loop,
+        "latency_lossless_ms": better,
+        "latency_compiled_ms": own,
+        "speedup": loop / own,
+        "speedup_lossless": loop / better,
+    }
+
+
+TILES = [1 << power for power in range(17, 22)]
+KEPT = [1 << 22, 1 << 24, 1 << 26]
+WORTH_KEEPING = 0.97  # of the shipped sizes' time: a smaller gain is noise
+
+
+def tune_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> dict[str, Any]:
+    """Time the lossless operator on these tensors with other tile sizes; the best goes into the cache.
+
+    On the CPU: the GPU kernels have one size to choose, and hold it in registers or not.
+    """
+    lossless = site_function(artifact.programs["lossless"], artifact.site_names[index])
+    with without_cache():
+        start = thresholds(t.q, t.k)
+    size = t.q.shape[2] * t.k.shape[2] * 4
+    kept = [x for x in KEPT if size > KEPT[0]] or [start.resident_bytes]
+    others = (replace(start, tile_bytes=a, resident_bytes=b) for a in TILES for b in kept)
+    candidates = list(dict.fromkeys([start, *others]))
+
+    def call(limits: Thresholds) -> Any:
+        with using(limits):
+            return lossless(t, t.k)
+
+    with torch.no_grad():
+        times = interleaved_medians(
+            {str(i): partial(call, own) for i, own in enumerate(candidates)}, repeats=repeats
+        )
+    medians = {own: times[str(i)]["median_ms"] for i, own in enumerate(candidates)}
+    best = min(medians, key=lambda own: medians[own])
+    if medians[best] > WORTH_KEEPING * medians[start]:
+        best = start
+    path = remember(key_of(t.q, t.k), best)
+    return {
+        "tile_bytes": best.tile_bytes, "resident_bytes": best.resident_bytes,
+        "gain": medians[start] / medians[best], "cache": str(path),
+    }  # fmt: skip
+
+
+def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[str, Any]]:
+    """Which kernels the compiled site runs on these tensors, in order, and why; none if untouched."""
+    if _is_untouched(artifact.manifest["sites"][index]):
+        return []
+    own = site_function(artifact.programs["graph"], artifact.site_names[index])
+    with torch.no_grad(), explained() as choices:
+        own(t, t.k)
+    return [asdict(choice) for choice in choices]
+
+
+def time_site(
+    artifact: Artifact, index: int, t: SiteTensors, repeats: int
+) -> dict[str, float]:
+    """Medians of the plain PyTorch meaning (the usual loop), the lossless and the compiled operator.
+
+    A site that selection left as it was runs the teacher's own code.
+    """
+    entry = artifact.manifest["sites"][index]
+    lossless = artifact.programs["lossless"], artifact.site_names[index]
+    functions: dict[str, Any] = {
+        "teacher": partial(site_function(*lossless, plain=True), t, t.k),
+        "lossless": partial(site_function(*lossless), t, t.k),
+    }
+    if approximates(entry["operator"], entry["convention"]["operator"]):
+        own = site_function(artifact.programs["graph"], artifact.site_names[index])
+        functions["graph"] = partial(own, t, t.k)
+    with torch.no_grad():
+        times = interleaved_medians(functions, repeats=repeats)
+    compiled = times["teacher"] if _is_untouched(entry) else times["lossless"]
+    return _ratios(times["teacher"], times["lossless"], times.get("graph", compiled))
+
+
+def _is_untouched(entry: Mapping[str, Any]) -> bool:
+    """Left as it was by selection: the compiled graph holds the teacher's own nodes, and no call."""
+    return bool(entry["operator"] == TEACHER)
+
+
+class SiteFidelity:
+    """Streams one site's activations through the teacher's meaning and its compiled operator.
+
+    A site that selection left as it was is its teacher: nothing is run, and its errors are zero.
+    """
+
+    def __init__(self, artifact: Artifact, index: int) -> None:
+        self.entry = artifact.manifest["sites"][index]
+        self.convention = convention_from_dict(self.entry["convention"])
+        self.attention, self.output = AttentionFidelity(), TensorFidelity()
+        self.pictures = PictureCollector(str(self.entry["name"]))
+        self.certificates: SiteCertificates | None = None
+        if _is_untouched(self.entry):
+            return
+        name = artifact.site_names[index]
+        compiled = artifact.programs["graph"], name
+        # Rows sum to about 1, whatever the teacher's factor; plain: independent of the kernels.
+        self.compiled_site = site_function(*compiled, unit=True)
+        self.teacher_site = site_function(
+            artifact.programs["lossless"], name, unit=True, plain=True
+        )
+        if isinstance(self.convention, Convention):
+            source, key = predicted_duals(*compiled)
+            plan = None
+            if source is not None or key is not None:
+                plan = closure_plan(self.convention, self.entry["closures"], self.entry["side"])
+            self.certificates = SiteCertificates(self.convention, plan, source, key)
+
+    def update(self, t: SiteTensors) -> None:
+        if _is_untouched(self.entry):
+            return
+        with torch.no_grad():
+            teacher, compiled = self.teacher_site(t, None), self.compiled_site(t, None)
+            self.attention.update(teacher, compiled, t.keep, t.query_keep)
+            self.pictures.update(teacher, compiled, t.keep, t.query_keep)
+            # Where the model returns the map itself, the keys stand in for the values.
+            values = clean_values(t.k if t.v is None else t.v, t.keep)
+            self.output.update(teacher @ values, compiled @ values)
+            if self.certificates is not None:
+                self.certificates.update(t)
+
+    def result(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = {
+            **self.attention.metrics(),
+            "output_rel_l2": self.output.metrics().get("output_rel_l2"),
+        }
+        certificates: list[dict[str, Any]] = []
+        if self.certificates is not None:
+            metrics |= self.certificates.metrics()
+            certificates = self.certificates.result()
+            if self.certificates.plan is not None:
+                metrics["r2"] = self.entry["r2"]
+                metrics["condition_number"] = self.entry["condition_number"]
+        if _is_untouched(self.entry):
+            known = (own for own in METRICS if own.every_site and own.untouched is not None)
+            metrics = {own.key: own.untouched for own in known}
+        return {
+            **{key: self.entry.get(key) for key in json_fields(SiteReport) if key != "more"},
+            "metrics": metrics,
+            "confidence": self.attention.confidence(),
+            "by_head": self.attention.by_head(),
+            "by_length": self.attention.by_length(),
+            "certificates": certificates,
+        }
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "asapc": _version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": "cpu",
+    }
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("asapc")

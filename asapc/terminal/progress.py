@@ -1,0 +1,126 @@
+"""Progress on stderr: bars on a terminal, plain lines elsewhere, nothing when quiet.
+
+Pipeline functions take a `Progress`; the base class is the silent one and the default.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+from asapc.terminal.printed import escaped
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichBars
+
+Item = TypeVar("Item")
+
+
+class Progress:
+    """Silent: `track` passes items through, `note` drops its text."""
+
+    def track(
+        self, iterable: Iterable[Item], label: str, total: int | None = None
+    ) -> Iterator[Item]:
+        """Yield the items of `iterable`, showing how many of `total` (default: its len) passed."""
+        yield from iterable
+
+    def note(self, text: str) -> None:
+        """Say one line."""
+
+
+class PlainProgress(Progress):
+    """A line at most every `interval` seconds of a loop, and one at its end."""
+
+    def __init__(self, stream: TextIO | None = None, *, interval: float = 5.0) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self.interval = interval
+
+    def track(
+        self, iterable: Iterable[Item], label: str, total: int | None = None
+    ) -> Iterator[Item]:
+        total = _length(iterable, total)
+        of_total = "" if total is None else f"/{total}"
+        start = last = time.monotonic()
+        done = 0
+        for item in iterable:
+            yield item
+            done += 1
+            now = time.monotonic()
+            if now - last >= self.interval:
+                last = now
+                self.note(f"{label}: {done}{of_total}")
+        self.note(f"{label}: {done}{of_total}, {time.monotonic() - start:.1f} s")
+
+    def note(self, text: str) -> None:
+        print(escaped(text), file=self.stream, flush=True)
+
+
+class RichProgress(Progress):
+    """Bars that vanish when their loop ends; notes are printed above them."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        from rich.console import Console
+
+        self.console = Console(file=sys.stderr if stream is None else stream, highlight=False)
+        self._bars: RichBars | None = None
+        self._depth = 0
+
+    def track(
+        self, iterable: Iterable[Item], label: str, total: int | None = None
+    ) -> Iterator[Item]:
+        from rich.markup import escape
+
+        bars = self._open()
+        task = bars.add_task(escape(escaped(label)), total=_length(iterable, total))
+        try:
+            for item in iterable:
+                yield item
+                bars.advance(task)
+        finally:  # also when the consumer stops early or is interrupted: the cursor must come back
+            bars.remove_task(task)
+            self._close()
+
+    def note(self, text: str) -> None:
+        self.console.print(escaped(text), markup=False, soft_wrap=True)
+
+    def _open(self) -> RichBars:
+        from rich import progress
+
+        if self._bars is None:
+            self._bars = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._bars.start()
+        self._depth += 1
+        return self._bars
+
+    def _close(self) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+
+def make_progress(*, quiet: bool = False, stream: TextIO | None = None) -> Progress:
+    """Silent if quiet; bars if `stream` (default stderr) is a terminal, not in CI; else lines."""
+    stream = sys.stderr if stream is None else stream
+    if quiet:
+        return Progress()
+    if stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb":
+        return RichProgress(stream)
+    return PlainProgress(stream)
+
+
+def _length(iterable: Iterable[Item], total: int | None) -> int | None:
+    if total is not None:
+        return total
+    return len(iterable) if isinstance(iterable, Sized) else None

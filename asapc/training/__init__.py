@@ -1,0 +1,1 @@
+"""Training after replacement: refreshing a compiled model, annealing towards it."""

@@ -1,0 +1,464 @@
+"""The calibration folder: calibration.json (what and how) and calibration.safetensors (numbers).
+
+calibration.json         format_version, teacher, recipe, capture, data, order, warnings (formats.enough),
+                         and the facts of every fit, one for each candidate of each site
+calibration.safetensors  seen_hashes int64 and, for the c-th fit of a site and each predicted side,
+                         <site>.<c>.<side>.coefficients [1|H, F], <site>.<c>.<side>.parameter.<i>,
+                         <site>.<c>.intercept [H] where both duals are predicted;
+                         <site>.<c>.<operator>.<name>, the tensors among a distilled site's arguments
+timings.json             seconds of every fit: the only file that two runs do not write alike
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asapc.errors import InputError
+from asapc.features import Feature
+from asapc.features.clouds import Budget
+from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor, closure_plan
+from asapc.formats.atomic import read_whole, replace_folder
+from asapc.formats.json_text import read_json
+from asapc.inputs.weights import read_safetensors
+from asapc.ir import Convention, Distilled
+from asapc.operators.catalogue import OPERATORS, ordered
+from asapc.program.monitor import ScoreRange
+
+Kind = TypeVar("Kind")
+
+FORMAT_VERSION = 5
+# How many axes the tensors of a distilled operator have, by the setting.
+_DISTILLED_AXES = {
+    "lot": {"pivots": 3, "pivot_mass": 2}, "esp_hard": {"slices": 3, "inverse_temperature": 1},
+}  # fmt: skip
+_JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
+_HASHES = "seen_hashes"
+
+
+@dataclass(frozen=True)
+class FitQuality:
+    """How one dual's fit went, one entry per row of its coefficients.
+
+    r2: in-sample, of the regression rows it was fitted on, see formats.enough.  fit: "ls" or "kl".
+    condition_number: of the normal equations, may be inf.  iterations, gradient_norm (mean over
+    regression rows) and converged: of the KL fit, empty for "ls".
+    kl_examples: how many examples the KL fit has kept; the others enter only its starting point.
+    """
+
+    fit: str
+    r2: tuple[float, ...]
+    condition_number: tuple[float, ...]
+    iterations: tuple[int, ...] = ()
+    gradient_norm: tuple[float, ...] = ()
+    converged: tuple[bool, ...] = ()
+    kl_examples: int | None = None
+
+
+@dataclass(frozen=True)
+class SiteCalibration:
+    """What was fitted at one site.
+
+    quality: one per predictor of `amortised`.  examples, tokens: examples and regression rows used.
+    settings: the fit's, see Recipe.fit_settings.
+    """
+
+    convention: Convention
+    amortised: Amortised
+    quality: tuple[FitQuality, ...]
+    examples: int
+    tokens: int
+    fit_seconds: float
+    sharing: str = "per_head"  # of the coefficients, as in a recipe
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    range: ScoreRange | None = None  # of the scores, for a monitor
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return tuple(str(feature) for feature in self.amortised.predictors[0].features)
+
+    @property
+    def replacement(self) -> Amortised:
+        return self.amortised
+
+
+@dataclass(frozen=True)
+class SiteDistillation:
+    """The operator that was distilled at one site.
+
+    errors: relative l2 of each head's output on the held-out examples, root of the mean square.
+    steps: after which each head's parameters were kept.  examples, tokens: fitted on; held_out:
+    examples the fit stopped by.
+    """
+
+    convention: Convention
+    distilled: Distilled
+    errors: tuple[float, ...]
+    steps: tuple[int, ...]
+    examples: int
+    held_out: int
+    tokens: int
+    fit_seconds: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Pivots or slices of a head."""
+        size = OPERATORS[self.distilled.operator].size
+        return int(self.distilled.settings[size].shape[1])
+
+    @property
+    def replacement(self) -> Distilled:
+        return self.distilled
+
+
+AnySiteCalibration = SiteCalibration | SiteDistillation
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Every fit of one teacher's sites, in the order of the recipe's candidates.
+
+    teacher: its fingerprint; recipe: as a mapping; capture: "whole" or "module";
+    data: where the examples came from, see formats.places; order: "parallel" fits every site behind the
+    teacher's own layers, "sequential" behind the already amortised ones; seen_hashes: 64-bit content
+    hashes of the examples used; warnings: what formats.enough has to say, as JSON types.
+    """
+
+    teacher: str
+    recipe: Mapping[str, Any]
+    capture: str
+    sites: Mapping[str, Sequence[AnySiteCalibration]]
+    data: str
+    order: str = "parallel"
+    seen_hashes: tuple[int, ...] = field(default=())
+    warnings: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def fit_seconds(self) -> float:
+        return sum(fit.fit_seconds for fits in self.sites.values() for fit in fits)
+
+    def fit_of(
+        self, site: str, settings: Mapping[str, Any], plan: ClosurePlan | None
+    ) -> AnySiteCalibration | None:
+        """The fit of one candidate: its settings and, where a dual is predicted, its plan."""
+        for fit in self.sites.get(site, ()):
+            own_plan = fit.amortised.plan if isinstance(fit, SiteCalibration) else None
+            if dict(fit.settings) == dict(settings) and own_plan == plan:
+                return fit
+        return None
+
+
+def save_calibration(folder: str | Path, calibration: Calibration) -> None:
+    """Write the folder whole or not at all. Raises InputError if it cannot be written."""
+    tensors = {_HASHES: torch.tensor([_signed(h) for h in calibration.seen_hashes]).long()}
+    sites = {}
+    for name, fits in calibration.sites.items():
+        for index, fit in enumerate(fits):
+            tensors.update(fit_tensors(f"{name}.{index}", fit))
+        sites[name] = [fit_document(fit) for fit in fits]
+    seconds = {name: [fit.fit_seconds for fit in fits] for name, fits in calibration.sites.items()}
+    document = {
+        "format_version": FORMAT_VERSION,
+        "teacher": calibration.teacher,
+        "capture": calibration.capture,
+        "data": calibration.data,
+        "order": calibration.order,
+        "recipe": dict(calibration.recipe),
+        "warnings": [dict(own) for own in calibration.warnings],
+        "sites": sites,
+    }
+    with replace_folder(folder) as partial:
+        save_file(tensors, partial / _TENSORS)
+        text = json.dumps(document, indent=2, allow_nan=False)
+        (partial / _JSON).write_text(text + "\n", encoding="utf-8")
+        (partial / _TIMINGS).write_text(json.dumps({"fit_seconds": seconds}) + "\n", encoding="utf-8")
+        for written in partial.iterdir():  # safetensors writes for its owner alone
+            written.chmod(0o644)
+
+
+def load_calibration(folder: str | Path) -> Calibration:
+    """Read a folder that save_calibration wrote.
+
+    Raises InputError if it is missing, truncated, from another version or inconsistent.
+    """
+    return read_whole(folder, lambda: _load(Path(folder)))
+
+
+def _load(place: Path) -> Calibration:
+    document = _read_json(place / _JSON)
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{place / _JSON}: format_version must be {FORMAT_VERSION}",
+            got=version,
+            help="run `asapc calibrate` again with this version of asapc",
+        )
+    if not (place / _TENSORS).is_file():
+        raise _broken(place, f"{_TENSORS} is missing")
+    try:
+        tensors = read_safetensors(place / _TENSORS)
+    except InputError as error:
+        raise _broken(place, f"{_TENSORS}: {error.got}") from error
+    timings = _read_json(place / _TIMINGS)
+    try:
+        seconds = timings["fit_seconds"]
+        return Calibration(
+            teacher=_is(str, document["teacher"]),
+            recipe=_is(dict, document["recipe"]),
+            capture=_is(str, document["capture"]),
+            sites={
+                name: _fits(name, own, tensors, seconds.get(name, ()))
+                for name, own in document["sites"].items()
+            },
+            data=_is(str, document["data"]),
+            order=_one_of(document["order"], "parallel", "sequential"),
+            seen_hashes=tuple(h & (2**64 - 1) for h in tensors[_HASHES].tolist()),
+            warnings=tuple(dict(own) for own in document.get("warnings", ())),
+        )
+    except (
+        InputError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
+    ) as error:  # fmt: skip
+        raise _broken(place, f"{type(error).__name__}: {error}") from error
+
+
+def _fits(
+    name: str, fits: Any, tensors: Mapping[str, Tensor], seconds: Any
+) -> tuple[AnySiteCalibration, ...]:
+    if not isinstance(fits, list) or not fits:
+        raise ValueError(f"{name}: expected a list of fits")
+    return tuple(
+        fit_from(f"{name}.{index}", own, tensors, float(taken))
+        for index, (own, taken) in enumerate(zip(fits, seconds, strict=True))
+    )
+
+
+def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
+    """The tensors of a fit under names that start with `name`."""
+    if isinstance(site, SiteDistillation):
+        stem, own = f"{name}.{site.distilled.operator}", site.distilled.settings.items()
+        return {f"{stem}.{key}": x.contiguous() for key, x in own if isinstance(x, Tensor)}
+    tensors = {}
+    for predictor in site.amortised.predictors:
+        stem = f"{name}.{predictor.side}"
+        tensors[f"{stem}.coefficients"] = predictor.coefficients.contiguous()
+        for index, parameter in enumerate(predictor.parameters):
+            if parameter is not None:
+                tensors[f"{stem}.parameter.{index}"] = parameter.contiguous()
+    if site.amortised.intercept is not None:
+        tensors[f"{name}.intercept"] = site.amortised.intercept.contiguous()
+    return tensors
+
+
+def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
+    """What else there is to a fit, but how long it took: JSON types."""
+    if isinstance(site, SiteDistillation):
+        own = site.distilled
+        return {
+            "convention": site.convention.to_dict(),
+            "operator": own.operator,
+            "arguments": {
+                key: "tensor" if isinstance(x, Tensor) else x for key, x in sorted(own.settings.items())
+            },
+            "share": own.share,
+            "errors": list(site.errors),
+            "steps": list(site.steps),
+            "examples": site.examples,
+            "held_out": site.held_out,
+            "tokens": site.tokens,
+            "settings": dict(sorted(site.settings.items())),
+        }
+    predictors = zip(site.amortised.predictors, site.quality, strict=True)
+    return {
+        "convention": site.convention.to_dict(),
+        "plan": asdict(site.amortised.plan),
+        "features": list(site.features),
+        "coefficients": site.sharing,
+        "duals": [
+            {
+                "side": predictor.side,
+                "budget": asdict(predictor.budget),
+                **asdict(quality),
+                "condition_number": [
+                    c if math.isfinite(c) else None for c in quality.condition_number
+                ],
+            }
+            for predictor, quality in predictors
+        ],
+        "examples": site.examples,
+        "tokens": site.tokens,
+        "settings": dict(sorted(site.settings.items())),
+        "range": None if site.range is None else site.range.to_dict(),
+    }
+
+
+def fit_from(
+    name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor], seconds: float
+) -> AnySiteCalibration:
+    """Inverse of fit_tensors and fit_document.  Raises KeyError, TypeError, ValueError or InputError
+    where they do not fit together."""
+    convention = Convention.from_dict(data["convention"])
+    if "operator" in data:
+        return SiteDistillation(
+            convention=convention,
+            distilled=_distilled(name, data, tensors),
+            errors=tuple(float(x) for x in data["errors"]),
+            steps=tuple(int(x) for x in data["steps"]),
+            examples=int(data["examples"]),
+            held_out=int(data["held_out"]),
+            tokens=int(data["tokens"]),
+            fit_seconds=seconds,
+            settings=dict(data["settings"]),
+        )
+    plan = ClosurePlan(**data["plan"])
+    if plan != closure_plan(convention, plan.closures, plan.side):
+        raise ValueError(f"{name}: the plan does not fit the convention")
+    features = tuple(Feature.parse(text, name) for text in data["features"])
+    duals = data["duals"]
+    if tuple(dual["side"] for dual in duals) != plan.sides():
+        raise ValueError(f"{name}: expected the duals {plan.sides()}")
+    predictors = tuple(_predictor(name, features, dual, tensors) for dual in duals)
+    return SiteCalibration(
+        convention=convention,
+        amortised=Amortised(plan, predictors, tensors.get(f"{name}.intercept")),
+        quality=tuple(_quality(dual) for dual in duals),
+        examples=int(data["examples"]),
+        tokens=int(data["tokens"]),
+        fit_seconds=seconds,
+        sharing=_one_of(data["coefficients"], "per_head", "pooled", "shared"),
+        settings=dict(data["settings"]),
+        range=ScoreRange.from_dict(data["range"]),
+    )
+
+
+def _distilled(
+    name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Distilled:
+    operator = _one_of(data["operator"], *_DISTILLED_AXES)
+    stem, arguments = f"{name}.{operator}", dict(data["arguments"])
+    for key, axes in _DISTILLED_AXES[operator].items():
+        tensor = arguments[key] = tensors[f"{stem}.{key}"]
+        if tensor.dim() != axes or not bool(tensor.isfinite().all()):
+            raise ValueError(f"{stem}.{key}: expected {axes} axes of finite numbers")
+    kind = OPERATORS[operator]
+    ordered(kind.overload(dense=True), dict.fromkeys(("q", "k", *kind.operands)) | arguments)
+    return Distilled(operator, arguments, bool(data["share"]))  # type: ignore[arg-type]
+
+
+def _predictor(
+    name: str, features: tuple[Feature, ...], dual: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> DualPredictor:
+    stem = f"{name}.{dual['side']}"
+    parameters = tuple(
+        tensors[f"{stem}.parameter.{index}"] if feature.has_parameter else None
+        for index, feature in enumerate(features)
+    )
+    coefficients = tensors[f"{stem}.coefficients"]
+    if coefficients.dim() != 2:
+        raise ValueError(f"{stem}: coefficients {[*coefficients.shape]}, expected two axes")
+    for tensor in (coefficients, *parameters):
+        if tensor is not None and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{stem}: numbers must be finite")
+    budget = Budget(int(dual["budget"]["half_steps"]), bool(dual["budget"]["starts_on_x"]))
+    return DualPredictor(dual["side"], features, parameters, coefficients, budget)
+
+
+def _quality(dual: Mapping[str, Any]) -> FitQuality:
+    return FitQuality(
+        fit=_one_of(dual["fit"], "ls", "kl"),
+        r2=tuple(float(x) for x in dual["r2"]),
+        condition_number=tuple(
+            math.inf if x is None else float(x) for x in dual["condition_number"]
+        ),
+        iterations=tuple(int(x) for x in dual["iterations"]),
+        gradient_norm=tuple(float(x) for x in dual["gradient_norm"]),
+        converged=tuple(bool(x) for x in dual["converged"]),
+        kl_examples=None if dual["kl_examples"] is None else int(dual["kl_examples"]),
+    )
+
+
+def _is(kind: type[Kind], value: Any) -> Kind:
+    if not isinstance(value, kind):
+        raise ValueError(f"expected a {kind.__name__}, got {value!r}")
+    return value
+
+
+def _one_of(value: Any, *allowed: str) -> str:
+    if value not in allowed:
+        raise ValueError(f"expected {' or '.join(allowed)}, got {value!r}")
+    return str(value)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        raise InputError(
+            f"{path.parent}: not a calibration folder",
+            got=f"no {path.name}",
+            help="make one with `asapc calibrate MODEL --data DATA -o CALIB`",
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read", got=error.strerror) from error
+    except ValueError as error:
+        raise _broken(path.parent, f"{path.name}: {error}") from error
+
+
+def _broken(folder: Path, reason: str) -> InputError:
+    return InputError(
+        f"{folder}: damaged calibration folder", got=reason, help="run `asapc calibrate` again"
+    )
+
+
+def _signed(value: int) -> int:
+    """A 64-bit hash as the int64 with the same bits."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
+    """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
+    names = ("side", "closures", "rescaled", "features", "fit", "coefficients", "r2",
+             "condition_number", "fit_converged", "kl_examples", "examples", "pivots", "slices",
+             "fit_rel_l2", "range")  # fmt: skip
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    if fitted is None:
+        return nothing
+    if isinstance(fitted, SiteDistillation):
+        own = fitted.distilled
+        sorts = {name: own.settings[name] for name in ("coupling", "ties") if name in own.settings}
+        return nothing | sorts | {
+            "fit": "distilled",
+            OPERATORS[own.operator].size: fitted.count,
+            "fit_rel_l2": max(fitted.errors),
+            "examples": fitted.examples,
+        }
+    conditions = [c for quality in fitted.quality for c in quality.condition_number]
+    finite = [c for c in conditions if c < float("inf")]
+    converged = [c for quality in fitted.quality for c in quality.converged]
+    r2 = min(r2 for quality in fitted.quality for r2 in quality.r2)
+    condition = max(finite) if finite else None
+    seen = None if fitted.range is None else fitted.range.to_dict()
+    plan = fitted.amortised.plan
+    return nothing | {
+        "side": plan.side,
+        "closures": plan.closures,
+        "rescaled": plan.rescaled,
+        "features": list(fitted.features),
+        "fit": fitted.quality[0].fit,
+        "coefficients": fitted.sharing,
+        "r2": r2,
+        "condition_number": condition,
+        "range": None if seen is None else {**seen, "r2": r2, "condition_number": condition},
+        "fit_converged": all(converged) if converged else None,
+        "kl_examples": fitted.quality[0].kl_examples,
+        "examples": fitted.examples,
+    }

@@ -1,0 +1,231 @@
+"""The soft-to-hard audit: what exact sorting instead of a soft one does to a whole model.
+
+An ESP layer is trained with soft sorts and meant to run with hard ones. Hard sorting is another
+operator: its permutations are balanced exactly, its rows hold far less entropy, and predictions
+change. How much is measured, next to the hardening of the released code, which takes the largest
+entry of every row of a soft sort and need not give a permutation.
+Source: ASAP, Appendix C.5, Table C.6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asapc.inputs.data import Batch
+from asapc.inputs.recipe import DEFAULT_BUDGET, Recipe
+from asapc.ir import Program
+from asapc.measure.differences import comparable
+from asapc.measure.fidelity import OutputFidelity
+from asapc.measure.timing import interleaved_medians
+from asapc.passes.candidates import Choice
+from asapc.passes.rewrite import Hardened, rewritten_programs
+from asapc.program.calls import SiteFunction, operator_calls, site_function
+from asapc.program.runner import Runner, Tap
+
+
+def soft_sites(programs: Sequence[Program]) -> list[str]:
+    """The names of the sites that sort softly."""
+    calls = [o for program in programs for o in operator_calls(program.graph)]
+    return [o.site for o in calls if o.operator.name == "esp_soft"]
+
+
+def hardened(programs: Sequence[Program], hard: Hardened, sites: Sequence[str]) -> list[Program]:
+    """The programs with these soft sites hardened."""
+    return rewritten_programs(programs, dict.fromkeys(sites, hard))
+
+
+@dataclass
+class Balance:
+    """Streams maps [B, H, N, M] whose rows should sum to 1: errors of the sums, and entropy.
+
+    row_err:  mean |sum_j A_ij - 1| over active queries.
+    col_err:  mean |sum_i A_ij m/n - 1| over active keys, with n active queries and m active keys.
+    entropy:  mean -sum_j p_ij log p_ij over active queries, p = A / its row sums, in nats.
+    """
+
+    rows: int = 0
+    columns: int = 0
+    _row: float = 0.0
+    _column: float = 0.0
+    _entropy: float = 0.0
+
+    def update(self, attention: Tensor, keep: Tensor | None, query_keep: Tensor | None) -> None:
+        """Examples without an active query or key are passed over; masks as in SiteTensors."""
+        a = attention.detach().double()
+        batch, heads, num_queries, num_keys = a.shape
+        queries = a.new_ones(batch, num_queries) if query_keep is None else query_keep.to(a)
+        keys = a.new_ones(batch, num_keys) if keep is None else keep.to(a)
+        n, m = queries.sum(-1, keepdim=True), keys.sum(-1, keepdim=True)
+        queries, keys = queries * (m > 0), keys * (n > 0)
+        row_sums, column_sums = a.sum(-1), a.sum(-2) * (m / n.clamp(min=1))[:, None]
+        p = a / torch.where(row_sums > 0, row_sums, 1.0)[..., None]
+        self._row += _total((row_sums - 1).abs(), queries)
+        self._column += _total((column_sums - 1).abs(), keys)
+        self._entropy += _total(torch.special.entr(p).sum(-1), queries)
+        self.rows += heads * int(queries.sum())
+        self.columns += heads * int(keys.sum())
+
+    def metrics(self) -> dict[str, float | None]:
+        if not self.rows:
+            return {"row_err": None, "col_err": None, "entropy": None}
+        return {
+            "row_err": self._row / self.rows,
+            "col_err": self._column / self.columns,
+            "entropy": self._entropy / self.rows,
+        }
+
+
+def _total(values: Tensor, weights: Tensor) -> float:
+    """Sum of [B, H, N] values where the [B, N] weights are 1."""
+    return float((values * weights[:, None]).sum())
+
+
+class Variant:
+    """One way to sort, behind its own activations."""
+
+    def __init__(
+        self, model: nn.Module | None, programs: Sequence[Program], sites: Sequence[str]
+    ) -> None:
+        self.runner = Runner(model, programs)
+        self.outputs, self.balance = OutputFidelity(), Balance()
+        self._tap = Tap(model, programs, sites)
+        self._maps: list[SiteFunction] = [site_function(programs, site, unit=True) for site in sites]
+
+    def update(self, batch: Batch, soft: Any = None) -> Any:
+        """Add one batch; soft: the soft variant's output, None if this is the soft one."""
+        output, seen = self._tap(batch)
+        self.outputs.update(output if soft is None else soft, output, batch.labels)
+        with torch.no_grad():
+            for own, function in zip(seen, self._maps, strict=True):
+                self.balance.update(function(own, None), own.keep, own.query_keep)
+        return output
+
+    def result(self, name: str, examples_per_second: float) -> dict[str, Any]:
+        metrics = self.outputs.metrics()
+        agreement = metrics.get("prediction_agreement")
+        return {
+            "name": name,
+            "accuracy": metrics.get("accuracy_compiled"),
+            "prediction_change": None if agreement is None else 1 - agreement,
+            **self.balance.metrics(),
+            "examples_per_second": examples_per_second,
+        }
+
+
+class SoftToHard:
+    """Streams batches through a model with its sorts soft, released hard and exact hard.
+
+    lossless: programs with soft sites.  refreshed: compiled programs that were trained since, if any.
+    untouched: sites that the compiled programs left to the teacher's code: they hold no call for these.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        lossless: Sequence[Program],
+        refreshed: Sequence[Program] | None = None,
+        untouched: Collection[str] = (),
+    ) -> None:
+        self.sites, self.examples = soft_sites(lossless), 0
+        programs: dict[str, Sequence[Program]] = {
+            "soft": lossless,
+            "released hard": hardened(lossless, Hardened("released"), self.sites),
+            "exact hard": hardened(lossless, Hardened("exact"), self.sites),
+        }
+        self._variants = {name: Variant(model, own, self.sites) for name, own in programs.items()}
+        if refreshed is not None:
+            kept = [site for site in self.sites if site not in untouched]
+            self._variants["refreshed"] = Variant(model, refreshed, kept)
+
+    def update(self, batch: Batch) -> None:
+        soft = None
+        for name, variant in self._variants.items():
+            output = variant.update(batch, soft)
+            soft = output if name == "soft" else soft
+        self.examples += len(batch)
+
+    def result(self, batch: Batch, repeats: int = 7) -> dict[str, Any]:
+        """What was seen, with the throughput on one batch: medians, the variants taking turns."""
+        calls = {name: partial(own.runner, batch) for name, own in self._variants.items()}
+        times = interleaved_medians(calls, repeats=repeats)
+        return {
+            "sites": len(self.sites),
+            "examples": self.examples,
+            "batch": len(batch),
+            "variants": [
+                own.result(name, len(batch) / times[name]["median_ms"] * 1e3)
+                for name, own in self._variants.items()
+            ],
+        }
+
+
+def prediction_change(
+    model: nn.Module | None,
+    before: Sequence[Program],
+    after: Sequence[Program],
+    batches: Iterable[Batch],
+) -> float | None:
+    """Share of examples whose predicted class differs; None where no class is predicted."""
+    outputs = OutputFidelity()
+    runners = [Runner(model, own) for own in (before, after)]
+    for batch in batches:
+        first, second = (comparable(runner(batch)) for runner in runners)
+        outputs.update(first, second)
+    agreement = outputs.metrics().get("prediction_agreement")
+    return None if agreement is None else 1 - agreement
+
+
+def agreement_of(budget: Mapping[str, float]) -> float:
+    """Smallest share of predictions to stay; a switch to exact sorts is always measured by it."""
+    return budget.get("prediction_agreement", DEFAULT_BUDGET["prediction_agreement"])
+
+
+def settle_exact_sorting(
+    model: nn.Module | None,
+    lossless: Sequence[Program],
+    sites: Sequence[str],
+    choices: Sequence[Choice],
+    recipes: Sequence[Recipe],
+    batches: Iterable[Batch],
+) -> tuple[list[Choice], dict[str, Any] | None]:
+    """Whether sites proposed for exact sorting get it: a decision for the whole model.
+
+    sites, recipes: names and recipes, one for each choice. Where the predictions change by more than the
+    smallest budget of the sites left to `operator: auto`, or cannot be compared, those stay soft; forced
+    sites switch anyway.
+    Returns the choices with what was measured in their reasons, and the same for the manifest, None
+    where no site is proposed: {"prediction_change", "examples", "switched"}, the change of the proposal.
+    """
+    hard = [i for i, choice in enumerate(choices) if isinstance(choice.replacement, Hardened)]
+    if not hard:
+        return list(choices), None
+    seen = list(batches)
+    examples = sum(map(len, seen))
+
+    def measure(places: Sequence[int]) -> tuple[float | None, str]:
+        exact = hardened(lossless, Hardened(), [sites[i] for i in places])
+        change = prediction_change(model, lossless, exact, seen)
+        if change is None:
+            return None, "what exact sorting changes cannot be measured: no predicted classes"
+        return change, f"exact sorting changes {change:.2%} of {examples} predictions"
+
+    settled, auto = list(choices), [i for i in hard if recipes[i].operator == "auto"]
+    change, told = measure(hard)
+    budget = min((1 - agreement_of(recipes[i].budget) for i in auto), default=math.inf)
+    if auto and (change is None or change > budget):
+        for i in auto:
+            excess = "" if change is None else f", more than the budget of {budget:.2%}"
+            settled[i] = Choice("esp_soft", told + excess)
+        hard = [i for i in hard if i not in auto]
+        told = measure(hard)[1] if hard else told
+    for i in hard:
+        why = f", within the budget of {budget:.2%}" if i in auto else "; the recipe asks for it"
+        settled[i] = replace(settled[i], reason=told + why)
+    return settled, {"prediction_change": change, "examples": examples, "switched": bool(hard)}
