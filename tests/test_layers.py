@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-LAYERS = """
-    terminal errors memory formats ir metrics
-    features operators kernels models
-    inputs program measure calibration passes artifact
-    onnx training report
-    pipeline study api session commands demo cli __main__
-""".split()  # the lowest first
+LAYERS = [  # the lowest first
+    "terminal", "errors", "memory", "formats", "ir", "metrics",
+    "features", "operators", "kernels", "models",
+    "inputs", "program", "measure", "calibration", "passes", "artifact",
+    "onnx", "training", "report",
+    "pipeline", "study", "api", "session", "commands", "demo", "cli", "__main__",
+]  # fmt: skip
 
 
 def modules() -> dict[str, tuple[Path, bool]]:

@@ -1,4 +1,4 @@
-"""Which kernel runs an operator, and why: the one place that decides, for operators/library/ to
+"""Which kernel runs an operator, and why: the one place that decides, for kernels/library/ to
 follow and for `asapc bench --explain` to print.
 
 A kernel that cannot run is a reported fallback to the plain PyTorch meaning, never a crash. Triton is
