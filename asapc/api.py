@@ -24,6 +24,7 @@ from asapc.inputs.weights import fingerprint
 from asapc.report import document, evaluate, markdown, write_report
 from asapc.report.gates import parse_gates
 from asapc.report.tables import headline
+from asapc.stages.examine import forward_signature
 from asapc.terminal.progress import make_progress
 
 
@@ -108,7 +109,7 @@ def compile(
     """
     progress = make_progress(quiet=quiet)
     teacher = _teacher(model)
-    source = data_of(data, pipeline.forward_signature(teacher))
+    source = data_of(data, forward_signature(teacher))
     own = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe or {})
     if budget is not None:
         own = Recipe.from_dict({**own.to_dict(), "budget": dict(budget)})

@@ -441,10 +441,10 @@ def bench(
     """Time teacher, lossless loop and compiled model, whole and per site: medians and ratios."""
 
     def body(run: Session) -> None:
-        from asapc.report import evaluate
+        from asapc import pipeline
         from asapc.report.tables import bench_tables
 
-        result = evaluate.bench(
+        result = pipeline.bench(
             artifact,
             data,
             model=model,

@@ -18,7 +18,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,15 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
-from asapc.calibration.distill import Distiller
 from asapc.calibration.stored import AnySiteCalibration, SiteCalibration
-from asapc.calibration.teacher import TeacherDuals
+from asapc.calibration.stream import Collector, Nowhere, Pending, stream
 from asapc.errors import InputError
 from asapc.features.predictor import Amortised
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.yaml_file import read_yaml_mapping
-from asapc.inputs.data import Batch, DataSource, Split, open_data, split_of
+from asapc.inputs.data import Batch, DataSource, open_data, split_of
 from asapc.inputs.recipe import Recipe, combinations
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
@@ -45,15 +42,16 @@ from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFide
 from asapc.measure.timing import interleaved_medians
 from asapc.metrics import METRICS
 from asapc.operators.sinkhorn import clean_values, sinkhorn
-from asapc.passes.analyse import Analysis, Site, analyse
+from asapc.passes.analyse import Analysis, Site
 from asapc.passes.candidates import DISTILLED
 from asapc.passes.rewrite import rewritten_programs, shortened_programs
-from asapc.pipeline import first_batches, forward_signature, require_sites, site_collector
 from asapc.program.apply import apply_lossless, apply_replacement, predict
 from asapc.program.runner import Runner, Tap
 from asapc.report.site_metrics import environment
 from asapc.report.tables import study_tables
 from asapc.report.text import json_text, markdown_table
+from asapc.stages.examine import analysed, forward_signature
+from asapc.stages.fit import calibration_batches, examples_of_fit, site_collector
 from asapc.terminal.progress import Progress
 
 MAP_EXAMPLES = 64  # attention maps are compared on so many examples; outputs on all
@@ -149,9 +147,7 @@ def study(
     check_replaceable(out, [path for path in (teacher.source, data, test) if path is not None])
     signature = forward_signature(teacher)
     source = open_data(data, signature)
-    example, *more = first_batches(source)
-    analysis = analyse(teacher, example, drop_maps=True, more=more)
-    require_sites(analysis)
+    analysis, _ = analysed(teacher, source, progress, drop_maps=True)
     most = max((row.recipe.max_examples for block in grid for row in block if row.recipe), default=0)
     _check_loops(analysis)
     _check_cut_short(grid, analysis)
@@ -237,7 +233,7 @@ class _Bench:
     ) -> tuple[list[Batch], list[Any], list[list[SiteTensors]]]:
         """Batches, the lossless outputs, and what the sites see on the first MAP_EXAMPLES examples."""
         source = self.source if test is None else open_data(test, signature)
-        fitted = set() if test is None else self._hashes("calibration", most_fitted)
+        fitted = set() if test is None else self._hashes(most_fitted)
 
         def select(content: int) -> bool:
             return split_of(content) == "gate" if test is None else content not in fitted
@@ -256,11 +252,9 @@ class _Bench:
             raise InputError(f"{source.source}: the study needs examples to measure on", got="none")
         return batches, outputs, seen
 
-    def _hashes(self, split: Split, limit: int) -> set[int]:
+    def _hashes(self, limit: int) -> set[int]:
         """Of the examples that a fit of up to `limit` of them would use."""
-        batches = self.source.batches(
-            self.batch_size, select=lambda content: split_of(content) == split, limit=limit
-        )
+        batches = calibration_batches(self.source, self.batch_size, limit)
         return {content for batch in batches for content in batch.hashes} if limit else set()
 
     def _site_times(self) -> dict[str, float]:
@@ -299,34 +293,24 @@ class _Bench:
         self, rows: Sequence[Row], label: str
     ) -> dict[int, tuple[list[Amortised | Distilled], dict[str, Any]]]:
         """One pass over the calibration split for all rows, each up to its own max_examples."""
-        statistics: list[dict[str, SiteStatistics | Distiller]] = []
-        for row in rows:
-            assert row.recipe is not None
-            statistics.append(
-                {site.name: _statistics(site, row.recipe) for site in self.analysis.sites}
-            )
-        most = max((row.recipe.max_examples for row in rows if row.recipe), default=0)
-        batches = self.source.batches(
-            self.batch_size, select=lambda content: split_of(content) == "calibration", limit=most
-        )
-        seen = 0
-        for batch in self.progress.track(batches if rows else [], f"{label}: calibrating", None):
-            _, tensors = self.tap(batch)
-            for site, own in zip(self.analysis.sites, tensors, strict=True):
-                check_finite(site.name, own)
-                for fits in statistics:
-                    fits[site.name].prepare(own)
-                for piece in pieces(own):
-                    duals = TeacherDuals(piece, site.loop)
-                    for row, fits in zip(rows, statistics, strict=True):
-                        if row.recipe is not None and seen < row.recipe.max_examples:
-                            start = time.perf_counter()
-                            fits[site.name].add(duals)
-                            fits[site.name].seconds += time.perf_counter() - start
-            seen += len(batch)
+        recipes = [row.recipe for row in rows if row.recipe is not None]
+        if not recipes:
+            return {}
+        pending = [
+            Pending(place, site.name, number, _collector(site, recipe), most=recipe.max_examples)
+            for number, recipe in enumerate(recipes)
+            for place, site in enumerate(self.analysis.sites)
+        ]
+        widest = max(recipes, key=lambda recipe: recipe.max_examples)
+        fits, _ = stream(
+            pending, examples_of_fit(self.source, widest, self.batch_size, pending),
+            lambda batch: self.tap(batch)[1], Nowhere(), self.progress, f"{label}: calibrating",
+        )  # fmt: skip
+        if not fits:
+            raise InputError(f"{self.source.source}: the calibration split needs examples", got="none")
         fitted = {}
-        for row, fits in zip(rows, statistics, strict=True):
-            sites = _finished(fits)
+        for number, row in enumerate(rows):
+            sites = [fits[p.key] for p in pending if p.candidate == number]
             fitted[id(row)] = ([site.replacement for site in sites], _facts(sites))
         return fitted
 
@@ -395,7 +379,7 @@ class _Bench:
         return {name: metrics.get(name) for name in names}
 
 
-def _statistics(site: Site, recipe: Recipe) -> SiteStatistics | Distiller:
+def _collector(site: Site, recipe: Recipe) -> Collector:
     collector = site_collector(site.name, site.loop, recipe)
     if collector is None:
         raise InputError(
@@ -405,15 +389,6 @@ def _statistics(site: Site, recipe: Recipe) -> SiteStatistics | Distiller:
             help="leave this combination out of the grid",
         )
     return collector
-
-
-def _finished(fits: Mapping[str, SiteStatistics | Distiller]) -> list[AnySiteCalibration]:
-    """One row's sites in order, which are all of one kind."""
-    distillers = [site for site in fits.values() if isinstance(site, Distiller)]
-    if distillers:
-        return [site.calibration() for site in distillers]
-    statistics = {n: site for n, site in fits.items() if isinstance(site, SiteStatistics)}
-    return list(finish(statistics).values())
 
 
 def _facts(sites: Sequence[AnySiteCalibration]) -> dict[str, Any]:

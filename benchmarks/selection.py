@@ -32,6 +32,7 @@ from asapc.measure.timing import interleaved_medians
 from asapc.report.site_metrics import environment
 from asapc.report.tables import Table
 from asapc.report.text import json_text, markdown_table
+from asapc.stages.examine import forward_signature
 from asapc.terminal.progress import make_progress
 
 RECIPE = Path(__file__).parent / "recipes" / "budget.yaml"
@@ -124,7 +125,7 @@ def measure(
     rows: list[dict[str, Any]],
 ) -> None:
     teacher = load_teacher(options.model)
-    source = open_data(options.test, pipeline.forward_signature(teacher))
+    source = open_data(options.test, forward_signature(teacher))
     fidelity = {name: OutputFidelity() for name in models}
     with torch.no_grad():
         first = next(source.batches(options.batch))

@@ -53,15 +53,35 @@ class Aside(Protocol):
     def release(self, name: str) -> None: ...
 
 
+class Nowhere:
+    """An Aside that keeps nothing."""
+
+    def get(self, key: str) -> None: ...
+
+    def put(self, key: str, tensors: Tensors, facts: Mapping[str, Any]) -> None: ...
+
+    def drop(self, key: str) -> None: ...
+
+    def keys(self) -> list[str]:
+        return []
+
+    def release(self, name: str) -> None: ...
+
+
 @dataclass
 class Pending:
-    """One candidate of one site on its way: site is its place among the sites of the model."""
+    """One candidate of one site on its way.
+
+    site: its place among the sites of the model.  done: the batches it has taken in.  most: the examples
+    it takes in at most, where that is fewer than are read.
+    """
 
     site: int
     name: str
     candidate: int
     collector: Collector
     done: int = 0
+    most: int | None = None
 
     @property
     def key(self) -> str:
@@ -91,7 +111,10 @@ def stream(
         _prepare(waiting, examples.sample(), observe)
         clock = _Clock()
         for batch in progress.track(examples.batches(), label, examples.count):
-            behind = [p for p in waiting if p.done <= number]
+            behind = [
+                p for p in waiting
+                if p.done <= number and (p.most is None or len(seen) < p.most)
+            ]  # fmt: skip
             if behind:
                 tensors = observe(batch)
                 _check(behind, tensors, batch)
@@ -208,9 +231,9 @@ def _keep(key: str, fit: AnySiteCalibration, aside: Aside, reading: Reading) -> 
 
 def _groups(pending: Sequence[Pending]) -> list[list[Pending]]:
     """The same candidate at every site: these may share their coefficients."""
-    groups: dict[str, list[Pending]] = {}
+    groups: dict[tuple[str, int | None], list[Pending]] = {}
     for p in pending:
-        groups.setdefault(p.collector.recipe.label(), []).append(p)
+        groups.setdefault((p.collector.recipe.label(), p.most), []).append(p)
     return list(groups.values())
 
 

@@ -9,15 +9,15 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from asapc import pipeline
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis
+from asapc.stages import examine
 
 
 @contextlib.contextmanager
 def analysed_once() -> Iterator[None]:
-    true, known = pipeline.analyse, {}
+    true, known = examine.analyse, {}
 
     def analyse(
         teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = ()
@@ -29,8 +29,8 @@ def analysed_once() -> Iterator[None]:
             known[key] = true(teacher, batch, drop_maps, more)
         return known[key]
 
-    pipeline.analyse = analyse
+    examine.analyse = analyse
     try:
         yield
     finally:
-        pipeline.analyse = true
+        examine.analyse = true

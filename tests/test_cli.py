@@ -106,13 +106,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     measured = Report.from_json(REPORT, "REPORT")
     monkeypatch.setattr(asapc.pipeline.evaluate, "report", stand_in("report", measured))
     pipeline.report = asapc.pipeline.report  # type: ignore[attr-defined]
-    evaluate = ModuleType("asapc.report.evaluate")
-    evaluate.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
+    pipeline.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
     monkeypatch.setattr("asapc.inputs.load.load_teacher", stand_in("load_teacher", "TEACHER"))
     monkeypatch.setitem(sys.modules, "asapc.pipeline", pipeline)
     monkeypatch.setattr(asapc, "pipeline", pipeline, raising=False)
-    monkeypatch.setitem(sys.modules, "asapc.report.evaluate", evaluate)
-    monkeypatch.setattr(asapc, "evaluate", evaluate, raising=False)
     return recorded
 
 

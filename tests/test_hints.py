@@ -143,7 +143,9 @@ def test_recorded_data_is_found_from_any_folder(
     assert json.loads(ran.out)["splits"]["gate"] == 8
     monkeypatch.chdir(tmp_path)
     opened: list[Any] = []
-    monkeypatch.setattr(pipeline, "_write_onnx", lambda _, source, *rest: opened.append(source) or {})
+    monkeypatch.setattr(
+        pipeline, "write_verified", lambda _, source, *rest: opened.append(source) or {}
+    )
     pipeline.export(out, None, OnnxSettings(), Progress())
     assert opened[0].examples == 300
     arguments = (f"{work / 'the model.py'}:Layer", "--weights", str(work / "its weights.safetensors"),

@@ -27,6 +27,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
+from asapc.stages.fit import site_collector
 from asapc.terminal.progress import Progress, make_progress
 
 QUIET = make_progress(quiet=True)
@@ -379,7 +380,7 @@ def test_parts_of_strangers_are_dropped(work: Path, tmp_path: Path, facts: dict[
     with Shards(tmp_path / "parts", {}) as aside:
         for key in ("statistics.s.0", "fit.s.0"):
             aside.put(key, {"x": torch.ones(2)}, facts)
-        collector = pipeline.site_collector("s", Convention(4, "row", 1.0), Recipe.from_dict({}))
+        collector = site_collector("s", Convention(4, "row", 1.0), Recipe.from_dict({}))
         assert isinstance(collector, SiteStatistics)
         pending = [stream.Pending(0, "s", 0, collector)]
         batch = Batch((torch.zeros(2, 1),), {}, None, [1, 2])

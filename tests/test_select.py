@@ -30,9 +30,11 @@ from asapc.measure.fidelity import OutputFidelity
 from asapc.metrics import BUDGET_BOUNDS
 from asapc.passes import price, select
 from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.patches import chosen_programs
 from asapc.passes.price import Price
 from asapc.program.runner import Runner
 from asapc.report.evaluate import bench, report
+from asapc.stages.examine import forward_signature
 from asapc.terminal.progress import make_progress
 from asapc.training import refresh
 
@@ -62,7 +64,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     data = write_data(folder / "data.npz")
     teacher = load_teacher(str(write_teacher(folder / "teacher")))
     pipeline.calibrate(teacher, data, folder / "calib", Recipe.from_dict(SMALL), QUIET)
-    source = open_data(data, pipeline.forward_signature(teacher))
+    source = open_data(data, forward_signature(teacher))
     batches = list(source.batches(16, select=lambda h: split_of(h) == "selection", limit=48))
     analysis = analyse(teacher, next(source.batches(4)))
     return Ground(folder, data, analysis, load_calibration(folder / "calib"), batches)
@@ -170,7 +172,7 @@ def by_hand(ground: Ground, choices: Any) -> dict[str, float]:
     """The whole model with these choices against the untouched one, on the same examples."""
     fidelity = OutputFidelity()
     exact = Runner(ground.analysis.model, ground.analysis.lifted)
-    own = Runner(ground.analysis.model, pipeline.chosen_programs(ground.analysis, choices))
+    own = Runner(ground.analysis.model, chosen_programs(ground.analysis, choices))
     for batch in ground.batches:
         fidelity.update(comparable(exact(batch)), comparable(own(batch)), batch.labels)
     return fidelity.metrics()

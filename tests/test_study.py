@@ -208,7 +208,7 @@ def test_finished_blocks_survive_a_failure(
     def interrupted(*arguments: Any) -> Any:  # the first block fits nothing
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "finish", interrupted)
+    monkeypatch.setattr(module, "stream", interrupted)
     code = main(
         ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--grid", str(grid),
          "-o", str(tmp_path / "out"), "--quiet"]

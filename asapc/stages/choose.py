@@ -1,0 +1,132 @@
+"""Choose: an operator for every site, on examples that calibration has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asapc.calibration.stored import (
+    AnySiteCalibration,
+    Calibration,
+    load_calibration,
+)
+from asapc.errors import InputError, VerificationError
+from asapc.inputs.data import Batch, DataSource
+from asapc.inputs.recipe import Recipe
+from asapc.inputs.teacher import Teacher
+from asapc.measure.differences import comparable, largest_difference
+from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis
+from asapc.passes.audit import settle_exact_sorting
+from asapc.passes.candidates import Choice, fits_needed
+from asapc.passes.select import (
+    WholeModel,
+    exceeded_together,
+    select,
+    turned_back,
+)
+from asapc.program.runner import Runner
+from asapc.stages.fit import selection_batches
+from asapc.terminal.progress import Progress
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """choices: by site.  hashes: of the examples that were looked at.  trail: what was tried, and why.
+    switch: what became of soft sorts that might be exact."""
+
+    choices: Sequence[Choice]
+    hashes: Sequence[int]
+    trail: Mapping[str, Any]
+    switch: Mapping[str, Any] | None
+
+    @property
+    def fits(self) -> list[AnySiteCalibration]:
+        return [choice.fit for choice in self.choices if choice.fit is not None]
+
+
+def calibration_of(teacher: Teacher, path: str | Path) -> Calibration:
+    """The fits in a folder.  Raises InputError where they are of another model."""
+    calibration = load_calibration(path)
+    if calibration.teacher != teacher.fingerprint:
+        raise InputError(
+            f"{path}: must be of the model that is compiled",
+            got=f"teacher {calibration.teacher[:12]}, this model is {teacher.fingerprint[:12]}",
+            help="run `asapc calibrate` on this model",
+        )
+    return calibration
+
+
+def choose(
+    analysis: Analysis,
+    recipe: Recipe,
+    calibration: Calibration,
+    source: DataSource,
+    progress: Progress,
+) -> Chosen:
+    """Raises VerificationError where the lossless rewrite is another model on these examples."""
+    recipe.check_patterns(analysis.names)
+    batches = list(selection_batches(source, recipe.batch_size, recipe.selection_examples))
+    if batches:
+        _verify_lossless(analysis, batches[0])
+    elif _needs_selection(analysis, recipe):
+        raise InputError(
+            f"{source.source}: the selection split needs examples",
+            got="none: too few examples in all",
+            help="15 % of the examples are used for selection, chosen by content",
+        )
+    selection = select(analysis, recipe, calibration, batches, progress)
+    choices, switch = _settled(analysis, selection.choices, batches, recipe)
+    hashes = [content for batch in batches for content in batch.hashes]
+    return Chosen(choices, hashes, selection.trail, switch)
+
+
+def _needs_selection(analysis: Analysis, recipe: Recipe) -> bool:
+    return any(fits_needed(s.convention, recipe.for_site(s.name)) for s in analysis.sites)
+
+
+def _settled(
+    analysis: Analysis, choices: Sequence[Choice], batches: Sequence[Batch], recipe: Recipe
+) -> tuple[list[Choice], dict[str, Any] | None]:
+    """The choices, with exact sorting where predictions on the selection split allow it, alone, and the
+    budget of the whole model does, with everything else that is approximate."""
+    recipes = [recipe.for_site(site.name) for site in analysis.sites]
+    settled, switch = settle_exact_sorting(
+        analysis.model, analysis.lifted, analysis.names, choices, recipes, batches
+    )
+    auto = any(
+        own.operator == "esp_hard" and r.operator == "auto"
+        for own, r in zip(settled, recipes, strict=True)
+    )
+    if switch is None or not auto:
+        return settled, switch
+    beyond = exceeded_together(WholeModel(analysis, batches, recipe), settled)
+    if not beyond:
+        return settled, switch
+    why = f"exact sorting, with what is approximate elsewhere, exceeds the budget: {beyond}"
+    soft = [
+        turned_back(own, "esp_soft", why)
+        if own.operator == "esp_hard" and r.operator == "auto" else own
+        for own, r in zip(settled, recipes, strict=True)
+    ]  # fmt: skip
+    return soft, {**switch, "switched": any(own.operator == "esp_hard" for own in soft)}
+
+
+def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
+    """The lossless rewrite against the untouched model on a full batch of other examples.
+
+    Padding, branches and early stops that the few examples of the capture did not show would show
+    here.
+    """
+    untouched = Runner(analysis.model, () if analysis.model else analysis.capture.programs)
+    error = largest_difference(
+        comparable(untouched(batch)), comparable(Runner(analysis.model, analysis.lifted)(batch))
+    )
+    if not error <= OUTPUT_TOLERANCE:
+        raise VerificationError(
+            f"the lossless rewrite reproduces the untouched model on {len(batch)} more examples",
+            got=f"relative difference {error:.2g}",
+            help="the model treats these examples in a way the captured ones did not show, such as "
+            "a mask that differs between queries or an early stop",
+        )

@@ -1,0 +1,254 @@
+"""Emit: the rewritten model, verified, written and read back: OUT is complete and right, or not there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from asapc.artifact import (
+    Stage,
+    call_of,
+    read_artifact,
+    read_patches,
+    returns_as,
+    write_artifact,
+)
+from asapc.calibration.stored import (
+    Calibration,
+    fit_facts,
+)
+from asapc.errors import InputError, VerificationError
+from asapc.formats import places
+from asapc.formats.atomic import replace_folder
+from asapc.inputs.data import Batch, DataSource
+from asapc.inputs.onnx.settings import OnnxSettings
+from asapc.inputs.program_operators import unlisted
+from asapc.inputs.recipe import Recipe
+from asapc.inputs.teacher import Teacher
+from asapc.ir import Program
+from asapc.measure.differences import largest_difference, tensor_outputs
+from asapc.passes.analyse import Analysis, Site
+from asapc.passes.candidates import Choice
+from asapc.passes.patches import chosen_programs, compiled_modules
+from asapc.program.call import Call, Undescribable, described, known_of, parameters_of
+from asapc.program.code import traced_inputs
+from asapc.program.compiled import OwnCodeWarning
+from asapc.program.live import installed_patches
+from asapc.program.runner import Runner
+from asapc.stages.choose import Chosen
+from asapc.stages.emit_onnx import write_edited_or_whole, write_verified
+from asapc.stages.examine import forward_signature
+from asapc.stages.fit import tell_shortages
+from asapc.terminal.progress import Progress
+
+ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What is written.  compiled: the rewritten programs; output: theirs on `example`."""
+
+    teacher: Teacher
+    source: DataSource
+    recipe: Recipe
+    calibration: Calibration
+    analysis: Analysis
+    chosen: Chosen
+    compiled: Sequence[Program]
+    example: Batch
+    output: Any
+
+    @property
+    def whole(self) -> bool:
+        return self.analysis.capture.kind == "whole"
+
+    @property
+    def programs(self) -> dict[Stage, Sequence[Program]]:
+        return {
+            "graph": self.compiled,
+            "lossless": self.analysis.lifted,
+            "teacher": self.analysis.capture.programs,
+        }
+
+
+def rewrite(
+    teacher: Teacher,
+    source: DataSource,
+    recipe: Recipe,
+    calibration: Calibration,
+    analysis: Analysis,
+    chosen: Chosen,
+    example: Batch,
+) -> Compilation:
+    """The chosen operators in the graph, run once.  Raises VerificationError where that is not finite."""
+    compiled = chosen_programs(analysis, chosen.choices)
+    output = Runner(analysis.model, compiled)(example)
+    _verify_finite(output, teacher)
+    return Compilation(
+        teacher, source, recipe, calibration, analysis, chosen, compiled, example, output
+    )
+
+
+def emit(
+    own: Compilation, out: str | Path, onnx: OnnxSettings | None, progress: Progress
+) -> dict[str, Any]:
+    """Write the artefact, read it back and compare; returns its manifest."""
+    manifest = _manifest(own, out, progress)
+    modules: Any = ([], {})
+    if own.teacher.onnx is None:
+        modules = compiled_modules(own.analysis, own.chosen.choices, own.compiled, own.example)
+    seen = [*own.calibration.seen_hashes, *own.chosen.hashes]
+    told = {"fit_seconds": own.calibration.fit_seconds, **own.chosen.trail}
+    with replace_folder(out) as folder:
+        write_artifact(
+            folder, manifest, own.recipe, own.programs, seen, own.analysis.model, told, modules
+        )
+        _note_unlisted(own.programs, progress)
+        verify_written(folder, own.analysis.model, own.programs, own.example)
+        _verify_live(folder, own.analysis.model, own.output, own.example)
+        _emit_onnx(folder, own, onnx, progress)
+    return manifest
+
+
+def _manifest(own: Compilation, out: str | Path, progress: Progress) -> dict[str, Any]:
+    teacher, analysis, example = own.teacher, own.analysis, own.example
+    names = list(forward_signature(teacher).parameters)
+    switch = own.chosen.switch
+    return {
+        "teacher": {"source": _source(teacher, out), "fingerprint": teacher.fingerprint},
+        "capture": analysis.capture.kind,
+        "call": call_of(example.args, example.kwargs, names),
+        "forward": _forward(teacher, own.compiled[0], own.output) if own.whole else None,
+        "data": places.recorded(own.source.source, out),
+        "calibration_order": own.calibration.order,
+        "sites": [
+            _manifest_site(site, choice)
+            for site, choice in zip(analysis.sites, own.chosen.choices, strict=True)
+        ],
+        "refused": [
+            {"name": left.name, "status": left.status, "reason": left.reason}
+            for left in analysis.left_alone
+        ],
+        "warnings": tell_shortages(own.calibration.sites, own.chosen.fits, progress),
+        **({} if switch is None else {"soft_to_hard": switch}),
+        **({} if teacher.onnx is None else {"onnx": _interface(teacher)}),
+    }
+
+
+def _emit_onnx(
+    folder: Path, own: Compilation, onnx: OnnxSettings | None, progress: Progress
+) -> None:
+    """model.onnx, where it is asked for or the teacher is one: its own file edited, where that can be."""
+    if own.teacher.onnx is not None and own.whole:
+        captured, compiled = own.analysis.capture.programs[0].graph, own.compiled[0].graph
+        settings = onnx or OnnxSettings()
+        write_edited_or_whole(folder, own.teacher, captured, compiled, own.source, settings, progress)
+    elif onnx is not None:
+        write_verified(read_artifact(folder, ("graph",), trust=True), own.source, onnx, progress)
+    elif own.teacher.onnx is not None:
+        progress.note("no model.onnx: torch.export could trace the teacher by its modules only")
+
+
+def _source(teacher: Teacher, out: str | Path) -> str:
+    """In words, or the file of an ONNX teacher, which is timed beside what is compiled."""
+    return teacher.source if teacher.onnx is None else places.recorded(teacher.source, out)
+
+
+def _interface(teacher: Teacher) -> dict[str, list[str]]:
+    """What an ONNX teacher calls its inputs and outputs."""
+    from asapc.inputs.onnx.module import OnnxModule
+
+    assert isinstance(teacher.model, OnnxModule)
+    inputs = [value.name for value in teacher.model.inputs]
+    return {"inputs": inputs, "outputs": list(teacher.model.graph.outputs)}
+
+
+def _forward(teacher: Teacher, program: Program, output: Any) -> dict[str, Any]:
+    """How the compiled model is called and what it returns, for the manifest."""
+    try:
+        signature = forward_signature(teacher)
+        parameters = parameters_of(signature, program.args, program.kwargs, [])
+        returned = described(output, [], output=True)
+        return Call(parameters, returned, *known_of(traced_inputs(program.graph))).to_dict()
+    except Undescribable as problem:
+        raise InputError(
+            "the model takes and returns tensors, constants and containers of them", got=problem,
+            help="compile a module around it that takes and returns plain containers",
+        ) from None  # fmt: skip
+
+
+def _manifest_site(site: Site, choice: Choice) -> dict[str, Any]:
+    return {
+        "name": site.name,
+        "operator": choice.operator,
+        "reason": choice.reason,
+        "heads": site.heads,
+        "head_dim": site.head_dim,
+        "convention": site.convention.to_dict(),
+        "replay_error": site.replay_error,
+        "replay": dict(site.replay),
+        "selection_attention_rel_l2": choice.attention_rel_l2,
+        **fit_facts(choice.fit),
+    }
+
+
+def _note_unlisted(programs: Mapping[Stage, Sequence[Program]], progress: Progress) -> None:
+    names = {name for own in programs.values() for program in own for name in unlisted(program.graph)}
+    if names:
+        progress.note(
+            f"the programs call {', '.join(sorted(names))}, beyond the operators that SECURITY.md lists: "
+            "they are read with --trust (in Python asapc.load(OUT, trust=True)) alone"
+        )
+
+
+def _verify_finite(output: Any, teacher: Teacher) -> None:
+    for tensor in tensor_outputs(output):
+        if not bool(tensor.isfinite().all()):
+            raise VerificationError(
+                "the compiled model's outputs are finite",
+                got="NaN or infinity",
+                help=f"use `operator: sinkhorn` and report {teacher.source}",
+            )
+
+
+def verify_written(
+    folder: Path,
+    model: nn.Module | None,
+    programs: Mapping[Stage, Sequence[Program]],
+    example: Batch,
+) -> None:
+    """What was written computes what was verified."""
+    written = read_artifact(folder, list(programs), trust=True)
+    returns_as(written)
+    for stage, own in programs.items():
+        before = Runner(model, own)(example)
+        after = Runner(model, written.programs[stage])(example)
+        error = largest_difference(before, after)
+        if not error <= ROUND_TRIP_TOLERANCE:
+            raise VerificationError(
+                f"{stage}: the written program computes what was verified",
+                got=f"relative difference {error:.2g}",
+                help="this is a defect of asapc: please report the model",
+            )
+
+
+def _verify_live(folder: Path, model: nn.Module | None, output: Any, example: Batch) -> None:
+    """A live model with what was written for it computes what was verified."""
+    written = read_artifact(folder, (), trust=True)
+    patches = read_patches(written)
+    if model is None or not patches:
+        return
+    with installed_patches(model, patches, written.manifest["sites"]), warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)
+        error = largest_difference(output, Runner(model)(example))
+    if not error <= ROUND_TRIP_TOLERANCE:
+        raise VerificationError(
+            "live: the patched model computes what was verified",
+            got=f"relative difference {error:.2g}",
+            help="this is a defect of asapc: please report the model",
+        )

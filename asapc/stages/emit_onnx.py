@@ -1,0 +1,55 @@
+"""ONNX: model.onnx beside an artefact, run on examples that calibration and selection have not seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from asapc.artifact import (
+    Artifact,
+    read_artifact,
+)
+from asapc.errors import InputError
+from asapc.inputs.data import Batch, DataSource
+from asapc.inputs.onnx.settings import OnnxSettings, require_extra
+from asapc.inputs.teacher import Teacher
+from asapc.report.evaluate import Unseen
+from asapc.terminal.progress import Progress
+
+VERIFIED_EXAMPLES = 16  # that a file is run on, at many shapes
+
+
+def write_edited_or_whole(
+    folder: Path,
+    teacher: Teacher,
+    captured: GraphModule,
+    compiled: GraphModule,
+    source: DataSource,
+    settings: OnnxSettings,
+    progress: Progress,
+) -> None:
+    from asapc.onnx.export import write_edited
+
+    batches = _unseen(read_artifact(folder, ()), source)
+    try:
+        write_edited(folder, teacher, captured, compiled, batches, settings, progress)
+    except InputError as error:
+        progress.note(f"writing the whole program anew, for the teacher's file cannot be edited: {error}")
+        write_verified(read_artifact(folder, ("graph",), trust=True), source, settings, progress)
+
+
+def write_verified(
+    artifact: Artifact, source: DataSource, settings: OnnxSettings, progress: Progress
+) -> dict[str, Any]:
+    require_extra()
+    from asapc.onnx.export import write_onnx
+
+    return write_onnx(artifact, _unseen(artifact, source), settings, progress)
+
+
+def _unseen(artifact: Artifact, source: DataSource) -> list[Batch]:
+    """Examples that calibration and selection have not seen."""
+    select = Unseen(artifact, source).select
+    return list(source.batches(VERIFIED_EXAMPLES, select=select, limit=VERIFIED_EXAMPLES))

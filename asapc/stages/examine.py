@@ -1,0 +1,118 @@
+"""Examine: a teacher on its first examples, and what was found in it."""
+
+from __future__ import annotations
+
+import inspect as inspection
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from asapc.artifact import (
+    signature_of,
+)
+from asapc.errors import InputError, NoSiteError
+from asapc.inputs.data import Batch, DataSource, open_data
+from asapc.inputs.load import example_inputs
+from asapc.inputs.teacher import Teacher
+from asapc.passes.analyse import Analysis, LeftAlone, Site, analyse
+from asapc.terminal.progress import Progress
+
+EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
+REPLAYED_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `asapc inspect` shows."""
+
+    model: str
+    capture: str
+    capture_reason: str | None
+    sites: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "capture": self.capture,
+            "capture_reason": self.capture_reason,
+            "sites": self.sites,
+        }
+
+    @classmethod
+    def of(cls, teacher: Teacher, analysis: Analysis) -> Inspection:
+        """Every site and every layer that is left alone, in the order of the graph."""
+        found: dict[str, Site | LeftAlone] = {site.name: site for site in analysis.sites}
+        found.update({left.name: left for left in analysis.left_alone})
+        entries = [_entry(found[name]) for name in analysis.regions]
+        return cls(teacher.source, analysis.capture.kind, analysis.capture.reason, entries)
+
+
+def _entry(own: Site | LeftAlone) -> dict[str, Any]:
+    status, reason = (own.status, own.reason) if isinstance(own, LeftAlone) else ("matched", "")
+    return {
+        "name": own.name,
+        "status": status,
+        "reason": reason,
+        "heads": own.heads,
+        "head_dim": own.head_dim,
+        "replay_error": own.replay_error,
+        "replay": dict(own.replay),
+        "convention": own.convention.to_dict() if own.convention else None,
+    }
+
+
+def examined(teacher: Teacher, data: str | None) -> Analysis:
+    """On the first examples of its data, or on what is made up where it is built in."""
+    example, *more = _examples_of(teacher, data)
+    return analyse(teacher, example, more=more)
+
+
+def analysed(
+    teacher: Teacher, source: DataSource, progress: Progress, drop_maps: bool = False
+) -> tuple[Analysis, Batch]:
+    """The sites of a teacher, and the example batch that it was captured on.
+
+    Raises NoSiteError where there is none.
+    """
+    example, *more = first_batches(source)
+    analysis = analyse(teacher, example, drop_maps, more)
+    if not analysis.sites:
+        reasons = "; ".join(f"{left.name}: {left.reason}" for left in analysis.left_alone[:4])
+        raise NoSiteError(
+            "no attention layer of the model can be compiled",
+            got=reasons or "a model without any product of queries and keys",
+            help="`asapc inspect` lists every layer with its reason",
+        )
+    for left in analysis.left_alone:
+        progress.note(f"{left.name} {left.status}: {left.reason}")
+    return analysis, example
+
+
+def forward_signature(teacher: Teacher) -> inspection.Signature:
+    """Of the teacher's forward, or of the call that an exported program was traced with."""
+    if teacher.model is not None:
+        return inspection.signature(teacher.model.forward)
+    assert teacher.program is not None
+    keywords = teacher.program.call_spec.in_spec.children_specs[1].context or []
+    positional = [n for n in teacher.program.graph_signature.user_inputs if n not in keywords]
+    return signature_of({"args": positional, "kwargs": list(keywords)})
+
+
+def _examples_of(teacher: Teacher, data: str | None) -> list[Batch]:
+    if data is not None:
+        return first_batches(open_data(data, forward_signature(teacher)))
+    built_in = example_inputs(teacher)
+    if built_in is None:
+        raise InputError(
+            "inspect: a model that is not built in needs one batch to be run on",
+            help="pass --data DATA with arrays named after the arguments of forward",
+        )
+    return [Batch((), dict(built_in), None, [0] * EXAMPLE_BATCH)]
+
+
+def first_batches(source: DataSource) -> list[Batch]:
+    """What a model is captured on, and what its sites are replayed on besides."""
+    found = list(itertools.islice(source.batches(EXAMPLE_BATCH), REPLAYED_BATCHES))
+    if not found:
+        raise InputError(f"{source.source}: the data must hold examples", got="none")
+    return found

@@ -1,0 +1,262 @@
+"""Fit: which fits a calibration needs, in which passes over the data, and the passes themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asapc.calibration.collect import SiteStatistics
+from asapc.calibration.distill import Distiller
+from asapc.calibration.enough import shortages
+from asapc.calibration.reading import Examples
+from asapc.calibration.shards import Shards, code_digest
+from asapc.calibration.stored import (
+    AnySiteCalibration,
+)
+from asapc.calibration.stream import Aside, Collector, Pending, stream, take_in
+from asapc.errors import InputError
+from asapc.features.predictor import closure_plan
+from asapc.inputs.data import Batch, DataSource, split_of
+from asapc.inputs.recipe import Recipe
+from asapc.inputs.teacher import Teacher
+from asapc.ir import Convention, Program, SiteTensors
+from asapc.memory import MemoryLimit, format_size, give_back
+from asapc.passes.analyse import Analysis
+from asapc.passes.candidates import DISTILLED, fits_needed
+from asapc.passes.rewrite import rewritten_programs
+from asapc.program.runner import Tap
+from asapc.terminal.progress import Progress
+
+SAMPLE_EXAMPLES = 32  # slices and pivots are made from
+
+
+@dataclass(frozen=True)
+class Plan:
+    """pending: every fit, site by site.  size: of a batch.  rounds: the sites fitted in each pass.
+
+    In parallel, one pass over the data fits all sites behind the teacher's own layers. Sequentially
+    each site is fitted in a pass of its own behind the layers that are already fitted, with their first
+    candidate, on the activations it will really see.
+    """
+
+    recipe: Recipe
+    pending: Sequence[Pending]
+    sequential: bool
+    size: int
+    limit: MemoryLimit | None
+
+    @property
+    def order(self) -> str:
+        return "sequential" if self.sequential else "parallel"
+
+    @property
+    def rounds(self) -> list[list[int]]:
+        sites = sorted({own.site for own in self.pending})
+        return [[site] for site in sites] if self.sequential else [sites] if sites else []
+
+    def fingerprints(self, teacher: Teacher, analysis: Analysis, source: DataSource) -> dict[str, str]:
+        """What the fits are made from: those of an earlier run are good where these are the same."""
+        most = None if self.limit is None else self.limit.limit
+        conventions = [[site.name, site.convention.to_dict()] for site in analysis.sites]
+        return {
+            "model": digest([teacher.fingerprint, conventions]),
+            "data": source.fingerprint,
+            "recipe": digest({**self.recipe.to_dict(), "order": self.order, "max_memory": most}),
+            "code": code_digest(),
+        }
+
+
+def plan_fits(
+    analysis: Analysis, source: DataSource, recipe: Recipe, sequential: bool, max_memory: int | None
+) -> Plan:
+    """max_memory: bytes that the process may hold; batches get smaller, and fits that keep activations
+    keep fewer, until that holds."""
+    recipe.check_patterns(analysis.names)
+    pending = _pending(analysis, recipe)
+    if sequential and any(p.collector.recipe.coefficients == "shared" for p in pending):
+        raise InputError(
+            "calibrate: coefficients shared by all sites are fitted in one pass",
+            got="--sequential with `coefficients: shared`",
+            help="use `coefficients: per_head` or leave out --sequential",
+        )
+    limit = None if max_memory is None else MemoryLimit(max_memory)
+    size = recipe.batch_size
+    if limit is not None and pending:
+        size = _within(limit, analysis, pending, source, recipe)
+    return Plan(recipe, pending, sequential, size, limit)
+
+
+def fit(
+    analysis: Analysis, source: DataSource, plan: Plan, aside: Aside, progress: Progress
+) -> tuple[dict[str, tuple[AnySiteCalibration, ...]], list[int]]:
+    """The fits of every site, in the order of its candidates, and the hashes of the examples used."""
+    fitted: dict[str, dict[int, AnySiteCalibration]] = {}
+    seen: list[int] = []
+    behind = ""
+    for sites in plan.rounds:
+        first = {name: fits[min(fits)] for name, fits in fitted.items()}
+        tap = Tap(analysis.model, _behind_fitted(analysis, first), analysis.names)
+        waiting = [p for p in plan.pending if p.site in sites]
+        fits, seen = stream(
+            waiting,
+            examples_of_fit(source, plan.recipe, plan.size, waiting, behind),
+            partial(_observed, tap, plan.limit),
+            aside,
+            progress,
+            f"calibrating {analysis.sites[sites[0]].name}" if plan.sequential else "calibrating",
+        )
+        if not seen:
+            raise InputError(
+                f"{source.source}: the calibration split needs examples",
+                got="none: too few examples in all",
+                help="70 % of the examples are used for calibration, chosen by content",
+            )
+        behind = digest([behind, seen])
+        for p in waiting:
+            if p.key in fits:
+                fitted.setdefault(p.name, {})[p.candidate] = fits[p.key]
+    if plan.limit is not None:
+        _tell_memory(plan.limit, plan.size, progress)
+    return {name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()}, seen
+
+
+@contextlib.contextmanager
+def unfinished(
+    out: str | Path, fingerprints: Mapping[str, str], restart: bool
+) -> Iterator[Shards]:
+    """Where a calibration that is cut short leaves its work, which is gone when it ends well.
+
+    An earlier run is gone on with where its fingerprints are these, and refused where they are not.
+    restart: begin anew.
+    """
+    shards = Shards.beside(out, fingerprints)
+    if restart:
+        shards.discard()
+    with shards.open() as aside:
+        try:
+            yield aside
+        except BaseException:
+            if not aside.keys():  # nothing to go on with: the next call may differ
+                aside.discard()
+            raise
+        aside.discard()
+
+
+def tell_shortages(
+    sites: Mapping[str, Sequence[AnySiteCalibration]],
+    chosen: Sequence[AnySiteCalibration] | None,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Fits that rest on too little, of those chosen or of all: said, and as files have them."""
+    found = shortages(sites, chosen)
+    for own in found:
+        progress.note(f"warning: {own.text}")
+    return [own.to_dict() for own in found]
+
+
+def _tell_memory(limit: MemoryLimit, size: int, progress: Progress) -> None:
+    most = limit.peak()
+    kept = "" if most <= limit.limit else ": more than allowed, later batches were larger"
+    progress.note(
+        f"{format_size(most)} of {format_size(limit.limit)} memory taken at most, "
+        f"in batches of {size}{kept}"
+    )
+
+
+def site_collector(name: str, convention: Convention, recipe: Recipe) -> Collector | None:
+    """What collects one candidate of a Sinkhorn site; None where no dual can be predicted."""
+    if recipe.operator in DISTILLED:
+        return Distiller(name, convention, recipe)
+    plan = closure_plan(convention, recipe.closures, recipe.side)
+    return None if plan is None else SiteStatistics(name, convention, plan, recipe)
+
+
+def _pending(analysis: Analysis, recipe: Recipe) -> list[Pending]:
+    """Every fit that is needed, site by site."""
+    pending = []
+    for place, site in enumerate(analysis.sites):
+        needed = fits_needed(site.convention, recipe.for_site(site.name))
+        for candidate, (own, _) in enumerate(needed):
+            collector = site_collector(site.name, site.loop, own)
+            assert collector is not None
+            pending.append(Pending(place, site.name, candidate, collector))
+    return pending
+
+
+def digest(document: Any) -> str:
+    """sha256 of JSON types."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _behind_fitted(
+    analysis: Analysis, fitted: Mapping[str, AnySiteCalibration]
+) -> list[Program]:
+    """The lifted programs with every fitted site replaced."""
+    return rewritten_programs(
+        analysis.lifted, {name: site.replacement for name, site in fitted.items()}
+    )
+
+
+def _observed(tap: Tap, limit: MemoryLimit | None, batch: Batch) -> list[SiteTensors]:
+    if limit is not None:
+        give_back()
+    return tap(batch)[1]
+
+
+def _within(
+    limit: MemoryLimit,
+    analysis: Analysis,
+    pending: Sequence[Pending],
+    source: DataSource,
+    recipe: Recipe,
+) -> int:
+    """The batch that fits into the limit, by trying; what collectors keep is bounded."""
+    keeping = [
+        p for p in pending if isinstance(p.collector, Distiller) or p.collector.recipe.fit == "kl"
+    ]
+    for p in keeping:
+        p.collector.keep_at_most(limit.kept(len(keeping), 2**28))
+    tap = Tap(analysis.model, analysis.lifted, analysis.names)
+
+    def step(examples: int) -> None:
+        batch = next(source.batches(examples))
+        take_in(_pending(analysis, recipe), tap(batch)[1])
+
+    step(1)  # what is loaded on a first call is not a batch's
+    return limit.batch_size(step, recipe.batch_size)
+
+
+def examples_of_fit(
+    source: DataSource, recipe: Recipe, size: int, pending: Sequence[Pending], behind: str = ""
+) -> Examples:
+    """The calibration split, and the selection split where anything is distilled."""
+    distilled = any(isinstance(p.collector, Distiller) for p in pending)
+    return Examples(
+        sample=partial(calibration_batches, source, size, min(SAMPLE_EXAMPLES, recipe.max_examples)),
+        batches=partial(calibration_batches, source, size, recipe.max_examples),
+        held_out=partial(selection_batches, source, size, recipe.selection_examples)
+        if distilled else tuple,
+        count=_batch_count(source, recipe, size),
+        behind=behind,
+    )  # fmt: skip
+
+
+def calibration_batches(source: DataSource, size: int, limit: int) -> Iterator[Batch]:
+    return source.batches(size, select=lambda own: split_of(own) == "calibration", limit=limit)
+
+
+def selection_batches(source: DataSource, size: int, limit: int) -> Iterator[Batch]:
+    return source.batches(size, select=lambda own: split_of(own) == "selection", limit=limit)
+
+
+def _batch_count(source: DataSource, recipe: Recipe, size: int) -> int | None:
+    if source.examples is None:
+        return None
+    expected = min(recipe.max_examples, round(0.7 * source.examples))
+    return max(1, -(-expected // size))
