@@ -29,7 +29,7 @@ from asapc.calibration.collect import SiteStatistics
 from asapc.features.predictor import closure_plan
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.memory import MemoryLimit, current, peak
-from asapc.recipe import Recipe
+from asapc.inputs.recipe import Recipe
 
 torch.set_num_threads(1)
 convention = Convention(8, "row", 0.25, OutputFactor(queries=1), "none", False, False)

@@ -27,9 +27,9 @@ metrics.METRICS += (new,)
 metrics.METRIC = {own.key: own for own in metrics.METRICS}
 metrics.BUDGET_BOUNDS = {own.key: own.bound for own in metrics.METRICS if own.budget}
 
-from asapc.baseline import Allowance, Baseline, compare
-from asapc.gates import gate_result, parse_gates
-from asapc.recipe import Recipe
+from asapc.report.baseline import Allowance, Baseline, compare
+from asapc.report.gates import gate_result, parse_gates
+from asapc.inputs.recipe import Recipe
 from asapc.report import Report, junit_text, markdown, report_schema
 from asapc.report.html import html
 from asapc.study import COLUMNS

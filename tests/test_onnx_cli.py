@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from asapc import cli, pipeline
+from asapc import cli, commands, pipeline
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.onnx.settings import OnnxSettings, is_unverified, read_record
-from asapc.report import Report, evaluate
+from asapc.report import Report
 from asapc.report.tables import onnx_tables
 
 CONTENT = b"a model"
@@ -53,7 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[OnnxSettings 
             write(Path(out))
         return MANIFEST
 
-    monkeypatch.setattr(cli, "compile_model", compile_model)
+    monkeypatch.setattr(commands, "compile_model", compile_model)
     return seen
 
 
@@ -186,9 +186,9 @@ def test_a_file_that_is_not_the_verified_one_is_told(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = {"model": {}, "sites": [], "gate": {"passed": True}}
-    monkeypatch.setattr(evaluate, "bench", lambda *args, **kwargs: result)
+    monkeypatch.setattr(pipeline, "bench", lambda *args, **kwargs: result)
     report = Report.from_json(result, "report")
-    monkeypatch.setattr(cli, "report_artifact", lambda *args, **kwargs: report)
+    monkeypatch.setattr(commands, "report_artifact", lambda *args, **kwargs: report)
     folder = write(tmp_path / "out")
     assert cli.main([command, str(folder)]) == 0
     assert "verified" not in capsys.readouterr().err
