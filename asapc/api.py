@@ -21,10 +21,11 @@ from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.inputs.weights import fingerprint
-from asapc.report import document, evaluate, markdown, write_report
+from asapc.metrics import MEASURED_EXAMPLES
+from asapc.report import document, markdown, write_report
 from asapc.report.gates import parse_gates
 from asapc.report.tables import headline
-from asapc.stages.examine import forward_signature
+from asapc.stages.analyse import forward_signature
 from asapc.terminal.progress import make_progress
 
 
@@ -68,7 +69,7 @@ def compile(
     recipe: Recipe | Mapping[str, Any] | None = None,
     gates: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
-    examples: int = evaluate.REPORT_EXAMPLES,
+    examples: int = MEASURED_EXAMPLES,
     quiet: bool = True,
 ) -> Compiled:
     """Compile a trained model and measure what that did, on examples it was not fitted on.

@@ -15,6 +15,7 @@ import typer
 
 from asapc import commands, session
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text
+from asapc.metrics import MEASURED_EXAMPLES
 from asapc.session import EXIT_INTERRUPTED, Session
 from asapc.terminal.hints import command_line
 
@@ -160,7 +161,9 @@ def study(
     test: Annotated[
         str | None, typer.Option(metavar="DATA", help="Data to measure on; else a part of --data.")
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Examples to measure on, at most.")] = 512,
+    examples: Annotated[
+        int, typer.Option(min=1, help="Examples to measure on, at most.")
+    ] = MEASURED_EXAMPLES,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a batch.")] = 32,
     weights: Weights = None,
     kwargs: Kwargs = None,
@@ -378,7 +381,7 @@ def report(
     junit: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the checks here too, as JUnit XML.")
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Examples measured, at most.")] = 512,
+    examples: Annotated[int, typer.Option(min=1, help="Examples measured, at most.")] = MEASURED_EXAMPLES,
     model: Teacher = None,
     weights: Weights = None,
     kwargs: Kwargs = None,

@@ -1,4 +1,4 @@
-"""What a command does between its arguments and its result: it reads files and runs the pipeline.
+"""The commands that the demo shares with the command line: files are read, the pipeline runs.
 
 torch takes seconds to import, so what needs it is imported after what can be refused without it.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from asapc.errors import InputError
+from asapc.metrics import MEASURED_EXAMPLES
 from asapc.session import Session
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def report_artifact(
     model: str | None = None,
     weights: str | None = None,
     kwargs: str | None = None,
-    examples: int = 512,
+    examples: int = MEASURED_EXAMPLES,
     *,
     baseline: str | None = None,
     max_regression: Sequence[str] = (),

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+MEASURED_EXAMPLES = 512  # by a report or a study, at most, unless told otherwise
+
 
 @dataclass(frozen=True)
 class Metric:

@@ -3,9 +3,9 @@
     load -> analyse -> calibrate -> select -> rewrite -> emit -> report
 
 load is asapc.inputs.load, which gives a Teacher.  analyse is capture, match, lift and replay
-(asapc.passes).  The others are modules of asapc.stages and asapc.report, bench included.  Data travels
-by value, and nothing is kept between calls.  The command line, the Python API, the demo and studies call
-these.
+(asapc.passes).  The others are modules of asapc.stages, and asapc.report.  Data travels by value, and
+nothing is kept between calls.  The command line, the Python API and the demo call these; a study is made
+of the same stages.
 """
 
 from __future__ import annotations
@@ -25,22 +25,29 @@ from asapc.inputs.data import DataSource, open_data, recorded_data
 from asapc.inputs.onnx.settings import OnnxSettings, require_extra
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
+from asapc.metrics import MEASURED_EXAMPLES
 from asapc.report import Report, evaluate
 from asapc.report.baseline import Baseline, compare
-from asapc.report.evaluate import bench as bench
 from asapc.report.gates import Gate, gate_result
-from asapc.stages.choose import calibration_of, choose
-from asapc.stages.emit import emit, rewrite, verify_written
-from asapc.stages.emit_onnx import write_verified
-from asapc.stages.examine import Inspection, analysed, examined, forward_signature
-from asapc.stages.fit import fit, plan_fits, tell_shortages, unfinished
+from asapc.stages.analyse import (
+    Inspection,
+    analyse_example,
+    analyse_teacher,
+    forward_signature,
+    require_sites,
+)
+from asapc.stages.calibrate import fit, plan_fits, tell_memory, tell_shortages, unfinished
+from asapc.stages.emit import emit, verify_written
+from asapc.stages.export import write_verified
+from asapc.stages.rewrite import rewrite
+from asapc.stages.select import calibration_of, choose
 from asapc.terminal.progress import Progress
 from asapc.training.refresh import RefreshSettings, train
 
 
 def inspect(teacher: Teacher, data: str | None = None) -> Inspection:
     """Every attention region with its convention, or the reason it is left alone."""
-    return Inspection.of(teacher, examined(teacher, data))
+    return Inspection.of(teacher, analyse_example(teacher, data))
 
 
 def calibrate(
@@ -59,21 +66,28 @@ def calibrate(
     What is unfinished is kept beside `out`: after a crash the same call goes on where it was, and one
     with another model, recipe or other data is refused. After a faulty example other data is taken, where
     that example is mended: what was calibrated before it is gone on with as far as the data still begins
-    with it. restart: begin anew. sequential, max_memory: see stages.fit.
+    with it. restart: begin anew. sequential, max_memory: see stages.calibrate.plan_fits.
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
-    analysis, _ = analysed(teacher, source, progress, recipe.drop_attention_maps)
+    analysis, _ = analyse_teacher(teacher, source, recipe.drop_attention_maps)
+    require_sites(analysis, progress)
     plan = plan_fits(analysis, source, recipe, sequential, max_memory)
     with unfinished(out, plan.fingerprints(teacher, analysis, source), restart) as aside:
         sites, seen = fit(analysis, source, plan, aside, progress)
-        warnings = tell_shortages(sites, None, progress)
-        where = places.recorded(source.source, out)
         calibration = Calibration(
-            teacher.fingerprint, recipe.to_dict(), analysis.capture.kind, sites, where,
-            plan.order, tuple(seen), warnings,
-        )  # fmt: skip
+            teacher=teacher.fingerprint,
+            recipe=recipe.to_dict(),
+            capture=analysis.capture.kind,
+            sites=sites,
+            data=places.recorded(source.source, out),
+            order=plan.order,
+            seen_hashes=tuple(seen),
+            warnings=tell_shortages(sites, None, progress),
+        )
         save_calibration(out, calibration)
+    if plan.limit is not None:
+        tell_memory(plan.limit, plan.size, progress)
     return calibration
 
 
@@ -99,10 +113,11 @@ def compile(
     data = data or recorded_data(calibration.data, calibration_path, "compile")
     check_replaceable(out, _paths(data))
     source = open_data(data, forward_signature(teacher))
-    analysis, example = analysed(teacher, source, progress, recipe.drop_attention_maps)
+    analysis, example = analyse_teacher(teacher, source, recipe.drop_attention_maps)
+    require_sites(analysis, progress)
     chosen = choose(analysis, recipe, calibration, source, progress)
-    own = rewrite(teacher, source, recipe, calibration, analysis, chosen, example)
-    return emit(own, out, onnx, progress)
+    compilation = rewrite(teacher, source, recipe, calibration, analysis, chosen, example)
+    return emit(compilation, out, onnx, progress)
 
 
 def export(
@@ -128,7 +143,7 @@ def report(
     model: str | nn.Module | None = None,
     weights: str | None = None,
     kwargs: str | None = None,
-    examples: int = evaluate.REPORT_EXAMPLES,
+    examples: int = MEASURED_EXAMPLES,
     trust: bool = False,
     progress: Progress,
 ) -> Report:
@@ -139,6 +154,26 @@ def report(
     )  # fmt: skip
     comparison = None if baseline is None else compare(measured, baseline)
     return replace(measured, gate=gate_result(measured, limits, comparison))
+
+
+def bench(
+    artifact_path: str | Path,
+    data: str | None = None,
+    *,
+    model: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    repeats: int = 10,
+    explain: bool = False,
+    tune: bool | None = None,
+    trust: bool = False,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Time teacher, lossless loop and compiled model, whole and per site."""
+    return evaluate.bench(
+        artifact_path, data, model=model, weights=weights, kwargs=kwargs, repeats=repeats,
+        explain=explain, tune=tune, trust=trust, progress=progress,
+    )  # fmt: skip
 
 
 def refresh(

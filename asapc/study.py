@@ -8,8 +8,9 @@ A grid file lists blocks; a block maps recipe keys to values, and a list of valu
       - {side: key, closures: [1, 2], fit: [ls, kl], max_examples: 512}
       - {half_steps: [3, 5]}            # no fit: the teacher's own loop, cut short
 
-Every block is one pass over the calibration split for all its rows (one each for those that are
-distilled), and one over the examples they are measured on, which calibration has not seen. Results
+Every block is one pass over the calibration split for all its rows that have as many examples (one each
+for those that are distilled, which stop by the selection split), and one over the examples they are
+measured on, which none of them has seen. Results
 are written after each block, so that a stopped study keeps the blocks it has finished.
 """
 
@@ -40,7 +41,7 @@ from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
 from asapc.measure.differences import tensor_outputs
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
 from asapc.measure.timing import interleaved_medians
-from asapc.metrics import METRICS
+from asapc.metrics import MEASURED_EXAMPLES, METRICS
 from asapc.operators.sinkhorn import clean_values, sinkhorn
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.candidates import DISTILLED
@@ -50,8 +51,13 @@ from asapc.program.runner import Runner, Tap
 from asapc.report.site_metrics import environment
 from asapc.report.tables import study_tables
 from asapc.report.text import json_text, markdown_table
-from asapc.stages.examine import analysed, forward_signature
-from asapc.stages.fit import calibration_batches, examples_of_fit, site_collector
+from asapc.stages.analyse import analyse_teacher, forward_signature, require_sites
+from asapc.stages.calibrate import (
+    calibration_batches,
+    examples_of_fit,
+    selection_batches,
+    site_collector,
+)
 from asapc.terminal.progress import Progress
 
 MAP_EXAMPLES = 64  # attention maps are compared on so many examples; outputs on all
@@ -137,7 +143,7 @@ def study(
     progress: Progress,
     *,
     test: str | None = None,
-    max_test_examples: int = 512,
+    max_test_examples: int = MEASURED_EXAMPLES,
     batch_size: int = 32,
 ) -> dict[str, Any]:
     """Fit and measure every row; writes study.json, study.csv and study.md into `out`.
@@ -147,11 +153,11 @@ def study(
     check_replaceable(out, [path for path in (teacher.source, data, test) if path is not None])
     signature = forward_signature(teacher)
     source = open_data(data, signature)
-    analysis, _ = analysed(teacher, source, progress, drop_maps=True)
-    most = max((row.recipe.max_examples for block in grid for row in block if row.recipe), default=0)
+    analysis, _ = analyse_teacher(teacher, source, drop_maps=True)
     _check_loops(analysis)
+    require_sites(analysis, progress)
     _check_cut_short(grid, analysis)
-    bench = _Bench(analysis, source, test, signature, max_test_examples, most, batch_size, progress)
+    bench = _Bench(analysis, source, test, signature, max_test_examples, grid, batch_size, progress)
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     for number, block in enumerate(grid, 1):
@@ -207,7 +213,7 @@ class _Bench:
         test: str | None,
         signature: Any,
         max_test_examples: int,
-        most_fitted: int,
+        grid: Sequence[Sequence[Row]],
         batch_size: int,
         progress: Progress,
     ) -> None:
@@ -217,7 +223,7 @@ class _Bench:
         self.progress = progress
         self.tap = Tap(analysis.model, analysis.lifted, analysis.names)
         self.batches, self.teacher_out, self.seen = self._test(
-            test, signature, max_test_examples, most_fitted
+            test, signature, max_test_examples, grid
         )
         self.examples = sum(len(batch) for batch in self.batches)
         own = OutputFidelity()
@@ -229,11 +235,11 @@ class _Bench:
         }
 
     def _test(
-        self, test: str | None, signature: Any, limit: int, most_fitted: int
+        self, test: str | None, signature: Any, limit: int, grid: Sequence[Sequence[Row]]
     ) -> tuple[list[Batch], list[Any], list[list[SiteTensors]]]:
         """Batches, the lossless outputs, and what the sites see on the first MAP_EXAMPLES examples."""
         source = self.source if test is None else open_data(test, signature)
-        fitted = set() if test is None else self._hashes(most_fitted)
+        fitted = set() if test is None else self._fitted_on(grid)
 
         def select(content: int) -> bool:
             return split_of(content) == "gate" if test is None else content not in fitted
@@ -252,10 +258,16 @@ class _Bench:
             raise InputError(f"{source.source}: the study needs examples to measure on", got="none")
         return batches, outputs, seen
 
-    def _hashes(self, limit: int) -> set[int]:
-        """Of the examples that a fit of up to `limit` of them would use."""
-        batches = calibration_batches(self.source, self.batch_size, limit)
-        return {content for batch in batches for content in batch.hashes} if limit else set()
+    def _fitted_on(self, grid: Sequence[Sequence[Row]]) -> set[int]:
+        """Hashes of the examples that any row is fitted on, or stopped by."""
+        recipes = [row.recipe for row in itertools.chain(*grid) if row.recipe is not None]
+        most = max((recipe.max_examples for recipe in recipes), default=0)
+        held = max((r.selection_examples for r in recipes if r.operator in DISTILLED), default=0)
+        batches = itertools.chain(
+            calibration_batches(self.source, self.batch_size, most) if most else (),
+            selection_batches(self.source, self.batch_size, held) if held else (),
+        )
+        return {content for batch in batches for content in batch.hashes}
 
     def _site_times(self) -> dict[str, float]:
         """Milliseconds a site and batch, mean over sites: the usual loop, lossless, softmax."""
@@ -292,18 +304,26 @@ class _Bench:
     def _fit(
         self, rows: Sequence[Row], label: str
     ) -> dict[int, tuple[list[Amortised | Distilled], dict[str, Any]]]:
-        """One pass over the calibration split for all rows, each up to its own max_examples."""
+        """One pass over the calibration split for each number of examples, for all rows with it."""
+        fitted: dict[int, tuple[list[Amortised | Distilled], dict[str, Any]]] = {}
+        limits = sorted({row.recipe.max_examples for row in rows if row.recipe is not None})
+        for most in limits:
+            together = [row for row in rows if row.recipe and row.recipe.max_examples == most]
+            fitted |= self._fit_pass(together, label)
+        return fitted
+
+    def _fit_pass(
+        self, rows: Sequence[Row], label: str
+    ) -> dict[int, tuple[list[Amortised | Distilled], dict[str, Any]]]:
+        """Rows that are fitted on the same examples."""
         recipes = [row.recipe for row in rows if row.recipe is not None]
-        if not recipes:
-            return {}
         pending = [
-            Pending(place, site.name, number, _collector(site, recipe), most=recipe.max_examples)
+            Pending(place, site.name, number, _collector(site, recipe))
             for number, recipe in enumerate(recipes)
             for place, site in enumerate(self.analysis.sites)
         ]
-        widest = max(recipes, key=lambda recipe: recipe.max_examples)
         fits, _ = stream(
-            pending, examples_of_fit(self.source, widest, self.batch_size, pending),
+            pending, examples_of_fit(self.source, recipes[0], self.batch_size, pending),
             lambda batch: self.tap(batch)[1], Nowhere(), self.progress, f"{label}: calibrating",
         )  # fmt: skip
         if not fits:

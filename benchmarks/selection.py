@@ -32,7 +32,7 @@ from asapc.measure.timing import interleaved_medians
 from asapc.report.site_metrics import environment
 from asapc.report.tables import Table
 from asapc.report.text import json_text, markdown_table
-from asapc.stages.examine import forward_signature
+from asapc.stages.analyse import forward_signature
 from asapc.terminal.progress import make_progress
 
 RECIPE = Path(__file__).parent / "recipes" / "budget.yaml"

@@ -1,7 +1,8 @@
 """The calibration folder: calibration.json (what and how) and calibration.safetensors (numbers).
 
-calibration.json         format_version, teacher, recipe, capture, data, order, warnings (formats.enough),
-                         and the facts of every fit, one for each candidate of each site
+calibration.json         format_version, teacher, recipe, capture, data, order, warnings (see
+                         calibration.enough), and the facts of every fit, one for each candidate of
+                         each site
 calibration.safetensors  seen_hashes int64 and, for the c-th fit of a site and each predicted side,
                          <site>.<c>.<side>.coefficients [1|H, F], <site>.<c>.<side>.parameter.<i>,
                          <site>.<c>.intercept [H] where both duals are predicted;
@@ -48,7 +49,7 @@ _HASHES = "seen_hashes"
 class FitQuality:
     """How one dual's fit went, one entry per row of its coefficients.
 
-    r2: in-sample, of the regression rows it was fitted on, see formats.enough.  fit: "ls" or "kl".
+    r2: in-sample, of the regression rows it was fitted on, see calibration.enough.  fit: "ls" or "kl".
     condition_number: of the normal equations, may be inf.  iterations, gradient_norm (mean over
     regression rows) and converged: of the KL fit, empty for "ls".
     kl_examples: how many examples the KL fit has kept; the others enter only its starting point.
@@ -130,7 +131,7 @@ class Calibration:
     teacher: its fingerprint; recipe: as a mapping; capture: "whole" or "module";
     data: where the examples came from, see formats.places; order: "parallel" fits every site behind the
     teacher's own layers, "sequential" behind the already amortised ones; seen_hashes: 64-bit content
-    hashes of the examples used; warnings: what formats.enough has to say, as JSON types.
+    hashes of the examples used; warnings: what calibration.enough has to say, as JSON types.
     """
 
     teacher: str

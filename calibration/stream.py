@@ -12,8 +12,9 @@ batches would lead to, and drops the rest.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -40,7 +41,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class Aside(Protocol):
-    """Where unfinished work is kept, see formats.shards."""
+    """Where unfinished work is kept, see calibration.shards."""
 
     def get(self, key: str) -> tuple[Tensors, Mapping[str, Any]] | None: ...
 
@@ -72,8 +73,7 @@ class Nowhere:
 class Pending:
     """One candidate of one site on its way.
 
-    site: its place among the sites of the model.  done: the batches it has taken in.  most: the examples
-    it takes in at most, where that is fewer than are read.
+    site: its place among the sites of the model.  done: the batches it has taken in.
     """
 
     site: int
@@ -81,7 +81,6 @@ class Pending:
     candidate: int
     collector: Collector
     done: int = 0
-    most: int | None = None
 
     @property
     def key(self) -> str:
@@ -111,10 +110,7 @@ def stream(
         _prepare(waiting, examples.sample(), observe)
         clock = _Clock()
         for batch in progress.track(examples.batches(), label, examples.count):
-            behind = [
-                p for p in waiting
-                if p.done <= number and (p.most is None or len(seen) < p.most)
-            ]  # fmt: skip
+            behind = [p for p in waiting if p.done <= number]
             if behind:
                 tensors = observe(batch)
                 _check(behind, tensors, batch)
@@ -161,7 +157,7 @@ def _hold_out(pending: Sequence[Pending], batch: Batch, observe: Observe) -> Non
 
 def _prepare(pending: Sequence[Pending], sample: Iterable[Batch], observe: Observe) -> None:
     """Slices and pivots of every candidate, from the examples of the sample that have one shape."""
-    if all(p.done > 0 for p in pending):
+    if all(p.done > 0 or isinstance(p.collector, Distiller) for p in pending):
         return
     seen: list[list[SiteTensors]] = []
     for batch in sample:
@@ -191,19 +187,29 @@ def take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
     """One batch into every candidate, site by site: the loop in float64 is what takes the time."""
     for site in dict.fromkeys(p.site for p in pending):
         own = [p for p in pending if p.site == site]
-        start = time.perf_counter()
         check_finite(own[0].name, tensors[site])
         for p in own:
-            p.collector.prepare(tensors[site])
+            with _timed(p.collector):
+                p.collector.prepare(tensors[site])
         for piece in pieces(tensors[site]):
             with torch.no_grad():
-                duals = TeacherDuals(piece, own[0].collector.convention)
+                with _timed(*(p.collector for p in own)):
+                    duals = TeacherDuals(piece, own[0].collector.convention)
                 for p in own:
-                    p.collector.add(duals)
+                    with _timed(p.collector):
+                        p.collector.add(duals)
         for p in own:
             p.done += 1
-            if isinstance(p.collector, SiteStatistics):  # the other kind has a clock of its own
-                p.collector.seconds += (time.perf_counter() - start) / len(own)
+
+
+@contextlib.contextmanager
+def _timed(*collectors: Collector) -> Iterator[None]:
+    """Add the time of what is done to that of the fits that it is done for, in equal parts."""
+    start = time.perf_counter()
+    yield
+    for collector in collectors:
+        if isinstance(collector, SiteStatistics):  # the other kind has a clock of its own
+            collector.seconds += (time.perf_counter() - start) / len(collectors)
 
 
 def _fits(
@@ -231,9 +237,9 @@ def _keep(key: str, fit: AnySiteCalibration, aside: Aside, reading: Reading) -> 
 
 def _groups(pending: Sequence[Pending]) -> list[list[Pending]]:
     """The same candidate at every site: these may share their coefficients."""
-    groups: dict[tuple[str, int | None], list[Pending]] = {}
+    groups: dict[str, list[Pending]] = {}
     for p in pending:
-        groups.setdefault((p.collector.recipe.label(), p.most), []).append(p)
+        groups.setdefault(p.collector.recipe.label(), []).append(p)
     return list(groups.values())
 
 

@@ -12,12 +12,12 @@ from typing import Any
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis
-from asapc.stages import examine
+from asapc.stages import analyse as stage
 
 
 @contextlib.contextmanager
 def analysed_once() -> Iterator[None]:
-    true, known = examine.analyse, {}
+    true, known = stage.analyse, {}
 
     def analyse(
         teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = ()
@@ -29,8 +29,8 @@ def analysed_once() -> Iterator[None]:
             known[key] = true(teacher, batch, drop_maps, more)
         return known[key]
 
-    examine.analyse = analyse
+    stage.analyse = analyse
     try:
         yield
     finally:
-        examine.analyse = true
+        stage.analyse = true

@@ -41,7 +41,7 @@ from asapc.program import live
 from asapc.program.call import Call, described, known_of, parameters_of, rebuilt
 from asapc.program.code import GraphCode, flat_graph
 from asapc.program.compiled import CompiledModel, Inside, OwnCodeWarning
-from asapc.stages.examine import forward_signature
+from asapc.stages.analyse import forward_signature
 from asapc.terminal.progress import make_progress
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -776,7 +776,7 @@ def test_a_model_that_keeps_its_own_code_stays_itself(
     def kept(analysis: Any, choices: Any, *_: Any) -> Any:
         return [Choice("teacher", "nothing is faster", None, None, None) for _ in choices], None
 
-    monkeypatch.setattr("asapc.stages.choose._settled", kept)
+    monkeypatch.setattr("asapc.stages.select._settled", kept)
     torch.manual_seed(0)
     model, x = Model().eval(), torch.randn(60, 5, 4)
     with pytest.warns(UserWarning, match="nothing is patched: every site keeps .* own code .*inner"):

@@ -37,30 +37,46 @@ def imports(name: str, path: Path, known: set[str]) -> Iterator[str]:
         inner
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
+        for statement in node.body
+        for inner in ast.walk(statement)
     }
     for node in ast.walk(tree):
         if node in typing:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: import through asapc."
             wholes = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (whole if whole in known else str(node.module) for whole in wholes)
 
 
+def with_packages(name: str) -> Iterator[str]:
+    """A module, and the packages around it, which run before it does."""
+    parts = name.split(".")
+    yield from (".".join(parts[:count]) for count in range(2, len(parts) + 1))
+
+
 def graph() -> dict[str, set[str]]:
     found = modules()
     known = set(found)
     return {
-        name: {own for own in imports(name, path, known) if own in known and own != name}
+        name: {
+            needed
+            for imported in imports(name, path, known) if imported in known
+            for needed in with_packages(imported)
+            if needed not in with_packages(name)
+        }
         for name, (path, _) in found.items()
-    }
+    }  # fmt: skip
 
 
 def layer(name: str) -> int:
     return LAYERS.index(name.split(".")[1])
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {name.split(".")[1] for name in modules() if name != "asapc"} == set(LAYERS)
 
 
 def test_every_import_leads_downwards() -> None:

@@ -27,7 +27,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
-from asapc.stages.fit import site_collector
+from asapc.stages.calibrate import site_collector
 from asapc.terminal.progress import Progress, make_progress
 
 QUIET = make_progress(quiet=True)

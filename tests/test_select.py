@@ -34,7 +34,7 @@ from asapc.passes.patches import chosen_programs
 from asapc.passes.price import Price
 from asapc.program.runner import Runner
 from asapc.report.evaluate import bench, report
-from asapc.stages.examine import forward_signature
+from asapc.stages.analyse import forward_signature
 from asapc.terminal.progress import make_progress
 from asapc.training import refresh
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from asapc.calibration.collect import SiteStatistics
+from asapc.calibration.stream import Pending, take_in
 from asapc.cli import main
 from asapc.errors import EXIT_BAD_INPUT, InputError
+from asapc.inputs.data import open_data
+from asapc.inputs.recipe import Recipe
+from asapc.ir import Convention, SiteTensors
 from asapc.models import ARCHITECTURES
+from asapc.stages.calibrate import selection_batches, site_collector
 from asapc.study import Row, load_grid, mark_pareto, study_markdown
 
 TEXT = {
@@ -185,6 +193,40 @@ def test_measuring_on_other_data(work: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert code == 0
     assert json.loads((tmp_path / "out" / "study.json").read_text())["examples"] == 160 - 64
+
+
+def test_what_a_distillation_stops_by_is_not_measured_on(work: Path, tmp_path: Path) -> None:
+    data = str(work / "data.npz")
+    source = open_data(data, inspect.signature(ARCHITECTURES["sinkformer-text"].forward))
+    held_out = sum(len(batch) for batch in selection_batches(source, 32, 999))
+    grid = write(tmp_path / "grid.yaml", "blocks: [{operator: lot, pivots: 2, max_examples: 16}]")
+    code = main(
+        ["study", str(work / "teacher"), "--data", data, "--test", data, "--grid", str(grid),
+         "-o", str(tmp_path / "out"), "--quiet", "--examples", "999"]
+    )  # fmt: skip
+    assert code == 0 and held_out > 0
+    measured = json.loads((tmp_path / "out" / "study.json").read_text())["examples"]
+    assert measured == 160 - 16 - held_out
+
+
+def test_the_time_of_a_fit_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows take in the same batch; only what both need is shared."""
+    convention = Convention(8, "row", 0.5)
+    pending = []
+    for number, features in enumerate(("norm", "gaussian")):
+        recipe = Recipe.from_dict({"operator": "asap", "features": [features]})
+        collector = site_collector("site", convention, recipe)
+        assert isinstance(collector, SiteStatistics)
+        pending.append(Pending(0, "site", number, collector))
+
+    def add(self: SiteStatistics, duals: object) -> None:
+        time.sleep(0.05 if self.recipe.features == ("gaussian",) else 0.0)
+
+    monkeypatch.setattr(SiteStatistics, "add", add)
+    q = torch.randn(2, 1, 5, 4)
+    take_in(pending, [SiteTensors(q, q, None, None, None, q)])
+    cheap, dear = (p.collector.seconds for p in pending)
+    assert dear - cheap > 0.04
 
 
 def test_an_impossible_combination_is_refused_before_any_work(

@@ -424,7 +424,7 @@ def test_functions_are_read_without_the_extra(tmp_path: Path) -> None:
         code = 1
         try:
             for known in list(sys.modules):
-                if known.startswith(("asapc.onnx", "asapc.formats", *EXTRA)):
+                if known.startswith(("asapc.onnx", "asapc.inputs", "asapc.formats", *EXTRA)):
                     del sys.modules[known]
             for name in EXTRA:
                 sys.modules[name] = None  # type: ignore[assignment]

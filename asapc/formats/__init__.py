@@ -1,1 +1,1 @@
-"""Reading and writing: models, data, calibrations and artefacts."""
+"""Files as such: written whole or not at all, read within bounds; JSON, YAML, paths, names and sizes."""

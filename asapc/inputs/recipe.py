@@ -77,7 +77,6 @@ FIT_KEYS: Mapping[str, tuple[str, ...]] = {
     "lot": ("pivots", "seed", "max_examples"),
     "esp_hard": ("slices", "seed", "max_examples"),
 }
-SITE_KEYS = (*CANDIDATE_KEYS, "candidates", "budget")
 
 _Count = integer(1, MAX_COUNT)
 _Size = integer(1)
@@ -201,7 +200,7 @@ class Recipe:
         if self.coefficients != "per_head":
             words.append(self.coefficients)
         if (self.ridge, self.ridge_mode) != (Recipe.ridge, Recipe.ridge_mode):
-            words.append(f"ridge {self.ridge:g} {self.ridge_mode}")
+            words.append(f"ridge {self.ridge!r} {self.ridge_mode}")
         return " ".join(words)
 
     def fit_settings(self) -> dict[str, Any]:

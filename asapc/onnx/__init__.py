@@ -1,1 +1,1 @@
-"""ONNX: files as teachers, and compiled models as files that any runtime runs."""
+"""Compiled models as ONNX files that any runtime runs; asapc.inputs.onnx reads them as teachers."""

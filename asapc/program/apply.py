@@ -55,7 +55,7 @@ def apply_amortised(
 ) -> Tensor:
     """Predicted duals and closures on a site's tensors: A v, or the map A where v is None.
 
-    The same calls that rewrite.amortise puts into a graph.
+    The same calls that passes.rewrite puts into a graph.
     """
     duals: dict[str, Tensor | None] = {"source": None, "key": None}
     mass: Tensor | None = None

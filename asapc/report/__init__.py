@@ -1,4 +1,4 @@
-"""Renderings of the report: Markdown, JSON, JUnit, terminal tables and a page."""
+"""The report: what is measured on an artefact, how it is judged, and its renderings."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ class SiteCertificates:
     """Streams a Sinkhorn site's activations through every bound that is proven for it.
 
     plan: of its closures, None where the loop was kept or replaced by another operator.
-    source, key: predict its duals in score coordinates, see passes.calls.predicted_duals.
+    source, key: predict its duals in score coordinates, see program.calls.predicted_duals.
     """
 
     def __init__(

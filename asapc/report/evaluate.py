@@ -30,6 +30,7 @@ from asapc.kernels.thresholds import key_of, without_cache
 from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
+from asapc.metrics import MEASURED_EXAMPLES
 from asapc.passes.audit import SoftToHard, soft_sites
 from asapc.program.runner import Runner, Tap
 from asapc.report.document import REPORT_FORMAT, TEACHER, Report
@@ -43,8 +44,6 @@ from asapc.report.site_metrics import (
 )
 from asapc.terminal.progress import Progress
 
-REPORT_EXAMPLES = 512
-
 
 def report(
     artifact_path: str | Path,
@@ -53,7 +52,7 @@ def report(
     model: str | nn.Module | None = None,
     weights: str | None = None,
     kwargs: str | None = None,
-    examples: int = REPORT_EXAMPLES,
+    examples: int = MEASURED_EXAMPLES,
     trust: bool = False,
     progress: Progress,
 ) -> Report:

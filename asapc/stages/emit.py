@@ -1,10 +1,9 @@
-"""Emit: the rewritten model, verified, written and read back: OUT is complete and right, or not there."""
+"""Emit: the rewritten model, written, read back and compared: OUT is complete and right, or as it was."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,138 +18,96 @@ from asapc.artifact import (
     write_artifact,
 )
 from asapc.calibration.stored import (
-    Calibration,
     fit_facts,
 )
 from asapc.errors import InputError, VerificationError
 from asapc.formats import places
 from asapc.formats.atomic import replace_folder
-from asapc.inputs.data import Batch, DataSource
+from asapc.inputs.data import Batch
 from asapc.inputs.onnx.settings import OnnxSettings
 from asapc.inputs.program_operators import unlisted
-from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
-from asapc.measure.differences import largest_difference, tensor_outputs
-from asapc.passes.analyse import Analysis, Site
+from asapc.measure.differences import largest_difference
+from asapc.passes.analyse import Site
 from asapc.passes.candidates import Choice
-from asapc.passes.patches import chosen_programs, compiled_modules
+from asapc.passes.patches import compiled_modules
 from asapc.program.call import Call, Undescribable, described, known_of, parameters_of
 from asapc.program.code import traced_inputs
 from asapc.program.compiled import OwnCodeWarning
 from asapc.program.live import installed_patches
 from asapc.program.runner import Runner
-from asapc.stages.choose import Chosen
-from asapc.stages.emit_onnx import write_edited_or_whole, write_verified
-from asapc.stages.examine import forward_signature
-from asapc.stages.fit import tell_shortages
+from asapc.stages.analyse import forward_signature
+from asapc.stages.calibrate import tell_shortages
+from asapc.stages.export import write_edited_or_whole, write_verified
+from asapc.stages.rewrite import Compilation
 from asapc.terminal.progress import Progress
 
 ROUND_TRIP_TOLERANCE = 1e-5  # a program written and read back, relative to its own output
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """What is written.  compiled: the rewritten programs; output: theirs on `example`."""
-
-    teacher: Teacher
-    source: DataSource
-    recipe: Recipe
-    calibration: Calibration
-    analysis: Analysis
-    chosen: Chosen
-    compiled: Sequence[Program]
-    example: Batch
-    output: Any
-
-    @property
-    def whole(self) -> bool:
-        return self.analysis.capture.kind == "whole"
-
-    @property
-    def programs(self) -> dict[Stage, Sequence[Program]]:
-        return {
-            "graph": self.compiled,
-            "lossless": self.analysis.lifted,
-            "teacher": self.analysis.capture.programs,
-        }
-
-
-def rewrite(
-    teacher: Teacher,
-    source: DataSource,
-    recipe: Recipe,
-    calibration: Calibration,
-    analysis: Analysis,
-    chosen: Chosen,
-    example: Batch,
-) -> Compilation:
-    """The chosen operators in the graph, run once.  Raises VerificationError where that is not finite."""
-    compiled = chosen_programs(analysis, chosen.choices)
-    output = Runner(analysis.model, compiled)(example)
-    _verify_finite(output, teacher)
-    return Compilation(
-        teacher, source, recipe, calibration, analysis, chosen, compiled, example, output
-    )
-
-
 def emit(
-    own: Compilation, out: str | Path, onnx: OnnxSettings | None, progress: Progress
+    compilation: Compilation, out: str | Path, onnx: OnnxSettings | None, progress: Progress
 ) -> dict[str, Any]:
     """Write the artefact, read it back and compare; returns its manifest."""
-    manifest = _manifest(own, out, progress)
+    c, analysis = compilation, compilation.analysis
     modules: Any = ([], {})
-    if own.teacher.onnx is None:
-        modules = compiled_modules(own.analysis, own.chosen.choices, own.compiled, own.example)
-    seen = [*own.calibration.seen_hashes, *own.chosen.hashes]
-    told = {"fit_seconds": own.calibration.fit_seconds, **own.chosen.trail}
+    if c.teacher.onnx is None:
+        modules = compiled_modules(analysis, c.chosen.choices, c.compiled, c.example)
+    manifest = _manifest(c, out)
+    manifest["warnings"] = tell_shortages(c.calibration.sites, c.chosen.fits, progress)
     with replace_folder(out) as folder:
         write_artifact(
-            folder, manifest, own.recipe, own.programs, seen, own.analysis.model, told, modules
-        )
-        _note_unlisted(own.programs, progress)
-        verify_written(folder, own.analysis.model, own.programs, own.example)
-        _verify_live(folder, own.analysis.model, own.output, own.example)
-        _emit_onnx(folder, own, onnx, progress)
+            folder, manifest, c.recipe, c.programs,
+            seen_hashes=[*c.calibration.seen_hashes, *c.chosen.hashes],
+            model=analysis.model,
+            selection={"fit_seconds": c.calibration.fit_seconds, **c.chosen.trail},
+            modules=modules,
+        )  # fmt: skip
+        _note_unlisted(c.programs, progress)
+        verify_written(folder, analysis.model, c.programs, c.example)
+        _verify_live(folder, analysis.model, c.output, c.example)
+        _emit_onnx(folder, c, onnx, progress)
     return manifest
 
 
-def _manifest(own: Compilation, out: str | Path, progress: Progress) -> dict[str, Any]:
-    teacher, analysis, example = own.teacher, own.analysis, own.example
+def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
+    teacher, analysis = c.teacher, c.analysis
     names = list(forward_signature(teacher).parameters)
-    switch = own.chosen.switch
-    return {
+    manifest: dict[str, Any] = {
         "teacher": {"source": _source(teacher, out), "fingerprint": teacher.fingerprint},
         "capture": analysis.capture.kind,
-        "call": call_of(example.args, example.kwargs, names),
-        "forward": _forward(teacher, own.compiled[0], own.output) if own.whole else None,
-        "data": places.recorded(own.source.source, out),
-        "calibration_order": own.calibration.order,
+        "call": call_of(c.example.args, c.example.kwargs, names),
+        "forward": _forward(teacher, c.compiled[0], c.output) if c.whole else None,
+        "data": places.recorded(c.source.source, out),
+        "calibration_order": c.calibration.order,
         "sites": [
             _manifest_site(site, choice)
-            for site, choice in zip(analysis.sites, own.chosen.choices, strict=True)
+            for site, choice in zip(analysis.sites, c.chosen.choices, strict=True)
         ],
         "refused": [
             {"name": left.name, "status": left.status, "reason": left.reason}
             for left in analysis.left_alone
         ],
-        "warnings": tell_shortages(own.calibration.sites, own.chosen.fits, progress),
-        **({} if switch is None else {"soft_to_hard": switch}),
-        **({} if teacher.onnx is None else {"onnx": _interface(teacher)}),
     }
+    if c.chosen.switch is not None:
+        manifest["soft_to_hard"] = c.chosen.switch
+    if teacher.onnx is not None:
+        manifest["onnx"] = _interface(teacher)
+    return manifest
 
 
 def _emit_onnx(
-    folder: Path, own: Compilation, onnx: OnnxSettings | None, progress: Progress
+    folder: Path, c: Compilation, onnx: OnnxSettings | None, progress: Progress
 ) -> None:
     """model.onnx, where it is asked for or the teacher is one: its own file edited, where that can be."""
-    if own.teacher.onnx is not None and own.whole:
-        captured, compiled = own.analysis.capture.programs[0].graph, own.compiled[0].graph
+    if c.teacher.onnx is not None and c.whole:
+        captured, compiled = c.analysis.capture.programs[0].graph, c.compiled[0].graph
         settings = onnx or OnnxSettings()
-        write_edited_or_whole(folder, own.teacher, captured, compiled, own.source, settings, progress)
+        write_edited_or_whole(folder, c.teacher, captured, compiled, c.source, settings, progress)
     elif onnx is not None:
-        write_verified(read_artifact(folder, ("graph",), trust=True), own.source, onnx, progress)
-    elif own.teacher.onnx is not None:
+        write_verified(read_artifact(folder, ("graph",), trust=True), c.source, onnx, progress)
+    elif c.teacher.onnx is not None:
         progress.note("no model.onnx: torch.export could trace the teacher by its modules only")
 
 
@@ -204,16 +161,6 @@ def _note_unlisted(programs: Mapping[Stage, Sequence[Program]], progress: Progre
             f"the programs call {', '.join(sorted(names))}, beyond the operators that SECURITY.md lists: "
             "they are read with --trust (in Python asapc.load(OUT, trust=True)) alone"
         )
-
-
-def _verify_finite(output: Any, teacher: Teacher) -> None:
-    for tensor in tensor_outputs(output):
-        if not bool(tensor.isfinite().all()):
-            raise VerificationError(
-                "the compiled model's outputs are finite",
-                got="NaN or infinity",
-                help=f"use `operator: sinkhorn` and report {teacher.source}",
-            )
 
 
 def verify_written(

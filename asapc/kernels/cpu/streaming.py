@@ -75,7 +75,7 @@ def _linear(
 ) -> Tensor:
     """a = 1 / K b and b = N / (M K'a) with K = exp(S - top), `block` rows of it at a time.
 
-    The totals of rows and columns are equal, as in cpu._scale_one.
+    The totals of rows and columns are equal, as in kernels.cpu.sinkhorn.
     """
     share = float(scaled_q.size(0)) / float(k.size(0))
     # One more channel subtracts the top within the product.

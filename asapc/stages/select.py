@@ -27,7 +27,7 @@ from asapc.passes.select import (
     turned_back,
 )
 from asapc.program.runner import Runner
-from asapc.stages.fit import selection_batches
+from asapc.stages.calibrate import selection_batches
 from asapc.terminal.progress import Progress
 
 

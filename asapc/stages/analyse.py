@@ -1,4 +1,4 @@
-"""Examine: a teacher on its first examples, and what was found in it."""
+"""Analyse: a teacher on its first examples, and what was found in it (asapc.passes.analyse)."""
 
 from __future__ import annotations
 
@@ -47,35 +47,36 @@ class Inspection:
         return cls(teacher.source, analysis.capture.kind, analysis.capture.reason, entries)
 
 
-def _entry(own: Site | LeftAlone) -> dict[str, Any]:
-    status, reason = (own.status, own.reason) if isinstance(own, LeftAlone) else ("matched", "")
+def _entry(site: Site | LeftAlone) -> dict[str, Any]:
+    status, reason = (site.status, site.reason) if isinstance(site, LeftAlone) else ("matched", "")
     return {
-        "name": own.name,
+        "name": site.name,
         "status": status,
         "reason": reason,
-        "heads": own.heads,
-        "head_dim": own.head_dim,
-        "replay_error": own.replay_error,
-        "replay": dict(own.replay),
-        "convention": own.convention.to_dict() if own.convention else None,
+        "heads": site.heads,
+        "head_dim": site.head_dim,
+        "replay_error": site.replay_error,
+        "replay": dict(site.replay),
+        "convention": site.convention.to_dict() if site.convention else None,
     }
 
 
-def examined(teacher: Teacher, data: str | None) -> Analysis:
-    """On the first examples of its data, or on what is made up where it is built in."""
+def analyse_example(teacher: Teacher, data: str | None) -> Analysis:
+    """Analyse a teacher on the first examples of its data, or on made-up ones where it is built in."""
     example, *more = _examples_of(teacher, data)
     return analyse(teacher, example, more=more)
 
 
-def analysed(
-    teacher: Teacher, source: DataSource, progress: Progress, drop_maps: bool = False
+def analyse_teacher(
+    teacher: Teacher, source: DataSource, drop_maps: bool = False
 ) -> tuple[Analysis, Batch]:
-    """The sites of a teacher, and the example batch that it was captured on.
-
-    Raises NoSiteError where there is none.
-    """
+    """Analyse a teacher on its data; also gives the example batch that it was captured on."""
     example, *more = first_batches(source)
-    analysis = analyse(teacher, example, drop_maps, more)
+    return analyse(teacher, example, drop_maps, more), example
+
+
+def require_sites(analysis: Analysis, progress: Progress) -> None:
+    """Tell which layers are left alone.  Raises NoSiteError where that is all of them."""
     if not analysis.sites:
         reasons = "; ".join(f"{left.name}: {left.reason}" for left in analysis.left_alone[:4])
         raise NoSiteError(
@@ -85,7 +86,6 @@ def analysed(
         )
     for left in analysis.left_alone:
         progress.note(f"{left.name} {left.status}: {left.reason}")
-    return analysis, example
 
 
 def forward_signature(teacher: Teacher) -> inspection.Signature:

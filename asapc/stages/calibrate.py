@@ -1,4 +1,4 @@
-"""Fit: which fits a calibration needs, in which passes over the data, and the passes themselves."""
+"""Calibrate: which fits a calibration needs, in which passes over the data, and the passes themselves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ SAMPLE_EXAMPLES = 32  # slices and pivots are made from
 
 @dataclass(frozen=True)
 class Plan:
-    """pending: every fit, site by site.  size: of a batch.  rounds: the sites fitted in each pass.
+    """pending: every fit, site by site.  size: of a batch.  rounds: the places
+    of the sites that are fitted in each pass.
 
     In parallel, one pass over the data fits all sites behind the teacher's own layers. Sequentially
     each site is fitted in a pass of its own behind the layers that are already fitted, with their first
@@ -75,8 +76,8 @@ class Plan:
 def plan_fits(
     analysis: Analysis, source: DataSource, recipe: Recipe, sequential: bool, max_memory: int | None
 ) -> Plan:
-    """max_memory: bytes that the process may hold; batches get smaller, and fits that keep activations
-    keep fewer, until that holds."""
+    """sequential: see Plan.  max_memory: bytes that the process may hold; batches get smaller, and fits
+    that keep activations keep fewer, until that holds, which is tried by running the model."""
     recipe.check_patterns(analysis.names)
     pending = _pending(analysis, recipe)
     if sequential and any(p.collector.recipe.coefficients == "shared" for p in pending):
@@ -121,8 +122,6 @@ def fit(
         for p in waiting:
             if p.key in fits:
                 fitted.setdefault(p.name, {})[p.candidate] = fits[p.key]
-    if plan.limit is not None:
-        _tell_memory(plan.limit, plan.size, progress)
     return {name: tuple(fits[i] for i in sorted(fits)) for name, fits in fitted.items()}, seen
 
 
@@ -153,14 +152,15 @@ def tell_shortages(
     chosen: Sequence[AnySiteCalibration] | None,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Fits that rest on too little, of those chosen or of all: said, and as files have them."""
+    """Warn of fits, of those chosen or of all, that rest on too little; returns what files say of it."""
     found = shortages(sites, chosen)
-    for own in found:
-        progress.note(f"warning: {own.text}")
-    return [own.to_dict() for own in found]
+    for shortage in found:
+        progress.note(f"warning: {shortage.text}")
+    return [shortage.to_dict() for shortage in found]
 
 
-def _tell_memory(limit: MemoryLimit, size: int, progress: Progress) -> None:
+def tell_memory(limit: MemoryLimit, size: int, progress: Progress) -> None:
+    """How much of the memory that is allowed was taken."""
     most = limit.peak()
     kept = "" if most <= limit.limit else ": more than allowed, later batches were larger"
     progress.note(

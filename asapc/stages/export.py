@@ -1,4 +1,4 @@
-"""ONNX: model.onnx beside an artefact, run on examples that calibration and selection have not seen."""
+"""Export: model.onnx beside an artefact, run on examples that calibration and selection have not seen."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def write_edited_or_whole(
     settings: OnnxSettings,
     progress: Progress,
 ) -> None:
+    """The teacher's own file with its loops replaced; the whole program where it cannot be edited."""
     from asapc.onnx.export import write_edited
 
     batches = _unseen(read_artifact(folder, ()), source)
@@ -43,6 +44,10 @@ def write_edited_or_whole(
 def write_verified(
     artifact: Artifact, source: DataSource, settings: OnnxSettings, progress: Progress
 ) -> dict[str, Any]:
+    """The compiled program as OUT/model.onnx, run and compared; returns what OUT/onnx.json holds.
+
+    Raises VerificationError where the file computes something else; nothing is written then.
+    """
     require_extra()
     from asapc.onnx.export import write_onnx
 

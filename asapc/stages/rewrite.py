@@ -1,0 +1,80 @@
+"""Rewrite: the chosen operators in the graph, run once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asapc.artifact import (
+    Stage,
+)
+from asapc.calibration.stored import (
+    Calibration,
+)
+from asapc.errors import VerificationError
+from asapc.inputs.data import Batch, DataSource
+from asapc.inputs.recipe import Recipe
+from asapc.inputs.teacher import Teacher
+from asapc.ir import Program
+from asapc.measure.differences import tensor_outputs
+from asapc.passes.analyse import Analysis
+from asapc.passes.patches import chosen_programs
+from asapc.program.runner import Runner
+from asapc.stages.select import Chosen
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What is written.  compiled: the rewritten programs; output: theirs on `example`."""
+
+    teacher: Teacher
+    source: DataSource
+    recipe: Recipe
+    calibration: Calibration
+    analysis: Analysis
+    chosen: Chosen
+    compiled: Sequence[Program]
+    example: Batch
+    output: Any
+
+    @property
+    def whole(self) -> bool:
+        return self.analysis.capture.kind == "whole"
+
+    @property
+    def programs(self) -> dict[Stage, Sequence[Program]]:
+        return {
+            "graph": self.compiled,
+            "lossless": self.analysis.lifted,
+            "teacher": self.analysis.capture.programs,
+        }
+
+
+def rewrite(
+    teacher: Teacher,
+    source: DataSource,
+    recipe: Recipe,
+    calibration: Calibration,
+    analysis: Analysis,
+    chosen: Chosen,
+    example: Batch,
+) -> Compilation:
+    """The chosen operators in the graph, run once.  Raises VerificationError where that is not finite."""
+    compiled = chosen_programs(analysis, chosen.choices)
+    output = Runner(analysis.model, compiled)(example)
+    _verify_finite(output, teacher)
+    return Compilation(
+        teacher=teacher, source=source, recipe=recipe, calibration=calibration, analysis=analysis,
+        chosen=chosen, compiled=compiled, example=example, output=output,
+    )  # fmt: skip
+
+
+def _verify_finite(output: Any, teacher: Teacher) -> None:
+    for tensor in tensor_outputs(output):
+        if not bool(tensor.isfinite().all()):
+            raise VerificationError(
+                "the compiled model's outputs are finite",
+                got="NaN or infinity",
+                help=f"use `operator: sinkhorn` and report {teacher.source}",
+            )
