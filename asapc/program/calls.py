@@ -72,6 +72,13 @@ def put_call(
     return graph.call_function(aten.matmul.default, (call, values))
 
 
+def put_tensor(graph: GraphModule, index: int, what: str, value: Tensor) -> Node:
+    """A constant of the index-th site, as a buffer of the graph."""
+    name = f"asapc_site_{index}_{what}"
+    graph.register_buffer(name, value)
+    return graph.graph.get_attr(name)
+
+
 def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
     """A copy that shares parameters but no nodes, and the map from old nodes to new ones."""
     fresh = Graph(tracer_cls=graph.graph._tracer_cls)
