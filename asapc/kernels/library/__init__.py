@@ -1,6 +1,6 @@
 """Registration of the operators as torch.ops.asapc.*: kernels, fakes and gradients.
 
-The plain functions in operators/ are the meaning, kernels/ their fast twins; kernels/dispatch.py says
+The plain functions in operators/ are the reference, kernels/ their fast twins; kernels/dispatch.py says
 which of them runs.
 """
 

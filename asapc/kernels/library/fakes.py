@@ -1,9 +1,13 @@
-"""Sizes that an operator's tensors share, for programs that are traced through it.
+"""Fakes: what the operators give, in size and dtype, for programs that are traced through them.
 
-An operator is opaque to torch.export: a mask that nothing else reads would keep a length of its own.
+An operator is opaque to torch.export: a mask that nothing else reads would keep a length of its own, so
+the sizes that its tensors share are noted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,3 +30,39 @@ def share_sizes(
     for own, wanted in pairs:
         if not (isinstance(own, int) and own == 1):
             torch._check(own == wanted, lambda own=own, wanted=wanted: f"sizes {own} and {wanted} differ")
+
+
+def attention(own: Mapping[str, Any]) -> Tensor:
+    """A v [B, H, N, E] like v, or A [B, H, N, M] like q where there are no values."""
+    q, k, v = own["q"], own["k"], own.get("v")
+    share_sizes(q, k, v, own["keep"], own.get("query_keep"))
+    like, width = (q, k.shape[2]) if v is None else (v, v.shape[3])
+    result: Tensor = like.new_empty((*q.shape[:3], width))
+    return result
+
+
+def dual(own: Mapping[str, Any]) -> Tensor:
+    """[B, H, N] of the source, [B, H, M] of the target."""
+    share_sizes(own["q"], own["k"], None, own["keep"])
+    return _per_token(own["q"], own["q" if own["side"] == "source" else "k"])
+
+
+def dual_and_row_mass(own: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    share_sizes(own["q"], own["k"], None, own["keep"])
+    return _per_token(own["q"], own["k"]), _per_token(own["q"], own["q"])
+
+
+def _per_token(q: Tensor, points: Tensor) -> Tensor:
+    dtype = q.dtype if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(points.shape[:3], dtype=dtype)
+
+
+def kept_keys(own: Mapping[str, Any]) -> Tensor:
+    return torch.empty_like(own["mask"], dtype=torch.bool)
+
+
+def gradients(own: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
+    """One like each of these arguments, empty where it is not given."""
+    return tuple(
+        own["q"].new_empty(0) if own[name] is None else torch.empty_like(own[name]) for name in names
+    )
