@@ -166,10 +166,8 @@ def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised)
     if own.intercept is not None:
         shift = put_tensor(graph, index, "intercept", own.intercept[:, None])
         duals["source"] = graph.graph.call_function(aten.add.Tensor, (duals["source"], shift))
-    result = o.again(graph.graph, OPERATORS["asap"], {
-        "source_dual": duals["source"], "target_dual": duals["key"], "score_multiplier": multiplier,
-        "closures": own.plan.closures, "output_factor": o.settings["output_factor"],
-    })  # fmt: skip
+    settings = own.settings(duals["source"], duals["key"], o.settings)
+    result = o.again(graph.graph, OPERATORS["asap"], settings)
     if mass is None:
         return result
     column = graph.graph.call_function(aten.unsqueeze.default, (mass, -1))
@@ -186,15 +184,12 @@ def _dual_call(
     multiplier: float,
     mass: bool,
 ) -> Node:
-    side = predictor.side
-    parameters = [
-        put_tensor(graph, index, f"{side}_parameter_{number}", tensor)
-        for number, tensor in enumerate(predictor.tensors())
-    ]
-    coefficients = put_tensor(graph, index, f"{side}_coefficients", predictor.coefficients)
-    target = torch.ops.asapc.dual_and_row_mass if mass else torch.ops.asapc.dual
-    return graph.graph.call_function(
-        target.default,
-        (o.q, o.k, o.keep, o.bias, parameters, coefficients,
-         *predictor.settings(multiplier, mass)),
-    )  # fmt: skip
+    def constant(what: str, value: Tensor) -> Node:
+        return put_tensor(graph, index, f"{predictor.side}_{what}", value)
+
+    own = predictor.arguments(multiplier, mass)
+    parameters = [constant(f"parameter_{i}", tensor) for i, tensor in enumerate(own["parameters"])]
+    own |= {"parameters": parameters, "coefficients": constant("coefficients", own["coefficients"])}
+    target = (torch.ops.asapc.dual_and_row_mass if mass else torch.ops.asapc.dual).default
+    seen = {"q": o.q, "k": o.k, "keep": o.keep, "bias": o.bias}
+    return graph.graph.call_function(target, ordered(target, {**seen, **own}))

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from asapc.ir import Convention
-from asapc.operators.catalogue import loop_of
+from asapc.operators.sinkhorn import loop_of
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import Canonical, KeyMask, Product, rank_of

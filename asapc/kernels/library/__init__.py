@@ -10,4 +10,6 @@ from asapc.kernels.library import esp as esp
 from asapc.kernels.library import loops as loops
 from asapc.kernels.library import lot as lot
 from asapc.kernels.library import masks as masks
-from asapc.kernels.library import stabilised as stabilised
+from asapc.kernels.library.attention import without_kernels
+
+without_kernels()
