@@ -43,7 +43,7 @@ class Lifting:
         return self.graph.graph.inserting_before(self.nodes[node])
 
     def before_map(self, value: Product) -> AbstractContextManager[object]:
-        """Before A v, or behind A where the map is used otherwise too, by what may stand before A v."""
+        """Before A v; right behind A where the map has other users, which may stand before A v."""
         if self._is_dense(value):
             return self.graph.graph.inserting_before(self.nodes[value.left].next)
         return self.before(value.node)
