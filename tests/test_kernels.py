@@ -419,7 +419,7 @@ def test_an_error_in_a_worker_reaches_the_caller() -> None:
 
 
 FORK = """
-import os, torch, asapc.operators
+import os, torch, asapc.kernels.library
 q, k, v = torch.randn(3, 2, 4, 300, 8).unbind(0)
 run = lambda: torch.ops.asapc.sinkhorn(q, k, v, None, None, 0.3, 4, True, [1.0, 1.0, 0.0, 0.0])
 torch.set_num_threads({threads})
