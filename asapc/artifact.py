@@ -48,7 +48,8 @@ from asapc.inputs.load import build_factory, load_teacher
 from asapc.inputs.pt2 import load_program, save_program
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.weights import read_safetensors
-from asapc.ir import Convention, Program, convention_from_dict
+from asapc.ir import Convention, Program
+from asapc.operators.catalogue import convention_from_dict
 from asapc.passes.capture import export_graph
 from asapc.passes.patches import CompiledModule
 from asapc.program.call import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch.fx import GraphModule, Node
@@ -247,17 +247,18 @@ class LotConvention:
         )  # fmt: skip
 
 
-AnyConvention = Convention | EspConvention | LotConvention
+class AnyConvention(Protocol):
+    """What a teacher computes at a site: one of the above, or of another family."""
 
+    @property
+    def mask(self) -> Mask: ...
 
-CONVENTIONS: Mapping[str, type[AnyConvention]] = {  # by what to_dict() has for "operator"
-    "sinkhorn": Convention, "esp_soft": EspConvention, "esp_hard": EspConvention, "lot": LotConvention,
-}  # fmt: skip
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; its "operator" is the lossless one, see operators.catalogue."""
+        ...
 
-
-def convention_from_dict(data: Mapping[str, Any]) -> AnyConvention:
-    """Inverse of every to_dict. Raises KeyError or TypeError on a malformed mapping."""
-    return CONVENTIONS[data.get("operator", "sinkhorn")].from_dict(data)
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self: ...
 
 
 @dataclass(frozen=True)

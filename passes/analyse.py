@@ -20,9 +20,10 @@ from asapc.ir import AnyConvention, Convention, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.lift import lift
-from asapc.passes.match import AnySite, match, not_the_model
+from asapc.passes.match import match, not_the_model
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
+from asapc.passes.site import Site as MatchedSite
 from asapc.program.runner import Runner
 
 OUTPUT_TOLERANCE = 1e-3  # the whole model's outputs, relative to max(1, largest entry)
@@ -72,7 +73,7 @@ class Analysis:
     model: nn.Module | None
     capture: Capture
     lifted: list[Program]
-    matched: list[list[AnySite]]
+    matched: list[list[MatchedSite]]
     sites: list[Site]
     left_alone: list[LeftAlone]
     regions: list[str]
@@ -115,9 +116,9 @@ def analyse(
     sites: list[Site] = []
     left: list[LeftAlone] = []
     lifted: list[Program] = []
-    regions_of: list[list[AnySite]] = []
+    regions_of: list[list[MatchedSite]] = []
     regions: list[str] = []
-    matched: list[list[AnySite]] = []
+    matched: list[list[MatchedSite]] = []
     for found in outcomes:
         matched.append([])
         for outcome in found:
@@ -159,7 +160,7 @@ def analyse(
 
 def _identified(
     subject: nn.Module | ExportedProgram, batch: Batch
-) -> tuple[Capture, list[list[AnySite | Refusal]]]:
+) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
     """The programs, and what was found in each. A loop that stays as it is, and may end early, is not
     what the program of the whole model holds: its attention is captured by module then."""
     captured = capture(subject, batch.args, batch.kwargs)

@@ -9,15 +9,10 @@ from asapc.calibration.stored import AnySiteCalibration, Calibration, SiteCalibr
 from asapc.errors import InputError
 from asapc.features.predictor import ClosurePlan, closure_plan
 from asapc.inputs.recipe import Recipe
-from asapc.ir import CONVENTIONS, AnyConvention, Convention
-from asapc.operators.catalogue import OPERATORS
+from asapc.ir import AnyConvention, Convention
+from asapc.operators.catalogue import OPERATORS, REPLACEMENTS
 from asapc.passes.rewrite import Hardened, Replacement
 
-# By kind of site, what it may become besides itself; a hardened map alone makes no layer faster.
-REPLACEMENTS = {
-    kind: tuple(own.name for own in OPERATORS.values() if kind in own.fitted_to and own.applies)
-    for kind in CONVENTIONS
-}
 # Operators that are fitted to a Sinkhorn site's outputs, and the recipe's key for their size.
 DISTILLED = {own.name: own.size for own in OPERATORS.values() if own.size and "sinkhorn" in own.fitted_to}
 # A closure costs about a half-step: with so few of them the lossless loop is already as cheap.

@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from asapc.ir import Convention, Program, Stop
 from asapc.passes.cut import Cut, ancestors, depends_on_data, descendants
-from asapc.passes.probe import HELD, attention_of
 from asapc.passes.products import BARRIERS, NORMALISERS
+from asapc.passes.sinkhorn.probe import HELD, attention_of
 
 aten = torch.ops.aten
 SUMS = {  # a half-step has one of them, or as many as every other

@@ -1,8 +1,8 @@
-"""Match: find where a score product meets a value product, and decide by experiment what lies between.
+"""Match: find where a score product meets a value product, and let every family say what lies between.
 
 before: a functional graph
-after:  AttentionSite, EspSite or LotSite for every region that replays a known convention, Refusal with a
-        reason for every other attention-like region
+after:  a Site for every region that replays a known convention, Refusal with a reason for every other
+        attention-like region
 
 Only products are recognised by their operator; each family of sites has its own experiments.
 """
@@ -18,92 +18,44 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from asapc.ir import EspConvention, Program
+from asapc.ir import Program
 from asapc.passes.cut import ancestors
 from asapc.passes.early_stop import stop_left, stops_by_scores
-from asapc.passes.match_esp import EspSite, match_esp
-from asapc.passes.match_lot import LotSite, match_lot
-from asapc.passes.match_sinkhorn import AttentionSite, examine
-from asapc.passes.products import BARRIERS, Unidentified, site_name
+from asapc.passes.families import MATCHERS
+from asapc.passes.products import BARRIERS, site_name
 from asapc.passes.regions import Refusal, find_regions, unattended
+from asapc.passes.site import Place, Site, Unidentified
 
 aten = torch.ops.aten
 FUSED = {aten.scaled_dot_product_attention.default}
+UNKNOWN = Unidentified("not attention: its scores are not a product of queries and keys")
 
-AnySite = AttentionSite | EspSite | LotSite
 
-
-def match(program: Program) -> list[AnySite | Refusal]:
+def match(program: Program) -> list[Site | Refusal]:
     """All attention-like regions of a program in graph order, each matched or refused."""
-    graph = program.graph
-    results: list[tuple[int, AnySite | Refusal]] = []
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
     _record_examples(program)
-    owned: set[Node] = set()  # inside a site that has been found
-    likely: list[EspConvention] = []
-    glued = match_lot(program)
-    for node, site in glued:
-        if isinstance(site, LotSite):
-            owned |= {*site.inside, node}
-            results.append((order[node], site))
-    unknown = {node: site for node, site in glued if isinstance(site, Unidentified)}
-    found = find_regions(graph)
-    stops = stops_by_scores(program, found)
-    for score, regions in [(s, r) for s, r in found.items() if s not in owned]:
-        outcomes: list[AttentionSite | Refusal] = []
-        for region in regions:
-            outcome = examine(program, region, stops.get(score, ()))
-            outcomes.append(outcome)
-            if isinstance(outcome, AttentionSite):
-                break
-        chosen = next((o for o in outcomes if isinstance(o, AttentionSite)), None)
-        if chosen is not None:
-            results.append((order[score], chosen))
-            continue
-        value = regions[0].value
-        sliced = match_esp(program, value, likely)
-        if isinstance(sliced, EspSite):
-            owned |= {*sliced.inside, value.node}
-            likely.append(sliced.convention)
-            results.append((order[value.node], sliced))
-            continue
-        refusal = outcomes[0]
-        assert isinstance(refusal, Refusal)
-        better = sliced or unknown.get(value.node)
-        if better is not None:
-            owned |= better.inside
-            refusal = replace(refusal, reason=better.reason)
-        results.append((order[score], refusal))
-    for node in graph.graph.nodes:
+    places = _places(program)
+    sites: dict[Node, Site] = {}
+    taken: set[Node] = set()  # inside a site
+    reasons: dict[Node, Unidentified] = {}
+    for find in MATCHERS:
+        free = [own for own in places if own.at not in taken and own.value.node not in sites]
+        for node, outcome in find(program, free):
+            if isinstance(outcome, Site):
+                sites[node] = outcome
+                taken |= {outcome.at, *outcome.part().inside}
+            elif outcome.inside or node not in reasons:
+                reasons[node] = outcome
+    left = [own for own in places if own.at not in taken and own.value.node not in sites]
+    results: list[tuple[Node, Site | Refusal]] = [
+        (site.at, _unless_it_stops(program, site)) for site in sites.values()
+    ]
+    results += [(own.at, _refused(program, own, reasons)) for own in _explained(left, reasons)]
+    for node in program.graph.graph.nodes:
         if node.op == "call_function" and node.target in FUSED:
             reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
-            results.append((order[node], Refusal(site_name(program, node), reason, node.name)))
-    left: list[tuple[Node, str]] = []
-    for product, reason in unattended(graph, found):
-        if product.node in owned:
-            continue
-        sliced = match_esp(program, product, likely)
-        if isinstance(sliced, EspSite):
-            owned |= {*sliced.inside, product.node}
-            likely.append(sliced.convention)
-            results.append((order[product.node], sliced))
-            continue
-        better = sliced or unknown.get(product.node)
-        if better is not None:
-            owned |= better.inside - {product.node}
-        left.append((product.node, reason if better is None else better.reason))
-    results.extend(
-        (order[node], Refusal(site_name(program, node), reason, node.name))
-        for node, reason in left
-        if node not in owned
-    )
-    results = [(place, _unless_it_stops(program, own)) for place, own in results]
-    unique: dict[str, int] = {}
-    named: list[AnySite | Refusal] = []
-    for _, result in sorted(results, key=lambda pair: pair[0]):
-        count = unique[result.name] = unique.get(result.name, 0) + 1
-        name = result.name if count == 1 else f"{result.name}#{count}"
-        named.append(replace(result, name=name))
+            results.append((node, Refusal(site_name(program, node), reason, node.name)))
+    named = _named(program, results)
     elsewhere = not_the_model(program, named)
     if elsewhere is None:
         return named
@@ -113,18 +65,56 @@ def match(program: Program) -> list[AnySite | Refusal]:
             for own in named]  # fmt: skip
 
 
-def not_the_model(program: Program, found: Sequence[AnySite | Refusal]) -> str | None:
+def _places(program: Program) -> list[Place]:
+    """Where attention may be: regions by their scores, then normalised weights without."""
+    found = find_regions(program.graph)
+    stops = stops_by_scores(program, found)
+    places = [
+        Place(regions[0].value, tuple(regions), tuple(stops.get(score, ())))
+        for score, regions in found.items()
+    ]
+    return places + [Place(product) for product in unattended(program.graph, found)]
+
+
+def _explained(left: Sequence[Place], reasons: dict[Node, Unidentified]) -> list[Place]:
+    """The places that are refused: weights inside of what is refused as a whole have no reason of
+    their own."""
+    within: set[Node] = set()
+    for own in left:
+        within |= reasons.get(own.value.node, UNKNOWN).inside - {own.value.node}
+    return [own for own in left if own.regions or own.at not in within]
+
+
+def _refused(program: Program, place: Place, reasons: dict[Node, Unidentified]) -> Refusal:
+    own = reasons.get(place.value.node, UNKNOWN)
+    node = own.node or (place.regions[0].attention if place.regions else place.value.node)
+    return Refusal(site_name(program, place.value.node), own.reason, node.name)
+
+
+def _named(program: Program, results: Sequence[tuple[Node, Site | Refusal]]) -> list[Site | Refusal]:
+    """In graph order, a second one of a name with its number."""
+    order = {node: index for index, node in enumerate(program.graph.graph.nodes)}
+    counts: dict[str, int] = {}
+    named: list[Site | Refusal] = []
+    for _, result in sorted(results, key=lambda pair: order[pair[0]]):
+        count = counts[result.name] = counts.get(result.name, 0) + 1
+        named.append(replace(result, name=result.name if count == 1 else f"{result.name}#{count}"))
+    return named
+
+
+def not_the_model(program: Program, found: Sequence[Site | Refusal]) -> str | None:
     """Why a program may compute something else than the model: a branch that is no site's early stop."""
     if not program.stops:
         return None
-    tried = {own.score.node for own in found if isinstance(own, AttentionSite)}
+    loops = [own.stops_on for own in found if isinstance(own, Site)]
+    tried = {scores for scores in loops if scores is not None}
     return stop_left(stops_by_scores(program, find_regions(program.graph)), tried)
 
 
-def _unless_it_stops(program: Program, own: AnySite | Refusal) -> AnySite | Refusal:
-    """A sliced or glued plan whose code may end a loop early is refused: only what an early stop changes
-    in a Sinkhorn layer is tried."""
-    if isinstance(own, EspSite | LotSite):
+def _unless_it_stops(program: Program, own: Site) -> Site | Refusal:
+    """A site whose code may end a loop early is refused where its family has not tried what that
+    changes."""
+    if own.stops_on is None:
         part = own.part()
         for stop in program.stops:
             if ancestors(stop.residual, until=BARRIERS) & part.inside:

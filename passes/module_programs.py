@@ -30,8 +30,8 @@ from asapc.ir import ModuleCall, Program
 from asapc.passes.capture import size_hint
 from asapc.passes.cut import holds_tensors
 from asapc.passes.lift import lift
-from asapc.passes.match import AnySite
 from asapc.passes.observe import gives_its_input
+from asapc.passes.site import Site
 from asapc.passes.verify import check_graph
 from asapc.program.call import (
     Call,
@@ -62,7 +62,7 @@ class ModuleProgram:
     """
 
     program: Program
-    sites: Mapping[int, AnySite]
+    sites: Mapping[int, Site]
     call: Call
     children: tuple[Child, ...]
     constants: tuple[str, ...]
@@ -86,7 +86,7 @@ class _Inside:
 
 
 def module_programs(
-    model: nn.Module, program: Program, sites: Sequence[AnySite], eager: EagerCalls
+    model: nn.Module, program: Program, sites: Sequence[Site], eager: EagerCalls
 ) -> tuple[list[ModuleProgram], dict[str, str]]:
     """The programs of the modules around all the sites, and why there is none, by site.
 
@@ -133,7 +133,7 @@ class _Reader:
             if not call.hooked:
                 self._counts[call.name] = self._counts.get(call.name, 0) + 1
 
-    def around(self, site: AnySite) -> _Inside | str:
+    def around(self, site: Site) -> _Inside | str:
         """The smallest module around a site that can be called by itself, or why there is none."""
         if not self.program.calls:
             return "the model's own code is not at hand"
@@ -227,7 +227,7 @@ class _Reader:
         return values
 
     def cut(
-        self, inside: _Inside, sites: Mapping[int, AnySite], values: Mapping[Node, Tensor]
+        self, inside: _Inside, sites: Mapping[int, Site], values: Mapping[Node, Tensor]
     ) -> ModuleProgram:
         """The module's program with its layers marked.  Raises Undescribable."""
         own = inside.call

@@ -33,6 +33,26 @@ VIEWS = {
 
 
 @dataclass(frozen=True)
+class Canonical:
+    """A tensor of a graph as [B, H, X, Y] or [B * H, X, Y].
+
+    order: the permutation that makes it so; None: it is so already.
+    """
+
+    node: Node
+    order: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> list[Any]:
+        return canonical_shape(self.node, self.order)
+
+    def turned(self) -> Canonical:
+        """With its last two axes exchanged."""
+        *batch, x, y = self.order or range(rank_of(self.node))
+        return Canonical(self.node, (*batch, y, x))
+
+
+@dataclass(frozen=True)
 class Product:
     """A batched product left [*, X, C] x right [*, Y, C] in canonical index order.
 
@@ -48,6 +68,26 @@ class Product:
     right_order: tuple[int, ...] | None = None
     out_order: tuple[int, ...] | None = None
 
+    @property
+    def map(self) -> Canonical:
+        """The left operand [*, X, C]: the map, of a product with values."""
+        return Canonical(self.left, self.left_order)
+
+    @property
+    def keys(self) -> Canonical:
+        """The right operand [*, Y, C]: the keys, of a product of scores."""
+        return self.values.turned() if self.right_transposed else Canonical(self.right, self.right_order)
+
+    @property
+    def values(self) -> Canonical:
+        """The right operand [*, C, Y]: the values, of a product with them."""
+        own = Canonical(self.right, self.right_order)
+        return own if self.right_transposed else own.turned()
+
+    @property
+    def result(self) -> Canonical:
+        return Canonical(self.node, self.out_order)
+
 
 @dataclass(frozen=True)
 class KeyMask:
@@ -59,14 +99,6 @@ class KeyMask:
     is_bias: bool = False  # additive, and what it holds besides very low entries is added to the scores
     zero_if_empty: bool = False  # an example without keys gives 0, not what equal scores give
     hides: float = HIDDEN_SCORE  # additive: scores up to here remove their keys
-
-
-@dataclass(frozen=True)
-class Unidentified:
-    """A region of a known kind that has no known convention: why, and what belongs to it."""
-
-    reason: str
-    inside: frozenset[Node]
 
 
 def product_of(node: Node) -> Product | None:
@@ -117,8 +149,7 @@ def _einsum_product(node: Node) -> Product | None:
 
 def is_vector(product: Product) -> bool:
     """A matrix-vector product: a step of an exp-domain loop, never the value product."""
-    shape = canonical_shape(product.right, product.right_order)
-    width = shape[-1] if product.right_transposed else shape[-2]
+    width = product.values.shape[-1]
     return isinstance(width, int) and width == 1
 
 

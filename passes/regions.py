@@ -151,7 +151,7 @@ def _depends_on_parameter(node: Node) -> bool:
     return reaches(node, lambda n: n.op == "get_attr" and n.meta["val"].numel() != 1)
 
 
-def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> list[tuple[Product, str]]:
+def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> list[Product]:
     """Normalised weights that multiply something but do not come from a product of two activations."""
     owned = {region.value.node for candidates in regions.values() for region in candidates}
     found = []
@@ -161,7 +161,7 @@ def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> 
             continue
         operands = (product.left, product.right)
         if any(_is_normalised(operand) for operand in operands):
-            found.append((product, "not attention: its scores are not a product of queries and keys"))
+            found.append(product)
     return found
 
 

@@ -24,8 +24,7 @@ from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.cut import Cut, Part, evaluate
 from asapc.passes.lift import beside
-from asapc.passes.match import AnySite
-from asapc.passes.match_lot import LotSite
+from asapc.passes.site import Site
 from asapc.program.calls import SiteFunction, copied, site_function
 from asapc.program.runner import Runner, Tap
 
@@ -56,7 +55,7 @@ class Replay:
 def replay(
     model: nn.Module | None,
     programs: Sequence[Program],
-    matched: Sequence[Sequence[AnySite]],
+    matched: Sequence[Sequence[Site]],
     batches: Iterable[Batch],
 ) -> dict[str, Replay]:
     """Every matched site by name.  matched: the sites of each program."""
@@ -77,7 +76,7 @@ def replay(
         for name, (program, site) in sites.items():
             values, t = theirs[name], seen[name]
             with torch.no_grad():
-                own = kernels[name](t, t.v if isinstance(site, LotSite) else None)
+                own = kernels[name](t, t.v if site.takes_values else None)
             expected = _canonical(values[parts[name].output], parts[name])
             found[name].note("the data", _difference(own.reshape(expected.shape), expected))
             beyond = _Beyond(program, site, parts[name], values, t, references[name])
@@ -93,7 +92,7 @@ class _Observer:
         self,
         model: nn.Module | None,
         programs: Sequence[Program],
-        matched: Sequence[Sequence[AnySite]],
+        matched: Sequence[Sequence[Site]],
         parts: Mapping[str, Part],
     ) -> None:
         self._values: dict[str, dict[Node, Tensor]] = {}
@@ -130,7 +129,7 @@ class _Beyond:
     def __init__(
         self,
         program: Program,
-        site: AnySite,
+        site: Site,
         part: Part,
         values: Mapping[Node, Tensor],
         seen: SiteTensors,
@@ -224,7 +223,7 @@ class _Beyond:
         if not bool(theirs.isfinite().all()):
             return None
         with torch.no_grad():
-            own = self.reference(t, t.v if isinstance(self.site, LotSite) else None)
+            own = self.reference(t, t.v if self.site.takes_values else None)
         return _difference(own.reshape(theirs.shape), theirs)
 
     def _input(self, node: Node, sizes: dict[Any, int]) -> Tensor:

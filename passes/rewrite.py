@@ -22,7 +22,15 @@ from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Distilled, Program
 from asapc.operators.catalogue import OPERATORS, by_name, ordered
 from asapc.passes.verify import check_graph
-from asapc.program.calls import CALLS, SITE, Operands, copied, operator_calls, sites_of
+from asapc.program.calls import (
+    CALLS,
+    SITE,
+    Operands,
+    copied,
+    operator_calls,
+    put_tensor,
+    sites_of,
+)
 
 aten = torch.ops.aten
 
@@ -131,7 +139,7 @@ def harden(graph: GraphModule) -> None:
 
 def _distilled_call(graph: GraphModule, index: int, o: Operands, choice: Distilled) -> Node:
     settings = {
-        name: _constant(graph, index, f"{choice.operator}_{name}", x) if isinstance(x, Tensor) else x
+        name: put_tensor(graph, index, f"{choice.operator}_{name}", x) if isinstance(x, Tensor) else x
         for name, x in choice.settings.items()
     }
     call = graph.graph.call_function
@@ -156,12 +164,10 @@ def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised)
             call = graph.graph.call_function(operator.getitem, (call, 0))
         duals[predictor.side] = call
     if own.intercept is not None:
-        shift = _constant(graph, index, "intercept", own.intercept[:, None])
+        shift = put_tensor(graph, index, "intercept", own.intercept[:, None])
         duals["source"] = graph.graph.call_function(aten.add.Tensor, (duals["source"], shift))
-    result = o.again(graph.graph, OPERATORS["asap"], {
-        "source_dual": duals["source"], "target_dual": duals["key"], "score_multiplier": multiplier,
-        "closures": own.plan.closures, "output_factor": o.settings["output_factor"],
-    })  # fmt: skip
+    settings = own.settings(duals["source"], duals["key"], o.settings)
+    result = o.again(graph.graph, OPERATORS["asap"], settings)
     if mass is None:
         return result
     column = graph.graph.call_function(aten.unsqueeze.default, (mass, -1))
@@ -178,21 +184,12 @@ def _dual_call(
     multiplier: float,
     mass: bool,
 ) -> Node:
-    side = predictor.side
-    parameters = [
-        _constant(graph, index, f"{side}_parameter_{number}", tensor)
-        for number, tensor in enumerate(predictor.tensors())
-    ]
-    coefficients = _constant(graph, index, f"{side}_coefficients", predictor.coefficients)
-    target = torch.ops.asapc.dual_and_row_mass if mass else torch.ops.asapc.dual
-    return graph.graph.call_function(
-        target.default,
-        (o.q, o.k, o.keep, o.bias, parameters, coefficients,
-         *predictor.settings(multiplier, mass)),
-    )  # fmt: skip
+    def constant(what: str, value: Tensor) -> Node:
+        return put_tensor(graph, index, f"{predictor.side}_{what}", value)
 
-
-def _constant(graph: GraphModule, index: int, what: str, value: Tensor) -> Node:
-    name = f"asapc_site_{index}_{what}"
-    graph.register_buffer(name, value)
-    return graph.graph.get_attr(name)
+    own = predictor.arguments(multiplier, mass)
+    parameters = [constant(f"parameter_{i}", tensor) for i, tensor in enumerate(own["parameters"])]
+    own |= {"parameters": parameters, "coefficients": constant("coefficients", own["coefficients"])}
+    target = (torch.ops.asapc.dual_and_row_mass if mass else torch.ops.asapc.dual).default
+    seen = {"q": o.q, "k": o.k, "keep": o.keep, "bias": o.bias}
+    return graph.graph.call_function(target, ordered(target, {**seen, **own}))

@@ -21,10 +21,10 @@ from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
 from asapc.passes.match import match
-from asapc.passes.match_sinkhorn import AttentionSite
-from asapc.passes.probe import attention_of
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
+from asapc.passes.sinkhorn.probe import attention_of
+from asapc.passes.sinkhorn.site import AttentionSite
 
 FORMS = ("potentials", "log_softmax", "scaling", "plan")
 SPREADS = (0.25, 1.0, 4.0, 16.0, 64.0)  # of the scores that an accepted convention is held against

@@ -19,11 +19,11 @@ from asapc.errors import InputError
 from asapc.ir import EspConvention, HalfPlan, LotConvention, OutputFactor, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture
+from asapc.passes.esp.site import EspSite
 from asapc.passes.lift import lift
+from asapc.passes.lot.site import LotSite
 from asapc.passes.match import match
-from asapc.passes.match_esp import EspSite
-from asapc.passes.match_lot import LotSite
-from asapc.passes.match_sinkhorn import AttentionSite
+from asapc.passes.sinkhorn.site import AttentionSite
 from asapc.program.calls import operator_calls
 
 

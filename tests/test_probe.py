@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.ir import Convention, OutputFactor, Side, Stabiliser
 from asapc.operators import sinkhorn as meaning
-from asapc.passes.probe import Fit, Guesses, NoFit, Sample, attention_of, identify
+from asapc.passes.experiment import NoFit
+from asapc.passes.sinkhorn.probe import Fit, Guesses, Sample, attention_of, identify
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "sinkhorn.json").read_text())

@@ -20,12 +20,12 @@ from asapc.inputs.teacher import Teacher
 from asapc.measure.differences import largest_difference
 from asapc.passes.analyse import analyse
 from asapc.passes.capture import capture
+from asapc.passes.esp.site import EspSite
 from asapc.passes.lift import lift
 from asapc.passes.match import match
-from asapc.passes.match_esp import EspSite
-from asapc.passes.match_sinkhorn import AttentionSite
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
+from asapc.passes.sinkhorn.site import AttentionSite
 from asapc.program.calls import call_of, operator_calls
 from asapc.program.runner import Runner
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,19 +28,17 @@ class DualPredictor:
     coefficients: Tensor
     budget: Budget
 
-    def settings(self, score_multiplier: float, mass: bool = False) -> tuple[Any, ...]:
-        """The constants of torch.ops.asapc.dual after the tensors, or of dual_and_row_mass."""
-        spec = " ".join(str(feature) for feature in self.features)
-        rest = (score_multiplier, self.budget.half_steps, self.budget.starts_on_x)
-        return (spec, *rest) if mass else (spec, self.side, *rest)
-
-    def tensors(self) -> list[Tensor]:
-        """The parameters that are there, in feature order, as the registered operators take them."""
-        return [parameter for parameter in self.parameters if parameter is not None]
-
-    def arguments(self, score_multiplier: float, mass: bool = False) -> tuple[Any, ...]:
-        """What either operator takes after q, k, keep and bias."""
-        return (self.tensors(), self.coefficients, *self.settings(score_multiplier, mass))
+    def arguments(self, score_multiplier: float, mass: bool = False) -> dict[str, Any]:
+        """What torch.ops.asapc.dual, or dual_and_row_mass, takes besides q, k, keep and bias, by name."""
+        return {
+            "parameters": [parameter for parameter in self.parameters if parameter is not None],
+            "coefficients": self.coefficients,
+            "features": " ".join(str(feature) for feature in self.features),
+            **({} if mass else {"side": self.side}),
+            "score_multiplier": score_multiplier,
+            "half_steps": self.budget.half_steps,
+            "starts_on_x": self.budget.starts_on_x,
+        }
 
 
 @dataclass(frozen=True)
@@ -100,5 +99,12 @@ class Amortised:
     plan: ClosurePlan
     predictors: tuple[DualPredictor, ...]
     intercept: Tensor | None = None
+
+    def settings(self, source: Any, key: Any, loop: Mapping[str, Any]) -> dict[str, Any]:
+        """Of torch.ops.asapc.asap, by name.  source, key: duals.  loop: the site's own settings."""
+        return {
+            "source_dual": source, "target_dual": key, "score_multiplier": loop["score_multiplier"],
+            "closures": self.plan.closures, "output_factor": loop["output_factor"],
+        }  # fmt: skip
 
 

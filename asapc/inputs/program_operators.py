@@ -25,6 +25,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from asapc.ir import Coupling, Stabiliser, Ties
+from asapc.operators.catalogue import OPERATORS
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,9 @@ GROUPS = (
         "sym_constrain_range sym_constrain_range_for_size sym_numel sym_size sym_stride",
     ),
 )
-OWN = (
-    "asap", "asap_attention", "child", "dual", "dual_and_row_mass", "esp_hard", "esp_hard_attention",
-    "esp_released_hard_attention", "esp_soft", "esp_soft_attention", "kept_keys", "lot", "lot_attention",
-    "sinkhorn", "sinkhorn_attention", "stabilised_sinkhorn", "stabilised_sinkhorn_attention",
-)  # fmt: skip
+OWN = tuple(sorted(
+    {"child", "dual", "dual_and_row_mass", "kept_keys"}.union(*(own.names for own in OPERATORS.values()))
+))  # fmt: skip
 NOT_ALLOWED = {
     "aten.view.dtype": "reads entries of one type as another",
     "aten.repeat_interleave.Tensor": "counts in a tensor",

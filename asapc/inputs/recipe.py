@@ -55,6 +55,7 @@ from asapc.inputs.settings import (
     parse,
 )
 from asapc.metrics import BUDGET_BOUNDS
+from asapc.operators.catalogue import OPERATORS
 
 Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
 Fit = Literal["ls", "kl"]
@@ -190,8 +191,8 @@ class Recipe:
 
     def label(self) -> str:
         """A candidate in a few words, which tell it from every other: "asap key 1 coarse:32"."""
-        if self.operator in ("lot", "esp_hard"):
-            return f"{self.operator} {self.pivots if self.operator == 'lot' else self.slices}"
+        if self.operator in OPERATORS and (size := OPERATORS[self.operator].size):
+            return f"{self.operator} {getattr(self, size)}"
         if self.operator != "asap":
             return self.operator
         words = [self.operator, self.side, str(self.closures), *self.features]

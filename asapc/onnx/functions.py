@@ -22,6 +22,7 @@ from asapc.formats.limits import limits_of
 from asapc.inputs.onnx.settings import DOMAIN
 from asapc.onnx import twins
 from asapc.onnx.translate import cause, translate
+from asapc.operators.catalogue import reference_named
 
 SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: no usual ones
 TENSOR = object()  # in the settings of a call, the place of a tensor
@@ -94,7 +95,7 @@ class _Call:
 
     def function(self, name: str, opset: int) -> onnx_ir.Function:
         """The traced twin."""
-        twin: Callable[..., Any] = getattr(twins, self.name)
+        twin: Callable[..., Any] = getattr(twins, self.name, None) or reference_named(self.name)
         body = traced(_Body(twin, self.settings), [node.meta["val"] for node in self.tensors])
         graph = translate(body, opset, plain_attention=True).graph
         _constants_as_nodes(graph)

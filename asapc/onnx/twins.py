@@ -1,7 +1,8 @@
 """Twins of the operators in what ONNX has, and in the order ONNX Runtime is fast at.
 
 Traced by torch.export they become the bodies of the functions in a file (asapc.onnx.functions), and
-they run in PyTorch, where tests hold them against operators/. A loop takes its first two half-steps
+they run in PyTorch, where tests hold them against operators/. A reference that translates well, such as
+products of one kernel, has no twin. A loop takes its first two half-steps
 in the log domain, as the meaning does. The plan is closed on one side then, so that no later factor is
 further from 1 than the number of rows or columns: what is left are products with a kernel, where the
 log domain takes an exponential of every entry at every step. Factors of many steps multiply, and an
@@ -41,12 +42,6 @@ from asapc.operators.sinkhorn import (
     open_empty,
     score_matrix,
     widen,
-)
-from asapc.operators.stabilised import (  # products of one kernel already: their own twins
-    stabilised_sinkhorn as stabilised_sinkhorn,
-)
-from asapc.operators.stabilised import (
-    stabilised_sinkhorn_attention as stabilised_sinkhorn_attention,
 )
 
 LOG_STEPS = 2

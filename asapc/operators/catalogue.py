@@ -1,21 +1,19 @@
 """Catalogue: what an operator that a site may become is, said once.
 
 Names and order of arguments are those of the reference's signature, which the registered operator has,
-too: a graph's calls are built from them by name, and read back by name.
+too: a graph's calls are built from them by name, and read back by name. What is imported here is little:
+a report that is read needs no torch.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from asapc.ir import Convention
-from asapc.operators import asap, esp, lot, sinkhorn, stabilised
+if TYPE_CHECKING:
+    from asapc.ir import AnyConvention
 
 SCORES = ("keep", "bias")
 POINTS = ("keep", "query_keep")
@@ -25,61 +23,97 @@ POINTS = ("keep", "query_keep")
 class Operator:
     """name: of the registered operator and its reference; the map is `<name>_attention`.
 
-    reference: the module that has both in plain PyTorch.
-    operands:  what a site sees besides queries and keys, as in SiteTensors.
-    exact_for: kinds of convention whose map it computes.
-    fitted_to: kinds of convention whose map it approximates once it is calibrated.
-    size:      the recipe's key for how large it is.
-    applies:   whether it multiplies values itself; the map alone otherwise.
+    reference:  the module that has both in plain PyTorch.
+    operands:   what a site sees besides queries and keys, as in SiteTensors.
+    convention: the class of what a teacher computes of which this is the lossless operator; kinds of
+                sites are named after it.
+    fitted_to:  kinds of sites whose map it approximates once it is calibrated.
+    size:       the recipe's key for how large it is.
+    applies:    whether it multiplies values itself; the map alone otherwise.
+    plain:      why it has no kernels; asapc.kernels.library has them otherwise.
     """
 
     name: str
-    reference: ModuleType
+    reference: str
     operands: tuple[str, str]
-    exact_for: tuple[str, ...] = ()
+    convention: str = ""
     fitted_to: tuple[str, ...] = ()
     size: str = ""
     applies: bool = True
+    plain: str = ""
+
+    @property
+    def forms(self) -> tuple[bool, ...]:
+        """Of A v (False), and of the map (True)."""
+        return (False, True) if self.applies else (True,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what is registered."""
+        return tuple(self.name_of(dense) for dense in self.forms)
 
     def name_of(self, dense: bool) -> str:
         return f"{self.name}_attention" if dense else self.name
 
     def overload(self, dense: bool) -> Any:
         """The registered operator. dense: the one that gives the map."""
+        import torch
+
         return getattr(torch.ops.asapc, self.name_of(dense)).default
 
-    def reference_of(self, dense: bool) -> Callable[..., Tensor]:
-        function: Callable[..., Tensor] = getattr(self.reference, self.name_of(dense))
+    def reference_of(self, dense: bool) -> Callable[..., Any]:
+        function: Callable[..., Any] = pkgutil.resolve_name(f"{self.reference}:{self.name_of(dense)}")
         return function
 
 
 OPERATORS: Mapping[str, Operator] = {
     own.name: own
     for own in (
-        Operator("sinkhorn", sinkhorn, SCORES, exact_for=("sinkhorn",)),
-        Operator("stabilised_sinkhorn", stabilised, SCORES, exact_for=("sinkhorn",)),
-        Operator("asap", asap, SCORES, fitted_to=("sinkhorn",)),
-        Operator("lot", lot, POINTS, exact_for=("lot",), fitted_to=("sinkhorn",), size="pivots"),
+        Operator("sinkhorn", "asapc.operators.sinkhorn", SCORES, convention="asapc.ir:Convention"),
         Operator(
-            "esp_hard", esp, POINTS,
-            exact_for=("esp_hard",), fitted_to=("sinkhorn", "esp_soft"), size="slices",
+            "stabilised_sinkhorn", "asapc.operators.stabilised", SCORES,
+            plain="the constant in its divisions is kept: products of exp(S) in float64",
         ),
-        Operator("esp_soft", esp, POINTS, exact_for=("esp_soft",)),
-        Operator("esp_released_hard", esp, POINTS, fitted_to=("esp_soft",), applies=False),
+        Operator("asap", "asapc.operators.asap", SCORES, fitted_to=("sinkhorn",)),
+        Operator(
+            "lot", "asapc.operators.lot", POINTS, convention="asapc.ir:LotConvention",
+            fitted_to=("sinkhorn",), size="pivots",
+        ),
+        Operator(
+            "esp_hard", "asapc.operators.esp", POINTS, convention="asapc.ir:EspConvention",
+            fitted_to=("sinkhorn", "esp_soft"), size="slices",
+        ),
+        Operator("esp_soft", "asapc.operators.esp", POINTS, convention="asapc.ir:EspConvention"),
+        Operator(
+            "esp_released_hard", "asapc.operators.esp", POINTS, fitted_to=("esp_soft",), applies=False
+        ),
     )
 }  # fmt: skip
 
+KINDS = tuple(own.name for own in OPERATORS.values() if own.convention)
+# By kind of site, what it may become besides itself; a hardened map alone makes no layer faster.
+REPLACEMENTS = {
+    kind: tuple(own.name for own in OPERATORS.values() if kind in own.fitted_to and own.applies)
+    for kind in KINDS
+}
+OUTCOMES = tuple(own for own in OPERATORS if own in KINDS or any(own in x for x in REPLACEMENTS.values()))
+SIZES = tuple(own.size for own in OPERATORS.values() if own.size)
 
-def loop_of(convention: Convention) -> tuple[Operator, dict[str, Any]]:
-    """The operator of a finite loop, and its settings by name."""
-    settings = {
-        "score_multiplier": convention.score_multiplier, "half_steps": convention.half_steps,
-        "rows_first": convention.first_side == "row",
-        "output_factor": sinkhorn.factor_terms(convention.output_factor),
-    }  # fmt: skip
-    if convention.stabiliser is None:
-        return OPERATORS["sinkhorn"], settings
-    return OPERATORS["stabilised_sinkhorn"], settings | asdict(convention.stabiliser)
+
+def convention_from_dict(data: Mapping[str, Any]) -> AnyConvention:
+    """Inverse of every convention's to_dict. Raises KeyError or TypeError on a malformed mapping."""
+    own = OPERATORS[data.get("operator", KINDS[0])]
+    kind: type[AnyConvention] = pkgutil.resolve_name(own.convention)
+    return kind.from_dict(data)
+
+
+def reference_named(name: str) -> Callable[..., Any]:
+    """Of a registered operator.  Raises KeyError for any other name."""
+    for own in OPERATORS.values():
+        for dense in own.forms:
+            if own.name_of(dense) == name:
+                return own.reference_of(dense)
+    raise KeyError(name)
 
 
 def ordered(overload: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import overload
+from dataclasses import asdict
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from asapc.ir import OutputFactor, Side
+from asapc.ir import Convention, OutputFactor, Side
+from asapc.operators.catalogue import OPERATORS, Operator
 from asapc.operators.closures import close_columns, close_rows, log_marginals
 
 
@@ -101,6 +103,18 @@ def factor_value(
 def factor_terms(factor: OutputFactor) -> list[float]:
     """An OutputFactor as the flat list the registered operators take."""
     return [factor.coefficient, float(factor.queries), float(factor.keys), float(factor.active)]
+
+
+def loop_of(convention: Convention) -> tuple[Operator, dict[str, Any]]:
+    """The operator of a finite loop, and its settings by name."""
+    settings = {
+        "score_multiplier": convention.score_multiplier, "half_steps": convention.half_steps,
+        "rows_first": convention.first_side == "row",
+        "output_factor": factor_terms(convention.output_factor),
+    }  # fmt: skip
+    if convention.stabiliser is None:
+        return OPERATORS["sinkhorn"], settings
+    return OPERATORS["stabilised_sinkhorn"], settings | asdict(convention.stabiliser)
 
 
 def attention_map(

@@ -7,26 +7,22 @@ from torch import Tensor
 
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Convention, Distilled, SiteTensors
-from asapc.operators.catalogue import OPERATORS, loop_of
-from asapc.operators.sinkhorn import factor_terms
-from asapc.program.calls import times_share
+from asapc.operators.catalogue import OPERATORS
+from asapc.operators.sinkhorn import loop_of
+from asapc.program.calls import apply_operator, times_share
 
 
 def apply_lossless(convention: Convention, t: SiteTensors, v: Tensor | None) -> Tensor:
     """The finite loop on a site's tensors: A v, or the map A where v is None."""
     operator, settings = loop_of(convention)
-    values = {} if v is None else {"v": v}
-    result: Tensor = operator.overload(v is None)(
-        q=t.q, k=t.k, **values, keep=t.keep, bias=t.bias, **settings
-    )
-    return result
+    return apply_operator(operator, t, v, settings)
 
 
 def predict(convention: Convention, predictor: DualPredictor, t: SiteTensors) -> Tensor:
     """One predicted dual on a site's tensors."""
     dual: Tensor = torch.ops.asapc.dual(
-        t.q, t.k, t.keep, t.bias, *predictor.arguments(convention.score_multiplier)
-    )  # fmt: skip
+        q=t.q, k=t.k, keep=t.keep, bias=t.bias, **predictor.arguments(convention.score_multiplier)
+    )
     return dual
 
 
@@ -44,9 +40,7 @@ def apply_distilled(own: Distilled, t: SiteTensors, v: Tensor | None) -> Tensor:
 
     The same calls that rewrite puts into a graph.
     """
-    values = {} if v is None else {"v": v}
-    call = OPERATORS[own.operator].overload(dense=v is None)
-    result: Tensor = call(q=t.q, k=t.k, **values, keep=t.keep, query_keep=None, **own.settings)
+    result = apply_operator(OPERATORS[own.operator], t, v, own.settings)
     return times_share(result, t.keep) if own.share else result
 
 
@@ -62,20 +56,15 @@ def apply_amortised(
     for predictor in own.predictors:
         if own.plan.rescaled:
             duals["key"], mass = torch.ops.asapc.dual_and_row_mass(
-                t.q, t.k, t.keep, t.bias, *predictor.arguments(convention.score_multiplier, mass=True)
-            )
+                q=t.q, k=t.k, keep=t.keep, bias=t.bias,
+                **predictor.arguments(convention.score_multiplier, mass=True),
+            )  # fmt: skip
         else:
             duals[predictor.side] = predict(convention, predictor, t)
     source = duals["source"]
     if own.intercept is not None and source is not None:
         source = source + own.intercept[:, None]
-    settings = (
-        source, duals["key"], convention.score_multiplier, own.plan.closures,
-        factor_terms(convention.output_factor),
-    )  # fmt: skip
-    result: Tensor
-    if v is None:
-        result = torch.ops.asapc.asap_attention(t.q, t.k, t.keep, t.bias, *settings)
-    else:
-        result = torch.ops.asapc.asap(t.q, t.k, v, t.keep, t.bias, *settings)
+    _, loop = loop_of(convention)
+    settings = own.settings(source, duals["key"], loop)
+    result = apply_operator(OPERATORS["asap"], t, v, settings)
     return result if mass is None else (result * mass[..., None]).to(result.dtype)

@@ -29,7 +29,7 @@ SiteFunction = Callable[[SiteTensors, Tensor | None], Tensor]
 
 CALLS: Mapping[Any, tuple[Operator, bool]] = {
     own.overload(dense): (own, dense)
-    for own in OPERATORS.values() for dense in ((True, False) if own.applies else (True,))
+    for own in OPERATORS.values() for dense in own.forms
 }  # fmt: skip
 
 
@@ -70,6 +70,13 @@ def put_call(
     if values is None or not dense:
         return call
     return graph.call_function(aten.matmul.default, (call, values))
+
+
+def put_tensor(graph: GraphModule, index: int, what: str, value: Tensor) -> Node:
+    """A constant of the index-th site, as a buffer of the graph."""
+    name = f"asapc_site_{index}_{what}"
+    graph.register_buffer(name, value)
+    return graph.graph.get_attr(name)
 
 
 def copied(graph: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
@@ -146,7 +153,7 @@ def site_function(
 ) -> SiteFunction:
     """A site by itself: (what it sees, values or None for the map) -> output.
 
-    unit: with an output factor that makes rows sum to 1.  plain: the operator's plain PyTorch meaning
+    unit: with an output factor that makes rows sum to 1.  plain: the operator's plain PyTorch reference
     instead of its kernels.
     """
     graph, o = call_of(programs, site)
@@ -160,16 +167,22 @@ def site_function(
     own, shared = o.operator, _has_share(o)
 
     def direct(t: SiteTensors, v: Tensor | None) -> Tensor:
-        dense = v is None or not own.applies
-        call = own.reference_of(dense) if plain else own.overload(dense)
-        seen = {name: getattr(t, name) for name in own.operands}
-        values = {} if dense else {"v": v}
-        result = call(q=t.q, k=t.k, **values, **seen, **settings)
-        if dense and v is not None:
-            result = result @ v
+        result = apply_operator(own, t, v, settings, plain)
         return times_share(result, t.keep) if shared else result
 
     return direct
+
+
+def apply_operator(
+    own: Operator, t: SiteTensors, v: Tensor | None, settings: Mapping[str, Any], plain: bool = False
+) -> Tensor:
+    """An operator on a site's tensors: A v, or the map A where v is None.  plain: its reference."""
+    dense = v is None or not own.applies
+    call = own.reference_of(dense) if plain else own.overload(dense)
+    seen = {name: getattr(t, name) for name in own.operands}
+    values = {} if dense else {"v": v}
+    result: Tensor = call(q=t.q, k=t.k, **values, **seen, **settings)
+    return result @ v if dense and v is not None else result
 
 
 def times_share(result: Tensor, keep: Tensor | None) -> Tensor:
@@ -202,12 +215,10 @@ def _amortised(graph: GraphModule, o: Operands, settings: Mapping[str, Any]) -> 
     def amortised(t: SiteTensors, v: Tensor | None) -> Tensor:
         f, g = source(t) if source else None, key(t) if key else None
         duals = (None if f is None else f[0], None if g is None else g[0])
-        own = {**settings, **dict(zip(DUAL_SETTINGS, duals, strict=True)), "keep": t.keep, "bias": t.bias}
-        values = {} if v is None else {"v": v}
-        out = o.operator.overload(v is None)(q=t.q, k=t.k, **values, **own)
-        result: Tensor = out
+        own = {**settings, **dict(zip(DUAL_SETTINGS, duals, strict=True))}
+        result = apply_operator(o.operator, t, v, own)
         if rescaled and g is not None and g[1] is not None:
-            result = (out * g[1][..., None]).to(out.dtype)
+            result = (result * g[1][..., None]).to(result.dtype)
         return result
 
     return amortised

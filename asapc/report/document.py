@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from asapc.formats.records import Record, apart, optional, rest
 from asapc.metrics import METRICS, of
+from asapc.operators.catalogue import OUTCOMES
 
 REPORT_FORMAT = 2
 TEACHER = "teacher"  # the operator of a site that was left as it is
@@ -110,7 +111,7 @@ class SiteReport(Measured, Record):
     name: str
     operator: Annotated[
         str, "what the site became; teacher: left as it was",
-        {"enum": [TEACHER, "sinkhorn", "asap", "esp_soft", "esp_hard", "lot"]},
+        {"enum": [TEACHER, *OUTCOMES]},
     ]  # fmt: skip
     reason: str | None = None
     convention: Mapping[str, Any] | None = None

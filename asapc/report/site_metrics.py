@@ -15,7 +15,7 @@ from asapc.artifact import Artifact, Stage
 from asapc.features.predictor import closure_plan
 from asapc.formats.records import json_fields
 from asapc.inputs.data import Batch
-from asapc.ir import Convention, SiteTensors, convention_from_dict
+from asapc.ir import Convention, SiteTensors
 from asapc.kernels.dispatch import explained
 from asapc.kernels.thresholds import (
     Thresholds,
@@ -28,6 +28,7 @@ from asapc.kernels.thresholds import (
 from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
 from asapc.measure.timing import interleaved_medians
 from asapc.metrics import METRICS
+from asapc.operators.catalogue import convention_from_dict
 from asapc.operators.sinkhorn import clean_values
 from asapc.program.calls import predicted_duals, site_function
 from asapc.program.runner import Runner

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asapc.metrics import METRIC, METRICS, is_share
+from asapc.operators.catalogue import SIZES
 from asapc.report.document import Check, GateReport, LengthBin, Report, SiteReport, Trail
 
 Row = tuple[str, ...]
@@ -88,7 +89,7 @@ def convention_text(convention: Mapping[str, Any] | None) -> str:
     """One line: "T=20, row first, column last, scale 0.250, factor M, key mask"."""
     if not convention:
         return "-"
-    parts = _CONVENTION_TEXTS[convention.get("operator", "sinkhorn")](convention)
+    parts = _CONVENTION_TEXTS.get(convention.get("operator", "sinkhorn"), _settings_text)(convention)
     if convention.get("mask", "none") != "none":
         parts.append(f"{convention['mask']} mask")
     parts += [text for text, key in _FLAGS if convention.get(key)]
@@ -141,6 +142,12 @@ def _glued_text(c: Mapping[str, Any]) -> list[str]:
         scale = number(half.get("score_multiplier"))
         parts.append(f"{side}: T={half.get('half_steps')}, {first} first, scale {scale}")
     return [*parts, f"factor {c.get('output_factor')}"]
+
+
+def _settings_text(c: Mapping[str, Any]) -> list[str]:
+    """Of a kind that has no words of its own."""
+    own = ((key, value) for key, value in c.items() if key not in ("operator", "mask"))
+    return [f"{key.replace('_', ' ')} {number(value)}" for key, value in own]
 
 
 _CONVENTION_TEXTS = {
@@ -377,7 +384,7 @@ def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
 def amortised_text(site: Mapping[str, Any]) -> str:
     """How a site's dual is predicted: "key, 1 closure, coarse:32 gaussian", or what it was distilled
     into: "32 pivots"; empty where neither."""
-    for key in ("pivots", "slices"):
+    for key in SIZES:
         if site.get(key):
             return f"{site[key]} {key}"
     if not site.get("features"):

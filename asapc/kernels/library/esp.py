@@ -7,218 +7,102 @@ exported without them load, and tied tokens share in them, too.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
-from asapc.ir import Coupling, Ties
 from asapc.kernels import dispatch
 from asapc.kernels.cpu import esp as cpu_esp
-from asapc.kernels.library.gradients import differentiate
-from asapc.kernels.library.registration import operator, without_autocast
-from asapc.kernels.library.sizes import share_sizes
-from asapc.operators import esp as meaning
+from asapc.kernels.library import fakes
+from asapc.kernels.library.attention import attention
+from asapc.kernels.library.gradients import save, saved
+from asapc.kernels.library.registration import Plain, without_autocast
+from asapc.operators import esp as reference
+from asapc.operators.catalogue import by_name
 
 
-def _one_of(value: str, kind: Any) -> Any:
-    if value not in get_args(kind):
-        raise ValueError(f"one of {', '.join(get_args(kind))} is needed, got {value!r}")
-    return value
-
-
-@operator
-def esp_soft(
+def _esp(
+    kernel: Callable[..., Tensor] | None,
+    describe: Callable[[Tensor, Tensor], tuple[str, str]],
+    plain: Plain,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: str = "interpolated",
-) -> Tensor:
-    backend = dispatch.token_backend("esp_soft", q, k, v, lambda: cpu_esp.describe_soft(q, k))
-    twin: Any = meaning if backend == "plain" else cpu_esp
-    result: Tensor = twin.esp_soft(
-        q, k, v, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
-        mean_cost, output_factor, _one_of(coupling, Coupling),
-    )  # fmt: skip
-    return result
+    v: Tensor | None = None,
+    **_rest: Any,
+) -> Any:
+    backend = dispatch.token_backend(plain.func.__name__, q, k, v, lambda: describe(q, k))
+    return plain() if backend == "plain" or kernel is None else kernel(**plain.keywords)
 
-
-@operator
-def esp_soft_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: str = "interpolated",
-) -> Tensor:
-    dispatch.token_backend("esp_soft_attention", q, k, None, cpu_esp.describe_hard)
-    return meaning.esp_soft_attention(
-        q, k, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
-        mean_cost, output_factor, _one_of(coupling, Coupling),
-    )  # fmt: skip
-
-
-@operator
-def esp_released_hard_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: str = "interpolated",
-) -> Tensor:
-    dispatch.token_backend("esp_released_hard_attention", q, k, None, cpu_esp.describe_hard)
-    return meaning.esp_released_hard_attention(
-        q, k, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
-        mean_cost, output_factor, _one_of(coupling, Coupling),
-    )  # fmt: skip
-
-
-@operator
-def esp_hard(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: str = "interpolated",
-    ties: str = "shared",
-) -> Tensor:
-    backend = dispatch.token_backend("esp_hard", q, k, v, cpu_esp.describe_hard)
-    twin: Any = meaning if backend == "plain" else cpu_esp
-    result: Tensor = twin.esp_hard(
-        q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, _one_of(coupling, Coupling), _one_of(ties, Ties),
-    )  # fmt: skip
-    return result
-
-
-@operator
-def esp_hard_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: str = "interpolated",
-    ties: str = "shared",
-) -> Tensor:
-    dispatch.token_backend("esp_hard_attention", q, k, None, cpu_esp.describe_hard)
-    return meaning.esp_hard_attention(
-        q, k, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, _one_of(coupling, Coupling), _one_of(ties, Ties),
-    )  # fmt: skip
-
-
-def _fake_output(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None, *_rest: Any
-) -> Tensor:
-    share_sizes(q, k, v, keep, query_keep)
-    return v.new_empty((*q.shape[:3], v.shape[3]))
-
-
-def _fake_map(
-    q: Tensor, k: Tensor, keep: Tensor | None, query_keep: Tensor | None, *_rest: Any
-) -> Tensor:
-    share_sizes(q, k, None, keep, query_keep)
-    return q.new_empty((*q.shape[:3], k.shape[2]))
-
-
-for _operator in (esp_soft, esp_hard):
-    _operator.register_fake(_fake_output)
-for _operator in (esp_soft_attention, esp_released_hard_attention, esp_hard_attention):
-    _operator.register_fake(_fake_map)
-
-differentiate(esp_soft, meaning.esp_soft)
-differentiate(esp_soft_attention, meaning.esp_soft_attention)
 
 # Not a custom_op: those run with autograd switched off below them.
+def esp_hard_gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    slices: Tensor | None,
+    inverse_temperature: Tensor,
+    squared_cost: bool,
+    mean_cost: bool,
+    output_factor: float,
+    coupling: str,
+    ties: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of A v, or of A without v, with respect to WITH_GRADIENT; that of v is empty without it."""
+    given = {"q": q, "k": k, "v": v, "inverse_temperature": inverse_temperature}
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
+    hard: Any = reference.esp_hard_attention if v is None else reference.esp_hard
+    with without_autocast(leaves.values()), torch.enable_grad():
+        output = hard(
+            **leaves, keep=keep, query_keep=query_keep, slices=slices, squared_cost=squared_cost,
+            mean_cost=mean_cost, output_factor=output_factor, coupling=coupling, ties=ties,
+        )  # fmt: skip
+    own = [*leaves.values()]
+    if output.requires_grad:
+        grads = torch.autograd.grad(output, own, grad_out, allow_unused=True, materialize_grads=True)
+    else:
+        grads = tuple(map(torch.zeros_like, own))
+    found = dict(zip(leaves, grads, strict=True))
+    return found["q"], found["k"], found.get("v", q.new_empty(0)), found["inverse_temperature"]
+
+
+WITH_GRADIENT = ("q", "k", "v", "inverse_temperature")
 _library = torch.library.Library("asapc", "FRAGMENT")
 _library.define(
-    "esp_hard_gradients(Tensor grad_out, Tensor q, Tensor k, Tensor? v, Tensor? keep, "
-    "Tensor? query_keep, Tensor? slices, Tensor inverse_temperature, bool squared_cost, bool mean_cost, "
-    "float output_factor, str coupling, str ties) -> (Tensor, Tensor, Tensor, Tensor)"
+    esp_hard_gradients.__name__ + torch.library.infer_schema(esp_hard_gradients, mutates_args=())
 )
-
-
-def esp_hard_gradients(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None,
-    query_keep: Tensor | None, slices: Tensor | None, inverse_temperature: Tensor, *settings: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Of A v, or of A without v, with respect to q, k, v (empty without it) and inverse_temperature."""
-    given = (q, k, inverse_temperature) if v is None else (q, k, inverse_temperature, v)
-    with without_autocast(given), torch.enable_grad():
-        q, k, tau, *values = (x.detach().requires_grad_() for x in given)
-        hard: Any = meaning.esp_hard if values else meaning.esp_hard_attention
-        output = hard(q, k, *values, keep, query_keep, slices, tau, *settings)
-    leaves = (q, k, tau, *values)
-    if output.requires_grad:
-        found = torch.autograd.grad(output, leaves, grad_out, allow_unused=True, materialize_grads=True)
-    else:
-        found = tuple(map(torch.zeros_like, leaves))
-    return found[0], found[1], found[3] if values else q.new_empty(0), found[2]
-
-
 _library.impl("esp_hard_gradients", esp_hard_gradients, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("asapc::esp_hard_gradients", lib=_library)
-def _(
-    _grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, _keep: Tensor | None,
-    _query_keep: Tensor | None, _slices: Tensor | None, inverse_temperature: Tensor, *_settings: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dv = q.new_empty(0) if v is None else torch.empty_like(v)
-    return torch.empty_like(q), torch.empty_like(k), dv, torch.empty_like(inverse_temperature)
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    own = by_name(torch.ops.asapc.esp_hard_gradients.default, inputs)
+    return fakes.gradients(own, *WITH_GRADIENT)
 
 
-def _differentiate_hard(operator: Any, has_values: bool) -> None:
-    places = (0, 1, 2, 6) if has_values else (0, 1, None, 5)  # of q, k, v and inverse_temperature
-
+def _differentiate_hard(registered: CustomOpDef, _reference: Callable[..., Tensor]) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
-        ctx.save_for_backward(*tensors)
-        ctx.settings = inputs[places[3] + 1 :]
+        save(ctx, inputs)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, *rest = ctx.saved_tensors[: places[3] + 1]
-        values = rest if has_values else (None, *rest)
-        found = torch.ops.asapc.esp_hard_gradients(grad, q, k, *values, *ctx.settings)
-        result: list[Any] = [None] * len(ctx.needs_input_grad)
-        for place, own in zip(places, found, strict=True):
-            if place is not None and ctx.needs_input_grad[place]:
-                result[place] = own
-        return tuple(result)
+        own, needed = saved(ctx, registered)
+        grads = torch.ops.asapc.esp_hard_gradients(grad_out=grad, **{"v": None, **own})
+        found = dict(zip(WITH_GRADIENT, grads, strict=True))
+        return tuple(found.get(name) if need else None for name, need in needed.items())
 
-    operator.register_autograd(backward, setup_context=setup_context)
+    registered.register_autograd(backward, setup_context=setup_context)
 
 
-_differentiate_hard(esp_hard, True)
-_differentiate_hard(esp_hard_attention, False)
+def _described(_q: Tensor, _k: Tensor) -> tuple[str, str]:
+    return cpu_esp.describe_hard()
+
+
+attention("esp_soft", partial(_esp, cpu_esp.esp_soft, cpu_esp.describe_soft))
+attention("esp_hard", partial(_esp, cpu_esp.esp_hard, _described), _differentiate_hard)
+attention("esp_released_hard", partial(_esp, None, _described), None)

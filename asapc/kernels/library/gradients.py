@@ -1,19 +1,21 @@
-"""Gradients of the operators: of the plain meaning, except where the GPU kernels have their own."""
+"""Gradients of the operators: of the reference, except where the GPU kernels have their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Side
 from asapc.kernels import dispatch
-from asapc.kernels.library.registration import operator, without_autocast
+from asapc.kernels.library import fakes
+from asapc.kernels.library.registration import bound, operator, register_fake, without_autocast
 from asapc.kernels.loop import Loop
-from asapc.operators import asap as asap_meaning
-from asapc.operators import sinkhorn as sinkhorn_meaning
+from asapc.operators import asap as asap_reference
+from asapc.operators import sinkhorn as sinkhorn_reference
 
 
 @operator
@@ -35,9 +37,9 @@ def loop_gradients(
 
     side: Side = "row" if rows_first else "column"
     loop = Loop(score_multiplier, half_steps, side, output_factor)
-    opened = None if start is None else asap_meaning.open_dual(start, keep)
-    open_q, open_keep, open_bias = sinkhorn_meaning.open_empty(q, keep, bias)
-    values = sinkhorn_meaning.clean_values(v, open_keep)
+    opened = None if start is None else asap_reference.open_dual(start, keep)
+    open_q, open_keep, open_bias = sinkhorn_reference.open_empty(q, keep, bias)
+    values = sinkhorn_reference.clean_values(v, open_keep)
     with torch.cuda.device_of(q):
         dq, dk, dv, dual_grad = sinkhorn_backward(
             grad_out, open_q, k, values, open_keep, open_bias, opened, loop
@@ -46,29 +48,13 @@ def loop_gradients(
         dq = dq.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
     if dual_grad is None:
         return dq, dk, dv, q.new_empty(0)
-    return dq, dk, dv, asap_meaning.open_dual(dual_grad, keep)
+    return dq, dk, dv, asap_reference.open_dual(dual_grad, keep)
 
 
-@loop_gradients.register_fake
-def _(
-    _grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    _keep: Tensor | None,
-    _bias: Tensor | None,
-    start: Tensor | None,
-    *_rest: Any,
-) -> tuple[Tensor, ...]:
-    own = q.new_empty(0) if start is None else torch.empty_like(start)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), own
+register_fake(loop_gradients, lambda own: fakes.gradients(own, "q", "k", "v", "start"))
 
-
-# The inputs of an operator as a loop: the position of the dual it starts from, None for zero, and
-# the half-steps, whether rows come first and the output factor.
-
-
-LoopOf = Callable[[Sequence[Any]], tuple[int | None, int, bool, Sequence[float]]]
+AsLoop = Callable[[Mapping[str, Any]], tuple[str | None, Loop]]
+"""An operator's arguments as a loop: the name of the dual it starts from, None for zero, and the loop."""
 
 
 def _on_cpu(tensor: Tensor) -> bool:
@@ -76,80 +62,89 @@ def _on_cpu(tensor: Tensor) -> bool:
 
 
 def _by_kernels(
-    operator: str, inputs: Sequence[Any], needed: Sequence[bool], grad: Tensor, loop_of: LoopOf
-) -> tuple[Any, ...] | None:
+    name: str, own: Mapping[str, Any], needed: Mapping[str, bool], grad: Tensor, as_loop: AsLoop
+) -> dict[str, Tensor] | None:
     """Gradients of q, k, v and the dual; None where the kernels do not have them."""
-    start, half_steps, rows_first, factor = loop_of(inputs)
-    q, k, v, keep, bias = inputs[:5]
-    if half_steps == 0 or needed[4] or _on_cpu(q):
+    start, loop = as_loop(own)
+    q, k, v, keep, bias = (own.get(key) for key in ("q", "k", "v", "keep", "bias"))
+    assert q is not None and k is not None
+    if v is None or loop.half_steps == 0 or needed["bias"] or _on_cpu(q):
         return None
-    multiplier = inputs[5] if start is None else inputs[7]
-    if dispatch.attention_backend(operator, q, k, v, keep, bias, multiplier) != "gpu":
+    if dispatch.attention_backend(name, q, k, v, keep, bias, loop.score_multiplier) != "gpu":
         return None
-    dual = None if start is None else inputs[start]
-    *own, dual_grad = loop_gradients(
-        grad, q, k, v, keep, bias, dual, multiplier, half_steps, rows_first, factor
-    )
-    result: list[Any] = [*own, *[None] * (len(inputs) - 3)]
-    if start is not None:
-        result[start] = dual_grad
-    return tuple(x if need else None for x, need in zip(result, needed, strict=True))
+    dq, dk, dv, dual_grad = loop_gradients(
+        grad, q, k, v, keep, bias, None if start is None else own[start], loop.score_multiplier,
+        loop.half_steps, loop.first_side == "row", loop.output_factor,
+    )  # fmt: skip
+    found = {"q": dq, "k": dk, "v": dv}
+    return found if start is None else found | {start: dual_grad}
+
+
+def save(ctx: Any, inputs: Sequence[Any]) -> None:
+    """Keeps an operator's arguments for its gradient."""
+    ctx.save_for_backward(*[x for x in inputs if isinstance(x, Tensor)])
+    ctx.layout = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+
+
+def saved(ctx: Any, registered: CustomOpDef) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments by name, and whether a gradient is needed, of those that the call was given."""
+    tensors = iter(ctx.saved_tensors)  # read once: under checkpointing they are recomputed for one reader
+    inputs = [next(tensors) if constant is None else constant[0] for constant in ctx.layout]
+    own = bound(registered, inputs)
+    return own, dict(zip(own, ctx.needs_input_grad, strict=False))
 
 
 def differentiate(
-    operator: Any,
-    meaning: Callable[..., Tensor | tuple[Tensor, ...]],
-    loop_of: LoopOf | None = None,
+    registered: CustomOpDef,
+    reference: Callable[..., Tensor | tuple[Tensor, ...]],
+    as_loop: AsLoop | None = None,
 ) -> None:
     """Register the gradient, recomputed in backward: only inputs are saved.
 
-    loop_of: of an operator whose gradient the GPU kernels may have.
+    as_loop: of an operator whose gradient the GPU kernels may have.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A list of tensors (fitted parameters) is a constant: nothing in it is differentiated.
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        ctx.save_for_backward(*tensors)
-        ctx.layout = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+        save(ctx, inputs)
 
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors  # read once: under checkpointing they are recomputed for one reader
-        with without_autocast(tensors):
-            return gradients(ctx, tensors, output_grads)
+        own, needed = saved(ctx, registered)
+        with without_autocast(own.values()):
+            found = gradients(own, needed, output_grads)
+        lists = {name: [None] * len(own[name]) for name in needed if _is_tensor_list(own[name])}
+        return tuple(
+            lists.get(name, found.get(name) if need else None) for name, need in needed.items()
+        )
 
-    def gradients(ctx: Any, tensors: Sequence[Tensor], output_grads: Sequence[Tensor]) -> tuple[Any, ...]:
-        saved = iter(tensors)
-        inputs = [next(saved) if constant is None else constant[0] for constant in ctx.layout]
-        given = len(ctx.needs_input_grad)  # arguments of the call; the others have their defaults
-        if loop_of is not None:
-            name, needed = meaning.__name__, ctx.needs_input_grad
-            found = _by_kernels(name, inputs, needed, output_grads[0], loop_of)
+    def gradients(
+        own: Mapping[str, Any], needed: Mapping[str, Any], output_grads: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        if as_loop is not None:
+            found = _by_kernels(reference.__name__, own, needed, output_grads[0], as_loop)
             if found is not None:
                 return found
         with torch.enable_grad():
-            leaves = [
-                x.detach().requires_grad_(bool(needed)) if isinstance(x, Tensor) else x
-                for x, needed in zip(inputs[:given], ctx.needs_input_grad, strict=True)
-            ]
-            output = meaning(*leaves, *inputs[given:])
-        wanted = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+            leaves = {
+                name: x.detach().requires_grad_(bool(needed.get(name))) if isinstance(x, Tensor) else x
+                for name, x in own.items()
+            }
+            output = reference(**leaves)
+        wanted = {n: x for n, x in leaves.items() if isinstance(x, Tensor) and x.requires_grad}
         outputs = [output] if isinstance(output, Tensor) else list(output)
         # An output that depends on nothing differentiable (n / N) has no gradient to give.
         pairs = [
-            (own, grad)
-            for own, grad in zip(outputs, output_grads, strict=True)
-            if own.requires_grad and grad is not None
+            (result, grad)
+            for result, grad in zip(outputs, output_grads, strict=True)
+            if result.requires_grad and grad is not None
         ]
         grads = torch.autograd.grad(
-            [own for own, _ in pairs], [leaves[i] for i in wanted], [grad for _, grad in pairs],
+            [result for result, _ in pairs], [*wanted.values()], [grad for _, grad in pairs],
             allow_unused=True,
         )  # fmt: skip
-        result: list[Any] = [[None] * len(x) if _is_tensor_list(x) else None for x in inputs[:given]]
-        for index, value in zip(wanted, grads, strict=True):
-            result[index] = value
-        return tuple(result)
+        return dict(zip(wanted, grads, strict=True))
 
-    operator.register_autograd(backward, setup_context=setup_context)
+    registered.register_autograd(backward, setup_context=setup_context)
 
 
 def _is_tensor_list(value: Any) -> bool:

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from asapc.kernels.library.registration import operator
+from asapc.kernels.library import fakes
+from asapc.kernels.library.registration import operator, register_fake
 from asapc.operators import masks
 
-
-@operator
-def kept_keys(mask: Tensor, hides: float) -> Tensor:
-    return masks.kept_keys(mask, hides)
-
-
-@kept_keys.register_fake
-def _(mask: Tensor, _hides: float) -> Tensor:
-    return torch.empty_like(mask, dtype=torch.bool)
+kept_keys = operator(masks.kept_keys)
+register_fake(kept_keys, fakes.kept_keys)

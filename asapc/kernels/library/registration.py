@@ -1,4 +1,4 @@
-"""Registering a function as torch.ops.asapc.<its name>, and what holds for every operator alike.
+"""Registering a reference as torch.ops.asapc.<its name>, and what holds for every operator alike.
 
 An operator computes at the precision of its inputs: in float64 where q is float64, else in float32, in
 which half precision is accumulated too. The result has the dtype of v, a map that of q; a dual is
@@ -9,28 +9,66 @@ taken, and each input counts as what it holds.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
+from asapc.operators.catalogue import by_name
 
-def operator(function: Callable[..., Any]) -> CustomOpDef:
-    """Decorator: torch.ops.asapc.<name of the function>, with the schema of its signature."""
+Plain = partial[Any]
+"""A call of the reference: its name is plain.func.__name__, its arguments by name plain.keywords."""
 
-    @functools.wraps(function)
+Run = Callable[..., Any]
+"""What computes an operator: (the plain call, **arguments by name) -> result."""
+
+
+def operator(reference: Callable[..., Any], run: Run | None = None) -> CustomOpDef:
+    """torch.ops.asapc.<name of the reference>, with the schema of its signature.
+
+    run: may have a kernel instead; the reference itself without.
+    Where the reference takes one of a few names, any other is a ValueError.
+    """
+    signature, kinds = inspect.signature(reference), get_type_hints(reference)
+    names = {name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal}
+
+    def prototype() -> None: ...
+
+    typed = [
+        own.replace(annotation=str if own.name in names else kinds[own.name])
+        for own in signature.parameters.values()
+    ]
+    prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        typed, return_annotation=kinds["return"]
+    )
+
     def at_own_precision(*inputs: Any) -> Any:
+        own = dict(zip(signature.parameters, inputs, strict=False))
+        for name, known in names.items():
+            if name in own and own[name] not in known:
+                raise ValueError(f"one of {', '.join(known)} is needed, got {own[name]!r}")
         with without_autocast(inputs):
-            return function(*inputs)
+            plain = partial(reference, **own)
+            return plain() if run is None else run(plain, **own)
 
-    # Of the function itself: annotations are resolved in its module's names.
-    schema = torch.library.infer_schema(function, mutates_args=())
-    name = f"asapc::{function.__name__}"
+    schema = torch.library.infer_schema(prototype, mutates_args=())
+    name = f"asapc::{reference.__name__}"
     return torch.library.custom_op(name, at_own_precision, mutates_args=(), schema=schema)
+
+
+def bound(registered: CustomOpDef, inputs: Iterable[Any]) -> dict[str, Any]:
+    """An operator's arguments by name, with the defaults of those that are left out."""
+    return by_name(registered._opoverload, tuple(inputs))
+
+
+def register_fake(registered: CustomOpDef, fake: Callable[[Mapping[str, Any]], Any]) -> None:
+    """fake: (arguments by name) -> tensors of the result's sizes and dtype, without entries."""
+    registered.register_fake(lambda *inputs: fake(bound(registered, inputs)))
 
 
 def without_autocast(given: Iterable[Any]) -> AbstractContextManager[object]:

@@ -17,17 +17,15 @@ from torch import Tensor
 
 from asapc.ir import HalfPlan, Side
 from asapc.operators.closures import log_marginals
-from asapc.passes.probe import (
+from asapc.passes.experiment import STABILISED, NoFit, snapped
+from asapc.passes.sinkhorn.probe import (
     MILD,
-    STABILISED,
-    NoFit,
     Plans,
     Sample,
     groups_of,
     loop_plans,
     score_multiplier,
     search_budget,
-    snapped,
 )
 
 # Standard deviations of the scores, in units of epsilon: at mild ones every long loop has converged.

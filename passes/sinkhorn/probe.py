@@ -32,10 +32,9 @@ from asapc.operators.sinkhorn import (
     initial_duals,
 )
 from asapc.operators.stabilised import stabilised_plans, unit_mass
+from asapc.passes.experiment import EXACT, STABILISED, NoFit
 
 MAX_HALF_STEPS = 1024
-EXACT = 1e-9  # relative error in float64 of a loop that is the convention, to rounding
-STABILISED = 1e-6  # the same with a constant too small to matter, such as log(1 / N + 1e-8)
 HELD = 1e-4  # of a convention that a constant nobody could name leaves at the sharpest scores
 MILD = 6.0  # spread of the scores up to which a multiplier is measured
 BEYOND = 8  # half-steps that are looked at after the first that fits: do they fit as well?
@@ -69,14 +68,6 @@ class Fit:
     convention: Convention
     error: float
     rival: Convention | None = None
-
-
-@dataclass(frozen=True)
-class NoFit:
-    """Why no convention reproduces the samples; error is that of the best one tried, if any."""
-
-    reason: str
-    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -434,11 +425,3 @@ def _output_factor(samples: Sequence[Sample], last: Side) -> OutputFactor | NoFi
             if all(abs(ratio - target) <= 1e-5 * abs(target) for ratio in ratios):
                 return OutputFactor(1.0 if unit else target, a, b, d)
     return NoFit("the mass of the attention depends on the batch in no known way")
-
-
-def snapped(value: float) -> float:
-    """A number that somebody wrote down, if it is within 1e-7 of one of six digits."""
-    if value == 0.0 or not math.isfinite(value):
-        return value
-    rounded = float(f"{value:.6g}")
-    return rounded if abs(rounded - value) <= 1e-7 * abs(value) else value

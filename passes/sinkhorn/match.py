@@ -1,7 +1,7 @@
 """Sinkhorn: is what a region does to its scores a finite Sinkhorn loop, and which?
 
 before: a region between a score product and a value product
-after:  AttentionSite with its convention, masks and bias, or a Refusal with the reason
+after:  AttentionSite with its convention, masks and bias, or the reason why it is none
 
 The region is cut out, promoted to float64 and run on synthetic scores, masks and biases (see probe.py).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,16 +22,17 @@ from torch.utils import _pytree as pytree
 from asapc.formats.limits import limits_of
 from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
-from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Cut, Part, evaluate, is_tensor
+from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, is_tensor
 from asapc.passes.early_stop import Trial, residuals_of, what_a_stop_changes
+from asapc.passes.experiment import STABILISED, Experiment, NoFit, assigned, outcome
 from asapc.passes.masks import heads_vary, varies
-from asapc.passes.probe import (
+from asapc.passes.products import Canonical, KeyMask, merged_heads, site_name
+from asapc.passes.regions import Region
+from asapc.passes.sinkhorn.probe import (
     HELD,
     MILD,
-    STABILISED,
     Fit,
     Guesses,
-    NoFit,
     Sample,
     attention_of,
     convention_error,
@@ -39,10 +40,8 @@ from asapc.passes.probe import (
     score_multiplier,
     with_factor,
 )
-from asapc.passes.products import KeyMask, Product, canonical_shape, merged_heads, site_name
-from asapc.passes.regions import Refusal, Region
-
-aten = torch.ops.aten
+from asapc.passes.sinkhorn.site import AttentionSite, ScoreBias
+from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
 
@@ -69,112 +68,60 @@ MAXIMA = {aten.amax.default, aten.max.dim, aten.max.default}
 CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
 
 
-@dataclass(frozen=True)
-class ScoreBias:
-    """A node added to the scores with a coefficient, in units of epsilon."""
-
-    node: Node
-    coefficient: float
-    merged: bool
-
-
-@dataclass(frozen=True)
-class AttentionSite:
-    """A region that is a finite Sinkhorn loop, with everything a rewrite needs."""
-
-    name: str
-    convention: Convention
-    score: Product
-    value: Product
-    attention: Node
-    heads: int
-    head_dim: int
-    mask: KeyMask | None
-    bias: ScoreBias | None
-    probe_error: float
-    inside: tuple[Node, ...]
-    inputs: tuple[Node, ...]
-
-    def part(self) -> Part:
-        """From the operands of the score product to the map."""
-        shape = canonical_shape(self.score.node, self.score.out_order)
-        return Part(
-            (self.score.left, self.score.right, *self.inputs), self.attention,
-            frozenset((self.score.node, *self.inside)), self.value.left_order, shape[0], shape[-2],
-            shape[-1], () if self.mask is None else ((self.mask.node, self.mask.true_means_masked),),
-        )  # fmt: skip
-
-
-
-class _Experiment:
-    """The region as a float64 function of scores, masks and biases, at any legal size."""
+class _Region(Experiment):
+    """A region as a function of scores, masks and biases."""
 
     def __init__(self, program: Program, region: Region) -> None:
+        inputs = [region.score.result, *map(Canonical, region.inputs)]
+        output = Canonical(region.attention, region.value.left_order)
+        super().__init__(program.graph, inputs, output, region.inside)
         self.region = region
-        self.cut = Cut(
-            program.graph, [region.score.node, *region.inputs], region.attention, region.inside
-        )
 
-    def dims(self, lengths: dict[Any, int]) -> tuple[int, ...]:
-        """The score product's canonical shape under an assignment of symbols."""
-        shape = canonical_shape(self.region.score.node, self.region.score.out_order)
-        return tuple(evaluate(size, lengths) for size in shape)
+    def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
+        """Of the scores."""
+        return self.dims(self.region.score.result, lengths)
 
-    def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
-        return self.cut.shape_of(node, lengths)
-
-    def run(
+    def attention(
         self, scores: Tensor, inputs: Sequence[Tensor], lengths: dict[Any, int]
     ) -> Tensor:
-        """Attention in the canonical shape of the scores."""
-        result = self.cut.run([self.raw(scores), *inputs], lengths)
-        if self.region.value.left_order is not None:
-            result = result.permute(self.region.value.left_order)
-        return result.reshape(scores.shape).to(torch.float64)
-
-    def raw(self, scores: Tensor) -> Tensor:
-        """Scores of canonical shape as the graph's own product has them."""
-        order = self.region.score.out_order
-        if order is None:
-            return scores.contiguous()
-        return scores.permute([order.index(i) for i in range(len(order))]).contiguous()
-
-    def lengths(self, assigned: dict[Any, int] | None = None) -> dict[Any, int]:
-        return self.cut.lengths(assigned)
+        """In the shape of the scores."""
+        return self.run([scores, *inputs], lengths).reshape(scores.shape)
 
 
-def examine(program: Program, region: Region, stops: Sequence[Stop]) -> AttentionSite | Refusal:
+def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
+    """The first region of each place that is a finite loop, or why the likeliest is none."""
+    for place in places:
+        first: Unidentified | None = None
+        for region in place.regions:
+            found = _examine(program, region, place.stops)
+            if isinstance(found, AttentionSite):
+                yield place.value.node, found
+                break
+            first = first or found
+        else:
+            if first is not None:
+                yield place.value.node, first
+
+
+def _examine(
+    program: Program, region: Region, stops: Sequence[Stop]
+) -> AttentionSite | Unidentified:
     """Run the experiments on one region.  stops: of its loop."""
-    name = site_name(program, region.value.node)
-
-    def refuse(reason: str, node: Node | None = None) -> Refusal:
-        return Refusal(name, reason, (node or region.attention).name)
-
-    used_outside = _used_outside(region)
-    shape = canonical_shape(region.score.node, region.score.out_order)
+    shape = region.score.result.shape
     if len(shape) not in (3, 4):
-        return refuse(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
-    try:
-        experiment = _Experiment(program, region)
-        small = experiment.lengths(_probe_lengths(region, experiment))
-        experiment.dims(small)
-        outcome = _run_experiments(experiment, region, small)
-        if stops and not isinstance(outcome, str):
-            convention, masked, inputs = outcome[0].convention, outcome[1], outcome[3]
-            changed = _stopping(program, stops, experiment, convention, masked, inputs, small)
-            outcome = outcome if changed is None else changed
-    except Exception as error:  # the region is the user's code: whatever it raises is a reason
-        line = str(error).splitlines()[0][:200] if str(error) else ""
-        return refuse(f"the region cannot be run on its own: {type(error).__name__}: {line}")
-    if isinstance(outcome, str):
-        return refuse(outcome)
+        return Unidentified(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
+    found = outcome(lambda: _identified(program, region, stops))
+    if isinstance(found, str):
+        return Unidentified(found)
+    used_outside = _used_outside(region)
     if used_outside is not None:
-        return refuse("an intermediate value of the loop is also used elsewhere", used_outside)
-    fit, mask, bias, _ = outcome
+        reason = "an intermediate value of the loop is also used elsewhere"
+        return Unidentified(reason, node=used_outside)
+    fit, mask, bias, _ = found
     softmax = any(node.target in SOFTMAX for node in region.inside)
     convention = fit.convention
     if convention.half_steps == 1 and convention.first_side == "row" and softmax:
-        return refuse("not Sinkhorn: rows only")
+        return Unidentified("not Sinkhorn: rows only")
     heads = _heads(region)
     convention = replace(
         convention,
@@ -182,36 +129,39 @@ def examine(program: Program, region: Region, stops: Sequence[Stop]) -> Attentio
         bias=bias is not None,
         early_stop=bool(stops),
     )
-    head_dim = canonical_shape(region.score.left, region.score.left_order)[-1]
     return AttentionSite(
-        name, convention, region.score, region.value, region.attention, heads,
-        int(head_dim), mask, bias, fit.error, region.inside, region.inputs,
+        site_name(program, region.value.node), convention, heads, int(region.score.map.shape[-1]),
+        fit.error, region.score, region.value, region.attention, mask, bias, region.inside, region.inputs,
     )  # fmt: skip
 
 
-def _probe_lengths(region: Region, experiment: _Experiment) -> dict[Any, int]:
-    """Small, different lengths for every dynamic dimension of the scores."""
-    shape = canonical_shape(region.score.node, region.score.out_order)
-    assigned: dict[Any, int] = {}
-    for index, size in enumerate(shape):
-        if not isinstance(size, torch.SymInt):
-            continue
-        from_end = len(shape) - index
-        value = PROBE_BATCH if from_end > 2 else PROBE_LENGTHS[2 - from_end]
-        for symbol in sorted(size.node.expr.free_symbols, key=str):
-            assigned.setdefault(symbol, value)
-    return assigned
+_Outcome = tuple[Fit, KeyMask | None, ScoreBias | None, list[Tensor]] | str
+
+
+def _identified(program: Program, region: Region, stops: Sequence[Stop]) -> _Outcome:
+    experiment = _Region(program, region)
+    # Small, different lengths for every dynamic dimension of the scores.
+    *batch, queries, keys = region.score.result.shape
+    sizes = [(size, PROBE_BATCH) for size in batch]
+    sizes += zip((queries, keys), PROBE_LENGTHS, strict=True)
+    small = experiment.cut.lengths(assigned(sizes))
+    found = _run_experiments(experiment, region, small)
+    if stops and not isinstance(found, str):
+        fit, mask, _, neutral = found
+        changed = _stopping(program, stops, experiment, fit.convention, mask, neutral, small)
+        return found if changed is None else changed
+    return found
 
 
 def _run_experiments(
-    experiment: _Experiment, region: Region, lengths: dict[Any, int]
-) -> tuple[Fit, KeyMask | None, ScoreBias | None, list[Tensor]] | str:
+    experiment: _Region, region: Region, lengths: dict[Any, int]
+) -> _Outcome:
     """Identify the loop without masks, then what every input does, then everything together.
 
     Also returns the inputs that hide nothing and add nothing.
     """
     generator = torch.Generator().manual_seed(0)
-    dims = experiment.dims(lengths)
+    dims = experiment.size(lengths)
     keys = dims[-1]
 
     def scores(spread: float, at: tuple[int, ...] = dims) -> Tensor:
@@ -227,11 +177,11 @@ def _run_experiments(
     if isinstance(neutral, str):
         return neutral
 
-    first = experiment.run(scores(1.0), neutral, lengths)
+    first = experiment.attention(scores(1.0), neutral, lengths)
     if not bool(first.isfinite().all()):
         return "the region gives NaN or infinity on random scores"
     trial = scores(1.0)
-    rough = identify_multiplier(trial, experiment.run(trial, neutral, lengths))
+    rough = identify_multiplier(trial, experiment.attention(trial, neutral, lengths))
     if isinstance(rough, NoFit):
         softmax_only = any(node.target in SOFTMAX for node in region.inside)
         return _describe(rough, region, softmax_only)
@@ -239,12 +189,12 @@ def _run_experiments(
     def sample(
         spread: float, at: dict[Any, int], rows: float = 0.0, columns: float = 0.0, all: float = 0.0
     ) -> Sample | None:
-        size = experiment.dims(at)
+        size = experiment.size(at)
         inputs = neutral if at is lengths else _resize(experiment, region, neutral, at)
         s = scores(spread / abs(rough), size)
         by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
         s = s + (rows * by_row + columns * by_column + all) / rough
-        a = experiment.run(s, inputs, at)
+        a = experiment.attention(s, inputs, at)
         if _overflown(a):
             return None
         shifted = bool(rows or columns or all)
@@ -288,7 +238,7 @@ def _run_experiments(
             polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
             inputs[index] = _key_pattern(neutral[index], pattern, polarity)
             s = scores(1.0 / abs(rough))
-            a = _four(experiment.run(s, inputs, lengths))
+            a = _four(experiment.attention(s, inputs, lengths))
             if not bool(a.isfinite().all()):
                 return f"masking keys through {node.name} gives NaN or infinity"
             if float(a[..., ~pattern].abs().max()) > 1e-12:
@@ -303,16 +253,15 @@ def _run_experiments(
             for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
                 inputs[index] = _key_pattern(neutral[index], active, polarity)
                 s = scores(spread / abs(rough))
-                a = _four(experiment.run(s, inputs, lengths))
+                a = _four(experiment.attention(s, inputs, lengths))
                 if not _overflown(a):
                     seen.append(Sample(_four(s), a, active.expand(len(a), keys)))
             masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
             if isinstance(masked, NoFit):
-                error = "" if masked.error is None else f"; relative error {masked.error:.2g}"
-                return f"with {node.name} as key mask: {masked.reason}{error}"
+                return f"with {node.name} as key mask: {masked}"
             fit = masked
             inputs[index] = _key_pattern(neutral[index], alone & False, polarity)
-            empty = experiment.run(s, inputs, lengths)
+            empty = experiment.attention(s, inputs, lengths)
             is_bias = role == "additive" and _adds_more(node)
             mask = KeyMask(
                 node, polarity, merged or _merged(node, region), is_bias, not bool(empty.any()), hides
@@ -333,7 +282,7 @@ def _overflown(attention: Tensor) -> bool:
 
 
 def _bias_coefficient(
-    experiment: _Experiment,
+    experiment: _Region,
     index: int,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
@@ -344,7 +293,7 @@ def _bias_coefficient(
     A bias of keys alone, which the last half-step on columns removes, is added to scores or products.
     """
     name = experiment.region.inputs[index].name
-    dims, multiplier = experiment.dims(lengths), convention.score_multiplier
+    dims, multiplier = experiment.size(lengths), convention.score_multiplier
     generator = torch.Generator().manual_seed(6)
     probe = torch.randn(neutral[index].shape, generator=generator, dtype=torch.float64)
     dense = (probe if probe.dim() <= len(dims) else probe.flatten(0, -3)).expand(dims)
@@ -352,7 +301,7 @@ def _bias_coefficient(
     def attention(scores: Tensor, strength: float) -> Tensor:
         inputs = list(neutral)
         inputs[index] = probe * strength
-        return experiment.run(scores, inputs, lengths)
+        return experiment.attention(scores, inputs, lengths)
 
     def apart(coefficient: float) -> float:
         seen = []
@@ -380,7 +329,7 @@ def _bias_coefficient(
 def _stopping(
     program: Program,
     stops: Sequence[Stop],
-    experiment: _Experiment,
+    experiment: _Region,
     convention: Convention,
     mask: KeyMask | None,
     neutral: Sequence[Tensor],
@@ -393,10 +342,10 @@ def _stopping(
     """
     region = experiment.region
     generator = torch.Generator().manual_seed(4)
-    shape = canonical_shape(region.score.node, region.score.out_order)
+    shape = region.score.result.shape
     many = dict.fromkeys(_symbols(shape[:-2]), MANY_EXAMPLES)
     long = dict.fromkeys(_symbols(shape[-2:]), MANY_TOKENS)
-    large = math.prod(experiment.dims(lengths)[-2:]) > LARGE
+    large = math.prod(experiment.size(lengths)[-2:]) > LARGE
 
     residuals = residuals_of(program, stops, [region.score.node, *region.inputs])
 
@@ -406,7 +355,7 @@ def _stopping(
         """only: where the scores are not 0; active: the keys that are not masked."""
         at = {**lengths, **grown}
         inputs, keep = _resize(experiment, region, neutral, at), None
-        dims = experiment.dims(at)
+        dims = experiment.size(at)
         if mask is not None and active is not None:
             place = region.inputs.index(mask.node)
             inputs[place] = _key_pattern(inputs[place], active, mask.true_means_masked)
@@ -418,22 +367,23 @@ def _stopping(
             s = part * spread / abs(convention.score_multiplier)
             if mask is not None and active is not None:
                 keep = active.expand(len(_four(s)), -1)
-            yield Trial([experiment.raw(s), *inputs], at, _four(s), keep, smaller)
+            tensors = [experiment.raw(region.score.result, s, at), *inputs]
+            yield Trial(tensors, at, _four(s), keep, smaller)
 
     def dilution(part: Tensor, at: dict[Any, int], grown: dict[Any, int]) -> float:
         """How many times smaller a residual is where there are FAR times as many examples, or tokens."""
         twice = {**at, **{symbol: 2 * size for symbol, size in grown.items()}}
-        padded = torch.zeros(experiment.dims(twice), dtype=torch.float64)
+        padded = torch.zeros(experiment.size(twice), dtype=torch.float64)
         padded[tuple(slice(0, size) for size in part.shape)] = part
         small, large = (
-            residuals([experiment.raw(s / abs(convention.score_multiplier)),
+            residuals([experiment.raw(region.score.result, s / abs(convention.score_multiplier), sizes),
                        *_resize(experiment, region, neutral, sizes)], sizes)[0]
             for s, sizes in ((part, at), (padded, twice))
         )  # fmt: skip
         doublings = math.log2(small / large) if small > 0 and large > 0 else 0.0
         return float(FAR ** min(max(doublings, 0.0), 2.0))
 
-    few, keys = slice(0, 8), experiment.dims(lengths)[-1]
+    few, keys = slice(0, 8), experiment.size(lengths)[-1]
     some: list[Iterator[Trial]] = [trials({})]
     some += [trials(many, only=(one,)) for one in (slice(0, 1), slice(-1, None))]
     if long:
@@ -454,26 +404,26 @@ def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:
 
 
 def _many_tokens(
-    experiment: _Experiment,
+    experiment: _Region,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
     convention: Convention,
 ) -> str | None:
     """What is wrong with a convention where there are many tokens, None if nothing: log(1 / N + 1e-6)
     is log(1 / N) for a few."""
-    shape = canonical_shape(experiment.region.score.node, experiment.region.score.out_order)
-    others = math.prod(experiment.dims(lengths)[:-2])
+    shape = experiment.region.score.result.shape
+    others = math.prod(experiment.size(lengths)[:-2])
     tokens = min(LONGEST_PROBE, int(math.sqrt(PROBE_WORK / (others * convention.half_steps))))
     sizes = [size for size in shape[-2:] if isinstance(size, torch.SymInt)]
     for size in sizes:
         tokens = min(tokens, limits_of(size.node.shape_env.var_to_range, size.node.expr)[1])
     at = {**lengths, **dict.fromkeys(_symbols(sizes), tokens)}
-    if at == lengths or tokens <= max(experiment.dims(lengths)[-2:]):
+    if at == lengths or tokens <= max(experiment.size(lengths)[-2:]):
         return None
     generator = torch.Generator().manual_seed(5)
-    s = torch.randn(experiment.dims(at), generator=generator, dtype=torch.float64)
+    s = torch.randn(experiment.size(at), generator=generator, dtype=torch.float64)
     s = s / abs(convention.score_multiplier)
-    a = experiment.run(s, _resize(experiment, experiment.region, neutral, at), at)
+    a = experiment.attention(s, _resize(experiment, experiment.region, neutral, at), at)
     error = convention_error(convention, [Sample(_four(s), _four(a))])
     if error <= HELD:
         return None
@@ -481,7 +431,7 @@ def _many_tokens(
 
 
 def _separated(
-    experiment: _Experiment,
+    experiment: _Region,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
     samples: Sequence[Sample],
@@ -493,10 +443,10 @@ def _separated(
     Two blocks of tokens that hardly see each other, of unequal mass, exchange it slowly: every half-step
     moves the duals by the same amount until the gap between the blocks is overcome.
     """
-    queries, keys = experiment.dims(lengths)[-2:]
+    queries, keys = experiment.size(lengths)[-2:]
     across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
     generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(experiment.dims(lengths), generator=generator, dtype=torch.float64)
+    noise = torch.randn(experiment.size(lengths), generator=generator, dtype=torch.float64)
     tried = list(samples)
     for gap in (10.0, 20.0, 40.0, 80.0, 160.0, 320.0):
         first, rival = fit.convention, fit.rival
@@ -506,7 +456,7 @@ def _separated(
         expected = Sample(_four(s), attention_of(first, _four(s), None))
         if not convention_error(rival, [expected]) > SEPARATES:
             continue
-        a = experiment.run(s, neutral, lengths)
+        a = experiment.attention(s, neutral, lengths)
         if not bool(a.isfinite().all()):
             continue
         tried.append(Sample(_four(s), _four(a), mild=False))
@@ -540,17 +490,15 @@ def _guesses(region: Region) -> Guesses:
 def _describe(failure: NoFit, region: Region, softmax_only: bool) -> str:
     if softmax_only and failure.reason.startswith("not Sinkhorn: the attention is not strictly"):
         return "not Sinkhorn: rows only, with a mask that differs between queries (causal or windowed)"
-    if failure.error is None:
-        return failure.reason
-    return f"{failure.reason}; relative error {failure.error:.2g}"
+    return str(failure)
 
 
 def _input_role(
-    experiment: _Experiment, region: Region, node: Node, lengths: dict[Any, int]
+    experiment: _Region, region: Region, node: Node, lengths: dict[Any, int]
 ) -> str | None:
     """mask (bool), additive (float, may hide keys), bias (float), or None for anything else."""
-    queries, keys = experiment.dims(lengths)[-2:]
-    shape = experiment.shape_of(node, lengths)
+    queries, keys = experiment.size(lengths)[-2:]
+    shape = experiment.cut.shape_of(node, lengths)
     if not shape or shape[-1] != keys:
         return None
     if node.meta["val"].dtype == torch.bool:
@@ -574,7 +522,7 @@ def _adds_more(node: Node) -> bool:
 
 
 def _neutral_inputs(
-    experiment: _Experiment,
+    experiment: _Region,
     region: Region,
     roles: Sequence[str],
     lengths: dict[Any, int],
@@ -583,7 +531,7 @@ def _neutral_inputs(
     """Inputs that hide nothing and add nothing; the polarity of a bool mask is found by trying."""
     neutral: list[Tensor] = []
     for node, role in zip(region.inputs, roles, strict=True):
-        shape = experiment.shape_of(node, lengths)
+        shape = experiment.cut.shape_of(node, lengths)
         dtype = torch.bool if role == "mask" else torch.float64
         neutral.append(torch.zeros(shape, dtype=dtype))
         example = node.meta.get("example")
@@ -599,10 +547,10 @@ def _neutral_inputs(
         if role != "mask":
             continue
         # A mask that hides everything gives no attention at all, NaN, or the same to every key.
-        attention = experiment.run(scores, neutral, lengths)
+        attention = experiment.attention(scores, neutral, lengths)
         flipped = list(neutral)
         flipped[index] = ~neutral[index]
-        other = experiment.run(scores, flipped, lengths)
+        other = experiment.attention(scores, flipped, lengths)
         if _informative(other, scores) > _informative(attention, scores):
             neutral = flipped
     return neutral
@@ -616,21 +564,22 @@ def _informative(attention: Tensor, scores: Tensor) -> int:
 
 
 def _may_hide(
-    experiment: _Experiment, index: int, neutral: Sequence[Tensor], lengths: dict[Any, int]
+    experiment: _Region, index: int, neutral: Sequence[Tensor], lengths: dict[Any, int]
 ) -> bool:
     """Whether a low added score hides its key, as in a mask, or is a number like others."""
     example = experiment.region.inputs[index].meta["example"]
     if bool((example <= MASKED_BELOW).any()):
         return True
-    keys = experiment.dims(lengths)[-1]
+    keys = experiment.size(lengths)[-1]
     inputs, active = list(neutral), torch.arange(keys) % 3 != 1
     inputs[index] = _key_pattern(neutral[index], active, None)
-    found = experiment.run(torch.zeros(experiment.dims(lengths), dtype=torch.float64), inputs, lengths)
+    zero = torch.zeros(experiment.size(lengths), dtype=torch.float64)
+    found = experiment.attention(zero, inputs, lengths)
     return not bool((found[..., ~active].abs() > 1e-12).any())
 
 
 def _hides(
-    experiment: _Experiment,
+    experiment: _Region,
     index: int,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
@@ -642,7 +591,7 @@ def _hides(
     for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
         inputs = list(neutral)
         inputs[index] = _key_pattern(neutral[index], active, None, score)
-        found = _four(experiment.run(scores, inputs, lengths))
+        found = _four(experiment.attention(scores, inputs, lengths))
         if float((found - hidden).abs().max()) <= STABILISED * float(hidden.abs().max()):
             return score
     return HIDDEN_SCORE
@@ -661,23 +610,23 @@ def _key_pattern(
 
 
 def _lengths_to_try(
-    experiment: _Experiment, lengths: dict[Any, int], region: Region
+    experiment: _Region, lengths: dict[Any, int], region: Region
 ) -> list[dict[Any, int]]:
     """The probe lengths, and a second set with every dynamic length moved, where there is one."""
-    shape = canonical_shape(region.score.node, region.score.out_order)
+    shape = region.score.result.shape
     moved = {symbol: lengths[symbol] + 5 for symbol in _symbols(shape[-2:])}
     return [lengths, {**lengths, **moved}] if moved else [lengths]
 
 
 def _resize(
-    experiment: _Experiment,
+    experiment: _Region,
     region: Region,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
 ) -> list[Tensor]:
     """Constant inputs at another size."""
     return [
-        torch.full(experiment.shape_of(node, lengths), value.flatten()[0].item(), dtype=value.dtype)
+        torch.full(experiment.cut.shape_of(node, lengths), value.flatten()[0].item(), dtype=value.dtype)
         for node, value in zip(region.inputs, neutral, strict=True)
     ]
 
@@ -716,7 +665,7 @@ def _is_live(node: Node) -> bool:
 
 def _heads(region: Region) -> int:
     """H: the second of four dimensions, or what a [B, H, N, D] -> [B*H, N, D] view merged, else 1."""
-    shape = canonical_shape(region.score.node, region.score.out_order)
+    shape = region.score.result.shape
     if len(shape) == 4:
         return int(shape[1])
     heads = {merged_heads(operand) for operand in (region.score.left, region.score.right)}

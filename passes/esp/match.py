@@ -6,8 +6,9 @@ after:  EspSite with the queries, the keys and everything the operator needs, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,6 @@ from torch.fx import GraphModule, Node
 
 from asapc.ir import EspConvention, Program
 from asapc.passes.cut import (
-    PROBE_BATCH,
-    PROBE_LENGTHS,
-    Cut,
-    Part,
     ancestors,
     constant_value,
     depends_on_data,
@@ -27,24 +24,27 @@ from asapc.passes.cut import (
     is_tensor,
     separate,
 )
-from asapc.passes.probe import STABILISED, NoFit
-from asapc.passes.probe_esp import (
+from asapc.passes.esp.probe import (
     NO_TEMPERATURE,
+    EspFit,
     EspSample,
     error_of,
     identify_esp,
     tied_points,
 )
+from asapc.passes.esp.site import EspSite
+from asapc.passes.experiment import STABILISED, Experiment, NoFit, outcome
 from asapc.passes.products import (
+    Canonical,
     KeyMask,
     Product,
-    Unidentified,
     canonical_shape,
     merged_heads,
     rank_of,
     same,
     site_name,
 )
+from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
 
@@ -60,58 +60,24 @@ LAYERS = {
 LARGEST_LENGTH = 512  # a fixed length beyond this would be probed with gigabytes of plans
 
 
-@dataclass(frozen=True)
-class EspSite:
-    """A sliced-plan region, with everything a rewrite needs.
-
-    q, k: [B, H, N, D] or [B*H, N, D] nodes.  slices: float64 directions [L, D] or [H, L, D].
-    """
-
-    name: str
-    convention: EspConvention
-    q: Node
-    k: Node
-    value: Product
-    attention: Node
-    inside: frozenset[Node]
-    heads: int
-    head_dim: int
-    mask: KeyMask | None
-    slices: Tensor | None
-    probe_error: float
-
-    def part(self) -> Part:
-        """From the queries and keys to the map."""
-        q, k = (node.meta["val"].shape for node in (self.q, self.k))
-        mask = self.mask
-        own = () if mask is None else ((mask.node, mask.true_means_masked),)
-        return Part(
-            (self.q, self.k, *(node for node, _ in own)), self.attention, self.inside,
-            self.value.left_order, q[0], q[-2], k[-2], own,
-        )  # fmt: skip
-
-
-def match_esp(
-    program: Program, value: Product, likely: Sequence[EspConvention] = ()
-) -> EspSite | Unidentified | None:
-    """The sliced plan that is multiplied by the values here, or None where nothing is sorted.
-
-    likely: conventions of other layers, tried first.
-    """
-    graph = program.graph
-    attention = value.left
-    if rank_of(attention) not in (3, 4):
-        return None
-    found = _clouds(value)
-    if found is None:
-        return None
-    pair, between, masks = found
-    try:
-        outcome = _examine(graph, program, value, pair, between, masks, likely)
-    except Exception as error:  # the region is the user's code: whatever it raises is a reason
-        line = str(error).splitlines()[0][:200] if str(error) else ""
-        outcome = f"the region cannot be run on its own: {type(error).__name__}: {line}"
-    return Unidentified(outcome, frozenset(between)) if isinstance(outcome, str) else outcome
+def find_esp(program: Program, places: Sequence[Place]) -> Iterator[Found]:
+    """The sliced plans that are multiplied by values, and what sorts without being one."""
+    within: set[Node] = set()
+    likely: list[EspConvention] = []  # conventions of other layers, tried first
+    for place in places:
+        value = place.value
+        if not place.regions and value.node in within:
+            continue
+        found = _clouds(value) if rank_of(value.left) in (3, 4) else None
+        if found is None:
+            continue
+        site = outcome(partial(_examine, program, value, *found, likely))
+        within |= found[1]
+        if isinstance(site, str):
+            yield value.node, Unidentified(site, frozenset(found[1]))
+        else:
+            likely.append(site.convention)
+            yield value.node, site
 
 
 def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] | None:
@@ -149,7 +115,6 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
 
 
 def _examine(
-    graph: GraphModule,
     program: Program,
     value: Product,
     pair: tuple[Node, Node],
@@ -159,30 +124,29 @@ def _examine(
 ) -> EspSite | str:
     if len(masks) > 1:
         return f"two masks enter the sorts ({masks[0].name} and {masks[1].name})"
-    cut = Cut(graph, pair, value.left, between, masks)
-    sizes = [_lengths(cut, pair, shift) for shift in (0, LONGER)]
+    clouds = [Canonical(node) for node in pair]
+    experiment = Experiment(program.graph, clouds, value.map, between, masks)
+    sizes = [experiment.lengths(clouds, shift) for shift in (0, LONGER)]
     if sizes[0] == sizes[1]:
         sizes = sizes[:1]
-    fits: list[tuple[float, Any, bool, bool]] = []
+    fits: list[tuple[float, EspFit, _Trial]] = []
     reasons: list[str] = []
     for swapped in (False, True):
-        first, second = (pair[1], pair[0]) if swapped else pair
         for hidden in (True, False) if masks else (True,):
-            experiment = _Experiment(cut, value, swapped, hidden)
-            shapes = [(experiment.points(first, own), experiment.points(second, own)) for own in sizes]
-            maps = [experiment.map_shape(own) for own in sizes]
+            trial = _Trial(experiment, swapped, hidden)
+            shapes = [trial.shapes(own) for own in sizes]
+            maps = [experiment.dims(value.map, own) for own in sizes]
             if any(own[0][2] != m[-2] for own, m in zip(shapes, maps, strict=True)):
                 continue
             if max(shapes[0][0][2], shapes[0][1][2]) > LARGEST_LENGTH:
                 return f"a fixed length of {shapes[0][0][2]} is too long to be probed"
-            observe, slices = experiment.observer(sizes, shapes), _slices(graph, pair, between)
+            observe, slices = trial.observer(sizes, shapes), _slices(program.graph, pair, between)
             unmasked = [replace(own, mask="none") for own in likely]
             fit = identify_esp(observe, shapes, slices, unmasked)
             if isinstance(fit, NoFit):
-                error = "" if fit.error is None else f"; relative error {fit.error:.2g}"
-                reasons.append(fit.reason + error)
+                reasons.append(str(fit))
             else:
-                fits.append((fit.error, fit, swapped, hidden))
+                fits.append((fit.error, fit, trial))
         if fits:
             break
     if not fits:
@@ -190,16 +154,14 @@ def _examine(
         # the other way, not even the plans are there.
         further = [reason for reason in reasons if NO_TEMPERATURE not in reason]
         return (further + reasons or ["not a sliced plan: its rows are not the queries'"])[0]
-    _, fit, swapped, hidden = min(fits, key=lambda own: own[0])
-    q, k = (pair[1], pair[0]) if swapped else pair
+    _, fit, trial = min(fits, key=lambda own: own[0])
+    q, k = (pair[1], pair[0]) if trial.swapped else pair
     mask: KeyMask | None = None
     error = fit.error
     convention = fit.convention
     if masks:
-        experiment = _Experiment(cut, value, swapped, hidden)
-        own = (experiment.points(q, sizes[0]), experiment.points(k, sizes[0]))
         kinds = (False,) if convention.ties == "open" else (False, True)
-        seen = [experiment.masked(sizes[0], *own, tied) for tied in kinds]
+        seen = [trial.masked(sizes[0], tied) for tied in kinds]
         convention = replace(convention, mask="key")
         error = max(error, error_of(convention, fit.slices, seen))
         if not error <= STABILISED:
@@ -207,88 +169,59 @@ def _examine(
                 f"with {masks[0].name} as mask: padded tokens are not simply left out of the sorts; "
                 f"relative error {error:.2g}"
             )
-        mask = KeyMask(masks[0], hidden, rank_of(value.left) == 3 and rank_of(masks[0]) == 3)
+        mask = KeyMask(masks[0], trial.hidden, rank_of(value.left) == 3 and rank_of(masks[0]) == 3)
     shape = canonical_shape(value.left, value.left_order)
     heads = int(shape[1]) if len(shape) == 4 else merged_heads(q)
     return EspSite(
-        site_name(program, value.node), convention, q, k, value, value.left,
-        frozenset(between), heads, int(q.meta["val"].shape[-1]), mask, fit.slices, error,
+        site_name(program, value.node), convention, heads, int(q.meta["val"].shape[-1]), error,
+        q, k, value, frozenset(between), mask, fit.slices,
     )  # fmt: skip
 
 
-def _lengths(cut: Cut, pair: tuple[Node, Node], shift: int) -> dict[Any, int]:
-    """Small lengths for every dynamic size, those of the tokens moved by `shift`."""
-    assigned: dict[Any, int] = {}
-    for index, node in enumerate(pair):
-        shape = node.meta["val"].shape
-        for axis, size in enumerate(shape):
-            if isinstance(size, torch.SymInt):
-                length = axis == len(shape) - 2
-                for symbol in sorted(size.node.expr.free_symbols, key=str):
-                    assigned.setdefault(symbol, PROBE_LENGTHS[index] + shift if length else PROBE_BATCH)
-    return cut.lengths(assigned)
+@dataclass(frozen=True)
+class _Trial:
+    """q [B, H, N, D], k [B, H, M, D] -> A [B, H, N, M] under one polarity of the mask.
 
-
-class _Experiment:
-    """The region as q [B, H, N, D], k [B, H, M, D] -> A [B, H, N, M] under one polarity of the mask.
-
-    swapped: the cut's inputs are (k, q).  hidden: True in the mask means masked.
+    swapped: the experiment's inputs are (k, q).  hidden: True in the mask means masked.
     """
 
-    def __init__(self, cut: Cut, value: Product, swapped: bool, hidden: bool) -> None:
-        self.cut, self.value, self.swapped, self.hidden = cut, value, swapped, hidden
+    experiment: Experiment
+    swapped: bool
+    hidden: bool
 
-    def points(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
-        shape = self.cut.shape_of(node, lengths)
-        return shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
-
-    def map_shape(self, lengths: dict[Any, int]) -> tuple[int, ...]:
-        shape = self.cut.shape_of(self.value.left, lengths)
-        return tuple(shape[i] for i in self.value.left_order) if self.value.left_order else shape
+    def shapes(self, lengths: dict[Any, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        first, second = (self.experiment.shape(own, lengths) for own in self.experiment.inputs)
+        return (second, first) if self.swapped else (first, second)
 
     def observer(self, sizes: Sequence[dict[Any, int]], shapes: Sequence[Any]) -> Any:
         """(q, k) -> map with nothing masked, None where it is not finite."""
         by_shape = {(*q, *k): own for own, (q, k) in zip(sizes, shapes, strict=True)}
 
         def observe(q: Tensor, k: Tensor) -> Tensor | None:
-            lengths = by_shape[(*q.shape, *k.shape)]
-            masks = [
-                torch.full(self.cut.shape_of(m, lengths), not self.hidden) for m in self.cut.masks
-            ]
-            return self._run(q, k, masks, lengths)
+            return self._run(q, k, by_shape[(*q.shape, *k.shape)], None)
 
         return observe
 
-    def masked(
-        self, lengths: dict[Any, int], q_shape: tuple[int, ...], k_shape: tuple[int, ...], tied: bool
-    ) -> EspSample:
+    def masked(self, lengths: dict[Any, int], tied: bool) -> EspSample:
         """One observation with a third of the tokens masked.  tied: of points that tie."""
         generator = torch.Generator().manual_seed(1)
         q, k = (
             tied_points(s, generator) if tied
-            else torch.randn(s, generator=generator, dtype=torch.float64) for s in (q_shape, k_shape)
+            else torch.randn(s, generator=generator, dtype=torch.float64) for s in self.shapes(lengths)
         )  # fmt: skip
-        active = torch.arange(k_shape[2]) % 3 != 1
-        mask = torch.full(self.cut.shape_of(self.cut.masks[0], lengths), not self.hidden)
-        mask[..., ~active] = self.hidden
-        result = self._run(q, k, [mask], lengths)
+        active = torch.arange(k.shape[2]) % 3 != 1
+        result = self._run(q, k, lengths, ~active)
         if result is None:
             result = torch.full((*q.shape[:3], k.shape[2]), torch.nan, dtype=torch.float64)
         return EspSample(q, k, result, active.expand(q.shape[0], -1))
 
     def _run(
-        self, q: Tensor, k: Tensor, masks: Sequence[Tensor], lengths: dict[Any, int]
+        self, q: Tensor, k: Tensor, lengths: dict[Any, int], padded: Tensor | None
     ) -> Tensor | None:
-        tensors = [
-            x.reshape(self.cut.shape_of(node, lengths))
-            for x, node in zip((k, q) if self.swapped else (q, k), self.cut.inputs, strict=True)
-        ]
-        result = self.cut.run([*tensors, *masks], lengths)
-        if self.value.left_order is not None:
-            result = result.permute(self.value.left_order)
-        if not bool(result.isfinite().all()):
-            return None
-        return result.reshape(*q.shape[:3], k.shape[2]).double()
+        masks = self.experiment.masks(lengths, self.hidden, padded)
+        result = self.experiment.run((k, q) if self.swapped else (q, k), lengths, masks)
+        finite = bool(result.isfinite().all())
+        return result.reshape(*q.shape[:3], k.shape[2]) if finite else None
 
 
 def _slices(graph: GraphModule, pair: tuple[Node, Node], between: set[Node]) -> list[Tensor | None]:

@@ -30,7 +30,7 @@ from asapc.operators.esp import (
 )
 from asapc.operators.matching import cost_matrix
 from asapc.operators.ranks import clouds_of, rank_matrix
-from asapc.passes.probe import EXACT, STABILISED, NoFit, snapped
+from asapc.passes.experiment import EXACT, STABILISED, NoFit, snapped
 
 SPREADS = (1.0, 4.0, 0.25, 1e-2, 1e-4)  # of the coordinates: a temperature shows where t ~ spread^2
 TEMPERATURES = np.logspace(-12, 4, 33)

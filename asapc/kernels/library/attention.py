@@ -1,0 +1,44 @@
+"""What gives A v, or with `_attention` the map A: registered with sizes and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+
+from asapc.kernels import dispatch
+from asapc.kernels.library import fakes
+from asapc.kernels.library.gradients import differentiate
+from asapc.kernels.library.registration import Plain, Run, operator, register_fake
+from asapc.operators.catalogue import OPERATORS
+
+Gradient = Callable[[CustomOpDef, Callable[..., Any]], None]
+
+
+def attention(name: str, run: Run, gradient: Gradient | None = differentiate) -> None:
+    """Registers an operator of the catalogue.
+
+    run: computes both, the map where there are no values.  gradient: registers that of one of them, by
+    its reference; None for an operator without.
+    """
+    own = OPERATORS[name]
+    for dense in own.forms:
+        registered = operator(own.reference_of(dense), run)
+        register_fake(registered, fakes.attention)
+        if gradient is not None:
+            gradient(registered, own.reference_of(dense))
+
+
+def without_kernels() -> None:
+    """Registers what has none: the reference runs wherever it is."""
+    for own in OPERATORS.values():
+        if own.plain:
+            attention(own.name, partial(_plainly, own.plain))
+
+
+def _plainly(why: str, plain: Plain, q: Tensor, k: Tensor, **_rest: Any) -> Any:
+    dispatch.note_plain(plain.func.__name__, q, k, why)
+    return plain()

@@ -1,0 +1,123 @@
+"""Experiment: a part of a graph as a float64 function of tensors of our choosing, at any legal size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Cut, evaluate
+from asapc.passes.products import Canonical
+
+EXACT = 1e-9  # relative error in float64 of what is the convention, to rounding
+STABILISED = 1e-6  # the same with a constant too small to matter, such as log(1 / N + 1e-8)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class NoFit:
+    """Why no convention reproduces the samples; error is that of the best one tried, if any."""
+
+    reason: str
+    error: float | None = None
+
+    def __str__(self) -> str:
+        return self.reason if self.error is None else f"{self.reason}; relative error {self.error:.2g}"
+
+
+def snapped(value: float) -> float:
+    """A number that somebody wrote down, if it is within 1e-7 of one of six digits."""
+    if value == 0.0 or not math.isfinite(value):
+        return value
+    rounded = float(f"{value:.6g}")
+    return rounded if abs(rounded - value) <= 1e-7 * abs(value) else value
+
+
+def outcome(experiments: Callable[[], Result]) -> Result | str:
+    """What the experiments give, or why they cannot be made."""
+    try:
+        return experiments()
+    except Exception as error:  # the region is the user's code: whatever it raises is a reason
+        line = str(error).splitlines()[0][:200] if str(error) else ""
+        return f"the region cannot be run on its own: {type(error).__name__}: {line}"
+
+
+class Experiment:
+    """inputs, masks -> output, with canonical axes.
+
+    masks: boolean tensors of the data that enter besides the inputs, in their own layout.
+    """
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        inputs: Sequence[Canonical],
+        output: Canonical,
+        inside: Container[Node],
+        masks: Sequence[Node] = (),
+    ) -> None:
+        self.inputs, self.output = tuple(inputs), output
+        self.cut = Cut(graph, [own.node for own in inputs], output.node, inside, masks)
+
+    def dims(self, own: Canonical, lengths: dict[Any, int]) -> tuple[int, ...]:
+        """The shape with canonical axes, as many as the graph has."""
+        return tuple(evaluate(size, lengths) for size in own.shape)
+
+    def shape(self, own: Canonical, lengths: dict[Any, int]) -> tuple[int, ...]:
+        """The shape [B, H, X, Y], with one head where heads are merged into the batch."""
+        dims = self.dims(own, lengths)
+        return dims if len(dims) == 4 else (dims[0], 1, *dims[1:])
+
+    def raw(self, own: Canonical, value: Tensor, lengths: dict[Any, int]) -> Tensor:
+        """A value with canonical axes as the graph's own tensor has them."""
+        value = value.reshape(self.dims(own, lengths))
+        if own.order is not None:
+            value = value.permute([own.order.index(axis) for axis in range(len(own.order))])
+        return value.contiguous()
+
+    def run(
+        self, values: Sequence[Tensor], lengths: dict[Any, int], masks: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The output with canonical axes, float64."""
+        given = zip(self.inputs, values, strict=True)
+        raw = [self.raw(own, value, lengths) for own, value in given]
+        result = self.cut.run([*raw, *masks], lengths)
+        if self.output.order is not None:
+            result = result.permute(self.output.order)
+        return result.double()
+
+    def masks(
+        self, lengths: dict[Any, int], hidden: bool, padded: Tensor | None = None
+    ) -> list[Tensor]:
+        """The masks with these tokens padded.  hidden: what a mask says of a padded token."""
+        made = []
+        for node in self.cut.masks:
+            mask = torch.full(self.cut.shape_of(node, lengths), not hidden)
+            if padded is not None:
+                mask[..., padded] = hidden
+            made.append(mask)
+        return made
+
+    def lengths(self, clouds: Sequence[Canonical], shift: int = 0) -> dict[Any, int]:
+        """Small lengths for every dynamic size of queries and keys; `shift` more tokens."""
+        sizes = [
+            (size, PROBE_LENGTHS[index] + shift if axis == len(own.shape) - 2 else PROBE_BATCH)
+            for index, own in enumerate(clouds) for axis, size in enumerate(own.shape)
+        ]  # fmt: skip
+        return self.cut.lengths(assigned(sizes))
+
+
+def assigned(sizes: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    """A number for every symbol in the sizes, the first that one is given."""
+    found: dict[Any, int] = {}
+    for size, value in sizes:
+        if isinstance(size, torch.SymInt):
+            for symbol in sorted(size.node.expr.free_symbols, key=str):
+                found.setdefault(symbol, value)
+    return found

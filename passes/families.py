@@ -1,0 +1,11 @@
+"""Families: every kind of attention that is recognised, each in a folder of its own."""
+
+from __future__ import annotations
+
+from asapc.passes.esp.match import find_esp
+from asapc.passes.lot.match import find_lot
+from asapc.passes.sinkhorn.match import find_sinkhorn
+from asapc.passes.site import Find
+
+# In this order: half a glued plan looks like a loop, and where a loop is found nothing is sorted.
+MATCHERS: tuple[Find, ...] = (find_lot, find_sinkhorn, find_esp)

@@ -1,0 +1,152 @@
+"""Lifting: the operands of a site's operator call, put into a copy of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from asapc.operators.catalogue import Operator
+from asapc.operators.masks import MASKED_BELOW
+from asapc.passes.products import Canonical, KeyMask, Product, rank_of
+from asapc.program.calls import SITE, put_call, put_tensor
+
+aten = torch.ops.aten
+
+Swap = tuple[Node, Node, Callable[[Node], bool]]
+"""A node, what is put in its place, and for which of its users."""
+
+
+class Lifting:
+    """One site on its way into the copy of a graph.
+
+    index: among the sites; nodes: those of the copy by those of the original; heads: that a merged batch
+    has; drop_maps: a map that the model returns is not computed.
+    """
+
+    def __init__(
+        self, graph: GraphModule, index: int, name: str, heads: int, nodes: Mapping[Node, Node],
+        drop_maps: bool = False,
+    ) -> None:  # fmt: skip
+        self.graph, self.index, self.name, self.heads = graph, index, name, heads
+        self.nodes, self.drop_maps = nodes, drop_maps
+
+    def call(self, target: Any, *args: Any) -> Node:
+        return self.graph.graph.call_function(target, args)
+
+    def before(self, node: Node) -> AbstractContextManager[object]:
+        """What is put in stands before this node of the original."""
+        return self.graph.graph.inserting_before(self.nodes[node])
+
+    def before_map(self, value: Product) -> AbstractContextManager[object]:
+        """Before A v; right behind A where the map has other users, which may stand before A v."""
+        if self._is_dense(value):
+            return self.graph.graph.inserting_before(self.nodes[value.left].next)
+        return self.before(value.node)
+
+    def operand(self, own: Canonical) -> Node:
+        """[B, H, X, Y]: permuted, and heads split off or added where there are three axes."""
+        node = self.nodes[own.node]
+        if own.order is not None and list(own.order) != sorted(own.order):
+            node = self.call(aten.permute.default, node, list(own.order))
+        if rank_of(own.node) == 4:
+            return node
+        if self.heads == 1:
+            return self.call(aten.unsqueeze.default, node, 1)
+        return self.call(aten.unflatten.int, node, 0, [-1, self.heads])
+
+    def tensor(self, what: str, value: Tensor) -> Node:
+        """A constant, as a buffer of the graph."""
+        return put_tensor(self.graph, self.index, what, value)
+
+    def put(
+        self, operator: Operator, q: Node, k: Node, values: Node | None, rest: Mapping[str, Any]
+    ) -> Node:
+        """The site's operator call."""
+        call = put_call(self.graph.graph, operator, q, k, values, rest)
+        call.meta[SITE] = self.name
+        return call
+
+    def put_map(
+        self, operator: Operator, q: Node, k: Node, rest: Mapping[str, Any], value: Product,
+        shown: Node | None = None,
+    ) -> list[Swap]:  # fmt: skip
+        """The site's operator call instead of A v, or of A where the map is used otherwise too.
+
+        shown: what the result is multiplied by.
+        """
+        attention, product = self.nodes[value.left], self.nodes[value.node]
+        others = [user for user in attention.users if user is not product]
+        dense = self._is_dense(value)
+        call = self.put(operator, q, k, None if dense else self.operand(value.values), rest)
+        result = call if shown is None else self.call(aten.mul.Tensor, call, shown)
+        if dense:
+            return [(attention, self.laid_out(result, value.map), lambda user: user is not call)]
+        swaps: list[Swap] = [(product, self.laid_out(result, value.result), lambda user: True)]
+        if others:  # maps are dropped: an empty one keeps the structure of the output
+            empty = self.call(aten.slice.Tensor, call, 0, 0, 0)
+            swaps.append((attention, empty, lambda user: user in others))
+        return swaps
+
+    def _is_dense(self, value: Product) -> bool:
+        users = self.nodes[value.left].users
+        return any(user is not self.nodes[value.node] for user in users) and not self.drop_maps
+
+    def laid_out(self, result: Node, own: Canonical) -> Node:
+        """The operator's [B, H, X, Y] as the tensor that it replaces has its axes."""
+        if rank_of(own.node) == 3:
+            if self.heads == 1:
+                result = self.call(aten.squeeze.dim, result, 1)
+            else:
+                result = self.call(aten.flatten.using_ints, result, 0, 1)
+        if own.order is not None and list(own.order) != sorted(own.order):
+            inverse = [own.order.index(axis) for axis in range(len(own.order))]
+            result = self.call(aten.permute.default, result, inverse)
+        return result
+
+    def keep(self, mask: KeyMask | None, q: Node) -> Node | None:
+        """[B, M] bool, True on active keys, from the mask node wherever it entered.  q: [B, H, N, D]."""
+        if mask is None:
+            return None
+        batch = self.call(aten.sym_size.int, q, 0)
+        narrow = _narrowest(mask.node)
+        keep, rank = self.nodes[narrow], rank_of(narrow)
+        if mask.merged and rank == 3:
+            keep, rank = self.operand(Canonical(narrow)), 4
+        while rank > 2:
+            keep = self.call(aten.select.int, keep, 1, 0)
+            rank -= 1
+        if rank == 1:
+            keep = self.call(aten.unsqueeze.default, keep, 0)
+        if mask.true_means_masked is None:
+            if mask.is_bias:
+                keep = self.call(aten.gt.Scalar, keep, MASKED_BELOW)
+            else:
+                keep = self.call(torch.ops.asapc.kept_keys.default, keep, mask.hides)
+        elif mask.true_means_masked:
+            keep = self.call(aten.logical_not.default, keep)
+        return self.call(aten.expand.default, keep, [batch, -1])
+
+
+def _narrowest(node: Node) -> Node:
+    """The [B, M] tensor a repeated key mask was spread from, so that [B, H, N, M] is never built."""
+    current = node
+    while True:
+        source = current.args[0] if current.args else None
+        spreads = (aten.repeat.default, aten.expand.default, aten.unsqueeze.default)
+        if current.target not in spreads or not isinstance(source, Node):
+            break
+        current = source
+    reached = current.meta["val"]
+    if reached.dim() != 2 or node.meta["val"].dim() < 3:
+        return node
+    keys = node.meta["val"].shape[-1]
+    batch = node.meta["val"].shape[0]
+    same = all(
+        str(a) == str(b) for a, b in zip(reached.shape, (batch, keys), strict=True)
+    )
+    return current if same else node

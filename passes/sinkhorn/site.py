@@ -1,0 +1,85 @@
+"""Sinkhorn's site, and its call of the finite loop.
+
+before: q k^T -> [mask, bias, the loop] -> A v
+after:  torch.ops.asapc.sinkhorn(q, k, v, keep, bias, ...), or stabilised_sinkhorn
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from asapc.ir import Convention
+from asapc.operators.sinkhorn import loop_of
+from asapc.passes.cut import Part
+from asapc.passes.lifting import Lifting, Swap
+from asapc.passes.products import Canonical, KeyMask, Product, rank_of
+from asapc.passes.site import Site
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ScoreBias:
+    """A node added to the scores with a coefficient, in units of epsilon."""
+
+    node: Node
+    coefficient: float
+    merged: bool
+
+
+@dataclass(frozen=True)
+class AttentionSite(Site):
+    """A region that is a finite Sinkhorn loop."""
+
+    convention: Convention
+    score: Product
+    value: Product
+    attention: Node
+    mask: KeyMask | None
+    bias: ScoreBias | None
+    inside: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+
+    @property
+    def at(self) -> Node:
+        return self.score.node
+
+    @property
+    def stops_on(self) -> Node:
+        return self.score.node
+
+    def part(self) -> Part:
+        """From the operands of the score product to the map."""
+        shape = self.score.result.shape
+        return Part(
+            (self.score.left, self.score.right, *self.inputs), self.attention,
+            frozenset((self.score.node, *self.inside)), self.value.left_order, shape[0], shape[-2],
+            shape[-1], () if self.mask is None else ((self.mask.node, self.mask.true_means_masked),),
+        )  # fmt: skip
+
+    def lift(self, lifting: Lifting) -> list[Swap]:
+        with lifting.before_map(self.value):
+            q, k = lifting.operand(self.score.map), lifting.operand(self.score.keys)
+            keep = lifting.keep(self.mask, q)
+            bias = None if self.bias is None else _bias(lifting, self.bias)
+            shown = None
+            if self.mask is not None and self.mask.zero_if_empty:
+                # [B, 1, 1, 1], True for examples with keys: the teacher gives 0 for the others.
+                any_key = lifting.call(aten.any.dim, keep, 1)
+                shown = lifting.call(aten.view.default, any_key, [-1, 1, 1, 1])
+            operator, settings = loop_of(self.convention)
+            rest = {"keep": keep, "bias": bias, **settings}
+            return lifting.put_map(operator, q, k, rest, self.value, shown)
+
+
+def _bias(lifting: Lifting, bias: ScoreBias) -> Node:
+    """Broadcastable to [B, H, N, M], in units of epsilon."""
+    node = lifting.nodes[bias.node]
+    if bias.merged and rank_of(bias.node) == 3:
+        node = lifting.operand(Canonical(bias.node))
+    if abs(bias.coefficient - 1.0) > 1e-9:
+        node = lifting.call(aten.mul.Tensor, node, bias.coefficient)
+    return node

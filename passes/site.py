@@ -1,0 +1,90 @@
+"""Site: what a family finds in a program, and what the passes ask of it.
+
+A family is a function in MATCHERS (asapc.passes.families) that is shown where attention may be and says
+what it found there: a Site of its own, which knows its operator call, or why it is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from asapc.ir import AnyConvention, Program, Stop
+from asapc.passes.cut import Part
+from asapc.passes.lifting import Lifting, Swap
+from asapc.passes.products import Product
+from asapc.passes.regions import Region
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where values are multiplied by what may be attention.
+
+    regions: from one product of scores to this product or an earlier one; none where scores are not
+    products.  stops: of the loop on those scores.
+    """
+
+    value: Product
+    regions: tuple[Region, ...] = ()
+    stops: tuple[Stop, ...] = ()
+
+    @property
+    def at(self) -> Node:
+        """Its place in the graph: of the scores where there are any."""
+        return self.regions[0].score.node if self.regions else self.value.node
+
+
+@dataclass(frozen=True)
+class Site:
+    """A region that computes a known convention, with everything a rewrite needs.
+
+    probe_error: the largest relative error of the convention in the experiments.
+    """
+
+    name: str
+    convention: AnyConvention
+    heads: int
+    head_dim: int
+    probe_error: float
+
+    takes_values = False  # whether its part ends with A v; with A otherwise
+
+    @property
+    def at(self) -> Node:
+        """Its place in the graph."""
+        raise NotImplementedError
+
+    @property
+    def stops_on(self) -> Node | None:
+        """The scores of the loop whose early stops were tried; None where none are understood."""
+        return None
+
+    def part(self) -> Part:
+        """What of the graph it stands for."""
+        raise NotImplementedError
+
+    def lift(self, lifting: Lifting) -> list[Swap]:
+        """Puts its operator's call into a graph, and says what the call is to replace."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Unidentified:
+    """No known convention: why, and at which node.
+
+    inside: what belongs to a region of the family's kind; empty where only the place is known, and
+    another family may have more to say.
+    """
+
+    reason: str
+    inside: frozenset[Node] = frozenset()
+    node: Node | None = None
+
+
+Found = tuple[Node, Site | Unidentified]
+"""Of the product with the values."""
+
+Find = Callable[[Program, Sequence[Place]], Iterator[Found]]
+"""What a family says of a program: the places are those where no family before it has found a site."""
