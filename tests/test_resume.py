@@ -400,7 +400,7 @@ def test_statistics_that_lack_something_change_nothing(tmp_path: Path) -> None:
     tensors, facts = full.state()
     for missing in tensors:
         if missing != "intercepts" and not missing.endswith("gram"):
-            with pytest.raises(KeyError):
+            with pytest.raises(InputError):
                 empty.restore({n: t for n, t in tensors.items() if n != missing}, facts)
     with pytest.raises(KeyError):
         empty.restore(tensors, {"examples": 2})
