@@ -11,7 +11,7 @@ from asapc.errors import InputError
 from asapc.inputs.recipe import Recipe
 from asapc.metrics import METRIC, METRICS, Metric, of
 from asapc.report import Report
-from asapc.report.document import SiteReport, approximates
+from asapc.report.document import ConventionReport, SiteReport, approximates
 from asapc.report.gates import known_metrics
 from asapc.study import COLUMNS
 
@@ -93,7 +93,7 @@ def test_the_bound_that_asks_for_a_good_value(direction: str, share: bool, bound
 @pytest.mark.parametrize("own", ["sinkhorn", "esp_soft", "esp_hard", "lot"])
 def test_approximate_is_what_is_neither_the_teachers_code_nor_its_own_operator(own: str) -> None:
     for operator in ("teacher", "sinkhorn", "asap", "esp_soft", "esp_hard", "lot"):
-        site = SiteReport("a", operator, convention={"operator": own})
+        site = SiteReport("a", operator, convention=ConventionReport(own))
         assert site.approximate == approximates(operator, own) == (operator not in ("teacher", own))
 
 

@@ -168,7 +168,7 @@ def report_tables(report: Report) -> list[Table]:
     """Gate, warnings, model, sites, what was decided, untouched layers and environment."""
     sites = report.sites
     tables = gate_table(report.gate)
-    tables += warnings_table(report.warnings)
+    tables += warnings_table([own.to_json() for own in report.warnings])
     tables.append(_model_table("Model", report.model.to_json()))
     if sites:
         tables.append(_fidelity_table(sites))
@@ -177,15 +177,27 @@ def report_tables(report: Report) -> list[Table]:
         tables += _latency_table([site.to_json() for site in sites])
         tables.append(_choice_table("Why", [site.to_json() for site in sites]))
     tables += selection_tables(report.selection or Trail())
-    tables += soft_to_hard_tables(report.soft_to_hard or {})
+    tables += audit_tables(report)
     tables += refused_table(report.refused)
-    tables += refresh_tables(report.refresh) if report.refresh else []
-    tables += onnx_tables(report.onnx) if report.onnx else []
+    tables += refreshed_tables(report)
+    tables += exported_tables(report)
     rows = [(f"examples, {name}", _cell(value)) for name, value in report.splits.items()]
     rows += [(str(key), _cell(value)) for key, value in report.environment.items()]
     if rows:
         tables.append(Table("Environment", ("", ""), tuple(rows)))
     return tables
+
+
+def audit_tables(report: Report) -> list[Table]:
+    return soft_to_hard_tables(report.soft_to_hard.to_json()) if report.soft_to_hard else []
+
+
+def refreshed_tables(report: Report) -> list[Table]:
+    return refresh_tables(report.refresh.to_json()) if report.refresh else []
+
+
+def exported_tables(report: Report) -> list[Table]:
+    return onnx_tables(report.onnx.to_json()) if report.onnx else []
 
 
 def certificates_table(sites: Sequence[SiteReport]) -> list[Table]:
