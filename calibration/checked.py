@@ -23,7 +23,7 @@ from asapc.ir import Coupling, Distilled, Ties
 Shape = Sequence[int | None]  # None: any number from 1 on
 
 MOST_HALF_STEPS = 10_000
-_Finite = Annotated[float, Strict(), AllowInfNan(False)]
+_Finite = Annotated[float, Strict(), AllowInfNan(False)]  # of JSON, where text is no number
 _HalfSteps = integer(1, MOST_HALF_STEPS)
 # What a distilled operator takes besides its tensors.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {

@@ -40,6 +40,7 @@ def _from_text(value: Any) -> Any:
 
 # A validator in front comes last: what stands before it is part of the number's own schema.
 _FROM_TEXT = BeforeValidator(_from_text)
+Finite = Annotated[float, Strict(), AllowInfNan(False), _FROM_TEXT]
 NonNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0), _FROM_TEXT]
 Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0), _FROM_TEXT]
 

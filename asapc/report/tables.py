@@ -532,15 +532,12 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
     baseline = {"sites": len(result["sites"]), **result["baseline"]}
     baseline.update({name: result.get(name) for name in shown})
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
-    fidelity = (
-        "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "output_rmse",
-        "prediction_agreement", "accuracy_compiled",
-    )  # fmt: skip
+    metrics = [own.key for own in METRICS if own.study == "table"]
     columns = (
         "", "features", "side", "closures|", "fit", "shared", "ridge|", "examples|",
-        *_headings(fidelity), "site ms|", "predict ms|", *_headings(["fit_seconds"]),
+        *_headings(metrics), "site ms|", "predict ms|",
     )  # fmt: skip
-    keys = (*fidelity, "site_ms", "predict_ms", "fit_seconds")
+    keys = (*metrics, "site_ms", "predict_ms")
     cells = tuple(
         (
             "*" if row.get("pareto") else "",
