@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from junk import JUNK, places, survives, with_junk
-from known_analyses import analysed_once
 from small_text import write_data, write_teacher
 
 from asapc import pipeline
@@ -52,12 +50,6 @@ RECIPE: dict[str, Any] = {
     "candidates": FITS, "max_examples": 24, "batch_size": 8, "budget": {"attention_rel_l2": 10.0}
 }  # fmt: skip
 TENSORS, FACTS = "calibration.safetensors", "calibration.json"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def analyses() -> Iterator[None]:
-    with analysed_once():
-        yield
 
 
 @pytest.fixture(scope="module")

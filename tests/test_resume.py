@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from known_analyses import analysed_once
 from small_text import write_data, write_teacher
 
 from asapc import pipeline
@@ -33,12 +31,6 @@ from asapc.terminal.progress import Progress, make_progress
 QUIET = make_progress(quiet=True)
 TRIED = [{"features": ["coarse:4", "norm"]}, {"closures": 3, "fit": "kl", "features": ["norm"]}]
 SMALL = {"candidates": TRIED, "max_examples": 40, "batch_size": 8}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def analyses() -> Iterator[None]:
-    with analysed_once():
-        yield
 
 
 @pytest.fixture(scope="module")
