@@ -36,7 +36,7 @@ class Metric:
                 machine than about the model.
     speed:      a ratio of two times, which depends on the machine and is implausible beyond all bounds.
     budget:     whether a recipe's budget may limit it.
-    study:      whether a study lists it.
+    study:      whether a study lists it: in its files alone, or in its table, too.
     """
 
     key: str
@@ -55,7 +55,7 @@ class Metric:
     compared: bool = True
     speed: bool = False
     budget: bool = False
-    study: bool = False
+    study: Literal["", "files", "table"] = ""
 
     @property
     def name(self) -> str:
@@ -77,26 +77,26 @@ METRICS: tuple[Metric, ...] = (
     Metric("examples", "examples that the report rests on", "max", "model",
            label="examples, unseen in the fit", compared=False),
     Metric("attention_rel_l2", "|A^ - A|_F / |A|_F, mean over examples and heads", "min", "site",
-           column="attention l2", every_site=True, untouched=0.0, budget=True, study=True),
+           column="attention l2", every_site=True, untouched=0.0, budget=True, study="table"),
     Metric("attention_rel_l2_worst", "the same, worst example and head", "min", "site",
-           column="worst", every_site=True, untouched=0.0, study=True),
+           column="worst", every_site=True, untouched=0.0, study="table"),
     Metric("output_rmse", "root mean square difference of the outputs", "min", "both",
-           label="output RMSE", untouched=0.0, study=True),
+           label="output RMSE", untouched=0.0, study="table"),
     Metric("output_rel_l2", "norm of the difference / norm of the teacher's", "min", "both",
            label="output relative l2", column="output l2", every_site=True, untouched=0.0, budget=True,
-           study=True),
+           study="files"),
     Metric("max_abs_error", "largest absolute difference of the outputs", "min", "both",
            label="largest output difference", untouched=0.0),
     Metric("row_err", "mean |sum_j A^_ij - 1| over queries", "min", "site",
-           column="row err", every_site=True, study=True),
+           column="row err", every_site=True, study="files"),
     Metric("row_err_teacher", "row_err of the teacher itself", "min", "site"),
     Metric("col_err", "mean |sum_i A^_ij M/N - 1| over active keys", "min", "site",
-           column="col err", every_site=True, study=True),
+           column="col err", every_site=True, study="files"),
     Metric("col_err_teacher", "col_err of the teacher itself", "min", "site"),
     Metric("plan_kl", "generalised KL(P || P^), mean over examples and heads", "min", "site",
-           column="plan KL", low=None, every_site=True, untouched=0.0, study=True),
+           column="plan KL", low=None, every_site=True, untouched=0.0, study="table"),
     Metric("r2", "variance of the teacher's dual that the fit explains, in-sample", "max", "site",
-           column="R2 in-sample", low=None, of_fit=True, study=True),
+           column="R2 in-sample", low=None, of_fit=True, study="files"),
     Metric("condition_number", "of X'X + lambda I, largest of the head groups", "min", "site",
            column="cond", of_fit=True),
     Metric("row_bound", "proven bound on row_err, exp(max |g+ - g0|) - 1", "min", "site",
@@ -109,13 +109,13 @@ METRICS: tuple[Metric, ...] = (
            label="logit KL", column="logit KL", low=None, budget=True),
     Metric("prediction_agreement", "share of equal predicted classes", "max", "model",
            column="agreement", label="prediction agreement", high=1.0, share=True, budget=True,
-           study=True),
+           study="table"),
     Metric("accuracy_teacher", "of the teacher, where labels are given", "max", "model",
            label="accuracy, teacher", high=1.0, share=True),
     Metric("accuracy_compiled", "of the compiled model", "max", "model",
-           label="accuracy, compiled", column="accuracy", high=1.0, share=True, study=True),
+           label="accuracy, compiled", column="accuracy", high=1.0, share=True, study="table"),
     Metric("accuracy_drop", "accuracy_teacher - accuracy_compiled", "min", "model",
-           label="accuracy drop", low=-1.0, high=1.0, share=True, budget=True, study=True),
+           label="accuracy drop", low=-1.0, high=1.0, share=True, budget=True, study="files"),
     Metric("accuracy", "of one model alone, in audits and refreshes", "max", "model",
            column="accuracy", high=1.0, share=True, gate=False, compared=False),
     Metric("prediction_change", "share of predicted classes that differ", "min", "model",
@@ -131,7 +131,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("speedup", "latency_teacher_ms / latency_compiled_ms", "max", "both",
            label="speedup, compiled", column="compiled x", speed=True),
     Metric("fit_seconds", "time spent on calibration", "min", "both",
-           label="fit (s)", column="fit s", compared=False, study=True),
+           label="fit (s)", column="fit s", compared=False, study="table"),
     Metric("break_even_batches", "batches after which the time saved exceeds fit_seconds", "min",
            "model", label="batches until the fit has paid", compared=False),
 )  # fmt: skip

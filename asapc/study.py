@@ -35,7 +35,8 @@ from asapc.features.predictor import Amortised
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.data import Batch, DataSource, open_data, split_of
-from asapc.inputs.recipe import Recipe, combinations
+from asapc.inputs.recipe import TYPES, Recipe, combinations
+from asapc.inputs.settings import Place, checked, integer, parse
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
 from asapc.measure.differences import tensor_outputs
@@ -66,6 +67,8 @@ GRID_KEYS = (
     "operator", "features", "side", "closures", "fit", "coefficients", "ridge", "ridge_mode", "pivots",
     "slices", "max_examples",
 )  # fmt: skip
+_HALF_STEPS = integer(1)
+GRID_TYPES = {"half_steps": _HALF_STEPS, **{key: TYPES[key] for key in GRID_KEYS}}
 COLUMNS = (
     "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "ridge_mode",
     "examples", *(metric.key for metric in METRICS if metric.study),
@@ -98,39 +101,37 @@ class Row:
 
 
 def load_grid(path: str | Path) -> list[list[Row]]:
-    """The blocks of a grid file.  Raises InputError naming the block and the key."""
-    document = read_yaml_mapping(path, "grid")
-    blocks = document.get("blocks")
-    unknown = [str(key) for key in document if key != "blocks"]
-    if unknown:
-        raise InputError(f"grid {path}: unknown key {unknown[0]!r}", help="allowed: blocks")
-    if not isinstance(blocks, list) or not blocks:
-        raise InputError(f"grid {path}: needs `blocks`, a list with at least one entry")
-    return [_rows(block, f"grid {path}: block {i}") for i, block in enumerate(blocks, 1)]
+    """The blocks of a grid file.  Raises InputError naming the block, the line and the key."""
+    document, place = read_yaml_mapping(path, "grid"), Place(f"grid {path}")
+    found = parse(document, {"blocks": list[Any]}, place, {"blocks": _blocks})
+    if not found:
+        raise InputError(f"{place}: needs `blocks`, a list with at least one entry")
+    blocks: list[list[Row]] = found["blocks"]
+    return blocks
 
 
-def _rows(block: Any, where: str) -> list[Row]:
+def _blocks(value: Any, place: Place) -> list[list[Row]]:
+    if not isinstance(value, list) or not value:
+        raise InputError(f"{place} must be a list with at least one entry", got=repr(value))
+    return [_rows(block, place.at("", label=f"block {i}")) for i, block in enumerate(value, 1)]
+
+
+def _rows(block: Any, place: Place) -> list[Row]:
     if not isinstance(block, Mapping) or not block:
-        raise InputError(f"{where} must be a mapping of recipe keys to values", got=repr(block))
+        raise InputError(f"{place} must be a mapping of recipe keys to values", got=repr(block))
     if "half_steps" in block:
-        alone = len(block) == 1
-        values = [own["half_steps"] for own in combinations(block, where)] if alone else []
-        if not alone or not all(type(v) is int and v >= 1 for v in values):
-            raise InputError(
-                f"{where}: half_steps stands alone, with integers >= 1", got=repr(dict(block))
-            )
-        return [Row(None, value) for value in values]
-    for key in block:
-        if key not in GRID_KEYS:
-            raise InputError(
-                f"{where}: unknown key {key!r}", help=f"allowed: half_steps, {', '.join(GRID_KEYS)}"
-            )
+        own = place.at("half_steps", block)
+        if len(block) > 1:
+            raise InputError(f"{own} stands alone in its block", got=repr(dict(block)))
+        values = [found["half_steps"] for found in combinations(block, str(place))]
+        return [Row(None, checked(value, _HALF_STEPS, own)) for value in values]
     rows: list[Row] = []
-    for combination in combinations(block, where):
+    for combination in combinations(block, str(place)):
         if len(rows) == MAX_ROWS:
-            raise InputError(f"{where}: at most {MAX_ROWS} combinations", got="more")
-        recipe = Recipe.from_dict({"operator": "asap", **combination}, where=where)
-        recipe.check_side(where)
+            raise InputError(f"{place}: at most {MAX_ROWS} combinations", got="more")
+        row = {"operator": "asap", **combination}
+        recipe = Recipe.from_dict(row, where=place, source=block, types=GRID_TYPES)
+        recipe.check_side(str(place))
         rows.append(Row(recipe))
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asapc.calibration.checked import tensor_of
 from asapc.calibration.kl import KlPiece, fit_kl
 from asapc.calibration.least_squares import Fit, NormalEquations
 from asapc.calibration.stored import FitQuality, SiteCalibration
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
-from asapc.features import feature_columns
+from asapc.features import feature_columns, total_width
 from asapc.features.clouds import Budget, PredictedSide, clouds_of
 from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor
 from asapc.inputs.recipe import Recipe
@@ -101,23 +103,31 @@ class SiteStatistics:
         seen = asdict(self.range) if self.range.known else None
         return tensors, {"examples": self.examples, "seconds": self.seconds, "range": seen}
 
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Raises KeyError where something is missing: nothing is changed then."""
-        found = []
-        for dual in self.duals:
-            if f"{dual.side}.gram" not in tensors:
-                continue
-            parameters = tuple(
-                tensors[f"{dual.side}.parameter.{index}"] if feature.has_parameter else None
-                for index, feature in enumerate(dual.features)
-            )
-            names = ("gram", "moment", "energy", "tokens")
-            own = {name: tensors[f"{dual.side}.{name}"] for name in names}
-            found.append((dual, parameters, NormalEquations.from_tensors(own)))
+    def restore(
+        self,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        heads: int | None = None,
+        head_dim: int | None = None,
+    ) -> None:
+        """heads, head_dim: the site's, where they are known.
+
+        Raises InputError or KeyError where something is missing or not what such a site has: nothing is
+        changed then.
+        """
         examples, seconds = int(facts["examples"]), float(facts["seconds"])
-        self.range = ScoreRange.from_dict(facts["range"]) or ScoreRange()
-        self.examples, self.seconds = examples, seconds
-        self._intercepts = [tensors["intercepts"]] if "intercepts" in tensors else []
+        if examples < 0 or not math.isfinite(seconds):
+            raise InputError("examples and seconds must be counts", got=f"{examples}, {seconds}")
+        seen = ScoreRange.from_dict(facts["range"]) or ScoreRange()
+        found = [
+            (dual, *dual.restored(tensors, heads, head_dim))
+            for dual in self.duals if examples
+        ]  # fmt: skip
+        intercepts = []
+        if self.plan.side == "both" and found:
+            intercepts = [tensor_of(tensors, "intercepts", (examples, heads), torch.float64)]
+        self.range, self.examples, self.seconds = seen, examples, seconds
+        self._intercepts = intercepts
         for dual, parameters, equations in found:
             dual.parameters, dual.equations = parameters, equations
 
@@ -218,6 +228,25 @@ class _DualStatistics:
             self.kl.append(piece)
             self.kl_examples += piece.columns.shape[0]
             self._kl_bytes += size
+
+    def restored(
+        self, tensors: Mapping[str, Tensor], heads: int | None, head_dim: int | None
+    ) -> tuple[tuple[Tensor | None, ...], NormalEquations]:
+        """Parameters and equations as SiteStatistics.state() wrote them.  Raises InputError."""
+        parameters = tuple(
+            tensor_of(
+                tensors,
+                f"{self.side}.parameter.{index}",
+                feature.parameter_shape(heads, head_dim),
+            )
+            if feature.has_parameter else None
+            for index, feature in enumerate(self.features)
+        )  # fmt: skip
+        groups = heads if self.recipe.coefficients == "per_head" else 1
+        columns = total_width(self.features, head_dim, None)
+        names = {f"{self.side}.{name}": name for name in ("gram", "moment", "energy", "tokens")}
+        own = {name: tensors[full] for full, name in names.items() if full in tensors}
+        return parameters, NormalEquations.from_tensors(own, groups, columns)
 
     def predictor(self, coefficients: Tensor) -> DualPredictor:
         assert self.parameters is not None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asapc.calibration.checked import check_tensor, tensor_of
 from asapc.errors import InputError
 
 # A target whose root mean square is below this (units of epsilon) varies by rounding only.
@@ -133,12 +134,19 @@ class NormalEquations:
         }
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> NormalEquations:
-        """Inverse of to_tensors. Raises KeyError on missing entries."""
-        groups, features, _ = tensors["gram"].shape
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], groups: int | None = None, features: int | None = None
+    ) -> NormalEquations:
+        """Inverse of to_tensors.  groups, features: as many as there must be, where that is known.
+
+        Raises InputError for an entry that is missing or has another shape or dtype.
+        """
+        gram = tensor_of(tensors, "gram", (groups, features, features), torch.float64)
+        groups, features, _ = gram.shape
         equations = cls(features, groups)
-        equations.gram = tensors["gram"].double().clone()
-        equations.moment = tensors["moment"].double().clone()
-        equations.energy = tensors["energy"].double().clone()
-        equations.tokens = int(tensors["tokens"])
+        check_tensor("gram", gram, equations.gram.shape, torch.float64)
+        equations.gram = gram.clone()
+        equations.moment = tensor_of(tensors, "moment", (groups, features), torch.float64).clone()
+        equations.energy = tensor_of(tensors, "energy", (groups,), torch.float64).clone()
+        equations.tokens = int(tensor_of(tensors, "tokens", (), torch.int64))
         return equations

@@ -23,24 +23,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asapc.calibration.checked import check_fit, distilled_tensors, tensor_of
 from asapc.errors import InputError
 from asapc.features import Feature
-from asapc.features.clouds import Budget
+from asapc.features.clouds import Budget, PredictedSide
 from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor, closure_plan
 from asapc.formats.atomic import read_whole, replace_folder
 from asapc.formats.json_text import read_json
 from asapc.inputs.weights import read_safetensors
 from asapc.ir import Convention, Distilled
-from asapc.operators.catalogue import OPERATORS, ordered
+from asapc.operators.catalogue import OPERATORS
 from asapc.program.monitor import ScoreRange
+from asapc.terminal.printed import short
 
 Kind = TypeVar("Kind")
 
 FORMAT_VERSION = 5
-# How many axes the tensors of a distilled operator have, by the setting.
-_DISTILLED_AXES = {
-    "lot": {"pivots": 3, "pivot_mass": 2}, "esp_hard": {"slices": 3, "inverse_temperature": 1},
-}  # fmt: skip
 _JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
 _HASHES = "seen_hashes"
 
@@ -222,13 +220,26 @@ def _load(place: Path) -> Calibration:
             },
             data=_is(str, document["data"]),
             order=_one_of(document["order"], "parallel", "sequential"),
-            seen_hashes=tuple(h & (2**64 - 1) for h in tensors[_HASHES].tolist()),
+            seen_hashes=tuple(h & (2**64 - 1) for h in _hashes(tensors)),
             warnings=tuple(dict(own) for own in document.get("warnings", ())),
         )
+    except InputError as error:
+        raise InputError(
+            f"{place}: damaged calibration folder: {error.rule}",
+            got=error.got,
+            help="run `asapc calibrate` again",
+        ) from error
     except (
-        InputError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
+        LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
     ) as error:  # fmt: skip
         raise _broken(place, f"{type(error).__name__}: {error}") from error
+
+
+def _hashes(tensors: Mapping[str, Tensor]) -> list[int]:
+    own = tensors.get(_HASHES)
+    count = own.numel() if own is not None and own.dim() == 1 else None
+    hashes: list[int] = tensor_of(tensors, _HASHES, (count,), torch.int64).tolist()
+    return hashes
 
 
 def _fits(
@@ -307,11 +318,15 @@ def fit_from(
     """Inverse of fit_tensors and fit_document.  Raises KeyError, TypeError, ValueError or InputError
     where they do not fit together."""
     convention = Convention.from_dict(data["convention"])
+    if not math.isfinite(seconds):
+        raise ValueError(f"{name}: the seconds of a fit must be finite")
     if "operator" in data:
+        distilled = _distilled(name, data, tensors)
+        check_fit(name, distilled)
         return SiteDistillation(
             convention=convention,
-            distilled=_distilled(name, data, tensors),
-            errors=tuple(float(x) for x in data["errors"]),
+            distilled=distilled,
+            errors=_numbers(f"{name}: errors", data["errors"]),
             steps=tuple(int(x) for x in data["steps"]),
             examples=int(data["examples"]),
             held_out=int(data["held_out"]),
@@ -326,10 +341,17 @@ def fit_from(
     duals = data["duals"]
     if tuple(dual["side"] for dual in duals) != plan.sides():
         raise ValueError(f"{name}: expected the duals {plan.sides()}")
-    predictors = tuple(_predictor(name, features, dual, tensors) for dual in duals)
+    predictors = tuple(
+        _predictor(name, features, plan.budget(convention, side), side, dual, tensors)
+        for side, dual in zip(plan.sides(), duals, strict=True)
+    )
+    both = plan.side == "both"
+    intercept = tensor_of(tensors, f"{name}.intercept", (None,)) if both else None
+    amortised = Amortised(plan, predictors, intercept)
+    check_fit(name, amortised)
     return SiteCalibration(
         convention=convention,
-        amortised=Amortised(plan, predictors, tensors.get(f"{name}.intercept")),
+        amortised=amortised,
         quality=tuple(_quality(dual) for dual in duals),
         examples=int(data["examples"]),
         tokens=int(data["tokens"]),
@@ -343,47 +365,51 @@ def fit_from(
 def _distilled(
     name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Distilled:
-    operator = _one_of(data["operator"], *_DISTILLED_AXES)
-    stem, arguments = f"{name}.{operator}", dict(data["arguments"])
-    for key, axes in _DISTILLED_AXES[operator].items():
-        tensor = arguments[key] = tensors[f"{stem}.{key}"]
-        if tensor.dim() != axes or not bool(tensor.isfinite().all()):
-            raise ValueError(f"{stem}.{key}: expected {axes} axes of finite numbers")
-    kind = OPERATORS[operator]
-    ordered(kind.overload(dense=True), dict.fromkeys(("q", "k", *kind.operands)) | arguments)
-    return Distilled(operator, arguments, bool(data["share"]))  # type: ignore[arg-type]
+    operator = _one_of(data["operator"], "lot", "esp_hard")
+    own = distilled_tensors(operator, tensors, f"{name}.{operator}")
+    settings = {key: value for key, value in data["arguments"].items() if value != "tensor"} | own
+    return Distilled(operator, settings, bool(data["share"]))  # type: ignore[arg-type]
 
 
 def _predictor(
-    name: str, features: tuple[Feature, ...], dual: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    name: str,
+    features: tuple[Feature, ...],
+    budget: Budget,
+    side: PredictedSide,
+    dual: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
 ) -> DualPredictor:
-    stem = f"{name}.{dual['side']}"
+    stem = f"{name}.{side}"
     parameters = tuple(
-        tensors[f"{stem}.parameter.{index}"] if feature.has_parameter else None
+        tensor_of(tensors, f"{stem}.parameter.{index}", feature.parameter_shape(None, None))
+        if feature.has_parameter else None
         for index, feature in enumerate(features)
-    )
-    coefficients = tensors[f"{stem}.coefficients"]
-    if coefficients.dim() != 2:
-        raise ValueError(f"{stem}: coefficients {[*coefficients.shape]}, expected two axes")
-    for tensor in (coefficients, *parameters):
-        if tensor is not None and not bool(tensor.isfinite().all()):
-            raise ValueError(f"{stem}: numbers must be finite")
-    budget = Budget(int(dual["budget"]["half_steps"]), bool(dual["budget"]["starts_on_x"]))
-    return DualPredictor(dual["side"], features, parameters, coefficients, budget)
+    )  # fmt: skip
+    coefficients = tensor_of(tensors, f"{stem}.coefficients", (None, None))
+    if dual["budget"] != asdict(budget):
+        raise ValueError(f"{stem}: the budget does not fit the plan")
+    return DualPredictor(side, features, parameters, coefficients, budget)
 
 
 def _quality(dual: Mapping[str, Any]) -> FitQuality:
+    conditions = [None if x is None else float(x) for x in dual["condition_number"]]
     return FitQuality(
         fit=_one_of(dual["fit"], "ls", "kl"),
-        r2=tuple(float(x) for x in dual["r2"]),
-        condition_number=tuple(
-            math.inf if x is None else float(x) for x in dual["condition_number"]
-        ),
+        r2=_numbers("r2", dual["r2"]),
+        condition_number=tuple(math.inf if x is None else x for x in conditions),
         iterations=tuple(int(x) for x in dual["iterations"]),
-        gradient_norm=tuple(float(x) for x in dual["gradient_norm"]),
+        gradient_norm=_numbers("gradient_norm", dual["gradient_norm"], least=0),
         converged=tuple(bool(x) for x in dual["converged"]),
         kl_examples=None if dual["kl_examples"] is None else int(dual["kl_examples"]),
     )
+
+
+def _numbers(name: str, values: Sequence[Any], least: int = 1) -> tuple[float, ...]:
+    """Raises ValueError unless they are finite, and at least so many."""
+    numbers = tuple(float(x) for x in values)
+    if len(numbers) < least or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{name}: expected finite numbers, got {short(values)}")
+    return numbers
 
 
 def _is(kind: type[Kind], value: Any) -> Kind:

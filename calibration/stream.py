@@ -21,10 +21,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from asapc.calibration.checked import check_fit
 from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
 from asapc.calibration.distill import Distiller
 from asapc.calibration.reading import Examples, Reading
-from asapc.calibration.stored import AnySiteCalibration, fit_document, fit_from, fit_tensors
+from asapc.calibration.stored import (
+    AnySiteCalibration,
+    SiteCalibration,
+    fit_document,
+    fit_from,
+    fit_tensors,
+)
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
@@ -74,6 +81,7 @@ class Pending:
     """One candidate of one site on its way.
 
     site: its place among the sites of the model.  done: the batches it has taken in.
+    heads, head_dim: of the site, by which what an earlier run left is checked.
     """
 
     site: int
@@ -81,6 +89,8 @@ class Pending:
     candidate: int
     collector: Collector
     done: int = 0
+    heads: int | None = None
+    head_dim: int | None = None
 
     @property
     def key(self) -> str:
@@ -266,7 +276,7 @@ def _taken_up(
                 others = max(others, _count(facts, "taken"))
         if p.key in fits:
             tensors, facts = fits[p.key]
-            own = _finished(p.key, tensors, facts) if facts.get("read") == whole else None
+            own = _finished(p, tensors, facts) if facts.get("read") == whole else None
             if own is None:
                 aside.drop(_fit(p.key))
             else:
@@ -276,7 +286,9 @@ def _taken_up(
     return fitted
 
 
-_BROKEN = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, InputError)  # of a part
+_BROKEN = (  # of a part
+    LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, InputError,
+)  # fmt: skip
 
 
 def _count(facts: Mapping[str, Any], name: str) -> int:
@@ -289,18 +301,27 @@ def _restored(p: Pending, tensors: Tensors, facts: Mapping[str, Any]) -> bool:
     if not isinstance(p.collector, SiteStatistics) or not _count(facts, "done"):
         return False
     try:
-        p.collector.restore(tensors, facts)
+        p.collector.restore(tensors, facts, p.heads, p.head_dim)
     except _BROKEN:
         return False
     p.done = _count(facts, "done")
     return True
 
 
-def _finished(key: str, tensors: Tensors, facts: Mapping[str, Any]) -> AnySiteCalibration | None:
+def _finished(p: Pending, tensors: Tensors, facts: Mapping[str, Any]) -> AnySiteCalibration | None:
     try:
-        return fit_from(key, facts, tensors, float(facts["seconds"]))
+        fit = fit_from(p.key, facts, tensors, float(facts["seconds"]))
+        check_fit(p.key, fit.replacement, p.heads, p.head_dim)
     except _BROKEN:
         return None
+    collector = p.collector
+    if isinstance(fit, SiteCalibration):
+        if not isinstance(collector, SiteStatistics) or fit.amortised.plan != collector.plan:
+            return None
+    elif isinstance(collector, SiteStatistics):
+        return None
+    wanted = (collector.convention, collector.recipe.fit_settings())
+    return fit if (fit.convention, fit.settings) == wanted else None
 
 
 def _told(taken: int, others: int, fitted: int, fits: int) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asapc.calibration.checked import check_fit
 from asapc.calibration.stored import AnySiteCalibration, Calibration, SiteCalibration
 from asapc.errors import InputError
 from asapc.features.predictor import ClosurePlan, closure_plan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import AnyConvention, Convention
 from asapc.operators.catalogue import OPERATORS, REPLACEMENTS
+from asapc.passes.analyse import Site
 from asapc.passes.rewrite import Hardened, Replacement
 
 # Operators that are fitted to a Sinkhorn site's outputs, and the recipe's key for their size.
@@ -90,13 +92,13 @@ def why_no_fit(recipe: Recipe, convention: Convention) -> str:
     )
 
 
-def candidates_of(
-    name: str, convention: AnyConvention, recipe: Recipe, calibration: Calibration
-) -> list[Candidate]:
+def candidates_of(site: Site, recipe: Recipe, calibration: Calibration) -> list[Candidate]:
     """The approximations of one site that calibration has fitted, in the recipe's order.
 
-    Raises InputError where compile asks for a fit that calibrate did not make.
+    Raises InputError where compile asks for a fit that calibrate did not make, and where the tensors of
+    one do not fit the site.
     """
+    name, convention = site.name, site.convention
     found = []
     for own, plan in fits_needed(convention, recipe):
         fit = calibration.fit_of(name, own.fit_settings(), plan)
@@ -105,6 +107,15 @@ def candidates_of(
                 f"calibration: {name} {_problem(own, plan, calibration.sites.get(name, ()), fit)}",
                 help="run `asapc calibrate` with the recipe that compile is given",
             )
+        place = next(i for i, other in enumerate(calibration.sites[name]) if other is fit)
+        try:
+            check_fit(f"{name}.{place}", fit.replacement, site.heads, site.head_dim)
+        except InputError as error:
+            raise InputError(
+                f"calibration: {error.rule}",
+                got=error.got,
+                help="run `asapc calibrate` on this model",
+            ) from error
         found.append(Candidate(own.label(), own.operator, fit.replacement, fit))
     return found
 

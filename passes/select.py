@@ -151,7 +151,7 @@ def _opened(
     index: int, site: Site, own: Recipe, recipe: Recipe, calibration: Calibration
 ) -> OpenSite:
     exact = own_operator(site.convention)
-    fitted = [Tried(c) for c in candidates_of(site.name, site.convention, own, calibration)]
+    fitted = [Tried(c) for c in candidates_of(site, own, calibration)]
     if own.operator != "auto":
         if not fitted:
             assert isinstance(site.convention, Convention)

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 LONGEST = (
-    "test_end_to_end.py", "test_select.py", "test_onnx_out.py", "test_onnx_in.py", "test_onnx_edit.py",
-    "test_fuzz.py", "test_ci_examples.py", "test_reproducible.py", "test_html.py", "test_kill.py",
+    "test_end_to_end.py", "test_match.py", "test_onnx_out.py", "test_distill.py", "test_replay.py",
+    "test_onnx_in.py", "test_select.py", "test_onnx_edit.py", "test_adversary.py", "test_evaluate.py",
+    "test_monitor.py", "test_refresh.py", "test_drop_in.py", "test_fuzz.py", "test_ci_examples.py",
+    "test_reproducible.py", "test_html.py", "test_kill.py",
 )  # fmt: skip
+# Whose tests run several commands on one teacher, and are not about its analysis: see known_analyses.py.
+ANALYSED_ONCE = {
+    "test_end_to_end.py", "test_distill.py", "test_select.py", "test_evaluate.py", "test_monitor.py",
+    "test_enough.py", "test_api.py", "test_study.py", "test_kinds.py", "test_refresh.py",
+    "test_forged.py", "test_resume.py", "test_untrusted.py",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def analyses(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.path.name not in ANALYSED_ONCE:
+        yield
+        return
+    sys.path.insert(0, str(Path(__file__).parent))
+    from known_analyses import analysed_once
+
+    sys.path.pop(0)
+    with analysed_once():
+        yield

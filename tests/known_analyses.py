@@ -1,12 +1,16 @@
 """One analysis for all commands that a file of tests runs on the same teacher and first examples.
 
-It is what most of a small command's time goes into (torch.export), and none of those tests is about it.
+It is what most of a small command's time goes into (torch.export, and the search for each convention),
+and none of those tests is about it: test_match.py, test_probe.py, test_replay.py, test_adversary.py and
+test_drop_in.py are, and test_reproducible.py and test_kill.py, whose commands analyse anew each time.
+A model that is handed over in memory is analysed each time, too: it may be changed in place.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from asapc.inputs.data import Batch
@@ -14,18 +18,24 @@ from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis
 from asapc.stages import analyse as stage
 
+MOST = 8  # analyses that are kept: each holds a model and its graphs
+
 
 @contextlib.contextmanager
 def analysed_once() -> Iterator[None]:
-    true, known = stage.analyse, {}
+    true, known = stage.analyse, dict[str, Analysis]()
 
     def analyse(
         teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = ()
     ) -> Analysis:
-        more = list(more)
+        more, origin = list(more), _origin(teacher)
+        if origin is None:
+            return true(teacher, batch, drop_maps, more)
         hashes: list[Any] = [own.hashes for own in (batch, *more)]
-        key = repr((teacher.fingerprint, drop_maps, hashes))
+        key = repr((teacher.fingerprint, origin, drop_maps, hashes))
         if key not in known:
+            if len(known) == MOST:
+                del known[next(iter(known))]
             known[key] = true(teacher, batch, drop_maps, more)
         return known[key]
 
@@ -34,3 +44,16 @@ def analysed_once() -> Iterator[None]:
         yield
     finally:
         stage.analyse = true
+
+
+def _origin(teacher: Teacher) -> list[Any] | None:
+    """What else makes a teacher, since equal weights may be another model's; None where no file does."""
+    place = Path(teacher.source.rpartition(":")[0] if teacher.factory else teacher.source)
+    if not place.exists():
+        return None
+    files = sorted(place.rglob("*")) if place.is_dir() else [place]
+    stats = [(path.name, path.stat()) for path in files if path.is_file()]
+    return [
+        teacher.source, teacher.factory, teacher.program is None, teacher.onnx, type(teacher.model),
+        [(name, own.st_size, own.st_mtime_ns) for name, own in stats],
+    ]  # fmt: skip

@@ -36,7 +36,7 @@ from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.models import ARCHITECTURES
 from asapc.operators.lot import lot
-from asapc.passes.analyse import analyse
+from asapc.passes.analyse import Site, analyse
 from asapc.passes.candidates import candidates_of
 from asapc.passes.rewrite import rewritten_programs
 from asapc.program.apply import apply_distilled, apply_lossless
@@ -412,8 +412,10 @@ def test_another_recipe_needs_another_fit(
         statistics.update(site())
         fitted = {"layer": (finish({"layer": statistics})["layer"],)}
     calibration = Calibration("teacher", recipe.to_dict(), "whole", fitted, "data")
+    _, heads, _, head_dim = site().q.shape
+    named = Site("layer", convention, heads, head_dim, 0.0)
     with pytest.raises(InputError, match=message) if message else nullcontext():
-        candidates_of("layer", convention, Recipe.from_dict(now), calibration)
+        candidates_of(named, Recipe.from_dict(now), calibration)
 
 
 # The whole way

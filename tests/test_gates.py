@@ -175,9 +175,9 @@ def test_design_metrics_are_known() -> None:
         ("speedup: 2", "speedup must be limited by min and/or max"),
         ("speedup: {}", "speedup must be limited"),
         ("speedup: {least: 2}", "speedup must be limited"),
-        ("speedup: {min: .nan}", "limit must be a finite number"),
-        ("speedup: {min: fast}", "limit must be a finite number, got 'fast'"),
-        ("speedup: {min: true}", "limit must be a finite number, got True"),
+        ("speedup: {min: .nan}", "line 1: speedup: min must be a finite number"),
+        ("speedup: {min: fast}", "min must be a finite number, got 'fast'"),
+        ("speedup: {min: true}", "min must be a finite number, got True"),
         ("speedup: {min: 1}\nspeedup: {min: 2}", "'speedup' appears twice"),
         ("[speedup]", "must be a mapping"),
         ("speedup: {confidence: true}", "speedup must be limited"),
@@ -185,6 +185,10 @@ def test_design_metrics_are_known() -> None:
         ("speedup: {min: 3, max: 2}", "speedup: min must not be above max"),
         ("prediction_agreement: {min: 99}", r"a share is at most 1, got 99(.|\n)*write 99 % as 0.99"),
         ("accuracy_compiled: {min: -0.1}", "a share is at most 1"),
+        ("speedup: {min: 1, mox: 2}", r"unknown key 'mox'(.|\n)*did you mean 'max'"),
+        ("speedup: {min: 1}\nrow_er: {max: 1}", r"gates\.yaml, line 2: unknown metric 'row_er'"),
+        ("speedup:\n  min: 1\n  max: x", r"line 3: speedup: max must be a finite number"),
+        ("sites:\n  a:\n    row_err: {max: x}", r"line 3: sites: a: row_err: max must be"),
         ("sites: {}", "sites must map patterns"),
         ("sites: [a]", "sites must map patterns"),
         ("sites: {layers.0: {}}", "sites: layers.0: at least one limit"),
@@ -194,7 +198,7 @@ def test_design_metrics_are_known() -> None:
         ("sites: {a: {logit_kl: {max: 1}}}", "only a metric of a site can be limited per site"),
         ("sites: {a: {examples: {min: 1}}}", "only a metric of a site"),
         ("sites: {a: {sites: {b: {row_err: {max: 1}}}}}", "unknown metric 'sites'"),
-        ("speedup: {min: '1" + "0" * 400 + "'}", "limit must be a finite number"),
+        ("speedup: {min: '1" + "0" * 400 + "'}", "min must be a finite number"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -205,7 +209,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
 
 
 def test_an_integer_beyond_a_float_is_no_limit() -> None:
-    with pytest.raises(InputError, match="limit must be a finite number"):
+    with pytest.raises(InputError, match="min must be a finite number"):
         parse_gates({"speedup": {"min": 10**400}})
 
 

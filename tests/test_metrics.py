@@ -11,8 +11,9 @@ from asapc.errors import InputError
 from asapc.inputs.recipe import Recipe
 from asapc.metrics import METRIC, METRICS, Metric, of
 from asapc.report import Report
-from asapc.report.document import SiteReport, approximates
+from asapc.report.document import ConventionReport, SiteReport, approximates
 from asapc.report.gates import known_metrics
+from asapc.report.tables import study_tables
 from asapc.study import COLUMNS
 
 # Before anything else is imported, as an edit of asapc/metrics.py would be.
@@ -21,7 +22,7 @@ from dataclasses import asdict
 from asapc import metrics
 new = metrics.Metric(
     "row_err_worst", "largest |sum_j A^_ij - 1|", "min", "site", column="row err, worst", high=2.0,
-    every_site=True, study=True, budget=True,
+    every_site=True, study="table", budget=True,
 )
 metrics.METRICS += (new,)
 metrics.METRIC = {own.key: own for own in metrics.METRICS}
@@ -93,7 +94,7 @@ def test_the_bound_that_asks_for_a_good_value(direction: str, share: bool, bound
 @pytest.mark.parametrize("own", ["sinkhorn", "esp_soft", "esp_hard", "lot"])
 def test_approximate_is_what_is_neither_the_teachers_code_nor_its_own_operator(own: str) -> None:
     for operator in ("teacher", "sinkhorn", "asap", "esp_soft", "esp_hard", "lot"):
-        site = SiteReport("a", operator, convention={"operator": own})
+        site = SiteReport("a", operator, convention=ConventionReport(own))
         assert site.approximate == approximates(operator, own) == (operator not in ("teacher", own))
 
 
@@ -134,3 +135,12 @@ def test_what_no_field_has_is_kept_and_what_is_missing_takes_its_default() -> No
     assert written["gate"] == {"verdict": None, "passed": True, "checks": [], "baseline": None}
     assert "refresh" not in written and written["selection"] is None
     assert Report.from_json(written, "again") == report
+
+
+def test_the_table_of_a_study_is_made_of_the_metrics() -> None:
+    shown = [own for own in METRICS if own.study == "table"]
+    row = {own.key: 0.5 for own in METRICS} | {"site_ms": 0.5, "predict_ms": 0.5}
+    _, table = study_tables({"sites": [], "baseline": {}, "rows": [row]})
+    headings = [heading for heading, _ in table.headings()]
+    assert headings[8:] == [own.column or own.label for own in shown] + ["site ms", "predict ms"]
+    assert table.rows[0][8:-2] == tuple("50.00%" if own.share else "0.500" for own in shown)

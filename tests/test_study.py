@@ -73,6 +73,10 @@ def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
         ("blocks: [{half_steps: 3, closures: 1}]", "half_steps"),
         ("blocks: [{features: [nonsense]}]", "nonsense"),
         ("blocks: [{side: both, closures: 2}]", "block 1: `side: both`"),
+        ("blocks: [{closure: 1}]", r"line 1: blocks: block 1: unknown key(.|\n)*did you mean 'closures'"),
+        ("blocks:\n  - side: key\n    ridge: x", r"line 3: blocks: block 1: ridge must be a"),
+        ("blocks:\n  - half_steps: [3, x]", r"line 2: .*half_steps must be an integer >= 1"),
+        ("blocks: [{closures: 1}]\nblocks: [{closures: 1}]", "'blocks' appears twice"),
         ("seed: 3\nblocks: [{half_steps: 3}]", "unknown key 'seed'"),
     ],
 )

@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,10 @@ from asapc.terminal.progress import PlainProgress
 
 sys.path.insert(0, str(Path(__file__).parent))
 import attention_zoo
-from known_analyses import analysed_once
 
 sys.path.pop(0)
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def analyses() -> Iterator[None]:
-    with analysed_once():
-        yield
 
 
 # --- operators ------------------------------------------------------------------------------------

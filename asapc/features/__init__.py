@@ -28,25 +28,28 @@ from asapc.features import (
 from asapc.features.clouds import Budget, Clouds
 
 MAX_COUNT = 4096
+Size = int | None  # None: not known
 
 
 @dataclass(frozen=True)
 class Family:
     """columns(clouds, parameter, budget) -> X [B, H, N, F], finite wherever x carries mass.
 
-    width(clouds, count): the number of columns F.
+    width(dim, tokens, count): the number of columns F of N tokens x of D dimensions.
+    shape(heads, dim, count): of the parameter.
     counted: the recipe gives a number (slices, pivots); kinds: ways to choose them, the first is the
     default. parameter(sample, count, kind, seed) makes the tensor, None for families without one.
     """
 
     columns: Callable[[Clouds, Tensor | None, Budget], Tensor]
     parameter: Callable[[Clouds, int, str, int], Tensor] | None = None
-    width: Callable[[Clouds, int], int] = lambda clouds, count: 1
+    width: Callable[[Size, Size, int], Size] = lambda dim, tokens, count: 1
+    shape: Callable[[Size, Size, int], tuple[Size, ...]] = lambda heads, dim, count: (count, dim)
     counted: bool = False
     kinds: tuple[str, ...] = ()
 
 
-def _as_counted(clouds: Clouds, count: int) -> int:
+def _as_counted(dim: Size, tokens: Size, count: int) -> Size:
     return count
 
 
@@ -54,17 +57,20 @@ FAMILIES: dict[str, Family] = {
     "sliced": Family(
         sliced.columns, sliced.parameter, _as_counted, counted=True, kinds=sliced.KINDS
     ),
-    "gaussian": Family(gaussian.columns, width=lambda clouds, count: 3),
-    "coarse": Family(coarse.columns, coarse.parameter, counted=True),
-    "raw": Family(raw.columns, width=lambda clouds, count: clouds.x.shape[3]),
+    "gaussian": Family(gaussian.columns, width=lambda dim, tokens, count: 3),
+    "coarse": Family(
+        coarse.columns, coarse.parameter, counted=True,
+        shape=lambda heads, dim, count: (heads, count, dim),
+    ),
+    "raw": Family(raw.columns, width=lambda dim, tokens, count: dim),
     "rank_displacement": Family(
         rank_displacement.columns, sliced.parameter, _as_counted, counted=True, kinds=sliced.KINDS
     ),
     "lse": Family(lse.columns),
-    "token_bias": Family(token_bias.columns, width=lambda clouds, count: clouds.x.shape[2]),
+    "token_bias": Family(token_bias.columns, width=lambda dim, tokens, count: tokens),
     "norm": Family(norm.columns),
     "active": Family(active.columns),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,12 +116,28 @@ class Feature:
         make = FAMILIES[self.family].parameter
         return None if make is None else make(sample, self.count, self.kind, seed)
 
+    def parameter_shape(self, heads: Size, dim: Size) -> tuple[Size, ...]:
+        """Of what `parameter` makes."""
+        return FAMILIES[self.family].shape(heads, dim, self.count)
+
     def width(self, clouds: Clouds) -> int:
         """Number of columns F."""
-        return FAMILIES[self.family].width(clouds, self.count)
+        width = self.columns_of(clouds.x.shape[3], clouds.x.shape[2])
+        assert width is not None
+        return width
+
+    def columns_of(self, dim: Size, tokens: Size) -> Size:
+        """Number of columns F for so many tokens of that size, None where it depends on what is None."""
+        return FAMILIES[self.family].width(dim, tokens, self.count)
 
     def columns(self, clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
         return FAMILIES[self.family].columns(clouds, parameter, budget)
+
+
+def total_width(features: Sequence[Feature], dim: Size, tokens: Size) -> Size:
+    """Number of columns of all features, None where it is not known."""
+    widths = [feature.columns_of(dim, tokens) for feature in features]
+    return None if None in widths else sum(width or 0 for width in widths)
 
 
 def feature_list(

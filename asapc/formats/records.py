@@ -18,7 +18,7 @@ from asapc.errors import InputError
 from asapc.terminal.printed import short
 
 KINDS: Mapping[Any, str] = {
-    str: "text", bool: "true or false", int: "an integer", float: "a finite number",
+    str: "text", bool: "true or false", int: "an integer of 64 bits", float: "a finite number",
     tuple: "a list", Mapping: "a mapping",
 }  # fmt: skip
 
@@ -28,9 +28,12 @@ def rest(numbers: Mapping[str, Any] = {}) -> Any:
     return field(default_factory=dict, metadata={"rest": numbers})
 
 
+OPTIONAL: Mapping[str, Any] = {"optional": True}
+
+
 def optional() -> Any:
     """A field that is left out of the JSON where it is None."""
-    return field(default=None, metadata={"optional": True})
+    return field(default=None, metadata=OPTIONAL)
 
 
 def apart() -> Any:
@@ -130,7 +133,9 @@ def _read(hint: Any, value: Any, where: str, lenient: bool) -> Any:
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         beyond = isinstance(value, int) and abs(value) > sys.float_info.max
         return math.inf * (1 if value > 0 else -1) if beyond else value
-    if hint in (str, bool, int) and type(value) is hint:
+    if hint in (str, bool) and type(value) is hint:
+        return value
+    if hint is int and type(value) is int and -(2**63) <= value < 2**63:
         return value
     raise InputError(f"{where} must be {KINDS[origin or hint]}", got=short(value))
 

@@ -246,9 +246,23 @@ class Recipe:
         return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
-        """Checks every key and value.  Raises InputError naming the key and what is allowed."""
-        return cls(**parse(data, TYPES, Place(where), _COMPOUND))
+    def from_dict(
+        cls,
+        data: Mapping[str, Any],
+        *,
+        where: str | Place = "recipe",
+        source: Mapping[str, Any] | None = None,
+        types: Mapping[str, Any] | None = None,
+    ) -> Recipe:
+        """Checks every key and value.
+
+        source: where the keys stand in their file, `data` unless given.  types: of the keys that may be
+        set, all of a recipe's unless given.
+
+        Raises InputError naming the key and what is allowed.
+        """
+        place = Place(where) if isinstance(where, str) else where
+        return cls(**parse(data, types or TYPES, place, _COMPOUND, source=source))
 
     def to_yaml(self) -> str:
         import yaml

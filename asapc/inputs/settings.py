@@ -40,6 +40,7 @@ def _from_text(value: Any) -> Any:
 
 # A validator in front comes last: what stands before it is part of the number's own schema.
 _FROM_TEXT = BeforeValidator(_from_text)
+Finite = Annotated[float, Strict(), AllowInfNan(False), _FROM_TEXT]
 NonNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0), _FROM_TEXT]
 Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0), _FROM_TEXT]
 
@@ -141,6 +142,8 @@ def worded(kind: Any) -> str:
     """A type in words: "an integer from 0 to 50", "ls or kl"."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
+    if kind is str:
+        return "text"
     base = kind.__origin__
     bounds: dict[str, Any] = {}
     for limit in kind.__metadata__:
@@ -148,6 +151,9 @@ def worded(kind: Any) -> str:
             bounds |= {name: x for name, x in _bounds(limit).items() if x is not None}
     if base is bool:
         return "true or false"
+    if get_origin(base) is list:
+        own = next(limit for limit in kind.__metadata__ if isinstance(limit, Len))
+        return f"a list of {own.min_length} values"
     noun = "an integer" if base is int else "a finite number"
     if "ge" in bounds and "le" in bounds:
         return f"{noun.replace('finite ', '')} from {bounds['ge']} to {bounds['le']}"

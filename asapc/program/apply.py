@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asapc.errors import InputError
+from asapc.features import total_width
 from asapc.features.predictor import Amortised, DualPredictor
 from asapc.ir import Convention, Distilled, SiteTensors
 from asapc.operators.catalogue import OPERATORS
@@ -54,6 +56,7 @@ def apply_amortised(
     duals: dict[str, Tensor | None] = {"source": None, "key": None}
     mass: Tensor | None = None
     for predictor in own.predictors:
+        _check_columns(predictor, t)
         if own.plan.rescaled:
             duals["key"], mass = torch.ops.asapc.dual_and_row_mass(
                 q=t.q, k=t.k, keep=t.keep, bias=t.bias,
@@ -68,3 +71,17 @@ def apply_amortised(
     settings = own.settings(source, duals["key"], loop)
     result = apply_operator(OPERATORS["asap"], t, v, settings)
     return result if mass is None else (result * mass[..., None]).to(result.dtype)
+
+
+def _check_columns(predictor: DualPredictor, t: SiteTensors) -> None:
+    """InputError where a feature has a column for each position, and the fit was of other positions."""
+    tokens = t.q.shape[2] if predictor.side == "source" else t.k.shape[2]
+    columns = total_width(predictor.features, t.q.shape[3], tokens)
+    fitted = predictor.coefficients.shape[1]
+    if columns != fitted:
+        raise InputError(
+            f"the {predictor.side} dual is predicted from {fitted} columns, as it was fitted",
+            got=f"{columns} columns of {tokens} tokens",
+            help="with token_bias, every sequence has the length that calibration saw: leave it out of "
+            "the candidate's features, or keep to that length in `shapes` and in the data",
+        )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from asapc.formats.records import Record, apart, optional, rest
+from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
 from asapc.metrics import METRICS, of
 from asapc.operators.catalogue import OUTCOMES
 
@@ -105,6 +105,20 @@ class Certificate(Record):
 
 
 @dataclass(frozen=True)
+class ConventionReport(Record):
+    """What the teacher's layer was found to compute, see asapc.ir."""
+
+    always: ClassVar[tuple[str, ...]] = ()
+
+    operator: Literal["sinkhorn", "esp_soft", "esp_hard", "lot"] | None = optional()
+    stabiliser: Mapping[str, Any] | None = optional()
+    queries: Mapping[str, Any] | None = optional()
+    keys: Mapping[str, Any] | None = optional()
+    ties: str | None = optional()
+    more: Mapping[str, Any] = rest()
+
+
+@dataclass(frozen=True)
 class SiteReport(Measured, Record):
     """A compiled layer: what it became, why, and how near it is to its teacher.  more: times."""
 
@@ -114,7 +128,7 @@ class SiteReport(Measured, Record):
         {"enum": [TEACHER, *OUTCOMES]},
     ]  # fmt: skip
     reason: str | None = None
-    convention: Mapping[str, Any] | None = None
+    convention: ConventionReport | None = None
     side: Annotated[str | None, {"enum": ["key", "source", "both", None]}] = None
     closures: int | None = None
     rescaled: bool | None = None
@@ -129,7 +143,7 @@ class SiteReport(Measured, Record):
         Numbers, "largest error against the teacher's own code, by what was tried"
     ] = field(default_factory=dict)
     range: Annotated[
-        Mapping[str, Any] | None, "what calibration saw, for the detection of drift"
+        Numbers | None, "what calibration saw, for the detection of drift"
     ] = None
     metrics: Annotated[
         Numbers, {"properties": {own.key: own.schema() for own in of("site")}}
@@ -145,7 +159,7 @@ class SiteReport(Measured, Record):
     @property
     def own_operator(self) -> str:
         """That computes the teacher's map."""
-        return str((self.convention or {}).get("operator", "sinkhorn"))
+        return (self.convention and self.convention.operator) or "sinkhorn"
 
     @property
     def approximate(self) -> bool:
@@ -315,6 +329,71 @@ class GateReport(Record):
 
 
 @dataclass(frozen=True)
+class ShortageReport(Record):
+    """Sites whose fits rest on too little, see asapc.calibration.enough."""
+
+    always: ClassVar[tuple[str, ...]] = ("sites", "text")
+
+    sites: tuple[str, ...] = ()
+    of: str | None = optional()
+    given: int | None = optional()
+    needed: int | None = optional()
+    text: str = ""
+    more: Mapping[str, Any] = rest()
+
+
+@dataclass(frozen=True)
+class SortVariant(Record):
+    """The whole model with its sorts done in one way."""
+
+    name: str = ""
+    accuracy: float | None = optional()
+    prediction_change: float | None = optional()
+    row_err: float | None = optional()
+    col_err: float | None = optional()
+    entropy: float | None = optional()
+    examples_per_second: float | None = optional()
+    more: Mapping[str, Any] = rest()
+
+
+@dataclass(frozen=True)
+class SoftToHardReport(Record):
+    """What exact sorting does to a model that sorts softly, see asapc.passes.audit."""
+
+    always: ClassVar[tuple[str, ...]] = ("variants",)
+
+    variants: tuple[SortVariant, ...] = ()
+    more: Mapping[str, Any] = rest()
+
+
+@dataclass(frozen=True)
+class RefreshReport(Record):
+    """A training after the replacement, see asapc.training.refresh; metrics of the selection split."""
+
+    mode: str | None = optional()
+    best_epoch: int | None = optional()
+    before: Numbers | None = field(default=None, metadata=OPTIONAL)
+    after: Numbers | None = field(default=None, metadata=OPTIONAL)
+    earlier: tuple[Mapping[str, Any], ...] | None = optional()
+    soft_to_hard: Mapping[str, Numbers] | None = optional()
+    more: Mapping[str, Any] = rest()
+
+
+@dataclass(frozen=True)
+class OnnxReport(Record):
+    """model.onnx, and how it compared with the compiled program on examples of these shapes."""
+
+    opset: int | None = optional()
+    bytes: int | None = optional()
+    float16: bool | None = optional()
+    functions: tuple[str, ...] | None = optional()
+    largest: float | None = optional()
+    tolerance: float | None = optional()
+    shapes: tuple[Mapping[str, int], ...] | None = optional()
+    more: Mapping[str, Any] = rest()
+
+
+@dataclass(frozen=True)
 class Report(Record):
     """What `asapc report` measured and judged.  pictures: of its sites, for the page alone."""
 
@@ -338,7 +417,7 @@ class Report(Record):
         "layers that were left as they are",
     ] = ()
     warnings: Annotated[
-        tuple[Annotated[Mapping[str, Any], {"required": ["sites", "text"]}], ...],
+        tuple[ShortageReport, ...],
         "fits that rest on too few examples, or on too few regression rows for their coefficients",
     ] = ()
     splits: Annotated[
@@ -347,14 +426,14 @@ class Report(Record):
     ] = field(default_factory=dict)
     selection: Trail | None = None
     soft_to_hard: Annotated[
-        Mapping[str, Any] | None, "a model that sorts: what exact sorting does to it"
-    ] = optional()
+        SoftToHardReport | None, "a model that sorts: what exact sorting does to it"
+    ] = field(default=None, metadata=OPTIONAL)
     refresh: Annotated[
-        Mapping[str, Any] | None, "how the compiled model was trained after the replacement"
-    ] = optional()
+        RefreshReport | None, "how the compiled model was trained after the replacement"
+    ] = field(default=None, metadata=OPTIONAL)
     onnx: Annotated[
-        Mapping[str, Any] | None, "model.onnx, if there is one, and how it compared with the model"
-    ] = optional()
+        OnnxReport | None, "model.onnx, if there is one, and how it compared with the model"
+    ] = field(default=None, metadata=OPTIONAL)
     environment: Mapping[str, Any] = field(default_factory=dict)
     gate: GateReport = GateReport()
     pictures: tuple[Any, ...] = apart()  # SitePictures, which need torch

@@ -12,16 +12,17 @@ says about limits can be.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from asapc.errors import InputError
 from asapc.formats.yaml_file import read_yaml_mapping
+from asapc.inputs.settings import Compound, Finite, Place, Switch, parse
 from asapc.metrics import METRIC, METRICS, Metric
 from asapc.report.document import (
     TEACHER,
@@ -70,32 +71,8 @@ def load_gates(path: str | Path) -> list[Gate]:
 
 def parse_gates(data: Mapping[str, Any], *, where: str = "gates") -> list[Gate]:
     """Checks `{"metric": {"min"|"max": number, "confidence": bool}}`, and the same for every pattern
-    under "sites".  Raises InputError."""
-    if not data:
-        raise InputError(
-            f"{where}: at least one limit must be set",
-            help="write for example  attention_rel_l2: {max: 0.05}",
-        )
-    gates: list[Gate] = []
-    for metric, limits in data.items():
-        if metric != "sites":
-            gates += _parse_metric(metric, limits, None, where)
-            continue
-        if not isinstance(limits, Mapping) or not limits:
-            raise InputError(
-                f"{where}: sites must map patterns of site names to limits",
-                got=short(limits),
-                help='write for example  sites: {"layers.0.*": {attention_rel_l2: {max: 0.01}}}',
-            )
-        for pattern, own in limits.items():
-            place = f"{where}: sites: {pattern}"
-            if not isinstance(pattern, str):
-                raise InputError(f"{place}: a pattern must be text", got=short(pattern))
-            if not isinstance(own, Mapping) or not own:
-                raise InputError(f"{place}: at least one limit must be set", got=short(own))
-            for name, its in own.items():
-                gates += _parse_metric(name, its, pattern, place)
-    return gates
+    under "sites".  Raises InputError, with the line where the data was read from a file."""
+    return _parsed(data, Place(where), {**_metrics(None), "sites": _sites})
 
 
 def check(report: Report, gates: Sequence[Gate]) -> list[Check]:
@@ -336,7 +313,7 @@ def _too_equal(report: Report) -> list[Check]:
 
 def _too_accurate(report: Report) -> list[Check]:
     """A compiled model imitates its teacher, unless it was trained on labels since."""
-    if (report.refresh or {}).get("mode") == "labels":
+    if report.refresh is not None and report.refresh.mode == "labels":
         return []
     model, sides = report.model, ("accuracy_teacher", "accuracy_compiled")
     teacher, own = (finite(model.metric(side)) for side in sides)
@@ -362,50 +339,61 @@ def _anomaly(metric: str, scope: str, message: str, value: float | None = None) 
     return entry("plausibility", metric, scope, value, "ANOMALOUS", message)
 
 
-def _parse_metric(metric: Any, limits: Any, pattern: str | None, where: str) -> list[Gate]:
-    names = known_metrics()
-    if metric not in names:
-        close = difflib.get_close_matches(str(metric), (*names, "sites"), n=1)
+_LIMITS: Mapping[str, Any] = {"min": Finite, "max": Finite, "confidence": Switch}
+
+
+def _metrics(pattern: str | None) -> dict[str, Compound]:
+    """What reads the limits of each metric."""
+    return {name: partial(_limits, name, pattern) for name in known_metrics()}
+
+
+def _parsed(data: Any, place: Place, readers: Mapping[str, Compound]) -> list[Gate]:
+    if not isinstance(data, Mapping) or not data:
         raise InputError(
-            f"{where}: unknown metric {short(metric)}",
-            help=(f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}",
+            f"{place}: at least one limit must be set",
+            got=short(data),
+            help="write for example  attention_rel_l2: {max: 0.05}",
         )
-    place = f"{where}: {metric}"
-    if pattern is not None and METRIC[metric].scope == "model":
+    found = parse(data, dict.fromkeys(readers), place, readers, what="metric")
+    return [gate for gates in found.values() for gate in gates]
+
+
+def _sites(patterns: Any, place: Place) -> list[Gate]:
+    if not isinstance(patterns, Mapping) or not patterns:
+        raise InputError(
+            f"{place} must map patterns of site names to limits",
+            got=short(patterns),
+            help='write for example  sites: {"layers.0.*": {attention_rel_l2: {max: 0.01}}}',
+        )
+    gates: list[Gate] = []
+    for pattern, limits in patterns.items():
+        own = place.at(pattern, patterns, label=str(pattern))
+        if not isinstance(pattern, str):
+            raise InputError(f"{own}: a pattern must be text", got=short(pattern))
+        gates += _parsed(limits, own, _metrics(pattern))
+    return gates
+
+
+def _limits(key: str, pattern: str | None, limits: Any, place: Place) -> list[Gate]:
+    """The limits of one metric, of the model or of the sites of a pattern."""
+    metric = METRIC[key]
+    if pattern is not None and metric.scope == "model":
         raise InputError(
             f"{place}: only a metric of a site can be limited per site",
             help="limit a metric of the whole model at the top of the file",
         )
-    bounds: tuple[Literal["min", "max"], ...] = ("min", "max")
-    valid = isinstance(limits, Mapping) and set(limits) <= {*bounds, "confidence"}
-    if not valid or not set(limits) & set(bounds):
+    if not isinstance(limits, Mapping) or not {"min", "max"} & set(limits):
         raise InputError(
             f"{place} must be limited by min and/or max, as in {{max: 0.05}}", got=short(limits)
         )
-    confidence = limits.get("confidence", False)
-    if not isinstance(confidence, bool):
-        raise InputError(f"{place}: confidence must be true or false", got=short(confidence))
-    gates = []
+    found = parse(limits, _LIMITS, place)
+    bounds: tuple[Literal["min", "max"], ...] = ("min", "max")
     for bound in bounds:
-        if bound in limits:
-            limit = _limit(limits[bound], place)
-            if METRIC[metric].share and not (METRIC[metric].low or 0) <= limit <= 1:
-                raise InputError(f"{place}: a share is at most 1", got=f"{limit:g}",
-                                 help="write 99 % as 0.99")  # fmt: skip
-            gates.append(Gate(metric, bound, limit, pattern, confidence))
-    if len(gates) == 2 and gates[0].limit > gates[1].limit:
+        if bound in found and metric.share and not (metric.low or 0) <= found[bound] <= 1:
+            own = place.at(bound, limits)
+            raise InputError(f"{own}: a share is at most 1", got=f"{found[bound]:g}",
+                             help="write 99 % as 0.99")  # fmt: skip
+    if found.get("min", -math.inf) > found.get("max", math.inf):
         raise InputError(f"{place}: min must not be above max", got=short(limits))
-    return gates
-
-
-def _limit(value: Any, where: str) -> float:
-    rule = f"{where}: a limit must be a finite number"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise InputError(rule, got=short(value))
-    try:
-        limit = float(value)  # YAML 1.1 reads 1e-3 as text
-    except (ValueError, OverflowError):
-        raise InputError(rule, got=short(value)) from None
-    if not math.isfinite(limit):
-        raise InputError(rule, got=short(value))
-    return limit
+    confidence = found.get("confidence", False)
+    return [Gate(key, bound, found[bound], pattern, confidence) for bound in bounds if bound in found]

@@ -41,14 +41,14 @@ from asapc.report.tables import (
     MODEL_LABELS,
     Table,
     amortised_text,
+    audit_tables,
     convention_text,
+    exported_tables,
     fit_text,
     metric_text,
     number,
-    onnx_tables,
-    refresh_tables,
+    refreshed_tables,
     refused_table,
-    soft_to_hard_tables,
 )
 
 LONGEST = 240  # characters of a value that are shown
@@ -191,7 +191,7 @@ def page(report: Report) -> Page:
         sentence=sentence,
         failures=[(own.verdict, _check_text(own)) for own in failed[:FAILURES]],
         more_failures=max(0, len(failed) - FAILURES),
-        warnings=[_text(own.get("text")) for own in report.warnings],
+        warnings=[own.text for own in report.warnings],
         tiles=_tiles(model, sites),
         times=_times(model),
         basis=_basis(report),
@@ -204,9 +204,9 @@ def page(report: Report) -> Page:
         trail=_trail_facts(trail),
         rounds=_rounds(trail),
         candidates=_candidates(trail),
-        audit=[_grid(t) for t in soft_to_hard_tables(report.soft_to_hard or {})],
-        refresh=[_grid(t) for t in refresh_tables(report.refresh)] if report.refresh else [],
-        onnx=[_grid(t) for t in onnx_tables(report.onnx)] if report.onnx else [],
+        audit=[_grid(t) for t in audit_tables(report)],
+        refresh=[_grid(t) for t in refreshed_tables(report)],
+        onnx=[_grid(t) for t in exported_tables(report)],
         gate=_gate(gate),
         baseline=_facts(gate.baseline.to_json(), ("skipped",)) if gate.baseline is not None else [],
         left_alone=[_grid(t) for t in refused_table(report.refused)],
@@ -376,9 +376,10 @@ def _site(
 
 
 def _site_facts(site: SiteReport) -> list[tuple[str, str]]:
+    convention = None if site.convention is None else site.convention.to_json()
     low, high = ((site.range or {}).get(end) for end in ("score_low", "score_high"))
     facts = [
-        ("teacher's convention", convention_text(site.convention)),
+        ("teacher's convention", convention_text(convention)),
         ("fitted", fit_text(site.to_json())),
         ("why", site.reason or ""),
         ("replay of the teacher, difference", number(site.replay_error)),

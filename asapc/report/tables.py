@@ -175,7 +175,7 @@ def report_tables(report: Report) -> list[Table]:
     """Gate, warnings, model, sites, what was decided, untouched layers and environment."""
     sites = report.sites
     tables = gate_table(report.gate)
-    tables += warnings_table(report.warnings)
+    tables += warnings_table([own.to_json() for own in report.warnings])
     tables.append(_model_table("Model", report.model.to_json()))
     if sites:
         tables.append(_fidelity_table(sites))
@@ -184,15 +184,27 @@ def report_tables(report: Report) -> list[Table]:
         tables += _latency_table([site.to_json() for site in sites])
         tables.append(_choice_table("Why", [site.to_json() for site in sites]))
     tables += selection_tables(report.selection or Trail())
-    tables += soft_to_hard_tables(report.soft_to_hard or {})
+    tables += audit_tables(report)
     tables += refused_table(report.refused)
-    tables += refresh_tables(report.refresh) if report.refresh else []
-    tables += onnx_tables(report.onnx) if report.onnx else []
+    tables += refreshed_tables(report)
+    tables += exported_tables(report)
     rows = [(f"examples, {name}", _cell(value)) for name, value in report.splits.items()]
     rows += [(str(key), _cell(value)) for key, value in report.environment.items()]
     if rows:
         tables.append(Table("Environment", ("", ""), tuple(rows)))
     return tables
+
+
+def audit_tables(report: Report) -> list[Table]:
+    return soft_to_hard_tables(report.soft_to_hard.to_json()) if report.soft_to_hard else []
+
+
+def refreshed_tables(report: Report) -> list[Table]:
+    return refresh_tables(report.refresh.to_json()) if report.refresh else []
+
+
+def exported_tables(report: Report) -> list[Table]:
+    return onnx_tables(report.onnx.to_json()) if report.onnx else []
 
 
 def certificates_table(sites: Sequence[SiteReport]) -> list[Table]:
@@ -527,15 +539,12 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
     baseline = {"sites": len(result["sites"]), **result["baseline"]}
     baseline.update({name: result.get(name) for name in shown})
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
-    fidelity = (
-        "attention_rel_l2", "attention_rel_l2_worst", "plan_kl", "output_rmse",
-        "prediction_agreement", "accuracy_compiled",
-    )  # fmt: skip
+    metrics = [own.key for own in METRICS if own.study == "table"]
     columns = (
         "", "features", "side", "closures|", "fit", "shared", "ridge|", "examples|",
-        *_headings(fidelity), "site ms|", "predict ms|", *_headings(["fit_seconds"]),
+        *_headings(metrics), "site ms|", "predict ms|",
     )  # fmt: skip
-    keys = (*fidelity, "site_ms", "predict_ms", "fit_seconds")
+    keys = (*metrics, "site_ms", "predict_ms")
     cells = tuple(
         (
             "*" if row.get("pareto") else "",

@@ -185,7 +185,8 @@ def _pending(analysis: Analysis, recipe: Recipe) -> list[Pending]:
         for candidate, (own, _) in enumerate(needed):
             collector = site_collector(site.name, site.loop, own)
             assert collector is not None
-            pending.append(Pending(place, site.name, candidate, collector))
+            size = {"heads": site.heads, "head_dim": site.head_dim}
+            pending.append(Pending(place, site.name, candidate, collector, **size))
     return pending
 
 

@@ -1,0 +1,136 @@
+"""What a fit read from a file must be before anything runs with it: others may have written the file.
+
+Every tensor has the dtype and the shape that its feature or operator gives it, and finite numbers; every
+setting of a distilled operator is one that it takes.  Raises InputError: the rule, and what arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Len
+from pydantic import AllowInfNan, Strict
+from torch import Tensor
+
+from asapc.errors import InputError
+from asapc.features import Feature, total_width
+from asapc.features.predictor import Amortised
+from asapc.inputs.settings import Place, Switch, checked, integer
+from asapc.ir import Coupling, Distilled, Ties
+
+Shape = Sequence[int | None]  # None: any number from 1 on
+
+MOST_HALF_STEPS = 10_000
+_Finite = Annotated[float, Strict(), AllowInfNan(False)]  # of JSON, where text is no number
+_HalfSteps = integer(1, MOST_HALF_STEPS)
+# What a distilled operator takes besides its tensors.
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "lot": {
+        "key_bias": Literal[None], "query_multiplier": _Finite, "key_multiplier": _Finite,
+        "query_half_steps": _HalfSteps, "key_half_steps": _HalfSteps,
+        "queries_first": Switch, "keys_first": Switch,
+        "output_factor": Annotated[list[_Finite], Len(4, 4)],
+    },
+    "esp_hard": {
+        "squared_cost": Switch, "mean_cost": Switch, "output_factor": _Finite,
+        "coupling": Coupling, "ties": Ties,
+    },
+}  # fmt: skip
+# Its tensors and their axes: H heads, D of a head, n pivots or slices, as many in all of them.
+_AXES: Mapping[str, Mapping[str, str]] = {
+    "lot": {"pivots": "HnD", "pivot_mass": "Hn"},
+    "esp_hard": {"slices": "HnD", "inverse_temperature": "H"},
+}
+_DTYPES = {"inverse_temperature": torch.float64}
+
+
+def tensor_of(
+    tensors: Mapping[str, Tensor], name: str, shape: Shape, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The tensor of that name, which is there and what it must be."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise InputError(f"{name} must be there", got="no such tensor")
+    check_tensor(name, tensor, shape, dtype)
+    return tensor
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: Shape, dtype: torch.dtype = torch.float32
+) -> None:
+    """InputError for another dtype or shape, and for a NaN or an infinity."""
+    own = tuple(tensor.shape)
+    fits = len(own) == len(shape) and all(
+        size >= 1 if wanted is None else size == wanted for size, wanted in zip(own, shape, strict=True)
+    )
+    if not fits or tensor.dtype != dtype:
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InputError(
+            f"{name} must be {_word(dtype)} [{sizes}]", got=f"{_word(tensor.dtype)} {[*own]}"
+        )
+    if dtype.is_floating_point and not bool(tensor.isfinite().all()):
+        raise InputError(f"{name} must hold finite numbers", got="nan or inf")
+
+
+def check_fit(
+    name: str, own: Amortised | Distilled, heads: int | None = None, head_dim: int | None = None
+) -> None:
+    """InputError where the tensors do not fit each other, or a site of so many heads of that size."""
+    if isinstance(own, Distilled):
+        _check_distilled(f"{name}.{own.operator}", own, heads, head_dim)
+        return
+    for predictor in own.predictors:
+        stem = f"{name}.{predictor.side}"
+        pairs = zip(predictor.features, predictor.parameters, strict=True)
+        for index, (feature, parameter) in enumerate(pairs):
+            if parameter is not None:
+                shape = feature.parameter_shape(heads, head_dim)
+                check_tensor(f"{stem}.parameter.{index}", parameter, shape)
+        own_dim = head_dim or _dim_of(predictor.features, predictor.parameters)
+        groups = _groups(predictor.coefficients, heads)
+        columns = total_width(predictor.features, own_dim, None)
+        check_tensor(f"{stem}.coefficients", predictor.coefficients, (groups, columns))
+    if own.intercept is not None:
+        check_tensor(f"{name}.intercept", own.intercept, (_groups(own.intercept, heads),))
+
+
+def _groups(tensor: Tensor, heads: int | None) -> int | None:
+    """1 where all heads share their numbers."""
+    return 1 if tensor.shape[:1] == (1,) else heads
+
+
+def _dim_of(features: Sequence[Feature], parameters: Sequence[Tensor | None]) -> int | None:
+    """Of a head, where a parameter shows it."""
+    return next((tensor.shape[-1] for tensor in parameters if tensor is not None), None)
+
+
+def _check_distilled(name: str, own: Distilled, heads: int | None, head_dim: int | None) -> None:
+    types, axes = _SETTINGS[own.operator], _AXES[own.operator]
+    if own.settings.keys() != types.keys() | axes.keys():
+        wanted = ", ".join(sorted(types.keys() | axes.keys()))
+        raise InputError(f"{name} must have {wanted}", got=", ".join(sorted(own.settings)))
+    for key, kind in types.items():
+        checked(own.settings[key], kind, Place(name, (key,)))
+    sizes = {"H": heads, "D": head_dim, "n": None}
+    for key, names in axes.items():
+        tensor = own.settings[key]
+        shape = [sizes[axis] for axis in names]
+        check_tensor(f"{name}.{key}", tensor, shape, _DTYPES.get(key, torch.float32))
+        for axis, size in zip(names, tensor.shape, strict=True):
+            sizes[axis] = sizes[axis] or size
+
+
+def distilled_tensors(operator: str, tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
+    """The tensors of a distilled operator by their names."""
+    return {
+        key: tensor_of(
+            tensors, f"{stem}.{key}", [None] * len(axes), _DTYPES.get(key, torch.float32)
+        )
+        for key, axes in _AXES[operator].items()
+    }
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

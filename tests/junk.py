@@ -1,0 +1,42 @@
+"""Junk in each place of a document of JSON types, where only a message may be the answer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from asapc.errors import AsapcError
+
+JUNK: tuple[Any, ...] = (
+    None, "x", -1, 10**9, 10**400, 1e300, True, [], {}, [None], [[1]], {"x": 1}, "\u202e" * 9,
+)  # fmt: skip
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a document, the root apart."""
+    inside = value.items() if isinstance(value, dict) else ()
+    inside = enumerate(value) if isinstance(value, list) else inside
+    for key, own in inside:
+        yield (*way, key)
+        yield from places(own, (*way, key))
+
+
+def with_junk(document: Any, way: tuple[Any, ...], junk: Any) -> Any:
+    changed = copy.deepcopy(document)
+    inside = changed
+    for key in way[:-1]:
+        inside = inside[key]
+    inside[way[-1]] = junk
+    return changed
+
+
+def survives(call: Callable[[], None], where: object) -> bool:
+    """Whether it came back without a message; anything but a message fails."""
+    try:
+        call()
+    except AsapcError:
+        return False
+    except Exception as error:
+        raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+    return True

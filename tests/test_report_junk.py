@@ -1,0 +1,106 @@
+"""A report.json that was written by hand: whatever is in it, it is shown, or refused by one message."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from junk import JUNK, places, survives, with_junk
+from test_report_schema import full
+
+from asapc.errors import InputError
+from asapc.report import Report, json_text, junit_text, markdown
+from asapc.report.gates import gate_result, parse_gates
+from asapc.report.html import page
+
+CONVENTIONS: list[dict[str, Any]] = [
+    {"operator": "sinkhorn", "half_steps": 20, "first_side": "row", "score_multiplier": 0.25,
+     "output_factor": "N", "mask": "key", "stabiliser": {"kind": "add", "constant": 1e-8}},
+    {"operator": "esp_soft", "softsort_temperature": 0.1, "inverse_temperature": 1.0, "slices": 4,
+     "coupling": "monotone", "ties": "shared", "output_factor": 1.0},
+    {"operator": "lot", "pivots": 8, "queries": {"half_steps": 5, "tokens_first": True},
+     "keys": {"half_steps": 5, "score_multiplier": 1.0}},
+]  # fmt: skip
+
+
+def whole() -> dict[str, Any]:
+    """A report with everything that a report may tell."""
+    shares = {"accuracy": 0.9, "prediction_change": 0.01}
+    report = full() | {
+        "soft_to_hard": {
+            "sites": 1, "examples": 9, "variants": [{"name": "soft", **shares, "row_err": 0.1}],
+        },
+        "refresh": {
+            "mode": "labels", "best_epoch": 3, "parameters": ["a"], "before": {"accuracy": 0.8},
+            "after": {"accuracy": 0.9}, "earlier": [{"mode": "distil"}],
+            "soft_to_hard": {"soft": shares, "before": shares, "after": shares},
+        },
+        "onnx": {
+            "opset": 18, "bytes": 1000, "sha256": "0", "float16": False, "functions": ["Asap"],
+            "largest": 1e-6, "tolerance": 1e-4, "shapes": [{"batch": 3, "tokens": 12}],
+        },
+    }  # fmt: skip
+    site = report["sites"][1]
+    report["sites"] += [{**site, "name": f"s{i}", "convention": c} for i, c in enumerate(CONVENTIONS)]
+    gates = parse_gates({"prediction_agreement": {"min": 0.97}, "speedup": {"min": 5}})
+    report["gate"] = gate_result(Report.from_json(report, "report"), gates).to_json()
+    return report
+
+
+def shown(document: Any, with_page: bool = False) -> None:
+    """As Markdown, JUnit and JSON, judged again, and laid out for the page."""
+    report = Report.from_json(document, "report")
+    markdown(report)
+    junit_text(report)
+    json_text(report)
+    gate_result(report, parse_gates({"accuracy_drop": {"max": 0.1}}))
+    if with_page:
+        page(report)
+
+
+def test_it_is_shown_whole() -> None:
+    shown(whole(), True)
+    report = Report.from_json(whole(), "report")
+    for part in ("soft_to_hard", "refresh", "onnx", "environment", "warnings"):
+        assert report.to_json()[part] == whole()[part]
+    assert [own.to_json()["convention"] for own in report.sites[2:]] == CONVENTIONS
+
+
+def test_junk_is_shown_or_refused() -> None:
+    """Each kind of junk in one place after the other."""
+    document, refused = whole(), 0
+    ways = list(places(document))
+    for index, way in enumerate(ways):
+        junk = JUNK[index % len(JUNK)]
+        changed = with_junk(document, way, junk)
+        refused += not survives(lambda: shown(changed, index % 8 == 0), (way, junk))  # noqa: B023
+    assert len(ways) / 3 < refused < len(ways)
+
+
+@pytest.mark.parametrize("part", ["soft_to_hard", "refresh", "onnx", "environment", "selection"])
+def test_parts_that_others_wrote(part: str) -> None:
+    """All junk in every place of the parts that an artefact's own files bring into a report."""
+    document = whole()
+    for way in [(part,), *((part, *way) for way in places(document[part]))]:
+        for junk in JUNK:
+            changed = with_junk(document, way, junk)
+            survives(lambda: shown(changed), (way, junk))  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("way", "junk", "message"),
+    [
+        (("soft_to_hard", "variants"), 3, r"soft_to_hard: variants must be a list, got 3"),
+        (("refresh", "before"), [], r"refresh: before must be a mapping"),
+        (("onnx", "shapes", 0, "batch"), "x", r"batch must be an integer of 64 bits, got 'x'"),
+        (("sites", 3, "convention", "operator"), "magic", r"operator must be one of sinkhorn"),
+        (("warnings", 0, "sites"), {}, r"sites must be a list"),
+    ],
+)  # fmt: skip
+def test_the_message_names_the_place(way: tuple[Any, ...], junk: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        shown(with_junk(whole(), way, junk))
