@@ -635,11 +635,12 @@ DAMAGE = {
     "unknown fit": (edited(*FIRST, "duals", 0, "fit", value="l1"), "expected ls or kl"),
     "no coefficients": (retensored("layers.0.attn.0.source.coefficients", lambda t: None), "damaged"),
     "flat coefficients": (
-        retensored("layers.0.attn.0.source.coefficients", torch.flatten), "expected two axes",
+        retensored("layers.0.attn.0.source.coefficients", torch.flatten),
+        r"must be float32 \[any, any\], got float32 \[4\]",
     ),
-    "nan": (retensored("layers.0.attn.0.source.coefficients", lambda t: t * math.nan), "must be finite"),
+    "nan": (retensored("layers.0.attn.0.source.coefficients", lambda t: t * math.nan), "finite numbers"),
     "infinite pivots": (
-        retensored("layers.2.attn.0.key.parameter.0", lambda t: t * math.inf), "must be finite",
+        retensored("layers.2.attn.0.key.parameter.0", lambda t: t * math.inf), "finite numbers",
     ),
     "no pivots": (retensored("layers.2.attn.0.key.parameter.0", lambda t: None), "damaged"),
     "no hashes": (retensored("seen_hashes", lambda t: None), "damaged"),
