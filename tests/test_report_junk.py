@@ -97,7 +97,7 @@ def test_parts_that_others_wrote(part: str) -> None:
         (("soft_to_hard", "variants"), 3, r"soft_to_hard: variants must be a list, got 3"),
         (("refresh", "before"), [], r"refresh: before must be a mapping"),
         (("onnx", "shapes", 0, "batch"), "x", r"batch must be an integer of 64 bits, got 'x'"),
-        (("sites", 3, "convention", "operator"), "magic", r"operator must be one of sinkhorn"),
+        (("sites", 3, "convention", "operator"), 3, r"operator must be text, got 3"),
         (("warnings", 0, "sites"), {}, r"sites must be a list"),
     ],
 )  # fmt: skip

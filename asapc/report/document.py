@@ -110,7 +110,7 @@ class ConventionReport(Record):
 
     always: ClassVar[tuple[str, ...]] = ()
 
-    operator: Literal["sinkhorn", "esp_soft", "esp_hard", "lot"] | None = optional()
+    operator: str | None = optional()
     stabiliser: Mapping[str, Any] | None = optional()
     queries: Mapping[str, Any] | None = optional()
     keys: Mapping[str, Any] | None = optional()

@@ -61,4 +61,4 @@ assert choice is not None and choice.operator == "softmax"
 entry = {"name": site.name, "operator": "softmax", "convention": site.convention.to_dict()}
 report = SiteReport.from_json(entry, "a site")
 assert not report.approximate
-print(convention_text(report.convention))
+print(convention_text(report.convention.to_json()))
