@@ -74,7 +74,7 @@ from asapc.program.live import Patch, install, operator_name, prepared, warn_lef
 from asapc.program.monitor import attach
 from asapc.terminal.printed import reason
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 SELECTION = "selection.json"
 Stage = Literal["graph", "lossless", "teacher"]
 STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
@@ -419,12 +419,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 _SITE_KEYS = (
-    "name", "operator", "reason", "convention", "replay_error", "replay", "side", "closures", "rescaled",
-    "coefficients", "features", "fit", "fit_converged", "r2", "condition_number",
+    "name", "operator", "reason", "convention", "replay_error", "replay", "side", "c_transforms",
+    "rescaled", "coefficients", "features", "fit", "fit_converged", "r2", "condition_number",
 )  # fmt: skip
 _TEXTS = ("name", "operator", "reason")
 _MAYBE: dict[str, type | UnionType] = {  # the type of what may also be null
-    "replay_error": int | float, "side": str, "closures": int, "rescaled": bool, "coefficients": str,
+    "replay_error": int | float, "side": str, "c_transforms": int, "rescaled": bool, "coefficients": str,
     "features": list, "fit": str, "fit_converged": bool, "r2": int | float,
     "condition_number": int | float, "heads": int, "head_dim": int,
     "selection_attention_rel_l2": int | float,

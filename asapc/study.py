@@ -3,9 +3,9 @@
 A grid file lists blocks; a block maps recipe keys to values, and a list of values multiplies:
 
     blocks:
-      - {features: [[sliced:32, norm], [coarse:32, gaussian]], closures: [1, 3]}
+      - {features: [[sliced:32, norm], [coarse:32, gaussian]], c_transforms: [1, 3]}
       - {operator: lot, pivots: [8, 32]}  # distilled; esp_hard has slices
-      - {side: key, closures: [1, 2], fit: [ls, kl], max_examples: 512}
+      - {side: target, c_transforms: [1, 2], fit: [ls, kl], max_examples: 512}
       - {half_steps: [3, 5]}            # no fit: the teacher's own loop, cut short
 
 Every block is one pass over the calibration split for all its rows that have as many examples (one each
@@ -35,7 +35,7 @@ from asapc.features.predictor import Amortised
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.data import Batch, DataSource, open_data, split_of
-from asapc.inputs.recipe import TYPES, Recipe, combinations
+from asapc.inputs.recipe import TYPES, Recipe, combinations, modern
 from asapc.inputs.settings import Place, checked, integer, parse
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
@@ -64,13 +64,13 @@ from asapc.terminal.progress import Progress
 MAP_EXAMPLES = 64  # attention maps are compared on so many examples; outputs on all
 MAX_ROWS = 4096  # of a block
 GRID_KEYS = (
-    "operator", "features", "side", "closures", "fit", "coefficients", "ridge", "ridge_mode", "pivots",
-    "slices", "max_examples",
+    "operator", "features", "side", "c_transforms", "fit", "coefficients", "ridge", "ridge_mode",
+    "pivots", "slices", "max_examples",
 )  # fmt: skip
 _HALF_STEPS = integer(1)
 GRID_TYPES = {"half_steps": _HALF_STEPS, **{key: TYPES[key] for key in GRID_KEYS}}
 COLUMNS = (
-    "features", "side", "closures", "rescaled", "fit", "coefficients", "ridge", "ridge_mode",
+    "features", "side", "c_transforms", "rescaled", "fit", "coefficients", "ridge", "ridge_mode",
     "examples", *(metric.key for metric in METRICS if metric.study),
     "site_ms", "predict_ms", "fit_converged", "pareto",
 )  # fmt: skip
@@ -119,6 +119,7 @@ def _blocks(value: Any, place: Place) -> list[list[Row]]:
 def _rows(block: Any, place: Place) -> list[Row]:
     if not isinstance(block, Mapping) or not block:
         raise InputError(f"{place} must be a mapping of recipe keys to values", got=repr(block))
+    block = modern(block, place)
     if "half_steps" in block:
         own = place.at("half_steps", block)
         if len(block) > 1:
@@ -406,7 +407,7 @@ def _collector(site: Site, recipe: Recipe) -> Collector:
         raise InputError(
             f"study: {site.name}, a {site.loop.last_side}-ending loop of "
             f"{site.loop.half_steps} half-steps, has no {recipe.side} dual "
-            f"{recipe.closures} or fewer closures before its end",
+            f"{recipe.c_transforms} or fewer c-transforms before its end",
             help="leave this combination out of the grid",
         )
     return collector
@@ -421,7 +422,7 @@ def _facts(sites: Sequence[AnySiteCalibration]) -> dict[str, Any]:
     if amortised:
         facts |= {
             "r2": min(r2 for site in amortised for quality in site.quality for r2 in quality.r2),
-            "closures": amortised[0].amortised.plan.closures,
+            "c_transforms": amortised[0].amortised.plan.c_transforms,
             "rescaled": amortised[0].amortised.plan.rescaled,
             "fit_converged": all(c for s in amortised for q in s.quality for c in q.converged),
         }

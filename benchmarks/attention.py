@@ -59,8 +59,8 @@ BOTH = "coarse:32 gaussian"
 
 # The rows whose memory is measured and whose times are plotted.
 MEASURED = (
-    USUAL, "lossless", "source, 3 closures, coarse:32 gaussian", "key, 2 closures, coarse:32",
-    "key, 1 closure, coarse:32", SOFTMAX,
+    USUAL, "lossless", "source, 3 c-transforms, coarse:32 gaussian", "target, 2 c-transforms, coarse:32",
+    "target, 1 c-transform, coarse:32", SOFTMAX,
 )  # fmt: skip
 
 
@@ -143,8 +143,8 @@ def lossless(problem: Problem) -> Tensor:
     )  # fmt: skip
 
 
-def closed(p: Problem, source: Tensor | None, key: Tensor | None, closures: int) -> Tensor:
-    return torch.ops.asapc.asap(p.q, p.k, p.v, None, None, source, key, p.scale, closures, FACTOR)
+def closed(p: Problem, source: Tensor | None, key: Tensor | None, c_transforms: int) -> Tensor:
+    return torch.ops.asapc.asap(p.q, p.k, p.v, None, None, source, key, p.scale, c_transforms, FACTOR)
 
 
 def rescaled(p: Problem, key: Tensor, row_sums: Tensor) -> Tensor:
@@ -165,8 +165,8 @@ def predicted(p: Problem, features: str, side: str, half_steps: int) -> Tensor:
     )  # fmt: skip
 
 
-def key_closure(p: Problem, features: str, pivots: Tensor) -> Tensor:
-    """One closure from a predicted target dual, rows rescaled: what `side: key, closures: 1` runs."""
+def key_c_transform(p: Problem, features: str, pivots: Tensor) -> Tensor:
+    """One c-transform from a predicted target dual, rows rescaled: `side: target, c_transforms: 1`."""
     coefficients = torch.full((1, 1), 0.5, dtype=torch.float32)
     dual, mass = torch.ops.asapc.dual_and_row_mass(
         p.q, p.k, None, None, [pivots], coefficients, features, p.scale, p.half_steps, False
@@ -174,9 +174,10 @@ def key_closure(p: Problem, features: str, pivots: Tensor) -> Tensor:
     return rescaled(p, dual, mass)
 
 
-def amortised(p: Problem, features: str, side: str, closures: int) -> Tensor:
-    dual = predicted(p, features, side, p.half_steps - closures)
-    return closed(p, dual, None, closures) if side == "source" else closed(p, None, dual, closures)
+def amortised(p: Problem, features: str, side: str, c_transforms: int) -> Tensor:
+    dual = predicted(p, features, side, p.half_steps - c_transforms)
+    duals = (dual, None) if side == "source" else (None, dual)
+    return closed(p, *duals, c_transforms)
 
 
 def softmax(problem: Problem) -> Tensor:
@@ -263,18 +264,19 @@ def candidates_of(t: Problem, with_compile: bool) -> dict[str, Callable[[], Tens
     functions: dict[str, Callable[[], Tensor]] = {
         USUAL: lambda: usual_loop(t),
         "lossless": lambda: lossless(t),
-        "source, 3 closures, sliced:32": lambda: amortised(t, SLICED, "source", 3),
-        "source, 3 closures, coarse:32 gaussian": lambda: amortised(t, BOTH, "source", 3),
-        "source, 3 closures, dual given": lambda: closed(t, t.source, None, 3),
-        "source, 1 closure, dual given": lambda: closed(t, t.source, None, 1),
-        "key, 2 closures, coarse:32": lambda: amortised(t, COARSE, "key", 2),
-        "key, 2 closures, dual given": lambda: closed(t, None, t.key, 2),
-        "key, 1 closure, coarse:32": lambda: key_closure(t, COARSE, t.query_pivots),
-        "key, 1 closure, coarse:16": lambda: key_closure(t, "coarse:16", t.query_pivots[:, :16]),
-        "key, 1 closure, dual given": lambda: closed(t, None, t.key_last, 1),
+        "source, 3 c-transforms, sliced:32": lambda: amortised(t, SLICED, "source", 3),
+        "source, 3 c-transforms, coarse:32 gaussian": lambda: amortised(t, BOTH, "source", 3),
+        "source, 3 c-transforms, dual given": lambda: closed(t, t.source, None, 3),
+        "source, 1 c-transform, dual given": lambda: closed(t, t.source, None, 1),
+        "target, 2 c-transforms, coarse:32": lambda: amortised(t, COARSE, "target", 2),
+        "target, 2 c-transforms, dual given": lambda: closed(t, None, t.key, 2),
+        "target, 1 c-transform, coarse:32": lambda: key_c_transform(t, COARSE, t.query_pivots),
+        "target, 1 c-transform, coarse:16":
+            lambda: key_c_transform(t, "coarse:16", t.query_pivots[:, :16]),
+        "target, 1 c-transform, dual given": lambda: closed(t, None, t.key_last, 1),
         "predict sliced:32": lambda: predicted(t, SLICED, "source", steps - 3),
         "predict coarse:32 gaussian": lambda: predicted(t, BOTH, "source", steps - 3),
-        "predict coarse:32": lambda: predicted(t, COARSE, "key", steps),
+        "predict coarse:32": lambda: predicted(t, COARSE, "target", steps),
         SOFTMAX: lambda: softmax(t),
     }
     if t.q.is_cuda and find_spec("flash_sinkhorn") is not None:
@@ -291,7 +293,7 @@ def floor_flops(name: str, shape: Shape) -> float | None:
         return None
     if name == SOFTMAX or name.startswith("key, 1"):
         half_steps = 0
-    elif name.startswith(("source", "key")):
+    elif name.startswith(("source", "target")):
         half_steps = int(name.split()[1])
     else:
         half_steps = shape.half_steps

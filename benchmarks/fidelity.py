@@ -22,11 +22,11 @@ Row = Mapping[str, Any]
 
 
 
-def pooled(slices: int, closures: int) -> dict[str, Any]:
+def pooled(slices: int, c_transforms: int) -> dict[str, Any]:
     """The paper's default fit: least squares, heads pooled, 512 examples."""
     return {
-        "features": f"sliced:{slices}:random", "side": "source", "closures": closures, "fit": "ls",
-        "coefficients": "pooled", "examples": 512,
+        "features": f"sliced:{slices}:random", "side": "source", "c_transforms": c_transforms,
+        "fit": "ls", "coefficients": "pooled", "examples": 512,
     }  # fmt: skip
 
 
@@ -35,9 +35,9 @@ IMDB = [
     ("Sinkhorn, 3 half-steps", {"features": "Sinkhorn, 3 half-steps"}, 1.527, 0.068),
     ("Sinkhorn, 5 half-steps", {"features": "Sinkhorn, 5 half-steps"}, 1.430, 0.060),
     *(
-        (f"LS, {slices} slices, {closures} closure{'s' * (closures > 1)}",
-         pooled(slices, closures), error, rmse)
-        for closures, table in (
+        (f"LS, {slices} slices, {c_transforms} c-transform{'s' * (c_transforms > 1)}",
+         pooled(slices, c_transforms), error, rmse)
+        for c_transforms, table in (
             (1, {8: (0.483, 0.0278), 16: (0.425, 0.0241), 32: (0.364, 0.0201), 64: (0.322, 0.0177),
                  128: (0.289, 0.0158)}),
             (3, {8: (0.066, 0.0051), 16: (0.051, 0.0040), 32: (0.035, 0.0027), 64: (0.024, 0.0018),
@@ -45,15 +45,15 @@ IMDB = [
         )
         for slices, (error, rmse) in table.items()
     ),
-    ("KL, 32 slices, 1 closure",
+    ("KL, 32 slices, 1 c-transform",
      {**pooled(32, 1), "fit": "kl", "examples": 256}, 0.365, 0.020),
-    ("KL, 32 slices, 3 closures",
+    ("KL, 32 slices, 3 c-transforms",
      {**pooled(32, 3), "fit": "kl", "examples": 256}, 0.039, 0.003),
-    ("shared by all layers, 3 closures", {**pooled(32, 3), "coefficients": "shared"}, 0.051, 0.004),
-    ("raw projections, 3 closures", {"features": "raw", "closures": 3}, 0.077, 0.006),
-    ("rank displacement, 3 closures",
-     {"features": "rank_displacement:32:random", "closures": 3}, 0.084, 0.006),
-    ("both duals, no closure", {"side": "both"}, 2.767, 0.297),
+    ("shared by all layers, 3 c-transforms", {**pooled(32, 3), "coefficients": "shared"}, 0.051, 0.004),
+    ("raw projections, 3 c-transforms", {"features": "raw", "c_transforms": 3}, 0.077, 0.006),
+    ("rank displacement, 3 c-transforms",
+     {"features": "rank_displacement:32:random", "c_transforms": 3}, 0.084, 0.006),
+    ("both duals, no c-transform", {"side": "both"}, 2.767, 0.297),
 ]  # fmt: skip
 # Table F.3, calibration size at 32 slices.
 SIZES = [
@@ -64,9 +64,9 @@ SIZES = [
 MARGINALS = [
     ("Sinkhorn, 3 half-steps", {"features": "Sinkhorn, 3 half-steps"}, 3.3e-7, 0.833),
     ("Sinkhorn, 5 half-steps", {"features": "Sinkhorn, 5 half-steps"}, 3.1e-7, 0.805),
-    ("LS, 32 slices, 1 closure",
+    ("LS, 32 slices, 1 c-transform",
      pooled(32, 1), 0.514, 1.2e-7),
-    ("LS, 32 slices, 3 closures",
+    ("LS, 32 slices, 3 c-transforms",
      pooled(32, 3), 0.444, 1.3e-7),
 ]  # fmt: skip
 # Table C.7: accuracy / agreement in percent.
@@ -118,9 +118,9 @@ def verdict(ours: float, theirs: float | None) -> str:
 def name_of(row: Row) -> str:
     if row["side"] is None:
         return str(row["features"])
-    side = {"source": "queries' dual", "key": "keys' dual", "both": "both duals"}[row["side"]]
-    closures = f"{row['closures']} closure{'s' * (row['closures'] != 1)}"
-    return f"{side}, {closures}{', rescaled' if row['rescaled'] else ''}, {row['features']}"
+    side = {"source": "queries' dual", "target": "keys' dual", "both": "both duals"}[row["side"]]
+    c_transforms = f"{row['c_transforms']} c-transform{'s' * (row['c_transforms'] != 1)}"
+    return f"{side}, {c_transforms}{', rescaled' if row['rescaled'] else ''}, {row['features']}"
 
 
 def paper_rows(study: Study) -> str:
@@ -164,8 +164,8 @@ def marginals(study: Study) -> str:
             own = figure(row["row_err"]), figure(row["col_err"])
             rows.append((label, figure(row_err), own[0], figure(col_err), own[1]))
     for wanted in (
-        {"features": "coarse:32", "side": "key", "closures": 2},
-        {"features": "coarse:32", "side": "key", "closures": 1},
+        {"features": "coarse:32", "side": "target", "c_transforms": 2},
+        {"features": "coarse:32", "side": "target", "c_transforms": 1},
     ):
         row = find(study, wanted)
         if row is not None:
@@ -175,10 +175,10 @@ def marginals(study: Study) -> str:
 
 def sizes(study: Study) -> str:
     rows = []
-    for closures, examples, error in SIZES:
-        row = find(study, {**pooled(32, closures), "examples": examples})
+    for c_transforms, examples, error in SIZES:
+        row = find(study, {**pooled(32, c_transforms), "examples": examples})
         if row is not None:
-            label = f"{examples} examples, {closures} closure{'s' * (closures > 1)}"
+            label = f"{examples} examples, {c_transforms} c-transform{'s' * (c_transforms > 1)}"
             own = figure(row["attention_rel_l2"]), figure(row["fit_seconds"])
             rows.append((label, figure(error), *own))
     return table(("32 slices", "paper: attention l2", "ours", "ours: fit s, all layers"), rows)
@@ -189,7 +189,7 @@ def fits(study: Study) -> str:
     for row in study["rows"]:
         if row["fit"] != "kl" or row["ridge"] == 1e-3:
             continue
-        same = {key: row[key] for key in ("features", "side", "closures", "ridge", "examples")}
+        same = {key: row[key] for key in ("features", "side", "c_transforms", "ridge", "examples")}
         least = find(study, {**same, "fit": "ls"})
         if least is not None:
             pair = (least, row)

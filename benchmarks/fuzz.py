@@ -80,18 +80,18 @@ TEXT = {"vocab_size": 20, "seq_len": 8, "d_model": 8, "n_layers": 1, "n_heads": 
 RECIPE = """
 operator: auto
 candidates:
-  - {operator: asap, side: [key, source], closures: [1, 2],
+  - {operator: asap, side: [target, source], c_transforms: [1, 2],
      features: [["coarse:2"], ["coarse:2", gaussian]]}
 budget: {attention_rel_l2: 0.5, prediction_agreement: 0.5}
 objective: latency
 shapes: [8, [2, 8]]
 batch_size: 8
 max_examples: 32
-sites: {"layers.0*": {operator: asap, side: source, closures: 1, features: ["sliced:2"]}}
+sites: {"layers.0*": {operator: asap, side: source, c_transforms: 1, features: ["sliced:2"]}}
 """
 GRID = """
 blocks:
-- {features: [['coarse:2'], [gaussian]], side: [key, source], closures: 1}
+- {features: [['coarse:2'], [gaussian]], side: [target, source], c_transforms: 1}
 - {half_steps: [1, 3]}
 """
 GATES = "attention_rel_l2: {max: 0.5}\nprediction_agreement: {min: 0.9, max: 1.0}\n"
@@ -143,10 +143,10 @@ EVIL_YAML = [
     "- - - a", "1: 2", "null: 1", "[]", "a", "1", "", "---", "...", "<<: {seed: 1}", "=: 1", "seed: =",
     "a" * 2**18,
     "&" + "a" * 2000 + " x", "*a", "seed: |\n" + " x\n" * 1000, "{" * 60 + "}" * 60, "[[[[[[[[[]]]]]]]]]",
-    "candidates: [{ridge: [" + ", ".join(map(str, range(400))) + "], closures: [" +
+    "candidates: [{ridge: [" + ", ".join(map(str, range(400))) + "], c_transforms: [" +
     ", ".join(map(str, range(50))) + "], seed: [" + ", ".join(map(str, range(400))) + "]}]",
     "blocks: [{ridge: [" + ", ".join(map(str,
-    range(900))) + "], ridge_mode: [risk, direct], closures: [" +
+    range(900))) + "], ridge_mode: [risk, direct], c_transforms: [" +
     ", ".join(map(str, range(1, 50))) + "], fit: [ls, kl]}]",
 ]  # fmt: skip
 
@@ -857,7 +857,7 @@ def build_corpus(folder: Path) -> None:
     data = str(places["npz"] / "data.npz")
     for name, text in (("recipe", RECIPE), ("grid", GRID), ("gates", GATES)):
         (places[name] / f"{name}.yaml").write_text(text)
-    recipe = Recipe.from_dict({"operator": "asap", "closures": 1, "side": "source",
+    recipe = Recipe.from_dict({"operator": "asap", "c_transforms": 1, "side": "source",
     "features": ["coarse:2"],
                                "batch_size": 8, "max_examples": 32})  # fmt: skip
     loaded = load_teacher(str(teacher))

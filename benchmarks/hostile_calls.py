@@ -31,7 +31,7 @@ DTYPES = [torch.float32] * 6 + [
 ]  # fmt: skip
 TEXTS = [
     "ij,jk->ik", "bhid,bhjd->bhij", "sum", "mean", "prod", "amax", "none", "trunc", "floor", "constant",
-    "reflect", "circular", "replicate", "ij", "tanh", "coarse:2", "key", "source", "gaussian",
+    "reflect", "circular", "replicate", "ij", "tanh", "coarse:2", "target", "source", "gaussian",
 ]  # fmt: skip
 
 

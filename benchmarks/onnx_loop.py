@@ -79,7 +79,7 @@ def _text(*lines: str) -> list[NodeProto]:
 
 
 def _log_steps(half_steps: int) -> list[NodeProto]:
-    """Duals f [B, H, N, 1] and g [B, H, 1, N] after so many closures in the log domain."""
+    """Duals f [B, H, N, 1] and g [B, H, 1, N] after so many c-transforms in the log domain."""
     nodes, g = [], None
     for step in range(half_steps // 2):
         ends = step == half_steps // 2 - 1

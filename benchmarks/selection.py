@@ -3,7 +3,7 @@
     python benchmarks/selection.py MODEL --data DATA --test TEST -o FOLDER
 
 One calibration of every candidate in benchmarks/recipes/budget.yaml, then one compiled model for each
-budget and for each uniform choice: all lossless, all asap with 1 or 3 closures. All whole models take
+budget and for each uniform choice: all lossless, all asap with 1 or 3 c-transforms. All whole models take
 turns on one batch of TEST, so that their times can be compared; agreement with the teacher is counted on
 up to --examples examples of TEST, with its 95 % interval. NAME_selection.json and .md go to FOLDER.
 """
@@ -43,9 +43,9 @@ BUDGETS = {
 FORM = {"features": ["coarse:32", "gaussian"]}
 UNIFORM: dict[str, dict[str, Any]] = {
     "all lossless": {"operator": "lossless"},
-    "all asap, key, 1 closure": {"operator": "asap", "side": "key", "closures": 1, **FORM},
-    "all asap, source, 1 closure": {"operator": "asap", "side": "source", "closures": 1, **FORM},
-    "all asap, source, 3 closures": {"operator": "asap", "side": "source", "closures": 3, **FORM},
+    "all asap, target, 1 c-transform": {"operator": "asap", "side": "target", "c_transforms": 1, **FORM},
+    "all asap, source, 1 c-transform": {"operator": "asap", "side": "source", "c_transforms": 1, **FORM},
+    "all asap, source, 3 c-transforms": {"operator": "asap", "side": "source", "c_transforms": 3, **FORM},
 }
 
 

@@ -19,7 +19,7 @@ from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns, total_width
 from asapc.features.clouds import Budget, PredictedSide, clouds_of
-from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor
+from asapc.features.predictor import Amortised, DualPredictor, TransformPlan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
 from asapc.program.monitor import ScoreRange
@@ -32,11 +32,11 @@ KL_BYTES = 2**27  # activations a KL fit keeps per dual; examples beyond this on
 class SiteStatistics:
     """Streams one site's activations into the statistics of each predicted dual.
 
-    name: the site, for messages.  plan: see features.predictor.closure_plan.  recipe: the site's own.
+    name: the site, for messages.  plan: see features.predictor.transform_plan.  recipe: the site's own.
     """
 
     def __init__(
-        self, name: str, convention: Convention, plan: ClosurePlan, recipe: Recipe
+        self, name: str, convention: Convention, plan: TransformPlan, recipe: Recipe
     ) -> None:
         self.name = name
         self.convention = convention
@@ -46,7 +46,7 @@ class SiteStatistics:
         self.examples = 0
         self.seconds = 0.0
         self.range = ScoreRange()
-        self._intercepts: list[Tensor] = []  # [B, H] each; only where no closure finds it
+        self._intercepts: list[Tensor] = []  # [B, H] each; only where no c-transform finds it
 
     def update(self, tensors: SiteTensors) -> None:
         """Add one batch. Examples without an active key are passed over: nothing attends there.
@@ -165,7 +165,7 @@ class _DualStatistics:
         self,
         name: str,
         convention: Convention,
-        plan: ClosurePlan,
+        plan: TransformPlan,
         side: PredictedSide,
         recipe: Recipe,
     ) -> None:

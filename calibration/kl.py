@@ -1,4 +1,4 @@
-"""ASAP-KL: the convex fit of a dual through the closure that follows it.
+"""ASAP-KL: the convex fit of a dual through the c-transform that follows it.
 
     J(omega) = sum_maps [ sum_j nu_j LSE_i(S_ij + u_i) - sum_i r_i (X omega)_i ] + lambda/2 |omega|^2
     u = X omega - |x|^2 / 2
@@ -6,7 +6,7 @@
     Hessian    sum_j nu_j Cov_{i ~ P(.|j)}(x_i) + lambda I
 
 A map is one head of one example.  Up to a constant, J is KL(teacher's plan | P) summed over the maps,
-in nats, if the teacher's plan comes from the same closure.  Source: ASAP, Proposition B.11, at
+in nats, if the teacher's plan comes from the same c-transform.  Source: ASAP, Proposition B.11, at
 epsilon = 1 and with the finite teacher's own row mass r.
 
 Everything is float64, exponentials included: on a CPU float32 ones cost no less once the casts to and
@@ -51,7 +51,7 @@ class KlPiece:
 
     columns X: [B, H, N, F], centred over the points x with mass, 0 on the others.
     clouds: where the scores come from; x is the predicted side.
-    mass r: [B, H, N], the teacher's own mass of each x after the first closure that follows the
+    mass r: [B, H, N], the teacher's own mass of each x after the first c-transform that follows the
     predicted dual; 0 where x carries none.
     """
 
@@ -266,7 +266,7 @@ class KlObjective:
         offset = -x.square().sum(-1) / 2
         if clouds.x_keep is not None:
             offset = offset.masked_fill(~clouds.x_keep[index][:, None].cpu(), -math.inf)
-        # M counts padding, as in asapc.operators.closures.log_marginals.
+        # M counts padding, as in asapc.operators.c_transforms.log_marginals.
         nu = torch.full((len(index), 1, y.shape[2]), 1 / y.shape[2], dtype=torch.float64)
         if clouds.y_keep is not None:
             nu = nu.masked_fill(~clouds.y_keep[index][:, None].cpu(), 0.0)

@@ -27,7 +27,7 @@ from asapc.calibration.checked import check_fit, distilled_tensors, tensor_of
 from asapc.errors import InputError
 from asapc.features import Feature
 from asapc.features.clouds import Budget, PredictedSide
-from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor, closure_plan
+from asapc.features.predictor import Amortised, DualPredictor, TransformPlan, transform_plan
 from asapc.formats.atomic import read_whole, replace_folder
 from asapc.formats.json_text import read_json
 from asapc.inputs.weights import read_safetensors
@@ -38,7 +38,7 @@ from asapc.terminal.printed import short
 
 Kind = TypeVar("Kind")
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 _JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
 _HASHES = "seen_hashes"
 
@@ -146,7 +146,7 @@ class Calibration:
         return sum(fit.fit_seconds for fits in self.sites.values() for fit in fits)
 
     def fit_of(
-        self, site: str, settings: Mapping[str, Any], plan: ClosurePlan | None
+        self, site: str, settings: Mapping[str, Any], plan: TransformPlan | None
     ) -> AnySiteCalibration | None:
         """The fit of one candidate: its settings and, where a dual is predicted, its plan."""
         for fit in self.sites.get(site, ()):
@@ -334,8 +334,8 @@ def fit_from(
             fit_seconds=seconds,
             settings=dict(data["settings"]),
         )
-    plan = ClosurePlan(**data["plan"])
-    if plan != closure_plan(convention, plan.closures, plan.side):
+    plan = TransformPlan(**data["plan"])
+    if plan != transform_plan(convention, plan.c_transforms, plan.side):
         raise ValueError(f"{name}: the plan does not fit the convention")
     features = tuple(Feature.parse(text, name) for text in data["features"])
     duals = data["duals"]
@@ -453,7 +453,7 @@ def _signed(value: int) -> int:
 
 def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
-    names = ("side", "closures", "rescaled", "features", "fit", "coefficients", "r2",
+    names = ("side", "c_transforms", "rescaled", "features", "fit", "coefficients", "r2",
              "condition_number", "fit_converged", "kl_examples", "examples", "pivots", "slices",
              "fit_rel_l2", "range")  # fmt: skip
     nothing: dict[str, Any] = dict.fromkeys(names)
@@ -477,7 +477,7 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     plan = fitted.amortised.plan
     return nothing | {
         "side": plan.side,
-        "closures": plan.closures,
+        "c_transforms": plan.c_transforms,
         "rescaled": plan.rescaled,
         "features": list(fitted.features),
         "fit": fitted.quality[0].fit,

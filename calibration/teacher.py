@@ -54,7 +54,7 @@ class TeacherDuals:
     def intercept(self, half_steps: int) -> Tensor:
         """mean f + mean g over points with mass in cost coordinates, which centring drops: [B, H]."""
         total = torch.zeros(self.scores.shape[:2], dtype=torch.float64)
-        for index, side in enumerate(("source", "key")):
+        for index, side in enumerate(("source", "target")):
             clouds = clouds_of(self._wide(), self.convention.score_multiplier, side)  # type: ignore[arg-type]
             dual = self.after(half_steps)[index]
             keep = clouds.x_keep
@@ -114,7 +114,7 @@ def _linear_history(
     for _ in range(convention.half_steps):
         if rows_turn:
             total = kernel @ scaling_g
-            # A row without an active key keeps f = 0, as in closures.close_rows.
+            # A row without an active key keeps f = 0, as in c-transforms.close_rows.
             scaling_f = torch.where(total > 0, 1 / (num_queries * total), 1.0)
             f = scaling_f[..., 0].log()
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asapc.calibration.checked import check_fit
 from asapc.calibration.stored import AnySiteCalibration, Calibration, SiteCalibration
 from asapc.errors import InputError
-from asapc.features.predictor import ClosurePlan, closure_plan
+from asapc.features.predictor import TransformPlan, transform_plan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import AnyConvention, Convention
 from asapc.operators.catalogue import OPERATORS, REPLACEMENTS
@@ -17,7 +17,7 @@ from asapc.passes.rewrite import Hardened, Replacement
 
 # Operators that are fitted to a Sinkhorn site's outputs, and the recipe's key for their size.
 DISTILLED = {own.name: own.size for own in OPERATORS.values() if own.size and "sinkhorn" in own.fitted_to}
-# A closure costs about a half-step: with so few of them the lossless loop is already as cheap.
+# A c-transform costs about a half-step: with so few of them the lossless loop is already as cheap.
 FEW_HALF_STEPS = 5
 TEACHER = "teacher"
 
@@ -57,7 +57,7 @@ def check_operator(convention: AnyConvention, recipe: Recipe) -> None:
 
 def fits_needed(
     convention: AnyConvention, recipe: Recipe
-) -> list[tuple[Recipe, ClosurePlan | None]]:
+) -> list[tuple[Recipe, TransformPlan | None]]:
     """What calibration has to fit for a site, from the site's own recipe, each fit once.
 
     A plan is there where a dual is predicted. Alternatives that this convention has no plan for are left
@@ -67,12 +67,12 @@ def fits_needed(
         return []
     if recipe.operator == "auto" and convention.half_steps <= FEW_HALF_STEPS:
         return []
-    found: list[tuple[Recipe, ClosurePlan | None]] = []
+    found: list[tuple[Recipe, TransformPlan | None]] = []
     for own in recipe.alternatives():
         if own.operator in DISTILLED:
-            entry: tuple[Recipe, ClosurePlan | None] = (own, None)
+            entry: tuple[Recipe, TransformPlan | None] = (own, None)
         elif own.operator == "asap":
-            plan = closure_plan(convention, own.closures, own.side)
+            plan = transform_plan(convention, own.c_transforms, own.side)
             if plan is None:
                 continue
             entry = (own, plan)
@@ -85,10 +85,10 @@ def fits_needed(
 
 
 def why_no_fit(recipe: Recipe, convention: Convention) -> str:
-    """Why closure_plan gives none: the parity of the ending, or too few half-steps."""
+    """Why transform_plan gives none: the parity of the ending, or too few half-steps."""
     return (
         f"a {convention.last_side}-ending loop of {convention.half_steps} half-steps has no "
-        f"{recipe.side} dual {recipe.closures} or fewer closures before its end"
+        f"{recipe.side} dual {recipe.c_transforms} or fewer c-transforms before its end"
     )
 
 
@@ -132,7 +132,7 @@ def _alike(first: Convention, second: AnyConvention) -> bool:
 
 def _problem(
     recipe: Recipe,
-    plan: ClosurePlan | None,
+    plan: TransformPlan | None,
     fits: Sequence[AnySiteCalibration],
     found: AnySiteCalibration | None,
 ) -> str:
@@ -149,7 +149,7 @@ def _problem(
     ):
         was = then.amortised.plan
         return (
-            f"was fitted for {was.closures} closures of the {was.side} dual on "
+            f"was fitted for {was.c_transforms} c-transforms of the {was.side} dual on "
             f"{', '.join(then.features)}"
         )
     differing = next((key for key, value in wanted.items() if then.settings.get(key) != value), None)

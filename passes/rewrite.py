@@ -155,7 +155,7 @@ def _distilled_call(graph: GraphModule, index: int, o: Operands, choice: Distill
 
 def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised) -> Node:
     multiplier = float(o.settings["score_multiplier"])
-    duals: dict[str, Node | None] = {"source": None, "key": None}
+    duals: dict[str, Node | None] = {"source": None, "target": None}
     mass: Node | None = None
     for predictor in own.predictors:
         call = _dual_call(graph, index, o, predictor, multiplier, own.plan.rescaled)
@@ -166,7 +166,7 @@ def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised)
     if own.intercept is not None:
         shift = put_tensor(graph, index, "intercept", own.intercept[:, None])
         duals["source"] = graph.graph.call_function(aten.add.Tensor, (duals["source"], shift))
-    settings = own.settings(duals["source"], duals["key"], o.settings)
+    settings = own.settings(duals["source"], duals["target"], o.settings)
     result = o.again(graph.graph, OPERATORS["asap"], settings)
     if mass is None:
         return result

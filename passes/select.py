@@ -608,7 +608,7 @@ def _reason(own: OpenSite, tried: Tried) -> str:
             f"{t.candidate.label}: {_lost(t)}" for t in own.tried if t.approximate
         )
     if convention.half_steps <= FEW_HALF_STEPS:
-        return f"{convention.half_steps} half-steps cost as much as the closures"
+        return f"{convention.half_steps} half-steps cost as much as the c-transforms"
     if not fits_needed(convention, own.recipe):
         tried_ways = own.recipe.alternatives()
         return f"no dual can be predicted: {why_no_fit(tried_ways[0], convention)}"

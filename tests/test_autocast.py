@@ -71,9 +71,9 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
         **{
             f"dual, {name} {side}": (
                 ops.dual,
-                [q, k, keep, bias, own, random(HEADS, width), name, side, 0.5, 5, side == "key"],
+                [q, k, keep, bias, own, random(HEADS, width), name, side, 0.5, 5, side == "target"],
             )
-            for side in ("source", "key")
+            for side in ("source", "target")
             for name, (own, width) in features.items()
         },
         "dual_and_row_mass": (

@@ -26,7 +26,7 @@ from asapc.report.document import Check, GateReport
 from asapc.report.gates import gate_result
 
 REPORT: dict[str, Any] = {
-    "format_version": 2,
+    "format_version": 3,
     "fingerprints": {"teacher": "a" * 64, "data": "b" * 64},
     "model": {
         "source": "teacher",
@@ -290,9 +290,9 @@ def edited(**changes: Any) -> dict[str, Any]:
         ('{"a": ' * 100_000, "not valid JSON"),
         ('{"format_version": NaN}', "NaN is not JSON"),
         ('{"format_version": ' + "1" * 5000 + "}", "not valid JSON"),
-        ("{}", "must be a report of format 2, got None"),
-        (edited(format_version=1), "must be a report of format 2, got 1"),
-        (edited(format_version=True), "must be a report of format 2"),
+        ("{}", "must be a report of format 3, got None"),
+        (edited(format_version=1), "must be a report of format 3, got 1"),
+        (edited(format_version=True), "must be a report of format 3"),
         (edited(fingerprints=...), "fingerprints must be there"),
         (edited(fingerprints__data=3), "fingerprints: data must be text, got 3"),
         (edited(model=[]), r"model must be a mapping, got \[\]"),

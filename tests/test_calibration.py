@@ -24,7 +24,7 @@ from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns
 from asapc.features.clouds import clouds_of
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.asap import asap_attention
@@ -51,8 +51,8 @@ def site_tensors(seed=0, batch=3, heads=2, n=9, m=9, dim=4, masked=False, bias=F
 def statistics_of(batches, rule=None, name="layer", **fields):
     """Statistics of one site; `fields` are those of its recipe."""
     rule = rule or convention()
-    recipe = Recipe(**{"side": "source", "closures": 3, "features": ("sliced:4",), **fields})
-    plan = closure_plan(rule, recipe.closures, recipe.side)
+    recipe = Recipe(**{"side": "source", "c_transforms": 3, "features": ("sliced:4",), **fields})
+    plan = transform_plan(rule, recipe.c_transforms, recipe.side)
     statistics = SiteStatistics(name, rule, plan, recipe)
     for batch in batches:
         statistics.update(batch)
@@ -103,34 +103,34 @@ def cost_offset(tensors, side, multiplier=0.5):
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
 @pytest.mark.parametrize(("n", "m"), [(9, 9), (7, 10), (1, 1)], ids=["square", "cross", "one"])
 @pytest.mark.parametrize(
-    ("half_steps", "first_side", "side", "closures"),
+    ("half_steps", "first_side", "side", "c_transforms"),
     [
         (10, "row", "source", 1), (10, "row", "source", 3), (5, "row", "source", 2),
-        (5, "column", "source", 3), (6, "column", "source", 4), (10, "row", "key", 2),
-        (5, "row", "key", 1), (5, "row", "key", 3), (6, "column", "key", 1),
+        (5, "column", "source", 3), (6, "column", "source", 4), (10, "row", "target", 2),
+        (5, "row", "target", 1), (5, "row", "target", 3), (6, "column", "target", 1),
     ],
 )  # fmt: skip
 def test_exact_target_reproduces_the_finite_teacher(
-    half_steps, first_side, side, closures, n, m, masked, bias
+    half_steps, first_side, side, c_transforms, n, m, masked, bias
 ):
-    """The rule of DESIGN section 4: c half-steps before the end, so c closures are exact.
+    """The rule of DESIGN section 4: c half-steps before the end, so c c-transforms are exact.
 
     Centring and the change to cost coordinates are undone by a gauge and by |x|^2 / 2.
     """
     tensors = site_tensors(n=n, m=m, masked=masked, bias=bias)
     rule = convention(half_steps, first_side)
-    plan = closure_plan(rule, closures, side)
-    assert plan.closures == closures and not plan.rescaled
+    plan = transform_plan(rule, c_transforms, side)
+    assert plan.c_transforms == c_transforms and not plan.rescaled
     target = TeacherDuals(tensors, rule).target(plan.half_steps, side)
     assert target.dtype == torch.float64
-    keep = tensors.keep if side == "key" else None
+    keep = tensors.keep if side == "target" else None
     if keep is not None:
         assert float(target.masked_fill(keep[:, None], 0.0).abs().max()) == 0.0
     assert float(target.sum(-1).abs().max()) < 1e-11
     dual = target - cost_offset(tensors, side)
     duals = (dual, None) if side == "source" else (None, dual)
     factor = factor_terms(rule.output_factor)
-    found = asap_attention(*double(tensors), *duals, 0.5, closures, factor)
+    found = asap_attention(*double(tensors), *duals, 0.5, c_transforms, factor)
     exact = sinkhorn_attention(*double(tensors), *settings_of(rule))
     torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-10)
 
@@ -138,11 +138,11 @@ def test_exact_target_reproduces_the_finite_teacher(
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
 @pytest.mark.parametrize(("half_steps", "first_side"), [(10, "row"), (5, "row"), (5, "column")])
 def test_two_exact_targets_and_the_intercept_are_the_teacher(half_steps, first_side, masked):
-    """No closure finds the mean of f + g that centring drops: the intercept is that mean."""
+    """No c-transform finds the mean of f + g that centring drops: the intercept is that mean."""
     tensors = site_tensors(n=7, m=10, masked=masked, bias=True)
     rule = convention(half_steps, first_side)
     duals = TeacherDuals(tensors, rule)
-    plan = closure_plan(rule, 0, "both")
+    plan = transform_plan(rule, 0, "both")
     f, g = (
         duals.target(plan.budget(rule, side).half_steps, side) - cost_offset(tensors, side)
         for side in plan.sides()
@@ -169,7 +169,7 @@ def test_fast_loop_equals_the_log_domain(scale, masked, first_side):
         torch.testing.assert_close(duals.after(half_steps), slow, rtol=1e-11, atol=1e-10)
 
 
-@pytest.mark.parametrize("side", ["source", "key"])
+@pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
 def test_masses_are_sums_of_the_plan_one_half_step_later(side, masked):
     """The last half-step before the end that updates `side`; the next closes the other one."""
@@ -181,7 +181,7 @@ def test_masses_are_sums_of_the_plan_one_half_step_later(side, masked):
     torch.testing.assert_close(mass, plan.sum(-1 if side == "source" else -2), rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("side", ["source", "key"])
+@pytest.mark.parametrize("side", ["source", "target"])
 def test_fully_masked_example_has_a_finite_target(side):
     tensors = dataclasses.replace(
         site_tensors(), keep=torch.tensor([[True] * 9] * 2 + [[False] * 9])
@@ -193,17 +193,18 @@ def test_fully_masked_example_has_a_finite_target(side):
 # Statistics
 
 
-FITS = [("source", 3), ("source", 1), ("key", 2), ("key", 1)]
+FITS = [("source", 3), ("source", 1), ("target", 2), ("target", 1)]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
 @pytest.mark.parametrize("coefficients", ["pooled", "per_head", "shared"])
-@pytest.mark.parametrize(("side", "closures"), FITS)
-def test_statistics_equal_a_direct_fit(side, closures, coefficients, masked):
+@pytest.mark.parametrize(("side", "c_transforms"), FITS)
+def test_statistics_equal_a_direct_fit(side, c_transforms, coefficients, masked):
     batches = [site_tensors(seed, masked=masked, batch=4) for seed in range(3)]
     features = ("sliced:3", "gaussian")
     site = fit(
-        batches, side=side, closures=closures, features=features, coefficients=coefficients, ridge=0
+        batches, side=side, c_transforms=c_transforms, features=features, coefficients=coefficients,
+        ridge=0,
     )
     groups = 2 if coefficients == "per_head" else 1
     rows, targets = regression_rows(site, batches)
@@ -214,7 +215,7 @@ def test_statistics_equal_a_direct_fit(side, closures, coefficients, masked):
     (own,) = site.amortised.predictors
     assert own.coefficients.shape == (groups, 6) and own.coefficients.dtype == torch.float32
     assert own.parameters[0].shape == (3, 4) and own.parameters[1] is None
-    points = sum(int(b.keep.sum()) for b in batches) if masked and side == "key" else 12 * 9
+    points = sum(int(b.keep.sum()) for b in batches) if masked and side == "target" else 12 * 9
     assert (site.examples, site.tokens) == (12, points * 2 // groups)
     assert len(site.quality) == 1 and site.quality[0].fit == "ls"
     assert len(site.quality[0].r2) == groups and all(0 < r <= 1 for r in site.quality[0].r2)
@@ -223,10 +224,10 @@ def test_statistics_equal_a_direct_fit(side, closures, coefficients, masked):
 
 def test_both_sides_are_fitted_each_to_its_own_last_update():
     batches = [site_tensors(seed, masked=True) for seed in range(3)]
-    site = fit(batches, convention(10), side="both", closures=0, features=("gaussian",), ridge=0)
+    site = fit(batches, convention(10), side="both", c_transforms=0, features=("gaussian",), ridge=0)
     source, key = site.amortised.predictors
     assert (source.side, source.budget.half_steps) == ("source", 9)
-    assert (key.side, key.budget.half_steps) == ("key", 10)
+    assert (key.side, key.budget.half_steps) == ("target", 10)
     for index in range(2):
         rows, targets = regression_rows(site, batches, index)
         omega = torch.linalg.lstsq(rows, targets, driver="gelsd").solution[..., 0]
@@ -293,16 +294,16 @@ def test_sharing_leaves_other_sites_and_sides_alone():
     statistics = {
         "a": statistics_of(batches, name="a", **fields),
         "b": statistics_of(batches[:1], name="b", **fields),
-        "key": statistics_of(batches, name="key", side="key", closures=2, **fields),
+        "target": statistics_of(batches, name="target", side="target", c_transforms=2, **fields),
         "own": statistics_of(batches, name="own", features=("gaussian",)),
     }
     found = finish(statistics)
     assert torch.equal(coefficients_of(found["a"]), coefficients_of(found["b"]))
-    alone = fit(batches, side="key", closures=2, **fields)
-    assert torch.equal(coefficients_of(found["key"]), coefficients_of(alone))
+    alone = fit(batches, side="target", c_transforms=2, **fields)
+    assert torch.equal(coefficients_of(found["target"]), coefficients_of(alone))
     alone = fit(batches, features=("gaussian",))
     assert torch.equal(coefficients_of(found["own"]), coefficients_of(alone))
-    assert not torch.equal(coefficients_of(found["a"]), coefficients_of(found["key"]))
+    assert not torch.equal(coefficients_of(found["a"]), coefficients_of(found["target"]))
 
 
 def test_kl_starts_from_least_squares_and_says_how_it_ended():
@@ -319,8 +320,8 @@ def test_kl_starts_from_least_squares_and_says_how_it_ended():
 
 
 @pytest.mark.parametrize("features", [("sliced:16",), ("gaussian",), ("coarse:8",)], ids=" ".join)
-@pytest.mark.parametrize(("side", "closures"), [("source", 1), ("key", 2)])
-def test_fit_improves_on_a_zero_dual(side, closures, features):
+@pytest.mark.parametrize(("side", "c_transforms"), [("source", 1), ("target", 2)])
+def test_fit_improves_on_a_zero_dual(side, c_transforms, features):
     """Keys on a wider cloud than queries: where both clouds agree, sliced potentials vanish."""
 
     def cloud(seed):
@@ -329,7 +330,7 @@ def test_fit_improves_on_a_zero_dual(side, closures, features):
 
     rule = convention(output_factor=dataclasses.replace(convention().output_factor, queries=1))
     site = fit(
-        [cloud(seed) for seed in range(6)], rule, side=side, closures=closures, features=features
+        [cloud(seed) for seed in range(6)], rule, side=side, c_transforms=c_transforms, features=features
     )
     unseen = cloud(99)
     exact = sinkhorn_attention(unseen.q, unseen.k, None, None, *settings_of(rule))
@@ -337,16 +338,16 @@ def test_fit_improves_on_a_zero_dual(side, closures, features):
     zero = torch.zeros(3, 2, 24)
     duals = (zero, None) if side == "source" else (None, zero)
     plain = asap_attention(
-        unseen.q, unseen.k, None, None, *duals, 0.5, closures, [1.0, 1.0, 0.0, 0.0]
+        unseen.q, unseen.k, None, None, *duals, 0.5, c_transforms, [1.0, 1.0, 0.0, 0.0]
     )
     assert (fitted - exact).norm() < 0.6 * (plain - exact).norm()
 
 
 @pytest.mark.parametrize("fields", [
     {"features": ("sliced:4",)},
-    {"features": ("coarse:4", "gaussian"), "side": "key", "closures": 2},
-    {"features": ("gaussian",), "side": "both", "closures": 0},
-], ids=["source", "key", "both"])  # fmt: skip
+    {"features": ("coarse:4", "gaussian"), "side": "target", "c_transforms": 2},
+    {"features": ("gaussian",), "side": "both", "c_transforms": 0},
+], ids=["source", "target", "both"])  # fmt: skip
 def test_pieces_change_nothing(monkeypatch, fields):
     batches = [site_tensors(0, masked=True), site_tensors(1, masked=True, bias=True)]
     whole = statistics_of([], seed=5, **fields)
@@ -379,8 +380,8 @@ def test_a_bias_of_every_example_goes_with_its_piece(monkeypatch):
         assert torch.equal(piece.q[0], each.q[index]) and torch.equal(piece.keep[0], keep[index])
 
 
-@pytest.mark.parametrize(("side", "closures"), [("source", 3), ("key", 2)])
-def test_examples_without_active_keys_are_passed_over(side, closures):
+@pytest.mark.parametrize(("side", "c_transforms"), [("source", 3), ("target", 2)])
+def test_examples_without_active_keys_are_passed_over(side, c_transforms):
     tensors = site_tensors(masked=True)
     assert tensors.keep is not None
     padded = SiteTensors(
@@ -389,7 +390,7 @@ def test_examples_without_active_keys_are_passed_over(side, closures):
         torch.cat([tensors.keep, torch.zeros(1, 9, dtype=torch.bool)]),
     )
     plain, with_empty = (
-        statistics_of([own], side=side, closures=closures) for own in (tensors, padded)
+        statistics_of([own], side=side, c_transforms=c_transforms) for own in (tensors, padded)
     )
     for found, expected in zip(
         *(coefficients_of(finish({"a": own})["a"]) for own in (with_empty, plain)), strict=True
@@ -427,13 +428,13 @@ def degenerate(kind):
     ids=" ".join,
 )
 @pytest.mark.parametrize(
-    ("side", "closures"), [("source", 3), ("key", 2), ("key", 1), ("both", 0)]
+    ("side", "c_transforms"), [("source", 3), ("target", 2), ("target", 1), ("both", 0)]
 )
-def test_degenerate_layers_fit_without_nan(kind, features, side, closures):
+def test_degenerate_layers_fit_without_nan(kind, features, side, c_transforms):
     """Finite coefficients without a ridge, and a finite map that keeps the teacher's last sums."""
     tensors = degenerate(kind)
     for ridge in (0.0, 1e-3):
-        site = fit([tensors], side=side, closures=closures, features=features, ridge=ridge)
+        site = fit([tensors], side=side, c_transforms=c_transforms, features=features, ridge=ridge)
         for index, quality in enumerate(site.quality):
             assert coefficients_of(site, index).isfinite().all()
             assert all(math.isfinite(r) for r in quality.r2)
@@ -456,13 +457,13 @@ def test_non_finite_activations_name_the_site(where, value):
 
 
 @pytest.mark.parametrize("features", [("sliced:4",), ("coarse:4", "gaussian", "lse")], ids=" ".join)
-@pytest.mark.parametrize(("side", "closures"), FITS)
-def test_nan_behind_the_mask_is_harmless(side, closures, features):
+@pytest.mark.parametrize(("side", "c_transforms"), FITS)
+def test_nan_behind_the_mask_is_harmless(side, c_transforms, features):
     tensors = site_tensors(masked=True, batch=8)
     assert tensors.keep is not None
     poisoned = torch.where(tensors.keep[:, None, :, None], tensors.k, math.nan)
     sites = [
-        fit([own], side=side, closures=closures, features=features)
+        fit([own], side=side, c_transforms=c_transforms, features=features)
         for own in (tensors, dataclasses.replace(tensors, k=poisoned))
     ]
     torch.testing.assert_close(*(coefficients_of(site) for site in sites))
@@ -499,12 +500,12 @@ def calibration(**changes):
     for name, fields in {
         "layers.0.attn": {"coefficients": "pooled"},
         "layers.1.attn": {"features": ("coarse:3", "norm", "sliced:2:axis"), "fit": "kl"},
-        "layers.2.attn": {"side": "key", "closures": 1, "features": ("coarse:3",)},
-        "layers.3.attn": {"side": "both", "closures": 0, "features": ("gaussian",)},
+        "layers.2.attn": {"side": "target", "c_transforms": 1, "features": ("coarse:3",)},
+        "layers.3.attn": {"side": "both", "c_transforms": 0, "features": ("gaussian",)},
     }.items():
         sites[name] = (fit([site_tensors(batch=8)], name=name, **fields),)
     base = Calibration(
-        "f" * 64, {"closures": 3}, "whole", sites, "d.npz", "sequential", (0, 2**63, 2**64 - 1)
+        "f" * 64, {"c_transforms": 3}, "whole", sites, "d.npz", "sequential", (0, 2**63, 2**64 - 1)
     )
     return dataclasses.replace(base, **changes)
 
@@ -626,7 +627,7 @@ DAMAGE = {
     "a time too few": (overwritten("timings.json", lambda b: b.replace(b"[", b"[[]", 1)), "damaged"),
     "no such time": (overwritten("timings.json", lambda b: b"{}"), "damaged"),
     "sites of another type": (edited("sites", value=[]), "damaged"),
-    "impossible plan": (edited(*FIRST, "plan", "closures", value=2), "plan does not fit"),
+    "impossible plan": (edited(*FIRST, "plan", "c_transforms", value=2), "plan does not fit"),
     "plan of a later time": (edited(*FIRST, "plan", "half_steps", value=8), "plan does not fit"),
     "other first side": (edited(*FIRST, "convention", "first_side", value="column"), "plan does not"),
     "not rescaled": (edited(*KEY, "plan", "rescaled", value=False), "plan does not fit"),

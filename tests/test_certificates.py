@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asapc.calibration.teacher import TeacherDuals
-from asapc.features.predictor import ClosurePlan, RecipeSide, closure_plan
+from asapc.features.predictor import RecipeSide, TransformPlan, transform_plan
 from asapc.ir import Convention, SiteTensors
-from asapc.operators.closures import close_columns, close_rows, log_marginals
+from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
 from asapc.operators.sinkhorn import attention_map, finite_duals
 from asapc.report import certificates
 from asapc.report.certificates import (
@@ -66,15 +66,15 @@ def test_row_error_bound_holds(seed, n, m, spread, masked):
 
 
 @settings(max_examples=50, deadline=None)
-@given(**cases, closures=st.integers(1, 4))
-def test_dual_stability_holds_after_any_closures(seed, n, m, spread, masked, closures):
+@given(**cases, c_transforms=st.integers(1, 4))
+def test_dual_stability_holds_after_any_c_transforms(seed, n, m, spread, masked, c_transforms):
     scores, keep, generator = random_scores(seed, n, m, spread, masked)
     log_mu, log_nu = log_marginals(n, m, keep, scores)
     f = torch.randn(2, 2, n, generator=generator).double()
     f_hat = f + 0.3 * torch.randn(2, 2, n, generator=generator) + 5.0
     maps = []
     for dual in (f, f_hat):
-        for step in range(closures):
+        for step in range(c_transforms):
             if step % 2 == 0:
                 g = close_columns(scores, dual, log_nu)
             else:
@@ -223,13 +223,13 @@ def test_one_key_or_equal_scores_contract_at_once() -> None:
 
 # A site, from its activations to its certificates
 
-PLANS: dict[str, tuple[int, int, RecipeSide]] = {  # half-steps, closures, side
-    "source, one closure": (8, 1, "source"),
-    "source, three closures": (8, 3, "source"),
-    "source, two closures, rows last": (9, 2, "source"),
-    "keys, two closures": (8, 2, "key"),
-    "keys, one closure, rows last": (9, 1, "key"),
-    "keys, rescaled": (8, 1, "key"),
+PLANS: dict[str, tuple[int, int, RecipeSide]] = {  # half-steps, c-transforms, side
+    "source, one c-transform": (8, 1, "source"),
+    "source, three c-transforms": (8, 3, "source"),
+    "source, two c-transforms, rows last": (9, 2, "source"),
+    "keys, two c-transforms": (8, 2, "target"),
+    "keys, one c-transform, rows last": (9, 1, "target"),
+    "keys, rescaled": (8, 1, "target"),
 }
 
 
@@ -242,7 +242,7 @@ def activations(masked: bool, seed: int = 0, scale: float = 2.0) -> SiteTensors:
 
 
 def site(
-    t: SiteTensors, convention: Convention, plan: ClosurePlan | None, noise: Callable[..., Any]
+    t: SiteTensors, convention: Convention, plan: TransformPlan | None, noise: Callable[..., Any]
 ) -> SiteCertificates:
     """Certificates of a site whose prediction is the teacher's dual plus noise(shape of the dual)."""
 
@@ -255,7 +255,7 @@ def site(
         return own
 
     source = predict(0) if plan is not None and plan.side in ("source", "both") else None
-    key = predict(1) if plan is not None and plan.side in ("key", "both") else None
+    key = predict(1) if plan is not None and plan.side in ("target", "both") else None
     found = SiteCertificates(convention, plan, source, key)
     found.update(t)
     return found
@@ -271,10 +271,10 @@ def normal(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("masked", [False, True], ids=["all keys", "padded"])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_certificate_of_every_plan_holds(name: str, masked: bool) -> None:
-    half_steps, closures, side = PLANS[name]
+    half_steps, c_transforms, side = PLANS[name]
     convention = Convention(half_steps, "row", 5**-0.5)
-    plan = closure_plan(convention, closures, side)
-    assert plan is not None and plan.closures == closures
+    plan = transform_plan(convention, c_transforms, side)
+    assert plan is not None and plan.c_transforms == c_transforms
     for size in (1e-6, 0.3, 5.0):
         found = site(activations(masked), convention, plan, normal(size))
         entries = {entry["name"]: entry for entry in found.result()}
@@ -285,14 +285,14 @@ def test_every_certificate_of_every_plan_holds(name: str, masked: bool) -> None:
             "kl_density_bound", "kl_identity_reverse", "kl_identity_forward",
             f"{free}_error_kl_bound", f"{free}_error_identity",
         }  # fmt: skip
-        if closures > 1 and last == "column":
+        if c_transforms > 1 and last == "column":
             expected.add("row_bound")
         assert set(entries) == expected
         for entry in entries.values():
             assert entry["holds"] is True, entry
             assert entry["cases"] == (6 if masked else 8)  # the padded example is passed over
             assert 0 <= entry["measured"] <= entry["bound"] * (1 + 1e-6) + 1e-9
-        number = "B.8" if closures == 1 else "B.9"
+        number = "B.8" if c_transforms == 1 else "B.9"
         assert entries["dual_stability"]["source"] == f"ASAP, Proposition {number}"
         assert entries["kl_identity_reverse"]["residual"] < 1e-9
         if size == 0.3:  # nothing of it is as good as equal to zero
@@ -304,7 +304,7 @@ def test_measured_values_are_those_of_the_attention_maps() -> None:
     from asapc.operators.asap import asap_attention
 
     t, convention = activations(False), Convention(8, "row", 5**-0.5)
-    plan = closure_plan(convention, 3, "source")
+    plan = transform_plan(convention, 3, "source")
     assert plan is not None
     found = site(t, convention, plan, normal(0.2))
     f = TeacherDuals(t, convention).after(plan.half_steps)[0]
@@ -331,7 +331,7 @@ def test_entries_can_move_by_the_whole_of_the_stability_bound() -> None:
     """A column follows the query it attends to: off the diagonal an entry moves by exp(f_i - f_j)."""
     alpha = 0.4
     convention, noise = Convention(8, "row", 1.0), torch.tensor([alpha, -alpha])
-    plan = closure_plan(convention, 1, "source")
+    plan = transform_plan(convention, 1, "source")
     found = site(diagonal(14.0, 2), convention, plan, lambda dual: noise)
     entry = next(e for e in found.result() if e["name"] == "dual_stability")
     assert entry["bound"] == pytest.approx(math.exp(2 * alpha))
@@ -351,7 +351,7 @@ def unbalanced(first: int, second: int) -> SiteTensors:
 def test_row_bound_by_hand() -> None:
     """Rows 51 and 50 of 101 on two keys of mass 1/2: columns are scaled by 101/102 and 101/100."""
     convention = Convention(8, "row", 1.0)
-    plan = closure_plan(convention, 3, "source")
+    plan = transform_plan(convention, 3, "source")
     found = site(unbalanced(51, 50), convention, plan, lambda dual: torch.zeros(101))
     entry = next(e for e in found.result() if e["name"] == "row_bound")
     assert entry["bound"] == pytest.approx(0.01)
@@ -386,7 +386,7 @@ WRONG: dict[str, tuple[Any, str, Any, SiteTensors, float]] = {
 def test_a_wrong_bound_does_not_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, wrong, t, size = WRONG[name]
     convention = Convention(8, "row", 1.0)
-    plan = closure_plan(convention, 3, "source")
+    plan = transform_plan(convention, 3, "source")
 
     def noise(dual: torch.Tensor) -> torch.Tensor:
         return size * torch.linspace(-1, 1, dual.shape[-1]).double()
@@ -402,7 +402,7 @@ def test_a_wrong_bound_does_not_hold(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_wrong_stability_bound_does_not_hold() -> None:
     """The same duals, with an error between them that is said to be smaller than it is."""
     convention = Convention(8, "row", 1.0)
-    plan = closure_plan(convention, 1, "source")
+    plan = transform_plan(convention, 1, "source")
     found = SiteCertificates(convention, plan)
     block = Block(diagonal(14.0, 2).q.double(), -math.log(2), -math.log(2))
     f = torch.zeros(1, 1, 2, dtype=torch.float64)
@@ -434,7 +434,7 @@ def test_a_row_error_by_its_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_exact_prediction_measures_nothing() -> None:
     convention = Convention(8, "row", 5**-0.5)
-    plan = closure_plan(convention, 1, "source")
+    plan = transform_plan(convention, 1, "source")
     found = site(activations(True), convention, plan, lambda dual: dual * 0 + 3.0)  # another gauge
     entries = {entry["name"]: entry for entry in found.result()}
     assert entries["dual_stability"]["bound"] == pytest.approx(1.0, abs=1e-12)
@@ -444,7 +444,7 @@ def test_exact_prediction_measures_nothing() -> None:
 
 def test_vacuous_bounds_say_so() -> None:
     convention = Convention(8, "row", 1.0)
-    plan = closure_plan(convention, 3, "source")
+    plan = transform_plan(convention, 3, "source")
     found = site(activations(False, scale=0.5), convention, plan, normal(30.0))
     entries = {entry["name"]: entry for entry in found.result()}
     for name in ("dual_stability", "kl_variance_bound"):
@@ -463,7 +463,7 @@ def test_kept_loops_and_both_predicted_duals_have_what_is_proven_of_them() -> No
     kept = site(activations(True), convention, None, normal(0.1))
     assert [entry["name"] for entry in kept.result()] == ["contraction_bound"]
     assert set(kept.metrics()) == {"contraction_bound"}
-    both = site(activations(True), convention, closure_plan(convention, 0, "both"), normal(0.1))
+    both = site(activations(True), convention, transform_plan(convention, 0, "both"), normal(0.1))
     assert [entry["name"] for entry in both.result()] == ["contraction_bound"]
     assert set(both.metrics()) == {"contraction_bound", "dual_stability"}
     assert both.metrics()["dual_stability"] > 1.1
@@ -474,7 +474,7 @@ def test_forbidden_pairs_are_bounded_but_not_compared() -> None:
     bias = torch.zeros(1, 1, 7, 6)
     bias[..., 0, 1] = -math.inf
     convention = Convention(8, "row", 5**-0.5, bias=True)
-    plan = closure_plan(convention, 3, "source")
+    plan = transform_plan(convention, 3, "source")
     found = site(SiteTensors(t.q, t.k, None, bias), convention, plan, normal(0.1))
     assert found.result() == []
     assert found.metrics()["contraction_bound"] == 1.0
@@ -483,7 +483,7 @@ def test_forbidden_pairs_are_bounded_but_not_compared() -> None:
 
 def test_a_broken_prediction_holds_nothing() -> None:
     convention = Convention(8, "row", 5**-0.5)
-    plan = closure_plan(convention, 3, "source")
+    plan = transform_plan(convention, 3, "source")
     found = site(activations(False), convention, plan, lambda dual: dual * math.nan)
     held = {entry["name"]: entry["holds"] for entry in found.result()}
     assert held.pop("contraction_bound") is True
@@ -497,7 +497,7 @@ def test_budgets_limit_what_is_compared_but_not_the_metrics(
     monkeypatch.setattr(certificates, "PLAN_ENTRIES", 1)
     monkeypatch.setattr(certificates, "CONTRACTION_ENTRIES", 0)
     convention = Convention(8, "row", 5**-0.5)
-    plan = closure_plan(convention, 3, "source")
+    plan = transform_plan(convention, 3, "source")
     found = site(activations(True), convention, plan, normal(0.1))
     whole = SiteCertificates(convention, plan, found.source)
     monkeypatch.setattr(certificates, "PLAN_ENTRIES", 2**24)

@@ -23,7 +23,7 @@ from asapc.calibration.stored import FitQuality, SiteCalibration
 from asapc.errors import InputError, NoSiteError, VerificationError
 from asapc.features import Feature
 from asapc.features.clouds import Budget
-from asapc.features.predictor import Amortised, ClosurePlan, DualPredictor
+from asapc.features.predictor import Amortised, DualPredictor, TransformPlan
 from asapc.ir import Convention
 from asapc.report import Report
 
@@ -52,7 +52,7 @@ INSPECTION = {
     ],
 }
 REPORT = {
-    "format_version": 2,
+    "format_version": 3,
     "fingerprints": {"teacher": "t", "data": "d"},
     "model": {"examples": 512, "prediction_agreement": 0.98, "speedup": 3.5},
     "sites": [{"name": "layers.0", "operator": "asap", "metrics": {"attention_rel_l2": 0.04}}],
@@ -65,12 +65,12 @@ MANIFEST = {
     "capture": "whole",
     "sites": [{"name": "layers.0", "operator": "asap", "reason": "r"}],
 }
-PLAN = ClosurePlan("key", 1, 20, rescaled=True)
+PLAN = TransformPlan("target", 1, 20, rescaled=True)
 SITE = SiteCalibration(
     Convention(20, "row", 0.5),
     Amortised(
         PLAN,
-        (DualPredictor("key", (Feature("norm"),), (None,), torch.ones(2, 1), Budget(20, False)),),
+        (DualPredictor("target", (Feature("norm"),), (None,), torch.ones(2, 1), Budget(20, False)),),
     ),
     (FitQuality("ls", r2=(0.9, 0.7), condition_number=(10.0, float("inf"))),),
     examples=8,
@@ -230,9 +230,10 @@ def test_refusals_and_their_reasons_are_printed(
 def test_a_bad_recipe_is_found_before_the_model_is_loaded(
     calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("recipe.yaml").write_text("closure: 3")
+    Path("recipe.yaml").write_text("c_transform: 3")
     assert cli.main([*ARGUMENTS["calibrate"], "--recipe", "recipe.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("asapc: recipe recipe.yaml, line 1: unknown key 'closure'")
+    said = capsys.readouterr().err
+    assert said.startswith("asapc: recipe recipe.yaml, line 1: unknown key 'c_transform'")
     assert not calls
 
 
@@ -248,7 +249,8 @@ def test_calibrate_summarises_the_fit(
     assert summary["warnings"] == [WARNING]
     assert summary["sites"] == [
         {
-            "name": "layers.0", "side": "key", "closures": 1, "rescaled": True, "features": ["norm"],
+            "name": "layers.0", "side": "target", "c_transforms": 1, "rescaled": True,
+            "features": ["norm"],
             "fit": "ls", "coefficients": "per_head", "r2": 0.7, "condition_number": 10.0,
             "fit_converged": None, "kl_examples": None, "examples": 8, "pivots": None, "slices": None,
             "fit_rel_l2": None, "range": None, "tokens": 512, "fit_seconds": 0.1,

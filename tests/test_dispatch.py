@@ -54,17 +54,17 @@ def test_the_cpu_path_is_the_one_that_runs(
     assert any(size > 1 for size in groups) == ("stacked" in path)
 
 
-def test_one_closure_from_the_keys_dual_is_torchs_attention() -> None:
+def test_one_c_transform_from_the_keys_dual_is_torchs_attention() -> None:
     q = torch.randn(1, 2, 8, 4)
     with explained() as choices:
         torch.ops.asapc.asap(q, q, q, None, None, None, q[..., 0], 0.5, 1, ATTENTION)
         torch.ops.asapc.dual(
-            q, q, None, None, [], torch.ones(1, 1), "norm", "key", 0.5, 3, True
+            q, q, None, None, [], torch.ones(1, 1), "norm", "target", 0.5, 3, True
         )
     assert [c.kernel for c in choices] == ["scaled_dot_product_attention", "CPU, norm"]
 
 
-def test_two_duals_without_a_closure_are_the_plain_meaning() -> None:
+def test_two_duals_without_a_c_transform_are_the_plain_meaning() -> None:
     q = torch.randn(1, 2, 8, 4)
     with explained() as choices:
         torch.ops.asapc.asap(q, q, q, None, None, q[..., 0], q[..., 1], 0.5, 0, ATTENTION)
@@ -84,8 +84,8 @@ def test_other_devices_fall_back_and_say_so(monkeypatch: pytest.MonkeyPatch) -> 
         assert dispatch.attention_backend("sinkhorn", q, q, q, None, None, 1.0) == "plain"
         assert dispatch.dual_backend("dual", q, q, "norm") == "plain"
         arguments = ("asap", q, q, q, None, None, 1.0)
-        assert dispatch.attention_backend(*arguments, closures=1, from_key=True) == "softmax"
-        assert dispatch.attention_backend(*arguments, closures=2, from_key=True) == "plain"
+        assert dispatch.attention_backend(*arguments, c_transforms=1, from_key=True) == "softmax"
+        assert dispatch.attention_backend(*arguments, c_transforms=2, from_key=True) == "plain"
     assert all("meta devices" in c.reason for c in choices)
 
 

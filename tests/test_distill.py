@@ -29,7 +29,7 @@ from asapc.calibration.stored import (
 )
 from asapc.cli import main
 from asapc.errors import InputError
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.inputs.data import Batch
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
@@ -385,7 +385,7 @@ def test_counts_in_a_recipe(key: str) -> None:
             "distilled with `pivots: 2`",
         ),
         ({"operator": "lot"}, {"operator": "esp_hard"}, "not fitted as `esp_hard 32`"),
-        ({"operator": "lot"}, {"operator": "auto"}, "not fitted as `asap key 1 coarse:32`"),
+        ({"operator": "lot"}, {"operator": "auto"}, "not fitted as `asap target 1 coarse:32`"),
         ({"operator": "esp_hard", "slices": 2}, {"operator": "esp_hard", "slices": 2, "seed": 1},
          "distilled with `seed: 0`"),
         ({"operator": "asap", "features": ["norm"]}, {"operator": "lot"}, "not fitted as `lot 32`"),
@@ -406,7 +406,7 @@ def test_another_recipe_needs_another_fit(
         own.update(site())
         fitted["layer"] = (own.calibration(),)
     elif recipe.operator == "asap":
-        plan = closure_plan(convention, 1, "key")
+        plan = transform_plan(convention, 1, "target")
         assert plan is not None
         statistics = SiteStatistics("layer", convention, plan, recipe)
         statistics.update(site())
@@ -550,7 +550,7 @@ def test_rows_of_a_study(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "grid.yaml").write_text(
         "blocks:\n"
         "  - {operator: [lot, esp_hard], pivots: 3, slices: 4, max_examples: 16}\n"
-        "  - {features: [norm], closures: 1}\n"
+        "  - {features: [norm], c_transforms: 1}\n"
     )
     monkeypatch.setattr(distill, "STEPS", 20)
     monkeypatch.setattr(distill, "CANDIDATES", 32)

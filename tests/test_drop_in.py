@@ -50,7 +50,7 @@ import drop_in_nets
 sys.path.pop(0)
 
 RECIPE = {
-    "operator": "asap", "side": "key", "closures": 1, "features": ["coarse:4"], "batch_size": 16,
+    "operator": "asap", "side": "target", "c_transforms": 1, "features": ["coarse:4"], "batch_size": 16,
     "max_examples": 48, "selection_examples": 16, "sites": {"blocks.1": {"operator": "lossless"}},
 }  # fmt: skip
 FORMS = ("whole", "live")
@@ -347,7 +347,7 @@ def test_the_state_goes_round(make: Callable[[], nn.Module], expected: Tensor) -
 def test_it_says_what_it_is(loaded: dict[str, nn.Module]) -> None:
     text = repr(loaded["whole"])
     assert text.splitlines()[0].startswith("CompiledModel of Net(x, keep=None, *, sharp=False")
-    assert "blocks.0: asap (key dual, 1 closure, coarse:4)" in text
+    assert "blocks.0: asap (target dual, 1 c-transform, coarse:4)" in text
     assert "blocks.1: sinkhorn (7 half-steps)" in text and len(text.splitlines()) == 3
     assert "(asapc): blocks.1: sinkhorn" in repr(loaded["live"])
 

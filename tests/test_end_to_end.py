@@ -23,7 +23,7 @@ from asapc.models import ARCHITECTURES
 from asapc.report import report_schema
 
 ASAP = (
-    "operator: asap\nside: source\nclosures: 3\nfeatures: ['sliced:8']\n"
+    "operator: asap\nside: source\nc_transforms: 3\nfeatures: ['sliced:8']\n"
     "batch_size: 16\nmax_examples: 64\n"
 )
 TEXT = {
@@ -151,10 +151,10 @@ def test_report_measures_and_gates(
     assert model["examples"] > 10 and 0 <= model["accuracy_teacher"] <= 1
     assert model["lossless_max_abs_error"] < 1e-5 < model["max_abs_error"]
     site = report["sites"][0]
-    assert (site["operator"], site["closures"]) == ("asap", 3)
+    assert (site["operator"], site["c_transforms"]) == ("asap", 3)
     metrics = site["metrics"]
     assert 0 < metrics["attention_rel_l2"] <= metrics["attention_rel_l2_worst"] < 1
-    assert metrics["col_err"] < 1e-5  # the last closure makes the columns exact
+    assert metrics["col_err"] < 1e-5  # the last c-transform makes the columns exact
     assert {"row_err", "plan_kl", "row_bound", "contraction_bound", "r2"} <= set(metrics)
     written = json.loads((compiled / "report.json").read_text())
     assert written["sites"][0]["name"] == site["name"]
@@ -352,21 +352,21 @@ def test_exported_program_as_teacher(work: Path, tmp_path: Path) -> None:
 
 FORMS = {
     "default": ({}, 1, True),
-    "two closures": ({"closures": 2, "features": ["coarse:4", "gaussian"]}, 2, False),
-    "kl, shared": ({"closures": 1, "side": "source", "features": ["coarse:4", "norm"], "fit": "kl",
+    "two c-transforms": ({"c_transforms": 2, "features": ["coarse:4", "gaussian"]}, 2, False),
+    "kl, shared": ({"c_transforms": 1, "side": "source", "features": ["coarse:4", "norm"], "fit": "kl",
                     "coefficients": "shared"}, 1, False),
-    "both duals": ({"closures": 0, "side": "both", "features": ["gaussian"]}, 0, False),
+    "both duals": ({"c_transforms": 0, "side": "both", "features": ["gaussian"]}, 0, False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "order"), [
-    ("default", "sequential"), ("two closures", "parallel"), ("kl, shared", "parallel"),
+    ("default", "sequential"), ("two c-transforms", "parallel"), ("kl, shared", "parallel"),
     ("both duals", "sequential"),
 ])  # fmt: skip
 def test_every_form_goes_the_whole_way(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, order: str
 ) -> None:
-    keys, closures, rescaled = FORMS[form]
+    keys, c_transforms, rescaled = FORMS[form]
     recipe = {"operator": "asap", "features": ["coarse:4"], "batch_size": 16, "max_examples": 64}
     (tmp_path / "r.yaml").write_text(json.dumps({**recipe, **keys}))
     extra = ["--sequential"] if order == "sequential" else []
@@ -377,11 +377,11 @@ def test_every_form_goes_the_whole_way(
     report = run_json(capsys, "report", out)
     assert report["model"]["calibration_order"] == order
     for site in report["sites"]:
-        assert (site["operator"], site["closures"]) == ("asap", closures)
+        assert (site["operator"], site["c_transforms"]) == ("asap", c_transforms)
         metrics = site["metrics"]
-        if form != "both duals":  # far off without a closure, the reason for closures
+        if form != "both duals":  # far off without a c-transform, the reason for c-transforms
             assert 0 < metrics["attention_rel_l2"] < 0.7
-        exact = form != "both duals" and not rescaled  # the last closure's side
+        exact = form != "both duals" and not rescaled  # the last c-transform's side
         assert (metrics["col_err"] < 1e-5) == exact
     inputs = batch(work / "data.npz", 6)
     model = asapc.load(out)
@@ -562,7 +562,7 @@ def test_tampered_manifest_is_one_clear_message(
     expect(capsys, EXIT_BAD_INPUT, ("report", out), "manifest.json", "compile again")
 
 
-@pytest.mark.parametrize("key", ["convention", "features", "closures"])
+@pytest.mark.parametrize("key", ["convention", "features", "c_transforms"])
 def test_a_manifest_site_without_what_it_needs(
     compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:

@@ -17,7 +17,7 @@ from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.enough import EXAMPLES, ROWS, shortages
 from asapc.calibration.stored import SiteCalibration, SiteDistillation
 from asapc.errors import FewExamplesWarning
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, Distilled, SiteTensors
 from asapc.models import SinkformerText
@@ -35,9 +35,9 @@ def fits(
 ) -> dict[str, tuple[SiteCalibration, ...]]:
     """Fits of random sites, each on `examples` of `tokens` queries."""
     generator = torch.Generator().manual_seed(0)
-    recipe = Recipe(**{"side": "source", "closures": 1, "features": ("norm",), **fields})
+    recipe = Recipe(**{"side": "source", "c_transforms": 1, "features": ("norm",), **fields})
     rule = Convention(6, "row", score_multiplier=0.5)
-    plan = closure_plan(rule, recipe.closures, recipe.side)
+    plan = transform_plan(rule, recipe.c_transforms, recipe.side)
     assert plan is not None
     sites = {}
     for name in names:

@@ -27,7 +27,7 @@ TEXT = {
     "num_classes": 3, "max_iter": 8,
 }  # fmt: skip
 RECIPE = {
-    "operator": "asap", "side": "source", "closures": 3, "features": ["coarse:4"],
+    "operator": "asap", "side": "source", "c_transforms": 3, "features": ["coarse:4"],
     "batch_size": 16, "max_examples": 64,
 }  # fmt: skip
 
@@ -206,7 +206,7 @@ def test_a_site_left_to_the_teacher_has_no_error(
 
     monkeypatch.setattr(select, "_not_slower", left)
     recipe = tmp_path / "auto.yaml"
-    named = {key: RECIPE[key] for key in ("side", "closures", "features")}
+    named = {key: RECIPE[key] for key in ("side", "c_transforms", "features")}
     shared = {key: RECIPE[key] for key in ("batch_size", "max_examples")}
     recipe.write_text(json.dumps({**shared, "candidates": [named], "budget": BUDGET}))
     calib, out = tmp_path / "calib", tmp_path / "out"

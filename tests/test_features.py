@@ -603,5 +603,5 @@ def test_one_broken_example_does_not_break_the_others() -> None:
 
 def test_lse_of_an_empty_batch() -> None:
     q = torch.randn(0, 2, 8, 4)
-    own = torch.ops.asapc.dual(q, q, None, None, [], torch.ones(1, 1), "lse", "key", 0.5, 3, True)
+    own = torch.ops.asapc.dual(q, q, None, None, [], torch.ones(1, 1), "lse", "target", 0.5, 3, True)
     assert own.shape == (0, 2, 8)

@@ -31,7 +31,7 @@ from asapc.calibration.stored import (
 )
 from asapc.calibration.stream import Pending, _finished
 from asapc.errors import InputError
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
@@ -43,7 +43,7 @@ from asapc.terminal.progress import make_progress
 QUIET = make_progress(quiet=True)
 FITS = [
     {"features": ["coarse:4", "gaussian"]}, {"side": "source", "features": ["sliced:3", "raw"]},
-    {"side": "both", "closures": 0, "features": ["norm"], "coefficients": "pooled"},
+    {"side": "both", "c_transforms": 0, "features": ["norm"], "coefficients": "pooled"},
     {"operator": "lot", "pivots": 4}, {"operator": "esp_hard", "slices": 3},
 ]  # fmt: skip
 RECIPE: dict[str, Any] = {
@@ -163,8 +163,8 @@ def test_every_fact_is_looked_at(work: Path) -> None:
 
 def test_statistics_of_an_unfinished_run_are_looked_at() -> None:
     convention = Convention(8, "row", 0.5)
-    recipe = Recipe.from_dict({"side": "both", "closures": 0, "features": ["sliced:3", "norm"]})
-    plan = closure_plan(convention, 0, "both")
+    recipe = Recipe.from_dict({"side": "both", "c_transforms": 0, "features": ["sliced:3", "norm"]})
+    plan = transform_plan(convention, 0, "both")
     assert plan is not None
     full, empty = (SiteStatistics("s", convention, plan, recipe) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
@@ -203,7 +203,7 @@ def test_a_finished_fit_of_an_unfinished_run_is_of_this_site(work: Path) -> None
         return _finished(pending, fit_tensors(pending.key, fit), facts | other) is not None
 
     assert finished()
-    others = [{"seconds": math.inf}, {"settings": {}}, {"settings": None}, {"plan": {"side": "key"}}]
+    others = [{"seconds": math.inf}, {"settings": {}}, {"settings": None}, {"plan": {"side": "target"}}]
     assert not any(finished(**other) for other in others)
     assert not finished(heads=3) and not finished(head_dim=4)
     loop = replace(fit.convention, score_multiplier=2.0)
@@ -213,7 +213,7 @@ def test_a_finished_fit_of_an_unfinished_run_is_of_this_site(work: Path) -> None
 def test_columns_for_each_position_are_of_these_positions() -> None:
     convention = Convention(8, "row", 0.5)
     recipe = Recipe.from_dict({"features": ["token_bias"], "side": "source"})
-    plan = closure_plan(convention, recipe.closures, recipe.side)
+    plan = transform_plan(convention, recipe.c_transforms, recipe.side)
     assert plan is not None
     statistics = SiteStatistics("s", convention, plan, recipe)
     generator = torch.Generator().manual_seed(0)

@@ -101,10 +101,10 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_combinations_are_counted_before_they_are_made(tmp_path: Path) -> None:
     many = "[" + ", ".join(map(str, range(1, 51))) + "]"
-    block = f"{{ridge: {many}, closures: {many}, seed: {many}, ridge_mode: [risk, direct]}}"
+    block = f"{{ridge: {many}, c_transforms: {many}, seed: {many}, ridge_mode: [risk, direct]}}"
     (tmp_path / "grid.yaml").write_text(f"blocks: [{block}]")
     refused(lambda: load_grid(tmp_path / "grid.yaml"))
-    (tmp_path / "recipe.yaml").write_text(f"candidates: [{{ridge: {many}, closures: {many}}}]")
+    (tmp_path / "recipe.yaml").write_text(f"candidates: [{{ridge: {many}, c_transforms: {many}}}]")
     refused(lambda: load_recipe(tmp_path / "recipe.yaml"), "at most")
     for text in ("pivots: 1000000000000", "slices: 99999999", "features: ['sliced:99999999999']",
                  f"features: ['sliced:{'9' * 5000}']"):  # fmt: skip

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 
 from asapc.kernels.gpu import apply, half_step, resident, sinkhorn  # noqa: E402
 from asapc.kernels.loop import Loop  # noqa: E402
-from asapc.operators import closures  # noqa: E402
+from asapc.operators import c_transforms  # noqa: E402
 from asapc.operators import sinkhorn as meaning  # noqa: E402
 
 SCALE = 0.4
@@ -125,14 +125,15 @@ def assert_honest(own: Tensor, exact: Tensor, rough: Tensor) -> None:
 def test_half_steps(name: str, start: bool) -> None:
     case = Case(**CASES[name])
     q, k, _, keep, bias = case.given()
-    own_f = half_step.close_rows(q, k, keep, bias, case.dual("key") if start else None, SCALE)
+    own_f = half_step.close_rows(q, k, keep, bias, case.dual("target") if start else None, SCALE)
     own_g = half_step.close_columns(q, k, keep, bias, case.dual("source") if start else None, SCALE)
     results = []
     for dtype in (torch.float64, torch.float32):
         scores = case.scores(dtype)
-        log_mu, log_nu = closures.log_marginals(*scores.shape[2:], case.keep, scores)
+        log_mu, log_nu = c_transforms.log_marginals(*scores.shape[2:], case.keep, scores)
         f, g = case.starts(dtype, start, start)
-        rows, columns = closures.close_rows(scores, g, log_mu), closures.close_columns(scores, f, log_nu)
+        rows = c_transforms.close_rows(scores, g, log_mu)
+        columns = c_transforms.close_columns(scores, f, log_nu)
         results.append((rows, columns))
     assert own_f.dtype == own_g.dtype == torch.float32
     assert_honest(own_f, results[0][0], results[1][0])
@@ -174,7 +175,7 @@ def test_attend(name: str, closes: bool) -> None:
     case = Case(**CASES[name])
     q, k, v, keep, bias = case.given()
     results = []
-    f, g = None, case.dual("key")
+    f, g = None, case.dual("target")
     if not closes:  # duals of a loop's end: the plan they give has columns of mass 1 / M
         f = case.dual("source")
         g = half_step.close_columns(q, k, keep, bias, f, SCALE)
@@ -211,7 +212,7 @@ def assert_loop(case: Case, runner: Any, half_steps: int, first: Any, start: boo
         f, g = case.starts(dtype, start and first == "column", start and first == "row")
         f, g = meaning.run_half_steps(case.scores(dtype), f, g, half_steps, first, case.keep)
         results.append(plan_times_v(case, f, g))
-    dual = case.dual("key" if first == "row" else "source") if start else None
+    dual = case.dual("target" if first == "row" else "source") if start else None
     own = runner(*case.given(), dual, Loop(SCALE, half_steps, first, factors(case)))
     assert own.dtype == case.v.dtype
     assert_honest(own, *results)

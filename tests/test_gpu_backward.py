@@ -23,7 +23,7 @@ from asapc.kernels.gpu import backward, half_step
 from asapc.kernels.library import gradients
 from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_meaning
-from asapc.operators import closures
+from asapc.operators import c_transforms
 from asapc.operators import sinkhorn as meaning
 
 HOSTILE = {  # smaller, and still of two tiles
@@ -48,7 +48,8 @@ class Reference:
         q, k, self.v, self.f, self.g = self.leaves
         bias = None if case.bias is None else case.bias.to(dtype)
         self.scores = meaning.score_matrix(q, k, case.keep, bias, SCALE)
-        self.log_mu, self.log_nu = closures.log_marginals(*self.scores.shape[2:], case.keep, self.scores)
+        sizes = self.scores.shape[2:]
+        self.log_mu, self.log_nu = c_transforms.log_marginals(*sizes, case.keep, self.scores)
 
     def starts(self, source: bool, target: bool) -> tuple[Tensor, Tensor]:
         f, g = meaning.initial_duals(self.scores, self.case.keep)
@@ -114,13 +115,13 @@ def test_half_steps(name: str) -> None:
     inputs, _ = inputs_of(case)
     q, k, keep, bias, _ = inputs
     grad_f, grad_g = upstream(*case.q.shape[:3]), upstream(*case.k.shape[:3])
-    f, g = case.dual("source"), case.dual("key")
+    f, g = case.dual("source"), case.dual("target")
 
     own_f = half_step.close_rows(q, k, keep, bias, g, SCALE)
     own = backward.close_rows_backward(inputs, own_f, g, grad_f.to(DEVICE))
     results = both(
         case, (False, True), grad_f,
-        lambda ref, _, g: closures.close_rows(ref.scores, g, ref.log_mu),
+        lambda ref, _, g: c_transforms.close_rows(ref.scores, g, ref.log_mu),
     )  # fmt: skip
     assert own.g is not None and own.f is None
     assert_honest(own, results, case)
@@ -129,7 +130,7 @@ def test_half_steps(name: str) -> None:
     own = backward.close_columns_backward(inputs, f, own_g, grad_g.to(DEVICE))
     results = both(
         case, (True, False), grad_g,
-        lambda ref, f, _: closures.close_columns(ref.scores, f, ref.log_nu),
+        lambda ref, f, _: c_transforms.close_columns(ref.scores, f, ref.log_nu),
     )  # fmt: skip
     assert own.f is not None and own.g is None
     assert_honest(own, results, case)
@@ -146,11 +147,11 @@ def test_attend(name: str, closes: bool) -> None:
     grad = upstream(*case.q.shape[:3], case.v.shape[3]).to(case.v.dtype)
     f = None if closes else case.dual("source")
     own = backward.attend_backward(
-        inputs, backward.Output(grad.to(DEVICE), v, factors(case)), f, case.dual("key")
+        inputs, backward.Output(grad.to(DEVICE), v, factors(case)), f, case.dual("target")
     )
 
     def steps(ref: Reference, f: Tensor, g: Tensor) -> Tensor:
-        return ref.out(closures.close_rows(ref.scores, g, ref.log_mu) if closes else f, g)
+        return ref.out(c_transforms.close_rows(ref.scores, g, ref.log_mu) if closes else f, g)
 
     assert (own.f is None) == closes and own.g is not None and own.v is not None
     assert_honest(own, both(case, (not closes, True), grad, steps), case)
@@ -158,7 +159,7 @@ def test_attend(name: str, closes: bool) -> None:
 
 def assert_loop(case: Case, half_steps: int, first: Any, start: bool) -> None:
     q, k, v, keep, bias = case.given()
-    dual = case.dual("key" if first == "row" else "source") if start else None
+    dual = case.dual("target" if first == "row" else "source") if start else None
     loop = Loop(SCALE, half_steps, first, factors(case))
     grad = upstream(*q.shape[:3], v.shape[3]).to(case.v.dtype)
     own = backward.sinkhorn_backward(grad.to(DEVICE), q, k, v, keep, bias, dual, loop)
@@ -214,7 +215,7 @@ def gpu_chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 CALLS: dict[str, tuple[str, Any]] = {
     "sinkhorn": ("sinkhorn", lambda keep, f, g: (keep, None, SCALE, 4, True, [1.0, 1.0, 0.0, 0.0])),
     "source": ("asap", lambda keep, f, g: (keep, None, f, None, SCALE, 3, [1.0, 1.0, 0.0, 0.0])),
-    "key": ("asap", lambda keep, f, g: (keep, None, None, g, SCALE, 1, [1.0, 1.0, 0.0, 0.0])),
+    "target": ("asap", lambda keep, f, g: (keep, None, None, g, SCALE, 1, [1.0, 1.0, 0.0, 0.0])),
 }
 
 
@@ -233,7 +234,7 @@ def test_registered_gradients(gpu_chosen: list[str], name: str, masked: bool) ->
     weights = torch.randn(2, 2, 9, 8, generator=generator)
     found = []
     own_function = getattr(torch.ops.asapc, operator)
-    dual = {"sinkhorn": [], "source": [3], "key": [4]}[name]
+    dual = {"sinkhorn": [], "source": [3], "target": [4]}[name]
     for function, dtype in ((own_function, torch.float32), (reference, torch.float64)):
         leaves = [t.to(DEVICE, dtype).requires_grad_() for t in (q, k, v, f, g)]
         out = function(*leaves[:3], *tail(None if keep is None else keep.to(DEVICE), *leaves[3:]))

@@ -61,7 +61,7 @@ def assert_honest(
     score_multiplier: float = 0.4,
     half_steps: int = 5,
     starts_on_x: bool = True,
-    sides: tuple[str, ...] = ("source", "key"),
+    sides: tuple[str, ...] = ("source", "target"),
     per_head: bool = True,
 ) -> None:
     """Either side's dual and the row masses: at most twice as wrong as the meaning in float32."""
@@ -72,7 +72,7 @@ def assert_honest(
     assert dual.supported(q, k, features) is None
     head = (q, k, keep, bias, parameters, weights, features)
     for side in sides:
-        if side == "key":
+        if side == "target":
             name, tail = "dual_and_row_mass", (score_multiplier, half_steps, starts_on_x)
         else:
             name, tail = "dual", (side, score_multiplier, half_steps, starts_on_x)
@@ -106,7 +106,7 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("half_steps", range(10))
 def test_coarse_after_any_number_of_half_steps(half_steps: int, starts_on_x: bool) -> None:
     q, k = points(1, 2, 19, 5), points(1, 2, 13, 5, seed=1)
-    arguments = {"half_steps": half_steps, "starts_on_x": starts_on_x, "sides": ("key",)}
+    arguments = {"half_steps": half_steps, "starts_on_x": starts_on_x, "sides": ("target",)}
     assert_honest(q, k, "coarse:4", **arguments)
 
 
@@ -172,7 +172,7 @@ def test_equal_pivots_at_equal_distance_share_a_point() -> None:
     _, mass = coarse.dual_and_mass(Clouds(x, y), pivots, budget, want_mass=True)
     _, expected = coarse.dual_and_mass(Clouds(x, y), pivots.flip(1), budget, want_mass=True)
     torch.testing.assert_close(mass, expected)
-    assert_honest(y, x, "coarse:2", parameters=[pivots], score_multiplier=1.0, sides=("key",))
+    assert_honest(y, x, "coarse:2", parameters=[pivots], score_multiplier=1.0, sides=("target",))
 
 
 def test_an_empty_cluster() -> None:
@@ -197,7 +197,7 @@ def test_half_precision_is_widened() -> None:
     q, k = points(1, 1, 9, 5).bfloat16(), points(1, 1, 9, 5, seed=1).bfloat16()
     keep = torch.arange(9, device=DEVICE)[None] < 7
     assert_honest(q, k, ALL, keep, score_multiplier=-0.4)
-    tail = (keep, None, [points(1, 3, 5)], points(1, 1), "coarse:3", "key", 0.4, 4, False)
+    tail = (keep, None, [points(1, 3, 5)], points(1, 1), "coarse:3", "target", 0.4, 4, False)
     for dtype in (torch.bfloat16, torch.float16):
         own = dual.dual(q.to(dtype), k.to(dtype), *tail)
         assert torch.equal(own, dual.dual(q.to(dtype).float(), k.to(dtype).float(), *tail))

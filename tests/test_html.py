@@ -95,13 +95,13 @@ def test_the_headline(full: str) -> None:
 def test_every_part_is_there(full: str) -> None:
     text = " ".join(" ".join(Reader(full).text).split())
     for expected in (
-        "key, 1 closure, rows rescaled, coarse:32", "482 → 14.8 ms at 32 × 256",
+        "target, 1 c-transform, rows rescaled, coarse:32", "482 → 14.8 ms at 32 × 256",
         "What was tried", "By head", "By length", "ASAP, Propositions B.8 and B.9",
         "Certificates: 2 hold, 1 true but vacuous", "KL identity", "equal within 3.20e-13", "264 vacuous",
         "Example 0, head 0, 256 active keys",
         "T=20, row first, column last, scale 0.0884, factor M, key mask",
-        "prediction_agreement ≥ 0.998, attention_rel_l2 ≤ 0.02", "3 × asap key 1 coarse:16",
-        "prediction_agreement 0.9973 < 0.998", "11 candidates, chosen: asap key 1 coarse:32",
+        "prediction_agreement ≥ 0.998, attention_rel_l2 ≤ 0.02", "3 × asap target 1 coarse:16",
+        "prediction_agreement 0.9973 < 0.998", "11 candidates, chosen: asap target 1 coarse:32",
         "attention_rel_l2 0.281 > 0.02", "≤ 0.5%, with confidence", "baseline 19.6, 2% worse allowed",
         "softmax attention: rows only", "9f2c9f2c", "calibration 3500, selection 750, gate 1000",
         "2.13.0", "Predictions changed, by length",

@@ -57,10 +57,10 @@ def assert_honest(
         ("sinkhorn", meaning, (q, k, v, *loop)),
         ("sinkhorn_attention", meaning, (q, k, *loop)),
     ]
-    for source, key, closures in ((f, None, 3), (None, g, 2), (None, g, 1)):
-        tail = (keep, bias, source, key, score_multiplier, closures, ATTENTION)
+    for source, key, c_transforms in ((f, None, 3), (None, g, 2), (None, g, 1)):
+        tail = (keep, bias, source, key, score_multiplier, c_transforms, ATTENTION)
         calls.append(("asap", asap_meaning, (q, k, v, *tail)))
-        if closures > 1:  # one closure from g has a kernel for the output alone
+        if c_transforms > 1:  # one c-transform from g has a kernel for the output alone
             calls.append(("asap_attention", asap_meaning, (q, k, *tail)))
     # A score is itself rounded: by how much of the plan is luck where scores are huge.
     largest = score_multiplier * float((q.double() @ k.double().transpose(-1, -2)).abs().max())
@@ -256,8 +256,8 @@ def test_inputs_are_not_written_to() -> None:
     given = [q, k, v, bias, f, g, pivots, weights]
     before = [t.clone() for t in given]
     for own_bias in (None, bias):
-        for source, key, closures in ((f, None, 3), (None, g, 2), (None, g, 1), (f, g, 0)):
-            ops.asap(q, k, v, None, own_bias, source, key, 1.0, closures, ATTENTION)
+        for source, key, c_transforms in ((f, None, 3), (None, g, 2), (None, g, 1), (f, g, 0)):
+            ops.asap(q, k, v, None, own_bias, source, key, 1.0, c_transforms, ATTENTION)
         features = ([pivots], weights, "coarse:4 gaussian")
         ops.dual(q, k, None, own_bias, *features, "source", 1.0, 5, True)
         ops.dual_and_row_mass(q, k, None, own_bias, *features, 1.0, 6, False)

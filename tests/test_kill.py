@@ -239,7 +239,7 @@ def digests(folder: Path) -> dict[str, str]:
 def test_calibrate_killed(nursery: Nursery, work: Path) -> None:
     """The old folder stays whatever happens to the command; at last it ends as if never killed."""
     recipe = (
-        "operator: asap\nclosures: 1\nside: source\nbatch_size: 8\nmax_examples: 200\n"
+        "operator: asap\nc_transforms: 1\nside: source\nbatch_size: 8\nmax_examples: 200\n"
         "features: ['{}:4']\n"
     )
 
@@ -274,7 +274,7 @@ def test_calibrate_killed(nursery: Nursery, work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(nursery: Nursery, work: Path) -> Path:
-    recipe = "{operator: asap, closures: 1, side: source, features: [norm], max_examples: 40}"
+    recipe = "{operator: asap, c_transforms: 1, side: source, features: [norm], max_examples: 40}"
     (work / "quick.yaml").write_text(recipe)
     teacher, data = str(work / "teacher"), str(work / "data.npz")
     nursery.run("asapc", "calibrate", teacher, "--data", data, "-o", str(work / "quick"),

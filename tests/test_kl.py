@@ -14,7 +14,7 @@ from asapc.calibration import kl
 from asapc.calibration.kl import KlObjective, KlPiece, fit_kl
 from asapc.calibration.least_squares import NormalEquations
 from asapc.features.clouds import Clouds
-from asapc.operators.closures import close_columns, log_marginals
+from asapc.operators.c_transforms import close_columns, log_marginals
 from asapc.operators.sinkhorn import run_half_steps
 
 LAYOUTS = ["square", "N<M", "N>M", "y_keep", "x_keep", "bias"]
@@ -54,7 +54,7 @@ def scores_of(clouds):
 
 
 def teacher_of(clouds, half_steps=9):
-    """The dual of x after `half_steps` half-steps, cost coordinates, and r after the next closure."""
+    """The dual of x after `half_steps` half-steps, cost coordinates, and r after the next c-transform."""
     scores = scores_of(clouds)
     points = scores.shape[-2]
     plain = scores.masked_fill(scores.isneginf(), -1e5)  # no mass up to rounding, no inf - inf

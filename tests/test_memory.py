@@ -26,15 +26,15 @@ CHILD = """
 import json, sys
 import torch
 from asapc.calibration.collect import SiteStatistics
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.memory import MemoryLimit, current, peak
 from asapc.inputs.recipe import Recipe
 
 torch.set_num_threads(1)
 convention = Convention(8, "row", 0.25, OutputFactor(queries=1), "none", False, False)
-recipe = Recipe.from_dict({"features": ["coarse:8"], "closures": 3, "side": "source"})
-statistics = SiteStatistics("site", convention, closure_plan(convention, 3, "source"), recipe)
+recipe = Recipe.from_dict({"features": ["coarse:8"], "c_transforms": 3, "side": "source"})
+statistics = SiteStatistics("site", convention, transform_plan(convention, 3, "source"), recipe)
 
 
 def step(examples):

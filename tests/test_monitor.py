@@ -32,7 +32,7 @@ TEXT = {
     "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
     "num_classes": 3, "max_iter": 8,
 }  # fmt: skip
-RECIPE = {"operator": "asap", "side": "key", "closures": 1, "features": ["coarse:4"],
+RECIPE = {"operator": "asap", "side": "target", "c_transforms": 1, "features": ["coarse:4"],
           "batch_size": 16, "max_examples": 64}  # fmt: skip
 
 

@@ -36,7 +36,7 @@ import small_text
 
 sys.path.pop(0)
 
-RECIPE = "operator: asap\nfeatures: ['coarse:4']\nside: key\nclosures: 1\n"
+RECIPE = "operator: asap\nfeatures: ['coarse:4']\nside: target\nc_transforms: 1\n"
 
 
 def call(*arguments: object) -> int:

@@ -45,8 +45,8 @@ sys.path.pop(0)
 QUIET = make_progress(quiet=True)
 RECIPES = {
     "lossless": "operator: sinkhorn\n",
-    "key": "operator: asap\nfeatures: ['coarse:4']\nside: key\nclosures: 1\n",
-    "light": "operator: asap\nfeatures: ['norm']\nside: key\nclosures: 1\n",  # written in seconds
+    "key": "operator: asap\nfeatures: ['coarse:4']\nside: target\nc_transforms: 1\n",
+    "light": "operator: asap\nfeatures: ['norm']\nside: target\nc_transforms: 1\n",  # written in seconds
 }
 
 
@@ -153,17 +153,18 @@ def test_opset_23_has_the_standard_attention_operator(folder: Path, tmp_path: Pa
     out = compiled(folder, "light")
     assert call("export", out, "-q", "--opset", 23) == 0
     model = onnx.load(out / "model.onnx")
-    closure = next(own for own in model.functions if own.name.startswith("asap"))
-    assert [node.op_type for node in closure.node].count("Attention") == 1
+    c_transform = next(own for own in model.functions if own.name.startswith("asap"))
+    assert [node.op_type for node in c_transform.node].count("Attention") == 1
     assert next(own.version for own in model.opset_import if own.domain == "") == 23
     assert [own.op_type for own in optimised(out, tmp_path)].count("Attention") == 2  # one a layer
 
 
-def test_one_closure_is_plain_attention(folder: Path) -> None:
+def test_one_c_transform_is_plain_attention(folder: Path) -> None:
     """The pattern that runtimes fuse, before they have an operator for it."""
     model = onnx.load(exported(folder, "key") / "model.onnx")
-    closure = next(own for own in model.functions if own.name.startswith("asap"))
-    products = [own.op_type for own in closure.node if own.op_type in ("MatMul", "Softmax", "Reshape")]
+    c_transform = next(own for own in model.functions if own.name.startswith("asap"))
+    looked_for = ("MatMul", "Softmax", "Reshape")
+    products = [own.op_type for own in c_transform.node if own.op_type in looked_for]
     assert products == ["MatMul", "Softmax", "MatMul"]
 
 

@@ -100,13 +100,13 @@ def test_an_attention_sink(tokens: int, margin: float, half_steps: int, rows_fir
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("closures", [1, 2, 3])
-@pytest.mark.parametrize("side", ["source", "key"])
-def test_closures_from_a_dual(kind: str, closures: int, side: str) -> None:
+@pytest.mark.parametrize("c_transforms", [1, 2, 3])
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_c_transforms_from_a_dual(kind: str, c_transforms: int, side: str) -> None:
     q, k, v, keep, bias = tensors(6, 11, kind)
     dual = torch.randn(BATCH, HEADS, 6 if side == "source" else 11, dtype=torch.float64)
     duals = (dual, None) if side == "source" else (None, dual)
-    arguments = (keep, bias, *duals, 0.4, closures, FACTOR)
+    arguments = (keep, bias, *duals, 0.4, c_transforms, FACTOR)
     close(twins.asap(q, k, v, *arguments), asap.asap(q, k, v, *arguments))
     close(twins.asap_attention(q, k, *arguments), asap.asap_attention(q, k, *arguments))
 
@@ -134,7 +134,7 @@ def parameters(features: str) -> tuple[list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("kind", ["plain", "masked", "one", "none", "biased", "twins"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize(("side", "starts_on_x"), [("source", True), ("key", False)])
+@pytest.mark.parametrize(("side", "starts_on_x"), [("source", True), ("target", False)])
 @pytest.mark.parametrize("shape", [(1, 1), (9, 9), (6, 11)])
 def test_predicted_duals(
     features: str, kind: str, side: str, starts_on_x: bool, shape: tuple[int, int]

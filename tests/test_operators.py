@@ -74,22 +74,22 @@ def test_cpu_kernel_is_within_the_honest_error(
 
 
 @pytest.mark.parametrize(
-    ("side", "closures"),
-    [*((side, closures) for side in ("source", "key") for closures in (1, 2, 3)), ("both", 0)],
+    ("side", "c_transforms"),
+    [*((side, c_transforms) for side in ("source", "target") for c_transforms in (1, 2, 3)), ("both", 0)],
 )
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_asap_kernel_is_within_the_honest_error(
-    shape: tuple[int, ...], masked: bool, side: str, closures: int
+    shape: tuple[int, ...], masked: bool, side: str, c_transforms: int
 ) -> None:
     tensors = problem(shape, spread=2.0, masked=masked, biased=shape[3] % 2 == 1)
     q, k = tensors[:2]
     duals: tuple[Tensor | None, ...] = (3 * torch.randn(q.shape[:3]), None)
-    if side == "key":
+    if side == "target":
         duals = (None, 3 * torch.randn(k.shape[:3]))
-    if closures == 0:
+    if c_transforms == 0:
         duals = (torch.randn(q.shape[:3]), torch.randn(k.shape[:3]))
-    settings = (shape[4] ** -0.5, closures, ATTENTION)
+    settings = (shape[4] ** -0.5, c_transforms, ATTENTION)
     exact = asap_meaning.asap(*double(tensors), *double(duals), *settings)
     plain = asap_meaning.asap(*tensors, *duals, *settings)
     kernel = ops.asap(*tensors, *duals, *settings)
@@ -175,19 +175,19 @@ def test_permuting_tokens_permutes_the_attention(seed: int, n: int, half_steps: 
 @given(
     seed=st.integers(0, 10**6),
     shift=st.floats(-50, 50),
-    closures=st.integers(1, 4),
+    c_transforms=st.integers(1, 4),
     key_side=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_the_gauge_of_a_predicted_dual_is_free(
-    seed: int, shift: float, closures: int, key_side: bool
+    seed: int, shift: float, c_transforms: int, key_side: bool
 ) -> None:
     g = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, 1, 7, 3, generator=g, dtype=torch.float64) for _ in range(2))
     dual = torch.randn(1, 1, 7, generator=g, dtype=torch.float64)
     maps = [
         ops.asap_attention(
-            q, k, None, None, *((None, d) if key_side else (d, None)), 0.6, closures, ATTENTION
+            q, k, None, None, *((None, d) if key_side else (d, None)), 0.6, c_transforms, ATTENTION
         )
         for d in (dual, dual + shift)
     ]
@@ -220,21 +220,22 @@ DUALS = {
 
 @pytest.mark.parametrize("dense", [False, True], ids=["output", "map"])
 @pytest.mark.parametrize("module", [asap_meaning, ops], ids=["meaning", "registered"])
-@pytest.mark.parametrize(("closures", "source", "key"), DUALS.values(), ids=DUALS)
-def test_duals_that_do_not_fit_the_closures_are_refused(
-    closures: int, source: bool, key: bool, module: Any, dense: bool
+@pytest.mark.parametrize(("c_transforms", "source", "key"), DUALS.values(), ids=DUALS)
+def test_duals_that_do_not_fit_the_c_transforms_are_refused(
+    c_transforms: int, source: bool, key: bool, module: Any, dense: bool
 ) -> None:
     q, k, v, _, _ = problem((1, 2, 5, 4, 3, 6))
     f = torch.zeros(1, 2, 5) if source else None
     g = torch.zeros(1, 2, 4) if key else None
     call = module.asap_attention if dense else module.asap
     values = () if dense else (v,)
-    with pytest.raises(ValueError, match=f"{closures} closures start from {1 + (closures == 0)} dual"):
-        call(q, k, *values, None, None, f, g, 0.5, closures, ATTENTION)
+    wanted = 1 + (c_transforms == 0)
+    with pytest.raises(ValueError, match=f"{c_transforms} c-transforms start from {wanted} dual"):
+        call(q, k, *values, None, None, f, g, 0.5, c_transforms, ATTENTION)
 
 
 def test_two_duals_alone_are_the_plan_itself() -> None:
-    """closures = 0: A_ij = N exp(S_ij + f_i + g_j), no marginal repaired."""
+    """c_transforms = 0: A_ij = N exp(S_ij + f_i + g_j), no marginal repaired."""
     q, k, v, keep, bias = problem((2, 2, 5, 7, 3, 4), masked=True, biased=True)
     f, g = torch.randn(2, 2, 5), torch.randn(2, 2, 7)
     scores = 0.4 * torch.einsum("bhnd,bhmd->bhnm", q, k) + bias
@@ -253,7 +254,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         q, k, v, None, None, q.sum(-1), None, 0.4, 3, ATTENTION
     ),
     "asap key": lambda q, k, v: ops.asap(q, k, v, None, None, None, k.sum(-1), 0.4, 2, ATTENTION),
-    "asap key closure": lambda q, k, v: ops.asap(
+    "asap key c-transform": lambda q, k, v: ops.asap(
         q, k, v, None, None, None, k.sum(-1), 0.4, 1, ATTENTION
     ),
     "asap both": lambda q, k, v: ops.asap(
@@ -266,7 +267,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         q, k, None, None, None, k.sum(-1), 0.4, 1, ATTENTION
     ),
 }
-VALUED = ("sinkhorn", "asap source", "asap key", "asap key closure", "asap both")
+VALUED = ("sinkhorn", "asap source", "asap key", "asap key c-transform", "asap both")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -279,12 +280,12 @@ def test_gradients_are_those_of_the_meaning(name: str) -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
 @pytest.mark.parametrize(
-    ("source", "key", "closures"),
+    ("source", "key", "c_transforms"),
     [(True, False, 1), (True, False, 3), (False, True, 1), (False, True, 2), (True, True, 0)],
     ids=["source 1", "source 3", "key 1", "key 2", "both 0"],
 )
 def test_gradients_reach_duals_and_operands(
-    source: bool, key: bool, closures: int, masked: bool
+    source: bool, key: bool, c_transforms: int, masked: bool
 ) -> None:
     """Finite differences in float64 of everything ASAP is given that is a number."""
     torch.manual_seed(1)
@@ -298,7 +299,7 @@ def test_gradients_reach_duals_and_operands(
     def output(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *duals: Tensor) -> Tensor:
         given = list(duals)
         both = (given.pop(0) if source else None, given.pop(0) if key else None)
-        result: Tensor = ops.asap(q, k, v, keep, bias, *both, 0.4, closures, ATTENTION)
+        result: Tensor = ops.asap(q, k, v, keep, bias, *both, 0.4, c_transforms, ATTENTION)
         return result
 
     assert torch.autograd.gradcheck(output, (q, k, v, bias, *duals))
@@ -336,8 +337,8 @@ def test_operators_pass_opcheck() -> None:
     q.requires_grad_()
     torch.library.opcheck(ops.sinkhorn, (q, k, v, keep, None, 0.4, 4, True, ATTENTION))
     f, g = torch.randn(2, 2, 6, requires_grad=True), torch.randn(2, 2, 6, requires_grad=True)
-    for source, key, closures, own in ((f, None, 3, bias), (None, g, 1, None), (f, g, 0, None)):
-        given = (keep, own, source, key, 0.4, closures, ATTENTION)
+    for source, key, c_transforms, own in ((f, None, 3, bias), (None, g, 1, None), (f, g, 0, None)):
+        given = (keep, own, source, key, 0.4, c_transforms, ATTENTION)
         torch.library.opcheck(ops.asap, (q, k, v, *given))
 
 

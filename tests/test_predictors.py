@@ -9,7 +9,7 @@ from torch import Tensor
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.calibration.teacher import TeacherDuals
 from asapc.features.gaussian import brenier_matrix, brenier_potential, square_root
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.ir import Convention, OutputFactor, SiteTensors
 from asapc.operators import asap as meaning
 
@@ -48,16 +48,17 @@ def centred(values: Tensor, keep: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
 @pytest.mark.parametrize("first_side", ["row", "column"])
-@pytest.mark.parametrize(("side", "closures"), [("source", 1), ("source", 2), ("key", 1), ("key", 2)])
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("c_transforms", [1, 2])
 def test_a_cluster_for_every_point_gives_the_teachers_dual(
-    side: str, closures: int, first_side: str, masked: bool
+    side: str, c_transforms: int, first_side: str, masked: bool
 ) -> None:
     """Without spread within clusters the coarse problem is the teacher's own."""
     own = site(7, 9, masked)
     rule = convention(11 if first_side == "row" else 12, first_side)
     for half_steps in (rule.half_steps, rule.half_steps - 1):
-        plan = closure_plan(convention(half_steps, first_side), closures, side)  # type: ignore[arg-type]
-        if plan is not None and plan.closures == closures:
+        plan = transform_plan(convention(half_steps, first_side), c_transforms, side)  # type: ignore[arg-type]
+        if plan is not None and plan.c_transforms == c_transforms:
             break
     assert plan is not None
     used = convention(half_steps, first_side)
@@ -68,7 +69,7 @@ def test_a_cluster_for_every_point_gives_the_teachers_dual(
     root = SCALE**0.5
     f, g = TeacherDuals(own, used).after(budget.half_steps)
     exact = f if side == "source" else g
-    keep = own.keep if side == "key" else None
+    keep = own.keep if side == "target" else None
     for example in range(2):  # every example has its own points, hence its own pivots
         one = slice(example, example + 1)
         arguments = (
@@ -87,9 +88,9 @@ def test_a_cluster_for_every_point_gives_the_teachers_dual(
 def test_row_masses_of_a_cluster_for_every_point_are_the_teachers(masked: bool) -> None:
     own = site(7, 9, masked)
     used = convention(12, "row")
-    plan = closure_plan(used, 1, "key")
+    plan = transform_plan(used, 1, "target")
     assert plan is not None and plan.rescaled
-    budget = plan.budget(used, "key")
+    budget = plan.budget(used, "target")
     exact = TeacherDuals(own, used).after(12)
     scores = SCALE * own.q @ own.k.transpose(-1, -2)
     rows = torch.exp(scores + exact[0][..., None] + exact[1][..., None, :]).sum(-1) * 7
@@ -142,7 +143,7 @@ def test_square_roots_of_wide_spectra(condition: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spread", [1.0, 30.0, 1e3], ids=["narrow", "wide", "huge"])
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
-@pytest.mark.parametrize("side", ["source", "key"])
+@pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("features", ["coarse:5", "gaussian", "coarse:3 gaussian norm"])
 def test_cpu_twins_are_within_the_honest_error(
     features: str, side: str, masked: bool, spread: float, dtype: torch.dtype

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from asapc.errors import EXIT_BAD_INPUT, InputError
 from asapc.features import FAMILIES, Feature
 from asapc.inputs import recipe as recipe_module
-from asapc.inputs.recipe import MAX_CLOSURES, Recipe, load_recipe, recipe_schema
+from asapc.inputs.recipe import MAX_C_TRANSFORMS, Recipe, load_recipe, recipe_schema
 
 SHIPPED = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
 
@@ -42,7 +42,7 @@ def test_the_documented_values_are_the_defaults() -> None:
     _, _, text = (recipe_module.__doc__ or "").partition("\n\n")
     shown = yaml.safe_load(textwrap.dedent(text.partition("\n\n")[0]))
     assert shown.pop("sites") and shown.pop("candidates") and shown.pop("shapes")
-    assert {"operator", "side", "closures", "features", "fit", "coefficients", "budget"} <= set(shown)
+    assert {"operator", "side", "c_transforms", "features", "fit", "coefficients", "budget"} <= set(shown)
     assert Recipe.from_dict(shown) == Recipe()
 
 
@@ -55,8 +55,8 @@ def test_the_default_recipe_is_valid() -> None:
 def test_yaml_round_trip_keeps_every_value(tmp_path: Path) -> None:
     recipe = Recipe(
         operator="asap",
-        side="key",
-        closures=1,
+        side="target",
+        c_transforms=1,
         features=("sliced:7:axis", "norm", "coarse:4"),
         fit="kl",
         ridge=1e-9,
@@ -81,7 +81,7 @@ def test_later_patterns_win_and_the_rest_is_inherited() -> None:
     recipe = Recipe.from_dict(
         {
             "seed": 5,
-            "closures": 1,
+            "c_transforms": 1,
             "sites": {
                 "layers.*": {"operator": "asap", "ridge": 0.5},
                 "layers.0.*": {"operator": "sinkhorn"},
@@ -89,13 +89,14 @@ def test_later_patterns_win_and_the_rest_is_inherited() -> None:
         }
     )
     first, second = recipe.for_site("layers.0.attn"), recipe.for_site("layers.1.attn")
-    assert (first.operator, first.ridge, first.seed, first.closures) == ("sinkhorn", 0.5, 5, 1)
+    assert (first.operator, first.ridge, first.seed, first.c_transforms) == ("sinkhorn", 0.5, 5, 1)
     assert (second.operator, second.sites) == ("asap", {})
     assert recipe.for_site("head").operator == "auto"
 
 
 def test_a_pattern_must_match_a_site() -> None:
-    recipe = Recipe.from_dict({"sites": {"layers.*": {"closures": 1}, "layer.0": {"closures": 1}}})
+    sites = {"layers.*": {"c_transforms": 1}, "layer.0": {"c_transforms": 1}}
+    recipe = Recipe.from_dict({"sites": sites})
     with pytest.raises(InputError, match=r"'layer\.0' under sites must match.*layers\.0"):
         recipe.check_patterns(["layers.0"])
     with pytest.raises(InputError, match="without sites"):
@@ -106,14 +107,14 @@ def test_a_pattern_must_match_a_site() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("closure: 3", r"unknown key 'closure'(.|\n)*did you mean 'closures'"),
+        ("c_transform: 3", r"unknown key 'c_transform'(.|\n)*did you mean 'c_transforms'"),
         ("operator: lots", "operator must be auto or lossless or sinkhorn or asap or esp_hard or lot"),
         ("operator: [asap]", "operator must be"),
-        ("closures: 51", f"closures must be an integer from 0 to {MAX_CLOSURES}, got 51"),
-        ("closures: -1", "closures must be"),
-        ("closures: true", "closures must be .* got True"),
-        ("closures: 2.0", "closures must be"),
-        ('closures: "2"', "closures must be"),
+        ("c_transforms: 51", f"c_transforms must be an integer from 0 to {MAX_C_TRANSFORMS}, got 51"),
+        ("c_transforms: -1", "c_transforms must be"),
+        ("c_transforms: true", "c_transforms must be .* got True"),
+        ("c_transforms: 2.0", "c_transforms must be"),
+        ('c_transforms: "2"', "c_transforms must be"),
         ("features: sliced:32", "features must be a list"),
         ("features: []", "features must be a list"),
         ("features: [3]", "features must be a list"),
@@ -126,7 +127,7 @@ def test_a_pattern_must_match_a_site() -> None:
         ("features: [slices:8]", "features: unknown feature family 'slices'"),
         ("features: [norm, norm]", "features: each entry must be there once"),
         ("features: [sliced:8, sliced:8:random]", "features: each entry must be there once"),
-        ("side: target", "side must be source or key or both, got 'target'"),
+        ("side: queries", "side must be source or target or both, got 'queries'"),
         ("fit: l2", "fit must be ls or kl, got 'l2'"),
         ("ridge_mode: relative", "ridge_mode must be risk or direct"),
         ("ridge: -1", r"ridge must be a number from 0 to 1e\+30, got -1"),
@@ -147,13 +148,13 @@ def test_a_pattern_must_match_a_site() -> None:
         ("sites: {a: sinkhorn}", "sites: a: overrides must be a mapping"),
         ("sites: {a: {}}", "sites: a: overrides must be a mapping"),
         ("sites: {a: {seed: 1}}", "sites: a: unknown key 'seed'"),
-        ("sites: {a: {closures: 99}}", "sites: a: closures must be an integer from 0 to"),
+        ("sites: {a: {c_transforms: 99}}", "sites: a: c_transforms must be an integer from 0 to"),
         ("sites: {a: {features: [raw:1]}}", "sites: a: features: raw takes no number"),
-        ("sites: {1: {closures: 1}}", "sites: a pattern must be text, got 1"),
-        ("closures: 1\nclosures: 3", "'closures' appears twice"),
-        ("sites: {a: {closures: 1}, a: {ridge: 1}}", "'a' appears twice"),
-        ("- closures", "the file must be a mapping"),
-        ("closures: [", "not valid YAML"),
+        ("sites: {1: {c_transforms: 1}}", "sites: a pattern must be text, got 1"),
+        ("c_transforms: 1\nc_transforms: 3", "'c_transforms' appears twice"),
+        ("sites: {a: {c_transforms: 1}, a: {ridge: 1}}", "'a' appears twice"),
+        ("- c-transforms", "the file must be a mapping"),
+        ("c_transforms: [", "not valid YAML"),
         ("1: 2", "keys must be text"),
         ("seed: !!python/object/apply:os.system [echo]", "not valid YAML"),
     ],
@@ -169,20 +170,20 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("# one\n\nclosures: 51\n", "line 3: closures must be"),
-        ("seed: 1\nclosure: 3\n", "line 2: unknown key 'closure'"),
+        ("# one\n\nc_transforms: 51\n", "line 3: c_transforms must be"),
+        ("seed: 1\nc_transform: 3\n", "line 2: unknown key 'c_transform'"),
         ("seed: 1\nfeatures:\n  - slices:8\n", "line 2: features: unknown feature family"),
         ("sites:\n  a: {fit: ls}\n  b:\n    fit: ls\n    ridge: -1\n", "line 5: sites: b: ridge must"),
         ("sites:\n  a: {fit: ls}\n  b: sinkhorn\n", "line 3: sites: b: overrides must be"),
         ("sites:\n  1: {fit: ls}\n", "line 2: sites: a pattern must be text"),
         ("seed: 1\nbudget:\n  logit_kl: 1\n  speed: 2\n", "line 4: budget: unknown metric 'speed'"),
         (
-            "candidates:\n  - {side: key}\n  - side: key\n    closures: [1, 99]\n",
-            "line 4: candidates: entry 2: closures must be an integer from 0 to",
+            "candidates:\n  - {side: target}\n  - side: target\n    c_transforms: [1, 99]\n",
+            "line 4: candidates: entry 2: c_transforms must be an integer from 0 to",
         ),
-        ("candidates:\n  - side: key\n    operator: auto\n", "line 3: candidates: entry 1: operator"),
+        ("candidates:\n  - side: target\n    operator: auto\n", "line 3: candidates: entry 1: operator"),
         ("a: &x {fit: ls, seed: 1}\nsites:\n  b: *x\n", "line 1: unknown key 'a'"),
-        ("closures: 1\n\nclosures: 3\n", "'closures' appears twice.*line 3"),
+        ("c_transforms: 1\n\nc_transforms: 3\n", "'c_transforms' appears twice.*line 3"),
         ("seed: 1\nfit: [ls\n", "line 3, column 1"),
     ],
 )
@@ -194,8 +195,8 @@ def test_messages_say_the_line(tmp_path: Path, text: str, place: str) -> None:
 
 
 def test_a_recipe_from_python_has_no_lines() -> None:
-    with pytest.raises(InputError, match=r"^recipe: sites: a: closures must be an integer from 0 to 50"):
-        Recipe.from_dict({"sites": {"a": {"closures": 51}}})
+    with pytest.raises(InputError, match=r"^recipe: sites: a: c_transforms must be an integer from 0 to"):
+        Recipe.from_dict({"sites": {"a": {"c_transforms": 51}}})
 
 
 @pytest.mark.parametrize("value", [True, "2 %", {}, 10**400, "nan", "1e999"], ids=str)
@@ -225,8 +226,8 @@ ALSO_VALID = [
     "{}",
     "ridge: 0.0",
     "shapes: [256, [8, 2048]]",
-    'sites: {"a.*": {operator: lot, budget: {logit_kl: 0.1}, candidates: [{closures: [1, 3]}]}}',
-    'candidates: [{side: [key, source], features: [["coarse:8"], [raw, norm]]}, {features: [raw]}]',
+    'sites: {"a.*": {operator: lot, budget: {logit_kl: 0.1}, candidates: [{c_transforms: [1, 3]}]}}',
+    'candidates: [{side: [target, source], features: [["coarse:8"], [raw, norm]]}, {features: [raw]}]',
 ]
 
 
@@ -239,18 +240,18 @@ def test_what_loads_is_valid_by_the_schema(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "closure: 3",
-        "closures: 51",
-        "closures: '3'",
+        "c_transform: 3",
+        "c_transforms: 51",
+        "c_transforms: '3'",
         "features: []",
         "operator: lots",
         "budget: {plan_l1: 0.05}",
         "budget: {attention_rel_l2: 0}",
         "budget: {prediction_agreement: 2}",
         "sites: {a: {seed: 1}}",
-        "sites: {a: {closures: 99}}",
+        "sites: {a: {c_transforms: 99}}",
         "candidates: [{seed: 1}]",
-        "candidates: [{closures: []}]",
+        "candidates: [{c_transforms: []}]",
         "shapes: [0]",
         "shapes: [[1, 2, 3]]",
         "drop_attention_maps: 1",
@@ -282,33 +283,33 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "closures", "allowed"),
+    ("side", "c_transforms", "allowed"),
     [
         ("both", 0, True),
         ("both", 1, False),
         ("both", 3, False),
         ("source", 0, False),
-        ("key", 0, False),
+        ("target", 0, False),
         ("source", 1, True),
-        ("key", 50, True),
+        ("target", 50, True),
     ],
 )
-def test_no_closure_goes_with_both_duals_only(side: str, closures: int, allowed: bool) -> None:
+def test_no_c_transform_goes_with_both_duals_only(side: str, c_transforms: int, allowed: bool) -> None:
     for recipe in (
-        Recipe.from_dict({"side": side, "closures": closures}),
-        Recipe.from_dict({"sites": {"layers.*": {"side": side, "closures": closures}}}),
+        Recipe.from_dict({"side": side, "c_transforms": c_transforms}),
+        Recipe.from_dict({"sites": {"layers.*": {"side": side, "c_transforms": c_transforms}}}),
     ):
         if allowed:
             own = recipe.for_site("layers.0")
-            assert (own.side, own.closures) == (side, closures)
+            assert (own.side, own.c_transforms) == (side, c_transforms)
         else:
-            with pytest.raises(InputError, match=r"layers\.0: `side: both` goes with `closures: 0`"):
+            with pytest.raises(InputError, match=r"layers\.0: `side: both` goes with `c_transforms: 0`"):
                 recipe.for_site("layers.0")
 
 
 def test_an_override_that_completes_the_pair_is_allowed() -> None:
-    recipe = Recipe.from_dict({"side": "both", "sites": {"layers.0": {"closures": 0}}})
-    assert recipe.for_site("layers.0").closures == 0
+    recipe = Recipe.from_dict({"side": "both", "sites": {"layers.0": {"c_transforms": 0}}})
+    assert recipe.for_site("layers.0").c_transforms == 0
     with pytest.raises(InputError, match=r"layers\.1"):
         recipe.for_site("layers.1")
 
@@ -323,15 +324,15 @@ def test_every_family_can_stand_in_a_recipe() -> None:
 
 def test_lists_of_values_multiply_into_candidates() -> None:
     families = [["coarse:8"], ["coarse:8", "norm"]]
-    tried = [{"side": ["key", "source"], "features": families}, {"closures": 3}]
+    tried = [{"side": ["target", "source"], "features": families}, {"c_transforms": 3}]
     recipe = Recipe.from_dict({"candidates": tried, "ridge": 0.5})
     labels = [own.label() for own in recipe.alternatives()]
     assert labels == [
-        "asap key 1 coarse:8 ridge 0.5 risk",
-        "asap key 1 coarse:8 norm ridge 0.5 risk",
+        "asap target 1 coarse:8 ridge 0.5 risk",
+        "asap target 1 coarse:8 norm ridge 0.5 risk",
         "asap source 1 coarse:8 ridge 0.5 risk",
         "asap source 1 coarse:8 norm ridge 0.5 risk",
-        "asap key 3 coarse:32 ridge 0.5 risk",
+        "asap target 3 coarse:32 ridge 0.5 risk",
     ]
     assert all(own.operator == "asap" and own.candidates == () for own in recipe.alternatives())
     assert Recipe.from_dict(recipe.to_dict()) == recipe
@@ -340,13 +341,13 @@ def test_lists_of_values_multiply_into_candidates() -> None:
 def test_candidates_are_of_auto_sites_only_and_each_once() -> None:
     recipe = Recipe.from_dict(
         {
-            "candidates": [{"closures": [1, 1]}, {"operator": "lot", "pivots": 4}],
+            "candidates": [{"c_transforms": [1, 1]}, {"operator": "lot", "pivots": 4}],
             "sites": {"a": {"operator": "asap"}, "b": {"candidates": [{"fit": "kl"}]}},
         }
     )
-    assert [own.label() for own in recipe.alternatives()] == ["asap key 1 coarse:32", "lot 4"]
-    assert [own.label() for own in recipe.for_site("a").alternatives()] == ["asap key 1 coarse:32"]
-    assert [own.label() for own in recipe.for_site("b").alternatives()] == ["asap key 1 coarse:32 kl"]
+    assert [own.label() for own in recipe.alternatives()] == ["asap target 1 coarse:32", "lot 4"]
+    assert [own.label() for own in recipe.for_site("a").alternatives()] == ["asap target 1 coarse:32"]
+    assert [own.label() for own in recipe.for_site("b").alternatives()] == ["asap target 1 coarse:32 kl"]
     assert [own.operator for own in Recipe().alternatives()] == ["asap"]
     with pytest.raises(InputError, match="`side: both` goes with"):
         Recipe.from_dict({"candidates": [{"side": "both"}]}).alternatives()
@@ -356,7 +357,7 @@ def test_a_site_keeps_the_attention_error_of_the_model_unless_it_has_a_budget() 
     recipe = Recipe.from_dict(
         {
             "budget": {"attention_rel_l2": 0.1, "prediction_agreement": 0.998},
-            "sites": {"a.*": {"budget": {"logit_kl": 0.01}}, "a.1": {"closures": 3}},
+            "sites": {"a.*": {"budget": {"logit_kl": 0.01}}, "a.1": {"c_transforms": 3}},
         }
     )
     assert recipe.site_budget("b") == {"attention_rel_l2": 0.1}
@@ -366,13 +367,14 @@ def test_a_site_keeps_the_attention_error_of_the_model_unless_it_has_a_budget() 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("candidates: {closures: 1}", "candidates must be a list"),
+        ("candidates: {c_transforms: 1}", "candidates must be a list"),
         ("candidates: [asap]", "candidates: entry 1 must be a mapping"),
         ("candidates: [{}]", "candidates: entry 1 must be a mapping"),
-        ("candidates: [{closures: []}]", r"entry 1: closures must have a value, got \[\]"),
+        ("candidates: [{c_transforms: []}]", r"entry 1: c_transforms must have a value, got \[\]"),
         ("candidates: [{seed: 1}]", "entry 1: unknown key 'seed'"),
         ("candidates: [{operator: auto}]", "entry 1: operator must be a named one"),
-        (f"candidates: [{{closures: {list(range(1, 50))}, pivots: {list(range(1, 9))}}}]", "at most 256"),
+        (f"candidates: [{{c_transforms: {list(range(1, 50))}, pivots: {list(range(1, 9))}}}]",
+         "at most 256"),
         ("budget: {prediction_agreement: 1.5}", "prediction_agreement must be a number from 0 to 1,"),
         ("budget: {prediction_agrement: 0.9}", "did you mean 'prediction_agreement'"),
         ("objective: speed", "objective must be latency or memory"),
@@ -393,3 +395,21 @@ def test_what_is_wrong_about_a_choice_is_named(tmp_path: Path, text: str, messag
 def test_a_ridge_whose_products_are_finite(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"ridge must be a number from 0 to 1e\+30"):
         load_recipe(write(tmp_path, "ridge: 1.0e+308\n"))
+
+
+def test_earlier_names_are_taken_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "operator: auto\nclosures: 3\ncandidates:\n  - {side: [key, source], closures: [1, 2]}\n"
+        "sites:\n  a: {side: key}\n"
+    )
+    with pytest.warns(UserWarning) as told:
+        recipe = load_recipe(path)
+    assert recipe.c_transforms == 3
+    assert recipe.candidates[0] == {"side": "target", "c_transforms": 1}
+    assert recipe.sites == {"a": {"side": "target"}} and len(recipe.candidates) == 4
+    said = [str(own.message) for own in told]
+    assert f"recipe {path}, line 2: `closures` is now `c_transforms`" in said
+    assert any("line 4" in own and "`side: key` is now `side: target`" in own for own in said)
+    with pytest.raises(InputError, match="c_transforms must be there once, got closures too"):
+        Recipe.from_dict({"c_transforms": 1, "closures": 1})

@@ -75,7 +75,10 @@ class PerModule(nn.Module):
         return self.head(y.amax(1)), a.detach().numpy()
 """
 COEFFICIENTS = "asapc_site_0_key_coefficients"
-CRUDE = "operator: asap\nside: key\nclosures: 2\nfeatures: [norm]\nbatch_size: 16\nmax_examples: 32\n"
+CRUDE = (
+    "operator: asap\nside: target\nc_transforms: 2\nfeatures: [norm]\nbatch_size: 16\n"
+    "max_examples: 32\n"
+)
 TRAINED = {COEFFICIENTS} | {
     f"{layer}.{kind}" for layer in ("mix.out", "norm", "head") for kind in ("weight", "bias")
 }
@@ -365,7 +368,7 @@ class TwoSites(nn.Module):
         q = y * mass[..., None]
         source, key = (
             torch.ops.asapc.dual(q, k, None, None, [], omega, "norm", side, 0.3, 5, side == "source")
-            for omega, side in ((self.two, "source"), (self.three, "key"))
+            for omega, side in ((self.two, "source"), (self.three, "target"))
         )
         source = source + self.intercept
         y = torch.ops.asapc.asap(q, k, k, None, None, source, key, 0.3, 0, factor)

@@ -26,12 +26,12 @@ def full() -> dict[str, Any]:
     """Every key of the contract, by hand."""
     lengths = {"low": 1, "high": 63, "examples": 40}
     candidate = {
-        "label": "asap key 1 coarse:32", "operator": "asap", "attention_rel_l2": 0.02,
+        "label": "asap target 1 coarse:32", "operator": "asap", "attention_rel_l2": 0.02,
         "output_rel_l2": 0.01, "alone": {"prediction_agreement": 0.999}, "latency_ms": {"32x512": 1.2},
         "teacher_ms": {"32x512": 9.1}, "memory_mib": 12.0, "chosen": True, "verdict": "chosen",
     }  # fmt: skip
     report: dict[str, Any] = {
-        "format_version": 2,
+        "format_version": 3,
         "fingerprints": {"teacher": "a", "data": "b"},
         "model": {
             "source": "teacher", "capture": "whole", "data": "data.npz", "examples": 500, "batch": 32,
@@ -42,7 +42,7 @@ def full() -> dict[str, Any]:
         "sites": [
             {
                 "name": "layers.0", "operator": "asap", "reason": "", "convention": {"half_steps": 20},
-                "side": "key", "closures": 1, "rescaled": True, "features": ["coarse:32"],
+                "side": "target", "c_transforms": 1, "rescaled": True, "features": ["coarse:32"],
                 "coefficients": "per_head", "pivots": None, "slices": None, "fit": "ls",
                 "fit_converged": None, "replay_error": 1e-7, "metrics": METRICS,
                 "confidence": {"attention_rel_l2": [0.01, 0.03]},
@@ -68,7 +68,7 @@ def full() -> dict[str, Any]:
             "sites": [{"name": "layers.0", "candidates": [candidate]}],
             "rounds": [
                 {
-                    "budget": {}, "choice": {"layers.0": "asap key 1 coarse:32"}, "predicted_ms": 1.0,
+                    "budget": {}, "choice": {"layers.0": "asap target 1 coarse:32"}, "predicted_ms": 1.0,
                     "measured": {"prediction_agreement": 0.999}, "verdict": "inside the budget",
                 }
             ],

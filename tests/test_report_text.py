@@ -15,7 +15,7 @@ from asapc.report.tables import convention_text, headline, number, report_tables
 from asapc.report.text import MAX_CHARACTERS
 
 REPORT: dict[str, Any] = {
-    "format_version": 2,
+    "format_version": 3,
     "model": {
         "source": "teacher|x",
         "examples": 96,
@@ -39,7 +39,7 @@ REPORT: dict[str, Any] = {
                 "bias": False,
                 "early_stop": True,
             },
-            "closures": 3,
+            "c_transforms": 3,
             "metrics": {"attention_rel_l2": 0.0123456, "r2": None},
             "latency_teacher_ms": 12.0,
         }
@@ -95,7 +95,7 @@ def test_markdown_golden() -> None:
         "|---|---|---:|---:|",
         "| layers.0.fn | asap | 0.0123 | - |",
         "| layers.0.fn | asap | 12.0 |",
-        "| layers.0.fn | asap | source, 3 closures, coarse:32 | T=20, row first, column last, "
+        "| layers.0.fn | asap | source, 3 c-transforms, coarse:32 | T=20, row first, column last, "
         "scale 0.250, factor M, key mask, early stop | fastest inside the budget |",
         "| layers.1.fn | refused | not Sinkhorn: rows only |",
         "| attention_rel_l2 | layers.0.fn | 0.0123 | max 0.0100 | REGRESSION |",
@@ -185,7 +185,7 @@ def with_everything() -> dict[str, Any]:
                 "name": "layers.0.fn",
                 "candidates": [
                     {
-                        "label": "asap key 1 coarse:32", "attention_rel_l2": 0.02, "output_rel_l2": 0.01,
+                        "label": "asap target 1 coarse:32", "attention_rel_l2": 0.02, "output_rel_l2": 0.01,
                         "latency_ms": {"32x512": 1.2}, "teacher_ms": {"32x512": 9.1},
                         "memory_mib": 12.0, "chosen": True, "verdict": "chosen",
                     }
@@ -194,7 +194,7 @@ def with_everything() -> dict[str, Any]:
         ],
         "rounds": [
             {
-                "budget": {"attention_rel_l2": 0.05}, "choice": {"layers.0.fn": "asap key 1 coarse:32"},
+                "budget": {"attention_rel_l2": 0.05}, "choice": {"layers.0.fn": "asap target 1 coarse:32"},
                 "predicted_ms": 1.5, "measured": {"prediction_agreement": 0.991},
                 "verdict": "inside the budget",
             }
@@ -220,7 +220,7 @@ def test_markdown_shows_intervals_certificates_lengths_and_the_decisions() -> No
         "| 1 to 63 | 40 | 97.50% | 0.00100 |",
         "| layers.0.fn | 1 to 63 | 40 | 0.0100 |",
         "| examples, gate | 75 |",
-        "| layers.0.fn | asap key 1 coarse:32 | 0.0200 | 0.0100 | 32x512 1.20 | 32x512 9.10 | 12.0 "
+        "| layers.0.fn | asap target 1 coarse:32 | 0.0200 | 0.0100 | 32x512 1.20 | 32x512 9.10 | 12.0 "
         "| chosen |",
         "| 1 | attention_rel_l2 0.0500 | prediction_agreement 0.991 | 1.50 | inside the budget |",
     ):

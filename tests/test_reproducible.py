@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asapc.calibration.collect import SiteStatistics, finish
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, OutputFactor, SiteTensors
@@ -22,7 +22,7 @@ from asapc.terminal.progress import Progress
 
 TEXT = {"vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
         "num_classes": 3, "max_iter": 4}  # fmt: skip
-RECIPE = {"operator": "asap", "side": "source", "closures": 3, "features": ["coarse:4", "gaussian"],
+RECIPE = {"operator": "asap", "side": "source", "c_transforms": 3, "features": ["coarse:4", "gaussian"],
           "max_examples": 60, "batch_size": 16}  # fmt: skip
 # What is measured with a clock, and so cannot repeat, has files of its own.
 MEASURED = {"timings.json", "selection.json"}
@@ -105,9 +105,9 @@ def test_the_batch_size_does_not_change_a_bit(
         half_steps=8, first_side="row", score_multiplier=8**-0.5, output_factor=OutputFactor(queries=1),
         mask="key" if masked else "none", bias=False, early_stop=False,
     )  # fmt: skip
-    recipe = Recipe.from_dict({"operator": "asap", "features": list(features), "closures": 3,
+    recipe = Recipe.from_dict({"operator": "asap", "features": list(features), "c_transforms": 3,
                                "side": "source", "coefficients": coefficients})  # fmt: skip
-    plan = closure_plan(convention, 3, "source")
+    plan = transform_plan(convention, 3, "source")
     assert plan is not None
     tensors = site(masked)
     results = []

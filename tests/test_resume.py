@@ -20,7 +20,7 @@ from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.reading import Examples
 from asapc.calibration.shards import Shards
 from asapc.errors import InputError
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.inputs.data import Batch
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
@@ -29,7 +29,7 @@ from asapc.stages.calibrate import site_collector
 from asapc.terminal.progress import Progress, make_progress
 
 QUIET = make_progress(quiet=True)
-TRIED = [{"features": ["coarse:4", "norm"]}, {"closures": 3, "fit": "kl", "features": ["norm"]}]
+TRIED = [{"features": ["coarse:4", "norm"]}, {"c_transforms": 3, "fit": "kl", "features": ["norm"]}]
 SMALL = {"candidates": TRIED, "max_examples": 40, "batch_size": 8}
 
 
@@ -135,7 +135,7 @@ def test_shared_coefficients_are_fitted_together_again(
 ) -> None:
     """Killed after the first site's fit was kept: the others must not be fitted among themselves."""
     shared = {"coefficients": "shared", "features": ["norm"]}
-    recipe = {**SMALL, "candidates": [shared, {**shared, "closures": 3}]}
+    recipe = {**SMALL, "candidates": [shared, {**shared, "c_transforms": 3}]}
     calibrate(work, tmp_path / "whole", recipe)
     true_put, kept = Shards.put, []
 
@@ -173,11 +173,11 @@ def test_statistics_come_back_as_they_were(tmp_path: Path) -> None:
     convention = Convention(8, "row", 0.5)
     generator = torch.Generator().manual_seed(0)
     batches = [SiteTensors(*torch.randn(2, 2, 2, 9, 4, generator=generator)) for _ in range(4)]
-    for side, closures in (("key", 1), ("source", 3), ("both", 0)):
+    for side, c_transforms in (("target", 1), ("source", 3), ("both", 0)):
         recipe = Recipe.from_dict(
-            {"side": side, "closures": closures, "features": ["coarse:3", "norm", "sliced:2"]}
+            {"side": side, "c_transforms": c_transforms, "features": ["coarse:3", "norm", "sliced:2"]}
         )
-        plan = closure_plan(convention, closures, side)  # type: ignore[arg-type]
+        plan = transform_plan(convention, c_transforms, side)  # type: ignore[arg-type]
         assert plan is not None
         straight, first, second = (SiteStatistics("s", convention, plan, recipe) for _ in range(3))
         for batch in batches:
@@ -203,7 +203,7 @@ def test_statistics_come_back_as_they_were(tmp_path: Path) -> None:
 # --- data that was mended -------------------------------------------------------------------------
 
 FAULTY = 150  # one of the calibration split, behind the sample and five batches of twelve
-LONG = {"features": ["coarse:2", "norm"], "closures": 1, "batch_size": 12, "max_examples": 110}
+LONG = {"features": ["coarse:2", "norm"], "c_transforms": 1, "batch_size": 12, "max_examples": 110}
 
 
 def tokens() -> Any:
@@ -383,8 +383,8 @@ def test_parts_of_strangers_are_dropped(work: Path, tmp_path: Path, facts: dict[
 
 def test_statistics_that_lack_something_change_nothing(tmp_path: Path) -> None:
     convention = Convention(8, "row", 0.5)
-    recipe = Recipe.from_dict({"side": "both", "closures": 0, "features": ["norm"]})
-    plan = closure_plan(convention, 0, "both")
+    recipe = Recipe.from_dict({"side": "both", "c_transforms": 0, "features": ["norm"]})
+    plan = transform_plan(convention, 0, "both")
     assert plan is not None
     full, empty = (SiteStatistics("s", convention, plan, recipe) for _ in range(2))
     generator = torch.Generator().manual_seed(0)

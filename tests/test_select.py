@@ -39,10 +39,10 @@ from asapc.terminal.progress import make_progress
 from asapc.training import refresh
 
 QUIET = make_progress(quiet=True)
-ROUGH, FINE = "asap key 1 norm", "asap source 3 coarse:4 gaussian"
+ROUGH, FINE = "asap target 1 norm", "asap source 3 coarse:4 gaussian"
 TRIED = [
-    {"side": "key", "closures": 1, "features": ["norm"]},
-    {"side": "source", "closures": 3, "features": ["coarse:4", "gaussian"]},
+    {"side": "target", "c_transforms": 1, "features": ["norm"]},
+    {"side": "source", "c_transforms": 3, "features": ["coarse:4", "gaussian"]},
 ]
 SMALL = {"candidates": TRIED, "batch_size": 16, "max_examples": 64, "selection_examples": 48}
 
@@ -110,8 +110,8 @@ def labels(trail: Mapping[str, Any]) -> list[str]:
 def test_every_candidate_is_fitted_once(ground: Ground) -> None:
     assert len(ground.calibration.sites) == 3
     for fits in ground.calibration.sites.values():
-        assert [(fit.amortised.plan.side, fit.amortised.plan.closures) for fit in fits] == [  # type: ignore[union-attr]
-            ("key", 1), ("source", 3),
+        assert [(fit.amortised.plan.side, fit.amortised.plan.c_transforms) for fit in fits] == [  # type: ignore[union-attr]
+            ("target", 1), ("source", 3),
         ]  # fmt: skip
 
 

@@ -33,10 +33,10 @@ GRID = """
 blocks:
   - {half_steps: [2, 8]}
   - features: [["coarse:12"], [gaussian, norm]]
-    side: [key]
-    closures: [1, 2]
+    side: [target]
+    c_transforms: [1, 2]
     max_examples: [16, 64]
-  - {features: ["sliced:8"], side: source, closures: 3, fit: [ls, kl], coefficients: [pooled, shared]}
+  - {features: ["sliced:8"], side: source, c_transforms: 3, fit: [ls, kl], coefficients: [pooled, shared]}
 """
 
 
@@ -51,7 +51,8 @@ def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
     assert blocks[0] == [Row(None, 2), Row(None, 8)]
     recipes = [row.recipe for row in blocks[1]]
     assert {r.features for r in recipes if r} == {("coarse:12",), ("gaussian", "norm")}
-    assert {(r.closures, r.max_examples) for r in recipes if r} == {(1, 16), (1, 64), (2, 16), (2, 64)}
+    tried = {(r.c_transforms, r.max_examples) for r in recipes if r}
+    assert tried == {(1, 16), (1, 64), (2, 16), (2, 64)}
     assert all(r is not None and r.operator == "asap" for r in recipes)
     assert {(r.fit, r.coefficients) for r in (row.recipe for row in blocks[2]) if r} == {
         ("ls", "pooled"), ("ls", "shared"), ("kl", "pooled"), ("kl", "shared"),
@@ -65,18 +66,18 @@ def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
         ("blocks: []", "blocks"),
         ("blocks: [3]", "block 1"),
         ("blocks: [{}]", "block 1"),
-        ("blocks: [{closure: 1}]", "'closure'"),
-        ("blocks: [{closures: [1, no]}]", "closures"),
+        ("blocks: [{c_transform: 1}]", "'c_transform'"),
+        ("blocks: [{c_transforms: [1, no]}]", "c_transforms"),
         ("blocks: [{half_steps: 0}]", "half_steps"),
         ("blocks: [{half_steps: []}]", "half_steps must have a value"),
-        ("blocks: [{closures: []}]", "closures must have a value"),
-        ("blocks: [{half_steps: 3, closures: 1}]", "half_steps"),
+        ("blocks: [{c_transforms: []}]", "c_transforms must have a value"),
+        ("blocks: [{half_steps: 3, c_transforms: 1}]", "half_steps"),
         ("blocks: [{features: [nonsense]}]", "nonsense"),
-        ("blocks: [{side: both, closures: 2}]", "block 1: `side: both`"),
-        ("blocks: [{closure: 1}]", r"line 1: blocks: block 1: unknown key(.|\n)*did you mean 'closures'"),
-        ("blocks:\n  - side: key\n    ridge: x", r"line 3: blocks: block 1: ridge must be a"),
+        ("blocks: [{side: both, c_transforms: 2}]", "block 1: `side: both`"),
+        ("blocks: [{c_transform: 1}]", r"line 1: blocks: block 1: unknown key(.|\n)*mean 'c_transforms'"),
+        ("blocks:\n  - side: target\n    ridge: x", r"line 3: blocks: block 1: ridge must be a"),
         ("blocks:\n  - half_steps: [3, x]", r"line 2: .*half_steps must be an integer >= 1"),
-        ("blocks: [{closures: 1}]\nblocks: [{closures: 1}]", "'blocks' appears twice"),
+        ("blocks: [{c_transforms: 1}]\nblocks: [{c_transforms: 1}]", "'blocks' appears twice"),
         ("seed: 3\nblocks: [{half_steps: 3}]", "unknown key 'seed'"),
     ],
 )
@@ -154,10 +155,10 @@ def test_every_row_is_measured(result: dict[str, Any]) -> None:
 
 
 def test_pivots_for_every_token_beat_second_moments(result: dict[str, Any]) -> None:
-    def error(features: str, closures: int) -> float:
+    def error(features: str, c_transforms: int) -> float:
         found = [
             row["attention_rel_l2"] for row in result["rows"]
-            if (row["features"], row["closures"], row["examples"]) == (features, closures, 64)
+            if (row["features"], row["c_transforms"], row["examples"]) == (features, c_transforms, 64)
         ]  # fmt: skip
         assert len(found) == 1
         return float(found[0])
@@ -236,7 +237,7 @@ def test_the_time_of_a_fit_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_impossible_combination_is_refused_before_any_work(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grid = write(tmp_path / "grid.yaml", "blocks: [{side: source, closures: 0}]")
+    grid = write(tmp_path / "grid.yaml", "blocks: [{side: source, c_transforms: 0}]")
     arguments = ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--grid",
                  str(grid), "-o", str(tmp_path / "out"), "--quiet"]  # fmt: skip
     assert main(arguments) == EXIT_BAD_INPUT

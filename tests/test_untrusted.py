@@ -524,7 +524,7 @@ def test_json_has_a_size(tmp_path: Path) -> None:
 
 TEXT = {"vocab_size": 20, "seq_len": 8, "d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8,
         "num_classes": 3, "max_iter": 2}  # fmt: skip
-RECIPE = "{operator: asap, closures: 1, side: source, features: [norm], batch_size: 8}"
+RECIPE = "{operator: asap, c_transforms: 1, side: source, features: [norm], batch_size: 8}"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asapc.ir import SiteTensors
 
-PredictedSide = Literal["source", "key"]
+PredictedSide = Literal["source", "target"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def clouds_of(tensors: SiteTensors, score_multiplier: float, side: PredictedSide
     keep, bias = tensors.keep, tensors.bias
     if keep is not None:  # a masked key may hold anything, even nan
         k = k.masked_fill(~keep[:, None, :, None], 0.0)
-    if side == "key":
+    if side == "target":
         bias = None if bias is None else widen(bias).transpose(-1, -2)
         return Clouds(k, q, x_keep=keep, bias=bias)
     square = keep is not None and q.shape[2] == k.shape[2]
@@ -105,6 +105,6 @@ def widen(tensor: Tensor) -> Tensor:
 def _side(side: str) -> PredictedSide:
     if side == "source":
         return "source"
-    if side == "key":
-        return "key"
+    if side == "target":
+        return "target"
     raise ValueError(f"side must be source or key, got {side!r}")

@@ -15,7 +15,7 @@ From u = v = 0 the teacher's half-steps up to the predicted dual are run on the 
 
 and the column is the last u plus |x|^2 / 2. Uniform masses only shift u and v, so they are left out.
 The finite budget matters: a padded batch has one slow mode, padded against real queries, that the
-teacher leaves unconverged. Cost O((N + M) R D + T N R) a head, a fraction of one closure for N >> R.
+teacher leaves unconverged. Cost O((N + M) R D + T N R) a head, a fraction of one c-transform for N >> R.
 A score bias is not seen by the clusters.
 """
 

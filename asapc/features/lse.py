@@ -1,9 +1,9 @@
-"""LSE: the dual after one closure from zero, the start of a residual fit.
+"""LSE: the dual after one c-transform from zero, the start of a residual fit.
 
     -LSE_j(x_i . y_j + bias_ij) + |x_i|^2 / 2     over the points y with mass
 
 in cost coordinates like every column; the masses' constant is left out, centring removes it. A row
-without any y with mass gives 0. Column [B, H, N, 1]. Cost O(N M D) a head, as much as a closure;
+without any y with mass gives 0. Column [B, H, N, 1]. Cost O(N M D) a head, as much as a c-transform;
 one example's scores are held at a time (gradients hold them all).
 Source: ASAP, Eq. 15 at g = 0 and Appendix E.4 (the residual log-sum-exp fit).
 """
@@ -27,7 +27,7 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     if batch == 0:
         return clouds.x[..., :1]
     rows = [
-        _closure(
+        _c_transform(
             clouds.x[example],
             clouds.y[example],
             None if clouds.y_keep is None else clouds.y_keep[example],
@@ -38,7 +38,7 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
     return torch.stack(rows)[..., None]
 
 
-def _closure(x: Tensor, y: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
+def _c_transform(x: Tensor, y: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
     """One example: [H, N] from x [H, N, D], y [H, M, D], keep [M], bias [H, N, M]."""
     scores = x @ y.transpose(-1, -2)
     if bias is not None:

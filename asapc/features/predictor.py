@@ -12,7 +12,7 @@ from asapc.features import Feature
 from asapc.features.clouds import Budget, PredictedSide
 from asapc.ir import Convention, Side
 
-RecipeSide = Literal["source", "key", "both"]
+RecipeSide = Literal["source", "target", "both"]
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,21 @@ class DualPredictor:
 
 
 @dataclass(frozen=True)
-class ClosurePlan:
-    """How predicted duals and closures reproduce one teacher.
+class TransformPlan:
+    """How predicted duals and c-transforms reproduce one teacher.
 
-    closures: half-steps after the prediction; 0 predicts both duals and closes neither.
-    rescaled: the closure ends on rows, the teacher on columns: rows get their predicted mass.
+    c_transforms: half-steps after the prediction; 0 predicts both duals and closes neither.
+    rescaled: the c-transform ends on rows, the teacher on columns: rows get their predicted mass.
     half_steps: the teacher's own up to the predicted dual, the time of the fit's target.
     """
 
     side: RecipeSide
-    closures: int
+    c_transforms: int
     half_steps: int
     rescaled: bool = False
 
     def sides(self) -> tuple[PredictedSide, ...]:
-        return ("source", "key") if self.side == "both" else (self.side,)
+        return ("source", "target") if self.side == "both" else (self.side,)
 
     def budget(self, convention: Convention, side: PredictedSide) -> Budget:
         """The half-steps up to the last one, within self.half_steps, that updates `side`."""
@@ -66,37 +66,37 @@ class ClosurePlan:
         return Budget(self.half_steps if ends_on_x else self.half_steps - 1, starts_on_x)
 
 
-def closure_plan(convention: Convention, closures: int, side: RecipeSide) -> ClosurePlan | None:
-    """The plan with the most closures <= `closures` that reproduces this teacher, or None.
+def transform_plan(convention: Convention, c_transforms: int, side: RecipeSide) -> TransformPlan | None:
+    """The plan with the most c-transforms <= `c_transforms` that reproduces this teacher, or None.
 
-    The closures start on the other side and end on the teacher's last one, so their parity is
+    The c-transforms start on the other side and end on the teacher's last one, so their parity is
     given: odd where the predicted side is not the last one, even where it is; and the teacher must
-    update the predicted dual before them. The one exception is a single closure from the keys' dual
+    update the predicted dual before them. The one exception is a single c-transform from the keys' dual
     of a column-ending teacher: it ends on rows, and rescaling them restores the teacher's plan.
     """
     steps = convention.half_steps
     if side == "both":
-        return ClosurePlan("both", 0, steps) if closures == 0 and steps >= 2 else None
-    if closures < 1:
+        return TransformPlan("both", 0, steps) if c_transforms == 0 and steps >= 2 else None
+    if c_transforms < 1:
         return None
-    if side == "key" and convention.last_side == "column" and closures == 1:
-        return ClosurePlan("key", 1, steps, rescaled=True)
+    if side == "target" and convention.last_side == "column" and c_transforms == 1:
+        return TransformPlan("target", 1, steps, rescaled=True)
     predicted: Side = "row" if side == "source" else "column"
     parity = 0 if convention.last_side == predicted else 1
-    most = min(closures, steps - 1)
+    most = min(c_transforms, steps - 1)
     most -= (most - parity) % 2
-    return ClosurePlan(side, most, steps - most) if most >= 1 else None
+    return TransformPlan(side, most, steps - most) if most >= 1 else None
 
 
 @dataclass(frozen=True)
 class Amortised:
-    """What replaces the loop at one site: predicted duals, then the plan's closures.
+    """What replaces the loop at one site: predicted duals, then the plan's c-transforms.
 
     predictors: one per side of the plan.  intercept: [1|H], the mean of f + g where both duals are
-    predicted (a closure would find it), else None.
+    predicted (a c-transform would find it), else None.
     """
 
-    plan: ClosurePlan
+    plan: TransformPlan
     predictors: tuple[DualPredictor, ...]
     intercept: Tensor | None = None
 
@@ -104,7 +104,7 @@ class Amortised:
         """Of torch.ops.asapc.asap, by name.  source, key: duals.  loop: the site's own settings."""
         return {
             "source_dual": source, "target_dual": key, "score_multiplier": loop["score_multiplier"],
-            "closures": self.plan.closures, "output_factor": loop["output_factor"],
+            "c_transforms": self.plan.c_transforms, "output_factor": loop["output_factor"],
         }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
 
     operator: auto            # auto | lossless | sinkhorn | asap | esp_hard | lot
-    side: key                 # key | source: whose dual is predicted; both: an ablation
-    closures: 1               # at most; the site's convention decides the parity. 0 with side: both
+    side: target                 # target | source: whose dual is predicted; both: an ablation
+    c_transforms: 1               # at most; the site's convention decides the parity. 0 with side: both
     features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
     fit: ls                   # ls | kl
     ridge: 1.0e-3
@@ -11,7 +11,7 @@
     pivots: 32                # of lot, per head
     slices: 32                # of esp_hard, per head
     candidates:               # of `operator: auto`, instead of the keys above; lists of values multiply
-      - {side: [key, source], closures: [1, 3], features: [["coarse:32"], ["coarse:32", gaussian]]}
+      - {side: [target, source], c_transforms: [1, 3], features: [["coarse:32"], ["coarse:32", gaussian]]}
     budget: {attention_rel_l2: 0.05, prediction_agreement: 0.99}
     objective: latency        # latency | memory
     shapes: [256, [8, 2048]]  # tokens, or [batch, tokens], at which a choice must pay; [] as in the data
@@ -28,6 +28,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -37,7 +38,7 @@ from typing import Any, Literal
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature
 from asapc.features.predictor import RecipeSide
-from asapc.formats.yaml_file import read_yaml_mapping
+from asapc.formats.yaml_file import Located, read_yaml_mapping
 from asapc.inputs.settings import (
     Compound,
     NonNegative,
@@ -63,14 +64,16 @@ RidgeMode = Literal["risk", "direct"]
 Coefficients = Literal["per_head", "pooled", "shared"]
 Objective = Literal["latency", "memory"]
 
-MAX_CLOSURES = 50
+MAX_C_TRANSFORMS = 50
+EARLIER_KEYS = {"closures": "c_transforms"}
+EARLIER_VALUES = {"side": {"key": "target"}}
 MAX_CANDIDATES = 256
 MAX_SHAPES = 64
 MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
 MAX_RIDGE = 1e30  # times any number of rows it is finite
 DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_agreement": 0.99}
 CANDIDATE_KEYS = (
-    "operator", "side", "closures", "features", "fit", "ridge", "ridge_mode", "coefficients",
+    "operator", "side", "c_transforms", "features", "fit", "ridge", "ridge_mode", "coefficients",
     "pivots", "slices",
 )  # fmt: skip
 FIT_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -91,7 +94,7 @@ BUDGET_TYPES: Mapping[str, Any] = {
 _OWN_TYPES: Mapping[str, Any] = {
     "operator": Operator,
     "side": RecipeSide,
-    "closures": integer(0, MAX_CLOSURES),
+    "c_transforms": integer(0, MAX_C_TRANSFORMS),
     "features": list_of(str, 1),
     "fit": Fit,
     "ridge": number_in(0, MAX_RIDGE),
@@ -126,8 +129,8 @@ class Recipe:
 
     operator:            "auto" measures and picks inside the budget; the others are forced. "lossless"
                          is the site's own operator, "sinkhorn" that of a Sinkhorn site.
-    side:                which dual is predicted: "source" the queries', "key" the keys'.
-    closures:            most half-steps after the predicted dual (fewer if the parity asks for it).
+    side:                which dual is predicted: "source" the queries', "target" the keys'.
+    c_transforms:            most half-steps after the predicted dual (fewer if the parity asks for it).
     features:            entries `family`, `family:count` or `family:count:kind`.
     fit:                 "ls" least squares on the dual; "kl" the plan's Kullback-Leibler divergence.
     ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
@@ -146,8 +149,8 @@ class Recipe:
     """
 
     operator: Operator = "auto"
-    side: RecipeSide = "key"
-    closures: int = 1
+    side: RecipeSide = "target"
+    c_transforms: int = 1
     features: tuple[str, ...] = ("coarse:32",)
     fit: Fit = "ls"
     ridge: float = 1e-3
@@ -179,7 +182,7 @@ class Recipe:
     def alternatives(self) -> list[Recipe]:
         """Of a site's own recipe: one with a named operator for each candidate, itself if one is named.
 
-        Raises InputError where `side: both` and `closures: 0` do not stand together in one of them.
+        Raises InputError where `side: both` and `c_transforms: 0` do not stand together in one of them.
         """
         if self.operator != "auto":
             return [self]
@@ -195,7 +198,7 @@ class Recipe:
             return f"{self.operator} {getattr(self, size)}"
         if self.operator != "asap":
             return self.operator
-        words = [self.operator, self.side, str(self.closures), *self.features]
+        words = [self.operator, self.side, str(self.c_transforms), *self.features]
         if self.fit != "ls":
             words.append(self.fit)
         if self.coefficients != "per_head":
@@ -219,11 +222,11 @@ class Recipe:
         return {key: limit for key, limit in self.budget.items() if key == "attention_rel_l2"}
 
     def check_side(self, where: str) -> None:
-        """InputError unless `side: both` and `closures: 0` stand together, once overrides apply."""
-        if (self.side == "both") != (self.closures == 0):
+        """InputError unless `side: both` and `c_transforms: 0` stand together, once overrides apply."""
+        if (self.side == "both") != (self.c_transforms == 0):
             raise InputError(
-                f"{where}: `side: both` goes with `closures: 0`, which predicts both duals",
-                got=f"side: {self.side}, closures: {self.closures}",
+                f"{where}: `side: both` goes with `c_transforms: 0`, which predicts both duals",
+                got=f"side: {self.side}, c_transforms: {self.c_transforms}",
                 help="name both keys, or neither",
             )
 
@@ -262,7 +265,7 @@ class Recipe:
         Raises InputError naming the key and what is allowed.
         """
         place = Place(where) if isinstance(where, str) else where
-        return cls(**parse(data, types or TYPES, place, _COMPOUND, source=source))
+        return cls(**parse(modern(data, place), types or TYPES, place, _COMPOUND, source=source))
 
     def to_yaml(self) -> str:
         import yaml
@@ -308,13 +311,15 @@ def _budget(value: Any, place: Place) -> dict[str, float]:
 def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list | tuple):
         raise InputError(
-            f"{place} must be a list such as [{{side: key, closures: [1, 3]}}]", got=repr(value)
+            f"{place} must be a list such as [{{side: target, c_transforms: [1, 3]}}]", got=repr(value)
         )
     found: list[dict[str, Any]] = []
     for number, block in enumerate(value, 1):
         own_place = place.at("", label=f"entry {number}")
         if not isinstance(block, Mapping) or not block:
-            raise InputError(f"{own_place} must be a mapping such as {{closures: 1}}", got=repr(block))
+            rule = f"{own_place} must be a mapping such as {{c_transforms: 1}}"
+            raise InputError(rule, got=repr(block))
+        block = modern(block, own_place)
         for own in combinations(block, str(own_place)):
             found.append(parse(own, CANDIDATE_TYPES, own_place, _COMPOUND, source=block))
             if found[-1].get("operator") == "auto":
@@ -323,6 +328,26 @@ def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
             if len(found) > MAX_CANDIDATES:
                 raise InputError(f"{place}: at most {MAX_CANDIDATES} candidates", got="more")
     return tuple(found)
+
+
+def modern(data: Mapping[Any, Any], place: Place) -> Mapping[Any, Any]:
+    """A mapping with earlier names of keys and values replaced by today's, with a warning for each."""
+    found = Located()
+    for key, value in data.items():
+        where = place.line_of(key, data)
+        name = EARLIER_KEYS.get(key, key) if isinstance(key, str) else key
+        if name in found:
+            raise InputError(f"{where}: {name} must be there once", got=f"{key} too")
+        if name != key:
+            warnings.warn(f"{where}: `{key}` is now `{name}`", stacklevel=2)
+        found[name] = value
+        for old, new in EARLIER_VALUES.get(name, {}).items() if isinstance(name, str) else ():
+            if value == old or (isinstance(value, list | tuple) and old in value):
+                warnings.warn(f"{where}: `{name}: {old}` is now `{name}: {new}`", stacklevel=2)
+                found[name] = new if value == old else [new if own == old else own for own in value]
+        if isinstance(data, Located) and key in data.lines:
+            found.lines[name] = data.lines[key]
+    return found
 
 
 def combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
@@ -371,7 +396,7 @@ def _sites(value: Any, place: Place) -> dict[str, dict[str, Any]]:
             raise InputError(
                 f"{own}: overrides must be a mapping such as {{operator: sinkhorn}}", got=repr(overrides)
             )
-        parsed[pattern] = parse(overrides, SITE_TYPES, own, _COMPOUND)
+        parsed[pattern] = parse(modern(overrides, own), SITE_TYPES, own, _COMPOUND)
     return parsed
 
 

@@ -1,8 +1,8 @@
 """Typed settings of a user's file: each value held against a type, and errors that say where it stands.
 
-    Closures = Annotated[int, Strict(), Interval(ge=0, le=50)]
-    parse({"closures": 51}, {"closures": Closures}, Place("recipe r.yaml"))
-    -> recipe r.yaml, line 4: closures must be an integer from 0 to 50, got 51
+    C-transforms = Annotated[int, Strict(), Interval(ge=0, le=50)]
+    parse({"c_transforms": 51}, {"c_transforms": C-transforms}, Place("recipe r.yaml"))
+    -> recipe r.yaml, line 4: c_transforms must be an integer from 0 to 50, got 51
 
 The types are the single description: values are checked by them (pydantic), messages word them, and
 the published JSON Schema, from which editors complete, is made of them.
@@ -76,7 +76,7 @@ def mapping_of(kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value stands: "recipe r.yaml, line 4: sites: a: closures"."""
+    """Where a value stands: "recipe r.yaml, line 4: sites: a: c-transforms"."""
 
     file: str
     keys: tuple[str, ...] = ()

@@ -57,26 +57,26 @@ def attention_backend(
     keep: Tensor | None,
     bias: Tensor | None,
     score_multiplier: float,
-    closures: int | None = None,
+    c_transforms: int | None = None,
     from_key: bool = False,
 ) -> Backend:
-    """Of the finite loop and of closures.
+    """Of the finite loop and of c-transforms.
 
-    v: None where the dense map is wanted.  closures, from_key: their number and whether they start
+    v: None where the dense map is wanted.  c-transforms, from_key: their number and whether they start
     from the keys' dual; None for the teacher's own loop. One of them is softmax attention with a key
     bias, which torch runs wherever Triton does not.
     """
     choices = _listening.get()
-    one_pass = closures == 1 and from_key and v is not None
-    softmax = "one closure from the keys' dual is softmax attention with a key bias"
+    one_pass = c_transforms == 1 and from_key and v is not None
+    softmax = "one c-transform from the keys' dual is softmax attention with a key bias"
 
     def choose(backend: Backend, kernel: str, reason: str) -> Backend:
         if choices is not None:
             choices.append(_choice(operator, q, k, kernel, reason))
         return backend
 
-    if closures == 0:
-        return choose("plain", "plain PyTorch", "no closure: two duals alone are an ablation")
+    if c_transforms == 0:
+        return choose("plain", "plain PyTorch", "no c-transform: two duals alone are an ablation")
     if q.device.type == "cpu":
         if one_pass:
             return choose("softmax", "scaled_dot_product_attention", softmax)

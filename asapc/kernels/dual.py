@@ -67,7 +67,7 @@ class Backend:
     ) -> tuple[Tensor, Tensor]:
         """As operators.asap.dual_and_row_mass; the coarse loop runs once for both."""
         with torch.no_grad(), torch.cuda.device_of(q):
-            clouds = clouds_from(q, k, keep, bias, score_multiplier, "key")
+            clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
             listed = list(zip(*feature_list(features, parameters), strict=True))
             budget = Budget(half_steps, starts_on_x)
             first = next((i for i, (own, _) in enumerate(listed) if own.family == "coarse"), None)

@@ -10,7 +10,7 @@ from asapc.ir import Side
 
 @dataclass(frozen=True)
 class Loop:
-    """`half_steps` closures on S = score_multiplier q k' + bias, the first on `first_side`.
+    """`half_steps` c-transforms on S = score_multiplier q k' + bias, the first on `first_side`.
 
     output_factor: [coefficient, N power, M power, n power], see operators.sinkhorn.factor_value.
     """

@@ -89,7 +89,7 @@ def run_loop(
     row_keep: Tensor | None = None,
     log_steps: int = LOG_STEPS,
 ) -> Loop:
-    """`half_steps` alternating closures from the duals f [B, H, N] and g [B, H, M].
+    """`half_steps` alternating c-transforms from the duals f [B, H, N] and g [B, H, M].
 
     scores: [B, H, N, M]; log_mu, log_nu: broadcastable to f and g, -inf without mass; row_keep:
     [B, 1, N] bool, the rows that columns sum over, where the others are closed all the same;
@@ -229,15 +229,15 @@ def asap(
     source_dual: Tensor | None,
     target_dual: Tensor | None,
     score_multiplier: float,
-    closures: int,
+    c_transforms: int,
     output_factor: Sequence[float],
 ) -> Tensor:
     """Arguments and result as operators.asap.asap."""
-    side = asap_meaning.first_closure(source_dual, target_dual, closures)
-    if closures == 1 and target_dual is not None:
-        return _key_closure(q, k, v, keep, bias, target_dual, score_multiplier, output_factor)
+    side = asap_meaning.first_c_transform(source_dual, target_dual, c_transforms)
+    if c_transforms == 1 and target_dual is not None:
+        return _key_c_transform(q, k, v, keep, bias, target_dual, score_multiplier, output_factor)
     loop, factor, opened = _sinkhorn_loop(
-        q, k, keep, bias, source_dual, target_dual, score_multiplier, closures, side, output_factor
+        q, k, keep, bias, source_dual, target_dual, score_multiplier, c_transforms, side, output_factor
     )
     return (loop.apply(widen(clean_values(v, opened))) * factor).to(v.dtype)
 
@@ -250,18 +250,18 @@ def asap_attention(
     source_dual: Tensor | None,
     target_dual: Tensor | None,
     score_multiplier: float,
-    closures: int,
+    c_transforms: int,
     output_factor: Sequence[float],
 ) -> Tensor:
     """Arguments and result as operators.asap.asap_attention."""
-    side = asap_meaning.first_closure(source_dual, target_dual, closures)
+    side = asap_meaning.first_c_transform(source_dual, target_dual, c_transforms)
     loop, factor, _ = _sinkhorn_loop(
-        q, k, keep, bias, source_dual, target_dual, score_multiplier, closures, side, output_factor
+        q, k, keep, bias, source_dual, target_dual, score_multiplier, c_transforms, side, output_factor
     )
     return (loop.plan() * factor).to(q.dtype)
 
 
-def _key_closure(
+def _key_c_transform(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -385,7 +385,7 @@ def square_roots(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
 SOLVE_STEPS = 6  # from an error of at most 1/3 in W^-1 (W + I/2) / 1.5 - I, squared each time
 
 
-def _closures(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
+def _c_transforms(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
     """features.lse.columns times weights [1|H, 1], every example at once."""
     scores = clouds.x @ clouds.y.transpose(-1, -2)
     if clouds.bias is not None:
@@ -420,7 +420,7 @@ _DUALS = Backend(
     {
         "coarse": _coarse_contribution,
         "gaussian": _gaussian,
-        "lse": _closures,
+        "lse": _c_transforms,
         "rank_displacement": _rank_displacement,
         "token_bias": _token_bias,
     },

@@ -1,13 +1,13 @@
-"""ASAP: predicted duals, then a fixed small number of closures (ASAP paper, Eqs. 16-18).
+"""ASAP: predicted duals, then a fixed small number of c-transforms (ASAP paper, Eqs. 16-18).
 
-    source dual, columns last, 1 closure:   g0 = T_K(f^)
-    source dual, columns last, 3 closures:  g0 = T_K(f^), f+ = T_Q(g0), g+ = T_K(f+)
-    source dual, rows last,    2 closures:  g0 = T_K(f^), f+ = T_Q(g0)
-    target dual, rows last,    1 closure:   f+ = T_Q(g^)             softmax attention with a key bias
-    target dual, columns last, 2 closures:  f+ = T_Q(g^), g+ = T_K(f+)
-    both duals,  no closure:                exp(S + f^ + g^)         an ablation: no exact marginal
+    source dual, columns last, 1 c-transform:   g0 = T_K(f^)
+    source dual, columns last, 3 c_transforms:  g0 = T_K(f^), f+ = T_Q(g0), g+ = T_K(f+)
+    source dual, rows last,    2 c_transforms:  g0 = T_K(f^), f+ = T_Q(g0)
+    target dual, rows last,    1 c-transform:   f+ = T_Q(g^)             softmax attention with a key bias
+    target dual, columns last, 2 c_transforms:  f+ = T_Q(g^), g+ = T_K(f+)
+    both duals,  no c-transform:                exp(S + f^ + g^)         an ablation: no exact marginal
 
-A predicted dual is the teacher's own, as many half-steps before its end as there are closures, so an
+A predicted dual is the teacher's own, as many half-steps before its end as there are c-transforms, so an
 exact prediction reproduces the finite teacher exactly.
 """
 
@@ -40,16 +40,16 @@ def asap_attention(
     source_dual: Tensor | None,
     target_dual: Tensor | None,
     score_multiplier: float,
-    closures: int,
+    c_transforms: int,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """Dense attention map after `closures` closures from the given dual, [B, H, N, M].
+    """Dense attention map after `c_transforms` c-transforms from the given dual, [B, H, N, M].
 
-    source_dual: [B, H, N], target_dual: [B, H, M], predictions in score coordinates. Closures start
+    source_dual: [B, H, N], target_dual: [B, H, M], predictions in score coordinates. C-transforms start
     on the side that is not given, and the gauge is free; with none of them both must be given.
     Raises ValueError on any other combination.
     """
-    first_side = first_closure(source_dual, target_dual, closures)
+    first_side = first_c_transform(source_dual, target_dual, c_transforms)
     source_dual = None if source_dual is None else open_dual(source_dual, keep)
     target_dual = None if target_dual is None else open_dual(target_dual, keep)
     q, keep, bias = open_empty(q, keep, bias)
@@ -61,7 +61,7 @@ def asap_attention(
         g = target_dual.to(scores.dtype)
         if keep is not None:
             g = g.masked_fill(~keep[:, None, :], -math.inf)
-    f, g = run_half_steps(scores, f, g, closures, first_side, keep)
+    f, g = run_half_steps(scores, f, g, c_transforms, first_side, keep)
     return attention_map(scores, f, g, output_factor, keep).to(q.dtype)
 
 
@@ -74,13 +74,13 @@ def asap(
     source_dual: Tensor | None,
     target_dual: Tensor | None,
     score_multiplier: float,
-    closures: int,
+    c_transforms: int,
     output_factor: Sequence[float],
 ) -> Tensor:
     """A v for the ASAP attention map A: [B, H, N, E] in v's dtype.  Arguments as asap_attention."""
     attention = asap_attention(
         widen(q), widen(k), keep, bias, source_dual, target_dual,
-        score_multiplier, closures, output_factor,
+        score_multiplier, c_transforms, output_factor,
     )  # fmt: skip
     _, opened, _ = open_empty(q, keep, None)
     return (attention @ widen(clean_values(v, opened))).to(v.dtype)
@@ -91,14 +91,14 @@ def open_dual(dual: Tensor, keep: Tensor | None) -> Tensor:
     return dual if keep is None else dual.masked_fill(~keep.any(-1)[:, None, None], 0.0)
 
 
-def first_closure(
-    source_dual: Tensor | None, target_dual: Tensor | None, closures: int
+def first_c_transform(
+    source_dual: Tensor | None, target_dual: Tensor | None, c_transforms: int
 ) -> Side:
-    """The side of the first closure.  Raises ValueError unless the duals fit the closures."""
-    wanted = 2 if closures == 0 else 1
+    """The side of the first c-transform.  Raises ValueError unless the duals fit the c-transforms."""
+    wanted = 2 if c_transforms == 0 else 1
     given = [dual is not None for dual in (source_dual, target_dual)]
     if sum(given) != wanted:
-        raise ValueError(f"{closures} closures start from {wanted} dual(s), got {sum(given)}")
+        raise ValueError(f"{c_transforms} c-transforms start from {wanted} dual(s), got {sum(given)}")
     return "row" if target_dual is not None else "column"
 
 
@@ -139,13 +139,13 @@ def dual_and_row_mass(
 ) -> tuple[Tensor, Tensor]:
     """The keys' dual [B, H, M], and the mass of every query row in the teacher's plan [B, H, N].
 
-    One closure from the keys' dual ends on rows of mass 1. A column-ending teacher leaves its rows
+    One c-transform from the keys' dual ends on rows of mass 1. A column-ending teacher leaves its rows
     out of balance, padded batches by a third and more; these masses (in attention units) put that
     back. They come from the first coarse feature, and are n / N everywhere without one.
     """
-    arguments = (features, "key", score_multiplier, half_steps, starts_on_x)
+    arguments = (features, "target", score_multiplier, half_steps, starts_on_x)
     predicted = dual(q, k, keep, bias, parameters, coefficients, *arguments)
-    clouds = clouds_from(q, k, keep, bias, score_multiplier, "key")
+    clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
     pivots = first_pivots(features, parameters)
     if pivots is not None:
         return predicted, coarse.row_mass(clouds, pivots, Budget(half_steps, starts_on_x))

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asapc.operators.closures import close_columns, close_rows
+from asapc.operators.c_transforms import close_columns, close_rows
 
 
 def lot(

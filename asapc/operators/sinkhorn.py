@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Convention, OutputFactor, Side
+from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
 from asapc.operators.catalogue import OPERATORS, Operator
-from asapc.operators.closures import close_columns, close_rows, log_marginals
 
 
 def open_empty(
@@ -67,7 +67,7 @@ def initial_duals(scores: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
 def run_half_steps(
     scores: Tensor, f: Tensor, g: Tensor, half_steps: int, first_side: Side, keep: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`half_steps` alternating closures from the duals (f, g), the first one on `first_side`."""
+    """`half_steps` alternating c-transforms from the duals (f, g), the first one on `first_side`."""
     log_mu, log_nu = log_marginals(scores.shape[-2], scores.shape[-1], keep, scores)
     for step in range(half_steps):
         if (step % 2 == 0) == (first_side == "row"):

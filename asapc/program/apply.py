@@ -49,16 +49,16 @@ def apply_distilled(own: Distilled, t: SiteTensors, v: Tensor | None) -> Tensor:
 def apply_amortised(
     convention: Convention, own: Amortised, t: SiteTensors, v: Tensor | None
 ) -> Tensor:
-    """Predicted duals and closures on a site's tensors: A v, or the map A where v is None.
+    """Predicted duals and c-transforms on a site's tensors: A v, or the map A where v is None.
 
     The same calls that passes.rewrite puts into a graph.
     """
-    duals: dict[str, Tensor | None] = {"source": None, "key": None}
+    duals: dict[str, Tensor | None] = {"source": None, "target": None}
     mass: Tensor | None = None
     for predictor in own.predictors:
         _check_columns(predictor, t)
         if own.plan.rescaled:
-            duals["key"], mass = torch.ops.asapc.dual_and_row_mass(
+            duals["target"], mass = torch.ops.asapc.dual_and_row_mass(
                 q=t.q, k=t.k, keep=t.keep, bias=t.bias,
                 **predictor.arguments(convention.score_multiplier, mass=True),
             )  # fmt: skip
@@ -68,7 +68,7 @@ def apply_amortised(
     if own.intercept is not None and source is not None:
         source = source + own.intercept[:, None]
     _, loop = loop_of(convention)
-    settings = own.settings(source, duals["key"], loop)
+    settings = own.settings(source, duals["target"], loop)
     result = apply_operator(OPERATORS["asap"], t, v, settings)
     return result if mass is None else (result * mass[..., None]).to(result.dtype)
 

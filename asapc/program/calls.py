@@ -264,7 +264,7 @@ def _predicted(
 
 
 def _is_rescaled(o: Operands) -> bool:
-    """Whether the key dual of an ASAP call comes with row masses that multiply its result."""
+    """Whether the target dual of an ASAP call comes with row masses that multiply its result."""
     key = o.settings["target_dual"]
     return isinstance(key, Node) and key.target is operator.getitem
 

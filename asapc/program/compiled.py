@@ -311,8 +311,8 @@ def site_line(site: Mapping[str, Any]) -> str:
     elif operator == "asap":
         if site.get("side") is not None:
             facts.append(f"{site['side']} dual")
-        if site.get("closures") is not None:
-            facts.append(f"{site['closures']} closure{'s' if site['closures'] != 1 else ''}")
+        if site.get("c_transforms") is not None:
+            facts.append(f"{site['c_transforms']} c-transform{'s' if site['c_transforms'] != 1 else ''}")
         facts += [str(name) for name in site.get("features") or ()]
     elif "half_steps" in convention:
         facts.append(f"{convention['half_steps']} half-steps")

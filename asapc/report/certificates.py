@@ -6,10 +6,10 @@ known offline only; one that does not hold would be a defect of asapc or of a pr
 
 Scores S and duals are in units of epsilon, absolute: P = exp(S + f + g). Checked are strictly positive
 blocks: all queries against the n active of M keys, no pair forbidden by a score bias. Every query has
-mass 1/N and every active key 1/M, so a plan has mass 1 after a row closure and n/M after a column
-closure; the papers' proofs need no more than that it is at most 1.
+mass 1/N and every active key 1/M, so a plan has mass 1 after a row c-transform and n/M after a column
+c-transform; the papers' proofs need no more than that it is at most 1.
 
-The papers predict the source dual and close columns first. A predicted key dual is the same with the
+The papers predict the source dual and close columns first. A predicted target dual is the same with the
 sides exchanged: what they say of columns then holds of rows.
 """
 
@@ -27,9 +27,9 @@ from torch import Tensor
 
 from asapc.calibration.collect import pieces
 from asapc.calibration.teacher import TeacherDuals
-from asapc.features.predictor import ClosurePlan
+from asapc.features.predictor import TransformPlan
 from asapc.ir import Convention, Side, SiteTensors
-from asapc.operators.closures import close_columns, close_rows
+from asapc.operators.c_transforms import close_columns, close_rows
 
 PAPER = "ASAP"
 BLOCKWISE = "Block-wise differentiable Sinkhorn attention"
@@ -56,9 +56,9 @@ Predict = Callable[[SiteTensors], Tensor]
 def row_error_bound(g_plus: Tensor, g_0: Tensor) -> Tensor:
     """exp(max_j |g+_j - g0_j|) - 1 >= row_err of the plan closed on g+, per example and head.
 
-    g_0, g_plus: [B, H, M], the key duals before and after the row closure between them; masked keys
-    are -inf in both. Returns [B, H] float64. Holds with masks too: after the row closure every row
-    has mass 1/N, and only active keys are rescaled.  Source: ASAP, Proposition B.7.
+    g_0, g_plus: [B, H, M], the target duals before and after the row c-transform between them; masked
+    keys are -inf in both. Returns [B, H] float64. Holds with masks too: after the row c-transform every
+    row has mass 1/N, and only active keys are rescaled.  Source: ASAP, Proposition B.7.
     """
     active = ~(g_plus.isneginf() & g_0.isneginf())
     change = (g_plus.double() - g_0.double()).abs()
@@ -71,7 +71,7 @@ def dual_stability_factor(f_hat: Tensor, f: Tensor, keep: Tensor | None = None) 
     f_hat, f: [B, H, N] predicted and teacher dual of one side, in the same coordinates; keep: [B, N],
     the points that carry mass, or None for all. Every entry of
     the plan closed from f_hat is within this factor of the one closed from f, after any number of
-    closures. Returns [B, H] float64.  Source: ASAP, Propositions B.8 and B.9 (gauge-free form).
+    c-transforms. Returns [B, H] float64.  Source: ASAP, Propositions B.8 and B.9 (gauge-free form).
     """
     error = f_hat.double() - f.double()
     if keep is None:
@@ -113,7 +113,7 @@ def pinsker(divergence: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Duals:
-    """f [B, H, N] and g [B, H, n]; one of them may not be known before the first closure."""
+    """f [B, H, N] and g [B, H, n]; one of them may not be known before the first c-transform."""
 
     f: Tensor | None
     g: Tensor | None
@@ -127,8 +127,8 @@ class Block:
     log_mu: float
     log_nu: float
 
-    def closed(self, start: Tensor, side: Side, closures: int) -> list[Duals]:
-        """The duals after 0, 1, ..., `closures` closures, the first on `side`, from the other's dual."""
+    def closed(self, start: Tensor, side: Side, c_transforms: int) -> list[Duals]:
+        """The duals after 0, 1, ... c-transforms, the first on `side`, from the other side's dual."""
         num_queries, num_keys = self.scores.shape[-2:]
         log_mu, log_nu = (
             self.scores.new_full((count,), mass)
@@ -136,7 +136,7 @@ class Block:
         )
         f, g = (start, None) if side == "column" else (None, start)
         found = [Duals(f, g)]
-        for _ in range(closures):
+        for _ in range(c_transforms):
             if side == "column":
                 assert f is not None
                 g = close_columns(self.scores, f, log_nu)
@@ -304,14 +304,14 @@ class _Check:
 class SiteCertificates:
     """Streams a Sinkhorn site's activations through every bound that is proven for it.
 
-    plan: of its closures, None where the loop was kept or replaced by another operator.
+    plan: of its c-transforms, None where the loop was kept or replaced by another operator.
     source, key: predict its duals in score coordinates, see program.calls.predicted_duals.
     """
 
     def __init__(
         self,
         convention: Convention,
-        plan: ClosurePlan | None = None,
+        plan: TransformPlan | None = None,
         source: Predict | None = None,
         key: Predict | None = None,
     ) -> None:
@@ -345,8 +345,8 @@ class SiteCertificates:
         return [check.result() for check in self._checks.values()]
 
     def _has_row_bound(self) -> bool:
-        """The metric is the paper's: a source dual and three closures."""
-        return self.plan is not None and self.plan.side == "source" and self.plan.closures == 3
+        """The metric is the paper's: a source dual and three c-transforms."""
+        return self.plan is not None and self.plan.side == "source" and self.plan.c_transforms == 3
 
     def _add(self, t: SiteTensors) -> None:
         teacher = TeacherDuals(t, self.convention)
@@ -367,8 +367,8 @@ class SiteCertificates:
                 g = teacher.after(self.convention.half_steps)[1][rows][..., keys]
                 check = self._check("contraction_bound", BLOCKWISE, "Proposition 4")
                 check.add(bound[rows], measured_contraction(block, g), 1 - TOLERANCE)
-            if self.plan is None or self.plan.closures == 0:
-                continue  # without a closure nothing more is proven
+            if self.plan is None or self.plan.c_transforms == 0:
+                continue  # without a c-transform nothing more is proven
             index = 0 if self.plan.side == "source" else 1
             own, true = predicted[index], teacher.after(self.plan.half_steps)[index]
             assert own is not None
@@ -384,21 +384,21 @@ class SiteCertificates:
         compared = block.positive() and self._take("plans", block.scores.numel())
         if not compared and not self._has_row_bound():
             return
-        closed = block.closed(own, side, self.plan.closures)
+        closed = block.closed(own, side, self.plan.c_transforms)
         if self._has_row_bound():
             g_plus, g_0 = closed[-1].g, closed[-2].g
             assert g_plus is not None and g_0 is not None
             self.row_bound = max(self.row_bound, _largest(row_error_bound(g_plus, g_0)))
         if not compared:
             return
-        exact = block.closed(true, side, self.plan.closures)
+        exact = block.closed(true, side, self.plan.c_transforms)
         self._row_error(block, closed, side)
         self._stability(block, closed, exact, side)
         self._marginal_error(block, closed[-1], exact[-1], _last_side(side, closed))
         self._divergence(block, own, true, side)
 
     def _row_error(self, block: Block, closed: list[Duals], side: Side) -> None:
-        """Proposition B.7: a row closure, then a column closure, whatever came before."""
+        """Proposition B.7: a row c-transform, then a column c-transform, whatever came before."""
         if len(closed) < 3 or _last_side(side, closed) != "column":
             return
         g_plus, g_0 = closed[-1].g, closed[-2].g
@@ -411,7 +411,7 @@ class SiteCertificates:
         check.add(row_error_bound(g_plus, g_0), error, 2.0, middle=gap)
 
     def _stability(self, block: Block, closed: list[Duals], exact: list[Duals], side: Side) -> None:
-        """Propositions B.8 (one closure) and B.9 (more), for the best shift of the predicted dual."""
+        """Propositions B.8 (one c-transform) and B.9 (more), for the best shift of the predicted dual."""
         number = "B.8" if len(closed) == 2 else "B.9"
         moves = [_moved(mine, its) for mine, its in zip(closed, exact, strict=True)]
         start = moves[0][0 if side == "column" else 1]
@@ -453,7 +453,7 @@ class SiteCertificates:
         check.add_identity(deviation.mean(-1) * deviation.shape[-1] * mass, error, 0.0)
 
     def _divergence(self, block: Block, own: Tensor, true: Tensor, side: Side) -> None:
-        """Proposition B.10 on the plans of one closure."""
+        """Proposition B.10 on the plans of one c-transform."""
         scores, mass = block.scores, block.log_nu
         if side == "row":
             scores, mass = scores.transpose(-1, -2), block.log_mu
@@ -501,7 +501,7 @@ def _active_blocks(keep: Tensor | None) -> Iterator[tuple[slice, Tensor | slice]
 
 
 def _last_side(first: Side, closed: list[Duals]) -> Side:
-    """The side of the last closure."""
+    """The side of the last c-transform."""
     if len(closed) % 2 == 0:
         return first
     return "row" if first == "column" else "column"

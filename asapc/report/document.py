@@ -16,7 +16,7 @@ from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
 from asapc.metrics import METRICS, of
 from asapc.operators.catalogue import OUTCOMES
 
-REPORT_FORMAT = 2
+REPORT_FORMAT = 3
 TEACHER = "teacher"  # the operator of a site that was left as it is
 Class = Literal["ACCEPT", "REGRESSION", "ANOMALOUS"]
 CLASSES: tuple[Class, ...] = get_args(Class)  # the worst last
@@ -129,8 +129,8 @@ class SiteReport(Measured, Record):
     ]  # fmt: skip
     reason: str | None = None
     convention: ConventionReport | None = None
-    side: Annotated[str | None, {"enum": ["key", "source", "both", None]}] = None
-    closures: int | None = None
+    side: Annotated[str | None, {"enum": ["target", "source", "both", None]}] = None
+    c_transforms: int | None = None
     rescaled: bool | None = None
     coefficients: str | None = None
     features: tuple[str, ...] | None = None

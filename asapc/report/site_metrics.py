@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from asapc.artifact import Artifact, Stage
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.formats.records import json_fields
 from asapc.inputs.data import Batch
 from asapc.ir import Convention, SiteTensors
@@ -157,7 +157,7 @@ class SiteFidelity:
             source, key = predicted_duals(*compiled)
             plan = None
             if source is not None or key is not None:
-                plan = closure_plan(self.convention, self.entry["closures"], self.entry["side"])
+                plan = transform_plan(self.convention, self.entry["c_transforms"], self.entry["side"])
             self.certificates = SiteCertificates(self.convention, plan, source, key)
 
     def update(self, t: SiteTensors) -> None:

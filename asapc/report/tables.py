@@ -394,17 +394,17 @@ def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
 
 
 def amortised_text(site: Mapping[str, Any]) -> str:
-    """How a site's dual is predicted: "key, 1 closure, coarse:32 gaussian", or what it was distilled
-    into: "32 pivots"; empty where neither."""
+    """How a site's dual is predicted, "target, 1 c-transform, coarse:32 gaussian", or what it was
+    distilled into, "32 pivots"; empty where neither."""
     for key in SIZES:
         if site.get(key):
             return f"{site[key]} {key}"
     if not site.get("features"):
         return ""
-    count = number(site.get("closures"))
-    closures = f"{count} closure{'' if count == '1' else 's'}"
+    count = number(site.get("c_transforms"))
+    c_transforms = f"{count} c-transform{'' if count == '1' else 's'}"
     rescaled = ", rows rescaled" if site.get("rescaled") else ""
-    return f"{site.get('side')}, {closures}{rescaled}, {' '.join(site['features'])}"
+    return f"{site.get('side')}, {c_transforms}{rescaled}, {' '.join(site['features'])}"
 
 
 def fit_text(site: Mapping[str, Any]) -> str:
@@ -541,7 +541,7 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
     metrics = [own.key for own in METRICS if own.study == "table"]
     columns = (
-        "", "features", "side", "closures|", "fit", "shared", "ridge|", "examples|",
+        "", "features", "side", "c_transforms|", "fit", "shared", "ridge|", "examples|",
         *_headings(metrics), "site ms|", "predict ms|",
     )  # fmt: skip
     keys = (*metrics, "site_ms", "predict_ms")
@@ -550,7 +550,7 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
             "*" if row.get("pareto") else "",
             str(row.get("features")),
             str(row.get("side") or "-"),
-            number(row.get("closures")) + (" rescaled" if row.get("rescaled") else ""),
+            number(row.get("c_transforms")) + (" rescaled" if row.get("rescaled") else ""),
             str(row.get("fit") or "-"),
             str(row.get("coefficients") or "-"),
             number(row.get("ridge")) + (" direct" if row.get("ridge_mode") == "direct" else ""),

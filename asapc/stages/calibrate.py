@@ -21,7 +21,7 @@ from asapc.calibration.stored import (
 )
 from asapc.calibration.stream import Aside, Collector, Pending, stream, take_in
 from asapc.errors import InputError
-from asapc.features.predictor import closure_plan
+from asapc.features.predictor import transform_plan
 from asapc.inputs.data import Batch, DataSource, split_of
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
@@ -173,7 +173,7 @@ def site_collector(name: str, convention: Convention, recipe: Recipe) -> Collect
     """What collects one candidate of a Sinkhorn site; None where no dual can be predicted."""
     if recipe.operator in DISTILLED:
         return Distiller(name, convention, recipe)
-    plan = closure_plan(convention, recipe.closures, recipe.side)
+    plan = transform_plan(convention, recipe.c_transforms, recipe.side)
     return None if plan is None else SiteStatistics(name, convention, plan, recipe)
 
 

@@ -1,6 +1,6 @@
 """Refresh: a short training of a compiled model after its loops were replaced.
 
-Gradients flow through the closures into the fitted coefficients and the layers around them. What is
+Gradients flow through the c-transforms into the fitted coefficients and the layers around them. What is
 trained is read off the graph: the coefficients of every predicted dual (a token bias is among them),
 the layer norms, the projection each attention output meets, and the head. All else stays as it was.
 Source: ASAP, Appendix E.4 (five supervised epochs at learning rate 2e-4).

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import HalfPlan, Side
-from asapc.operators.closures import log_marginals
+from asapc.operators.c_transforms import log_marginals
 from asapc.passes.experiment import STABILISED, NoFit, snapped
 from asapc.passes.sinkhorn.probe import (
     MILD,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Convention, Mask, OutputFactor, Side, Stabiliser
-from asapc.operators.closures import close_columns, close_rows, log_marginals
+from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
 from asapc.operators.sinkhorn import (
     attention_map,
     factor_terms,

@@ -1,6 +1,6 @@
 """The plan times the values without storing the plan: one pass over the tiles, O(N E) memory.
 
-    out_i = factor / N * sum_j softmax_j(S_ij + g_j) v_j      after a last row closure
+    out_i = factor / N * sum_j softmax_j(S_ij + g_j) v_j      after a last row c-transform
     out_i = factor * sum_j exp(S_ij + f_i + g_j) v_j          with f given
 
 Both accumulate the exponentials relative to a running row maximum m_i, the pattern of
@@ -66,7 +66,7 @@ def attend_and_dual(
     score_multiplier: float,
     output_factor: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """`attend` with the last row closure, in float32, and the dual f [B, H, N] of that closure."""
+    """`attend` with the last row c-transform, in float32, and the dual f [B, H, N] it ends on."""
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
     f = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     _launch(q, k, v, keep, bias, None, g, score_multiplier, output_factor, out, f)
@@ -222,7 +222,7 @@ def _attend(
             stride_kd, stride_bias_x, stride_bias_y, scale, HAS_BIAS, AS_FLOAT32, PRECISION,
             BLOCK_X, BLOCK_Y, BLOCK_D, CHUNKED,
         )  # fmt: skip
-        if HAS_F:  # first: S + f rounds here as it did in the closure that gave g
+        if HAS_F:  # first: S + f rounds here as it did in the c-transform that gave g
             logits += b_f[:, None]
         if HAS_G:
             logits += load_dual(p_g, o_y, m_y, stride_gn)[None, :]

@@ -1,4 +1,4 @@
-"""Gradients of the closures, the apply and the loop, from tiles computed again: O(T (N + M)) memory.
+"""Gradients of the c-transforms, the apply and the loop, from tiles computed again: O(T (N + M)) memory.
 
 Every gradient is a sum over a matrix of slopes dL/dS_ij that is never stored. Where f and g are the
 duals around one half-step and P = exp(S + f + g) is the plan it closed,

@@ -1,4 +1,4 @@
-"""Twin of operators/closures.py that never stores a score: O(N + M) memory, one pass over the tiles.
+"""Twin of operators/c_transforms.py that never stores a score: O(N + M) memory, one pass over the tiles.
 
     f_i = -log N - logsumexp_j (S_ij + g_j)        g_j = -log M - logsumexp_i (S_ij + f_i)
 

@@ -1,7 +1,7 @@
 """The whole finite loop in one launch: one program per head holds its score tile in registers.
 
 N and M are at most RESIDENT_LIMIT. The scores are formed once, every half-step is a reduction over
-the tile in the log domain, and the last row closure comes out of the product with the values.
+the tile in the log domain, and the last row c-transform comes out of the product with the values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def resident_loop(
     bias = spread_bias(bias, q, k)
     rows_first = loop.first_side == "row"
     closes_rows = loop.half_steps > 0 and rows_first == (loop.half_steps % 2 == 1)
-    # A row closure at the end is part of the product, so the loop proper is one half-step shorter.
+    # A row c-transform at the end is part of the product, so the loop proper is one half-step shorter.
     before = loop.half_steps - closes_rows
     factor, factors = split_factor(loop.output_factor, queries, keys, keep)
     block_x, block_y = block_of(queries, RESIDENT_LIMIT), block_of(keys, RESIDENT_LIMIT)

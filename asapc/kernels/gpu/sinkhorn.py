@@ -1,6 +1,6 @@
 """GPU twin of kernels.cpu.sinkhorn: the finite loop without the N x M scores in memory.
 
-Small heads run in one launch; larger ones stream the tiles once a half-step. A row closure at the
+Small heads run in one launch; larger ones stream the tiles once a half-step. A row c-transform at the
 end is fused with the product by v, so T half-steps cost T passes when the loop ends on rows and
 T + 1 when it ends on columns.
 """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.kernels import dispatch, key_closure
+from asapc.kernels import dispatch, key_c_transform
 from asapc.kernels.cpu import sinkhorn as cpu_sinkhorn
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.gradients import differentiate
@@ -25,9 +25,9 @@ def _sinkhorn_loop(own: Mapping[str, Any]) -> tuple[str | None, Loop]:
 
 
 def _asap_loop(own: Mapping[str, Any]) -> tuple[str | None, Loop]:
-    side = asap_reference.first_closure(own["source_dual"], own["target_dual"], own["closures"])
+    side = asap_reference.first_c_transform(own["source_dual"], own["target_dual"], own["c_transforms"])
     start = "source_dual" if side == "column" else "target_dual"
-    return start, Loop(own["score_multiplier"], own["closures"], side, own["output_factor"])
+    return start, Loop(own["score_multiplier"], own["c_transforms"], side, own["output_factor"])
 
 
 def _sinkhorn(
@@ -56,7 +56,7 @@ def _asap(
     bias: Tensor | None,
     target_dual: Tensor | None,
     score_multiplier: float,
-    closures: int,
+    c_transforms: int,
     output_factor: Sequence[float],
     v: Tensor | None = None,
     **_rest: Any,
@@ -64,13 +64,13 @@ def _asap(
     start, loop = _asap_loop(plain.keywords)
     some = v is None or (q.shape[2] > 0 and k.shape[2] > 0)
     backend = dispatch.attention_backend(
-        plain.func.__name__, q, k, v, keep, bias, score_multiplier, closures,
+        plain.func.__name__, q, k, v, keep, bias, score_multiplier, c_transforms,
         loop.first_side == "row" and some,
     )  # fmt: skip
     if backend == "softmax" and v is not None and target_dual is not None:
         opened_dual = asap_reference.open_dual(target_dual, keep)
         q, keep, bias = sinkhorn_reference.open_empty(q, keep, bias)
-        return key_closure.key_closure(
+        return key_c_transform.key_c_transform(
             q, k, v, keep, bias, opened_dual, score_multiplier, output_factor
         )
     if backend == "plain":

@@ -1,4 +1,4 @@
-"""Twin of operators/asap.py for one closure from the target dual: softmax attention with a key bias.
+"""Twin of operators/asap.py for one c-transform from the target dual: softmax attention with a key bias.
 
     out_i = factor / N * sum_j softmax_j(S_ij + g_j) v_j
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from asapc.operators.sinkhorn import factor_value, widen
 
 
-def key_closure(
+def key_c_transform(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -27,7 +27,7 @@ def key_closure(
     score_multiplier: float,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """Arguments and result as operators.asap.asap with closures = 1; half precision runs in float32.
+    """Arguments and result as operators.asap.asap with c_transforms = 1; half precision runs in float32.
 
     keep: with an active key in every example (operators.sinkhorn.open_empty).
     """
