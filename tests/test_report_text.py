@@ -185,7 +185,8 @@ def with_everything() -> dict[str, Any]:
                 "name": "layers.0.fn",
                 "candidates": [
                     {
-                        "label": "asap target 1 coarse:32", "attention_rel_l2": 0.02, "output_rel_l2": 0.01,
+                        "label": "asap target 1 coarse:32",
+                        "attention_rel_l2": 0.02, "output_rel_l2": 0.01,
                         "latency_ms": {"32x512": 1.2}, "teacher_ms": {"32x512": 9.1},
                         "memory_mib": 12.0, "chosen": True, "verdict": "chosen",
                     }
@@ -194,7 +195,8 @@ def with_everything() -> dict[str, Any]:
         ],
         "rounds": [
             {
-                "budget": {"attention_rel_l2": 0.05}, "choice": {"layers.0.fn": "asap target 1 coarse:32"},
+                "budget": {"attention_rel_l2": 0.05},
+                "choice": {"layers.0.fn": "asap target 1 coarse:32"},
                 "predicted_ms": 1.5, "measured": {"prediction_agreement": 0.991},
                 "verdict": "inside the budget",
             }
