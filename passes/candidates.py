@@ -19,7 +19,6 @@ from asapc.passes.rewrite import Hardened, Replacement
 DISTILLED = {own.name: own.size for own in OPERATORS.values() if own.size and "sinkhorn" in own.fitted_to}
 # A c-transform costs about a half-step: with so few of them the lossless loop is already as cheap.
 FEW_HALF_STEPS = 5
-TEACHER = "teacher"
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from torch.fx import GraphModule, Node
 
 from asapc.inputs.data import Batch
 from asapc.ir import Program
+from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Analysis
-from asapc.passes.candidates import TEACHER, Choice
+from asapc.passes.candidates import Choice
 from asapc.passes.capture import Capture
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs

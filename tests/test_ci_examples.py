@@ -66,7 +66,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = bash(folder, step["run"], {})
     assert done.returncode == 0, done.stderr
     assert run("report", folder / "compiled", "--data", folder / "ci" / "data.npz", "--quiet") == 0
-    shutil.copy(folder / "compiled" / "report.json", folder / "ci" / "baseline.json")
+    baseline = json.loads((folder / "compiled" / "report.json").read_text())
+    for own in (baseline["model"], *(site["metrics"] for site in baseline["sites"])):
+        own.update({key: own[key] / 4 for key in own if key.startswith("speedup")})  # no timed test
+    (folder / "ci" / "baseline.json").write_text(json.dumps(baseline))
     return folder
 
 

@@ -17,8 +17,9 @@ from asapc.cli import main
 from asapc.errors import InputError
 from asapc.inputs.data import open_data, split_of
 from asapc.models import ARCHITECTURES
+from asapc.operators.catalogue import TEACHER
 from asapc.passes import select
-from asapc.passes.candidates import TEACHER, Candidate
+from asapc.passes.candidates import Candidate
 from asapc.report import evaluate
 from asapc.terminal.progress import Progress
 

@@ -90,6 +90,7 @@ OPERATORS: Mapping[str, Operator] = {
     )
 }  # fmt: skip
 
+TEACHER = "teacher"  # in place of an operator: the site was left as it is
 KINDS = tuple(own.name for own in OPERATORS.values() if own.convention)
 # By kind of site, what it may become besides itself; a hardened map alone makes no layer faster.
 REPLACEMENTS = {

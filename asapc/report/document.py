@@ -14,10 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
 from asapc.metrics import METRICS, of
-from asapc.operators.catalogue import OUTCOMES
+from asapc.operators.catalogue import OUTCOMES, TEACHER
 
 REPORT_FORMAT = 3
-TEACHER = "teacher"  # the operator of a site that was left as it is
 Class = Literal["ACCEPT", "REGRESSION", "ANOMALOUS"]
 CLASSES: tuple[Class, ...] = get_args(Class)  # the worst last
 Number = float | None

@@ -31,9 +31,10 @@ from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
 from asapc.metrics import MEASURED_EXAMPLES
+from asapc.operators.catalogue import TEACHER
 from asapc.passes.audit import SoftToHard, soft_sites
 from asapc.program.runner import Runner, Tap
-from asapc.report.document import REPORT_FORMAT, TEACHER, Report
+from asapc.report.document import REPORT_FORMAT, Report
 from asapc.report.site_metrics import (
     SiteFidelity,
     environment,

@@ -24,8 +24,8 @@ from asapc.errors import InputError
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.settings import Compound, Finite, Place, Switch, parse
 from asapc.metrics import METRIC, METRICS, Metric
+from asapc.operators.catalogue import TEACHER
 from asapc.report.document import (
-    TEACHER,
     Check,
     Class,
     GateReport,

@@ -20,9 +20,9 @@ import jinja2
 from markupsafe import Markup
 
 from asapc.metrics import METRIC, is_share
+from asapc.operators.catalogue import TEACHER
 from asapc.report import plots
 from asapc.report.document import (
-    TEACHER,
     Check,
     GateReport,
     LengthBin,

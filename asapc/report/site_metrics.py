@@ -28,12 +28,12 @@ from asapc.kernels.thresholds import (
 from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
 from asapc.measure.timing import interleaved_medians
 from asapc.metrics import METRICS
-from asapc.operators.catalogue import convention_from_dict
+from asapc.operators.catalogue import TEACHER, convention_from_dict
 from asapc.operators.sinkhorn import clean_values
 from asapc.program.calls import predicted_duals, site_function
 from asapc.program.runner import Runner
 from asapc.report.certificates import SiteCertificates
-from asapc.report.document import TEACHER, SiteReport, approximates
+from asapc.report.document import SiteReport, approximates
 from asapc.report.pictures import PictureCollector
 
 

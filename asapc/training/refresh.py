@@ -29,8 +29,7 @@ from asapc.inputs.data import Batch, DataSource, Split, rows, split_of
 from asapc.inputs.faults import check_labels
 from asapc.ir import Program
 from asapc.measure.class_scores import are_probabilities, log_probabilities
-from asapc.operators.catalogue import by_name
-from asapc.passes.candidates import TEACHER
+from asapc.operators.catalogue import TEACHER, by_name
 from asapc.passes.rewrite import harden
 from asapc.program.calls import CALLS, DUAL_SETTINGS, operator_calls
 from asapc.program.runner import Runner
