@@ -33,11 +33,11 @@ from asapc.measure.differences import comparable
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
 from asapc.measure.timing import interleaved_medians
 from asapc.metrics import BUDGET_BOUNDS
+from asapc.operators.catalogue import TEACHER
 from asapc.operators.sinkhorn import clean_values
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.candidates import (
     FEW_HALF_STEPS,
-    TEACHER,
     Candidate,
     Choice,
     candidates_of,
