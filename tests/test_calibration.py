@@ -612,8 +612,8 @@ DAMAGE = {
     "short tensors": (overwritten("calibration.safetensors", lambda b: b[:-5]), "damaged"),
     "short text": (overwritten("calibration.json", lambda b: b[:40]), "damaged"),
     "no text": (overwritten("calibration.json", lambda b: b"\xff\xfe\x00"), "damaged"),
-    "a list": (overwritten("calibration.json", lambda b: b"[]"), "format_version must be 5"),
-    "old version": (edited("format_version", value=1), "format_version must be 5.*got 1"),
+    "a list": (overwritten("calibration.json", lambda b: b"[]"), "format_version must be 6"),
+    "old version": (edited("format_version", value=1), "format_version must be 6.*got 1"),
     "no teacher": (edited("teacher"), "damaged"),
     "no order": (edited("order"), "damaged"),
     "another type of teacher": (edited("teacher", value={"a": 1}), "expected a str"),
@@ -641,9 +641,9 @@ DAMAGE = {
     ),
     "nan": (retensored("layers.0.attn.0.source.coefficients", lambda t: t * math.nan), "finite numbers"),
     "infinite pivots": (
-        retensored("layers.2.attn.0.key.parameter.0", lambda t: t * math.inf), "finite numbers",
+        retensored("layers.2.attn.0.target.parameter.0", lambda t: t * math.inf), "finite numbers",
     ),
-    "no pivots": (retensored("layers.2.attn.0.key.parameter.0", lambda t: None), "damaged"),
+    "no pivots": (retensored("layers.2.attn.0.target.parameter.0", lambda t: None), "damaged"),
     "no hashes": (retensored("seen_hashes", lambda t: None), "damaged"),
 }  # fmt: skip
 

@@ -448,8 +448,8 @@ def test_the_artefacts_weights_are_loaded(out: Path, tmp_path: Path, expected: T
         asapc.load(out, model=drop_in_nets.Net(width=4))
     artifact = read_artifact(out)
     trained = {(0, "head.weight"): torch.zeros(3, 8),
-               (0, "asapc_site_0_key_coefficients"): torch.zeros_like(
-                   artifact.programs["graph"][0].graph.asapc_site_0_key_coefficients)}  # fmt: skip
+               (0, "asapc_site_0_target_coefficients"): torch.zeros_like(
+                   artifact.programs["graph"][0].graph.asapc_site_0_target_coefficients)}  # fmt: skip
     (tmp_path / "new").mkdir()
     write_refreshed(tmp_path / "new", artifact, artifact.manifest, trained, [])
     model = asapc.load(tmp_path / "new", model=drop_in_nets.net())
@@ -515,7 +515,7 @@ TENSORS = "live/programs/0/modules/0/tensors"
         broken("live/programs/1/children/0/layer", "other"),  # the second patch, after a first one
         broken("live/programs/1/modules/0/name", "blocks.7"),
         broken("live/programs/1/modules/0/sites", []),
-        broken(f"{TENSORS}/asapc_site_0_key_coefficients", "0.head.weight"),
+        broken(f"{TENSORS}/asapc_site_0_target_coefficients", "0.head.weight"),
         broken("sites/0/range", {"score_low": 0.0}),
     ],
     ids=["layer", "module", "sites", "shape", "range"],
@@ -830,7 +830,7 @@ def test_a_captured_module_returns_its_own_type(tmp_path: Path) -> None:
         broken("live/programs/0/children", []), broken("live/programs/0/modules/0/name", "blocks.7"),
         broken("live/programs/0/modules/0/sites", ["nothing"]), broken("live/left", ["reason"]),
         broken("live/programs/0/call/output", {"tensor": 3}),
-        broken("live/programs/0/modules/0/tensors", {"asapc_site_0_key_coefficients": "other"}),
+        broken("live/programs/0/modules/0/tensors", {"asapc_site_0_target_coefficients": "other"}),
     ],
 )  # fmt: skip
 def test_a_manifest_that_says_otherwise_is_refused(

@@ -74,7 +74,7 @@ class PerModule(nn.Module):
         y, a = self.attention(x)
         return self.head(y.amax(1)), a.detach().numpy()
 """
-COEFFICIENTS = "asapc_site_0_key_coefficients"
+COEFFICIENTS = "asapc_site_0_target_coefficients"
 CRUDE = (
     "operator: asap\nside: target\nc_transforms: 2\nfeatures: [norm]\nbatch_size: 16\n"
     "max_examples: 32\n"
