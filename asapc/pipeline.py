@@ -28,6 +28,7 @@ from asapc.inputs.teacher import Teacher
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.report import Report, evaluate
 from asapc.report.baseline import Baseline, compare
+from asapc.report.evaluate import bench as bench
 from asapc.report.gates import Gate, gate_result
 from asapc.stages.analyse import (
     Inspection,
@@ -154,26 +155,6 @@ def report(
     )  # fmt: skip
     comparison = None if baseline is None else compare(measured, baseline)
     return replace(measured, gate=gate_result(measured, limits, comparison))
-
-
-def bench(
-    artifact_path: str | Path,
-    data: str | None = None,
-    *,
-    model: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    repeats: int = 10,
-    explain: bool = False,
-    tune: bool | None = None,
-    trust: bool = False,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Time teacher, lossless loop and compiled model, whole and per site."""
-    return evaluate.bench(
-        artifact_path, data, model=model, weights=weights, kwargs=kwargs, repeats=repeats,
-        explain=explain, tune=tune, trust=trust, progress=progress,
-    )  # fmt: skip
 
 
 def refresh(

@@ -6,6 +6,7 @@ what it found there: a Site of its own, which knows its operator call, or why it
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(ABC):
     """A region that computes a known convention, with everything a rewrite needs.
 
     probe_error: the largest relative error of the convention in the experiments.
@@ -52,22 +53,22 @@ class Site:
     takes_values = False  # whether its part ends with A v; with A otherwise
 
     @property
+    @abstractmethod
     def at(self) -> Node:
         """Its place in the graph."""
-        raise NotImplementedError
 
     @property
     def stops_on(self) -> Node | None:
         """The scores of the loop whose early stops were tried; None where none are understood."""
         return None
 
+    @abstractmethod
     def part(self) -> Part:
         """What of the graph it stands for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lift(self, lifting: Lifting) -> list[Swap]:
         """Puts its operator's call into a graph, and says what the call is to replace."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

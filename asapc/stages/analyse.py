@@ -7,9 +7,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from asapc.artifact import (
-    signature_of,
-)
+from asapc.artifact import signature_of
 from asapc.errors import InputError, NoSiteError
 from asapc.inputs.data import Batch, DataSource, open_data
 from asapc.inputs.load import example_inputs

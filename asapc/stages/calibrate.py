@@ -16,9 +16,7 @@ from asapc.calibration.distill import Distiller
 from asapc.calibration.enough import shortages
 from asapc.calibration.reading import Examples
 from asapc.calibration.shards import Shards, code_digest
-from asapc.calibration.stored import (
-    AnySiteCalibration,
-)
+from asapc.calibration.stored import AnySiteCalibration
 from asapc.calibration.stream import Aside, Collector, Pending, stream, take_in
 from asapc.errors import InputError
 from asapc.features.predictor import transform_plan
@@ -38,8 +36,8 @@ SAMPLE_EXAMPLES = 32  # slices and pivots are made from
 
 @dataclass(frozen=True)
 class Plan:
-    """pending: every fit, site by site.  size: of a batch.  rounds: the places
-    of the sites that are fitted in each pass.
+    """pending: every fit, site by site.  size: of a batch.  rounds: the places of the sites that are
+    fitted in each pass.
 
     In parallel, one pass over the data fits all sites behind the teacher's own layers. Sequentially
     each site is fitted in a pass of its own behind the layers that are already fitted, with their first

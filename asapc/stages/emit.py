@@ -17,9 +17,7 @@ from asapc.artifact import (
     returns_as,
     write_artifact,
 )
-from asapc.calibration.stored import (
-    fit_facts,
-)
+from asapc.calibration.stored import fit_facts
 from asapc.errors import InputError, VerificationError
 from asapc.formats import places
 from asapc.formats.atomic import replace_folder

@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asapc.artifact import (
-    Stage,
-)
-from asapc.calibration.stored import (
-    Calibration,
-)
+from asapc.artifact import Stage
+from asapc.calibration.stored import Calibration
 from asapc.errors import VerificationError
 from asapc.inputs.data import Batch, DataSource
 from asapc.inputs.recipe import Recipe
