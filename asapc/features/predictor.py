@@ -47,7 +47,7 @@ class TransformPlan:
 
     c_transforms: half-steps after the prediction; 0 predicts both duals and closes neither.
     rescaled: the c-transform ends on rows, the teacher on columns: rows get their predicted mass.
-    half_steps: the teacher's own up to the predicted dual, the time of the fit's target.
+    half_steps: of the teacher up to the predicted dual, which is what the fit aims at.
     """
 
     side: RecipeSide
@@ -60,8 +60,8 @@ class TransformPlan:
 
     def budget(self, convention: Convention, side: PredictedSide) -> Budget:
         """The half-steps up to the last one, within self.half_steps, that updates `side`."""
-        own: Side = "row" if side == "source" else "column"
-        starts_on_x = convention.first_side == own
+        updated: Side = "row" if side == "source" else "column"
+        starts_on_x = convention.first_side == updated
         ends_on_x = (self.half_steps % 2 == 1) == starts_on_x
         return Budget(self.half_steps if ends_on_x else self.half_steps - 1, starts_on_x)
 
@@ -101,7 +101,7 @@ class Amortised:
     intercept: Tensor | None = None
 
     def settings(self, source: Any, key: Any, loop: Mapping[str, Any]) -> dict[str, Any]:
-        """Of torch.ops.asapc.asap, by name.  source, key: duals.  loop: the site's own settings."""
+        """Of torch.ops.asapc.asap, by name.  source, key: duals.  loop: the site's settings."""
         return {
             "source_dual": source, "target_dual": key, "score_multiplier": loop["score_multiplier"],
             "c_transforms": self.plan.c_transforms, "output_factor": loop["output_factor"],

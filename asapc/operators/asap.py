@@ -7,8 +7,8 @@
     target dual, columns last, 2 c_transforms:  f+ = T_Q(g^), g+ = T_K(f+)
     both duals,  no c-transform:                exp(S + f^ + g^)         an ablation: no exact marginal
 
-A predicted dual is the teacher's own, as many half-steps before its end as there are c-transforms, so an
-exact prediction reproduces the finite teacher exactly.
+A predicted dual stands for the teacher's, as many half-steps before its end as there are c-transforms, so
+an exact prediction reproduces the finite teacher exactly.
 """
 
 from __future__ import annotations

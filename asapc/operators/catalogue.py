@@ -67,8 +67,8 @@ class Operator:
 
 
 OPERATORS: Mapping[str, Operator] = {
-    own.name: own
-    for own in (
+    operator.name: operator
+    for operator in (
         Operator("sinkhorn", "asapc.operators.sinkhorn", SCORES, convention="asapc.ir:Convention"),
         Operator(
             "stabilised_sinkhorn", "asapc.operators.stabilised", SCORES,
@@ -91,29 +91,35 @@ OPERATORS: Mapping[str, Operator] = {
 }  # fmt: skip
 
 TEACHER = "teacher"  # in place of an operator: the site was left as it is
-KINDS = tuple(own.name for own in OPERATORS.values() if own.convention)
+KINDS = tuple(operator.name for operator in OPERATORS.values() if operator.convention)
 # By kind of site, what it may become besides itself; a hardened map alone makes no layer faster.
 REPLACEMENTS = {
-    kind: tuple(own.name for own in OPERATORS.values() if kind in own.fitted_to and own.applies)
+    kind: tuple(
+        operator.name
+        for operator in OPERATORS.values()
+        if kind in operator.fitted_to and operator.applies
+    )
     for kind in KINDS
 }
-OUTCOMES = tuple(own for own in OPERATORS if own in KINDS or any(own in x for x in REPLACEMENTS.values()))
-SIZES = tuple(own.size for own in OPERATORS.values() if own.size)
+OUTCOMES = tuple(
+    name for name in OPERATORS if name in KINDS or any(name in x for x in REPLACEMENTS.values())
+)
+SIZES = tuple(operator.size for operator in OPERATORS.values() if operator.size)
 
 
 def convention_from_dict(data: Mapping[str, Any]) -> AnyConvention:
     """Inverse of every convention's to_dict. Raises KeyError or TypeError on a malformed mapping."""
-    own = OPERATORS[data.get("operator", KINDS[0])]
-    kind: type[AnyConvention] = pkgutil.resolve_name(own.convention)
+    operator = OPERATORS[data.get("operator", KINDS[0])]
+    kind: type[AnyConvention] = pkgutil.resolve_name(operator.convention)
     return kind.from_dict(data)
 
 
 def reference_named(name: str) -> Callable[..., Any]:
     """Of a registered operator.  Raises KeyError for any other name."""
-    for own in OPERATORS.values():
-        for dense in own.forms:
-            if own.name_of(dense) == name:
-                return own.reference_of(dense)
+    for operator in OPERATORS.values():
+        for dense in operator.forms:
+            if operator.name_of(dense) == name:
+                return operator.reference_of(dense)
     raise KeyError(name)
 
 

@@ -103,7 +103,7 @@ def _token_bounds(x: Tensor, keep: Tensor | None, ties: Ties) -> tuple[Tensor, T
     others, mine = x[..., None, :], x[..., :, None]
     larger, as_large = others > mine, others >= mine
     if keep is not None:
-        larger, as_large = (own & keep[:, None, None] for own in (larger, as_large))
+        larger, as_large = (flags & keep[:, None, None] for flags in (larger, as_large))
     first, end = larger.sum(-1), as_large.sum(-1)
     if keep is not None:
         end = torch.where(keep[:, None], end, x.shape[-1] + 1)
@@ -137,16 +137,17 @@ def expected_plan(
 
     def slice_of(x: Tensor, y: Tensor, cost: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
         plan = plan_of(clouds, x, y).to(cost.dtype)
-        own = (cost * plan).sum((-1, -2))[..., None, None]  # [B, H, 1, 1]
-        return own / count if mean_cost else own, plan if v is None else plan @ v
+        slice_cost = (cost * plan).sum((-1, -2))[..., None, None]  # [B, H, 1, 1]
+        return slice_cost / count if mean_cost else slice_cost, plan if v is None else plan @ v
 
     width = clouds.k.shape[2] if values is None else values.shape[3]
     result = total = lowest = cost.new_zeros(*clouds.q.shape[:3], width)
     for index in range(clouds.num_slices):
-        own, moved = recomputed(slice_of, clouds.x[:, :, index], clouds.y[:, :, index], cost, values)
-        before = own.detach() if index == 0 else lowest
-        lowest = torch.minimum(before, own.detach())
-        kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (own - lowest))
+        x, y = clouds.x[:, :, index], clouds.y[:, :, index]
+        slice_cost, moved = recomputed(slice_of, x, y, cost, values)
+        before = slice_cost.detach() if index == 0 else lowest
+        lowest = torch.minimum(before, slice_cost.detach())
+        kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (slice_cost - lowest))
         result, total = result * kept + weight * moved, total * kept + weight
     return close(result / total, keep, query_keep, output_factor)
 
@@ -275,11 +276,11 @@ def hard_plan(
     width = clouds.k.shape[2] if v is None else v.shape[3]
     if 0 in (clouds.x.numel(), clouds.y.numel(), width):
         return clouds.q.new_zeros(*clouds.q.shape[:3], width)
-    own = ranked(clouds.x, clouds.query_keep, ties), ranked(clouds.y, clouds.keep, ties)
-    matching = match(clouds, *own, coupling)
+    ordered = ranked(clouds.x, clouds.query_keep, ties), ranked(clouds.y, clouds.keep, ties)
+    matching = match(clouds, *ordered, coupling)
     if v is None and matching.means:
         return formed()
-    cost = matched_costs(clouds, *own, matching, coupling, squared_cost)
+    cost = matched_costs(clouds, *ordered, matching, coupling, squared_cost)
     count = active(clouds.query_keep, clouds.q)[:, None, None]
     weights = slice_weights(cost, inverse_temperature, count, mean_cost)
     weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
@@ -293,7 +294,7 @@ def hard_plan(
 def _one_at_a_time(
     q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None, settings: Any
 ) -> Tensor:
-    """hard_plan of every example's active tokens: how many keys a query meets is their own."""
+    """hard_plan of each example's active tokens: how many keys a query meets depends on their number."""
     width = k.shape[2] if v is None else v.shape[3]
     results = []
     for example in range(q.shape[0]):
@@ -301,16 +302,16 @@ def _one_at_a_time(
             torch.arange(points.shape[2], device=q.device) if mask is None
             else mask[example].nonzero()[:, 0] for mask, points in ((query_keep, q), (keep, k))
         )  # fmt: skip
-        own_v = None if v is None else v[example, None, :, columns]
-        own = hard_plan(
-            q[example, None, :, rows], k[example, None, :, columns], own_v, None, None, *settings
+        part_v = None if v is None else v[example, None, :, columns]
+        part = hard_plan(
+            q[example, None, :, rows], k[example, None, :, columns], part_v, None, None, *settings
         )
-        result = own.new_zeros(1, q.shape[1], q.shape[2], width)
+        result = part.new_zeros(1, q.shape[1], q.shape[2], width)
         if v is None:
-            wide = own.new_zeros(*own.shape[:3], width).index_copy(3, columns, own)
+            wide = part.new_zeros(*part.shape[:3], width).index_copy(3, columns, part)
             results.append(result.index_copy(2, rows, wide))
         else:
-            results.append(result.index_copy(2, rows, own))
+            results.append(result.index_copy(2, rows, part))
     return torch.cat(results) if results else q.new_zeros(0, q.shape[1], q.shape[2], width)
 
 

@@ -68,10 +68,10 @@ class Bag:
     starts: Tensor
 
     def grown(self, table: Tensor) -> Tensor:
-        own = embedding_bag(
+        sums = embedding_bag(
             self.rows, table, self.starts, mode="sum", per_sample_weights=self.weights.to(table.dtype)
         )
-        return torch.cat([table, own])
+        return torch.cat([table, sums])
 
 
 @dataclass(frozen=True)
@@ -181,15 +181,15 @@ def match(clouds: Clouds, queries: Ranked, keys: Ranked, coupling: Coupling) -> 
     def all_by_token(of_ranks: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         return None if of_ranks is None else tuple(map(by_token, of_ranks))
 
-    own = of_ranks(rows)
-    own_shares = None if shares is None else tuple(share[:, None, None] for share in shares)
-    met_shares = all_by_token(own_shares)
+    by_rank = of_ranks(rows)
+    shares_by_rank = None if shares is None else tuple(share[:, None, None] for share in shares)
+    met_shares = all_by_token(shares_by_rank)
     if queries.same is None:
-        found, found_shares = tuple(map(by_token, own)), met_shares
+        found, found_shares = tuple(map(by_token, by_rank)), met_shares
     else:
-        own, own_shares, bag = _shared(queries, own, own_shares, size)
+        by_rank, shares_by_rank, bag = _shared(queries, by_rank, shares_by_rank, size)
         bags.append(bag)
-        found, found_shares = tuple(map(by_token, own)), all_by_token(own_shares)
+        found, found_shares = tuple(map(by_token, by_rank)), all_by_token(shares_by_rank)
     met = found if not bags else tuple(map(by_token, of_ranks(plain)))
     return Matching(found, found_shares, tuple(bags), met, met_shares)
 
@@ -201,17 +201,17 @@ def _starts(points: Tensor) -> Tensor:
 
 
 def _shared(
-    own: Ranked, rows: tuple[Tensor, ...], shares: tuple[Tensor, ...] | None, size: int
+    tokens: Ranked, rows: tuple[Tensor, ...], shares: tuple[Tensor, ...] | None, size: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None, Bag]:
     """rows and shares with one row, the mean of what its group has, in place of every tied rank's.
 
     rows: K of [B, H, L, R] of a table of `size`; shares: K that broadcast to them.
     """
-    assert own.first is not None and own.end is not None
-    tied, shape = own.tied, own.order.shape
+    assert tokens.first is not None and tokens.end is not None
+    tied, shape = tokens.tied, tokens.order.shape
     where = tied.flatten().nonzero()[:, 0]
-    begins = own.first.flatten()[where] == where % shape[-1]
-    weight = (own.end - own.first).flatten()[where].double().reciprocal()
+    begins = tokens.first.flatten()[where] == where % shape[-1]
+    weight = (tokens.end - tokens.first).flatten()[where].double().reciprocal()
     given = [weight] * len(rows)
     if shares is not None:
         given = [share.expand(shape).flatten()[where] * weight for share in shares]
@@ -249,8 +249,8 @@ def matched_costs(
     def costs(q: Tensor, k: Tensor, part: slice) -> Tensor:
         total: Tensor | float = 0.0
         for index, rows in enumerate(matching.met):
-            own = k.flatten(0, 2).index_select(0, rows[:, :, part].flatten())
-            away = distance(q[:, :, None] - own.view(*rows[:, :, part].shape, k.shape[3]), squared)
+            met_keys = k.flatten(0, 2).index_select(0, rows[:, :, part].flatten())
+            away = distance(q[:, :, None] - met_keys.view(*rows[:, :, part].shape, k.shape[3]), squared)
             share = None if matching.met_shares is None else matching.met_shares[index][:, :, part]
             total = total + (away if share is None else away * share)
         assert isinstance(total, Tensor)
@@ -302,22 +302,22 @@ def _different(clouds: Clouds, queries: Ranked, keys: Ranked, coupling: Coupling
     return _Groups(coupling, x, y, touched, y[0].gather(-1, low), y[1].gather(-1, high - 1))
 
 
-def _bounds(own: Ranked, points: Tensor) -> tuple[tuple[Tensor, Tensor], bool]:
+def _bounds(tokens: Ranked, points: Tensor) -> tuple[tuple[Tensor, Tensor], bool]:
     """Of tied groups of different points, and whether there are any."""
-    rank = torch.arange(own.order.shape[-1], device=points.device).expand(own.order.shape)
+    rank = torch.arange(tokens.order.shape[-1], device=points.device).expand(tokens.order.shape)
     alone = (rank, rank + 1)
-    if own.same is None or own.first is None or own.end is None:
+    if tokens.same is None or tokens.first is None or tokens.end is None:
         return alone, False
-    where = torch.nn.functional.pad(own.same, (1, 0)).flatten().nonzero()[:, 0]
-    rows = (own.order + _starts(points)).flatten()
+    where = torch.nn.functional.pad(tokens.same, (1, 0)).flatten().nonzero()[:, 0]
+    rows = (tokens.order + _starts(points)).flatten()
     flat = points.flatten(0, 2)
     differ = (flat[rows[where]] != flat[rows[where - 1]]).any(-1)
     if not bool(differ.any()):
         return alone, False
-    starts = where - where % rank.shape[-1] + own.first.flatten()[where]
+    starts = where - where % rank.shape[-1] + tokens.first.flatten()[where]
     mark = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, starts[differ], True)
-    here = mark.view(rank.shape).gather(-1, own.first)
-    return (torch.where(here, own.first, rank), torch.where(here, own.end, rank + 1)), True
+    here = mark.view(rank.shape).gather(-1, tokens.first)
+    return (torch.where(here, tokens.first, rank), torch.where(here, tokens.end, rank + 1)), True
 
 
 def _tied_costs(
@@ -329,8 +329,8 @@ def _tied_costs(
     to all keys are taken once.
     """
     n, m = (count.expand(len(clouds.q)) for count in counts(clouds))
-    rows_q, rows_k = ((own.order + _starts(points)).flatten()
-                      for own, points in ((queries, clouds.q), (keys, clouds.k)))  # fmt: skip
+    rows_q, rows_k = ((tokens.order + _starts(points)).flatten()
+                      for tokens, points in ((queries, clouds.q), (keys, clouds.k)))  # fmt: skip
     where = groups.touched.flatten().nonzero()[:, 0]
     where = where[rows_q[where].argsort(stable=True)]
     low, met = groups.low.flatten()[where], (groups.high - groups.low).flatten()[where]
@@ -411,6 +411,5 @@ def scatter_sum(matching: Matching, width: int, weights: Tensor) -> Tensor:
     keys, (batch, heads, count, queries) = rows % width, rows.shape
     result = entries.new_zeros(batch, heads, queries, width)
     for index in range(count):  # one entry a row each: the order of sums is fixed
-        own = (part[:, :, index, :, None] for part in (keys, entries))
-        result.scatter_add_(3, *own)
+        result.scatter_add_(3, *(part[:, :, index, :, None] for part in (keys, entries)))
     return result

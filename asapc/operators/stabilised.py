@@ -50,9 +50,9 @@ def stabilised_plans(
         rows_first = not rows_first
 
 
-def _divided(own: Tensor, sums: Tensor, mass: float, stabiliser: Stabiliser, exact: bool) -> Tensor:
+def _divided(scaling: Tensor, sums: Tensor, mass: float, stabiliser: Stabiliser, exact: bool) -> Tensor:
     plan = stabiliser.form == "plan"
-    total = own * sums if plan else sums
+    total = scaling * sums if plan else sums
     empty = total == 0  # nothing there: whatever divides it, or grows with every division, is never seen
     if exact:  # a softmax has no constant
         total = total.masked_fill(empty, 1.0)
@@ -60,7 +60,7 @@ def _divided(own: Tensor, sums: Tensor, mass: float, stabiliser: Stabiliser, exa
         total = total + stabiliser.constant
     else:
         total = total.clamp(min=stabiliser.constant)
-    return torch.where(empty, own, own * mass / total) if plan else mass / total
+    return torch.where(empty, scaling, scaling * mass / total) if plan else mass / total
 
 
 def _offset(scores: Tensor, stabiliser: Stabiliser) -> Tensor:
