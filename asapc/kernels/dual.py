@@ -23,9 +23,9 @@ def finished(total: Tensor, clouds: Clouds) -> Tensor:
 
 @dataclass(frozen=True)
 class Backend:
-    """contributions: the families that have a fast path, the others run their plain meaning.
+    """contributions: the families that have a fast path; the others run their reference.
 
-    dual_and_mass: of the coarse family.  finish: as `finished`, which it is unless a backend has its own.
+    dual_and_mass: of the coarse family.  finish: `finished`, unless a backend has its own.
     """
 
     contributions: Mapping[str, Contribution]
@@ -70,7 +70,7 @@ class Backend:
             clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
             listed = list(zip(*feature_list(features, parameters), strict=True))
             budget = Budget(half_steps, starts_on_x)
-            first = next((i for i, (own, _) in enumerate(listed) if own.family == "coarse"), None)
+            first = next((i for i, (feature, _) in enumerate(listed) if feature.family == "coarse"), None)
             if first is None:
                 predicted = self._predicted(clouds, listed, coefficients, budget, {})
                 return predicted, active_share(clouds)
@@ -97,11 +97,11 @@ class Backend:
             used += width
             fast = self.contributions.get(feature.family)
             if index in known:
-                own = known[index] * weights
+                contribution = known[index] * weights
             elif fast is not None:
-                own = fast(clouds, parameter, weights, budget)
+                contribution = fast(clouds, parameter, weights, budget)
             else:
                 columns = feature.columns(clouds, parameter, budget)
-                own = (columns @ weights[:, :, None])[..., 0]
-            total = own if total is None else total + own
+                contribution = (columns @ weights[:, :, None])[..., 0]
+            total = contribution if total is None else total + contribution
         return self.finish(torch.zeros_like(clouds.x[..., 0]) if total is None else total, clouds)

@@ -60,11 +60,11 @@ def thresholds(q: Tensor, k: Tensor) -> Thresholds:
     if forced is not None:
         return forced
     device = "cuda" if q.device.type == "cuda" else "cpu"
-    own = _shipped(device)
+    found = _shipped(device)
     if _cache_used.get() and not os.environ.get("ASAPC_NO_TUNE"):
-        own = _merged(own, _cached().get(key_of(q, k), {}))
+        found = _merged(found, _cached().get(key_of(q, k), {}))
     path = os.environ.get("ASAPC_THRESHOLDS")
-    return own if path is None else _merged(own, _users(path).get(device, {}))
+    return found if path is None else _merged(found, _users(path).get(device, {}))
 
 
 @contextmanager
@@ -131,8 +131,8 @@ def _users(path: str) -> Mapping[str, Mapping[str, int]]:
     entries = document.values() if isinstance(document, dict) else [None]
     if not all(_is_entry(entry) for entry in entries) or not set(document) <= {"cpu", "cuda"}:
         raise InputError(f"ASAPC_THRESHOLDS={path}: not thresholds", got=document, help=help)
-    own: Mapping[str, Mapping[str, int]] = document
-    return own
+    by_device: Mapping[str, Mapping[str, int]] = document
+    return by_device
 
 
 @cache
@@ -162,8 +162,8 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def _merged(own: Thresholds, entry: Mapping[str, int]) -> Thresholds:
-    return replace(own, **entry)
+def _merged(base: Thresholds, entry: Mapping[str, int]) -> Thresholds:
+    return replace(base, **entry)
 
 
 @cache

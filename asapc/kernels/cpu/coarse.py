@@ -41,15 +41,15 @@ def dual_and_mass(
             x_keep = None if clouds.x_keep is None else clouds.x_keep[example]
             y_keep = None if clouds.y_keep is None else clouds.y_keep[example]
             arguments = x[part], y[part], z[part], x_keep, y_keep
-            own_column, own_mass, safe = _group(*arguments, budget, want_mass)
+            tile_column, tile_mass, safe = _group(*arguments, budget, want_mass)
             if not safe and x.dtype == torch.float32:  # float64 holds eight times the range
                 arguments = x[part].double(), y[part].double(), z[part].double(), x_keep, y_keep
-                own_column, own_mass, safe = _group(*arguments, budget, want_mass)
+                tile_column, tile_mass, safe = _group(*arguments, budget, want_mass)
             if not safe:
-                own_column, own_mass = _log_domain(*arguments, budget)
-            column[part] = own_column
+                tile_column, tile_mass = _log_domain(*arguments, budget)
+            column[part] = tile_column
             if mass is not None:
-                mass[part] = own_mass
+                mass[part] = tile_mass
 
     if column.numel():
         each_worker(work, range(0, batch * heads, group))
@@ -81,16 +81,16 @@ def _group(
 def _log_domain(
     x: Tensor, y: Tensor, z: Tensor, x_keep: Tensor | None, y_keep: Tensor | None, budget: Budget
 ) -> tuple[Tensor, Tensor]:
-    """One head at a time, since every one has its own pivots."""
+    """One head at a time, since every head has its own pivots."""
     columns, masses = [], []
     for i in range(len(x)):
-        own = Clouds(
+        head = Clouds(
             x[None, None, i], y[None, None, i],
             None if x_keep is None else x_keep[i : i + 1],
             None if y_keep is None else y_keep[i : i + 1],
         )  # fmt: skip
-        columns.append(coarse.columns(own, z[i : i + 1], budget)[:, 0, :, 0])
-        masses.append(coarse.row_mass(own, z[i : i + 1], budget)[:, 0])
+        columns.append(coarse.columns(head, z[i : i + 1], budget)[:, 0, :, 0])
+        masses.append(coarse.row_mass(head, z[i : i + 1], budget)[:, 0])
     return torch.cat(columns), torch.cat(masses)
 
 

@@ -170,17 +170,17 @@ def _by_heads(
         for start in starts:
             example, tile = divmod(start, tiles)
             part = slice(tile * group, (tile + 1) * group)
-            own_q, own_k, own_v = (t[example, part] for t in (q, k, v))
+            tile_q, tile_k, tile_v = (t[example, part] for t in (q, k, v))
             rows, columns = _active(query_keep, example), _active(keep, example)
             if rows is not None:
-                own_q = own_q[:, rows]
+                tile_q = tile_q[:, rows]
             if columns is not None:
-                own_k, own_v = own_k[:, columns], own_v[:, columns]
-            if 0 in (own_q.numel(), own_k.numel()):
+                tile_k, tile_v = tile_k[:, columns], tile_v[:, columns]
+            if 0 in (tile_q.numel(), tile_k.numel()):
                 continue
-            own_slices = None if slices is None else slices[part]
-            clouds = clouds_of(own_q[None], own_k[None], None, None, own_slices)
-            moved = core(clouds, own_v, tau[part])
+            tile_slices = None if slices is None else slices[part]
+            clouds = clouds_of(tile_q[None], tile_k[None], None, None, tile_slices)
+            moved = core(clouds, tile_v, tau[part])
             if rows is None:
                 result[example, part] = moved
             else:
@@ -285,9 +285,9 @@ def _matched_heads(
     distances = torch.zeros([1], dtype=q.dtype)
     for i in range(max(1, len(ranks))):
         met = order_y if one_to_one else order_y.index_select(2, ranks[i])
-        own = torch.empty_like(order_x).scatter_(2, order_x, met)  # by token, not by rank
-        found.append(own)
-        away = _distances(q, k, own, squared_cost, together)
+        by_token = torch.empty_like(order_x).scatter_(2, order_x, met)  # by token, not by rank
+        found.append(by_token)
+        away = _distances(q, k, by_token, squared_cost, together)
         if not one_to_one:
             if i == 1 and len(ranks) == 2:
                 part = 1.0 - parts[0]
@@ -307,8 +307,8 @@ def _matched_heads(
         entries = torch.cat(parts, 1) * entries.repeat(1, len(ranks), 1)
     first = torch.arange(k.size(0)).view(-1, 1, 1) * k.size(1)
     rows = (keys + first).transpose(1, 2).reshape(-1, keys.size(1))
-    own = entries.transpose(1, 2).reshape(-1, keys.size(1))
-    out = embedding_bag(rows, v.flatten(0, 1), mode="sum", per_sample_weights=own)
+    row_weights = entries.transpose(1, 2).reshape(-1, keys.size(1))
+    out = embedding_bag(rows, v.flatten(0, 1), mode="sum", per_sample_weights=row_weights)
     return out.view(q.size(0), q.size(1), v.size(2))
 
 
@@ -338,17 +338,17 @@ def _stacked_heads(
     total = torch.zeros_like(tau)
     lowest = total
     for index in range(x.size(1)):
-        own_x, own_y = x[:, index].contiguous(), y[:, index].contiguous()
-        a = _soft_rows(torch.sort(own_x, -1, True)[0], own_x, temperature, reach)
-        ordered = torch.sort(own_y, -1, True)[0]
-        b = _soft_rows(ordered, own_y, temperature, reach)
+        slice_x, slice_y = x[:, index].contiguous(), y[:, index].contiguous()
+        a = _soft_rows(torch.sort(slice_x, -1, True)[0], slice_x, temperature, reach)
+        ordered = torch.sort(slice_y, -1, True)[0]
+        b = _soft_rows(ordered, slice_y, temperature, reach)
         if ranks is not None:
             b = torch.matmul(ranks, b)
         plan = torch.bmm(a.transpose(1, 2), b)
-        own = (cost * plan).sum([-2, -1]).view(-1, 1, 1)
-        before = own if index == 0 else lowest
-        lowest = torch.minimum(before, own)
-        kept, weight = torch.exp(tau * (before - lowest)), torch.exp(tau * (own - lowest))
+        slice_cost = (cost * plan).sum([-2, -1]).view(-1, 1, 1)
+        before = slice_cost if index == 0 else lowest
+        lowest = torch.minimum(before, slice_cost)
+        kept, weight = torch.exp(tau * (before - lowest)), torch.exp(tau * (slice_cost - lowest))
         result = result * kept + weight * torch.bmm(plan, v)
         total = total * kept + weight
     return result / total
@@ -376,15 +376,15 @@ def _banded_head(
     result = v.new_zeros(clouds.q.shape[2], v.shape[1])
     total, lowest = 0.0, math.inf
     for index, (order_x, order_y) in enumerate(zip(orders_x, orders_y, strict=True)):
-        own, moved = _banded_slice(
+        slice_cost, moved = _banded_slice(
             clouds.x[0, 0, index][order_x], clouds.y[0, 0, index][order_y],
             cost.index_select(0, order_x).index_select(1, order_y), v[order_y],
             ranks, low, end, temperature, REACH[v.dtype], RANKS,
         )  # fmt: skip
-        own /= count
-        before = own if index == 0 else lowest
-        lowest = min(before, own)
-        kept, weight = math.exp(-tau * (before - lowest)), math.exp(-tau * (own - lowest))
+        slice_cost /= count
+        before = slice_cost if index == 0 else lowest
+        lowest = min(before, slice_cost)
+        kept, weight = math.exp(-tau * (before - lowest)), math.exp(-tau * (slice_cost - lowest))
         result.mul_(kept).index_add_(0, order_x, moved, alpha=weight)
         total = total * kept + weight
     return result.div_(total)

@@ -31,14 +31,14 @@ def beta(clouds: Clouds) -> Tensor:
             example = torch.arange(part.start, part.stop) // heads
             x_keep = None if clouds.x_keep is None else clouds.x_keep[example]
             y_keep = None if clouds.y_keep is None else clouds.y_keep[example]
-            own, converged = _beta(
+            potential, converged = _beta(
                 x[part], y[part], x_keep, y_keep, gaussian.JITTER, torch.finfo(x.dtype).tiny ** 0.5,
                 gaussian.STEPS, gaussian.CONVERGED[x.dtype],
             )  # fmt: skip
             if not converged:  # eigenvectors decide, see features.gaussian.square_root
                 view = Clouds(x[part][:, None], y[part][:, None], x_keep, y_keep)
-                own = gaussian.brenier_potential(view)[:, 0]
-            out[part] = own
+                potential = gaussian.brenier_potential(view)[:, 0]
+            out[part] = potential
 
     if out.numel():
         each_worker(work, range(0, batch * heads, group))

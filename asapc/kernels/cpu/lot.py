@@ -136,22 +136,22 @@ def lot(
         space = Workspace(block, shared)
         for start in starts:
             stop = min(start + group, batch * heads)
-            own = Heads(
+            span = Heads(
                 range(start // heads, -(-stop // heads)),
                 range(0, heads) if group > heads else range(start % heads, (stop - 1) % heads + 1),
             )
-            chosen = some_keys[own.examples.start]
-            tile = own.tile(key_side, chosen)
-            values = own.of(v, chosen)
+            chosen = some_keys[span.examples.start]
+            tile = span.tile(key_side, chosen)
+            values = span.of(v, chosen)
             if tile.absent is not None:
                 values = _clean(values, tile.absent)
             mixed = _gather(tile, values, space)  # / sigma: near a format's end before the factor
-            mixed = (mixed * own.of(factor, None)).to(dtype)
-            chosen = some_queries[own.examples.start]
-            tile = own.tile(query_side, chosen)
+            mixed = (mixed * span.of(factor, None)).to(dtype)
+            chosen = some_queries[span.examples.start]
+            tile = span.tile(query_side, chosen)
             target = out.view(batch * heads, queries, width)[start:stop]
             if isinstance(chosen, Tensor):
-                rows = target.new_empty((len(own), len(chosen), width))
+                rows = target.new_empty((len(span), len(chosen), width))
                 _spread(tile, mixed, rows, space)
                 target.index_copy_(1, chosen, rows)
             else:
@@ -244,8 +244,8 @@ def _chosen(keep: Tensor | None, batch: int) -> Sequence[Chosen]:
     counts = keep.sum(-1)
     at_start = (keep == (torch.arange(keep.shape[1]) < counts[:, None])).all(-1).tolist()
     return [
-        count if first else own.nonzero().squeeze(1)
-        for own, count, first in zip(keep, counts.tolist(), at_start, strict=True)
+        count if first else mask.nonzero().squeeze(1)
+        for mask, count, first in zip(keep, counts.tolist(), at_start, strict=True)
     ]
 
 
@@ -263,10 +263,10 @@ class Heads:
         """[B, H, N, D] -> [G, N, D], copied only where it has to be."""
         if len(self.examples) > 1:
             return x[self.examples.start : self.examples.stop].flatten(0, 1)
-        own = x[self.examples.start, self.heads.start : self.heads.stop]
+        part = x[self.examples.start, self.heads.start : self.heads.stop]
         if isinstance(chosen, Tensor):
-            return own.index_select(1, chosen)
-        return own if chosen is None else own[:, :chosen]
+            return part.index_select(1, chosen)
+        return part if chosen is None else part[:, :chosen]
 
     def tile(self, side: Side, chosen: Chosen) -> Tile:
         x = self.of(side.x, chosen)
@@ -398,16 +398,16 @@ def _shared_loop(
 ) -> tuple[bool, Tensor]:  # fmt: skip
     """_loop with the tokens of every sweep shared out to all threads."""
     a, b, density = _start(x, z, sigma, count)
-    own, result = (x, bias, absent, z, kernel, a), b
+    inputs, result = (x, bias, absent, z, kernel, a), b
     if shifted:
-        if not all(_each(x.shape[1], block, _open_shifted, *own, safe, block)):
+        if not all(_each(x.shape[1], block, _open_shifted, *inputs, safe, block)):
             return False, result
         _top_to_scaling(a, absent)
     for index, (closes_tokens, closes_pivots) in enumerate(sweeps):
         opens, last = index == 0 and not shifted, index == len(sweeps) - 1
         weights = b.transpose(1, 2) * mixed if last and mixed is not None else None
         parts = _each(
-            x.shape[1], block, _sweep, *own, b, values if last else None, weights, out, opens,
+            x.shape[1], block, _sweep, *inputs, b, values if last else None, weights, out, opens,
             closes_tokens, closes_pivots, safe, block,
         )  # fmt: skip
         if not all(fits for fits, _, _ in parts):

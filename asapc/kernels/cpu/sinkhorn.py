@@ -75,8 +75,8 @@ def sinkhorn_loop(
         batch_of = torch.arange(start, stop) // heads
         tile_bias = None
         if full_bias is not None:
-            own = [full_bias[i // heads, i % heads] for i in range(start, stop)]
-            tile_bias = own[0][None] if len(own) == 1 else torch.stack(own)
+            biases = [full_bias[i // heads, i % heads] for i in range(start, stop)]
+            tile_bias = biases[0][None] if len(biases) == 1 else torch.stack(biases)
         tile_factor = factor
         if isinstance(factor, Tensor):
             tile_factor = factor.to(work_dtype).reshape(batch)[batch_of, None, None]

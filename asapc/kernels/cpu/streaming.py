@@ -106,10 +106,10 @@ def _linear(
         closes_columns = left > (1 if closes_rows else 0)
         total.zero_()
         weighted = v if closes_columns else b.unsqueeze(1) * v
-        for (q_part, part, part_t, a_part, out_part), own_bias in zip(rows, biases, strict=True):
+        for (q_part, part, part_t, a_part, out_part), bias_part in zip(rows, biases, strict=True):
             torch.addmm(key_bias, q_part, transposed, out=part)
-            if own_bias is not None:
-                part += own_bias
+            if bias_part is not None:
+                part += bias_part
             part.exp_()
             if closes_rows:
                 torch.mv(part, b, out=a_part)

@@ -26,7 +26,7 @@ SAFE_ROW_RANGE = {torch.float32: 40.0, torch.float64: 340.0}
 def each_worker(
     work: Callable[[Iterator[int]], None], starts: Sequence[int], most: int | None = None
 ) -> None:
-    """Call work(own starts) once per thread that torch would use here, without gradients.
+    """Call work(starts to do) once per thread that torch would use here, without gradients.
 
     Every start is handed to one worker, when it asks: a core that is busy elsewhere gets fewer.
     most: workers that there is enough to do for; one of them at least is given something.
@@ -34,7 +34,7 @@ def each_worker(
     count = min(torch.get_num_threads(), len(starts))
     waiting = deque(starts)
 
-    def own_starts() -> Iterator[int]:
+    def taken() -> Iterator[int]:
         while True:
             try:
                 start = waiting.popleft()
@@ -46,7 +46,7 @@ def each_worker(
 
     def run(_worker: int) -> None:
         with torch.inference_mode(inference), torch.no_grad():  # both are per thread
-            work(own_starts())
+            work(taken())
 
     if count <= 1:
         run(0)

@@ -176,8 +176,8 @@ def one_term(
         row = grad.float() * -inputs.q.shape[2]
     elif grad is not None:
         column = grad.float() * -inputs.k.shape[2]
-    own_f, own_g = (zero_f if f is None else f.float()), (zero_g if g is None else g.float())
-    return Terms(own_f[None], own_g[None], row[None], column[None])
+    full_f, full_g = (zero_f if f is None else f.float()), (zero_g if g is None else g.float())
+    return Terms(full_f[None], full_g[None], row[None], column[None])
 
 
 def _attend_again(inputs: Inputs, output: Output, g: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -24,19 +24,19 @@ def attention(name: str, run: Run, gradient: Gradient | None = differentiate) ->
     run: computes both, the map where there are no values.  gradient: registers that of one of them, by
     its reference; None for an operator without.
     """
-    own = OPERATORS[name]
-    for dense in own.forms:
-        registered = operator(own.reference_of(dense), run)
+    entry = OPERATORS[name]
+    for dense in entry.forms:
+        registered = operator(entry.reference_of(dense), run)
         register_fake(registered, fakes.attention)
         if gradient is not None:
-            gradient(registered, own.reference_of(dense))
+            gradient(registered, entry.reference_of(dense))
 
 
 def without_kernels() -> None:
     """Registers what has none: the reference runs wherever it is."""
-    for own in OPERATORS.values():
-        if own.plain:
-            attention(own.name, partial(_plainly, own.plain))
+    for entry in OPERATORS.values():
+        if entry.plain:
+            attention(entry.name, partial(_plainly, entry.plain))
 
 
 def _plainly(why: str, plain: Plain, q: Tensor, k: Tensor, **_rest: Any) -> Any:

@@ -63,11 +63,11 @@ def esp_hard_gradients(
             **leaves, keep=keep, query_keep=query_keep, slices=slices, squared_cost=squared_cost,
             mean_cost=mean_cost, output_factor=output_factor, coupling=coupling, ties=ties,
         )  # fmt: skip
-    own = [*leaves.values()]
+    inputs = [*leaves.values()]
     if output.requires_grad:
-        grads = torch.autograd.grad(output, own, grad_out, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(output, inputs, grad_out, allow_unused=True, materialize_grads=True)
     else:
-        grads = tuple(map(torch.zeros_like, own))
+        grads = tuple(map(torch.zeros_like, inputs))
     found = dict(zip(leaves, grads, strict=True))
     return found["q"], found["k"], found.get("v", q.new_empty(0)), found["inverse_temperature"]
 
@@ -82,8 +82,8 @@ _library.impl("esp_hard_gradients", esp_hard_gradients, "CompositeExplicitAutogr
 
 @torch.library.register_fake("asapc::esp_hard_gradients", lib=_library)
 def _(*inputs: Any) -> tuple[Tensor, ...]:
-    own = by_name(torch.ops.asapc.esp_hard_gradients.default, inputs)
-    return fakes.gradients(own, *WITH_GRADIENT)
+    arguments = by_name(torch.ops.asapc.esp_hard_gradients.default, inputs)
+    return fakes.gradients(arguments, *WITH_GRADIENT)
 
 
 def _differentiate_hard(registered: CustomOpDef, _reference: Callable[..., Tensor]) -> None:
@@ -91,8 +91,8 @@ def _differentiate_hard(registered: CustomOpDef, _reference: Callable[..., Tenso
         save(ctx, inputs)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        own, needed = saved(ctx, registered)
-        grads = torch.ops.asapc.esp_hard_gradients(grad_out=grad, **{"v": None, **own})
+        arguments, needed = saved(ctx, registered)
+        grads = torch.ops.asapc.esp_hard_gradients(grad_out=grad, **{"v": None, **arguments})
         found = dict(zip(WITH_GRADIENT, grads, strict=True))
         return tuple(found.get(name) if need else None for name, need in needed.items())
 

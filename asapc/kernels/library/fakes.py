@@ -20,36 +20,38 @@ def share_sizes(
 
     Raises RuntimeError where sizes differ; a batch of 1 stands for any.
     """
-    pairs = [(own.shape[0], q.shape[0]) for own in (k, v, keep, query_keep) if own is not None]
+    pairs = [(tensor.shape[0], q.shape[0]) for tensor in (k, v, keep, query_keep) if tensor is not None]
     if v is not None:
         pairs.append((v.shape[2], k.shape[2]))
     if keep is not None:
         pairs.append((keep.shape[1], k.shape[2]))
     if query_keep is not None:
         pairs.append((query_keep.shape[1], q.shape[2]))
-    for own, wanted in pairs:
-        if not (isinstance(own, int) and own == 1):
-            torch._check(own == wanted, lambda own=own, wanted=wanted: f"sizes {own} and {wanted} differ")
+    for size, wanted in pairs:
+        if not (isinstance(size, int) and size == 1):
+            torch._check(
+                size == wanted, lambda size=size, wanted=wanted: f"sizes {size} and {wanted} differ"
+            )
 
 
-def attention(own: Mapping[str, Any]) -> Tensor:
+def attention(arguments: Mapping[str, Any]) -> Tensor:
     """A v [B, H, N, E] like v, or A [B, H, N, M] like q where there are no values."""
-    q, k, v = own["q"], own["k"], own.get("v")
-    share_sizes(q, k, v, own["keep"], own.get("query_keep"))
+    q, k, v = arguments["q"], arguments["k"], arguments.get("v")
+    share_sizes(q, k, v, arguments["keep"], arguments.get("query_keep"))
     like, width = (q, k.shape[2]) if v is None else (v, v.shape[3])
     result: Tensor = like.new_empty((*q.shape[:3], width))
     return result
 
 
-def dual(own: Mapping[str, Any]) -> Tensor:
+def dual(arguments: Mapping[str, Any]) -> Tensor:
     """[B, H, N] of the source, [B, H, M] of the target."""
-    share_sizes(own["q"], own["k"], None, own["keep"])
-    return _per_token(own["q"], own["q" if own["side"] == "source" else "k"])
+    share_sizes(arguments["q"], arguments["k"], None, arguments["keep"])
+    return _per_token(arguments["q"], arguments["q" if arguments["side"] == "source" else "k"])
 
 
-def dual_and_row_mass(own: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    share_sizes(own["q"], own["k"], None, own["keep"])
-    return _per_token(own["q"], own["k"]), _per_token(own["q"], own["q"])
+def dual_and_row_mass(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    share_sizes(arguments["q"], arguments["k"], None, arguments["keep"])
+    return _per_token(arguments["q"], arguments["k"]), _per_token(arguments["q"], arguments["q"])
 
 
 def _per_token(q: Tensor, points: Tensor) -> Tensor:
@@ -57,12 +59,13 @@ def _per_token(q: Tensor, points: Tensor) -> Tensor:
     return q.new_empty(points.shape[:3], dtype=dtype)
 
 
-def kept_keys(own: Mapping[str, Any]) -> Tensor:
-    return torch.empty_like(own["mask"], dtype=torch.bool)
+def kept_keys(arguments: Mapping[str, Any]) -> Tensor:
+    return torch.empty_like(arguments["mask"], dtype=torch.bool)
 
 
-def gradients(own: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
+def gradients(arguments: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
     """One like each of these arguments, empty where it is not given."""
     return tuple(
-        own["q"].new_empty(0) if own[name] is None else torch.empty_like(own[name]) for name in names
+        arguments["q"].new_empty(0) if arguments[name] is None else torch.empty_like(arguments[name])
+        for name in names
     )

@@ -51,7 +51,7 @@ def loop_gradients(
     return dq, dk, dv, asap_reference.open_dual(dual_grad, keep)
 
 
-register_fake(loop_gradients, lambda own: fakes.gradients(own, "q", "k", "v", "start"))
+register_fake(loop_gradients, lambda arguments: fakes.gradients(arguments, "q", "k", "v", "start"))
 
 AsLoop = Callable[[Mapping[str, Any]], tuple[str | None, Loop]]
 """An operator's arguments as a loop: the name of the dual it starts from, None for zero, and the loop."""
@@ -62,18 +62,18 @@ def _on_cpu(tensor: Tensor) -> bool:
 
 
 def _by_kernels(
-    name: str, own: Mapping[str, Any], needed: Mapping[str, bool], grad: Tensor, as_loop: AsLoop
+    name: str, arguments: Mapping[str, Any], needed: Mapping[str, bool], grad: Tensor, as_loop: AsLoop
 ) -> dict[str, Tensor] | None:
     """Gradients of q, k, v and the dual; None where the kernels do not have them."""
-    start, loop = as_loop(own)
-    q, k, v, keep, bias = (own.get(key) for key in ("q", "k", "v", "keep", "bias"))
+    start, loop = as_loop(arguments)
+    q, k, v, keep, bias = (arguments.get(key) for key in ("q", "k", "v", "keep", "bias"))
     assert q is not None and k is not None
     if v is None or loop.half_steps == 0 or needed["bias"] or _on_cpu(q):
         return None
     if dispatch.attention_backend(name, q, k, v, keep, bias, loop.score_multiplier) != "gpu":
         return None
     dq, dk, dv, dual_grad = loop_gradients(
-        grad, q, k, v, keep, bias, None if start is None else own[start], loop.score_multiplier,
+        grad, q, k, v, keep, bias, None if start is None else arguments[start], loop.score_multiplier,
         loop.half_steps, loop.first_side == "row", loop.output_factor,
     )  # fmt: skip
     found = {"q": dq, "k": dk, "v": dv}
@@ -90,8 +90,8 @@ def saved(ctx: Any, registered: CustomOpDef) -> tuple[dict[str, Any], dict[str, 
     """The arguments by name, and whether a gradient is needed, of those that the call was given."""
     tensors = iter(ctx.saved_tensors)  # read once: under checkpointing they are recomputed for one reader
     inputs = [next(tensors) if constant is None else constant[0] for constant in ctx.layout]
-    own = bound(registered, inputs)
-    return own, dict(zip(own, ctx.needs_input_grad, strict=False))
+    arguments = bound(registered, inputs)
+    return arguments, dict(zip(arguments, ctx.needs_input_grad, strict=False))
 
 
 def differentiate(
@@ -109,25 +109,27 @@ def differentiate(
         save(ctx, inputs)
 
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Any, ...]:
-        own, needed = saved(ctx, registered)
-        with without_autocast(own.values()):
-            found = gradients(own, needed, output_grads)
-        lists = {name: [None] * len(own[name]) for name in needed if _is_tensor_list(own[name])}
+        arguments, needed = saved(ctx, registered)
+        with without_autocast(arguments.values()):
+            found = gradients(arguments, needed, output_grads)
+        lists = {
+            name: [None] * len(arguments[name]) for name in needed if _is_tensor_list(arguments[name])
+        }
         return tuple(
             lists.get(name, found.get(name) if need else None) for name, need in needed.items()
         )
 
     def gradients(
-        own: Mapping[str, Any], needed: Mapping[str, Any], output_grads: Sequence[Tensor]
+        arguments: Mapping[str, Any], needed: Mapping[str, Any], output_grads: Sequence[Tensor]
     ) -> dict[str, Tensor]:
         if as_loop is not None:
-            found = _by_kernels(reference.__name__, own, needed, output_grads[0], as_loop)
+            found = _by_kernels(reference.__name__, arguments, needed, output_grads[0], as_loop)
             if found is not None:
                 return found
         with torch.enable_grad():
             leaves = {
                 name: x.detach().requires_grad_(bool(needed.get(name))) if isinstance(x, Tensor) else x
-                for name, x in own.items()
+                for name, x in arguments.items()
             }
             output = reference(**leaves)
         wanted = {n: x for n, x in leaves.items() if isinstance(x, Tensor) and x.requires_grad}

@@ -19,15 +19,18 @@ from asapc.operators import asap as asap_reference
 from asapc.operators import sinkhorn as sinkhorn_reference
 
 
-def _sinkhorn_loop(own: Mapping[str, Any]) -> tuple[str | None, Loop]:
-    side: Any = "row" if own["rows_first"] else "column"
-    return None, Loop(own["score_multiplier"], own["half_steps"], side, own["output_factor"])
+def _sinkhorn_loop(arguments: Mapping[str, Any]) -> tuple[str | None, Loop]:
+    side: Any = "row" if arguments["rows_first"] else "column"
+    multiplier, factor = arguments["score_multiplier"], arguments["output_factor"]
+    return None, Loop(multiplier, arguments["half_steps"], side, factor)
 
 
-def _asap_loop(own: Mapping[str, Any]) -> tuple[str | None, Loop]:
-    side = asap_reference.first_c_transform(own["source_dual"], own["target_dual"], own["c_transforms"])
+def _asap_loop(arguments: Mapping[str, Any]) -> tuple[str | None, Loop]:
+    half_steps = arguments["c_transforms"]
+    duals = arguments["source_dual"], arguments["target_dual"]
+    side = asap_reference.first_c_transform(*duals, half_steps)
     start = "source_dual" if side == "column" else "target_dual"
-    return start, Loop(own["score_multiplier"], own["c_transforms"], side, own["output_factor"])
+    return start, Loop(arguments["score_multiplier"], half_steps, side, arguments["output_factor"])
 
 
 def _sinkhorn(

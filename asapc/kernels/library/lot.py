@@ -24,8 +24,8 @@ def _lot(
     def describe() -> tuple[str, str]:
         names = ("keep", "query_keep", "key_bias", "pivots", "pivot_mass", "query_multiplier",
                  "key_multiplier")  # fmt: skip
-        own = {name: rest[name] for name in names}
-        return cpu_lot.describe(q, k, **own, half_steps=min(query_half_steps, key_half_steps))
+        settings = {name: rest[name] for name in names}
+        return cpu_lot.describe(q, k, **settings, half_steps=min(query_half_steps, key_half_steps))
 
     backend = dispatch.token_backend(plain.func.__name__, q, k, v, describe)
     return plain() if backend == "plain" else cpu_lot.lot(**plain.keywords)

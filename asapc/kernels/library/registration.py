@@ -40,21 +40,21 @@ def operator(reference: Callable[..., Any], run: Run | None = None) -> CustomOpD
     def prototype() -> None: ...
 
     typed = [
-        own.replace(annotation=str if own.name in names else kinds[own.name])
-        for own in signature.parameters.values()
+        parameter.replace(annotation=str if parameter.name in names else kinds[parameter.name])
+        for parameter in signature.parameters.values()
     ]
     prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         typed, return_annotation=kinds["return"]
     )
 
     def at_own_precision(*inputs: Any) -> Any:
-        own = dict(zip(signature.parameters, inputs, strict=False))
+        arguments = dict(zip(signature.parameters, inputs, strict=False))
         for name, known in names.items():
-            if name in own and own[name] not in known:
-                raise ValueError(f"one of {', '.join(known)} is needed, got {own[name]!r}")
+            if name in arguments and arguments[name] not in known:
+                raise ValueError(f"one of {', '.join(known)} is needed, got {arguments[name]!r}")
         with without_autocast(inputs):
-            plain = partial(reference, **own)
-            return plain() if run is None else run(plain, **own)
+            plain = partial(reference, **arguments)
+            return plain() if run is None else run(plain, **arguments)
 
     schema = torch.library.infer_schema(prototype, mutates_args=())
     name = f"asapc::{reference.__name__}"
