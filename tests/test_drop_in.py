@@ -1000,7 +1000,8 @@ def test_the_smallest_module_that_computes_the_site_by_itself(
     assert layers <= called and "loop" not in str(called)
     assert "drop" not in called
     patch = live.Patch(
-        made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32, own=True
+        made.program.name, made.program.graph, made.call, made.children, {}, (), torch.float32,
+        own_forward=True,
     )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", OwnCodeWarning)

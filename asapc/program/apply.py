@@ -1,4 +1,4 @@
-"""Apply: what a site becomes, on its own tensors, by the same calls that rewrite puts into a graph."""
+"""Apply: what a site becomes, on the site's tensors, by the same calls that rewrite puts into a graph."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def predict(convention: Convention, predictor: DualPredictor, t: SiteTensors) ->
 
 
 def apply_replacement(
-    convention: Convention, own: Amortised | Distilled, t: SiteTensors, v: Tensor | None
+    convention: Convention, replacement: Amortised | Distilled, t: SiteTensors, v: Tensor | None
 ) -> Tensor:
     """What replaces a site's loop, on its tensors: A v, or the map A where v is None."""
-    if isinstance(own, Distilled):
-        return apply_distilled(own, t, v)
-    return apply_amortised(convention, own, t, v)
+    if isinstance(replacement, Distilled):
+        return apply_distilled(replacement, t, v)
+    return apply_amortised(convention, replacement, t, v)
 
 
-def apply_distilled(own: Distilled, t: SiteTensors, v: Tensor | None) -> Tensor:
+def apply_distilled(distilled: Distilled, t: SiteTensors, v: Tensor | None) -> Tensor:
     """A distilled operator on a site's tensors: A v, or the map A where v is None.
 
     The same calls that rewrite puts into a graph.
     """
-    result = apply_operator(OPERATORS[own.operator], t, v, own.settings)
-    return times_share(result, t.keep) if own.share else result
+    result = apply_operator(OPERATORS[distilled.operator], t, v, distilled.settings)
+    return times_share(result, t.keep) if distilled.share else result
 
 
 def apply_amortised(
-    convention: Convention, own: Amortised, t: SiteTensors, v: Tensor | None
+    convention: Convention, amortised: Amortised, t: SiteTensors, v: Tensor | None
 ) -> Tensor:
     """Predicted duals and c-transforms on a site's tensors: A v, or the map A where v is None.
 
@@ -55,9 +55,9 @@ def apply_amortised(
     """
     duals: dict[str, Tensor | None] = {"source": None, "target": None}
     mass: Tensor | None = None
-    for predictor in own.predictors:
+    for predictor in amortised.predictors:
         _check_columns(predictor, t)
-        if own.plan.rescaled:
+        if amortised.plan.rescaled:
             duals["target"], mass = torch.ops.asapc.dual_and_row_mass(
                 q=t.q, k=t.k, keep=t.keep, bias=t.bias,
                 **predictor.arguments(convention.score_multiplier, mass=True),
@@ -65,10 +65,10 @@ def apply_amortised(
         else:
             duals[predictor.side] = predict(convention, predictor, t)
     source = duals["source"]
-    if own.intercept is not None and source is not None:
-        source = source + own.intercept[:, None]
+    if amortised.intercept is not None and source is not None:
+        source = source + amortised.intercept[:, None]
     _, loop = loop_of(convention)
-    settings = own.settings(source, duals["target"], loop)
+    settings = amortised.settings(source, duals["target"], loop)
     result = apply_operator(OPERATORS["asap"], t, v, settings)
     return result if mass is None else (result * mass[..., None]).to(result.dtype)
 

@@ -129,10 +129,10 @@ class Call:
         kinds = inspect.Parameter
         return inspect.Signature([
             kinds(
-                own.name, getattr(kinds, own.kind),
-                default=_shown_default(own),
+                parameter.name, getattr(kinds, parameter.kind),
+                default=_shown_default(parameter),
             )
-            for own in self.parameters
+            for parameter in self.parameters
         ])  # fmt: skip
 
     def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], str | None]:
@@ -143,32 +143,33 @@ class Call:
         given = _bound(self.parameters, args, kwargs)
         flat: list[Any] = [None] * len(self.tensors)
         counts: list[tuple[str, Any, str]] = []
-        for own in self.parameters:
-            if own.name in given:
-                value = given[own.name]
-                if own.kind == "VAR_KEYWORD":
-                    value = _said(own.captured, value)
-                problem = _taken(own.captured, value, flat, counts, own.name)
+        for parameter in self.parameters:
+            if parameter.name in given:
+                value = given[parameter.name]
+                if parameter.kind == "VAR_KEYWORD":
+                    value = _said(parameter.captured, value)
+                problem = _taken(parameter.captured, value, flat, counts, parameter.name)
                 if problem is not None:
                     return flat, problem
-            elif own.captured != own.default:
-                return flat, f"{own.name} was captured as {shown(own.captured)}, and is left out"
+            elif parameter.captured != parameter.default:
+                text = f"{parameter.name} was captured as {shown(parameter.captured)}, and is left out"
+                return flat, text
         problem = self._sizes(flat, counts)
         return flat, problem
 
     def _sizes(self, flat: Sequence[Tensor], counts: Sequence[tuple[str, Any, str]]) -> str | None:
         seen: dict[str, Any] = {}
-        for index, (own, tensor) in enumerate(zip(self.tensors, flat, strict=True)):
+        for index, (like, tensor) in enumerate(zip(self.tensors, flat, strict=True)):
             problem = None
-            if kind_of(tensor.dtype) != own.kind:
-                problem = f"was captured as a tensor of {own.kind}, and is {tensor.dtype}"
-            elif tensor.dim() != len(own.sizes):
-                problem = f"was captured with {len(own.sizes)} dimensions, and has {tensor.dim()}"
-            elif own.same_as is not None and flat[own.same_as] is not tensor:
-                problem = f"was captured as the very tensor that {self._name(own.same_as)} is"
+            if kind_of(tensor.dtype) != like.kind:
+                problem = f"was captured as a tensor of {like.kind}, and is {tensor.dtype}"
+            elif tensor.dim() != len(like.sizes):
+                problem = f"was captured with {len(like.sizes)} dimensions, and has {tensor.dim()}"
+            elif like.same_as is not None and flat[like.same_as] is not tensor:
+                problem = f"was captured as the very tensor that {self._name(like.same_as)} is"
             if problem is not None:
                 return f"{self._name(index)} {problem}"
-            for axis, size in enumerate(own.sizes):
+            for axis, size in enumerate(like.sizes):
                 found = tensor.shape[axis]
                 if isinstance(size, int):
                     expected = size
@@ -191,9 +192,9 @@ class Call:
 
     def _name(self, index: int) -> str:
         """The argument that holds the index-th tensor."""
-        for own in self.parameters:
-            if any(leaf.index == index for leaf in leaves(own.captured)):
-                return own.name
+        for parameter in self.parameters:
+            if any(leaf.index == index for leaf in leaves(parameter.captured)):
+                return parameter.name
         return "an argument"
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,16 +202,17 @@ class Call:
         return {
             "parameters": [
                 {
-                    "name": own.name, "kind": own.kind, "captured": tree_to_json(own.captured),
-                    **({} if own.default is None else {"default": tree_to_json(own.default)}),
+                    "name": parameter.name, "kind": parameter.kind,
+                    "captured": tree_to_json(parameter.captured),
+                    **({} if parameter.default is None else {"default": tree_to_json(parameter.default)}),
                 }
-                for own in self.parameters
+                for parameter in self.parameters
             ],
             "output": tree_to_json(self.output),
             "tensors": [
-                {"kind": own.kind, "sizes": list(own.sizes),
-                 **({} if own.same_as is None else {"same_as": own.same_as})}
-                for own in self.tensors
+                {"kind": tensor.kind, "sizes": list(tensor.sizes),
+                 **({} if tensor.same_as is None else {"same_as": tensor.same_as})}
+                for tensor in self.tensors
             ],
             "limits": {name: list(ends) for name, ends in self.limits.items()},
         }  # fmt: skip
@@ -220,24 +222,24 @@ class Call:
         """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
         parameters = tuple(
             Parameter(
-                _identifier(own["name"]), _kind(own["kind"]),
-                tree_from_json(own["default"]) if "default" in own else None,
-                tree_from_json(own["captured"]),
+                _identifier(item["name"]), _kind(item["kind"]),
+                tree_from_json(item["default"]) if "default" in item else None,
+                tree_from_json(item["captured"]),
             )
-            for own in data["parameters"]
+            for item in data["parameters"]
         )  # fmt: skip
         tensors = tuple(
-            Tensors(str(own["kind"]), tuple(_axis(size) for size in own["sizes"]), own.get("same_as"))
-            for own in data["tensors"]
+            Tensors(str(item["kind"]), tuple(_axis(size) for size in item["sizes"]), item.get("same_as"))
+            for item in data["tensors"]
         )
         limits = {str(name): (int(low), int(high)) for name, (low, high) in data["limits"].items()}
         call = cls(parameters, tree_from_json(data["output"]), tensors, limits)
         call.signature()  # ValueError for parameters that no function has
-        places = [leaf.index for own in parameters for leaf in leaves(own.captured)]
+        places = [leaf.index for parameter in parameters for leaf in leaves(parameter.captured)]
         if sorted(places) != list(range(len(tensors))):
             raise ValueError("every tensor of a call has one place")
-        for index, own in enumerate(tensors):
-            if own.same_as is not None and own.same_as not in range(index):
+        for index, tensor in enumerate(tensors):
+            if tensor.same_as is not None and tensor.same_as not in range(index):
                 raise ValueError("a tensor may be the same as an earlier one only")
         return call
 
@@ -265,9 +267,9 @@ class Child:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Child:
         """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
-        kwargs = {_identifier(name): tree_from_json(own) for name, own in data["kwargs"].items()}
+        kwargs = {_identifier(name): tree_from_json(tree) for name, tree in data["kwargs"].items()}
         return cls(
-            str(data["layer"]), tuple(tree_from_json(own) for own in data["args"]), kwargs,
+            str(data["layer"]), tuple(tree_from_json(tree) for tree in data["args"]), kwargs,
             tree_from_json(data["output"]),
         )  # fmt: skip
 
@@ -324,8 +326,8 @@ def parameters_of(
     trees: dict[str, Tree] = {}
     positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
     rest = args[len(positional) :]
-    for own, value in zip(positional, args, strict=False):
-        trees[own.name] = described(value, tensors)
+    for parameter, value in zip(positional, args, strict=False):
+        trees[parameter.name] = described(value, tensors)
     variadic = {p.kind: p.name for p in signature.parameters.values()}
     star, stars = (variadic.get(kind) for kind in (inspect.Parameter.VAR_POSITIONAL,
                                                    inspect.Parameter.VAR_KEYWORD))  # fmt: skip
@@ -333,24 +335,24 @@ def parameters_of(
         trees[star] = Group("tuple", tuple(described(value, tensors) for value in rest))
     extra: dict[str, Tree] = {}
     for name, value in kwargs.items():
-        own_tree = described(value, tensors)
-        (trees if name in signature.parameters and name not in (star, stars) else extra)[name] = own_tree
+        tree = described(value, tensors)
+        (trees if name in signature.parameters and name not in (star, stars) else extra)[name] = tree
     signature.bind(*args, **kwargs)
     if extra:
         assert stars is not None
         trees[stars] = Group("dict", tuple(extra.values()), tuple(extra))
     found = []
-    for own in signature.parameters.values():
+    for parameter in signature.parameters.values():
         default: Tree | None = None
-        if own.kind is inspect.Parameter.VAR_POSITIONAL:
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             default = Group("tuple", ())
-        elif own.kind is inspect.Parameter.VAR_KEYWORD:
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
             default = Group("dict", ())
-        elif own.default is not inspect.Parameter.empty:
-            default = _default(own.default)
-        captured = trees.get(own.name, default)
+        elif parameter.default is not inspect.Parameter.empty:
+            default = _default(parameter.default)
+        captured = trees.get(parameter.name, default)
         assert captured is not None  # bind has seen to it
-        found.append(Parameter(own.name, own.kind.name, default, captured))
+        found.append(Parameter(parameter.name, parameter.kind.name, default, captured))
     return tuple(found)
 
 
@@ -374,25 +376,25 @@ def _bound(
     given: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     taken, star, stars = 0, None, None
-    for own in parameters:
-        if own.kind in ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD"):
+    for parameter in parameters:
+        if parameter.kind in ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD"):
             if taken < len(args):
-                given[own.name] = args[taken]
+                given[parameter.name] = args[taken]
                 taken += 1
-        elif own.kind == "VAR_POSITIONAL":
-            star = own.name
-        elif own.kind == "VAR_KEYWORD":
-            stars = own.name
+        elif parameter.kind == "VAR_POSITIONAL":
+            star = parameter.name
+        elif parameter.kind == "VAR_KEYWORD":
+            stars = parameter.name
     if taken < len(args):
         if star is None:
             raise TypeError(f"forward() takes {taken} positional arguments but {len(args)} were given")
         given[star] = tuple(args[taken:])
     for name, value in kwargs.items():
-        own_kind = None
-        for own in parameters:
-            if own.name == name:
-                own_kind = own.kind
-        if own_kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"):
+        kind = None
+        for parameter in parameters:
+            if parameter.name == name:
+                kind = parameter.kind
+        if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"):
             if name in given:
                 raise TypeError(f"forward() got multiple values for argument '{name}'")
             given[name] = value
@@ -402,9 +404,9 @@ def _bound(
             raise TypeError(f"forward() got an unexpected keyword argument '{name}'")
     if stars is not None and extra:
         given[stars] = extra
-    for own in parameters:
-        if own.default is None and own.name not in given:
-            raise TypeError(f"forward() missing a required argument: '{own.name}'")
+    for parameter in parameters:
+        if parameter.default is None and parameter.name not in given:
+            raise TypeError(f"forward() missing a required argument: '{parameter.name}'")
     return given
 
 
@@ -412,8 +414,8 @@ def _said(captured: Tree, given: dict[str, Any]) -> dict[str, Any]:
     """Of **kwargs: one that is None, in the call or in the captured one, is as good as left out."""
     assert isinstance(captured, Group)
     said = {key: value for key, value in given.items() if value is not None or key in captured.keys}
-    for key, own in zip(captured.keys, captured.items, strict=True):
-        if key not in said and own == Constant(None):
+    for key, item in zip(captured.keys, captured.items, strict=True):
+        if key not in said and item == Constant(None):
             said[key] = None
     return said
 
@@ -428,11 +430,11 @@ def _taken(
         flat[tree.index] = value
         return None
     if isinstance(tree, Constant):
-        own = tree.value
-        same = not isinstance(value, Tensor) and isinstance(value, _SCALARS) and value == own
-        if same and isinstance(value, bool) == isinstance(own, bool):
+        captured = tree.value
+        same = not isinstance(value, Tensor) and isinstance(value, _SCALARS) and value == captured
+        if same and isinstance(value, bool) == isinstance(captured, bool):
             return None
-        return f"{name} was captured as {own!r}, and is {shortened(value)}"
+        return f"{name} was captured as {captured!r}, and is {shortened(value)}"
     if isinstance(tree, Size):
         if not isinstance(value, int | torch.SymInt):
             return f"{name} was captured as a size, and is {shortened(value)}"
@@ -473,11 +475,11 @@ def rebuilt(tree: Tree, flat: Sequence[Any], types: Mapping[str, type]) -> Any:
         return items
     if tree.kind == "dict":
         return dict(zip(tree.keys, items, strict=True))
-    own = types.get(tree.type)
-    if own is not None and tree.kind == "namedtuple":
-        return tuple.__new__(own, items)
-    if own is not None:
-        return pytree.SUPPORTED_NODES[own].unflatten_fn(items, tree.context)
+    cls = types.get(tree.type)
+    if cls is not None and tree.kind == "namedtuple":
+        return tuple.__new__(cls, items)
+    if cls is not None:
+        return pytree.SUPPORTED_NODES[cls].unflatten_fn(items, tree.context)
     if tree.kind == "object" and tree.keys:
         return dict(zip(tree.keys, items, strict=True))
     return tuple(items)
@@ -490,20 +492,20 @@ def types_at_hand(tree: Tree) -> dict[str, type]:
     named tuples with what a loaded module holds.
     """
     found: dict[str, type] = {}
-    registered = {_qualified(own): own for own in pytree.SUPPORTED_NODES}
+    registered = {_qualified(cls): cls for cls in pytree.SUPPORTED_NODES}
     for group in groups(tree):
         if group.kind == "object" and group.type in registered:
             found[group.type] = registered[group.type]
         elif group.kind == "namedtuple":
             place, _, name = group.type.rpartition(".")
-            own = vars(sys.modules[place]).get(name) if place in sys.modules else None
-            if isinstance(own, type) and issubclass(own, tuple) and _has_fields(own, group.keys):
-                found[group.type] = own
+            cls = vars(sys.modules[place]).get(name) if place in sys.modules else None
+            if isinstance(cls, type) and issubclass(cls, tuple) and _has_fields(cls, group.keys):
+                found[group.type] = cls
     return found
 
 
-def _has_fields(own: type, keys: Sequence[str]) -> bool:
-    return tuple(getattr(own, "_fields", ())) == tuple(keys)
+def _has_fields(cls: type, keys: Sequence[str]) -> bool:
+    return tuple(getattr(cls, "_fields", ())) == tuple(keys)
 
 
 def plain_spec(spec: Any) -> Any:
@@ -516,7 +518,7 @@ def plain_spec(spec: Any) -> Any:
     if spec.type is OrderedDict:
         return pytree.TreeSpec(dict, spec.context, children)
     names = spec.context if isinstance(spec.context, list) else []
-    if len(names) == 2 and all(isinstance(own, list) for own in names):
+    if len(names) == 2 and all(isinstance(part, list) for part in names):
         names = names[0]  # of a dataclass: its fields, and those that are None
     if len(names) == len(children) and all(isinstance(name, str) for name in names):
         return pytree.TreeSpec(dict, names, children)
@@ -543,8 +545,8 @@ def known_of(
             ends = limits_of(size.node.shape_env.var_to_range, size.node.expr)
             if ends != (0, MOST):
                 limits[name] = ends
-        own = None if same_as is None else same_as[index]
-        known.append(Tensors(kind_of(value.dtype), tuple(sizes), own))
+        same = None if same_as is None else same_as[index]
+        known.append(Tensors(kind_of(value.dtype), tuple(sizes), same))
     return tuple(known), limits
 
 
@@ -607,12 +609,12 @@ class _Shown:
         return self.text
 
 
-def _shown_default(own: Parameter) -> Any:
-    if own.default is None or own.kind.startswith("VAR"):
+def _shown_default(parameter: Parameter) -> Any:
+    if parameter.default is None or parameter.kind.startswith("VAR"):
         return inspect.Parameter.empty
-    if any(isinstance(part, Default) for part in (own.default, *_parts(own.default))):
-        return _Shown(shown(own.default))
-    return rebuilt(own.default, (), {})
+    if any(isinstance(part, Default) for part in (parameter.default, *_parts(parameter.default))):
+        return _Shown(shown(parameter.default))
+    return rebuilt(parameter.default, (), {})
 
 
 def _parts(tree: Tree) -> Iterator[Tree]:
@@ -647,14 +649,14 @@ def tree_to_json(tree: Tree) -> Any:
         return {"default": tree.text}
     if isinstance(tree, Size):
         return {"size": tree.name}
-    own: dict[str, Any] = {tree.kind: [tree_to_json(item) for item in tree.items]}
+    data: dict[str, Any] = {tree.kind: [tree_to_json(item) for item in tree.items]}
     if tree.keys:
-        own["keys"] = list(tree.keys)
+        data["keys"] = list(tree.keys)
     if tree.type:
-        own["type"] = tree.type
+        data["type"] = tree.type
     if tree.context is not None:
-        own["context"] = tree.context
-    return own
+        data["context"] = tree.context
+    return data
 
 
 def tree_from_json(data: Any, depth: int = 0) -> Tree:

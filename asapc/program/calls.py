@@ -28,8 +28,8 @@ SITE = "site"  # in the meta of an operator call: the name of the site that it c
 SiteFunction = Callable[[SiteTensors, Tensor | None], Tensor]
 
 CALLS: Mapping[Any, tuple[Operator, bool]] = {
-    own.overload(dense): (own, dense)
-    for own in OPERATORS.values() for dense in own.forms
+    entry.overload(dense): (entry, dense)
+    for entry in OPERATORS.values() for dense in entry.forms
 }  # fmt: skip
 
 
@@ -64,9 +64,9 @@ def put_call(
 ) -> Node:
     """A call in a graph: A v, or the map A where there are no values.  rest: other arguments by name."""
     dense = values is None or not operator.applies
-    own = {"q": q, "k": k, **({} if dense else {"v": values}), **rest}
+    arguments = {"q": q, "k": k, **({} if dense else {"v": values}), **rest}
     target = operator.overload(dense)
-    call = graph.call_function(target, ordered(target, own))
+    call = graph.call_function(target, ordered(target, arguments))
     if values is None or not dense:
         return call
     return graph.call_function(aten.matmul.default, (call, values))
@@ -102,8 +102,8 @@ def _read(node: Node) -> Operands:
     operator, dense = CALLS[node.target]
     settings = by_name(node.target, node.args)
     q, k, values = (settings.pop(name, None) for name in ("q", "k", "v"))
-    own = {name: settings.pop(name) for name in operator.operands}
-    seen = {name: x if isinstance(x, Node) else None for name, x in own.items()}
+    operands = {name: settings.pop(name) for name in operator.operands}
+    seen = {name: x if isinstance(x, Node) else None for name, x in operands.items()}
     return Operands(
         str(node.meta.get(SITE, "")), node, operator, q, k, None if dense else values,
         seen["keep"], seen.get("bias"), seen.get("query_keep"), settings,
@@ -164,22 +164,22 @@ def site_function(
     if o.operator.name == "asap":
         return _amortised(graph, o, settings)
     settings = {name: attribute(graph, x) if isinstance(x, Node) else x for name, x in settings.items()}
-    own, shared = o.operator, _has_share(o)
+    operator, shared = o.operator, _has_share(o)
 
     def direct(t: SiteTensors, v: Tensor | None) -> Tensor:
-        result = apply_operator(own, t, v, settings, plain)
+        result = apply_operator(operator, t, v, settings, plain)
         return times_share(result, t.keep) if shared else result
 
     return direct
 
 
 def apply_operator(
-    own: Operator, t: SiteTensors, v: Tensor | None, settings: Mapping[str, Any], plain: bool = False
+    operator: Operator, t: SiteTensors, v: Tensor | None, settings: Mapping[str, Any], plain: bool = False
 ) -> Tensor:
     """An operator on a site's tensors: A v, or the map A where v is None.  plain: its reference."""
-    dense = v is None or not own.applies
-    call = own.reference_of(dense) if plain else own.overload(dense)
-    seen = {name: getattr(t, name) for name in own.operands}
+    dense = v is None or not operator.applies
+    call = operator.reference_of(dense) if plain else operator.overload(dense)
+    seen = {name: getattr(t, name) for name in operator.operands}
     values = {} if dense else {"v": v}
     result: Tensor = call(q=t.q, k=t.k, **values, **seen, **settings)
     return result @ v if dense and v is not None else result
@@ -215,8 +215,8 @@ def _amortised(graph: GraphModule, o: Operands, settings: Mapping[str, Any]) -> 
     def amortised(t: SiteTensors, v: Tensor | None) -> Tensor:
         f, g = source(t) if source else None, key(t) if key else None
         duals = (None if f is None else f[0], None if g is None else g[0])
-        own = {**settings, **dict(zip(DUAL_SETTINGS, duals, strict=True))}
-        result = apply_operator(o.operator, t, v, own)
+        with_duals = {**settings, **dict(zip(DUAL_SETTINGS, duals, strict=True))}
+        result = apply_operator(o.operator, t, v, with_duals)
         if rescaled and g is not None and g[1] is not None:
             result = (result * g[1][..., None]).to(result.dtype)
         return result

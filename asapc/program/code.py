@@ -26,7 +26,7 @@ import asapc.kernels.library as _library  # registers torch.ops.asapc, which gra
 assert _library is not None
 aten = torch.ops.aten
 
-# What only checks the trace's own dtype, layout and device, and what a graph reads without changing.
+# What only checks the trace's dtype, layout and device, and what a graph reads without changing.
 _CHECKS = (aten._assert_tensor_metadata.default,)
 _KEPT_META = ("site",)  # of a node, when it is pickled
 _numbers = itertools.count()
@@ -80,7 +80,7 @@ class GraphCode:
 
 
 def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph:
-    """The graph of an exported program: tensors in, a tuple out, no checks of the trace's own.
+    """The graph of an exported program: tensors in, a tuple out, without the trace's checks.
 
     rename: of the attributes it reads.
     """
@@ -88,9 +88,9 @@ def flat_graph(module: GraphModule, rename: Callable[[str], str] = str) -> Graph
     nodes: dict[Node, Node] = {}
     for node in module.graph.nodes:
         if node.op == "output":
-            (own,) = node.args
-            own = own if isinstance(own, list | tuple) else (own,)
-            graph.output(torch.fx.node.map_arg(tuple(own), lambda n: nodes[n]))
+            (outputs,) = node.args
+            outputs = outputs if isinstance(outputs, list | tuple) else (outputs,)
+            graph.output(torch.fx.node.map_arg(tuple(outputs), lambda n: nodes[n]))
         elif node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor):
             if node.users:
                 raise ValueError(f"the program reads {node.name}, which is no tensor")
@@ -117,10 +117,10 @@ def _unsaid(node: Node) -> dict[str, Any]:
         return {}
     if any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes):
         return {}
-    own = {argument.name for argument in made_by._schema.arguments if argument.kwarg_only}
+    keyword_only = {argument.name for argument in made_by._schema.arguments if argument.kwarg_only}
     said = {name for name, given in node.kwargs.items() if given is not None}
     found = {"dtype": value.dtype, "device": value.device}
-    return {name: given for name, given in found.items() if name in own - said}
+    return {name: given for name, given in found.items() if name in keyword_only - said}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -159,8 +159,8 @@ def _weights(module: nn.Module) -> Iterable[Any]:
     """Parameters, or what torch.nn.parallel.replicate gives a replica in their place."""
     if not module.__dict__.get("_is_replica", False):
         return module.parameters()
-    formers = (own.__dict__.get("_former_parameters", {}) for own in module.modules())
-    return itertools.chain.from_iterable(own.values() for own in formers)
+    formers = (submodule.__dict__.get("_former_parameters", {}) for submodule in module.modules())
+    return itertools.chain.from_iterable(former.values() for former in formers)
 
 
 def _place(module: nn.Module, flat: Sequence[Any]) -> tuple[torch.dtype, torch.device] | None:
@@ -183,7 +183,7 @@ def _moved(graph: Graph, traced: torch.dtype, dtype: torch.dtype, device: torch.
         nodes[node] = copy.node_copy(node, lambda n: nodes[n])
     limit = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
 
-    def own(value: Any) -> Any:
+    def moved(value: Any) -> Any:
         if isinstance(value, torch.dtype):
             return dtype if value == traced else value
         if isinstance(value, torch.device):
@@ -194,8 +194,8 @@ def _moved(graph: Graph, traced: torch.dtype, dtype: torch.dtype, device: torch.
 
     for node in copy.nodes:
         if node.op == "call_function":
-            node.args = torch.fx.node.map_aggregate(node.args, own)
-            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, own)
+            node.args = torch.fx.node.map_aggregate(node.args, moved)
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, moved)
     return copy
 
 
@@ -235,7 +235,7 @@ def _decoded(rows: Sequence[tuple[Any, ...]]) -> Graph:
         if isinstance(target, tuple):
             namespace, operation, overload = target
             target = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
-        args, kwargs = (_linked(own, nodes) for own in (args, kwargs))
+        args, kwargs = (_linked(values, nodes) for values in (args, kwargs))
         node = graph.create_node(op, target, args, kwargs, name)
         node.meta.update(meta)
         nodes[name] = node

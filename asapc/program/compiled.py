@@ -51,9 +51,9 @@ class Operators(nn.Module):
             self.register_buffer(name, tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Operators:
-        own = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+        before = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
         super()._apply(fn, recurse)
-        for name, tensor in own.items():
+        for name, tensor in before.items():
             moved = self._buffers[name]
             if moved is not None and moved.dtype != tensor.dtype:
                 self._buffers[name] = tensor.to(moved.device)
@@ -67,16 +67,16 @@ class Operators(nn.Module):
 class Inside:
     """A module whose code a compiled forward has taken over, and what that code was traced with.
 
-    path:   from the patched module, "" for itself.
-    kind:   its class's name.
-    own:    its instance had a forward of its own.
-    hooked: it had hooks, which the trace has.
-    values: of its plain public attributes, by name.
+    path:        from the patched module, "" for itself.
+    kind:        its class's name.
+    own_forward: its instance had a forward that its class does not have.
+    hooked:      it had hooks, which the trace has.
+    values:      of its plain public attributes, by name.
     """
 
     path: str
     kind: str
-    own: bool
+    own_forward: bool
     hooked: bool
     values: tuple[tuple[str, bool | int | float | str | None], ...]
     _names: tuple[str, ...] = field(init=False, repr=False)
@@ -86,7 +86,7 @@ class Inside:
 
     def steady(self, *others: Inside) -> Inside:
         """With the values that it has in all of these."""
-        shared = [own for own in self.values if all(own in other.values for other in others)]
+        shared = [pair for pair in self.values if all(pair in other.values for other in others)]
         return replace(self, values=tuple(shared))
 
     @classmethod
@@ -106,7 +106,7 @@ class Inside:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {"path": self.path, "class": self.kind, "own_forward": self.own,
+        return {"path": self.path, "class": self.kind, "own_forward": self.own_forward,
                 "hooked": self.hooked, "values": dict(self.values)}  # fmt: skip
 
     @classmethod
@@ -130,7 +130,7 @@ class Inside:
             module = module._modules.get(name) if module is not None else None
         if self.path and (
             module is None or type(module).__qualname__ != self.kind
-            or ("forward" in module.__dict__) != self.own
+            or ("forward" in module.__dict__) != self.own_forward
         ):  # fmt: skip
             return f"its {self.path}, whose code was compiled, is replaced"
         if self.path and module is not None and _is_hooked(module) != self.hooked:
@@ -187,7 +187,7 @@ class Forward:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the classes of the outputs: another process may not have them."""
-        return {name: own for name, own in vars(self).items() if name != "types"}
+        return {name: value for name, value in vars(self).items() if name != "types"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -205,16 +205,16 @@ class Forward:
     @property
     def original(self) -> Callable[..., Any]:
         """The module's own forward.  Not kept: pickled, it would be taken for what replaces it."""
-        own: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return own if self.before is None else self.before
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward if self.before is None else self.before
 
     def bound_to(self, module: nn.Module) -> Forward:
         """The same for a shallow copy of the module."""
-        own = object.__new__(type(self))
-        own.__dict__.update(vars(self), module=module)
+        bound = object.__new__(type(self))
+        bound.__dict__.update(vars(self), module=module)
         if isinstance(self.before, MethodType) and self.before.__self__ is self.module:
-            own.before = MethodType(self.before.__func__, module)
-        return own
+            bound.before = MethodType(self.before.__func__, module)
+        return bound
 
     def replica(self) -> nn.Module:
         """What torch.nn.parallel.replicate asks a patched module for: a copy on weights of its own."""
@@ -224,8 +224,8 @@ class Forward:
         return made
 
     def _another(self) -> str | None:
-        for own in self.inside:
-            problem = own.difference(self.module)
+        for inside in self.inside:
+            problem = inside.difference(self.module)
             if problem is not None:
                 return problem
         return None
@@ -271,11 +271,11 @@ class CompiledModel(nn.Module):
         self, weights: nn.Module, code: GraphCode, call: Call, teacher: str, sites: Sequence[str]
     ) -> None:
         super().__init__()
-        for own, theirs in (
+        for ours, theirs in (
             (self._parameters, weights._parameters), (self._buffers, weights._buffers),
             (self._modules, weights._modules),
         ):  # fmt: skip
-            own.update(theirs)  # type: ignore[arg-type]
+            ours.update(theirs)  # type: ignore[arg-type]
         self._non_persistent_buffers_set.update(weights._non_persistent_buffers_set)
         self.__dict__["forward"] = Forward(self, code, call, teacher)
         self._sites: tuple[str, ...]

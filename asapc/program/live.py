@@ -6,10 +6,10 @@ after:  the same object; for every site the smallest module around it, such as `
 
 The compiled forward calls the layers inside that module (nn.Linear and whatever else is called there)
 as they are at that moment: hooks on them run, and quantised, pruned or wrapped ones take effect. Where
-the module is called otherwise than the captured model called it, or is another than it was, its own code
-runs, with a warning: a plain attribute of it (a number, text, None) was set, or a module inside whose
-code is a part of the compiled forward was replaced. Dropout between the scores and the values, if there
-is any, is that of evaluation mode: a compiled layer has no map to drop entries of.
+the module is called otherwise than the captured model called it, or is not as it was, its own code runs,
+with a warning: a plain attribute of it (a number, text, None) was set, or a module inside it was replaced
+whose code is a part of the compiled forward. Dropout between the scores and the values, if there is any,
+is that of evaluation mode: a compiled layer has no map to drop entries of.
 
 A forward that the user has put on an instance is never taken off: one that was there when the model was
 captured is what was compiled, and is back when the patch is removed; another one is refused.
@@ -43,12 +43,13 @@ from asapc.program.compiled import OPERATORS, REPLICATE, Forward, Inside, Operat
 class Patch:
     """A module with what its forward becomes.
 
-    name:    of the module in the model, "" for the model itself.
-    program: what it computes, its weights left out; the layers it calls are marked.
-    tensors: what the graph reads that the module does not have, under the graph's names.
-    sites:   those that it holds.
-    inside:  the modules whose code the program has, as they were.
-    own:     its instance had a forward of its own when it was captured, which is what was compiled.
+    name:        of the module in the model, "" for the model itself.
+    program:     what it computes, its weights left out; the layers it calls are marked.
+    tensors:     what the graph reads that the module does not have, under the graph's names.
+    sites:       those that it holds.
+    inside:      the modules whose code the program has, as they were.
+    own_forward: its instance had a forward that its class does not have when it was captured: that
+                 forward is what was compiled.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Patch:
     sites: tuple[str, ...]
     dtype: torch.dtype
     inside: tuple[Inside, ...] = ()
-    own: bool = False
+    own_forward: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def prepared(
 def install(model: nn.Module, made: Sequence[Prepared]) -> None:
     """Patch the model in place; earlier patches are taken out."""
     remove(model)
-    for own in made:
-        _put(own.module, own.forward, own.operators)
+    for patch in made:
+        _put(patch.module, patch.forward, patch.operators)
 
 
 def remove(model: nn.Module) -> None:
@@ -107,12 +108,12 @@ def installed_patches(
     """Patched for a while, and then as it was, earlier patches included."""
     made = prepared(model, patches, sites)
     before = [
-        (own.module, own.module.__dict__.get("forward"), own.module._modules.get(OPERATORS))
-        for own in made
+        (patch.module, patch.module.__dict__.get("forward"), patch.module._modules.get(OPERATORS))
+        for patch in made
     ]
     try:
-        for own in made:
-            _put(own.module, own.forward, own.operators)
+        for patch in made:
+            _put(patch.module, patch.forward, patch.operators)
         yield
     finally:
         for module, forward, operators in before:
@@ -141,7 +142,7 @@ def _made(model: nn.Module, patch: Patch, lines: Sequence[str]) -> Prepared:
     before = module.__dict__.get("forward")
     if isinstance(before, Forward):
         before = before.before
-    elif before is not None and not patch.own:
+    elif before is not None and not patch.own_forward:
         raise InputError(
             f"{what}: a module is patched in place of the forward that was captured",
             got="another forward, which was put on the instance",

@@ -22,8 +22,8 @@ out of range is none; it is the share that tells.
 The methods are attributes of the loaded module, which stays what it was: the same class, signature and
 state dict, as a wrapper module would not be. Until it is enabled its graphs hold nothing of this;
 enabling adds one call before each watched operator, and disabling takes it out again. Counting needs no
-value on the host, so a GPU is not waited for until `monitor` is read. A module that has attributes of
-these names of its own keeps them, and cannot be monitored.
+value on the host, so a GPU is not waited for until `monitor` is read. A module that already has
+attributes of these names keeps them, and cannot be monitored.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def attach(
     of the manifest.  Raises InputError where a site's range is not one.
     """
     if any(hasattr(module, name) and not _is_ours(module, name) for name in _ATTRIBUTES):
-        return  # the user's own
+        return  # the user's attributes
     known = {str(site["name"]): site for site in sites}
     called: list[tuple[Mapping[str, Any], Code, int]] = []
     for code, names in codes:
@@ -299,5 +299,5 @@ def _calls(code: Code) -> list[Operands]:
 
 
 def _is_ours(module: nn.Module, name: str) -> bool:
-    own = getattr(module, name)
-    return isinstance(own, Monitor) or isinstance(getattr(own, "__self__", None), Monitor)
+    value = getattr(module, name)
+    return isinstance(value, Monitor) or isinstance(getattr(value, "__self__", None), Monitor)

@@ -38,9 +38,9 @@ class Runner:
         try:
             return self._call(batch)
         except CAUSES as error:
-            own = self.graphs.get("") or self.model
-            assert own is not None
-            fault = data_fault(error, batch, self._call, argument_names(own))
+            called = self.graphs.get("") or self.model
+            assert called is not None
+            fault = data_fault(error, batch, self._call, argument_names(called))
             if fault is None:
                 raise
             raise fault from error
