@@ -61,39 +61,39 @@ def check_tensor(
     name: str, tensor: Tensor, shape: Shape, dtype: torch.dtype = torch.float32
 ) -> None:
     """InputError for another dtype or shape, and for a NaN or an infinity."""
-    own = tuple(tensor.shape)
-    fits = len(own) == len(shape) and all(
-        size >= 1 if wanted is None else size == wanted for size, wanted in zip(own, shape, strict=True)
+    found = tuple(tensor.shape)
+    fits = len(found) == len(shape) and all(
+        size >= 1 if wanted is None else size == wanted for size, wanted in zip(found, shape, strict=True)
     )
     if not fits or tensor.dtype != dtype:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise InputError(
-            f"{name} must be {_word(dtype)} [{sizes}]", got=f"{_word(tensor.dtype)} {[*own]}"
+            f"{name} must be {_word(dtype)} [{sizes}]", got=f"{_word(tensor.dtype)} {[*found]}"
         )
     if dtype.is_floating_point and not bool(tensor.isfinite().all()):
         raise InputError(f"{name} must hold finite numbers", got="nan or inf")
 
 
 def check_fit(
-    name: str, own: Amortised | Distilled, heads: int | None = None, head_dim: int | None = None
+    name: str, fit: Amortised | Distilled, heads: int | None = None, head_dim: int | None = None
 ) -> None:
     """InputError where the tensors do not fit each other, or a site of so many heads of that size."""
-    if isinstance(own, Distilled):
-        _check_distilled(f"{name}.{own.operator}", own, heads, head_dim)
+    if isinstance(fit, Distilled):
+        _check_distilled(f"{name}.{fit.operator}", fit, heads, head_dim)
         return
-    for predictor in own.predictors:
+    for predictor in fit.predictors:
         stem = f"{name}.{predictor.side}"
         pairs = zip(predictor.features, predictor.parameters, strict=True)
         for index, (feature, parameter) in enumerate(pairs):
             if parameter is not None:
                 shape = feature.parameter_shape(heads, head_dim)
                 check_tensor(f"{stem}.parameter.{index}", parameter, shape)
-        own_dim = head_dim or _dim_of(predictor.features, predictor.parameters)
+        dim = head_dim or _dim_of(predictor.features, predictor.parameters)
         groups = _groups(predictor.coefficients, heads)
-        columns = total_width(predictor.features, own_dim, None)
+        columns = total_width(predictor.features, dim, None)
         check_tensor(f"{stem}.coefficients", predictor.coefficients, (groups, columns))
-    if own.intercept is not None:
-        check_tensor(f"{name}.intercept", own.intercept, (_groups(own.intercept, heads),))
+    if fit.intercept is not None:
+        check_tensor(f"{name}.intercept", fit.intercept, (_groups(fit.intercept, heads),))
 
 
 def _groups(tensor: Tensor, heads: int | None) -> int | None:
@@ -106,16 +106,16 @@ def _dim_of(features: Sequence[Feature], parameters: Sequence[Tensor | None]) ->
     return next((tensor.shape[-1] for tensor in parameters if tensor is not None), None)
 
 
-def _check_distilled(name: str, own: Distilled, heads: int | None, head_dim: int | None) -> None:
-    types, axes = _SETTINGS[own.operator], _AXES[own.operator]
-    if own.settings.keys() != types.keys() | axes.keys():
+def _check_distilled(name: str, distilled: Distilled, heads: int | None, head_dim: int | None) -> None:
+    types, axes = _SETTINGS[distilled.operator], _AXES[distilled.operator]
+    if distilled.settings.keys() != types.keys() | axes.keys():
         wanted = ", ".join(sorted(types.keys() | axes.keys()))
-        raise InputError(f"{name} must have {wanted}", got=", ".join(sorted(own.settings)))
+        raise InputError(f"{name} must have {wanted}", got=", ".join(sorted(distilled.settings)))
     for key, kind in types.items():
-        checked(own.settings[key], kind, Place(name, (key,)))
+        checked(distilled.settings[key], kind, Place(name, (key,)))
     sizes = {"H": heads, "D": head_dim, "n": None}
     for key, names in axes.items():
-        tensor = own.settings[key]
+        tensor = distilled.settings[key]
         shape = [sizes[axis] for axis in names]
         check_tensor(f"{name}.{key}", tensor, shape, _DTYPES.get(key, torch.float32))
         for axis, size in zip(names, tensor.shape, strict=True):

@@ -32,7 +32,7 @@ KL_BYTES = 2**27  # activations a KL fit keeps per dual; examples beyond this on
 class SiteStatistics:
     """Streams one site's activations into the statistics of each predicted dual.
 
-    name: the site, for messages.  plan: see features.predictor.transform_plan.  recipe: the site's own.
+    name: the site, for messages.  plan: see features.predictor.transform_plan.  recipe: of the site.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SiteStatistics:
     def update(self, tensors: SiteTensors) -> None:
         """Add one batch. Examples without an active key are passed over: nothing attends there.
 
-        Raises InputError if an activation, or the teacher's own dual, is NaN or infinite.
+        Raises InputError if an activation, or the teacher's dual, is NaN or infinite.
         """
         start = time.perf_counter()
         check_finite(self.name, tensors)
@@ -96,8 +96,8 @@ class SiteStatistics:
                 if parameter is not None:
                     tensors[f"{dual.side}.parameter.{index}"] = parameter
             if dual.equations is not None:
-                own = dual.equations.to_tensors().items()
-                tensors.update({f"{dual.side}.{name}": tensor for name, tensor in own})
+                equations = dual.equations.to_tensors().items()
+                tensors.update({f"{dual.side}.{name}": tensor for name, tensor in equations})
         if self._intercepts:
             tensors["intercepts"] = torch.cat(self._intercepts)
         seen = asdict(self.range) if self.range.known else None
@@ -245,8 +245,8 @@ class _DualStatistics:
         groups = heads if self.recipe.coefficients == "per_head" else 1
         columns = total_width(self.features, head_dim, None)
         names = {f"{self.side}.{name}": name for name in ("gram", "moment", "energy", "tokens")}
-        own = {name: tensors[full] for full, name in names.items() if full in tensors}
-        return parameters, NormalEquations.from_tensors(own, groups, columns)
+        found = {name: tensors[full] for full, name in names.items() if full in tensors}
+        return parameters, NormalEquations.from_tensors(found, groups, columns)
 
     def predictor(self, coefficients: Tensor) -> DualPredictor:
         assert self.parameters is not None
@@ -333,19 +333,19 @@ def _solve(duals: Sequence[_DualStatistics]) -> DualFit:
     recipe, name = duals[0].recipe, duals[0].name
     merged: NormalEquations | None = None
     for dual in duals:
-        own = dual.equations
-        if own is None:
+        equations = dual.equations
+        if equations is None:
             raise InputError(
                 f"{dual.name}: calibration saw no examples",
                 help="pass a data set in which this layer runs",
             )
-        if merged is not None and merged.features != own.features:
+        if merged is not None and merged.features != equations.features:
             raise InputError(
                 "coefficients: shared needs as many feature columns at every site",
-                got=f"{merged.features} at {name}, {own.features} at {dual.name}",
+                got=f"{merged.features} at {name}, {equations.features} at {dual.name}",
                 help="use `coefficients: pooled`",
             )
-        merged = own.copy() if merged is None else merged.merge(own)
+        merged = equations.copy() if merged is None else merged.merge(equations)
     assert merged is not None
     try:
         fit = merged.solve(recipe.ridge, direct=recipe.ridge_mode == "direct")

@@ -1,8 +1,8 @@
 """Distillation: another operator's parameters, fitted per head to a Sinkhorn site's outputs A v.
 
-No labels: the teacher's own map, applied to the site's own values, is the target, and what is
-minimised is the squared error of a head's output relative to its norm, mean over examples. Heads do
-not meet, so each has its own best step.
+No labels: the target is the teacher's map, applied to the site's values, and what is minimised is the
+squared error of a head's output relative to its norm, mean over examples. Heads do not meet, so each
+has its own best step.
 
 lot       Pivots start as k-means centres of a head's queries and keys, their masses equal; Adam
           follows the gradient. Only z / epsilon enters a score, so pivots carry their epsilon. Both
@@ -78,9 +78,9 @@ class _Piece:
         kept = (t.q, t.k, t.v, t.keep, self.target)
         return sum(x.numel() * x.element_size() for x in kept if x is not None)
 
-    def error(self, own: Distilled) -> Tensor:
-        """|own - target|^2 / |target|^2 of every head and example: [B, H]."""
-        out = apply_distilled(own, self.tensors, self.tensors.v)
+    def error(self, student: Distilled) -> Tensor:
+        """|student - target|^2 / |target|^2 of every head and example: [B, H]."""
+        out = apply_distilled(student, self.tensors, self.tensors.v)
         scale = self.target.square().sum((-2, -1)).clamp(min=torch.finfo(out.dtype).tiny)
         return (out - self.target).square().sum((-2, -1)) / scale
 
@@ -108,7 +108,7 @@ class _Kept:
 class Distiller:
     """Keeps a sample of one site's activations and fits the recipe's operator to the teacher on it.
 
-    name: the site, for messages.  recipe: the site's own.
+    name: the site, for messages.  recipe: of the site.
     """
 
     def __init__(self, name: str, convention: Convention, recipe: Recipe) -> None:
@@ -160,16 +160,16 @@ class Distiller:
         v = t.k if t.v is None else t.v  # the keys stand in where the map itself is returned
         q, k, v = (x.detach().float() for x in (t.q, t.k, v))
         bias = None if t.bias is None else t.bias.float()
-        own = SiteTensors(q, clean_values(k, t.keep), t.keep, bias, None, clean_values(v, t.keep))
+        seen = SiteTensors(q, clean_values(k, t.keep), t.keep, bias, None, clean_values(v, t.keep))
         with torch.no_grad():
-            target = apply_lossless(self.convention, own, own.v)
+            target = apply_lossless(self.convention, seen, seen.v)
         if not bool(target.isfinite().all()):
             raise InputError(
                 f"{self.name}: the teacher's outputs must be finite",
                 got="nan or inf",
                 help="check the scale of this layer's queries, keys, values and score bias",
             )
-        return _Piece(SiteTensors(own.q, own.k, own.keep, None, None, own.v), target)
+        return _Piece(SiteTensors(seen.q, seen.k, seen.keep, None, None, seen.v), target)
 
     def calibration(self) -> SiteDistillation:
         """The fit.  Raises InputError without examples, and where the operator cannot have the mass
@@ -209,13 +209,13 @@ class Distiller:
 
     def _parts(self) -> tuple[list[_Piece], list[_Piece]]:
         """To fit on, and to stop by; the same where there is but one piece."""
-        own = self._kept.pieces
+        kept = self._kept.pieces
         if self._held_out.pieces:
-            return own, self._held_out.pieces
-        order = np.random.default_rng(self.recipe.seed).permutation(len(own))
-        aside = set(order[: max(1, len(own) // 10)].tolist()) if len(own) > 1 else set()
-        train = [piece for index, piece in enumerate(own) if index not in aside]
-        return train, [own[index] for index in sorted(aside)] or own
+            return kept, self._held_out.pieces
+        order = np.random.default_rng(self.recipe.seed).permutation(len(kept))
+        aside = set(order[: max(1, len(kept) // 10)].tolist()) if len(kept) > 1 else set()
+        train = [piece for index, piece in enumerate(kept) if index not in aside]
+        return train, [kept[index] for index in sorted(aside)] or kept
 
 
 def _split(t: SiteTensors, size: int) -> Iterator[SiteTensors]:
@@ -333,8 +333,8 @@ def fit_lot(
             continue
         now = _mean_errors(student(), held_out)
         better = now < errors  # [H]
-        for whole, own in zip(best, (scaled, logits), strict=True):
-            whole[better] = own.detach()[better]
+        for whole, current in zip(best, (scaled, logits), strict=True):
+            whole[better] = current.detach()[better]
         errors, kept = torch.where(better, now, errors), torch.where(better, step, kept)
         stale = 0 if bool(better.any()) else stale + 1
         if stale == PATIENCE:
@@ -356,10 +356,10 @@ def _tokens(pieces: Sequence[_Piece], random: np.random.Generator) -> Iterator[n
         yield points[torch.from_numpy(chosen)].double().numpy()
 
 
-def _mean_errors(own: Distilled, pieces: Sequence[_Piece]) -> Tensor:
+def _mean_errors(student: Distilled, pieces: Sequence[_Piece]) -> Tensor:
     """Mean squared relative error of each head, [H] float64."""
     with torch.no_grad():
-        return torch.cat([piece.error(own) for piece in pieces]).double().mean(0)
+        return torch.cat([piece.error(student) for piece in pieces]).double().mean(0)
 
 
 def fit_slices(
@@ -391,9 +391,9 @@ def _directions(
         values, vectors = np.linalg.eigh(centred.T @ centred / len(rows))  # ascending
         scale = np.sqrt(np.maximum(values, values[-1] * 1e-6))
         drawn = random.standard_normal((count, len(values))) * scale @ vectors.T
-        own = np.concatenate([vectors.T[::-1], drawn])[:count]
-        norm = np.linalg.norm(own, axis=1, keepdims=True)
-        directions.append(own / np.where(norm > 0, norm, 1.0))
+        stacked = np.concatenate([vectors.T[::-1], drawn])[:count]
+        norm = np.linalg.norm(stacked, axis=1, keepdims=True)
+        directions.append(stacked / np.where(norm > 0, norm, 1.0))
         norms.append(max(np.linalg.norm(rows) / math.sqrt(len(rows)), np.finfo(np.float32).tiny))
     return torch.from_numpy(np.stack(directions)).float(), torch.tensor(norms)
 

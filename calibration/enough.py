@@ -62,8 +62,8 @@ class Shortage:
 def shortages(fits: Fits, chosen: Sequence[AnySiteCalibration] | None = None) -> list[Shortage]:
     """Those of all fits, or only of the `chosen` ones; sites that lack the same share one entry."""
     found: dict[tuple[Literal["examples", "rows"], int, int], dict[str, None]] = {}
-    for name, own in fits.items():
-        for fit in own:
+    for name, site_fits in fits.items():
+        for fit in site_fits:
             if chosen is not None and not any(fit is other for other in chosen):
                 continue
             for lack in _lacks(fit, fits):
@@ -76,7 +76,7 @@ def _lacks(
 ) -> Iterator[tuple[Literal["examples", "rows"], int, int]]:
     examples = fit.examples
     if isinstance(fit, SiteCalibration):
-        kept = [own.kl_examples for own in fit.quality if own.kl_examples is not None]
+        kept = [quality.kl_examples for quality in fit.quality if quality.kl_examples is not None]
         if fit.sharing != "shared":  # a shared KL fit counts the examples of all its sites together
             examples = min([examples, *kept])
     if examples < EXAMPLES:
@@ -85,7 +85,7 @@ def _lacks(
         return
     columns = max(predictor.coefficients.shape[1] for predictor in fit.amortised.predictors)
     together = [fit] if fit.sharing != "shared" else _sharing(fit, fits)
-    rows = sum(own.tokens // len(own.amortised.predictors) for own in together)
+    rows = sum(member.tokens // len(member.amortised.predictors) for member in together)
     if rows < ROWS * columns:
         yield "rows", rows, ROWS * columns
 
@@ -93,8 +93,8 @@ def _lacks(
 def _sharing(fit: SiteCalibration, fits: Fits) -> list[SiteCalibration]:
     """The fits that share their coefficients with this one, including itself."""
     return [
-        own
+        other
         for others in fits.values()
-        for own in others
-        if isinstance(own, SiteCalibration) and dict(own.settings) == dict(fit.settings)
+        for other in others
+        if isinstance(other, SiteCalibration) and dict(other.settings) == dict(fit.settings)
     ]

@@ -66,8 +66,8 @@ class NormalEquations:
         if features != self.features or self.groups not in (1, heads):
             raise ValueError(f"expected [B, {self.groups}, N, {self.features}], got {x.shape}")
         x, y = (values.detach().to("cpu", torch.float64) for values in (x, y))
-        for own, target in zip(x, y, strict=True):  # [H, N, F], [H, N]
-            rows = own.reshape(self.groups, -1, features)
+        for example, target in zip(x, y, strict=True):  # [H, N, F], [H, N]
+            rows = example.reshape(self.groups, -1, features)
             targets = target.reshape(self.groups, -1)
             self.gram += rows.transpose(1, 2) @ rows
             self.moment += (rows.transpose(1, 2) @ targets[..., None])[..., 0]

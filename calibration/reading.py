@@ -1,8 +1,9 @@
 """What a run has read so far, as a digest: two runs have the same one only after the same batches.
 
-What was collected from the first batches of a run is good for another one that would collect the same
-from its own: those examples in those batches, and the sample that slices and pivots are made from.
-Later examples may differ. That is how a calibration goes on when the fault that ended it was mended.
+What was collected from the first batches of a run is good for another run that would collect the same
+from its own first batches: those examples in those batches, and the sample that slices and pivots are
+made from. Later examples may differ. That is how a calibration goes on once the fault that ended it is
+mended.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Examples:
 
     def digests(self, most: int) -> list[str]:
         """After the sample, and after each of the first `most` batches."""
-        own = self.read()
-        return [own.digest, *(_after(own, [b]).digest for b in islice(self.batches(), most))]
+        reading = self.read()
+        return [reading.digest, *(_after(reading, [b]).digest for b in islice(self.batches(), most))]
 
     def whole(self) -> str:
         """After everything."""
@@ -66,10 +67,10 @@ class Reading:
 
     def then(self) -> Reading:
         """One that goes on from here with batches of another kind; this one stays where it is."""
-        own = Reading()
-        own._sha256 = self._sha256.copy()
-        own._sha256.update(b"\n")
-        return own
+        reading = Reading()
+        reading._sha256 = self._sha256.copy()
+        reading._sha256.update(b"\n")
+        return reading
 
     @property
     def digest(self) -> str:

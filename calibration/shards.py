@@ -106,12 +106,12 @@ class Shards:
         Raises InputError if it cannot be written.
         """
         # clones: the file takes no views of one storage
-        own = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
+        copies = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
                for name, t in tensors.items()}  # fmt: skip
         text = json.dumps(facts, sort_keys=True)
-        header = {"key": key, "facts": text, "sha256": _digest(key, text, own)}
+        header = {"key": key, "facts": text, "sha256": _digest(key, text, copies)}
         with new_file(self._path(key)) as partial:
-            save_file(own, partial, header)
+            save_file(copies, partial, header)
 
     def get(self, key: str) -> Part | None:
         """The tensors and facts of one part; None where there is none, or a damaged one."""
@@ -226,7 +226,7 @@ class Shards:
 
 
 def code_digest() -> str:
-    """Of asapc's own source and torch's version: other code may compute other parts."""
+    """Of asapc's source and torch's version: other code may compute other parts."""
     digest = hashlib.sha256(torch.__version__.encode())
     for package in ("asapc", "asapc.calibration", "asapc.passes"):
         spec = find_spec(package)

@@ -150,8 +150,8 @@ class Calibration:
     ) -> AnySiteCalibration | None:
         """The fit of one candidate: its settings and, where a dual is predicted, its plan."""
         for fit in self.sites.get(site, ()):
-            own_plan = fit.amortised.plan if isinstance(fit, SiteCalibration) else None
-            if dict(fit.settings) == dict(settings) and own_plan == plan:
+            fitted_plan = fit.amortised.plan if isinstance(fit, SiteCalibration) else None
+            if dict(fit.settings) == dict(settings) and fitted_plan == plan:
                 return fit
         return None
 
@@ -172,7 +172,7 @@ def save_calibration(folder: str | Path, calibration: Calibration) -> None:
         "data": calibration.data,
         "order": calibration.order,
         "recipe": dict(calibration.recipe),
-        "warnings": [dict(own) for own in calibration.warnings],
+        "warnings": [dict(warning) for warning in calibration.warnings],
         "sites": sites,
     }
     with replace_folder(folder) as partial:
@@ -215,13 +215,13 @@ def _load(place: Path) -> Calibration:
             recipe=_is(dict, document["recipe"]),
             capture=_is(str, document["capture"]),
             sites={
-                name: _fits(name, own, tensors, seconds.get(name, ()))
-                for name, own in document["sites"].items()
+                name: _fits(name, fits, tensors, seconds.get(name, ()))
+                for name, fits in document["sites"].items()
             },
             data=_is(str, document["data"]),
             order=_one_of(document["order"], "parallel", "sequential"),
             seen_hashes=tuple(h & (2**64 - 1) for h in _hashes(tensors)),
-            warnings=tuple(dict(own) for own in document.get("warnings", ())),
+            warnings=tuple(dict(warning) for warning in document.get("warnings", ())),
         )
     except InputError as error:
         raise InputError(
@@ -236,8 +236,8 @@ def _load(place: Path) -> Calibration:
 
 
 def _hashes(tensors: Mapping[str, Tensor]) -> list[int]:
-    own = tensors.get(_HASHES)
-    count = own.numel() if own is not None and own.dim() == 1 else None
+    stored = tensors.get(_HASHES)
+    count = stored.numel() if stored is not None and stored.dim() == 1 else None
     hashes: list[int] = tensor_of(tensors, _HASHES, (count,), torch.int64).tolist()
     return hashes
 
@@ -248,16 +248,16 @@ def _fits(
     if not isinstance(fits, list) or not fits:
         raise ValueError(f"{name}: expected a list of fits")
     return tuple(
-        fit_from(f"{name}.{index}", own, tensors, float(taken))
-        for index, (own, taken) in enumerate(zip(fits, seconds, strict=True))
+        fit_from(f"{name}.{index}", data, tensors, float(taken))
+        for index, (data, taken) in enumerate(zip(fits, seconds, strict=True))
     )
 
 
 def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
     """The tensors of a fit under names that start with `name`."""
     if isinstance(site, SiteDistillation):
-        stem, own = f"{name}.{site.distilled.operator}", site.distilled.settings.items()
-        return {f"{stem}.{key}": x.contiguous() for key, x in own if isinstance(x, Tensor)}
+        stem, settings = f"{name}.{site.distilled.operator}", site.distilled.settings.items()
+        return {f"{stem}.{key}": x.contiguous() for key, x in settings if isinstance(x, Tensor)}
     tensors = {}
     for predictor in site.amortised.predictors:
         stem = f"{name}.{predictor.side}"
@@ -273,14 +273,15 @@ def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
 def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
     """What else there is to a fit, but how long it took: JSON types."""
     if isinstance(site, SiteDistillation):
-        own = site.distilled
+        distilled = site.distilled
         return {
             "convention": site.convention.to_dict(),
-            "operator": own.operator,
+            "operator": distilled.operator,
             "arguments": {
-                key: "tensor" if isinstance(x, Tensor) else x for key, x in sorted(own.settings.items())
+                key: "tensor" if isinstance(x, Tensor) else x
+                for key, x in sorted(distilled.settings.items())
             },
-            "share": own.share,
+            "share": distilled.share,
             "errors": list(site.errors),
             "steps": list(site.steps),
             "examples": site.examples,
@@ -366,8 +367,8 @@ def _distilled(
     name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Distilled:
     operator = _one_of(data["operator"], "lot", "esp_hard")
-    own = distilled_tensors(operator, tensors, f"{name}.{operator}")
-    settings = {key: value for key, value in data["arguments"].items() if value != "tensor"} | own
+    fitted = distilled_tensors(operator, tensors, f"{name}.{operator}")
+    settings = {key: value for key, value in data["arguments"].items() if value != "tensor"} | fitted
     return Distilled(operator, settings, bool(data["share"]))  # type: ignore[arg-type]
 
 
@@ -460,11 +461,12 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     if fitted is None:
         return nothing
     if isinstance(fitted, SiteDistillation):
-        own = fitted.distilled
-        sorts = {name: own.settings[name] for name in ("coupling", "ties") if name in own.settings}
+        distilled = fitted.distilled
+        settings = distilled.settings
+        sorts = {name: settings[name] for name in ("coupling", "ties") if name in settings}
         return nothing | sorts | {
             "fit": "distilled",
-            OPERATORS[own.operator].size: fitted.count,
+            OPERATORS[distilled.operator].size: fitted.count,
             "fit_rel_l2": max(fitted.errors),
             "examples": fitted.examples,
         }

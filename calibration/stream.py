@@ -5,9 +5,9 @@ aside now and then, and every finished fit at once, so that a killed run goes on
 that has taken in n batches passes over the first n. Collectors that keep activations (KL fits and
 distillation) are not put aside: they see the data again, and only their fits, the long part, are kept.
 
-Whatever is put aside says what was read for it (calibration.reading). A run that a faulty example ended
-lets the next one come with other data, where that example is mended: it goes on with what its own first
-batches would lead to, and drops the rest.
+Whatever is put aside says what was read for it (calibration.reading). After a run that a faulty example
+ended, the next one may come with other data, in which that example is mended: it goes on with what its
+own first batches would lead to, and drops the rest.
 """
 
 from __future__ import annotations
@@ -176,9 +176,9 @@ def _prepare(pending: Sequence[Pending], sample: Iterable[Batch], observe: Obser
             break
         seen.append([replace(t, bias=None) for t in tensors])  # which may be large, and has no part
     for p in pending if seen else ():
-        own = _joined([tensors[p.site] for tensors in seen])
-        check_finite(p.name, own)
-        p.collector.prepare(own)
+        joined = _joined([tensors[p.site] for tensors in seen])
+        check_finite(p.name, joined)
+        p.collector.prepare(joined)
 
 
 def _layout(tensors: Sequence[SiteTensors]) -> list[Any]:
@@ -196,19 +196,19 @@ def _joined(parts: Sequence[SiteTensors]) -> SiteTensors:
 def take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
     """One batch into every candidate, site by site: the loop in float64 is what takes the time."""
     for site in dict.fromkeys(p.site for p in pending):
-        own = [p for p in pending if p.site == site]
-        check_finite(own[0].name, tensors[site])
-        for p in own:
+        candidates = [p for p in pending if p.site == site]
+        check_finite(candidates[0].name, tensors[site])
+        for p in candidates:
             with _timed(p.collector):
                 p.collector.prepare(tensors[site])
         for piece in pieces(tensors[site]):
             with torch.no_grad():
-                with _timed(*(p.collector for p in own)):
-                    duals = TeacherDuals(piece, own[0].collector.convention)
-                for p in own:
+                with _timed(*(p.collector for p in candidates)):
+                    duals = TeacherDuals(piece, candidates[0].collector.convention)
+                for p in candidates:
                     with _timed(p.collector):
                         p.collector.add(duals)
-        for p in own:
+        for p in candidates:
             p.done += 1
 
 
@@ -227,8 +227,8 @@ def _fits(
 ) -> dict[str, AnySiteCalibration]:
     fitted: dict[str, AnySiteCalibration] = {}
     for group in _groups(pending):
-        own = {p.name: p.collector for p in group if isinstance(p.collector, SiteStatistics)}
-        fits = finish(own)
+        statistics = {p.name: p.collector for p in group if isinstance(p.collector, SiteStatistics)}
+        fits = finish(statistics)
         fitted.update({p.key: fits[p.name] for p in group if p.name in fits})
     for key, fit in fitted.items():
         _keep(key, fit, aside, reading)
@@ -276,11 +276,11 @@ def _taken_up(
                 others = max(others, _count(facts, "taken"))
         if p.key in fits:
             tensors, facts = fits[p.key]
-            own = _finished(p, tensors, facts) if facts.get("read") == whole else None
-            if own is None:
+            fit = _finished(p, tensors, facts) if facts.get("read") == whole else None
+            if fit is None:
                 aside.drop(_fit(p.key))
             else:
-                found[p.key] = own
+                found[p.key] = fit
     fitted = _fitted_together(pending, found)
     progress.note(_told(taken, others, len(fitted), len(fits)))
     return fitted
@@ -343,9 +343,9 @@ def _fitted_together(
     """Those that share coefficients count only together."""
     fitted: dict[str, AnySiteCalibration] = {}
     for group in _groups(pending):
-        own = {p.key: found[p.key] for p in group if p.key in found}
-        if len(own) == len(group) or group[0].collector.recipe.coefficients != "shared":
-            fitted |= own
+        kept = {p.key: found[p.key] for p in group if p.key in found}
+        if len(kept) == len(group) or group[0].collector.recipe.coefficients != "shared":
+            fitted |= kept
     return fitted
 
 

@@ -1,4 +1,4 @@
-"""The duals a fit aims at: the teacher's own, a few half-steps before its end."""
+"""The duals a fit aims at: the teacher's, a few half-steps before its end."""
 
 from __future__ import annotations
 
