@@ -26,10 +26,10 @@ Batches = Callable[[], Iterable[Batch]]
 class Examples:
     """What one pass reads, each part as often as it is called for.
 
-    sample:   slices and pivots are made from, whatever the size of a batch.
+    sample:   what slices and pivots are made from, whatever the size of a batch.
     batches:  to fit on.
     held_out: to stop distillation by, where anything is distilled.
-    count:    of the batches to fit on, about; None where that is not known.
+    count:    roughly how many batches there are to fit on; None where that is not known.
     behind:   what the layers that this pass runs behind were fitted on, as a digest.
     """
 

@@ -271,7 +271,7 @@ def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
 
 
 def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
-    """What else there is to a fit, but how long it took: JSON types."""
+    """The rest of a fit, except how long it took: JSON types."""
     if isinstance(site, SiteDistillation):
         distilled = site.distilled
         return {

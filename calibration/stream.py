@@ -292,7 +292,7 @@ _BROKEN = (  # of a part
 
 
 def _count(facts: Mapping[str, Any], name: str) -> int:
-    """0 for what is no count: the part is then another one than any that was put aside."""
+    """0 for what is not a count: such a part is none that was put aside."""
     value = facts.get(name)
     return value if type(value) is int and 0 < value < 2**63 else 0
 
@@ -325,7 +325,7 @@ def _finished(p: Pending, tensors: Tensors, facts: Mapping[str, Any]) -> AnySite
 
 
 def _told(taken: int, others: int, fitted: int, fits: int) -> str:
-    """In a sentence, what of an earlier run is gone on with: its examples and its fits."""
+    """In a sentence, what is kept of an earlier run: its examples and its fits."""
     told = []
     if taken:
         told.append(f"going on after the first {taken} examples, which an earlier run took in")

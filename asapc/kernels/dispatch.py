@@ -1,8 +1,8 @@
 """Which kernel runs an operator, and why: the one place that decides, for kernels/library/ to
 follow and for `asapc bench --explain` to print.
 
-A kernel that cannot run is a reported fallback to the plain PyTorch meaning, never a crash. Triton is
-imported only when a tensor on a GPU asks for it.
+Where a kernel cannot run, the plain PyTorch reference runs instead, and that is reported; it is never a
+crash. Triton is imported only when a tensor on a GPU asks for it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ GATHERED_AT_ONCE = 1 << 24  # entries of the keys gathered for several slices to
 class Ranked:
     """A cloud in order of size: the token of every rank, [B, H, L, N].
 
-    same: [B, H, L, N - 1] bool, ranks as large as the one before, or None where there are none, or
+    same: [B, H, L, N - 1] bool, whether a rank ties with the one before; None where none does, or where
     ties are not shared.  first, end: the range of ranks that tie with each, None likewise.
     """
 

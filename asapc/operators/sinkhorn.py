@@ -1,4 +1,4 @@
-"""The finite Sinkhorn loop exactly as a teacher runs it: the lossless operator's meaning.
+"""The finite Sinkhorn loop exactly as a teacher runs it: the lossless operator's reference.
 
 Plain PyTorch in the log domain, any dtype, differentiable. `asapc.kernels` holds the fast twins.
 """

@@ -32,7 +32,7 @@ _MAX_DEPTH = 32  # of structures that a manifest declares
 
 
 class Undescribable(Exception):
-    """What of a call cannot be said in plain data, in words."""
+    """What part of a call plain data cannot express, in words."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Default:
-    """A default value that plain data does not have: it can be left out, but not be given."""
+    """A default value that plain data cannot express: a caller may leave it out, but not give it."""
 
     text: str
 
@@ -321,7 +321,8 @@ def parameters_of(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]
 ) -> tuple[Parameter, ...]:
     """The parameters of a forward with what they were on a call; its tensors in the order in which
-    pytree has them in (args, kwargs).  Raises Undescribable, and TypeError for a call that it is none of.
+    pytree has them in (args, kwargs).  Raises Undescribable, and TypeError for a call that the signature
+    does not allow.
     """
     trees: dict[str, Tree] = {}
     positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]

@@ -5,8 +5,8 @@
     Operators(nn.Module)          what the operators were fitted with, under the name `asapc`
 
 Forward is the `forward` of a compiled model and, see asapc.program.live, of a patched module. It has the
-teacher's signature, and says so where a call is another than the captured one: what was a constant of
-the trace cannot be changed by a caller.
+teacher's signature, and reports a call that differs from the captured one: what was a constant of the
+trace cannot be changed by a caller.
 
 Moved to another dtype, the graph computes in that dtype throughout. In a float32 trace `.float()` gives
 the tensor that it is called on, which cannot be told from its cast: casts follow, as constants do.
@@ -34,7 +34,7 @@ REPLICATE = "_replicate_for_data_parallel"
 
 
 class OwnCodeWarning(UserWarning):
-    """A patched module was called in another way than the captured one, and ran its own code."""
+    """A patched module was called differently from the captured one, and ran its own code."""
 
 
 class Operators(nn.Module):
@@ -91,7 +91,7 @@ class Inside:
 
     @classmethod
     def of(cls, module: nn.Module, path: str) -> Inside:
-        """As it is now.  Which mode it is in, and dropout, are no part of a compiled forward."""
+        """As it is now.  Its mode, and dropout, have no part in a compiled forward."""
         known: dict[str, Any] = {}
         for kind in reversed(type(module).__mro__):
             if issubclass(kind, nn.Module) and kind is not nn.Module:
@@ -124,7 +124,7 @@ class Inside:
         )
 
     def difference(self, root: nn.Module) -> str | None:
-        """How the module is another now, or None.  root: the patched one."""
+        """How the module differs from the captured one, or None.  root: the patched module."""
         module: nn.Module | None = root
         for name in self._names:
             module = module._modules.get(name) if module is not None else None
@@ -159,8 +159,8 @@ def _is_plain(value: Any) -> bool:
 class Forward:
     """forward(*args, **kwargs) of a module, computed by a graph.
 
-    live:   the module has code of its own, which runs, with a warning, where the call is not the captured
-            one, or the module is not. Without it that is an InputError.
+    live:   the module has code of its own, which runs, with a warning, where the call or the module
+            differs from the captured one. Without it that is an InputError.
     before: what its instance had in place of its class's forward.
     inside: the modules whose code the graph has, as they were captured.
     """
@@ -204,7 +204,7 @@ class Forward:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The module's own forward.  Not kept: pickled, it would be taken for what replaces it."""
+        """The module's own forward.  Not stored: pickled, it would be taken for what replaces it."""
         forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return forward if self.before is None else self.before
 

@@ -6,16 +6,16 @@ after:  the same object; for every site the smallest module around it, such as `
 
 The compiled forward calls the layers inside that module (nn.Linear and whatever else is called there)
 as they are at that moment: hooks on them run, and quantised, pruned or wrapped ones take effect. Where
-the module is called otherwise than the captured model called it, or is not as it was, its own code runs,
-with a warning: a plain attribute of it (a number, text, None) was set, or a module inside it was replaced
-whose code is a part of the compiled forward. Dropout between the scores and the values, if there is any,
-is that of evaluation mode: a compiled layer has no map to drop entries of.
+the module is called differently from the captured one, or has changed since, its own code runs, with a
+warning. It has changed where a plain attribute (a number, text, None) was set, or where a module inside
+it was replaced whose code is a part of the compiled forward. Dropout between the scores and the values,
+if there is any, is that of evaluation mode: a compiled layer has no map to drop entries of.
 
 A forward that the user has put on an instance is never taken off: one that was there when the model was
 captured is what was compiled, and is back when the patch is removed; another one is refused.
 
 Moved to another dtype, the compiled forward computes in that dtype throughout, where the teacher has
-`.float()`, too: a float32 trace does not tell a cast from what it casts. The layers that it calls, and
+`.float()`, too: a float32 trace cannot tell a cast from what it casts. The layers that it calls, and
 all that is outside of it, are the model's own code and keep their casts; the operators accumulate in
 float32.
 """

@@ -17,7 +17,7 @@ and the largest of these bounds, and of the true scores, for the report; a batch
 an example's bound is not within them and a margin. Like is compared with like, but it is a bound: scores
 may drift without it, where angles change and norms do not. And a range is that of a sample: of n
 calibration examples, about one in n of fresh ones lies below it and one above, so a batch now and then
-out of range is none; it is the share that tells.
+out of range is no drift; it is the share that tells.
 
 The methods are attributes of the loaded module, which stays what it was: the same class, signature and
 state dict, as a wrapper module would not be. Until it is enabled its graphs hold nothing of this;

@@ -34,7 +34,7 @@ class Runner:
             raise ValueError("a program of the whole model, or a model, is needed")
 
     def __call__(self, batch: Batch) -> Any:
-        """Raises InputError, which names it, where an example is to blame that the model fails."""
+        """Raises InputError, which names the example, where the model fails because of one."""
         try:
             return self._call(batch)
         except CAUSES as error:

@@ -7,9 +7,9 @@ several examples with their padded tokens, as zeros; where there are fewer heads
 threads share the tokens of each.
 
 What a loop runs in is decided by its scores before they are exponentiated: float32 as they are, float32
-less each token's largest, the same in float64, and beyond that the log domain of the meaning; pivots of
-little mass, by which the scalings are divided, leave less room for the scores. Extra memory is one K and
-one row of scalings per thread.
+less each token's largest, the same in float64, and beyond that the log domain of the reference; pivots
+of little mass, by which the scalings are divided, leave less room for the scores. Extra memory is one K
+and one row of scalings per thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker, without_gil
 from asapc.kernels.thresholds import thresholds
-from asapc.operators import lot as meaning
+from asapc.operators import lot as reference
 
 SHARED_TOKENS = 2048  # per thread; fewer are not worth meeting after every sweep
 SPARE_RANGE = 8.0  # a mass of exp(-8) fits beside scores of the whole SAFE_ROW_RANGE
@@ -108,7 +108,7 @@ def lot(
     """A v [B, H, N, E].  Arguments as operators.lot.lot."""
     batch, heads, queries, _ = q.shape
     keys, width = v.shape[2:]
-    dtype, padded = meaning.work_dtype(q), query_keep is not None
+    dtype, padded = reference.work_dtype(q), query_keep is not None
     out = q.new_empty((batch, heads, queries, width), dtype=dtype)
     if padded or out.numel() == 0 or keys == 0:
         out.zero_()
@@ -124,7 +124,7 @@ def lot(
     # Sweeps work with plans of mass n, the tokens that take part: counts 1 / n_q n_k less here.
     coefficient, query_power, key_power, length_power = output_factor
     powers = (coefficient, query_power - 1.0, key_power - 1.0, length_power)
-    factor = torch.as_tensor(meaning.token_factor(powers, q, k, keep, query_keep), dtype=dtype)
+    factor = torch.as_tensor(reference.token_factor(powers, q, k, keep, query_keep), dtype=dtype)
     factor = factor.expand(batch, heads, 1, 1)
 
     group, shared = _layout(q, k, pivots, keep is not None or query_keep is not None)
@@ -185,7 +185,7 @@ def describe(
     if q.numel() == 0 or k.numel() == 0:
         return "CPU", "there is nothing to compute"
     group, shared = _layout(q, k, pivots, keep is not None or query_keep is not None)
-    dtype = meaning.work_dtype(q)
+    dtype = reference.work_dtype(q)
     tokens, size = max(q.shape[2], k.shape[2]), dtype.itemsize
     kept = f"a head's K takes {tokens * pivots.shape[1] * size / 2**20:.2f} MiB"
     if shared:
@@ -199,7 +199,7 @@ def describe(
     largest = span = 0.0
     sides = ((q, query_keep, None, query_multiplier), (k, keep, key_bias, key_multiplier))
     for x, mask, bias, multiplier in sides:
-        scores = meaning.pivot_scores(x, mask, bias, pivots, multiplier, dtype)
+        scores = reference.pivot_scores(x, mask, bias, pivots, multiplier, dtype)
         if scores.numel():
             largest = max(largest, float(scores.abs().max()))
             span = max(span, float((scores.amax(-2) - scores.amin(-2)).max()))
@@ -221,7 +221,7 @@ def _layout(q: Tensor, k: Tensor, pivots: Tensor, padded: bool) -> tuple[int, bo
     batch, heads, queries, _ = q.shape
     threads, tokens = torch.get_num_threads(), max(queries, k.shape[2])
     # A tile's K stays in cache from sweep to sweep; its tokens pass by once.
-    of_one = tokens * pivots.shape[1] * meaning.work_dtype(q).itemsize
+    of_one = tokens * pivots.shape[1] * reference.work_dtype(q).itemsize
     tile_bytes = _tile_bytes(q, k)
     most = min(tile_bytes // of_one, -(-batch * heads // threads))
     if most < heads:
@@ -331,14 +331,14 @@ def _domains(tile: Tile) -> list[tuple[torch.dtype, bool]]:
 
 
 def _log_domain(tile: Tile, over_mass: bool) -> Tensor:
-    """P [G, R, N] of mass 1 as the meaning has it, or diag(1 / sigma) P."""
+    """P [G, R, N] of mass 1 as the reference has it, or diag(1 / sigma) P."""
     scores = (tile.x.to(tile.z.dtype) @ tile.z).transpose(1, 2)
     if tile.bias is not None:
         scores = scores + tile.bias.transpose(1, 2)
     if scores.shape[2] == 0:
         return scores
     keep = None if tile.absent is None else tile.absent[:, 0] == 0
-    return meaning.pivot_plan(
+    return reference.pivot_plan(
         scores[:, None], keep, tile.sigma, tile.half_steps, tile.tokens_first, over_mass
     )[:, 0]
 

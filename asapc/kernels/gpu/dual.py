@@ -1,7 +1,7 @@
 """Triton twins of operators.asap.dual and dual_and_row_mass.
 
-Families with a kernel run it, the others their plain meaning on the device; `_finish` centres the
-sum and goes to score coordinates in one launch. `supported` says which calls these functions take.
+Families with a kernel run it, the others their reference on the device; `_finish` centres the sum
+and goes to score coordinates in one launch. `supported` says which calls these functions take.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -4,11 +4,11 @@
 both clouds, the Cholesky factor of Sy, STEPS scaled Newton-Schulz steps, and the inverse of
 W + I/2 by symmetric sweeps. `_potential` evaluates the three columns at every x.
 
-STEPS is fixed, there is no look at the error. A step raises the smallest eigenvalue at most 6.75
+STEPS is fixed: nobody looks at the error. A step raises the smallest eigenvalue at most 6.75
 times, so that 13 steps converge in float32 where the eigenvalues of L' Sx L + I/4, at least 1/4, are
 at least 1e-7 of their norm, all that float32 resolves: for score covariances |Sx Sy| up to 2.5e6, and
 beyond in the directions above that share. In the others W comes out too small: features.gaussian
-turns to eigenvectors there. D > 64 runs the meaning itself.
+turns to eigenvectors there. D > 64 runs the reference itself.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -3,7 +3,7 @@
 Up to MAX_POINTS points a cloud is sorted in registers: the projection's bits, in an order-preserving
 form, above the token's index make one int64 key. Launches: `_project` for either cloud,
 `_potentials` with one program per (b, h) and block of slices, and `_weigh` for the sum over slices,
-whose order is fixed. Larger clouds run the meaning itself, which sorts on the device.
+whose order is fixed. Larger clouds run the reference itself, which sorts on the device.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

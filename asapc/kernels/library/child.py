@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asapc.operators import child as child_meaning
+from asapc.operators import child as child_reference
 
 
 @torch.library.custom_op("asapc::child", mutates_args=())
 def child(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: str) -> list[Tensor]:
-    return child_meaning.child(inputs, outputs, number)
+    return child_reference.child(inputs, outputs, number)
 
 
 @child.register_fake
