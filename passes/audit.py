@@ -103,8 +103,8 @@ class Variant:
         output, seen = self._tap(batch)
         self.outputs.update(output if soft is None else soft, output, batch.labels)
         with torch.no_grad():
-            for own, function in zip(seen, self._maps, strict=True):
-                self.balance.update(function(own, None), own.keep, own.query_keep)
+            for tensors, function in zip(seen, self._maps, strict=True):
+                self.balance.update(function(tensors, None), tensors.keep, tensors.query_keep)
         return output
 
     def result(self, name: str, examples_per_second: float) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class SoftToHard:
             "released hard": hardened(lossless, Hardened("released"), self.sites),
             "exact hard": hardened(lossless, Hardened("exact"), self.sites),
         }
-        self._variants = {name: Variant(model, own, self.sites) for name, own in programs.items()}
+        self._variants = {name: Variant(model, variant, self.sites) for name, variant in programs.items()}
         if refreshed is not None:
             kept = [site for site in self.sites if site not in untouched]
             self._variants["refreshed"] = Variant(model, refreshed, kept)
@@ -153,15 +153,15 @@ class SoftToHard:
 
     def result(self, batch: Batch, repeats: int = 7) -> dict[str, Any]:
         """What was seen, with the throughput on one batch: medians, the variants taking turns."""
-        calls = {name: partial(own.runner, batch) for name, own in self._variants.items()}
+        calls = {name: partial(variant.runner, batch) for name, variant in self._variants.items()}
         times = interleaved_medians(calls, repeats=repeats)
         return {
             "sites": len(self.sites),
             "examples": self.examples,
             "batch": len(batch),
             "variants": [
-                own.result(name, len(batch) / times[name]["median_ms"] * 1e3)
-                for name, own in self._variants.items()
+                variant.result(name, len(batch) / times[name]["median_ms"] * 1e3)
+                for name, variant in self._variants.items()
             ],
         }
 
@@ -174,7 +174,7 @@ def prediction_change(
 ) -> float | None:
     """Share of examples whose predicted class differs; None where no class is predicted."""
     outputs = OutputFidelity()
-    runners = [Runner(model, own) for own in (before, after)]
+    runners = [Runner(model, version) for version in (before, after)]
     for batch in batches:
         first, second = (comparable(runner(batch)) for runner in runners)
         outputs.update(first, second)

@@ -16,7 +16,11 @@ from asapc.passes.analyse import Site
 from asapc.passes.rewrite import Hardened, Replacement
 
 # Operators that are fitted to a Sinkhorn site's outputs, and the recipe's key for their size.
-DISTILLED = {own.name: own.size for own in OPERATORS.values() if own.size and "sinkhorn" in own.fitted_to}
+DISTILLED = {
+    operator.name: operator.size
+    for operator in OPERATORS.values()
+    if operator.size and "sinkhorn" in operator.fitted_to
+}
 # A c-transform costs about a half-step: with so few of them the lossless loop is already as cheap.
 FEW_HALF_STEPS = 5
 
@@ -45,10 +49,10 @@ class Choice:
 
 def check_operator(convention: AnyConvention, recipe: Recipe) -> None:
     """InputError if the site's recipe names an operator that this kind of site cannot become."""
-    own = convention.to_dict()["operator"]
-    if recipe.operator not in ("auto", "lossless", own, *REPLACEMENTS[own]):
+    kind = convention.to_dict()["operator"]
+    if recipe.operator not in ("auto", "lossless", kind, *REPLACEMENTS[kind]):
         raise InputError(
-            f"recipe: a site of the kind {own} can become {' or '.join((own, *REPLACEMENTS[own]))}",
+            f"recipe: a site of the kind {kind} can become {' or '.join((kind, *REPLACEMENTS[kind]))}",
             got=f"operator: {recipe.operator}",
             help="name sites of different kinds under `sites`, each with its own operator",
         )
@@ -57,7 +61,7 @@ def check_operator(convention: AnyConvention, recipe: Recipe) -> None:
 def fits_needed(
     convention: AnyConvention, recipe: Recipe
 ) -> list[tuple[Recipe, TransformPlan | None]]:
-    """What calibration has to fit for a site, from the site's own recipe, each fit once.
+    """What calibration has to fit for a site, from the site's recipe, each fit once.
 
     A plan is there where a dual is predicted. Alternatives that this convention has no plan for are left
     out: see why_no_fit.
@@ -67,18 +71,18 @@ def fits_needed(
     if recipe.operator == "auto" and convention.half_steps <= FEW_HALF_STEPS:
         return []
     found: list[tuple[Recipe, TransformPlan | None]] = []
-    for own in recipe.alternatives():
-        if own.operator in DISTILLED:
-            entry: tuple[Recipe, TransformPlan | None] = (own, None)
-        elif own.operator == "asap":
-            plan = transform_plan(convention, own.c_transforms, own.side)
+    for alternative in recipe.alternatives():
+        if alternative.operator in DISTILLED:
+            entry: tuple[Recipe, TransformPlan | None] = (alternative, None)
+        elif alternative.operator == "asap":
+            plan = transform_plan(convention, alternative.c_transforms, alternative.side)
             if plan is None:
                 continue
-            entry = (own, plan)
+            entry = (alternative, plan)
         else:
             continue
         known = [(other.fit_settings(), plan) for other, plan in found]
-        if (own.fit_settings(), entry[1]) not in known:
+        if (alternative.fit_settings(), entry[1]) not in known:
             found.append(entry)
     return found
 
@@ -99,11 +103,12 @@ def candidates_of(site: Site, recipe: Recipe, calibration: Calibration) -> list[
     """
     name, convention = site.name, site.convention
     found = []
-    for own, plan in fits_needed(convention, recipe):
-        fit = calibration.fit_of(name, own.fit_settings(), plan)
+    for alternative, plan in fits_needed(convention, recipe):
+        fit = calibration.fit_of(name, alternative.fit_settings(), plan)
         if fit is None or (fit.convention != convention and not _alike(fit.convention, convention)):
+            fits = calibration.sites.get(name, ())
             raise InputError(
-                f"calibration: {name} {_problem(own, plan, calibration.sites.get(name, ()), fit)}",
+                f"calibration: {name} {_problem(alternative, plan, fits, fit)}",
                 help="run `asapc calibrate` with the recipe that compile is given",
             )
         place = next(i for i, other in enumerate(calibration.sites[name]) if other is fit)
@@ -115,7 +120,7 @@ def candidates_of(site: Site, recipe: Recipe, calibration: Calibration) -> list[
                 got=error.got,
                 help="run `asapc calibrate` on this model",
             ) from error
-        found.append(Candidate(own.label(), own.operator, fit.replacement, fit))
+        found.append(Candidate(alternative.label(), alternative.operator, fit.replacement, fit))
     return found
 
 
@@ -156,7 +161,7 @@ def _problem(
     return f"was {verb} with `{differing}: {then.settings.get(str(differing))}`"
 
 
-def own_operator(convention: AnyConvention) -> str:
+def lossless_operator(convention: AnyConvention) -> str:
     """The lossless operator of a site."""
     return str(convention.to_dict()["operator"])
 
@@ -164,10 +169,10 @@ def own_operator(convention: AnyConvention) -> str:
 def proposed(convention: AnyConvention, recipe: Recipe) -> Choice | None:
     """What needs no measurement: a named lossless operator, or exact instead of soft sorting, which is
     settled for the whole model afterwards; None where the selection decides."""
-    own = own_operator(convention)
-    if recipe.operator in ("lossless", own):
-        return Choice(own, "the recipe asks for it")
-    if own == "esp_soft":
+    exact = lossless_operator(convention)
+    if recipe.operator in ("lossless", exact):
+        return Choice(exact, "the recipe asks for it")
+    if exact == "esp_soft":
         forced = recipe.operator == "esp_hard"
         return Choice("esp_hard", "the recipe asks for it" if forced else "exact sorting", Hardened())
     return None

@@ -159,7 +159,7 @@ def data_dependent(graph: GraphModule) -> set[Node]:
     found: set[Node] = set()
     for node in graph.graph.nodes:
         given = node.op == "placeholder"
-        made = node.target not in SHAPE_ONLY and any(own in found for own in node.all_input_nodes)
+        made = node.target not in SHAPE_ONLY and any(source in found for source in node.all_input_nodes)
         if (given or made) and holds_tensors(node):
             found.add(node)
     return found
@@ -207,7 +207,7 @@ def constant_value(graph: GraphModule, node: Node) -> Tensor | None:
             return None
         with torch.no_grad():
             value: Tensor = module()
-    except Exception:  # the graph is the user's code: a constant that cannot be run is none
+    except Exception:  # the graph is the user's code, in which a constant may fail to compute
         return None
     return value.double()
 

@@ -3,7 +3,7 @@
 A program holds the full budget, and the residuals that the teacher's code compares with a threshold on
 the way. Where the first of them is small enough, the teacher stops. That is harmless if the half-steps
 that are left change nothing, which is tried on scores of every spread; otherwise the site is refused.
-A program with a stop that is not known to be harmless is not the model, wherever in it the stop is.
+A program is not the model if any stop in it, wherever that is, is not known to be harmless.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def firsts_and_lasts(residuals: Sequence[Node]) -> list[int]:
     One is of the same loop as the next where all that it is computed from is also part of the next.
     """
     above = [ancestors(node, until=BARRIERS) for node in residuals]
-    sums = [{node for node in own if node.target in NORMALISERS} for own in above]
+    sums = [{node for node in nodes if node.target in NORMALISERS} for nodes in above]
     after = [*sums, set()][1:]
     lasts = [
-        place for place, (own, others) in enumerate(zip(sums, after, strict=True))
-        if not own or not own <= others
+        place for place, (current, others) in enumerate(zip(sums, after, strict=True))
+        if not current or not current <= others
     ]  # fmt: skip
     return sorted({0, *lasts, *(place + 1 for place in lasts)} & {*range(len(sums))})
 
@@ -76,8 +76,8 @@ def stop_left(stops: Mapping[Node | None, Sequence[Stop]], tried: Collection[Nod
 
     stops: by the scores of their loops; tried: the scores of the sites whose stops were tried.
     """
-    for scores, own in stops.items():
-        for stop in own:
+    for scores, loop_stops in stops.items():
+        for stop in loop_stops:
             if scores not in tried and depends_on_data(stop.residual):
                 return f"a loop that may end early on {stop.residual.name} stays as it is"
     return None
@@ -123,8 +123,8 @@ def what_a_stop_changes(
             continue
         full = attention_of(convention, trial.scores, trial.keep)
         for done in _half_steps_before(first.residual, inside, convention.half_steps):
-            own = attention_of(replace(convention, half_steps=done), trial.scores, trial.keep)
-            error = float((own - full).abs().amax() / full.abs().amax().clamp(min=1e-300))
+            stopped = attention_of(replace(convention, half_steps=done), trial.scores, trial.keep)
+            error = float((stopped - full).abs().amax() / full.abs().amax().clamp(min=1e-300))
             if error > worst:
                 worst, at = error, first.threshold
     if worst <= HELD:

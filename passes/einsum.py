@@ -38,12 +38,12 @@ def _split(graph: GraphModule, node: Node) -> bool:
         return False
     terms, out = equation.split("->")
     labels = terms.split(",")
-    if any(len(set(own)) != len(own) for own in labels):
+    if any(len(set(letters)) != len(letters) for letters in labels):
         return False
     sizes = {
         letter: size
-        for own, operand in zip(labels, operands, strict=True)
-        for letter, size in zip(own, operand.meta["val"].shape, strict=True)
+        for letters, operand in zip(labels, operands, strict=True)
+        for letter, size in zip(letters, operand.meta["val"].shape, strict=True)
     }
     label, result = labels.pop(), operands.pop()
     with graph.graph.inserting_before(node):

@@ -48,12 +48,12 @@ class Lifting:
             return self.graph.graph.inserting_before(self.nodes[value.left].next)
         return self.before(value.node)
 
-    def operand(self, own: Canonical) -> Node:
+    def operand(self, canonical: Canonical) -> Node:
         """[B, H, X, Y]: permuted, and heads split off or added where there are three axes."""
-        node = self.nodes[own.node]
-        if own.order is not None and list(own.order) != sorted(own.order):
-            node = self.call(aten.permute.default, node, list(own.order))
-        if rank_of(own.node) == 4:
+        node = self.nodes[canonical.node]
+        if canonical.order is not None and list(canonical.order) != sorted(canonical.order):
+            node = self.call(aten.permute.default, node, list(canonical.order))
+        if rank_of(canonical.node) == 4:
             return node
         if self.heads == 1:
             return self.call(aten.unsqueeze.default, node, 1)
@@ -96,15 +96,15 @@ class Lifting:
         users = self.nodes[value.left].users
         return any(user is not self.nodes[value.node] for user in users) and not self.drop_maps
 
-    def laid_out(self, result: Node, own: Canonical) -> Node:
+    def laid_out(self, result: Node, canonical: Canonical) -> Node:
         """The operator's [B, H, X, Y] as the tensor that it replaces has its axes."""
-        if rank_of(own.node) == 3:
+        if rank_of(canonical.node) == 3:
             if self.heads == 1:
                 result = self.call(aten.squeeze.dim, result, 1)
             else:
                 result = self.call(aten.flatten.using_ints, result, 0, 1)
-        if own.order is not None and list(own.order) != sorted(own.order):
-            inverse = [own.order.index(axis) for axis in range(len(own.order))]
+        if canonical.order is not None and list(canonical.order) != sorted(canonical.order):
+            inverse = [canonical.order.index(axis) for axis in range(len(canonical.order))]
             result = self.call(aten.permute.default, result, inverse)
         return result
 

@@ -33,7 +33,7 @@ def varies(node: Node, axis: int) -> bool:
     if node.target is aten.unsqueeze.default and source is not None:
         return _inserted(node, source, axis)
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        return any(varies(own, axis) for own in node.all_input_nodes if is_tensor(own))
+        return any(varies(operand, axis) for operand in node.all_input_nodes if is_tensor(operand))
     if not depends_on_data(node) and not node.all_input_nodes:
         example = node.meta.get("example")  # a constant: what it holds is what it will hold
         if isinstance(example, torch.Tensor) and all(isinstance(size, int) for size in value.shape):
@@ -42,25 +42,25 @@ def varies(node: Node, axis: int) -> bool:
 
 
 def heads_vary(node: Node, heads: int) -> bool:
-    """Whether a mask may differ between heads: its own axis, or merged with the batch."""
+    """Whether a mask may differ between heads, which have an axis or are merged with the batch."""
     value = node.meta["val"]
     if heads == 1 or value.dim() < 3:
         return False
     if value.dim() == 4:
         return varies(node, -3)
     merged = value.shape[0]
-    sources = [own for own in node.all_input_nodes if is_tensor(own)]
+    sources = [operand for operand in node.all_input_nodes if is_tensor(operand)]
     if not sources:
         return not _is_one(merged)
     return any(
-        heads_vary(own, heads)
-        for own in sources
-        if own.meta["val"].dim() == 4 or same(own.meta["val"].shape[0], merged)
+        heads_vary(source, heads)
+        for source in sources
+        if source.meta["val"].dim() == 4 or same(source.meta["val"].shape[0], merged)
     )
 
 
 def _inserted(node: Node, source: Node, axis: int) -> bool:
-    """Through an unsqueeze, whose own axis has a size of 1."""
+    """Through an unsqueeze, whose new axis has a size of 1."""
     place = node.args[1]
     assert isinstance(place, int)
     from_end = place - rank_of(node) if place >= 0 else place

@@ -5,10 +5,10 @@ after:  a program of the smallest module around each site, its inputs and output
         call, its weights named as in the module, its layers marked (asapc::child)
 
 What a module computes is what its outputs depend on, back to its inputs. Where that reaches further, to
-what the module was given in another way than by its arguments, or where something of the inside is read
-outside, the module around it is taken instead, and the captured model itself in the end. A module that
-is called more than once has one forward for all its calls, and one that is called otherwise where the
-model is not traced would not run it: they are left to the module around them, too.
+what the module was given other than by its arguments, or where something inside it is read outside, the
+module around it is taken instead, and in the end the captured model itself. A module that is called more
+than once has one forward for all its calls, and one that is called differently when the model is not
+traced would not run it: they are left to the module around them, too.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Inside:
 def module_programs(
     model: nn.Module, program: Program, sites: Sequence[Site], eager: EagerCalls
 ) -> tuple[list[ModuleProgram], dict[str, str]]:
-    """The programs of the modules around all the sites, and why there is none, by site.
+    """The programs of the modules around the sites, and by site the reason where there is none.
 
     eager: what the model's modules are called with when it runs.
     """
@@ -109,11 +109,11 @@ def module_programs(
         places.setdefault(outermost, []).append(index)
     values = reader.values([insides[name] for name in places])
     made = []
-    for name, own in places.items():
+    for name, indices in places.items():
         try:
-            made.append(reader.cut(insides[name], {index: sites[index] for index in own}, values))
+            made.append(reader.cut(insides[name], {index: sites[index] for index in indices}, values))
         except Undescribable as problem:
-            left.update((sites[index].name, f"{name or 'the model'}: {problem}") for index in own)
+            left.update((sites[index].name, f"{name or 'the model'}: {problem}") for index in indices)
     return made, left
 
 
@@ -230,14 +230,14 @@ class _Reader:
         self, inside: _Inside, sites: Mapping[int, Site], values: Mapping[Node, Tensor]
     ) -> ModuleProgram:
         """The module's program with its layers marked.  Raises Undescribable."""
-        own = inside.call
-        name = self._full(own.name)
+        traced = inside.call
+        name = self._full(traced.name)
         module = self.model.get_submodule(name)
-        call = _call_of(module, own)
+        call = _call_of(module, traced)
         graph, nodes = Graph(), dict[Node, Node]()
         attributes: dict[str, Tensor] = {}
         constants: list[str] = []
-        for place, node in enumerate(own.inputs):
+        for place, node in enumerate(traced.inputs):
             placeholder = graph.placeholder(f"input_{place}")
             placeholder.meta = dict(node.meta)
             nodes.setdefault(node, placeholder)
@@ -257,11 +257,11 @@ class _Reader:
                 nodes[node] = graph.create_node(node.op, node.target, args, kwargs)
         for node, new in nodes.items():
             new.meta = dict(node.meta)
-        graph.output(tuple(nodes[node] for node in own.outputs))
+        graph.output(tuple(nodes[node] for node in traced.outputs))
         made = GraphModule(dict(attributes), graph)
         program = Program(
-            name, made, tuple(values[node] for node in own.inputs), {},
-            tuple(_axes(node) for node in own.inputs),
+            name, made, tuple(values[node] for node in traced.inputs), {},
+            tuple(_axes(node) for node in traced.inputs),
         )  # fmt: skip
         rewritten = lift(program, [_moved(site, nodes) for site in sites.values()])
         kept = {node.name for node in rewritten.graph.graph.nodes}
@@ -280,15 +280,15 @@ class _Reader:
         theirs = self.weights.get(full)
         if theirs is None:
             return None, value
-        for own, tensor in tensors_of(module).items():
+        for name, tensor in tensors_of(module).items():
             if tensor is theirs:
-                return own, value
+                return name, value
         raise Undescribable(f"reads {full}, a weight of another module")
 
     def _mark_layers(self, inside: _Inside, nodes: dict[Node, Node], kept: set[str]) -> Iterator[Child]:
         """Mark the outermost layers that are called with tensors and constants, in place.
 
-        kept: names of what lifting leaves; a layer that runs a part of the loop is none that is called.
+        kept: names of what lifting leaves; a layer that runs a part of the loop is no longer called.
         nodes: what stands for a layer's output becomes what the mark gives.
         """
         outer = inside.call.name
@@ -296,16 +296,16 @@ class _Reader:
         done: set[Node] = set()
         count = 0
         for number in reversed(range(len(self.program.calls))):  # outer calls first
-            call, own = self.program.calls[number], self._inside(number)
-            if call.name == outer or not _within(call.name, outer) or isinstance(own, str):
+            call, layer = self.program.calls[number], self._inside(number)
+            if call.name == outer or not _within(call.name, outer) or isinstance(layer, str):
                 continue
             if call.name in hooked and not call.hooked:
                 continue  # a call of the layer runs its hooks, too
             # A layer that gives what it was given: a later use could be of either.
             passed = [node for node in call.outputs if node in call.inputs or _is_ambiguous(node, call)]
-            gives = bool(own.nodes) and not passed
-            computed = [node for node in own.nodes if node.op == "call_function"]
-            if not gives or not own.known <= inside.known or done & set(computed):
+            gives = bool(layer.nodes) and not passed
+            computed = [node for node in layer.nodes if node.op == "call_function"]
+            if not gives or not layer.known <= inside.known or done & set(computed):
                 continue
             if any(nodes[node].name not in kept for node in computed):
                 continue
@@ -328,18 +328,18 @@ def _is_ambiguous(output: Node, call: ModuleCall) -> bool:
 
 def _mark(call: ModuleCall, nodes: dict[Node, Node], inside: set[Node], number: str) -> None:
     """y = W x  ->  y = child([x], [W x], number)[0], for all that read it outside the layer."""
-    inputs, outputs = ([nodes[node] for node in own] for own in (call.inputs, call.outputs))
+    inputs, outputs = ([nodes[node] for node in side] for side in (call.inputs, call.outputs))
     graph = outputs[0].graph
     order = {node: place for place, node in enumerate(graph.nodes)}
     after = max(outputs, key=order.__getitem__)
     with graph.inserting_after(after):
         marked = graph.call_function(torch.ops.asapc.child.default, (inputs, outputs, number))
     after = marked
-    for index, (node, own) in enumerate(zip(call.outputs, outputs, strict=True)):
+    for index, (node, output) in enumerate(zip(call.outputs, outputs, strict=True)):
         with graph.inserting_after(after):
             after = graph.call_function(operator.getitem, (marked, index))
-        after.meta = dict(own.meta)
-        own.replace_all_uses_with(
+        after.meta = dict(output.meta)
+        output.replace_all_uses_with(
             after, delete_user_cb=lambda user: user is not marked and user not in inside
         )
         nodes[node] = after
@@ -359,7 +359,7 @@ def _call_of(module: nn.Module, call: ModuleCall) -> Call:
     if len(results) != len(call.outputs):
         raise Undescribable("its outputs hold tensors where pytree sees none")
     first = [call.inputs.index(node) for node in call.inputs]
-    same = [own if own < place else None for place, own in enumerate(first)]
+    same = [earlier if earlier < place else None for place, earlier in enumerate(first)]
     known, limits = known_of([node.meta["val"] for node in call.inputs], same)
     return Call(parameters, output, known, limits)
 
@@ -406,8 +406,8 @@ def _nodes_of(value: Any) -> Iterator[Node]:
         for item in value:
             yield from _nodes_of(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for own in dataclasses.fields(value):
-            yield from _nodes_of(getattr(value, own.name))
+        for entry in dataclasses.fields(value):
+            yield from _nodes_of(getattr(value, entry.name))
 
 
 def _moved(value: Any, nodes: Mapping[Node, Node]) -> Any:
@@ -419,6 +419,8 @@ def _moved(value: Any, nodes: Mapping[Node, Node]) -> Any:
     if isinstance(value, set | frozenset):
         return type(value)(nodes.get(item, item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = {f.name: _moved(getattr(value, f.name), nodes) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **own)
+        values = {
+            f.name: _moved(getattr(value, f.name), nodes) for f in dataclasses.fields(value) if f.init
+        }
+        return dataclasses.replace(value, **values)
     return value

@@ -51,15 +51,15 @@ class Observer:
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         handles: list[RemovableHandle] = []
-        for name, own in module.named_modules():
-            if isinstance(own, torch.jit.ScriptModule):
+        for name, inner in module.named_modules():
+            if isinstance(inner, torch.jit.ScriptModule):
                 continue
-            hooked = bool(own._forward_hooks or own._forward_pre_hooks)
-            # The module's forward alone, inside of all hooks; and with its own hooks, outside of them.
+            hooked = bool(inner._forward_hooks or inner._forward_pre_hooks)
+            # The module's forward alone, inside all hooks; and together with its hooks, outside of them.
             for outside in (False, True) if hooked else (False,):
                 enter, leave = self._pair(name, outside)
-                handles.append(own.register_forward_pre_hook(enter, prepend=outside, with_kwargs=True))
-                handles.append(own.register_forward_hook(leave, prepend=not outside))
+                handles.append(inner.register_forward_pre_hook(enter, prepend=outside, with_kwargs=True))
+                handles.append(inner.register_forward_hook(leave, prepend=not outside))
         try:
             yield
         finally:
@@ -69,8 +69,8 @@ class Observer:
     def _pair(self, name: str, outside: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._open.append(len(self._calls))
-            own_args, own_kwargs = _kept((args, kwargs))
-            self._calls.append(_Call(name, own_args, own_kwargs, outside))
+            kept_args, kept_kwargs = _kept((args, kwargs))
+            self._calls.append(_Call(name, kept_args, kept_kwargs, outside))
             _see((args, kwargs), f"enter {self._open[-1]}")
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
@@ -99,11 +99,11 @@ class Observer:
                 place += 1
         found = []
         for number in order:
-            own, entered = self._calls[number], seen.get(f"enter {number}")
+            call, entered = self._calls[number], seen.get(f"enter {number}")
             if entered is not None:
                 (inputs, start), (outputs, end) = entered, seen[f"leave {number}"]
-                nodes = (inputs, outputs, start, end, own.hooked)
-                found.append(ModuleCall(own.name, own.args, own.kwargs, own.output, *nodes))
+                nodes = (inputs, outputs, start, end, call.hooked)
+                found.append(ModuleCall(call.name, call.args, call.kwargs, call.output, *nodes))
         _part_aliases(list(graph.graph.nodes), found)
         graph.recompile()
         return tuple(found)
@@ -130,7 +130,7 @@ def _part_aliases(nodes: list[Node], calls: list[ModuleCall]) -> None:
                 if call.start <= other.start and other.end <= call.end:
                     continue
                 inputs, outputs = (
-                    tuple(source if own is node else own for own in ends)
+                    tuple(source if end is node else end for end in ends)
                     for ends in (other.inputs, other.outputs)
                 )
                 calls[index] = replace(other, inputs=inputs, outputs=outputs)
@@ -156,17 +156,17 @@ def eager_calls(
 ) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
     """What every module is called with when the model runs, by name.
 
-    Some code asks whether it is traced, and calls its modules otherwise then.
+    Some code asks whether it is being traced, and then calls its modules differently.
     """
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
     handles = []
-    for name, own in model.named_modules():
+    for name, module in model.named_modules():
 
         def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
             calls.setdefault(name, []).append(_kept((args, kwargs)))
 
-        if not isinstance(own, torch.jit.ScriptModule):
-            handles.append(own.register_forward_pre_hook(enter, with_kwargs=True))
+        if not isinstance(module, torch.jit.ScriptModule):
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
     try:
         with torch.no_grad():
             model(*args, **kwargs)
@@ -182,5 +182,5 @@ def _see(values: Any, label: str) -> None:
 
 
 def _kept(values: Any) -> Any:
-    """The containers again, for a module may change those that it is given."""
+    """The same in new containers, for a module may change those that it is given."""
     return pytree.tree_map(lambda leaf: leaf, values)

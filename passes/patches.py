@@ -23,7 +23,7 @@ from asapc.passes.capture import Capture
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
 from asapc.passes.observe import eager_calls
-from asapc.passes.select import compiled_programs
+from asapc.passes.select import compiled_programs, replacements_of
 from asapc.program.call import Call, Child
 from asapc.program.calls import Operands, attribute, operator_calls, sites_of
 from asapc.program.compiled import Inside
@@ -56,8 +56,7 @@ class CompiledModule:
 def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
     """The captured programs with the chosen operators in place."""
     teacher = {i for i, choice in enumerate(choices) if choice.operator == TEACHER}
-    own = {i: choice.replacement for i, choice in enumerate(choices) if choice.replacement is not None}
-    return compiled_programs(analysis, teacher, own)
+    return compiled_programs(analysis, teacher, replacements_of(choices))
 
 
 def compiled_modules(
@@ -75,12 +74,12 @@ def compiled_modules(
     left: dict[str, str] = {}
     start = 0
     captured = zip(analysis.capture.programs, analysis.matched, strict=True)
-    for number, (program, own) in enumerate(captured):
-        mine = range(start, start + len(own))
-        start += len(own)
+    for number, (program, matched) in enumerate(captured):
+        mine = range(start, start + len(matched))
+        start += len(matched)
         wanted = [i for i in mine if choices[i].operator != TEACHER]
         calls = {o.site: o for o in operator_calls(compiled[number].graph)}
-        sites = [own[i - mine.start] for i in wanted]
+        sites = [matched[i - mine.start] for i in wanted]
         modules, why = module_programs(analysis.model, program, sites, eager)
         left |= why
         for module in modules:
@@ -106,8 +105,8 @@ def _compiled(
     )  # fmt: skip
     (program,) = chosen_programs(alone, [choices[i] for i in places])
     fitted: dict[str, tuple[int, str]] = {}
-    for own in operator_calls(program.graph):
-        pairs = zip(_tensors_of(own), _tensors_of(calls[own.site]), strict=True)
+    for operands in operator_calls(program.graph):
+        pairs = zip(_tensors_of(operands), _tensors_of(calls[operands.site]), strict=True)
         fitted.update((mine.target, (number, theirs.target)) for mine, theirs in pairs)  # type: ignore[misc]
     _check_same(program.graph, whole.graph, fitted)
     constants = {name: _tensor(program.graph, name) for name in module.constants
@@ -116,10 +115,10 @@ def _compiled(
         (t.dtype for t in _weights(analysis, program.name) if t.is_floating_point()), torch.float32
     )
     assert analysis.model is not None
-    has_own = "forward" in vars(analysis.model.get_submodule(program.name))
+    own_forward = "forward" in vars(analysis.model.get_submodule(program.name))
     names = tuple(sites_of(program))
     return CompiledModule(
-        program, module.call, module.children, names, constants, fitted, dtype, (), has_own
+        program, module.call, module.children, names, constants, fitted, dtype, (), own_forward
     )
 
 
@@ -130,7 +129,10 @@ def _with_insides(
 
     What a forward pass changes, such as a counter, is left out: it is no setting.
     """
-    paths = {own.program.name: _taken_over(model.get_submodule(own.program.name), own) for own in found}
+    paths = {
+        module.program.name: _taken_over(model.get_submodule(module.program.name), module)
+        for module in found
+    }
     seen: dict[str, list[list[Inside]]] = {name: [] for name in paths}
 
     def look(name: str) -> None:
@@ -153,12 +155,12 @@ def _with_insides(
         for handle in handles:
             handle.remove()
     steady = {name: tuple(map(Inside.steady, *looks)) for name, looks in seen.items()}
-    return [replace(own, inside=steady[own.program.name]) for own in found]
+    return [replace(module, inside=steady[module.program.name]) for module in found]
 
 
-def _taken_over(module: nn.Module, own: CompiledModule) -> list[str]:
+def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:
     """Paths of the modules in it that the compiled program does not call."""
-    called = {child.name for child in own.children}
+    called = {child.name for child in compiled.children}
     return [
         path for path, _ in module.named_modules(remove_duplicate=False)
         if not any(path == name or path.startswith(f"{name}.") for name in called)
@@ -171,11 +173,11 @@ def _weights(analysis: Analysis, name: str) -> Iterator[Tensor]:
     yield from analysis.model.parameters()
 
 
-def _tensors_of(own: Operands) -> list[Node]:
+def _tensors_of(operands: Operands) -> list[Node]:
     """The get_attr nodes that a call's settings depend on, in an order independent of the graph's."""
-    stop = {own.q, own.k, own.values, own.keep, own.bias, own.query_keep}
+    stop = {operands.q, operands.k, operands.values, operands.keep, operands.bias, operands.query_keep}
     found: list[Node] = []
-    stack: list[Any] = list(reversed([*own.settings.values()]))
+    stack: list[Any] = list(reversed([*operands.settings.values()]))
     while stack:
         item = stack.pop()
         if isinstance(item, list | tuple):

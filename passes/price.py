@@ -40,8 +40,8 @@ class Price:
 
 def shapes_of(t: SiteTensors, wanted: Sequence[Shape], batch: int) -> list[Shape]:
     """(examples, tokens) to measure at; where nothing is wanted, those of the tensors."""
-    own = [(examples or batch, tokens) for examples, tokens in wanted]
-    return list(dict.fromkeys(own)) or [(t.q.shape[0], t.q.shape[2])]
+    listed = [(examples or batch, tokens) for examples, tokens in wanted]
+    return list(dict.fromkeys(listed)) or [(t.q.shape[0], t.q.shape[2])]
 
 
 def resized(t: SiteTensors, shape: Shape) -> SiteTensors:
@@ -53,9 +53,9 @@ def resized(t: SiteTensors, shape: Shape) -> SiteTensors:
     examples, tokens = shape
     if shape == (t.q.shape[0], t.q.shape[2]):
         return t
-    keys = max(1, round(tokens * t.k.shape[2] / max(1, t.q.shape[2])))
+    num_keys = max(1, round(tokens * t.k.shape[2] / max(1, t.q.shape[2])))
     rows = torch.arange(examples) % max(1, t.q.shape[0])
-    queries, own_keys = torch.arange(tokens) % t.q.shape[2], torch.arange(keys) % t.k.shape[2]
+    queries, keys = torch.arange(tokens) % t.q.shape[2], torch.arange(num_keys) % t.k.shape[2]
 
     def at(x: Tensor | None, positions: Tensor) -> Tensor | None:
         if x is None:
@@ -63,11 +63,11 @@ def resized(t: SiteTensors, shape: Shape) -> SiteTensors:
         axis = 2 if x.dim() == 4 else 1
         return x.index_select(0, rows.to(x.device)).index_select(axis, positions.to(x.device))
 
-    q, k = at(t.q, queries), at(t.k, own_keys)
+    q, k = at(t.q, queries), at(t.k, keys)
     assert q is not None and k is not None
     return SiteTensors(
-        q, k, at(t.keep, own_keys), _bias(t.bias, rows, queries, own_keys),
-        at(t.query_keep, queries), at(t.v, own_keys),
+        q, k, at(t.keep, keys), _bias(t.bias, rows, queries, keys),
+        at(t.query_keep, queries), at(t.v, keys),
     )  # fmt: skip
 
 
@@ -98,19 +98,20 @@ def prices(
     with torch.no_grad():
         for shape in shapes:
             with _fitting(shape):
-                own = resized(t, shape)
-                bound = {name: partial(f, own, own.v) for name, f in calls.items()}
+                tensors = resized(t, shape)
+                bound = {name: partial(f, tensors, tensors.v) for name, f in calls.items()}
                 times = interleaved_medians(bound, repeats=repeats, warmup=1)
             for name, found in times.items():
                 for key, into in taken[name].items():
                     into[shape] = found[key]
         if memory:
-            own = resized(t, max(shapes, key=lambda shape: shape[0] * shape[1] ** 2))
+            tensors = resized(t, max(shapes, key=lambda shape: shape[0] * shape[1] ** 2))
             for name, f in calls.items():
-                held = extra_bytes(partial(f, own, own.v))
+                held = extra_bytes(partial(f, tensors, tensors.v))
                 mib[name] = None if held is None else held / 2**20
     return {
-        name: Price(own["median_ms"], own["q1"], own["q3"], mib[name]) for name, own in taken.items()
+        name: Price(timing["median_ms"], timing["q1"], timing["q3"], mib[name])
+        for name, timing in taken.items()
     }
 
 

@@ -56,7 +56,7 @@ class Canonical:
 class Product:
     """A batched product left [*, X, C] x right [*, Y, C] in canonical index order.
 
-    Permutations bring the graph's own operands into canonical order; None means they already are.
+    Permutations bring the graph's operands into canonical order; None means they already are.
     right_transposed: the graph's right operand is [*, C, Y].
     """
 
@@ -81,8 +81,8 @@ class Product:
     @property
     def values(self) -> Canonical:
         """The right operand [*, C, Y]: the values, of a product with them."""
-        own = Canonical(self.right, self.right_order)
-        return own if self.right_transposed else own.turned()
+        right = Canonical(self.right, self.right_order)
+        return right if self.right_transposed else right.turned()
 
     @property
     def result(self) -> Canonical:
@@ -198,7 +198,7 @@ def rank_of(node: Node) -> int:
 
 
 def site_name(program: Program, node: Node) -> str:
-    """The dotted name of the module the node was traced in, the program's own name in front."""
+    """The dotted name of the module the node was traced in, with the program's name in front."""
     stack = node.meta.get("nn_module_stack") or {}
     inner = ""
     for path, _ in stack.values():

@@ -153,20 +153,20 @@ def _distilled_call(graph: GraphModule, index: int, o: Operands, choice: Distill
     return call(aten.type_as.default, (call(aten.mul.Tensor, (result, share)), result))
 
 
-def _amortised_call(graph: GraphModule, index: int, o: Operands, own: Amortised) -> Node:
+def _amortised_call(graph: GraphModule, index: int, o: Operands, amortised: Amortised) -> Node:
     multiplier = float(o.settings["score_multiplier"])
     duals: dict[str, Node | None] = {"source": None, "target": None}
     mass: Node | None = None
-    for predictor in own.predictors:
-        call = _dual_call(graph, index, o, predictor, multiplier, own.plan.rescaled)
-        if own.plan.rescaled:
+    for predictor in amortised.predictors:
+        call = _dual_call(graph, index, o, predictor, multiplier, amortised.plan.rescaled)
+        if amortised.plan.rescaled:
             mass = graph.graph.call_function(operator.getitem, (call, 1))
             call = graph.graph.call_function(operator.getitem, (call, 0))
         duals[predictor.side] = call
-    if own.intercept is not None:
-        shift = put_tensor(graph, index, "intercept", own.intercept[:, None])
+    if amortised.intercept is not None:
+        shift = put_tensor(graph, index, "intercept", amortised.intercept[:, None])
         duals["source"] = graph.graph.call_function(aten.add.Tensor, (duals["source"], shift))
-    settings = own.settings(duals["source"], duals["target"], o.settings)
+    settings = amortised.settings(duals["source"], duals["target"], o.settings)
     result = o.again(graph.graph, OPERATORS["asap"], settings)
     if mass is None:
         return result
@@ -187,9 +187,10 @@ def _dual_call(
     def constant(what: str, value: Tensor) -> Node:
         return put_tensor(graph, index, f"{predictor.side}_{what}", value)
 
-    own = predictor.arguments(multiplier, mass)
-    parameters = [constant(f"parameter_{i}", tensor) for i, tensor in enumerate(own["parameters"])]
-    own |= {"parameters": parameters, "coefficients": constant("coefficients", own["coefficients"])}
+    arguments = predictor.arguments(multiplier, mass)
+    parameters = [constant(f"parameter_{i}", tensor) for i, tensor in enumerate(arguments["parameters"])]
+    coefficients = constant("coefficients", arguments["coefficients"])
+    arguments |= {"parameters": parameters, "coefficients": coefficients}
     target = (torch.ops.asapc.dual_and_row_mass if mass else torch.ops.asapc.dual).default
     seen = {"q": o.q, "k": o.k, "keep": o.keep, "bias": o.bias}
-    return graph.graph.call_function(target, ordered(target, {**seen, **own}))
+    return graph.graph.call_function(target, ordered(target, {**seen, **arguments}))

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from asapc.passes.candidates import (
     candidates_of,
     check_operator,
     fits_needed,
-    own_operator,
+    lossless_operator,
     proposed,
     why_no_fit,
 )
@@ -117,13 +118,13 @@ def select(
     settled: dict[int, Choice] = {}
     sites: list[OpenSite] = []
     for index, site in enumerate(analysis.sites):
-        own = recipe.for_site(site.name)
-        check_operator(site.convention, own)
-        choice = proposed(site.convention, own)
+        site_recipe = recipe.for_site(site.name)
+        check_operator(site.convention, site_recipe)
+        choice = proposed(site.convention, site_recipe)
         if choice is not None:
             settled[index] = choice
         else:
-            sites.append(_opened(index, site, own, recipe, calibration))
+            sites.append(_opened(index, site, site_recipe, recipe, calibration))
     largest, first = _measure_sites(analysis, sites, batches, progress)
     model = WholeModel(analysis, batches, recipe)
     _measure_alone(model, sites, progress)
@@ -131,35 +132,38 @@ def select(
     _rule_out(sites, recipe.objective, analysis.drop_maps)
     rounds: list[dict[str, Any]] = []
     picked = _solved(model, sites, recipe, rounds)
-    if picked and not all(own.forced for own in sites):
+    if picked and not all(opened.forced for opened in sites):
         picked = _not_slower(model, sites, picked, rounds, largest)
-    chosen = {own.index: _choice(own, own.tried[i]) for own, i in zip(sites, picked, strict=True)}
+    chosen = {
+        opened.index: _choice(opened, opened.tried[i])
+        for opened, i in zip(sites, picked, strict=True)
+    }
     held = {"attention_rel_l2", *model.limits}  # the default also limits what a model may lack
     trail = {
         "objective": recipe.objective,
         "budget": {key: recipe.budget[key] for key in recipe.budget if key in held},
         "examples": sum(map(len, batches)),
         "seconds": time.perf_counter() - start,
-        "shapes": [list(shape) for shape in dict.fromkeys(s for own in shapes.values() for s in own)],
-        "sites": [_trail(own, own.tried[i]) for own, i in zip(sites, picked, strict=True)],
+        "shapes": [list(shape) for shape in dict.fromkeys(chain.from_iterable(shapes.values()))],
+        "sites": [_trail(opened, opened.tried[i]) for opened, i in zip(sites, picked, strict=True)],
         "rounds": rounds,
     }
     return Selection([(settled | chosen)[i] for i in range(len(analysis.sites))], trail)
 
 
 def _opened(
-    index: int, site: Site, own: Recipe, recipe: Recipe, calibration: Calibration
+    index: int, site: Site, site_recipe: Recipe, recipe: Recipe, calibration: Calibration
 ) -> OpenSite:
-    exact = own_operator(site.convention)
-    fitted = [Tried(c) for c in candidates_of(site, own, calibration)]
-    if own.operator != "auto":
+    exact = lossless_operator(site.convention)
+    fitted = [Tried(c) for c in candidates_of(site, site_recipe, calibration)]
+    if site_recipe.operator != "auto":
         if not fitted:
             assert isinstance(site.convention, Convention)
-            reason = f"no dual can be predicted: {why_no_fit(own, site.convention)}"
+            reason = f"no dual can be predicted: {why_no_fit(site_recipe, site.convention)}"
             fitted = [Tried(Candidate(exact, exact), verdict=reason)]
-        return OpenSite(index, site, own, {}, fitted)
+        return OpenSite(index, site, site_recipe, {}, fitted)
     tried = [Tried(Candidate(exact, exact)), *fitted]
-    return OpenSite(index, site, own, recipe.site_budget(site.name), tried)
+    return OpenSite(index, site, site_recipe, recipe.site_budget(site.name), tried)
 
 
 # Measuring
@@ -173,7 +177,7 @@ def _measure_sites(
     if not batches:
         return None, []
     tap = Tap(analysis.model, analysis.lifted, analysis.names)
-    approximate = [(own, t) for own in sites for t in own.tried if t.approximate]
+    approximate = [(opened, t) for opened in sites for t in opened.tried if t.approximate]
     maps = {id(t): (AttentionFidelity(), TensorFidelity()) for _, t in approximate}
     largest, first = batches[0], list[SiteTensors]()
     seen = 0
@@ -183,10 +187,10 @@ def _measure_sites(
         _, tensors = tap(batch)
         if sum(t.q.numel() for t in tensors) > sum(t.q.numel() for t in first):
             largest, first = batch, tensors
-        for own in sites:
-            tried = [t for t in own.tried if t.approximate]
-            for piece in pieces(tensors[own.index]) if tried else []:
-                _compare(own.site.loop, tried, piece, maps)
+        for opened in sites:
+            tried = [t for t in opened.tried if t.approximate]
+            for piece in pieces(tensors[opened.index]) if tried else []:
+                _compare(opened.site.loop, tried, piece, maps)
         seen += len(batch)
     for _, t in approximate:
         attention, output = maps[id(t)]
@@ -205,11 +209,11 @@ def _compare(
     values = clean_values(t.k if t.v is None else t.v, t.keep)
     with torch.no_grad():
         exact = apply_lossless(convention, t, None)
-        for own in tried:
-            replacement = own.candidate.replacement
+        for entry in tried:
+            replacement = entry.candidate.replacement
             assert isinstance(replacement, Amortised | Distilled)
             approximate = apply_replacement(convention, replacement, t, None)
-            attention, output = maps[id(own)]
+            attention, output = maps[id(entry)]
             attention.update(exact, approximate, t.keep)
             output.update(exact @ values, approximate @ values)
 
@@ -226,7 +230,7 @@ class WholeModel:
     def _limits(self, recipe: Recipe) -> dict[str, float]:
         """The budget of the whole model, as far as this model has what it limits."""
         limits = {key: limit for key, limit in recipe.budget.items() if key != "attention_rel_l2"}
-        of_sites = set[str]().union(*(own.get("budget", {}) for own in recipe.sites.values()))
+        of_sites = set[str]().union(*(settings.get("budget", {}) for settings in recipe.sites.values()))
         asked = (set(limits) | of_sites) - {"attention_rel_l2"}
         if not self.batches or not asked:
             return limits
@@ -243,44 +247,47 @@ class WholeModel:
 
     def _metrics(self, outputs: Iterable[Any]) -> dict[str, float]:
         fidelity = OutputFidelity()
-        for batch, exact, own in zip(self.batches, self.exact, outputs, strict=True):
-            fidelity.update(exact, own, batch.labels)
+        for batch, exact, output in zip(self.batches, self.exact, outputs, strict=True):
+            fidelity.update(exact, output, batch.labels)
         return fidelity.metrics()
 
-    def excess(self, own: Mapping[int, Replacement]) -> str:
+    def excess(self, replacements: Mapping[int, Replacement]) -> str:
         """What of the budget the model exceeds with these sites replaced, in words; empty if nothing."""
-        return _excess(self.measure(own), self.limits) if self.limits else ""
+        return _excess(self.measure(replacements), self.limits) if self.limits else ""
 
-    def measure(self, own: Mapping[int, Replacement]) -> dict[str, float]:
+    def measure(self, replacements: Mapping[int, Replacement]) -> dict[str, float]:
         """Metrics of the model with these sites replaced."""
-        if not own:
+        if not replacements:
             return self._metrics(self.exact)
-        runner = Runner(self.analysis.model, compiled_programs(self.analysis, set(), own))
+        runner = Runner(self.analysis.model, compiled_programs(self.analysis, set(), replacements))
         return self._metrics(comparable(runner(batch)) for batch in self.batches)
 
 
 def compiled_programs(
     analysis: Analysis, teacher: set[int], replacements: Mapping[int, Replacement]
 ) -> list[Program]:
-    """The programs with every site lossless, but those left to the teacher's code, or replaced; sites by
-    their place in the analysis."""
+    """The programs with every site lossless, except those left to the teacher's code or replaced.
+
+    teacher, replacements: sites by their place in the analysis.
+    """
     names = analysis.names
     lifted = analysis.lifted_without([names[i] for i in teacher]) if teacher else analysis.lifted
     return rewritten_programs(
-        lifted, {names[i]: own for i, own in replacements.items() if i not in teacher}
+        lifted, {names[i]: replacement for i, replacement in replacements.items() if i not in teacher}
     )
 
 
 def _measure_alone(model: WholeModel, sites: Sequence[OpenSite], progress: Progress) -> None:
     """What the model does with one approximation alone, where the budget asks."""
     asking = [
-        (own, t) for own in sites for t in own.tried
-        if t.approximate and not own.forced and (model.limits or set(own.budget) - {"attention_rel_l2"})
-        and not _excess(t.errors, _of_site(own.budget))
+        (opened, t) for opened in sites for t in opened.tried
+        if t.approximate and not opened.forced
+        and (model.limits or set(opened.budget) - {"attention_rel_l2"})
+        and not _excess(t.errors, _of_site(opened.budget))
     ]  # fmt: skip
-    for own, t in progress.track(asking, "one site at a time", len(asking)) if asking else ():
+    for opened, t in progress.track(asking, "one site at a time", len(asking)) if asking else ():
         assert t.candidate.replacement is not None
-        t.alone = model.measure({own.index: t.candidate.replacement})
+        t.alone = model.measure({opened.index: t.candidate.replacement})
 
 
 def _measure_prices(
@@ -294,26 +301,26 @@ def _measure_prices(
     shapes: dict[int, list[Shape]] = {}
     known: dict[Any, dict[str, Price]] = {}
     batch = min(recipe.batch_size, first[0].q.shape[0]) if first else 0
-    timed = [own for own in sites if not own.forced]
-    for own in progress.track(timed, "timing candidates", len(timed)) if timed else ():
-        t = first[own.index]
-        shapes[own.index] = shapes_of(t, recipe.shapes, batch)
-        _check_one_length(own, t, shapes[own.index])
-        calls = _calls(analysis, own)
+    timed = [opened for opened in sites if not opened.forced]
+    for opened in progress.track(timed, "timing candidates", len(timed)) if timed else ():
+        t = first[opened.index]
+        shapes[opened.index] = shapes_of(t, recipe.shapes, batch)
+        _check_one_length(opened, t, shapes[opened.index])
+        calls = _calls(analysis, opened)
         layout = tuple(None if x is None else (x.shape, x.dtype) for x in vars(t).values())
-        key = (repr(own.site.convention.to_dict()), layout, *calls)
+        key = (repr(opened.site.convention.to_dict()), layout, *calls)
         if key not in known:
             memory = recipe.objective == "memory"
-            known[key] = prices(calls, t, shapes[own.index], memory=memory)
-        own.teacher = known[key][TEACHER]
-        for tried in own.tried:
+            known[key] = prices(calls, t, shapes[opened.index], memory=memory)
+        opened.teacher = known[key][TEACHER]
+        for tried in opened.tried:
             tried.price = known[key][tried.candidate.label]
     return shapes
 
 
-def _check_one_length(own: OpenSite, t: SiteTensors, shapes: Sequence[Shape]) -> None:
+def _check_one_length(opened: OpenSite, t: SiteTensors, shapes: Sequence[Shape]) -> None:
     tokens = t.q.shape[2]
-    for tried in own.tried:
+    for tried in opened.tried:
         features = getattr(tried.candidate.fit, "features", ())
         if "token_bias" in features and any(shape[1] != tokens for shape in shapes):
             raise InputError(
@@ -323,16 +330,16 @@ def _check_one_length(own: OpenSite, t: SiteTensors, shapes: Sequence[Shape]) ->
             )
 
 
-def _calls(analysis: Analysis, own: OpenSite) -> dict[str, Apply]:
-    lifted, name = analysis.lifted, own.site.name
+def _calls(analysis: Analysis, opened: OpenSite) -> dict[str, Apply]:
+    lifted, name = analysis.lifted, opened.site.name
     calls: dict[str, Apply] = {TEACHER: site_function(lifted, name, plain=True)}
-    for tried in own.tried:
+    for tried in opened.tried:
         replacement = tried.candidate.replacement
         if replacement is None:
             calls[tried.candidate.label] = site_function(lifted, name)
         else:
             assert isinstance(replacement, Amortised | Distilled)
-            calls[tried.candidate.label] = partial(apply_replacement, own.site.loop, replacement)
+            calls[tried.candidate.label] = partial(apply_replacement, opened.site.loop, replacement)
     return calls
 
 
@@ -356,33 +363,32 @@ def _excess(metrics: Mapping[str, float], budget: Mapping[str, float]) -> str:
 def _rule_out(sites: Sequence[OpenSite], objective: str, drop_maps: bool) -> None:
     """Verdicts on candidates that cannot be chosen, whatever the other sites become.
 
-    drop_maps: the teacher's own code computes the attention maps that are to be dropped, so that it is
-    no choice.
+    drop_maps: the teacher's own code is no choice, since it computes the maps that are to be dropped.
     """
-    for own in sites:
-        if own.forced or own.teacher is None:
+    for opened in sites:
+        if opened.forced or opened.teacher is None:
             continue
-        exact = own.tried[0]
-        for tried in own.tried:
+        exact = opened.tried[0]
+        for tried in opened.tried:
             assert tried.price is not None
-            slower = tried.price.slower_than(own.teacher)
+            slower = tried.price.slower_than(opened.teacher)
             if tried.approximate:
-                tried.verdict = _excess(tried.errors, _of_site(own.budget))
-                if not tried.verdict and set(own.budget) - {"attention_rel_l2"}:
-                    limits = {k: v for k, v in own.budget.items() if k != "attention_rel_l2"}
+                tried.verdict = _excess(tried.errors, _of_site(opened.budget))
+                if not tried.verdict and set(opened.budget) - {"attention_rel_l2"}:
+                    limits = {k: v for k, v in opened.budget.items() if k != "attention_rel_l2"}
                     beyond = _excess(tried.alone, limits)
                     tried.verdict = f"with this site alone {beyond}" if beyond else ""
                 if tried.verdict:
                     tried.verdict = f"exceeds the budget: {tried.verdict}"
-                elif own.teacher is not None and slower is not None:
+                elif opened.teacher is not None and slower is not None:
                     tried.verdict = _slower(slower)
                 else:
                     tried.verdict = _hardly_cheaper(tried, exact, objective)
             elif slower is not None and not drop_maps:
                 tried.verdict = _slower(slower)
         if exact.verdict:  # nothing exact beats the teacher's own code
-            left = Tried(Candidate(TEACHER, TEACHER), price=own.teacher)
-            own.tried.insert(0, left)
+            left = Tried(Candidate(TEACHER, TEACHER), price=opened.teacher)
+            opened.tried.insert(0, left)
 
 
 def _slower(shape: Shape) -> str:
@@ -390,10 +396,10 @@ def _slower(shape: Shape) -> str:
 
 
 def _hardly_cheaper(tried: Tried, exact: Tried, objective: str) -> str:
-    cost, own = _cost(exact, objective), _cost(tried, objective)
-    if cost >= WORTHWHILE * own:
+    exact_cost, cost = _cost(exact, objective), _cost(tried, objective)
+    if exact_cost >= WORTHWHILE * cost:
         return ""
-    gain = cost / own if own else math.inf
+    gain = exact_cost / cost if cost else math.inf
     what = "as fast" if objective == "latency" else "as small"
     return (
         f"{gain:.2f} x {what} as the exact operator, less than the {WORTHWHILE:g} x that an "
@@ -424,12 +430,12 @@ def _solved(
 ) -> list[int]:
     """Which of each site's `tried`; every set that was verified is added to `rounds`."""
     limits = {key: _damage(key, limit) for key, limit in model.limits.items()}
-    free = [own for own in sites if not own.forced]
-    if not free or any(own.teacher is None for own in free):
+    free = [opened for opened in sites if not opened.forced]
+    if not free or any(opened.teacher is None for opened in free):
         return [0] * len(sites)
     picked: list[int] = []
     for _ in range(MAX_ROUNDS):
-        options = [_options(own, limits, recipe.objective) for own in sites]
+        options = [_options(opened, limits, recipe.objective) for opened in sites]
         found = cheapest(options, list(limits.values()))
         assert found is not None, "the exact operators are always inside the budget"
         if found == picked:
@@ -444,7 +450,8 @@ def _solved(
                 limits[key] = TIGHTENED * min(limit, used)
     while True:
         approximate = [
-            i for i, own in enumerate(sites) if not own.forced and own.tried[picked[i]].approximate
+            i for i, opened in enumerate(sites)
+            if not opened.forced and opened.tried[picked[i]].approximate
         ]
         if not approximate:
             break
@@ -454,11 +461,11 @@ def _solved(
     return picked
 
 
-def _options(own: OpenSite, limits: Mapping[str, float], objective: str) -> list[Option]:
-    if own.forced:
+def _options(opened: OpenSite, limits: Mapping[str, float], objective: str) -> list[Option]:
+    if opened.forced:
         return [Option(0.0, (0.0,) * len(limits))]
     options = []
-    for tried in own.tried:
+    for tried in opened.tried:
         if tried.verdict:
             options.append(Option(math.inf, (0.0,) * len(limits)))
             continue
@@ -468,7 +475,7 @@ def _options(own: OpenSite, limits: Mapping[str, float], objective: str) -> list
 
 
 def _chosen(sites: Sequence[OpenSite], picked: Sequence[int]) -> list[Tried]:
-    return [own.tried[i] for own, i in zip(sites, picked, strict=True)]
+    return [opened.tried[i] for opened, i in zip(sites, picked, strict=True)]
 
 
 def _harm(tried: Tried, limits: Mapping[str, float]) -> float:
@@ -482,8 +489,8 @@ def _harm(tried: Tried, limits: Mapping[str, float]) -> float:
 
 def _replacements(sites: Sequence[OpenSite], picked: Sequence[int]) -> dict[int, Replacement]:
     return {
-        own.index: t.candidate.replacement
-        for own, t in zip(sites, _chosen(sites, picked), strict=True)
+        opened.index: t.candidate.replacement
+        for opened, t in zip(sites, _chosen(sites, picked), strict=True)
         if t.candidate.replacement is not None
     }
 
@@ -504,7 +511,8 @@ def _verified(
         {
             "budget": {key: 1 - x if BUDGET_BOUNDS[key] == "min" else x for key, x in limits.items()},
             "choice": {
-                own.site.name: own.tried[i].candidate.label for own, i in zip(sites, picked, strict=True)
+                opened.site.name: t.candidate.label
+                for opened, t in zip(sites, _chosen(sites, picked), strict=True)
             },
             "predicted_ms" if recipe.objective == "latency" else "predicted_mib": sum(costs),
             "measured": {key: measured[key] for key in model.limits},
@@ -521,27 +529,27 @@ def _not_slower(
     rounds: list[dict[str, Any]],
     batch: Batch | None,
 ) -> list[int]:
-    """The set; where the whole model is slower with it than with the teacher's code at the free sites,
-    exact operators there, and where these are too, the teacher's code."""
+    """The set; exact operators at the free sites where the whole model is slower with it than with the
+    teacher's code there, and the teacher's code where the exact operators are slower too."""
     if batch is None:
         return picked
     if _faster_than_teacher(model, sites, picked, rounds, batch):
         return picked
     approximate = [
-        not own.forced and own.tried[i].approximate for own, i in zip(sites, picked, strict=True)
+        not opened.forced and opened.tried[i].approximate for opened, i in zip(sites, picked, strict=True)
     ]
     exact = [0 if turn else i for turn, i in zip(approximate, picked, strict=True)]
-    for own, i, turn in zip(sites, picked, approximate, strict=True):
+    for opened, i, turn in zip(sites, picked, approximate, strict=True):
         if turn:
-            own.tried[i].verdict = SLOWER_MODEL
+            opened.tried[i].verdict = SLOWER_MODEL
     if any(approximate) and _faster_than_teacher(model, sites, exact, rounds, batch):
         return exact
     if model.analysis.drop_maps:
         return exact
-    for i, own in enumerate(sites):
-        if not own.forced and own.tried[exact[i]].candidate.operator != TEACHER:
-            own.tried[exact[i]].verdict = SLOWER_MODEL
-            own.tried.insert(0, Tried(Candidate(TEACHER, TEACHER), price=own.teacher))
+    for i, opened in enumerate(sites):
+        if not opened.forced and opened.tried[exact[i]].candidate.operator != TEACHER:
+            opened.tried[exact[i]].verdict = SLOWER_MODEL
+            opened.tried.insert(0, Tried(Candidate(TEACHER, TEACHER), price=opened.teacher))
             exact[i] = 0
     return exact
 
@@ -553,24 +561,24 @@ def _faster_than_teacher(
     rounds: list[dict[str, Any]],
     batch: Batch,
 ) -> bool:
-    """Not slower by more than the spread of the measurement, on one batch; told in the last round.
+    """Whether it is slower on one batch by at most the measurement's spread; noted in the last round.
 
     The teacher here has its own code at every site that is free to choose, and what was asked for at
     the others.
     """
     analysis = model.analysis
-    free = {own.index for own in sites if not own.forced}
+    free = {opened.index for opened in sites if not opened.forced}
     replacements = _replacements(sites, picked)
-    forced = {index: own for index, own in replacements.items() if index not in free}
+    forced = {index: replacement for index, replacement in replacements.items() if index not in free}
     kept = {
-        own.index for own, i in zip(sites, picked, strict=True)
-        if own.tried[i].candidate.operator == TEACHER
+        opened.index for opened, i in zip(sites, picked, strict=True)
+        if opened.tried[i].candidate.operator == TEACHER
     }  # fmt: skip
     programs = {
         "teacher": compiled_programs(analysis, free, forced),
         "compiled": compiled_programs(analysis, kept, replacements),
     }
-    calls = {name: partial(Runner(analysis.model, own), batch) for name, own in programs.items()}
+    calls = {name: partial(Runner(analysis.model, variant), batch) for name, variant in programs.items()}
     times = interleaved_medians(calls, repeats=5, warmup=1)
     rounds[-1]["whole_model"] = {f"{name}_ms": found["median_ms"] for name, found in times.items()}
     slower = times["compiled"]["q1"] > times["teacher"]["q3"]
@@ -582,35 +590,35 @@ def _faster_than_teacher(
 # Telling
 
 
-def _choice(own: OpenSite, tried: Tried) -> Choice:
+def _choice(opened: OpenSite, tried: Tried) -> Choice:
     candidate = tried.candidate
     return Choice(
-        candidate.operator, _reason(own, tried), candidate.replacement,
+        candidate.operator, _reason(opened, tried), candidate.replacement,
         tried.errors.get("attention_rel_l2"), candidate.fit,
     )  # fmt: skip
 
 
-def _reason(own: OpenSite, tried: Tried) -> str:
+def _reason(opened: OpenSite, tried: Tried) -> str:
     """Why, without any time: two runs that choose alike write the same."""
-    if own.forced:
+    if opened.forced:
         return tried.verdict or "the recipe asks for it"
     if tried.candidate.operator == TEACHER:
-        whole = any(t.verdict == SLOWER_MODEL for t in own.tried)
+        whole = any(t.verdict == SLOWER_MODEL for t in opened.tried)
         where = "in the whole model" if whole else "at every shape"
         return f"nothing that was tried is faster {where} than the teacher's own code"
     if tried.approximate:
         return "the cheapest inside the budget"
-    convention = own.site.convention
+    convention = opened.site.convention
     if not isinstance(convention, Convention):
         return "the same map from a faster kernel: nothing is approximated"
-    if len(own.tried) > 1:
+    if len(opened.tried) > 1:
         return "; ".join(
-            f"{t.candidate.label}: {_lost(t)}" for t in own.tried if t.approximate
+            f"{t.candidate.label}: {_lost(t)}" for t in opened.tried if t.approximate
         )
     if convention.half_steps <= FEW_HALF_STEPS:
         return f"{convention.half_steps} half-steps cost as much as the c-transforms"
-    if not fits_needed(convention, own.recipe):
-        tried_ways = own.recipe.alternatives()
+    if not fits_needed(convention, opened.recipe):
+        tried_ways = opened.recipe.alternatives()
         return f"no dual can be predicted: {why_no_fit(tried_ways[0], convention)}"
     return "nothing was tried: the selection split is empty"
 
@@ -623,9 +631,9 @@ def _lost(tried: Tried) -> str:
     return "the whole model's budget had no room for it"
 
 
-def _trail(own: OpenSite, picked: Tried) -> dict[str, Any]:
+def _trail(opened: OpenSite, picked: Tried) -> dict[str, Any]:
     listed = []
-    for t in own.tried:
+    for t in opened.tried:
         price = t.price
         verdict = "chosen" if t is picked else t.verdict or (
             "not in the cheapest set in the budget" if t.approximate else "exact, but not the cheapest"
@@ -638,13 +646,13 @@ def _trail(own: OpenSite, picked: Tried) -> dict[str, Any]:
                 "output_rel_l2": t.errors.get("output_rel_l2"),
                 "alone": {k: v for k, v in t.alone.items() if k in BUDGET_BOUNDS},
                 "latency_ms": {} if price is None else _by_shape(price),
-                "teacher_ms": {} if own.teacher is None else _by_shape(own.teacher),
+                "teacher_ms": {} if opened.teacher is None else _by_shape(opened.teacher),
                 "memory_mib": None if price is None else price.mib,
                 "chosen": t is picked,
                 "verdict": verdict,
             }
         )
-    return {"name": own.site.name, "candidates": listed}
+    return {"name": opened.site.name, "candidates": listed}
 
 
 def _by_shape(price: Price) -> dict[str, float]:
@@ -655,10 +663,14 @@ def _text(shape: Shape) -> str:
     return f"{shape[0]}x{shape[1]}"
 
 
+def replacements_of(choices: Sequence[Choice]) -> dict[int, Replacement]:
+    """What replaces a loop, by the site's place; a site that stays lossless has none."""
+    return {i: choice.replacement for i, choice in enumerate(choices) if choice.replacement is not None}
+
+
 def exceeded_together(model: WholeModel, choices: Sequence[Choice]) -> str:
     """What of the budget the model exceeds with all of these, in words; empty if nothing."""
-    own = {i: choice.replacement for i, choice in enumerate(choices) if choice.replacement is not None}
-    return model.excess(own)
+    return model.excess(replacements_of(choices))
 
 
 def turned_back(choice: Choice, operator: str, reason: str) -> Choice:

@@ -37,7 +37,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "abs": a
 
 
 class _Unreadable(Exception):
-    """A guard that is no arithmetic of sizes."""
+    """A guard that is not arithmetic on sizes."""
 
 
 def keep_to_guards(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def keep_to_guards(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dic
     """
     known = _sizes(exported, args, kwargs)
     fixed = {name: size for name, (size, *_) in known.items() if isinstance(size, int)}
-    sizes = {name: own for name, own in known.items() if name not in fixed}
+    sizes = {name: entry for name, entry in known.items() if name not in fixed}
     if not sizes:
         return
     ranges = next(iter(sizes.values()))[0].node.shape_env.var_to_range
@@ -65,7 +65,7 @@ def keep_to_guards(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dic
             for symbol, hint in hints.items():
                 narrow(symbol, hint, hint)
             continue
-        symbols = sorted({*names.values()}, key=lambda own: (own not in lengths, str(own)))
+        symbols = sorted({*names.values()}, key=lambda expr: (expr not in lengths, str(expr)))
         if not symbols or _always(holds, names, ranges):
             continue
         *others, last = symbols  # lengths are fixed first, and the number of examples last
@@ -102,7 +102,7 @@ def _read(text: str, fixed: Mapping[str, int]) -> _Guard:
 
 
 def _names(tree: ast.expr) -> Iterable[str]:
-    """The sizes that a guard reads: indexed calls, which nothing else in it is."""
+    """The sizes that a guard reads: nothing else in it is an indexed call."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
             yield ast.unparse(node)
@@ -128,8 +128,8 @@ def _value(tree: ast.expr, sizes: Mapping[str, int]) -> Any:
         case ast.Compare(left=left, ops=ops, comparators=others) if {*map(type, ops)} <= {*_OPERATORS}:
             pairs = itertools.pairwise([of(left), *map(of, others)])
             return all(_OPERATORS[type(op)](*pair) for op, pair in zip(ops, pairs, strict=True))
-        case ast.Call(func=ast.Name(id=name), args=own, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*map(of, own))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*map(of, arguments))
     raise _Unreadable
 
 
@@ -145,12 +145,12 @@ def _always(guard: _Guard, names: Mapping[str, Any], ranges: Mapping[Any, Any]) 
     tried: Iterable[tuple[int, ...]] = zip(*choices, strict=True)
     if len(symbols) > 1:
         draw = random.Random(0)
-        small = [own[:64] for own in choices]
+        small = [choice[:64] for choice in choices]
         tried = (
-            tuple(draw.choice(own) for own in (small if count % 2 else choices))
+            tuple(draw.choice(choice) for choice in (small if count % 2 else choices))
             for count in range(TRIED)
         )
-    at = ({name: dict(zip(symbols, point, strict=True))[own] for name, own in names.items()}
+    at = ({name: dict(zip(symbols, point, strict=True))[symbol] for name, symbol in names.items()}
           for point in tried)  # fmt: skip
     return all(guard(point) for point in at)
 
@@ -161,7 +161,7 @@ def _around(
     """The sizes next to the example's at which a guard holds, the others as they are there."""
 
     def holds(size: int) -> bool:
-        return guard({name: size if own is symbol else hints[own] for name, own in names.items()})
+        return guard({name: size if other is symbol else hints[other] for name, other in names.items()})
 
     low = high = hints[symbol]
     while low > SIZES.start and holds(low - 1):
@@ -177,14 +177,14 @@ def _sizes(
 ) -> dict[str, tuple[Any, int, int]]:
     """(size, what it is in the example, axis) by the name that guards have for it."""
     places = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
-    own = [places.get(name) for name in exported.graph_signature.user_inputs]
+    values = [places.get(name) for name in exported.graph_signature.user_inputs]
     signature = exported.module_call_graph[0].signature
     names = None if signature is None else signature.forward_arg_names
     given, _ = pytree.tree_flatten_with_path((args, kwargs))
     found: dict[str, tuple[Any, int, int]] = {}
-    if len(given) != len(own):
+    if len(given) != len(values):
         return found
-    for (path, example), value in zip(given, own, strict=True):
+    for (path, example), value in zip(given, values, strict=True):
         which, first, *rest = path
         name = first.key if which.idx == 1 else None  # type: ignore[attr-defined]
         if name is None and names is not None and first.idx < len(names):  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ def cheapest(sites: Sequence[Sequence[Option]], limits: Sequence[float]) -> list
     most = np.array([limit * (1 + ROUNDING) for limit in limits])
     ways = _Ways(np.zeros(1), np.zeros((1, len(limits))), np.zeros((1, 0), dtype=np.int64))
     for options in sites:
-        parts = [ways.extended(index, own, most) for index, own in enumerate(options)]
+        parts = [ways.extended(index, option, most) for index, option in enumerate(options)]
         if not parts:
             return None
         ways = _joined(parts).ordered()
@@ -59,12 +59,12 @@ class _Ways:
     damages: Floats
     chosen: NDArray[np.int64]
 
-    def extended(self, index: int, own: Option, most: Floats) -> _Ways:
+    def extended(self, index: int, option: Option, most: Floats) -> _Ways:
         """With the index-th option of one more site, those inside the limits; none where it costs inf."""
-        damages = self.damages + np.array(own.damages).reshape(1, -1)
-        inside = ((damages <= most) & np.isfinite(damages)).all(1) & math.isfinite(own.cost)
+        damages = self.damages + np.array(option.damages).reshape(1, -1)
+        inside = ((damages <= most) & np.isfinite(damages)).all(1) & math.isfinite(option.cost)
         chosen = np.pad(self.chosen[inside], ((0, 0), (0, 1)), constant_values=index)
-        return _Ways(self.cost[inside] + own.cost, damages[inside], chosen)
+        return _Ways(self.cost[inside] + option.cost, damages[inside], chosen)
 
     def at(self, places: Any) -> _Ways:
         return _Ways(self.cost[places], self.damages[places], self.chosen[places])
@@ -76,7 +76,7 @@ class _Ways:
 
 
 def _joined(parts: Sequence[_Ways]) -> _Ways:
-    fields = zip(*((own.cost, own.damages, own.chosen) for own in parts), strict=True)
+    fields = zip(*((part.cost, part.damages, part.chosen) for part in parts), strict=True)
     return _Ways(*(np.concatenate(field) for field in fields))
 
 

@@ -134,14 +134,14 @@ def _examine(
     for swapped in (False, True):
         for hidden in (True, False) if masks else (True,):
             trial = _Trial(experiment, swapped, hidden)
-            shapes = [trial.shapes(own) for own in sizes]
-            maps = [experiment.dims(value.map, own) for own in sizes]
-            if any(own[0][2] != m[-2] for own, m in zip(shapes, maps, strict=True)):
+            shapes = [trial.shapes(lengths) for lengths in sizes]
+            maps = [experiment.dims(value.map, lengths) for lengths in sizes]
+            if any(queries[2] != m[-2] for (queries, _), m in zip(shapes, maps, strict=True)):
                 continue
             if max(shapes[0][0][2], shapes[0][1][2]) > LARGEST_LENGTH:
                 return f"a fixed length of {shapes[0][0][2]} is too long to be probed"
             observe, slices = trial.observer(sizes, shapes), _slices(program.graph, pair, between)
-            unmasked = [replace(own, mask="none") for own in likely]
+            unmasked = [replace(other, mask="none") for other in likely]
             fit = identify_esp(observe, shapes, slices, unmasked)
             if isinstance(fit, NoFit):
                 reasons.append(str(fit))
@@ -154,7 +154,7 @@ def _examine(
         # the other way, not even the plans are there.
         further = [reason for reason in reasons if NO_TEMPERATURE not in reason]
         return (further + reasons or ["not a sliced plan: its rows are not the queries'"])[0]
-    _, fit, trial = min(fits, key=lambda own: own[0])
+    _, fit, trial = min(fits, key=lambda entry: entry[0])
     q, k = (pair[1], pair[0]) if trial.swapped else pair
     mask: KeyMask | None = None
     error = fit.error
@@ -190,12 +190,12 @@ class _Trial:
     hidden: bool
 
     def shapes(self, lengths: dict[Any, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        first, second = (self.experiment.shape(own, lengths) for own in self.experiment.inputs)
+        first, second = (self.experiment.shape(cloud, lengths) for cloud in self.experiment.inputs)
         return (second, first) if self.swapped else (first, second)
 
     def observer(self, sizes: Sequence[dict[Any, int]], shapes: Sequence[Any]) -> Any:
         """(q, k) -> map with nothing masked, None where it is not finite."""
-        by_shape = {(*q, *k): own for own, (q, k) in zip(sizes, shapes, strict=True)}
+        by_shape = {(*q, *k): lengths for lengths, (q, k) in zip(sizes, shapes, strict=True)}
 
         def observe(q: Tensor, k: Tensor) -> Tensor | None:
             return self._run(q, k, by_shape[(*q.shape, *k.shape)], None)

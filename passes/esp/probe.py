@@ -81,15 +81,15 @@ def identify_esp(
             seen[kind].append(EspSample(q, k, attention))
     samples = seen["apart"]
     factors = [
-        float(s.attention.sum((-1, -2)).mean()) / s.q.shape[2] for own in seen.values() for s in own
+        float(s.attention.sum((-1, -2)).mean()) / s.q.shape[2] for group in seen.values() for s in group
     ]
     factor = snapped(factors[0])
     if not all(abs(f - factors[0]) <= 1e-6 * abs(factors[0]) for f in factors) or factor <= 0:
         return NoFit("not a sliced plan: the mass of the map depends on the scores")
     square = all(q[2] == k[2] for q, k in shapes)
     couplings: tuple[Coupling | None, ...] = (None,) if square else get_args(Coupling)
-    tries = {replace(own, coupling=c): None for own in likely for c in couplings
-             if c == own.coupling or None in (c, own.coupling)}  # fmt: skip
+    tries = {replace(other, coupling=c): None for other in likely for c in couplings
+             if c == other.coupling or None in (c, other.coupling)}  # fmt: skip
     for slices in candidates:
         for convention in tries:
             error = error_of(convention, slices, samples)
@@ -113,7 +113,7 @@ def identify_esp(
     ]
     if not fits:
         return NoFit("not a sliced plan: its slice weights do not fall with the transport cost")
-    fit = min(fits, key=lambda own: own.error)
+    fit = min(fits, key=lambda one: one.error)
     if not fit.error <= STABILISED:
         return NoFit("not a sliced plan weighted by softmax(-tau cost)", fit.error)
     return _with_ties(fit, seen)
@@ -146,17 +146,17 @@ _POINTS = {"apart": apart, "tied": tied_points, "repeated": repeated_points}
 
 def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit | NoFit:
     """The fit with what the layer does where points tie, which other points do not show."""
-    own = fit.convention
-    kinds: tuple[Ties, ...] = get_args(Ties) if own.softsort_temperature is None else ("shared",)
+    fitted = fit.convention
+    kinds: tuple[Ties, ...] = get_args(Ties) if fitted.softsort_temperature is None else ("shared",)
     fits = []
     for ties in kinds:
-        convention = replace(own, ties=ties)
+        convention = replace(fitted, ties=ties)
         fits.append(EspFit(convention, fit.slices, error_of(convention, fit.slices, seen["tied"])))
     best = min(fits, key=lambda one: one.error)
     if best.error <= STABILISED:
         return replace(best, error=max(best.error, fit.error))
-    some_order = replace(own, ties="open")
-    if own.softsort_temperature is None and all(
+    some_order = replace(fitted, ties="open")
+    if fitted.softsort_temperature is None and all(
         _leaves_open(some_order, fit.slices, s) for s in seen["repeated"]
     ):
         return replace(fit, convention=some_order)
@@ -169,7 +169,7 @@ def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit |
 def _leaves_open(convention: EspConvention, slices: Tensor | None, s: EspSample) -> bool:
     """Whether equal points, taken together, have what they should, and every token the right mass.
 
-    Then the layer puts equal tokens in some order, in whichever.
+    Then the layer puts equal tokens in some order, whichever that is.
     """
     exact = reference(convention, slices, s.q, s.k, s.keep)
     one, other = ((p[..., :, None, :] == p[..., None, :, :]).all(-1).double() for p in (s.q, s.k))
@@ -187,9 +187,9 @@ def error_of(
     for s in samples:
         if convention.coupling is None and s.q.shape[2] != s.k.shape[2]:
             return math.inf
-        own = reference(convention, slices, s.q, s.k, s.keep)
+        computed = reference(convention, slices, s.q, s.k, s.keep)
         scale = s.attention.abs().amax().clamp(min=1e-300)
-        error = float((own - s.attention).abs().amax() / scale)
+        error = float((computed - s.attention).abs().amax() / scale)
         worst = max(worst, math.inf if error != error else error)
     return worst
 
@@ -228,8 +228,8 @@ def slice_plans(
 
 
 def _first_head(sample: EspSample, slices: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    own = slices[0] if slices is not None and slices.dim() == 3 else slices
-    return sample.q[0, 0], sample.k[0, 0], sample.attention[0, 0], own
+    directions = slices[0] if slices is not None and slices.dim() == 3 else slices
+    return sample.q[0, 0], sample.k[0, 0], sample.attention[0, 0], directions
 
 
 def _temperature(
@@ -244,8 +244,8 @@ def _temperature(
     def residual(temperature: float | None) -> float:
         total = 0.0
         for s in first:
-            q, k, attention, own = _first_head(s, slices)
-            plans = slice_plans(q, k, own, temperature, coupling).flatten(1).T  # [N M, L]
+            q, k, attention, directions = _first_head(s, slices)
+            plans = slice_plans(q, k, directions, temperature, coupling).flatten(1).T  # [N M, L]
             target = attention.flatten()[:, None] / factor
             weights = torch.linalg.lstsq(plans, target, driver="gelsy").solution
             total += float((plans @ weights - target).square().sum() / target.square().sum())
@@ -281,8 +281,8 @@ def _weighted(
     for squared in (False, True):
         slopes: list[tuple[int, float]] = []
         for s in samples:
-            q, k, attention, own = _first_head(s, slices)
-            plans = slice_plans(q, k, own, temperature, coupling)
+            q, k, attention, directions = _first_head(s, slices)
+            plans = slice_plans(q, k, directions, temperature, coupling)
             if len(plans) == 1:
                 slopes.append((q.shape[0], 0.0))
                 continue
@@ -301,8 +301,8 @@ def _weighted(
         # The largest spread of the costs comes second in SPREADS; the first is as clean, and safer.
         length, tau = slopes[0]
         for mean in (False, True):
-            own_tau = snapped(tau * length if mean else tau)
+            inverse = snapped(tau * length if mean else tau)
             found.append(
-                EspConvention(temperature, own_tau, squared, mean, count, factor, coupling=coupling)
+                EspConvention(temperature, inverse, squared, mean, count, factor, coupling=coupling)
             )
     return found

@@ -44,10 +44,10 @@ class EspSite(Site):
         """From the queries and keys to the map."""
         q, k = (node.meta["val"].shape for node in (self.q, self.k))
         mask = self.mask
-        own = () if mask is None else ((mask.node, mask.true_means_masked),)
+        masks = () if mask is None else ((mask.node, mask.true_means_masked),)
         return Part(
-            (self.q, self.k, *(node for node, _ in own)), self.value.left, self.inside,
-            self.value.left_order, q[0], q[-2], k[-2], own,
+            (self.q, self.k, *(node for node, _ in masks)), self.value.left, self.inside,
+            self.value.left_order, q[0], q[-2], k[-2], masks,
         )  # fmt: skip
 
     def lift(self, lifting: Lifting) -> list[Swap]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.ir import LotConvention, OutputFactor, Program
-from asapc.operators.lot import lot as lot_meaning
+from asapc.operators.lot import lot as lot_reference
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.cut import (
     ancestors,
@@ -148,25 +148,25 @@ class _Experiments:
     hidden: what a mask says of a padded token.  halves: the plans [N, R] and [M, R].
     """
 
-    def __init__(self, graph: GraphModule, own: _Candidate, hidden: bool) -> None:
-        self.own, self.hidden = own, hidden
-        first, second, whole = own.between
+    def __init__(self, graph: GraphModule, candidate: _Candidate, hidden: bool) -> None:
+        self.candidate, self.hidden = candidate, hidden
+        first, second, whole = candidate.between
         self.halves = (
-            Experiment(graph, [own.q], own.outer.map, first, own.masks[0]),
-            Experiment(graph, [own.k], own.inner.map.turned(), second, own.masks[1]),
+            Experiment(graph, [candidate.q], candidate.outer.map, first, candidate.masks[0]),
+            Experiment(graph, [candidate.k], candidate.inner.map.turned(), second, candidate.masks[1]),
         )
-        inputs = [own.q, own.k, own.inner.values]
-        self.whole = Experiment(graph, inputs, own.outer.result, whole, own.masks[2])
+        inputs = [candidate.q, candidate.k, candidate.inner.values]
+        self.whole = Experiment(graph, inputs, candidate.outer.result, whole, candidate.masks[2])
 
     def lengths(self, shift: int) -> dict[Any, int]:
-        return self.whole.lengths((self.own.q, self.own.k), shift)
+        return self.whole.lengths((self.candidate.q, self.candidate.k), shift)
 
     def plan(
         self, side: int, sizes: Sequence[dict[Any, int]]
     ) -> Callable[[Tensor], Tensor | None]:
         """tokens [B, H, N, D] -> plan [B, H, N, R] with nothing masked."""
         half = self.halves[side]
-        by_shape = {half.shape(half.inputs[0], own): own for own in sizes}
+        by_shape = {half.shape(half.inputs[0], lengths): lengths for lengths in sizes}
 
         def observe(tokens: Tensor) -> Tensor | None:
             lengths = by_shape[tuple(tokens.shape)]
@@ -184,34 +184,34 @@ class _Experiments:
         return self.whole.run([q, k, v], lengths, masks).reshape(*q.shape[:3], v.shape[-1])
 
 
-def _examine(program: Program, own: _Candidate) -> LotSite | str:
+def _examine(program: Program, candidate: _Candidate) -> LotSite | str:
     graph = program.graph
-    masked = bool(own.masks[2])
-    for name, masks in zip(("query", "key"), own.masks[:2], strict=True):
+    masked = bool(candidate.masks[2])
+    for name, masks in zip(("query", "key"), candidate.masks[:2], strict=True):
         if len(masks) > 1:
             return f"two masks enter the {name} plan ({masks[0].name} and {masks[1].name})"
     reason = ""
     for hidden in (True, False) if masked else (True,):
-        experiments = _Experiments(graph, own, hidden)
+        experiments = _Experiments(graph, candidate, hidden)
         sizes = [experiments.lengths(0), experiments.lengths(5)]
         sizes = sizes[:1] if sizes[0] == sizes[1] else sizes
         fits: list[HalfFit] = []
-        for side, points in enumerate((own.q, own.k)):
+        for side, points in enumerate((candidate.q, candidate.k)):
             shapes = [experiments.whole.shape(points, lengths) for lengths in sizes]
-            pivots, masses = _parameters(graph, own.between[side], points, shapes[0])
+            pivots, masses = _parameters(graph, candidate.between[side], points, shapes[0])
             fit = identify_half(experiments.plan(side, sizes), shapes, pivots, masses)
             if isinstance(fit, NoFit):
                 reason = reason or f"{('query', 'key')[side]} plan: {fit}"
                 break
             fits.append(fit)
         if len(fits) == 2:
-            return _glued(program, own, experiments, sizes, fits[0], fits[1])
+            return _glued(program, candidate, experiments, sizes, fits[0], fits[1])
     return reason
 
 
 def _glued(
     program: Program,
-    own: _Candidate,
+    candidate: _Candidate,
     experiments: _Experiments,
     sizes: Sequence[dict[Any, int]],
     queries: HalfFit,
@@ -223,18 +223,18 @@ def _glued(
         return "the query and the key plan have different pivots or masses"
     keys = shared
     generator = torch.Generator().manual_seed(2)
-    masks = own.masks[0] or own.masks[1]
+    masks = candidate.masks[0] or candidate.masks[1]
     rows: list[tuple[Tensor, Tensor, int, int, float]] = []
     for lengths in sizes:
         q, k = (
             torch.randn(experiments.whole.shape(p, lengths), generator=generator, dtype=torch.float64)
-            for p in (own.q, own.k)
+            for p in (candidate.q, candidate.k)
         )
-        width = int(own.inner.values.shape[-1])
+        width = int(candidate.inner.values.shape[-1])
         v = torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
         for padded in (None, torch.arange(k.shape[2]) % 3 == 1) if masks else (None,):
             keeps = [
-                None if padded is None or not own.masks[i] else (~padded).expand(len(q), -1)
+                None if padded is None or not candidate.masks[i] else (~padded).expand(len(q), -1)
                 for i in (0, 1)
             ]
             unit = _reference(q, k, v, keeps[1], keeps[0], queries, keys, OutputFactor(1.0))
@@ -245,23 +245,24 @@ def _glued(
     if not error <= STABILISED:
         return f"not the glued plan of its two halves; relative error {error:.2g}"
     mask, query_mask = (
-        KeyMask(own.masks[i][0], experiments.hidden, False) if own.masks[i] else None for i in (1, 0)
+        KeyMask(candidate.masks[i][0], experiments.hidden, False) if candidate.masks[i] else None
+        for i in (1, 0)
     )
-    node = own.q.node
-    heads = merged_heads(node) if rank_of(node) == 3 else int(own.q.shape[1])
+    node = candidate.q.node
+    heads = merged_heads(node) if rank_of(node) == 3 else int(candidate.q.shape[1])
     convention = LotConvention(
         queries.half, keys.half, queries.pivots.shape[1], factor, "key" if masks else "none"
     )
-    inside = frozenset(own.between[0] | own.between[1] | own.between[2])
+    inside = frozenset(candidate.between[0] | candidate.between[1] | candidate.between[2])
     return LotSite(
-        site_name(program, own.outer.node), convention, heads, int(node.meta["val"].shape[-1]),
-        max(error, queries.error, keys.error), own.q, own.k, own.inner, own.outer, inside, mask,
-        query_mask, queries.pivots, queries.mass,
+        site_name(program, candidate.outer.node), convention, heads, int(node.meta["val"].shape[-1]),
+        max(error, queries.error, keys.error), candidate.q, candidate.k, candidate.inner,
+        candidate.outer, inside, mask, query_mask, queries.pivots, queries.mass,
     )  # fmt: skip
 
 
 def _on_pivots(fit: HalfFit, pivots: Tensor) -> HalfFit | None:
-    """The same plan from other pivots, a multiple of its own; None if they are not."""
+    """The same plan from other pivots, which the fit's are a multiple of; None if they are not."""
     if fit.pivots.shape != pivots.shape:
         return None
     ratio = float((fit.pivots * pivots).sum() / pivots.square().sum())
@@ -276,7 +277,7 @@ def _reference(
     queries: HalfFit, keys: HalfFit, factor: OutputFactor,
 ) -> Tensor:  # fmt: skip
     a, b = queries.half, keys.half
-    return lot_meaning(
+    return lot_reference(
         q, k, v, keep, query_keep, None, queries.pivots, queries.mass, a.score_multiplier,
         b.score_multiplier, a.half_steps, a.tokens_first, b.half_steps, b.tokens_first,
         factor_terms(factor),
@@ -298,12 +299,12 @@ def _factor(
             ratio = float((seen * first).sum() / first.square().sum())
             coefficient = 1.0 if unit_coefficient else ratio
             error = max(
-                float((own * coefficient - seen).abs().max() / seen.abs().max().clamp(min=1e-300))
-                for own, seen in scaled
+                float((predicted * coefficient - seen).abs().max() / seen.abs().max().clamp(min=1e-300))
+                for predicted, seen in scaled
             )
             tried.append((OutputFactor(coefficient, a, b, c), error))
     enough = max(EXACT, 4 * min(error for _, error in tried))
-    return next(own for own in tried if own[1] <= enough)  # the simplest of those that are as good
+    return next(entry for entry in tried if entry[1] <= enough)  # the simplest of those that are as good
 
 
 def _parameters(
@@ -326,20 +327,20 @@ def _parameters(
             flat = constant.reshape([n for n in constant.shape if n != 1] or [1])
             for turned in (flat, flat.transpose(-1, -2)) if flat.dim() > 1 else ():
                 if turned.shape[-1] == dim and turned.dim() in (2, 3):
-                    own = turned if turned.dim() == 3 else turned[None]
-                    if own.shape[0] in (1, heads):
-                        pivots.append(own.expand(heads, -1, -1).contiguous())
-            for own in (flat, flat.exp()):
-                if bool((own > 0).all()) and bool(own.isfinite().all()) and own.dim() <= 2:
-                    row = own if own.dim() == 2 else own[None]
+                    per_head = turned if turned.dim() == 3 else turned[None]
+                    if per_head.shape[0] in (1, heads):
+                        pivots.append(per_head.expand(heads, -1, -1).contiguous())
+            for measure in (flat, flat.exp()):
+                if bool((measure > 0).all()) and bool(measure.isfinite().all()) and measure.dim() <= 2:
+                    row = measure if measure.dim() == 2 else measure[None]
                     if row.shape[0] in (1, heads):
                         masses.append((row / row.sum(-1, keepdim=True)).expand(heads, -1))
     counts = {z.shape[1] for z in pivots}
     uniform = [torch.full((heads, r), 1.0 / r, dtype=torch.float64) for r in sorted(counts)]
     distinct: list[Tensor] = []
-    for own in [*masses, *uniform]:
-        if own.shape[1] in counts and not any(
-            own.shape == other.shape and torch.allclose(own, other) for other in distinct
+    for mass in [*masses, *uniform]:
+        if mass.shape[1] in counts and not any(
+            mass.shape == other.shape and torch.allclose(mass, other) for other in distinct
         ):
-            distinct.append(own)
+            distinct.append(mass)
     return pivots, distinct

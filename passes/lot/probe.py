@@ -77,10 +77,10 @@ def identify_half(
                 plan = observe(x)
                 if plan is not None:
                     samples.append(Sample(x @ z.transpose(-1, -2), plan, mild=spread <= MILD))
-        multiplier = score_multiplier([own for own in samples if own.mild])
+        multiplier = score_multiplier([sample for sample in samples if sample.mild])
         if isinstance(multiplier, NoFit):
             continue
-        for sigma in (own for own in masses if own.shape[1] == z.shape[1]):
+        for sigma in (mass for mass in masses if mass.shape[1] == z.shape[1]):
             fit = _best_loop(samples, multiplier, z, sigma)
             if isinstance(fit, NoFit):
                 unsure = fit

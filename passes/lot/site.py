@@ -48,10 +48,10 @@ class LotSite(Site):
         """From the queries, keys and values to the output."""
         q, k = self.q.shape, self.k.shape
         both = [mask for mask in (self.mask, self.query_mask) if mask is not None]
-        own = tuple({mask.node: mask.true_means_masked for mask in both}.items())
+        masks = tuple({mask.node: mask.true_means_masked for mask in both}.items())
         return Part(
-            (self.q.node, self.k.node, self.inner.right, *(node for node, _ in own)), self.outer.node,
-            self.inside | {self.outer.node}, self.outer.out_order, q[0], q[-2], k[-2], own,
+            (self.q.node, self.k.node, self.inner.right, *(node for node, _ in masks)), self.outer.node,
+            self.inside | {self.outer.node}, self.outer.out_order, q[0], q[-2], k[-2], masks,
         )  # fmt: skip
 
     def lift(self, lifting: Lifting) -> list[Swap]:
@@ -75,7 +75,7 @@ class LotSite(Site):
 
 def _factor(c: LotConvention) -> list[float]:
     """N^a M^b n^c as the operator's n_q^a n_k^b N^c; where a mask enters, tokens attend to each other."""
-    own = c.output_factor
+    factor = c.output_factor
     if c.mask == "none":
-        return [own.coefficient, float(own.queries), float(own.keys + own.active), 0.0]
-    return [own.coefficient, float(own.active), 0.0, float(own.queries + own.keys)]
+        return [factor.coefficient, float(factor.queries), float(factor.keys + factor.active), 0.0]
+    return [factor.coefficient, float(factor.active), 0.0, float(factor.queries + factor.keys)]
