@@ -58,7 +58,7 @@ from asapc.inputs.settings import (
 from asapc.metrics import BUDGET_BOUNDS
 from asapc.operators.catalogue import OPERATORS
 
-Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
+OperatorName = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
 Fit = Literal["ls", "kl"]
 RidgeMode = Literal["risk", "direct"]
 Coefficients = Literal["per_head", "pooled", "shared"]
@@ -92,7 +92,7 @@ BUDGET_TYPES: Mapping[str, Any] = {
 }
 # Of the keys in a file. Where _COMPOUND has a parser, the type is for the schema alone.
 _OWN_TYPES: Mapping[str, Any] = {
-    "operator": Operator,
+    "operator": OperatorName,
     "side": RecipeSide,
     "c_transforms": integer(0, MAX_C_TRANSFORMS),
     "features": list_of(str, 1),
@@ -148,7 +148,7 @@ class Recipe:
     sites:               glob pattern on site names -> overrides, later patterns win.
     """
 
-    operator: Operator = "auto"
+    operator: OperatorName = "auto"
     side: RecipeSide = "target"
     c_transforms: int = 1
     features: tuple[str, ...] = ("coarse:32",)
