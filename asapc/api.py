@@ -1,4 +1,4 @@
-"""Plain use from Python: calibrate, compile and report in one call, by the engine of the commands."""
+"""Plain use from Python: calibrate, compile and report in one call, with the code behind the commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from asapc.terminal.progress import make_progress
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class MeasuredReport:
     """measured: the report, typed.  facts: what OUT/report.json holds of it."""
 
     measured: document.Report
@@ -45,7 +45,7 @@ class Report:
         return self.measured.gate.passed
 
     def __repr__(self) -> str:  # the facts fill pages
-        return f"Report({headline(self.measured)})"
+        return f"MeasuredReport({headline(self.measured)})"
 
     def markdown(self) -> str:
         return markdown(self.measured)
@@ -58,7 +58,7 @@ class Report:
 
 class Compiled(NamedTuple):
     model: nn.Module
-    report: Report
+    report: MeasuredReport
 
 
 def compile(
@@ -79,7 +79,7 @@ def compile(
               with optional `labels` [examples]; or batches. Unlabelled data will do.
     budget:   in place of the recipe's, such as {"prediction_agreement": 0.998}; see asapc.inputs.recipe.
     recipe:   what may be tried, as in a recipe file.
-    gates:    limits on the report, as in a gates file; see Report.passed.
+    gates:    limits on the report, as in a gates file; see MeasuredReport.passed.
     out:      keep the artefact in this folder, for asapc.load, and OUT.calibration beside it, from
               which a run that is cut short goes on. Without it both live in a temporary folder.
     examples: measured for the report, at most.
@@ -111,9 +111,9 @@ def compile(
     progress = make_progress(quiet=quiet)
     teacher = _teacher(model)
     source = data_of(data, forward_signature(teacher))
-    own = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe or {})
+    parsed = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe or {})
     if budget is not None:
-        own = Recipe.from_dict({**own.to_dict(), "budget": dict(budget)})
+        parsed = Recipe.from_dict({**parsed.to_dict(), "budget": dict(budget)})
     limits = [] if gates is None else parse_gates(gates)
     with ExitStack() as stack:
         if out is None:
@@ -122,8 +122,8 @@ def compile(
         else:
             artifact = Path(out)
             calibration = artifact.with_name(f"{artifact.name}.calibration")
-        pipeline.calibrate(teacher, source, calibration, own, progress)
-        manifest = pipeline.compile(teacher, calibration, artifact, own, source, progress)
+        pipeline.calibrate(teacher, source, calibration, parsed, progress)
+        manifest = pipeline.compile(teacher, calibration, artifact, parsed, source, progress)
         for warning in manifest["warnings"]:
             warnings.warn(warning["text"], FewExamplesWarning, stacklevel=2)
         manifest = read_manifest(artifact)
@@ -131,14 +131,14 @@ def compile(
         measured = pipeline.report(
             artifact, source, limits, model=around, examples=examples, trust=True, progress=progress
         )
-        report = Report(measured)
+        report = MeasuredReport(measured)
         if out is not None:
             report.save(artifact)
         live, sites = manifest["live"], manifest["sites"]
         kept = teacher.onnx is None and all(site["operator"] == "teacher" for site in sites)
         patchable = around is not None or (not live["left"] and (live["programs"] or kept))
-        own_model = copy.deepcopy(teacher.model) if patchable else None  # None of a program
-        compiled = load(artifact, model=own_model, trust=True)  # which this call has written
+        copied = copy.deepcopy(teacher.model) if patchable else None  # a program has no module to patch
+        compiled = load(artifact, model=copied, trust=True)  # which this call has written
     return Compiled(compiled, report)
 
 

@@ -14,7 +14,7 @@ The .pt2 files hold no weights. The three stages share one set of weights, so th
 benchmark need nothing but the folder (and, for a capture per module, the model around it). A weight
 of program <i> is named <i>.NAME; where training after the replacement has moved the compiled
 program's away from the teacher's, the compiled one is graph.<i>.NAME. What a module's program in live/
-reads is the live model's, a tensor of the compiled program, or its own, live.<j>.NAME.
+reads is the live model's, a tensor of the compiled program, or live.<j>.NAME, which nothing else has.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
 _SEEN = "asapc.seen_hashes"
 _MODEL = "model."  # weights of the model around captured modules
 _LIVE = "live."
-_DTYPES = {str(own).removeprefix("torch."): own
-           for own in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
+_DTYPES = {str(dtype).removeprefix("torch."): dtype
+           for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
 
 assert _library is not None
 
@@ -182,9 +182,9 @@ def write_artifact(
 
 def _output(programs: Mapping[Stage, Sequence[Program]], index: int) -> dict[str, Any]:
     """What a captured module returns, where a file's plain containers are not it; see returns_as."""
-    own = programs["teacher"][index]
-    call = next((call for call in own.calls if not call.name), None)
-    if not own.name or call is None:
+    program = programs["teacher"][index]
+    call = next((call for call in program.calls if not call.name), None)
+    if not program.name or call is None:
         return {}
     try:
         return {"output": tree_to_json(described(call.output, [], output=True))}
@@ -214,7 +214,7 @@ def returns_as(artifact: Artifact) -> None:
 def _write_modules(
     folder: Path, modules: Sequence[CompiledModule], tensors: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """The programs of live modules, one for all that are alike; their own tensors go into `tensors`."""
+    """The programs of live modules, one for all alike; tensors that only they have go into `tensors`."""
     entries: dict[str, dict[str, Any]] = {}
     for number, module in enumerate(modules):
         entry = {
@@ -231,17 +231,17 @@ def _write_modules(
             (folder / path).parent.mkdir(exist_ok=True)
             save_program(_exported(module.program), folder / path)
             entries[key] = {"file": path, **entry, "modules": []}
-        names = {own: f"{index}.{theirs}" for own, (index, theirs) in module.fitted.items()}
-        for own, tensor in module.constants.items():
-            names[own] = f"{_LIVE}{number}.{own}"
-            tensors[names[own]] = tensor.detach().contiguous().clone()
+        names = {name: f"{index}.{stored}" for name, (index, stored) in module.fitted.items()}
+        for name, tensor in module.constants.items():
+            names[name] = f"{_LIVE}{number}.{name}"
+            tensors[names[name]] = tensor.detach().contiguous().clone()
         entries[key]["modules"].append(
             {
                 "name": module.program.name,
                 "sites": list(module.sites),
                 "tensors": names,
                 "own_forward": module.own_forward,
-                "inside": [own.to_dict() for own in module.inside],
+                "inside": [inner.to_dict() for inner in module.inside],
             }
         )
     return list(entries.values())
@@ -265,8 +265,8 @@ def write_refreshed(
     for (index, name), tensor in weights.items():
         others = [artifact.programs[stage][index].graph for stage in ("lossless", "teacher")]
         shared = any(name in graph.state_dict() for graph in others)
-        own = f"graph.{index}.{name}" if shared else f"{index}.{name}"
-        tensors[own] = tensor.detach().contiguous().clone()
+        key = f"graph.{index}.{name}" if shared else f"{index}.{name}"
+        tensors[key] = tensor.detach().contiguous().clone()
     for entry in artifact.manifest["programs"]:
         for stage in STAGES:
             target = _inside(folder, entry[stage])
@@ -285,16 +285,16 @@ def write_refreshed(
 def places_moved(manifest: Mapping[str, Any], folder: Path, other: str | Path) -> dict[str, Any]:
     """The manifest of a copy of `folder` in `other`, see formats.places."""
 
-    def own(entry: Mapping[str, Any]) -> dict[str, Any]:
+    def moved(entry: Mapping[str, Any]) -> dict[str, Any]:
         data = {"data": places.moved(str(entry["data"]), folder, other)} if "data" in entry else {}
-        earlier = {"earlier": [own(x) for x in entry["earlier"]]} if "earlier" in entry else {}
+        earlier = {"earlier": [moved(x) for x in entry["earlier"]]} if "earlier" in entry else {}
         return {**entry, **data, **earlier}
 
-    refresh = {"refresh": own(manifest["refresh"])} if "refresh" in manifest else {}
+    refresh = {"refresh": moved(manifest["refresh"])} if "refresh" in manifest else {}
     teacher = dict(manifest["teacher"])
     if "onnx" in manifest:
         teacher["source"] = places.moved(teacher["source"], folder, other)
-    return {**own(manifest), **refresh, "teacher": teacher}
+    return {**moved(manifest), **refresh, "teacher": teacher}
 
 
 def _copy_program(
@@ -349,9 +349,9 @@ def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
     for index, entry in enumerate(manifest["programs"]):
         shared = _under(tensors, f"{index}.")
         for stage in stages:
-            own = {**shared, **_under(tensors, f"{stage}.{index}.")}
+            weights = {**shared, **_under(tensors, f"{stage}.{index}.")}
             path = _inside(place, entry[stage])
-            graph = _module(load_program(path, own, trust=trust), path)
+            graph = _module(load_program(path, weights, trust=trust), path)
             if not name_calls(graph, entry["calls"][stage]):
                 raise InputError(
                     f"{path}: must have one operator call for each site that the manifest lists",
@@ -370,15 +370,15 @@ def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
 def read_exported(artifact: Artifact, stage: Stage = "graph") -> ExportedProgram:
     """The one program of a model captured whole, with its weights, as torch.export has it."""
     tensors = read_safetensors(artifact.folder / "model.safetensors")
-    own = {**_under(tensors, "0."), **_under(tensors, f"{stage}.0.")}
+    weights = {**_under(tensors, "0."), **_under(tensors, f"{stage}.0.")}
     place = _inside(artifact.folder, artifact.manifest["programs"][0][stage])
-    return load_program(place, own, trust=artifact.trusted)
+    return load_program(place, weights, trust=artifact.trusted)
 
 
 def _module(exported: ExportedProgram, path: Path) -> GraphModule:
     try:
         graph = exported.module(check_guards=False)
-    except Exception as error:  # of a program whose parts do not agree torch says many things
+    except Exception as error:  # torch raises many types for a program whose parts disagree
         raise InputError(
             f"{path}: must be a program that can be run", got=reason(error),
             help="compile again",
@@ -508,9 +508,9 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         names = site["features"] or []
         require(all(isinstance(x, str) for x in names), "a site's features are names", names)
         try:
-            own = convention_from_dict(site["convention"])
-            if isinstance(own, Convention):
-                first = own.first_side
+            convention = convention_from_dict(site["convention"])
+            if isinstance(convention, Convention):
+                first = convention.first_side
                 require(first in ("row", "column"), "first_side is row or column", first)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             require(False, "a site has a convention", site["convention"])
@@ -562,18 +562,18 @@ def _check_live(
         require(str(entry["dtype"]) in _DTYPES, "a live program has a dtype", entry["dtype"])
         require(_reads(Call.from_dict, entry["call"]), "a live program has a call", entry["call"])
         children = entry["children"]
-        called = isinstance(children, list) and all(_reads(Child.from_dict, own) for own in children)
+        called = isinstance(children, list) and all(_reads(Child.from_dict, child) for child in children)
         require(called, "a live program's children are calls", children)
         modules = entry["modules"]
         require(isinstance(modules, list), "a live program has modules", modules)
-        for own in modules:
-            named = isinstance(own, dict) and isinstance(own.get("name"), str)
-            listed = named and isinstance(own.get("sites"), list) and texts(own.get("tensors"))
-            require(listed and set(map(str, own["sites"])) <= sites, "a live module has sites", own)
-            inside = own.get("inside")
+        for module in modules:
+            named = isinstance(module, dict) and isinstance(module.get("name"), str)
+            listed = named and isinstance(module.get("sites"), list) and texts(module.get("tensors"))
+            require(listed and set(map(str, module["sites"])) <= sites, "a live module has sites", module)
+            inside = module.get("inside")
             known = isinstance(inside, list) and all(_reads(Inside.from_dict, one) for one in inside)
-            told = known and isinstance(own.get("own_forward"), bool)
-            require(told, "a live module says what is inside", own)
+            told = known and isinstance(module.get("own_forward"), bool)
+            require(told, "a live module says what is inside", module)
 
 
 def _read_selection(path: Path) -> dict[str, Any]:
@@ -590,7 +590,7 @@ def _read_selection(path: Path) -> dict[str, Any]:
     checked: dict[str, Any] = selection
     for key in ("sites", "rounds"):
         listed = checked.get(key, [])
-        if not isinstance(listed, list) or not all(isinstance(own, dict) for own in listed):
+        if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
             raise InputError(f"{path}: {key} must be a list of mappings", help="compile again")
     return checked
 
@@ -640,7 +640,7 @@ def load(
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.program.monitor.
     Raises InputError.
     """
-    patches = model is not None and stage == "graph"  # which are programs of their own
+    patches = model is not None and stage == "graph"  # patches are separate programs
     artifact = read_artifact(out, () if patches else (stage,), trust=trust)
     if model is None:
         if artifact.capture == "whole":
@@ -680,16 +680,16 @@ def _rebuilt(artifact: Artifact, stage: Stage) -> CompiledModel:
     fitted = {name: tensor for name, tensor in graph.named_buffers() if name.startswith("asapc_")}
     renamed = {name: operator_name(name) for name in fitted}
     call = Call.from_dict(manifest["forward"])
-    known = [_both(*own) for own in zip(call.tensors, known_of(traced_inputs(graph))[0], strict=False)]
+    known = [_both(*pair) for pair in zip(call.tensors, known_of(traced_inputs(graph))[0], strict=False)]
     call = replace(call, tensors=tuple(known))
-    places = [leaf.index for own in call.parameters for leaf in leaves(own.captured)]
+    places = [leaf.index for parameter in call.parameters for leaf in leaves(parameter.captured)]
     try:
         flat = flat_graph(
             graph, lambda name: f"{OPERATORS}.{renamed[name]}" if name in renamed else name
         )
         (outputs,) = flat.output_node().args
         count = len(cast(tuple[Any, ...], outputs))
-        if len(places) != len(known) or any(own.index >= count for own in leaves(call.output)):
+        if len(places) != len(known) or any(leaf.index >= count for leaf in leaves(call.output)):
             raise ValueError("it takes or gives other tensors than the manifest says")
     except ValueError as error:
         raise InputError(
@@ -720,7 +720,7 @@ def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
         )
     weights = _weights_for(artifact, model)
     made = prepared(model, patches, sites)
-    codes = [(own.forward.code, patch.sites) for own, patch in zip(made, patches, strict=True)]
+    codes = [(ready.forward.code, patch.sites) for ready, patch in zip(made, patches, strict=True)]
     warn_left(left, compiled)
     if len(kept) == len(sites):
         warnings.warn(
@@ -729,8 +729,8 @@ def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
         )
     attach(model, codes, sites)
     with torch.no_grad():
-        for theirs, own in weights:
-            theirs.copy_(own)
+        for live, stored in weights:
+            live.copy_(stored)
     install(model, made)
     return model.eval()
 
@@ -743,23 +743,23 @@ def read_patches(artifact: Artifact) -> list[Patch]:
         path = _inside(artifact.folder, entry["file"])
         program = _module(load_program(path, trust=artifact.trusted), path)
         call = Call.from_dict(entry["call"])
-        children = tuple(Child.from_dict(own) for own in entry["children"])
+        children = tuple(Child.from_dict(child) for child in entry["children"])
         for module in entry["modules"]:
-            own = {}
+            values = {}
             for name, stored in module["tensors"].items():
                 trained = f"graph.{stored}"
                 if stored not in tensors:
                     raise InputError(
                         f"{artifact.folder}: model.safetensors must hold {stored}", help="compile again"
                     )
-                own[name] = tensors[trained if trained in tensors else stored]
+                values[name] = tensors[trained if trained in tensors else stored]
             patches.append(
                 Patch(
                     str(module["name"]),
                     program,
                     call,
                     children,
-                    own,
+                    values,
                     tuple(map(str, module["sites"])),
                     _DTYPES[str(entry["dtype"])],
                     tuple(Inside.from_dict(one) for one in module["inside"]),
@@ -770,16 +770,16 @@ def read_patches(artifact: Artifact) -> list[Patch]:
 
 
 def _weights_for(artifact: Artifact, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """(the live model's tensor, what the artefact has for it); theirs keep their dtype and device.
+    """(the live model's tensor, the artefact's for it); the model's keeps its dtype and device.
 
     Raises InputError where one of them cannot be copied.
     """
     tensors = read_safetensors(artifact.folder / "model.safetensors")
     weights = dict(_under(tensors, _MODEL))
     for index, entry in enumerate(artifact.manifest["programs"]):
-        own = {**_under(tensors, f"{index}."), **_under(tensors, f"graph.{index}.")}
+        stored = {**_under(tensors, f"{index}."), **_under(tensors, f"graph.{index}.")}
         prefix = f"{entry['name']}." if entry["name"] else ""
-        weights |= {prefix + name: t for name, t in own.items() if not name.startswith("asapc_")}
+        weights |= {prefix + name: t for name, t in stored.items() if not name.startswith("asapc_")}
     theirs = tensors_of(model)
     wrong = [
         name for name, tensor in weights.items()

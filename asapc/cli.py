@@ -39,12 +39,12 @@ app = typer.Typer(
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="The teacher: folder, factory, .pt2 or .onnx file.")
 ]
-Artifact = Annotated[str, typer.Argument(metavar="OUT", help="A folder `asapc compile` wrote.")]
+ArtifactFolder = Annotated[str, typer.Argument(metavar="OUT", help="A folder `asapc compile` wrote.")]
 Weights = Annotated[
     str | None, typer.Option(metavar="FILE", help="A factory's weights: .safetensors, .pt, .pth.")
 ]
 Kwargs = Annotated[str | None, typer.Option(metavar="JSON", help="A factory's keyword arguments.")]
-Teacher = Annotated[
+OptionalModel = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="The teacher, where OUT cannot rebuild it."),
 ]
@@ -250,7 +250,7 @@ def compile(
 
 @app.command()
 def export(
-    artifact: Artifact,
+    artifact: ArtifactFolder,
     format: Annotated[str, typer.Option("--format", metavar="onnx", help="What to write.")] = "onnx",
     data: OptionalData = None,
     opset: Opset = None,
@@ -287,7 +287,7 @@ def export(
 
 @app.command()
 def refresh(
-    artifact: Artifact,
+    artifact: ArtifactFolder,
     data: Data,
     labels: Annotated[
         bool, typer.Option("--labels", help="Train on the labels in DATA: cross entropy.")
@@ -314,7 +314,7 @@ def refresh(
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT2", help="Folder to write, else OUT.")
     ] = None,
-    model: Teacher = None,
+    model: OptionalModel = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
@@ -362,7 +362,7 @@ def refresh(
 
 @app.command()
 def report(
-    artifact: Artifact,
+    artifact: ArtifactFolder,
     data: OptionalData = None,
     gate: Annotated[
         str | None, typer.Option(metavar="FILE", help="YAML limits; exit 1 if one is not kept.")
@@ -382,7 +382,7 @@ def report(
         str | None, typer.Option(metavar="FILE", help="Write the checks here too, as JUnit XML.")
     ] = None,
     examples: Annotated[int, typer.Option(min=1, help="Examples measured, at most.")] = MEASURED_EXAMPLES,
-    model: Teacher = None,
+    model: OptionalModel = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
@@ -420,7 +420,7 @@ def report(
 
 @app.command()
 def bench(
-    artifact: Artifact,
+    artifact: ArtifactFolder,
     data: OptionalData = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
     explain: Annotated[
@@ -433,7 +433,7 @@ def bench(
             help="Measure tile sizes for this machine and remember them, or leave them aside.",
         ),
     ] = None,
-    model: Teacher = None,
+    model: OptionalModel = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
@@ -517,12 +517,12 @@ def _note_unverified(run: Session, artifact: str, data: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; usage errors print like any other error."""
     command = typer.main.get_command(app)
-    own = sys.argv[1:] if arguments is None else list(arguments)
+    argv = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        for argument in own:
+        for argument in argv:
             check_text(argument, "an argument")
         code = command.main(
-            args=own,
+            args=argv,
             prog_name="asapc",
             standalone_mode=False,
         )

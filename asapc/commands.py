@@ -73,9 +73,9 @@ def compile_model(
     onnx: OnnxSettings | None = None,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Compile: the manifest.  Without a recipe, the calibration's own is used.
+    """Compile and return the manifest.  Without a recipe, the calibration's is used.
 
-    onnx: of OUT/model.onnx; without, only an .onnx model writes one.
+    onnx: settings of OUT/model.onnx; without them only an .onnx model writes one.
     """
     from asapc.inputs.recipe import load_recipe
 
@@ -136,4 +136,4 @@ def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict
         for fit in fits
     ]
     return {"model": model, "calibration": out, "order": calibration.order, "sites": sites,
-            "warnings": [dict(own) for own in calibration.warnings]}  # fmt: skip
+            "warnings": [dict(warning) for warning in calibration.warnings]}  # fmt: skip

@@ -1,4 +1,4 @@
-"""`asapc demo`: the whole way on a shipped checkpoint, each step with its command line."""
+"""`asapc demo`: the whole pipeline on a shipped checkpoint, each step with its command line."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
             partial(commands.report_artifact, run, artifact, data),
             report_tables if name == "asap" else lambda _: [],
         )
-    comparison = compare(reports["lossless"], reports["asap"])
+    comparison = side_by_side(reports["lossless"], reports["asap"])
     result = {"folder": out, "steps": steps, "comparison": comparison, "report": reports["asap"]}
     run.show(result, lambda _: [comparison_table(comparison)])
     run.note(f"the compiled model and its report are in {folder / 'asap'}")
     return result
 
 
-def compare(lossless: Report, asap: Report) -> list[dict[str, Any]]:
+def side_by_side(lossless: Report, asap: Report) -> list[dict[str, Any]]:
     """Rows of the closing table, each compiled model against the teacher timed beside it."""
     teacher = {
         "name": "teacher: usual PyTorch loop",

@@ -141,7 +141,7 @@ METRIC: Mapping[str, Metric] = {metric.key: metric for metric in METRICS}
 
 def of(scope: Literal["site", "model"]) -> tuple[Metric, ...]:
     """What a report has of the model, or may have of a site."""
-    return tuple(own for own in METRICS if own.gate and own.scope in (scope, "both"))
+    return tuple(metric for metric in METRICS if metric.gate and metric.scope in (scope, "both"))
 
 
 # Which side of its limit a budget keeps: a share that must be reached, or an error not to be passed.

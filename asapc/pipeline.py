@@ -1,4 +1,4 @@
-"""The pipeline, a command a function and a stage a line:
+"""The pipeline, one function for each command and one line for each stage:
 
     load -> analyse -> calibrate -> select -> rewrite -> emit -> report
 
@@ -65,9 +65,9 @@ def calibrate(
     that are distilled from a sample of the site's activations.
 
     What is unfinished is kept beside `out`: after a crash the same call goes on where it was, and one
-    with another model, recipe or other data is refused. After a faulty example other data is taken, where
-    that example is mended: what was calibrated before it is gone on with as far as the data still begins
-    with it. restart: begin anew. sequential, max_memory: see stages.calibrate.plan_fits.
+    with another model, recipe or other data is refused. After a faulty example, data in which it
+    is mended is accepted: calibration goes on from what was done before it, as far as the data still
+    begins with that. restart: begin anew. sequential, max_memory: see stages.calibrate.plan_fits.
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))

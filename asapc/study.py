@@ -61,7 +61,7 @@ from asapc.stages.calibrate import (
 )
 from asapc.terminal.progress import Progress
 
-MAP_EXAMPLES = 64  # attention maps are compared on so many examples; outputs on all
+MAP_EXAMPLES = 64  # on which attention maps are compared; outputs are compared on all
 MAX_ROWS = 4096  # of a block
 GRID_KEYS = (
     "operator", "features", "side", "c_transforms", "fit", "coefficients", "ridge", "ridge_mode",
@@ -121,11 +121,11 @@ def _rows(block: Any, place: Place) -> list[Row]:
         raise InputError(f"{place} must be a mapping of recipe keys to values", got=repr(block))
     block = modern(block, place)
     if "half_steps" in block:
-        own = place.at("half_steps", block)
+        where = place.at("half_steps", block)
         if len(block) > 1:
-            raise InputError(f"{own} stands alone in its block", got=repr(dict(block)))
+            raise InputError(f"{where} stands alone in its block", got=repr(dict(block)))
         values = [found["half_steps"] for found in combinations(block, str(place))]
-        return [Row(None, checked(value, _HALF_STEPS, own)) for value in values]
+        return [Row(None, checked(value, _HALF_STEPS, where)) for value in values]
     rows: list[Row] = []
     for combination in combinations(block, str(place)):
         if len(rows) == MAX_ROWS:
@@ -228,11 +228,11 @@ class _Bench:
             test, signature, max_test_examples, grid
         )
         self.examples = sum(len(batch) for batch in self.batches)
-        own = OutputFidelity()
+        fidelity = OutputFidelity()
         for batch, output in zip(self.batches, self.teacher_out, strict=True):
-            own.update(output, output, batch.labels)
+            fidelity.update(output, output, batch.labels)
         self.baseline = {
-            "accuracy_teacher": own.metrics().get("accuracy_teacher"),
+            "accuracy_teacher": fidelity.metrics().get("accuracy_teacher"),
             **self._site_times(),
         }
 
@@ -340,7 +340,7 @@ class _Bench:
         self, replacements: Sequence[Amortised | Distilled], facts: dict[str, Any]
     ) -> dict[str, Any]:
         sites = self.analysis.sites
-        own = [
+        per_site = [
             {
                 **self._maps(site, index, lambda c, t, v, a=a: apply_replacement(c, _in_units(a), t, v)),
                 **self._times(site.loop, a, self.seen[0][index]),
@@ -349,46 +349,46 @@ class _Bench:
         ]
         chosen = dict(zip(self.analysis.names, replacements, strict=True))
         programs = rewritten_programs(self.analysis.lifted, chosen)
-        return {**facts, **_mean(own), **self._outputs(programs)}
+        return {**facts, **_mean(per_site), **self._outputs(programs)}
 
     def _cut_short(self, half_steps: int) -> dict[str, Any]:
         sites = self.analysis.sites
-        own = []
+        per_site = []
         for index, site in enumerate(sites):
             short = replace(site.loop, half_steps=half_steps)
             measured = self._maps(site, index, lambda c, t, v, s=short: apply_lossless(s, t, v))
             t = self.seen[0][index]
             times = interleaved_medians({"": partial(apply_lossless, short, t, t.k)}, repeats=5)
-            own.append({**measured, "site_ms": times[""]["median_ms"]})
+            per_site.append({**measured, "site_ms": times[""]["median_ms"]})
         programs = shortened_programs(self.analysis.lifted, half_steps)
-        return {**_mean(own), **self._outputs(programs)}
+        return {**_mean(per_site), **self._outputs(programs)}
 
     def _maps(self, site: Site, index: int, apply: Any) -> dict[str, float]:
         """Attention in units where rows sum to about 1. output_rmse has the keys as values, as in every
         study; output_rel_l2 the layer's own."""
         units = replace(site.loop, output_factor=OutputFactor(queries=1))
-        attention, output, own_output = AttentionFidelity(), TensorFidelity(), TensorFidelity()
+        attention, output, layer_output = AttentionFidelity(), TensorFidelity(), TensorFidelity()
         for tensors in self.seen:
             t = tensors[index]
             with torch.no_grad():
-                exact, own = apply_lossless(units, t, None), apply(units, t, None)
-                attention.update(exact, own, t.keep)
+                exact, approx = apply_lossless(units, t, None), apply(units, t, None)
+                attention.update(exact, approx, t.keep)
                 keys, v = (clean_values(x, t.keep) for x in (t.k, t.k if t.v is None else t.v))
-                output.update(exact @ keys, own @ keys)
-                own_output.update(exact @ v, own @ v)
+                output.update(exact @ keys, approx @ keys)
+                layer_output.update(exact @ v, approx @ v)
         return {
             **attention.metrics(),
             "output_rmse": output.metrics()["output_rmse"],
-            "output_rel_l2": own_output.metrics()["output_rel_l2"],
+            "output_rel_l2": layer_output.metrics()["output_rel_l2"],
         }
 
     def _times(
-        self, convention: Convention, own: Amortised | Distilled, t: SiteTensors
+        self, convention: Convention, replacement: Amortised | Distilled, t: SiteTensors
     ) -> dict[str, float]:
         """Milliseconds of the site with its prediction, and of the prediction alone."""
-        calls: dict[str, Any] = {"site_ms": lambda: apply_replacement(convention, own, t, t.k)}
-        if isinstance(own, Amortised):
-            calls["predict_ms"] = lambda: [predict(convention, p, t) for p in own.predictors]
+        calls: dict[str, Any] = {"site_ms": lambda: apply_replacement(convention, replacement, t, t.k)}
+        if isinstance(replacement, Amortised):
+            calls["predict_ms"] = lambda: [predict(convention, p, t) for p in replacement.predictors]
         times = interleaved_medians(calls, repeats=5)
         return {name: value["median_ms"] for name, value in times.items()}
 
@@ -397,7 +397,7 @@ class _Bench:
         for batch, exact in zip(self.batches, self.teacher_out, strict=True):
             fidelity.update(exact, _first_output(runner(batch)), batch.labels)
         metrics = fidelity.metrics()
-        names = [own.key for own in METRICS if own.study and own.scope == "model"]
+        names = [metric.key for metric in METRICS if metric.study and metric.scope == "model"]
         return {name: metrics.get(name) for name in names}
 
 
@@ -429,12 +429,12 @@ def _facts(sites: Sequence[AnySiteCalibration]) -> dict[str, Any]:
     return facts
 
 
-def _in_units(own: Amortised | Distilled) -> Amortised | Distilled:
+def _in_units(replacement: Amortised | Distilled) -> Amortised | Distilled:
     """A distilled operator with rows that sum to about 1; an amortised one has the loop's own factor."""
-    if isinstance(own, Amortised):
-        return own
-    factor = 1.0 if own.operator == "esp_hard" else [1.0, 1.0, 0.0, 0.0]
-    return replace(own, settings={**own.settings, "output_factor": factor})
+    if isinstance(replacement, Amortised):
+        return replacement
+    factor = 1.0 if replacement.operator == "esp_hard" else [1.0, 1.0, 0.0, 0.0]
+    return replace(replacement, settings={**replacement.settings, "output_factor": factor})
 
 
 def _usual_loop(convention: Convention, t: SiteTensors) -> Tensor:

@@ -43,7 +43,7 @@ def test_gates_and_a_folder(tmp_path: Path) -> None:
     )
     assert not report.passed and report.facts["gate"]["verdict"] == "REGRESSION"
     assert "REGRESSION" in report.markdown().splitlines()[0]
-    assert repr(report).startswith("Report(REGRESSION, ") and len(repr(report)) < 200
+    assert repr(report).startswith("MeasuredReport(REGRESSION, ") and len(repr(report)) < 200
     assert (out / "report.json").is_file() and (tmp_path / "out.calibration").is_dir()
     with torch.no_grad():
         own, loaded = compiled(tokens[:3])[0], asapc.load(out)(tokens[:3])[0]

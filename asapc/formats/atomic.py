@@ -1,6 +1,6 @@
 """Folders and files that appear complete or not at all, whatever interrupts: kill -9 and power loss too.
 
-Content is written under a name of its own beside the target, flushed to the disk, and only then
+Content is written under a temporary name beside the target, flushed to the disk, and only then
 takes the target's place:
 
     replace_file     os.replace
@@ -292,12 +292,12 @@ def _beside(final: Path, kind: str) -> Path:
 
 
 def _leftovers(final: Path, kind: str) -> list[Path]:
-    own = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}\.{kind}")
+    pattern = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}\.{kind}")
     try:
         names = os.listdir(final.parent)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [final.parent / name for name in sorted(names) if own.fullmatch(name)]
+    return [final.parent / name for name in sorted(names) if pattern.fullmatch(name)]
 
 
 def _new_partial(final: Path, create: Callable[[Path], None] = Path.mkdir) -> tuple[Path, int]:
@@ -389,7 +389,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _is_write_failure(error: Exception, partial: Path) -> bool:
-    """Whether the disk is at fault; each library words that in its own exception."""
+    """Whether the disk is at fault; every library has another exception for that."""
     if isinstance(error, OSError):
         place = error.filename if isinstance(error.filename, str) else ""
         return error.errno in _CANNOT_WRITE or place.startswith(str(partial))

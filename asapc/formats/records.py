@@ -58,11 +58,11 @@ class Record:
         if not isinstance(document, Mapping):
             raise InputError(f"{where} must be a mapping", got=short(document))
         hints, values = _hints(cls), dict[str, Any]()
-        own = json_fields(cls)
-        for key, each in own.items():
+        known = json_fields(cls)
+        for key, each in known.items():
             value, place = document.get(key), f"{where}: {key}"
             if "rest" in each.metadata:
-                more = {key: item for key, item in document.items() if key not in own}
+                more = {key: item for key, item in document.items() if key not in known}
                 for name in more.keys() & each.metadata["rest"].keys():
                     more[name] = _read(float | None, more[name], f"{where}: {name}", False)
                 values[each.name] = more

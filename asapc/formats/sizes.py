@@ -140,17 +140,17 @@ def _leaf(match: re.Match[str]) -> _Part:
 def _part(name: str, arguments: Sequence[_Part]) -> _Part:
     """What a call of that name makes of its arguments."""
     count = len(arguments)
-    bits = max((own.bits for own in arguments), default=1)
+    bits = max((part.bits for part in arguments), default=1)
     if name in _SUMS and count > 1:
-        terms = sum(own.terms for own in arguments)
-        return _Part(bits + count.bit_length(), max(own.degree for own in arguments), terms)
+        terms = sum(part.terms for part in arguments)
+        return _Part(bits + count.bit_length(), max(part.degree for part in arguments), terms)
     if name in _PRODUCTS and count > 1:
         terms = 1
-        for own in arguments:
-            terms *= own.terms
+        for part in arguments:
+            terms *= part.terms
             if terms > MAX_TERMS:
                 raise _Unfit
-        return _Part(sum(own.bits for own in arguments), sum(own.degree for own in arguments), terms)
+        return _Part(sum(part.bits for part in arguments), sum(part.degree for part in arguments), terms)
     if count == _POWERS.get(name):
         return _power(*arguments)
     if count == _DIVISIONS.get(name):

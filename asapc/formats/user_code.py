@@ -1,4 +1,4 @@
-"""Run a user's own Python: "pkg.module:name" or "path/file.py:name", with failures as messages."""
+"""Run a user's Python: "pkg.module:name" or "path/file.py:name", with failures as messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _importable(folder: Path, *, keep_modules: bool) -> Iterator[None]:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, so that no other module is replaced."""
+    """Import a file under a unique name, so that no other module is replaced."""
     name = f"asapc_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py path always has a loader
@@ -94,7 +94,7 @@ class UserCode:
         for part in name.split("."):
             target = getattr(target, part, None)
         if not callable(target):
-            own = [
+            callables = [
                 name
                 for name, value in vars(module).items()
                 if callable(value) and getattr(value, "__module__", "") == module.__name__
@@ -102,7 +102,7 @@ class UserCode:
             raise InputError(
                 f"{location} must define a callable {name!r}",
                 got="nothing of that name" if target is None else f"a {type(target).__name__}",
-                help="it defines " + (", ".join(own[:8]) if own else "no function or class"),
+                help="it defines " + (", ".join(callables[:8]) if callables else "no function or class"),
             )
         self._target: Callable[..., Any] = target
 

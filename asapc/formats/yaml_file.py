@@ -75,7 +75,7 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
     try:
         data = yaml.load(text, Loader=_Loader)
         _check_size(data)
-    except Exception as error:  # each of PyYAML's constructors has its own for `!!int x` and the like
+    except Exception as error:  # PyYAML's constructors raise various types, for `!!int x` and the like
         raise InputError(f"{what} {path}: not valid YAML", got=reason(error)) from error
     if data is None:
         return {}

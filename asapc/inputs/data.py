@@ -322,12 +322,12 @@ class Signature:
         return self.arguments[0] if self.arguments else "NAME"
 
     def renamed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """By arguments' names where Python cannot have theirs: input_1 for an ONNX graph's input.1."""
+        """By forward's names where Python cannot use theirs: input_1 for an ONNX graph's input.1."""
         found = {}
         for name, array in arrays.items():
-            own = identifier(name)
-            taken = name in self.arguments or own in arrays or own not in self.arguments
-            found[name if taken else own] = array
+            argument = identifier(name)
+            taken = name in self.arguments or argument in arrays or argument not in self.arguments
+            found[name if taken else argument] = array
         return found
 
     def bind(
@@ -398,7 +398,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         raise _broken_npz(path, error) from error
     except InputError:
         raise
-    except Exception as error:  # of a damaged file zipfile, zlib and numpy say many things
+    except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
         raise _broken_npz(path, error) from error
 
 

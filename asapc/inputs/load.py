@@ -209,11 +209,11 @@ def _is_of(value: Any, hint: Any) -> bool:
         return type(value) in (int, float) and -MOST <= value <= MOST
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return any(type(value) is type(own) and value == own for own in inner)
+        return any(type(value) is type(choice) and value == choice for choice in inner)
     if origin is Sequence:
         return isinstance(value, list) and all(_is_of(item, inner[0]) for item in value)
     if origin in (Union, UnionType):
-        return any(_is_of(value, own) for own in inner)
+        return any(_is_of(value, member) for member in inner)
     return hint is Any or isinstance(value, hint)
 
 

@@ -1,6 +1,6 @@
 """What the nodes of a serialised program call: checked before torch reads any of it.
 
-Each node is a mapping of torch.export's own schema: {"target": "torch.ops.aten.add.Tensor", "inputs":
+Each node is a mapping of torch.export's schema: {"target": "torch.ops.aten.add.Tensor", "inputs":
 [{"name": "self", "arg": {"as_tensor": {"name": "x"}}}, ...], "outputs": [...]}.
 """
 
@@ -78,12 +78,12 @@ def _check_graph(
     for node in nodes if isinstance(nodes, list) else []:
         if not isinstance(node, dict) or not isinstance(node.get("target"), str):
             raise ValueError("a node without a target")
-        inputs = [own for own in _list(node, "inputs") if isinstance(own, dict)]
-        own_bits = _check_node(node["target"], inputs, bits, trust, most, seen, depth)
-        most = max(most, own_bits)
+        inputs = [entry for entry in _list(node, "inputs") if isinstance(entry, dict)]
+        node_bits = _check_node(node["target"], inputs, bits, trust, most, seen, depth)
+        most = max(most, node_bits)
         for output in _list(node, "outputs"):
             for name in _names(output):
-                bits[name] = own_bits
+                bits[name] = node_bits
     return most
 
 
@@ -97,8 +97,8 @@ def _check_node(
         _check_operator(operator[1], inputs, trust)
         return SIZE_BITS
     if target == _GRAD:
-        for own in inputs:
-            argument = own.get("arg")
+        for entry in inputs:
+            argument = entry.get("arg")
             inner = argument.get("as_graph") if isinstance(argument, dict) else None
             if isinstance(inner, dict) and isinstance(inner.get("graph"), dict):
                 most = max(most, _check_graph(inner["graph"], trust, most, seen, depth + 1))
@@ -117,7 +117,7 @@ def _check_operator(full: str, inputs: Sequence[Mapping[str, Any]], trust: bool)
         return
     if full not in allowed_operators():
         raise UnlistedCallError(full)
-    reason = refused_call(full, {str(own.get("name")): _constant(own.get("arg")) for own in inputs})
+    reason = refused_call(full, {str(entry.get("name")): _constant(entry.get("arg")) for entry in inputs})
     if reason is not None:
         raise UnsafeCallError(f"{full} with {reason}")
 
@@ -137,8 +137,8 @@ def _bits(target: str, inputs: Sequence[Mapping[str, Any]], bits: Mapping[str, i
     """What Python may make of numbers: a bound on the bits of the result."""
     sizes: list[int] = []
     values: list[Any] = []
-    for own in inputs:
-        argument = own.get("arg")
+    for entry in inputs:
+        argument = entry.get("arg")
         if not isinstance(argument, dict) or len(argument) != 1 or not _NUMBER_KINDS & {*argument}:
             raise UnsafeCallError(f"{target} of something else than numbers")
         (value,) = argument.values()

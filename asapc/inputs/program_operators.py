@@ -1,7 +1,7 @@
 """The operators that a program from a file may call, and why each is there.
 
-torch's dispatcher has thousands of operators. Some write outside of their tensors where an index of the
-file's choosing says so (`max_pool2d_with_indices_backward`), some map files or print. A program that is
+torch's dispatcher has thousands of operators. Some write outside their tensors at an index that the
+file chooses (`max_pool2d_with_indices_backward`), some map files or print. A program that is
 read runs these alone: what models of attention are made of, forward operators whose indices ATen checks
 on every device that asapc runs on, and asapc's own. `benchmarks/fuzz.py --target operators` calls all of
 them with hostile arguments.
@@ -125,7 +125,7 @@ GROUPS = (
     ),
 )
 OWN = tuple(sorted(
-    {"child", "dual", "dual_and_row_mass", "kept_keys"}.union(*(own.names for own in OPERATORS.values()))
+    {"child", "dual", "dual_and_row_mass", "kept_keys"}.union(*(x.names for x in OPERATORS.values()))
 ))  # fmt: skip
 NOT_ALLOWED = {
     "aten.view.dtype": "reads entries of one type as another",
@@ -148,10 +148,10 @@ def allowed_operators() -> Mapping[str, Group | None]:
     known = _overloads()
     for group in GROUPS:
         for name in group.names:
-            for own in (name, f"{name}_") if group.in_place else (name,):
-                for overload in known.get(f"aten::{own}", ()):
-                    full = f"aten.{own}.{overload or 'default'}"
-                    if full not in NOT_ALLOWED and _writes_as_named(own, overload):
+            for spelling in (name, f"{name}_") if group.in_place else (name,):
+                for overload in known.get(f"aten::{spelling}", ()):
+                    full = f"aten.{spelling}.{overload or 'default'}"
+                    if full not in NOT_ALLOWED and _writes_as_named(spelling, overload):
                         found[full] = group
     for full in REPLACED:
         found[full] = next(group for group in GROUPS if group.title == "normalisation")
@@ -206,8 +206,8 @@ def refused_call(full: str, arguments: Mapping[str, Any]) -> str | None:
 
     arguments: by name; COMPUTED for what a node computes.
     """
-    own = full.split(".")[1]
-    check = next((check for name, check in _CHECKS.items() if own.startswith(name)), None)
+    base = full.split(".")[1]
+    check = next((check for name, check in _CHECKS.items() if base.startswith(name)), None)
     return None if check is None else check(arguments)
 
 
@@ -275,7 +275,7 @@ def _replace_unchecked(module: GraphModule) -> None:
     target = torch.ops.aten._native_batch_norm_legit_no_training.default
     found = [node for node in graph.nodes if node.op == "call_function" and node.target is target]
     for node in found:
-        for user in [own for own in node.users if not own.users]:  # torch writes all three
+        for user in [user for user in node.users if not user.users]:  # torch writes all three
             graph.erase_node(user)
         users = [*node.users]
         if any(user.target is not operator.getitem or user.args[1] != 0 for user in users):
@@ -283,12 +283,12 @@ def _replace_unchecked(module: GraphModule) -> None:
         x, weight, bias, mean, variance, momentum, eps = node.args
         for user in users:
             with graph.inserting_before(user):
-                own = graph.call_function(
+                new = graph.call_function(
                     torch.ops.aten.batch_norm.default,
                     (x, weight, bias, mean, variance, False, momentum, eps, False),
                 )
-            own.meta.update(user.meta)
-            user.replace_all_uses_with(own)
+            new.meta.update(user.meta)
+            user.replace_all_uses_with(new)
             graph.erase_node(user)
         graph.erase_node(node)
     if found:

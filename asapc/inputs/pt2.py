@@ -80,16 +80,16 @@ def save_program(exported: ExportedProgram, path: Path) -> None:
             for node in module.graph.nodes:
                 for key in [k for k in node.meta if k not in ("val", "tensor_meta")]:
                     del node.meta[key]
-    own = dict(exported.state_dict)
+    weights = dict(exported.state_dict)
     examples = exported._example_inputs
     try:
-        exported._state_dict = {name: _emptied(tensor) for name, tensor in own.items()}
+        exported._state_dict = {name: _emptied(tensor) for name, tensor in weights.items()}
         exported._example_inputs = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.export.save(exported, path)
     finally:
-        exported._state_dict = own
+        exported._state_dict = weights
         exported._example_inputs = examples
 
 
@@ -165,8 +165,8 @@ def load_program(
 
 
 def _attach(exported: ExportedProgram, weights: Mapping[str, Tensor], path: Path) -> None:
-    own = exported.state_dict
-    missing = sorted(set(own) - set(weights))
+    declared = exported.state_dict
+    missing = sorted(set(declared) - set(weights))
     if missing:
         raise InputError(f"{path}: every weight must be in model.safetensors", got=missing[:4])
     for name, expected in _declared(exported):
@@ -180,7 +180,7 @@ def _attach(exported: ExportedProgram, weights: Mapping[str, Tensor], path: Path
         name: nn.Parameter(weights[name], requires_grad=weights[name].is_floating_point())
         if isinstance(tensor, nn.Parameter)
         else weights[name]
-        for name, tensor in own.items()
+        for name, tensor in declared.items()
     }
 
 
@@ -197,8 +197,8 @@ def _declared(exported: ExportedProgram) -> Iterator[tuple[str, Tensor]]:
 def _rebuilt(content: bytes, trust: bool) -> bytes:
     """The archive again, of its harmless parts alone: no reader can find others in it."""
     members = _members(content)
-    for name, own in _CONFIGS.items():
-        members[name] = _dumped(_config(name, parse_json(members[name]), own, members))
+    for name, pattern in _CONFIGS.items():
+        members[name] = _dumped(_config(name, parse_json(members[name]), pattern, members))
     model = parse_json(members[_MODEL])
     if not _is_mapping(model, "range_constraints"):
         raise ValueError(f"{_MODEL} is no program")
@@ -244,7 +244,7 @@ def _members(content: bytes) -> dict[str, bytes]:
     return members
 
 
-def _config(name: str, document: Any, own: re.Pattern[str], members: Mapping[str, bytes]) -> Any:
+def _config(name: str, document: Any, pattern: re.Pattern[str], members: Mapping[str, bytes]) -> Any:
     """Where tensors lie in the archive and their shapes, checked against what lies there."""
     if not _is_mapping(document, "config"):
         raise ValueError(f"{name} lists no tensors")
@@ -252,7 +252,11 @@ def _config(name: str, document: Any, own: re.Pattern[str], members: Mapping[str
         if not _is_mapping(entry, "tensor_meta") or not _PATH.fullmatch(tensor):
             raise _Unsafe(f"{name}: the tensor {tensor!r}")
         path = entry.get("path_name")
-        if entry.get("use_pickle") is not False or not isinstance(path, str) or not own.fullmatch(path):
+        if (
+            entry.get("use_pickle") is not False
+            or not isinstance(path, str)
+            or not pattern.fullmatch(path)
+        ):
             raise _Unsafe(f"{name}: a pickled tensor ({tensor})")
         stored = len(members.get(f"{Path(name).parent}/{path}", b""))
         meta = entry["tensor_meta"]

@@ -1,8 +1,8 @@
 """A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
 
     operator: auto            # auto | lossless | sinkhorn | asap | esp_hard | lot
-    side: target                 # target | source: whose dual is predicted; both: an ablation
-    c_transforms: 1               # at most; the site's convention decides the parity. 0 with side: both
+    side: target              # target | source: whose dual is predicted; both: an ablation
+    c_transforms: 1           # at most; the site's convention decides the parity. 0 with side: both
     features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
     fit: ls                   # ls | kl
     ridge: 1.0e-3
@@ -20,7 +20,7 @@
 
 `asapc calibrate` and `asapc compile` read the same file.  An unknown key, a wrong type and a
 pattern that matches no site are errors: an option ignored silently is worse than one refused.
-`recipe.schema.json` is its JSON Schema, from which editors complete: made of TYPES by `recipe_schema`.
+`recipe.schema.json` is its JSON Schema, for completion in editors: `recipe_schema` makes it of TYPES.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from asapc.inputs.settings import (
 from asapc.metrics import BUDGET_BOUNDS
 from asapc.operators.catalogue import OPERATORS
 
-Operator = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
+OperatorName = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
 Fit = Literal["ls", "kl"]
 RidgeMode = Literal["risk", "direct"]
 Coefficients = Literal["per_head", "pooled", "shared"]
@@ -92,7 +92,7 @@ BUDGET_TYPES: Mapping[str, Any] = {
 }
 # Of the keys in a file. Where _COMPOUND has a parser, the type is for the schema alone.
 _OWN_TYPES: Mapping[str, Any] = {
-    "operator": Operator,
+    "operator": OperatorName,
     "side": RecipeSide,
     "c_transforms": integer(0, MAX_C_TRANSFORMS),
     "features": list_of(str, 1),
@@ -130,14 +130,14 @@ class Recipe:
     operator:            "auto" measures and picks inside the budget; the others are forced. "lossless"
                          is the site's own operator, "sinkhorn" that of a Sinkhorn site.
     side:                which dual is predicted: "source" the queries', "target" the keys'.
-    c_transforms:            most half-steps after the predicted dual (fewer if the parity asks for it).
+    c_transforms:        most half-steps after the predicted dual (fewer if the parity asks for it).
     features:            entries `family`, `family:count` or `family:count:kind`.
     fit:                 "ls" least squares on the dual; "kl" the plan's Kullback-Leibler divergence.
     ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
     coefficients:        one vector for each head, for all heads of a site, or for all sites.
     pivots, slices:      of each head, where a Sinkhorn site is distilled into lot or esp_hard.
     candidates:          what `operator: auto` tries beside the lossless operator; each one is the keys
-                         above with its own on top. Empty: those keys as they stand.
+                         above, overridden by those it has. Empty: those keys as they stand.
     seed:                directions and any sampling.
     budget:              what the selection keeps, see BUDGET_BOUNDS: attention_rel_l2 of the worst site,
                          the rest of the whole model. For a site: of the model with it alone replaced.
@@ -148,7 +148,7 @@ class Recipe:
     sites:               glob pattern on site names -> overrides, later patterns win.
     """
 
-    operator: Operator = "auto"
+    operator: OperatorName = "auto"
     side: RecipeSide = "target"
     c_transforms: int = 1
     features: tuple[str, ...] = ("coarse:32",)
@@ -187,13 +187,13 @@ class Recipe:
         if self.operator != "auto":
             return [self]
         tried = self.candidates or ({},)
-        named = [replace(self, **{"operator": "asap", "candidates": (), **own}) for own in tried]
-        for own in named:
-            own.check_side("recipe: candidates")
-        return list({own.label(): own for own in named}.values())
+        named = [replace(self, **{"operator": "asap", "candidates": (), **block}) for block in tried]
+        for recipe in named:
+            recipe.check_side("recipe: candidates")
+        return list({recipe.label(): recipe for recipe in named}.values())
 
     def label(self) -> str:
-        """A candidate in a few words, which tell it from every other: "asap key 1 coarse:32"."""
+        """A candidate in a few words that tell it from every other: "asap key 1 coarse:32"."""
         if self.operator in OPERATORS and (size := OPERATORS[self.operator].size):
             return f"{self.operator} {getattr(self, size)}"
         if self.operator != "asap":
@@ -213,12 +213,12 @@ class Recipe:
 
     def site_budget(self, name: str) -> Mapping[str, float]:
         """Limits with this site alone replaced: its own, else the attention error of the whole budget."""
-        own = None
+        budget = None
         for pattern, overrides in self.sites.items():
             if "budget" in overrides and fnmatchcase(name, pattern):
-                own = overrides["budget"]
-        if own is not None:
-            return dict(own)
+                budget = overrides["budget"]
+        if budget is not None:
+            return dict(budget)
         return {key: limit for key, limit in self.budget.items() if key == "attention_rel_l2"}
 
     def check_side(self, where: str) -> None:
@@ -315,15 +315,15 @@ def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
         )
     found: list[dict[str, Any]] = []
     for number, block in enumerate(value, 1):
-        own_place = place.at("", label=f"entry {number}")
+        block_place = place.at("", label=f"entry {number}")
         if not isinstance(block, Mapping) or not block:
-            rule = f"{own_place} must be a mapping such as {{c_transforms: 1}}"
+            rule = f"{block_place} must be a mapping such as {{c_transforms: 1}}"
             raise InputError(rule, got=repr(block))
-        block = modern(block, own_place)
-        for own in combinations(block, str(own_place)):
-            found.append(parse(own, CANDIDATE_TYPES, own_place, _COMPOUND, source=block))
+        block = modern(block, block_place)
+        for combination in combinations(block, str(block_place)):
+            found.append(parse(combination, CANDIDATE_TYPES, block_place, _COMPOUND, source=block))
             if found[-1].get("operator") == "auto":
-                named = own_place.line_of("operator", block)
+                named = block_place.line_of("operator", block)
                 raise InputError(f"{named}: operator must be a named one", got="auto")
             if len(found) > MAX_CANDIDATES:
                 raise InputError(f"{place}: at most {MAX_CANDIDATES} candidates", got="more")
@@ -344,7 +344,7 @@ def modern(data: Mapping[Any, Any], place: Place) -> Mapping[Any, Any]:
         for old, new in EARLIER_VALUES.get(name, {}).items() if isinstance(name, str) else ():
             if value == old or (isinstance(value, list | tuple) and old in value):
                 warnings.warn(f"{where}: `{name}: {old}` is now `{name}: {new}`", stacklevel=2)
-                found[name] = new if value == old else [new if own == old else own for own in value]
+                found[name] = new if value == old else [new if item == old else item for item in value]
         if isinstance(data, Located) and key in data.lines:
             found.lines[name] = data.lines[key]
     return found
@@ -391,12 +391,13 @@ def _sites(value: Any, place: Place) -> dict[str, dict[str, Any]]:
             raise InputError(
                 f"{place.line_of(pattern, value)}: a pattern must be text", got=repr(pattern)
             )
-        own = place.at(pattern, value)
+        where = place.at(pattern, value)
         if not isinstance(overrides, Mapping) or not overrides:
             raise InputError(
-                f"{own}: overrides must be a mapping such as {{operator: sinkhorn}}", got=repr(overrides)
+                f"{where}: overrides must be a mapping such as {{operator: sinkhorn}}",
+                got=repr(overrides),
             )
-        parsed[pattern] = parse(modern(overrides, own), SITE_TYPES, own, _COMPOUND)
+        parsed[pattern] = parse(modern(overrides, where), SITE_TYPES, where, _COMPOUND)
     return parsed
 
 

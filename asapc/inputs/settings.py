@@ -1,11 +1,11 @@
 """Typed settings of a user's file: each value held against a type, and errors that say where it stands.
 
-    C-transforms = Annotated[int, Strict(), Interval(ge=0, le=50)]
-    parse({"c_transforms": 51}, {"c_transforms": C-transforms}, Place("recipe r.yaml"))
+    CTransforms = Annotated[int, Strict(), Interval(ge=0, le=50)]
+    parse({"c_transforms": 51}, {"c_transforms": CTransforms}, Place("recipe r.yaml"))
     -> recipe r.yaml, line 4: c_transforms must be an integer from 0 to 50, got 51
 
 The types are the single description: values are checked by them (pydantic), messages word them, and
-the published JSON Schema, from which editors complete, is made of them.
+the published JSON Schema, which editors use for completion, is made of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _from_text(value: Any) -> Any:
     return float(value) if isinstance(value, str) else value  # YAML 1.1 reads 1e-3 as text
 
 
-# A validator in front comes last: what stands before it is part of the number's own schema.
+# A validator in front comes last: what stands before it is part of the number's schema.
 _FROM_TEXT = BeforeValidator(_from_text)
 Finite = Annotated[float, Strict(), AllowInfNan(False), _FROM_TEXT]
 NonNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0), _FROM_TEXT]
@@ -60,7 +60,7 @@ def integer(low: int, high: int | None = None) -> Any:
 
 
 def list_of(kind: Any, low: int = 0, high: int | None = None) -> Any:
-    """The type of a list of so many values."""
+    """The type of a list with a given number of values."""
     return Annotated[list[kind], Len(low, high)]
 
 
@@ -76,7 +76,7 @@ def mapping_of(kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value stands: "recipe r.yaml, line 4: sites: a: c-transforms"."""
+    """Where a value stands: "recipe r.yaml, line 4: sites: a: c_transforms"."""
 
     file: str
     keys: tuple[str, ...] = ()
@@ -119,9 +119,9 @@ def parse(
                 f"{place.line_of(key, source)}: unknown {what} {key!r}",
                 help=(f"did you mean {close[0]!r}? " if close else "") + f"allowed: {', '.join(types)}",
             )
-        own = place.at(key, source)
+        where = place.at(key, source)
         parser = (compound or {}).get(key)
-        parsed[key] = checked(value, types[key], own) if parser is None else parser(value, own)
+        parsed[key] = checked(value, types[key], where) if parser is None else parser(value, where)
     return parsed
 
 
@@ -152,8 +152,8 @@ def worded(kind: Any) -> str:
     if base is bool:
         return "true or false"
     if get_origin(base) is list:
-        own = next(limit for limit in kind.__metadata__ if isinstance(limit, Len))
-        return f"a list of {own.min_length} values"
+        length = next(limit for limit in kind.__metadata__ if isinstance(limit, Len))
+        return f"a list of {length.min_length} values"
     noun = "an integer" if base is int else "a finite number"
     if "ge" in bounds and "le" in bounds:
         return f"{noun.replace('finite ', '')} from {bounds['ge']} to {bounds['le']}"
@@ -178,10 +178,10 @@ def json_schema(kind: Any, title: str, defaults: Mapping[str, Any]) -> dict[str,
     """JSON Schema 2020-12 of a model, with the defaults of its keys."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **kind.model_json_schema()}
     schema["title"] = title
-    for own in [schema, *schema.get("$defs", {}).values()]:
-        for key, value in own.get("properties", {}).items():
+    for definition in [schema, *schema.get("$defs", {}).values()]:
+        for key, value in definition.get("properties", {}).items():
             value.pop("title", None)
             value.pop("default", None)
-            if own is schema and key in defaults:
+            if definition is schema and key in defaults:
                 value["default"] = defaults[key]
     return schema

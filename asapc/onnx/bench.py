@@ -31,8 +31,8 @@ STAGES: tuple[Stage, ...] = ("teacher", "lossless")
 def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progress) -> dict[str, Any]:
     """Median latencies and sizes of OUT/model.onnx, of the teacher and the lossless loop as ONNX files.
 
-    The teacher is its own file where it came as one that is still there; otherwise what torch's exporter
-    makes of it, as for the lossless loop.  Raises InputError where model.onnx takes other inputs.
+    The teacher is the file it came as, if that is still there; otherwise what torch's exporter makes
+    of it, as for the lossless loop.  Raises InputError where model.onnx takes other inputs.
     """
     threads = torch.get_num_threads()
     sessions = {"graph": open_session(artifact.folder / MODEL, threads)}
@@ -47,19 +47,19 @@ def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progres
                 save(onnx_model(read_exported(artifact, stage), DEFAULT_OPSET), path)
             sessions[stage], sizes[stage] = open_session(path, threads), _bytes(path)
     feeds = {
-        stage: dict(zip((own.name for own in session.get_inputs()), batch.tensors(), strict=True))
+        stage: dict(zip((value.name for value in session.get_inputs()), batch.tensors(), strict=True))
         for stage, session in sessions.items()
     }
     progress.note("timing ONNX Runtime")
     calls = {stage: partial(run, session, feeds[stage]) for stage, session in sessions.items()}
     times = interleaved_medians(calls, repeats)
-    own = {stage: quartiles["median_ms"] for stage, quartiles in times.items()}
+    latency = {stage: quartiles["median_ms"] for stage, quartiles in times.items()}
     return {
-        "latency_teacher_ms": own["teacher"],
-        "latency_lossless_ms": own["lossless"],
-        "latency_compiled_ms": own["graph"],
-        "speedup": own["teacher"] / own["graph"],
-        "speedup_lossless": own["teacher"] / own["lossless"],
+        "latency_teacher_ms": latency["teacher"],
+        "latency_lossless_ms": latency["lossless"],
+        "latency_compiled_ms": latency["graph"],
+        "speedup": latency["teacher"] / latency["graph"],
+        "speedup_lossless": latency["teacher"] / latency["lossless"],
         "megabytes_teacher": sizes["teacher"] / 1e6,
         "megabytes_lossless": sizes["lossless"] / 1e6,
         "megabytes_compiled": sizes["graph"] / 1e6,
@@ -69,8 +69,8 @@ def bench_onnx(artifact: Artifact, batch: Batch, repeats: int, progress: Progres
 
 
 def _check_inputs(session: InferenceSession, artifact: Artifact, batch: Batch) -> None:
-    """Of model.onnx: one for every tensor of the batch."""
-    names, expected = [own.name for own in session.get_inputs()], len(batch.tensors())
+    """model.onnx must take one input for every tensor of the batch."""
+    names, expected = [value.name for value in session.get_inputs()], len(batch.tensors())
     if len(names) != expected:
         raise InputError(
             f"{artifact.folder / MODEL}: must take the {expected} tensors that the compiled model takes",
@@ -80,10 +80,12 @@ def _check_inputs(session: InferenceSession, artifact: Artifact, batch: Batch) -
 
 
 def _bytes(path: Path) -> int:
-    """Of the file and of the files that its weights lie in."""
+    """Size of the file and of the files that hold its weights."""
     weights = onnx.load(path, load_external_data=False).graph.initializer
-    beside = {entry.value for own in weights for entry in own.external_data if entry.key == "location"}
-    return sum(own.stat().st_size for own in (path, *(path.parent / name for name in beside)))
+    beside = {
+        entry.value for weight in weights for entry in weight.external_data if entry.key == "location"
+    }
+    return sum(file.stat().st_size for file in (path, *(path.parent / name for name in beside)))
 
 
 def _own_file(artifact: Artifact) -> Path | None:

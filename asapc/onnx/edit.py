@@ -1,4 +1,4 @@
-"""An ONNX teacher's own file with its attention replaced: everything else stays as the file has it.
+"""An ONNX teacher's file with its attention replaced: everything else stays as it is in the file.
 
 before: the file's nodes, and a compiled program that was captured from them
 after:  what is new in the program, translated (asapc.onnx.functions), between the values it reads and
@@ -44,11 +44,11 @@ class Part:
 def edited_model(
     path: Path, module: OnnxModule, captured: GraphModule, compiled: GraphModule, opset: int | None
 ) -> tuple[onnx_ir.Model, dict[str, list[str]]]:
-    """The file at `path` with the new nodes of `compiled` in the place of what they replace, and the
+    """The file at `path` with the new nodes of `compiled` in place of what they replace, and the
     values of that file by the names of captured nodes.
 
-    module: the import of the file that `captured` was traced from; `compiled` comes of it by passes.
-    opset: None for the file's own.
+    module: the import of the file that `captured` was traced from; `compiled` is what passes made of it.
+    opset: None for that of the file.
     Raises InputError where the file has no value at a place that would have to be cut, or cannot be
     converted to the opset.
     """
@@ -61,7 +61,7 @@ def edited_model(
     values = {
         value.name: value
         for value in [*model.graph.inputs, *model.graph.initializers.values(),
-                      *(own for node in model.graph for own in node.outputs)]
+                      *(output for node in model.graph for output in node.outputs)]
     }  # fmt: skip
 
     def there(node: Node) -> list[onnx_ir.Value]:
@@ -78,7 +78,7 @@ def edited_model(
         outputs = list(piece.outputs)
         _move(piece, model.graph, f"asapc_{number}_")
         for value, node in zip(outputs, part.outputs, strict=True):
-            olds = [own for old in replaced[node] for own in there(old)]
+            olds = [found for old in replaced[node] for found in there(old)]
             if not olds:
                 raise InputError(
                     f"{path}: the file has a value where attention is replaced",
@@ -97,7 +97,7 @@ def edited_model(
 
 
 def _tell_shapes(graph: onnx_ir.Graph, nodes: Mapping[str, Node]) -> None:
-    """Of outputs that the file declares without one, which a checker of the edited file misses."""
+    """Give shapes to outputs declared without one: the checker needs them in the edited file."""
     for value in graph.outputs:
         node = nodes.get(value.name or "")
         if value.shape is None and node is not None:
@@ -107,7 +107,7 @@ def _tell_shapes(graph: onnx_ir.Graph, nodes: Mapping[str, Node]) -> None:
 
 def of_opset(proto: onnx.ModelProto, wanted: int | None) -> onnx.ModelProto:
     """In the wanted opset, or in one that functions are written in."""
-    version = next(own.version for own in proto.opset_import if own.domain in ("", "ai.onnx"))
+    version = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
     target = wanted or max(version, OPSETS[0])
     if version == target:
         return proto
@@ -133,11 +133,11 @@ def _parts(compiled: GraphModule, has_value: Callable[[Node], bool]) -> list[Par
         before = group.get(node)
         if before == number:
             return
-        for own in {node} if before is None else members.pop(before):
-            group[own] = number
-            members[number].add(own)
+        for member in {node} if before is None else members.pop(before):
+            group[member] = number
+            members[number].add(member)
 
-    for number, node in enumerate(own for own in compiled.graph.nodes if _is_new(own)):
+    for number, node in enumerate(node for node in compiled.graph.nodes if _is_new(node)):
         members[number] = set()
         join(node, number)
         for read in node.all_input_nodes:
@@ -145,12 +145,12 @@ def _parts(compiled: GraphModule, has_value: Callable[[Node], bool]) -> list[Par
                 join(read, group[node])
     parts = []
     order = {node: place for place, node in enumerate(compiled.graph.nodes)}
-    for own in members.values():
-        nodes = set(own)
+    for new in members.values():
+        nodes = set(new)
         _add_missing(nodes, has_value)
         inputs = {read for node in nodes for read in node.all_input_nodes if read not in nodes}
-        outputs = [node for node in own if any(not _is_new(user) for user in node.users)]
-        ordered = [tuple(sorted(own, key=order.__getitem__)) for own in (nodes, inputs, outputs)]
+        outputs = [node for node in new if any(not _is_new(user) for user in node.users)]
+        ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (nodes, inputs, outputs)]
         parts.append(Part(*ordered))
     return sorted(parts, key=lambda part: order[part.nodes[-1]])
 
@@ -169,7 +169,7 @@ def _add_missing(nodes: set[Node], has_value: Callable[[Node], bool]) -> None:
 
 
 def _exported(compiled: GraphModule, part: Part) -> ExportedProgram:
-    """The part as a program of its own, with the dynamic sizes of what it reads."""
+    """The part as a separate program, with the dynamic sizes of what it reads."""
     graph = Graph()
     copies: dict[Node, Node] = {node: graph.placeholder(node.name) for node in part.inputs}
     for node in part.nodes:
@@ -185,8 +185,8 @@ def _replaced(captured: GraphModule, compiled: GraphModule) -> dict[Node, list[N
     for node in compiled.graph.nodes:
         if _is_new(node) or node.op in ("placeholder", "get_attr"):
             continue
-        own, old = (pytree.tree_leaves((n.args, n.kwargs)) for n in (node, before[node.name]))
-        for now, then in zip(own, old, strict=True):
+        arguments, old = (pytree.tree_leaves((n.args, n.kwargs)) for n in (node, before[node.name]))
+        for now, then in zip(arguments, old, strict=True):
             if isinstance(now, Node) and _is_new(now) and then not in found.setdefault(now, []):
                 found[now].append(then)
     return found

@@ -1,4 +1,4 @@
-"""A compiled program as OUT/model.onnx, which stands there only after it was run and compared.
+"""A compiled program as OUT/model.onnx, put there only after it was run and compared.
 
     translate   the program by torch's exporter, its asapc calls as calls of model-local functions
     check       onnx.checker with shape inference; weights beyond 2 GB go into model.onnx.data
@@ -47,7 +47,7 @@ from asapc.onnx.translate import translate
 from asapc.terminal.printed import reason
 from asapc.terminal.progress import Progress
 
-DATA = ".data"  # after the name of a file, of the one that holds its weights
+DATA = ".data"  # suffix of the file that holds the weights of another
 INLINE_BYTES = 1_900_000_000  # of weights: protobuf ends at 2 GiB
 _PARTIAL = ".onnx-"
 
@@ -101,7 +101,7 @@ def write_edited(
     settings: OnnxSettings,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The same for an ONNX teacher: its own file, with its attention replaced.
+    """The same for an ONNX teacher: its file, with the attention replaced.
 
     captured: what the teacher's graph was when it was traced; compiled: what the passes made of it.
     """
@@ -139,7 +139,7 @@ def place(
         record = {
             "opset": model.graph.opset_imports[""],
             "float16": float16,
-            "bytes": sum(own.stat().st_size for own in path.parent.iterdir()),
+            "bytes": sum(file.stat().st_size for file in path.parent.iterdir()),
             "sha256": digest_of(path),
             "functions": sorted({function.name for function in model.functions.values()}),
             **asdict(found),
@@ -147,9 +147,9 @@ def place(
         if any((place / (MODEL + DATA)).exists() for place in (folder, path.parent)):
             (folder / MODEL).unlink(missing_ok=True)  # a kill in between leaves none, not a mixed one
             (folder / (MODEL + DATA)).unlink(missing_ok=True)
-        for own in sorted(path.parent.iterdir(), reverse=True):  # model.onnx.data first
-            own.chmod(0o644)
-            os.replace(own, folder / own.name)
+        for file in sorted(path.parent.iterdir(), reverse=True):  # model.onnx.data first
+            file.chmod(0o644)
+            os.replace(file, folder / file.name)
     replace_file(folder / RECORD, json.dumps(record, indent=2) + "\n")
     return record
 
@@ -176,7 +176,7 @@ def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
 
 
 def save(model: onnx_ir.Model, path: Path) -> None:
-    """Weights go into a file of their own where one would pass 2 GB."""
+    """Weights go into a separate file where a single one would exceed 2 GB."""
     weights = sum(value.const_value.nbytes for value in model.graph.initializers.values()
                   if value.const_value is not None)  # fmt: skip
     if weights <= INLINE_BYTES:
@@ -200,18 +200,18 @@ def _name_sizes(model: onnx_ir.Model) -> None:
     names: dict[str, str] = {}
     for value in model.graph.inputs:
         for axis, size in enumerate(value.shape or ()):
-            own = getattr(size, "value", None)
-            if isinstance(own, str) and own not in names:
+            symbol = getattr(size, "value", None)
+            if isinstance(symbol, str) and symbol not in names:
                 known = sum(name.startswith("length") for name in names.values())
                 if axis == 0 and "batch" not in names.values():
-                    names[own] = "batch"
+                    names[symbol] = "batch"
                 else:
-                    names[own] = "length" if known == 0 else f"length_{known + 1}"
+                    names[symbol] = "length" if known == 0 else f"length_{known + 1}"
     for value in _values(model):
         if value.shape is None:
             continue
         value.shape = onnx_ir.Shape([
-            names.get(own, own) if isinstance(own := getattr(size, "value", size), str) else size
+            names.get(symbol, symbol) if isinstance(symbol := getattr(size, "value", size), str) else size
             for size in value.shape
         ])  # fmt: skip
 

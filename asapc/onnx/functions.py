@@ -81,12 +81,12 @@ class _Call:
                 tensors.append(argument)
                 return TENSOR
             if isinstance(argument, list | tuple):
-                return tuple(setting(own) for own in argument)
+                return tuple(setting(item) for item in argument)
             return argument
 
         settings = tuple(setting(argument) for argument in node.args)
         assert isinstance(node.target, torch._ops.OpOverload) and not node.kwargs
-        values = [own.meta["val"] for own in tensors]
+        values = [tensor.meta["val"] for tensor in tensors]
         layout = tuple(
             (value.dtype, shape, tuple(isinstance(length, int) for length in value.shape))
             for value, shape in zip(values, stand_ins(values), strict=True)
@@ -120,9 +120,9 @@ class _Call:
         value = self.node.meta["val"]
         several = isinstance(value, list | tuple)
         values = list(value) if several else [value]
-        types = [int(_onnx_type(own.dtype)) for own in values]
+        types = [int(_onnx_type(tensor.dtype)) for tensor in values]
         with graph.inserting_before(self.node):
-            shapes = [[self._size(graph, length) for length in own.shape] for own in values]
+            shapes = [[self._size(graph, length) for length in tensor.shape] for tensor in values]
             settings: dict[str, Any] = {key: [] for key in _SYMBOLIC_LISTS}
             ops = torch.ops.onnx_symbolic
             new = graph.call_function(
@@ -139,10 +139,10 @@ class _Call:
         if isinstance(length, int):
             return length
         for node in self.tensors:
-            for axis, own in enumerate(node.meta["val"].shape):
-                if not isinstance(own, int) and own.node.expr == length.node.expr:
+            for axis, extent in enumerate(node.meta["val"].shape):
+                if not isinstance(extent, int) and extent.node.expr == length.node.expr:
                     size = graph.call_function(torch.ops.aten.sym_size.int, (node, axis))
-                    size.meta["val"] = own
+                    size.meta["val"] = extent
                     return size
         raise AssertionError(f"{self.node}: no argument has the size {length}")
 
@@ -203,8 +203,8 @@ def traced(module: nn.Module, values: Sequence[Tensor]) -> ExportedProgram:
         raise InputError("the compiled program can be traced for ONNX", got=cause(error)) from error
     given = (node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
              and node.name in exported.graph_signature.user_inputs)  # fmt: skip
-    for value, own in zip(values, given, strict=True):
-        fixed = [int(b) for a, b in zip(value.shape, own.shape, strict=True)
+    for value, found in zip(values, given, strict=True):
+        fixed = [int(b) for a, b in zip(value.shape, found.shape, strict=True)
                  if not isinstance(a, int) and _is_number(b)]  # fmt: skip
         if fixed:
             raise VerificationError(
@@ -247,7 +247,7 @@ class _Body(nn.Module):
         def fill(setting: Any) -> Any:
             if setting is TENSOR:
                 return next(given)
-            return [fill(own) for own in setting] if isinstance(setting, tuple) else setting
+            return [fill(item) for item in setting] if isinstance(setting, tuple) else setting
 
         return self.twin(*(fill(setting) for setting in self.settings))
 

@@ -22,7 +22,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.onnx.verify import difference_of, joined, run_program
 from asapc.onnx.functions import traced
 
-MARGIN = 4  # a file may lose as many times what PyTorch loses in float16
+MARGIN = 4  # times what PyTorch loses in float16: the most that a file may lose
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def in_half(exported: ExportedProgram, names: Sequence[str]) -> Half:
     graph.graph.set_codegen(CodeGen())
     graph.recompile()
     try:
-        own = traced(graph, [v.half() if v.is_floating_point() else v for v in values])
+        retraced = traced(graph, [v.half() if v.is_floating_point() else v for v in values])
     except InputError as error:
         raise InputError(
             "export: the program can be traced in float16", got=error.got, help="leave out --float16"
         ) from error
-    return Half(graph, own)
+    return Half(graph, retraced)
 
 
 def _halved(argument: Any) -> Any:

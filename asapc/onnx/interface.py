@@ -1,4 +1,4 @@
-"""What a file's inputs and outputs are called, which whoever runs it relies on.
+"""The names of a file's inputs and outputs, on which whoever runs it relies.
 
 Inputs have the names of forward's arguments; outputs those of a returned mapping, else `output`, or
 `output_0`, `output_1` ... An ONNX teacher's names stay (manifest.json, `onnx`).
@@ -18,10 +18,10 @@ from asapc.errors import InputError
 
 
 def input_names(exported: ExportedProgram) -> list[str]:
-    """Of its tensors, in order."""
+    """Names of the tensors that the program takes, in order."""
     specs = exported.graph_signature.input_specs
-    return [own.arg.name for own in specs
-            if own.kind == InputKind.USER_INPUT and isinstance(own.arg, TensorArgument)]  # fmt: skip
+    return [spec.arg.name for spec in specs
+            if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)]  # fmt: skip
 
 
 def output_names(exported: ExportedProgram) -> list[str]:
@@ -36,10 +36,10 @@ def output_names(exported: ExportedProgram) -> list[str]:
         while name in names or name in taken:
             name += "_"
         names.append(name)
-    for name, own in zip(names, exported.graph_signature.output_specs, strict=True):
-        if not isinstance(own.arg, TensorArgument):
+    for name, output in zip(names, exported.graph_signature.output_specs, strict=True):
+        if not isinstance(output.arg, TensorArgument):
             raise InputError(
-                "export: the outputs of the model are tensors", got=f"{name}: {_kind(own.arg)}",
+                "export: the outputs of the model are tensors", got=f"{name}: {_kind(output.arg)}",
                 help="wrap the model in one that returns its tensors only",
             )  # fmt: skip
     return names
@@ -65,7 +65,7 @@ def rename(model: onnx_ir.Model, inputs: Sequence[str], outputs: Sequence[str]) 
 
 
 def _separate(graph: onnx_ir.Graph) -> None:
-    """Every output a value of its own: no input, no weight, no other output."""
+    """Make every output a separate value: no input, no weight, no other output."""
     seen = {id(value) for value in [*graph.inputs, *graph.initializers.values()]}
     for place, value in enumerate(graph.outputs):
         if id(value) in seen:
@@ -82,9 +82,9 @@ def _is_key(path: Sequence[Any]) -> bool:
 
 
 def _text(key: Any) -> str:
-    for own in ("key", "name", "idx"):
-        if hasattr(key, own):
-            return str(getattr(key, own))
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
     return str(key)
 
 

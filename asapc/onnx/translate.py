@@ -1,4 +1,4 @@
-"""ATen to ONNX by torch's own exporter, without the traces it leaves in the file."""
+"""ATen to ONNX by torch's exporter, without the traces it leaves in the file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: 
 
 
 def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, **__: Any) -> Any:
-    """As runtimes fuse it; torch's own writes the transpose of the keys with two reshapes around it."""
+    """As runtimes fuse it; torch's translation puts two reshapes around the transpose of the keys."""
     from onnxscript import opset18
 
     op: Any = opset18

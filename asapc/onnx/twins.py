@@ -1,4 +1,4 @@
-"""Twins of the operators in what ONNX has, and in the order ONNX Runtime is fast at.
+"""Twins of the operators, made of what ONNX has and in the order that ONNX Runtime is fast at.
 
 Traced by torch.export they become the bodies of the functions in a file (asapc.onnx.functions), and
 they run in PyTorch, where tests hold them against operators/. A reference that translates well, such as
@@ -449,11 +449,11 @@ def _mixture(count: int, slice_of: SliceOf, inverse_temperature: Tensor) -> Tens
     total: Any = 0.0
     lowest: Any = None
     for index in range(count):
-        own, moved = slice_of(index)
-        tau = inverse_temperature.to(own.dtype).view(-1, 1, 1)
-        before = own if lowest is None else lowest
-        lowest = torch.minimum(before, own)
-        kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (own - lowest))
+        cost, moved = slice_of(index)
+        tau = inverse_temperature.to(cost.dtype).view(-1, 1, 1)
+        before = cost if lowest is None else lowest
+        lowest = torch.minimum(before, cost)
+        kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (cost - lowest))
         kept, weight = kept.to(moved.dtype), weight.to(moved.dtype)
         result, total = result * kept + weight * moved, total * kept + weight
     mixed: Tensor = result / total
@@ -479,12 +479,12 @@ def _either(
 
     Not torch.cond, which compiles first and then takes its sizes for constants.
     """
-    tensors = tuple(own for own in given if own is not None)
+    tensors = tuple(tensor for tensor in given if tensor is not None)
 
     def filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*tensors: Tensor) -> Tensor:
             found = iter(tensors)
-            return function(*(None if own is None else next(found) for own in given))
+            return function(*(None if tensor is None else next(found) for tensor in given))
 
         return call
 
@@ -513,8 +513,8 @@ def _esp_hard(
     clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
     values = None if v is None else clean_values(widen(v), keep)
     orders = [
-        esp_ranks.order_of(esp_ranks.padded_last(x, own), ties)
-        for x, own in ((clouds.x, clouds.query_keep), (clouds.y, clouds.keep))
+        esp_ranks.order_of(esp_ranks.padded_last(x, kept), ties)
+        for x, kept in ((clouds.x, clouds.query_keep), (clouds.y, clouds.keep))
     ]
 
     def per_query(clouds: Ranks, total: Tensor) -> Tensor:
@@ -555,7 +555,7 @@ def _esp_hard(
         result = gathered(*given)
     else:
         chosen = _either(_any_tied(clouds, orders), formed, gathered, given)
-        result = chosen.view(*q.shape[:3], values.shape[3])  # of a choice a file does not know the shape
+        result = chosen.view(*q.shape[:3], values.shape[3])  # a file does not know the shape of a choice
     return esp_ranks.close(result, keep, query_keep, output_factor)
 
 
@@ -601,11 +601,11 @@ def _gathered(
             if shares is not None:
                 met = order_y.gather(-1, met[:, None].expand(*order_x.shape[:2], -1))
             keys = by_token(order_x, order_y if shares is None else met)
-            own, found = away(clouds.q, keys), gather_rows(values, keys)
+            distance, found = away(clouds.q, keys), gather_rows(values, keys)
             if shares is not None:
                 share = by_token(order_x, shares[number][:, None])
-                own, found = own * share, found * share[..., None].to(found.dtype)
-            total, moved = total + own, moved + found
+                distance, found = distance * share, found * share[..., None].to(found.dtype)
+            total, moved = total + distance, moved + found
         if clouds.query_keep is not None:
             total = total.masked_fill(~clouds.query_keep[:, None, :], 0.0)
         return total, moved
@@ -665,9 +665,9 @@ def _esp_soft(
         plan = esp_meaning.soft_plan(
             clouds.x[:, :, index], clouds.y[:, :, index], clouds.keep, clouds.query_keep, ranks, sort
         )
-        own = (cost * plan).sum((-1, -2))[..., None, None]
-        own = own / count if mean_cost else own
-        return own, plan if values is None else plan @ values
+        distance = (cost * plan).sum((-1, -2))[..., None, None]
+        distance = distance / count if mean_cost else distance
+        return distance, plan if values is None else plan @ values
 
     mixed = _mixture(clouds.num_slices, slice_of, inverse_temperature)
     return esp_ranks.close(mixed, keep, query_keep, output_factor)

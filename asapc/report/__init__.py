@@ -25,8 +25,8 @@ def write_report(
     """Write report.json, report.md, junit.xml and report.html into an artefact folder, each replaced
     whole or not at all.
 
-    Without the extra `report` there is no page: `note` is told so, and an earlier page, which would be
-    of other measurements, is removed. Raises InputError if the folder cannot be written.
+    Without the extra `report` there is no page: `note` is told, and an earlier page, which would show
+    other measurements, is removed. Raises InputError if the folder cannot be written.
     """
     contents = {
         "report.json": json_text(report) + "\n",

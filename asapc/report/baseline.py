@@ -1,8 +1,8 @@
 """Regression mode: is this report worse than an earlier one of the same model on the same data?
 
-Every metric that both reports have is compared, but for absolute times (Metric.compared). Shares
-(agreement, accuracies) may be worse by so many points, everything else by such a part of the
-baseline's value.
+Every metric that both reports have is compared, but for absolute times (Metric.compared). A share
+(agreement, accuracy) may be worse by so many points, anything else by a fraction of the baseline's
+value.
 The file is someone else's: its size, its shape and every number in it are checked.
 """
 
@@ -60,7 +60,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A checked earlier report, and how much worse than it is still accepted."""
+    """A checked earlier report, and how much worse a new one may be."""
 
     path: str
     report: Report
@@ -126,7 +126,7 @@ def load_baseline(path: str | Path, allowance: Allowance | None = None) -> Basel
 
 
 def compare(report: Report, baseline: Baseline) -> GateReport:
-    """Hold a report against its baseline.  Raises InputError if they are not of the same thing."""
+    """Compare a report with its baseline.  Raises InputError if their teacher or data differ."""
     _require_same(report, baseline)
     skipped: list[dict[str, str]] = []
     checks = list(_compare_model(report, baseline, skipped))
@@ -140,7 +140,7 @@ def compare(report: Report, baseline: Baseline) -> GateReport:
             continue
         checks += _compare_site(now[name], old, baseline.allowance, skipped)
     skipped += [_skip("sites", name, "not in the baseline") for name in now if name not in old_sites]
-    allowance, verdict = baseline.allowance, worst_class(own.verdict for own in checks)
+    allowance, verdict = baseline.allowance, worst_class(check.verdict for check in checks)
     summary = Comparison(baseline.path, allowance.general, dict(allowance.by_metric), verdict,
                          len(checks), tuple(skipped))  # fmt: skip
     return GateReport(verdict, tuple(checks), summary)
@@ -224,20 +224,20 @@ def _compared(
 
 
 def _require_same(report: Report, baseline: Baseline) -> None:
-    own, its = report.fingerprints, baseline.report.fingerprints
+    now, old = report.fingerprints, baseline.report.fingerprints
     for key, what in (("teacher", "of the same teacher"), ("data", "on the same data")):
-        if own.get(key) != its.get(key):
+        if now.get(key) != old.get(key):
             raise InputError(
                 f"baseline {baseline.path}: the baseline must be a report {what}",
-                got=f"{key} {short(str(its.get(key))[:12])}, this one is {short(str(own.get(key))[:12])}",
+                got=f"{key} {short(str(old.get(key))[:12])}, this one is {short(str(now.get(key))[:12])}",
                 help="measure a baseline again whenever the teacher or the data change",
             )
 
 
 def _other_machine(report: Report, earlier: Report) -> str | None:
     """Why ratios of times cannot be compared, None where they can."""
-    own, its = report.environment, earlier.environment
-    different = [key for key in MACHINE if own.get(key) != its.get(key)]
+    now, old = report.environment, earlier.environment
+    different = [key for key in MACHINE if now.get(key) != old.get(key)]
     if report.model.values.get("batch") != earlier.model.values.get("batch"):
         different.append("batch size")
     return f"measured with another {' and '.join(different)}" if different else None

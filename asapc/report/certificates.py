@@ -4,9 +4,9 @@ A certificate is a bound from a paper, evaluated in float64 for each example and
 split, next to the quantity it bounds, measured there. Bounds need the teacher's duals, which are
 known offline only; one that does not hold would be a defect of asapc or of a proof.
 
-Scores S and duals are in units of epsilon, absolute: P = exp(S + f + g). Checked are strictly positive
-blocks: all queries against the n active of M keys, no pair forbidden by a score bias. Every query has
-mass 1/N and every active key 1/M, so a plan has mass 1 after a row c-transform and n/M after a column
+Scores S and duals are in units of epsilon, absolute: P = exp(S + f + g). Only strictly positive blocks
+are checked: all queries against the n active of M keys, no pair forbidden by a score bias. Every query
+has mass 1/N and every active key 1/M, so a plan has mass 1 after a row c-transform and n/M after a column
 c-transform; the papers' proofs need no more than that it is at most 1.
 
 The papers predict the source dual and close columns first. A predicted target dual is the same with the
@@ -173,10 +173,10 @@ def measured_contraction(block: Block, g: Tensor, seed: int = 0) -> Tensor:
     image = iterate(g)
     worst = g.new_zeros(g.shape[:2])
     for size in (*[NEAR] * POWER_STEPS, FAR):
-        own = _spread(change)
-        scaled = change * torch.where(own > 0, size / own, 0.0)[..., None]
+        spread = _spread(change)
+        scaled = change * torch.where(spread > 0, size / spread, 0.0)[..., None]
         change = iterate(g + scaled) - image
-        worst = torch.maximum(worst, torch.where(own > 0, _spread(change) / size, 0.0))
+        worst = torch.maximum(worst, torch.where(spread > 0, _spread(change) / size, 0.0))
     return worst
 
 
@@ -355,9 +355,9 @@ class SiteCertificates:
         self.contraction = max(self.contraction, _largest(bound))
         if self.plan is not None:
             start = teacher.after(self.plan.half_steps)
-            for own, true, keep in zip(predicted, start, (None, t.keep), strict=True):
-                if own is not None:
-                    factor = dual_stability_factor(own, true, keep)
+            for dual, true, keep in zip(predicted, start, (None, t.keep), strict=True):
+                if dual is not None:
+                    factor = dual_stability_factor(dual, true, keep)
                     self.stability = max(self.stability, _largest(factor))
         num_queries, num_keys = teacher.scores.shape[-2:]
         masses = -math.log(num_queries), -math.log(num_keys)
@@ -370,21 +370,21 @@ class SiteCertificates:
             if self.plan is None or self.plan.c_transforms == 0:
                 continue  # without a c-transform nothing more is proven
             index = 0 if self.plan.side == "source" else 1
-            own, true = predicted[index], teacher.after(self.plan.half_steps)[index]
-            assert own is not None
-            own, true = own[rows], true[rows]
+            dual, true = predicted[index], teacher.after(self.plan.half_steps)[index]
+            assert dual is not None
+            dual, true = dual[rows], true[rows]
             if index == 1:
-                own, true = own[..., keys], true[..., keys]
-            self._certify(block, own, true)
+                dual, true = dual[..., keys], true[..., keys]
+            self._certify(block, dual, true)
 
-    def _certify(self, block: Block, own: Tensor, true: Tensor) -> None:
-        """own, true: the predicted dual of a block and the teacher's."""
+    def _certify(self, block: Block, dual: Tensor, true: Tensor) -> None:
+        """dual, true: the predicted dual of a block and the teacher's."""
         assert self.plan is not None
         side: Side = "column" if self.plan.side == "source" else "row"
         compared = block.positive() and self._take("plans", block.scores.numel())
         if not compared and not self._has_row_bound():
             return
-        closed = block.closed(own, side, self.plan.c_transforms)
+        closed = block.closed(dual, side, self.plan.c_transforms)
         if self._has_row_bound():
             g_plus, g_0 = closed[-1].g, closed[-2].g
             assert g_plus is not None and g_0 is not None
@@ -395,7 +395,7 @@ class SiteCertificates:
         self._row_error(block, closed, side)
         self._stability(block, closed, exact, side)
         self._marginal_error(block, closed[-1], exact[-1], _last_side(side, closed))
-        self._divergence(block, own, true, side)
+        self._divergence(block, dual, true, side)
 
     def _row_error(self, block: Block, closed: list[Duals], side: Side) -> None:
         """Proposition B.7: a row c-transform, then a column c-transform, whatever came before."""
@@ -436,12 +436,12 @@ class SiteCertificates:
         check = self._check("dual_stability", PAPER, f"Proposition {number}")
         check.add(torch.exp(2 * alpha), torch.exp(torch.maximum(largest, -smallest)), trivial)
 
-    def _marginal_error(self, block: Block, own: Duals, exact: Duals, last: Side) -> None:
+    def _marginal_error(self, block: Block, duals: Duals, exact: Duals, last: Side) -> None:
         """Proposition B.15 on the final plans, which share the marginal that was closed last."""
         free, name, log_mass = (-1, "row", block.log_mu) if last == "column" else (
             -2, "column", block.log_nu)  # fmt: skip
         mass = math.exp(log_mass)
-        log_plan, log_exact = block.log_plan(own), block.log_plan(exact)
+        log_plan, log_exact = block.log_plan(duals), block.log_plan(exact)
         plan, teacher = log_plan.exp(), log_exact.exp()
         error, others = ((p.sum(free) - mass).abs().sum(-1) for p in (plan, teacher))
         gap = (plan - teacher).abs().sum((-2, -1))
@@ -452,12 +452,12 @@ class SiteCertificates:
         check = self._check(f"{name}_error_identity", PAPER, "Proposition B.15, Eq. B.93")
         check.add_identity(deviation.mean(-1) * deviation.shape[-1] * mass, error, 0.0)
 
-    def _divergence(self, block: Block, own: Tensor, true: Tensor, side: Side) -> None:
+    def _divergence(self, block: Block, dual: Tensor, true: Tensor, side: Side) -> None:
         """Proposition B.10 on the plans of one c-transform."""
         scores, mass = block.scores, block.log_nu
         if side == "row":
             scores, mass = scores.transpose(-1, -2), block.log_mu
-        tilt = Tilt(scores, true, own, mass)
+        tilt = Tilt(scores, true, dual, mass)
         reverse, forward = tilt.divergences()
         worse, trivial = torch.maximum(reverse, forward), tilt.trivial()
         for name, bound, equation in (
@@ -471,8 +471,8 @@ class SiteCertificates:
         if count <= 0:
             return
         self._left["quadrature"] -= count * cost
-        scores, true, own = (x.flatten(0, 1)[None, :count] for x in (scores, true, own))
-        integrals = Tilt(scores, true, own, mass).integrals()
+        scores, true, dual = (x.flatten(0, 1)[None, :count] for x in (scores, true, dual))
+        integrals = Tilt(scores, true, dual, mass).integrals()
         for name, one, other, equation in (
             ("kl_identity_reverse", integrals[0], reverse, "B.51"),
             ("kl_identity_forward", integrals[1], forward, "B.52"),
@@ -507,11 +507,11 @@ def _last_side(first: Side, closed: list[Duals]) -> Side:
     return "row" if first == "column" else "column"
 
 
-def _moved(own: Duals, exact: Duals) -> tuple[Tensor, Tensor]:
+def _moved(duals: Duals, exact: Duals) -> tuple[Tensor, Tensor]:
     """f^ - f and g^ - g; 0 for the one that is not known."""
     none = torch.zeros((), dtype=torch.float64)
-    f = none if own.f is None or exact.f is None else own.f - exact.f
-    g = none if own.g is None or exact.g is None else own.g - exact.g
+    f = none if duals.f is None or exact.f is None else duals.f - exact.f
+    g = none if duals.g is None or exact.g is None else duals.g - exact.g
     return f, g
 
 

@@ -34,10 +34,12 @@ def finite(value: Number) -> Number:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def approximates(operator: str, own: str) -> bool:
-    """Whether a site that became `operator` computes another map than its teacher, whose operator is
-    `own`: lossless is what computes the teacher's map from other kernels."""
-    return operator not in (TEACHER, own)
+def approximates(operator: str, teacher_operator: str) -> bool:
+    """Whether a site that became `operator` computes another map than its teacher, an operator too.
+
+    Lossless is what computes the teacher's map by other kernels.
+    """
+    return operator not in (TEACHER, teacher_operator)
 
 
 def worst_class(classes: Iterable[Class]) -> Class:
@@ -66,7 +68,7 @@ class ModelReport(Measured, Record):
     capture: Annotated[str | None, {"enum": ["whole", "module"]}] = optional()
     data: str | None = optional()
     values: Mapping[str, Any] = rest(
-        {own.key: own.schema() for own in of("model")} | {"examples": COUNT, "batch": COUNT}
+        {metric.key: metric.schema() for metric in of("model")} | {"examples": COUNT, "batch": COUNT}
     )
     confidence: Intervals = field(default_factory=dict)
     confidence_level: Annotated[float, {"exclusiveMinimum": 0, "exclusiveMaximum": 1}] = 0.95
@@ -83,7 +85,7 @@ class LengthBin(Record):
     low: int
     high: int
     examples: int | None = None
-    metrics: Mapping[str, Any] = rest({own.key: own.schema() for own in METRICS})
+    metrics: Mapping[str, Any] = rest({metric.key: metric.schema() for metric in METRICS})
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class SiteReport(Measured, Record):
         Numbers | None, "what calibration saw, for the detection of drift"
     ] = None
     metrics: Annotated[
-        Numbers, {"properties": {own.key: own.schema() for own in of("site")}}
+        Numbers, {"properties": {metric.key: metric.schema() for metric in of("site")}}
     ] = field(default_factory=dict)
     confidence: Intervals = field(default_factory=dict)
     by_head: Annotated[
@@ -153,16 +155,18 @@ class SiteReport(Measured, Record):
     ] = field(default_factory=dict)
     by_length: tuple[LengthBin, ...] = ()
     certificates: tuple[Certificate, ...] = ()
-    more: Mapping[str, Any] = rest({own.key: own.schema() for own in METRICS if own.scope == "both"})
+    more: Mapping[str, Any] = rest(
+        {metric.key: metric.schema() for metric in METRICS if metric.scope == "both"}
+    )
 
     @property
-    def own_operator(self) -> str:
-        """That computes the teacher's map."""
+    def teacher_operator(self) -> str:
+        """The one that computes the teacher's map."""
         return (self.convention and self.convention.operator) or "sinkhorn"
 
     @property
     def approximate(self) -> bool:
-        return approximates(self.operator, self.own_operator)
+        return approximates(self.operator, self.teacher_operator)
 
     def metric(self, key: str) -> Number:
         value: Number = self.metrics.get(key, self.more.get(key))
@@ -317,14 +321,14 @@ class GateReport(Record):
 
     def __post_init__(self) -> None:
         if self.verdict is None and self.checks:
-            object.__setattr__(self, "verdict", worst_class(own.verdict for own in self.checks))
+            object.__setattr__(self, "verdict", worst_class(check.verdict for check in self.checks))
         object.__setattr__(self, "passed", self.verdict in (None, "ACCEPT"))
 
     @property
     def failures(self) -> list[Check]:
         """The checks that are not accepted, the worst class first."""
-        failed = [own for own in self.checks if not own.passed]
-        return sorted(failed, key=lambda own: -CLASSES.index(own.verdict))
+        failed = [check for check in self.checks if not check.passed]
+        return sorted(failed, key=lambda check: -CLASSES.index(check.verdict))
 
 
 @dataclass(frozen=True)

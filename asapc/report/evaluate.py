@@ -148,7 +148,7 @@ class Unseen:
         """Raises InputError if the artefact has seen examples of the gate split."""
         self.seen = artifact.seen_hashes
         self.source = source.source
-        self.known = any(places.same(source.source, own) for own in _data_of(artifact))
+        self.known = any(places.same(source.source, data) for data in _data_of(artifact))
         self.excluded = 0
         held_out = sum(split_of(content) == "gate" for content in self.seen)
         if held_out:
@@ -187,7 +187,7 @@ def _data_of(artifact: Artifact) -> list[str]:
     """Where the examples of calibration, selection and refreshes came from."""
     refresh = artifact.manifest.get("refresh", {})
     entries = [artifact.manifest, refresh, *refresh.get("earlier", [])]
-    return [places.found(str(own["data"]), artifact.folder) for own in entries if "data" in own]
+    return [places.found(str(entry["data"]), artifact.folder) for entry in entries if "data" in entry]
 
 
 def _lengths(sites: Sequence[SiteTensors], examples: int) -> Tensor | None:
@@ -195,11 +195,11 @@ def _lengths(sites: Sequence[SiteTensors], examples: int) -> Tensor | None:
 
     None if no site's first axis counts the examples.
     """
-    own = [t for t in sites if len(t.q) == examples]
-    for t in own:
+    per_example = [t for t in sites if len(t.q) == examples]
+    for t in per_example:
         if t.keep is not None and len(t.keep) == examples:
             return t.keep.sum(-1)
-    return torch.full((examples,), own[0].k.shape[2]) if own else None
+    return torch.full((examples,), per_example[0].k.shape[2]) if per_example else None
 
 
 def bench(

@@ -75,7 +75,7 @@ def parse_gates(data: Mapping[str, Any], *, where: str = "gates") -> list[Gate]:
     return _parsed(data, Place(where), {**_metrics(None), "sites": _sites})
 
 
-def check(report: Report, gates: Sequence[Gate]) -> list[Check]:
+def limit_checks(report: Report, gates: Sequence[Gate]) -> list[Check]:
     """One check per limit of the model and per limit and site of a pattern; a limit on a per-site metric
     without a pattern is one check, of the worst site.
 
@@ -93,10 +93,10 @@ def check(report: Report, gates: Sequence[Gate]) -> list[Check]:
         if gate.pattern is None and METRIC[gate.metric].scope != "site":
             checks.append(_judge(report, gate, _Reading.of_model(report, gate)))
             continue
-        own = [site for site in report.sites if _governing(gates, gate, site.name)]
-        if report.sites and not own:
+        governed = [site for site in report.sites if _governing(gates, gate, site.name)]
+        if report.sites and not governed:
             continue  # patterns took every site over
-        readings = [_Reading.of_site(site, gate) for site in own if not _without(site, gate.metric)]
+        readings = [_Reading.of_site(site, gate) for site in governed if not _without(site, gate.metric)]
         if gate.pattern is None:
             readings = [_worst(readings, gate)] if readings else [_Reading("sites", None)]
         checks += [_judge(report, gate, reading) for reading in readings]
@@ -105,9 +105,9 @@ def check(report: Report, gates: Sequence[Gate]) -> list[Check]:
 
 def implausible(report: Report) -> list[Check]:
     """One ANOMALOUS check per measurement that no sound compilation and measurement would give."""
-    found = _not_finite(report.model, "model", [own for own in METRICS if own.scope != "site"])
+    found = _not_finite(report.model, "model", [metric for metric in METRICS if metric.scope != "site"])
     for site in report.sites:
-        found += _not_finite(site, site.name, [own for own in METRICS if own.every_site])
+        found += _not_finite(site, site.name, [metric for metric in METRICS if metric.every_site])
         if _cannot_be_equal(site) and finite(site.metric("attention_rel_l2_worst")) == 0:
             text = f"the attention of {site.name} is exactly the teacher's, although it was approximated"
             found.append(_anomaly("attention_rel_l2_worst", site.name, text, 0.0))
@@ -131,15 +131,15 @@ def gate_result(
     if not gates and comparison is None:
         return GateReport()
     compared = comparison or GateReport()
-    checks = (*check(report, gates), *implausible(report), *compared.checks)
-    return GateReport(worst_class(own.verdict for own in checks), checks, compared.baseline)
+    checks = (*limit_checks(report, gates), *implausible(report), *compared.checks)
+    return GateReport(worst_class(check.verdict for check in checks), checks, compared.baseline)
 
 
 def failure_text(gate: GateReport, most: int = 20) -> str:
     """One line for the verdict and one per check that is not accepted, the worst class first."""
     failed = gate.failures
     lines = [f"gate failed: {gate.verdict}"]
-    lines += [f"  {own.verdict}: {own.message}" for own in failed[:most]]
+    lines += [f"  {failure.verdict}: {failure.message}" for failure in failed[:most]]
     if len(failed) > most:
         lines.append(f"  and {len(failed) - most} more")
     return "\n".join(lines)
@@ -284,7 +284,7 @@ def _without(site: SiteReport, metric: str) -> bool:
 def _cannot_be_equal(site: SiteReport) -> bool:
     """An approximation whose results, were they bit-equal, would be a wonder: sorting softly at a
     temperature near zero and sorting exactly may really be the same."""
-    sorts = site.operator.startswith("esp_") and site.own_operator.startswith("esp_")
+    sorts = site.operator.startswith("esp_") and site.teacher_operator.startswith("esp_")
     return site.approximate and not sorts
 
 
@@ -316,23 +316,23 @@ def _too_accurate(report: Report) -> list[Check]:
     if report.refresh is not None and report.refresh.mode == "labels":
         return []
     model, sides = report.model, ("accuracy_teacher", "accuracy_compiled")
-    teacher, own = (finite(model.metric(side)) for side in sides)
+    teacher, compiled = (finite(model.metric(side)) for side in sides)
     examples = finite(model.metric("examples"))
-    if teacher is None or own is None or not examples or examples < 1:
+    if teacher is None or compiled is None or not examples or examples < 1:
         return []
     # Bootstrap intervals shrink to nothing where every example is right, hence the binomial one, with
     # two successes and two failures added (Agresti and Coull).
     share = (teacher * examples + 2) / (examples + 4)
     widths = [1.96 * math.sqrt(max(share * (1 - share), 0.0) / (examples + 4))]
     widths += [(ends[1] - ends[0]) / 2 for side in sides if (ends := model.interval(side)) is not None]
-    gain, width = own - teacher, max(widths)
+    gain, width = compiled - teacher, max(widths)
     if gain <= IMPLAUSIBLE_GAIN * width:
         return []
     text = (
-        f"accuracy_compiled of model is {own:.6g}, the teacher's {teacher:.6g}: a gain of {gain:.4g}, "
-        f"where chance explains {width:.4g}"
+        f"accuracy_compiled of model is {compiled:.6g}, the teacher's {teacher:.6g}: "
+        f"a gain of {gain:.4g}, where chance explains {width:.4g}"
     )
-    return [_anomaly("accuracy_compiled", "model", text, own)]
+    return [_anomaly("accuracy_compiled", "model", text, compiled)]
 
 
 def _anomaly(metric: str, scope: str, message: str, value: float | None = None) -> Check:
@@ -367,10 +367,10 @@ def _sites(patterns: Any, place: Place) -> list[Gate]:
         )
     gates: list[Gate] = []
     for pattern, limits in patterns.items():
-        own = place.at(pattern, patterns, label=str(pattern))
+        where = place.at(pattern, patterns, label=str(pattern))
         if not isinstance(pattern, str):
-            raise InputError(f"{own}: a pattern must be text", got=short(pattern))
-        gates += _parsed(limits, own, _metrics(pattern))
+            raise InputError(f"{where}: a pattern must be text", got=short(pattern))
+        gates += _parsed(limits, where, _metrics(pattern))
     return gates
 
 
@@ -390,8 +390,8 @@ def _limits(key: str, pattern: str | None, limits: Any, place: Place) -> list[Ga
     bounds: tuple[Literal["min", "max"], ...] = ("min", "max")
     for bound in bounds:
         if bound in found and metric.share and not (metric.low or 0) <= found[bound] <= 1:
-            own = place.at(bound, limits)
-            raise InputError(f"{own}: a share is at most 1", got=f"{found[bound]:g}",
+            where = place.at(bound, limits)
+            raise InputError(f"{where}: a share is at most 1", got=f"{found[bound]:g}",
                              help="write 99 % as 0.99")  # fmt: skip
     if found.get("min", -math.inf) > found.get("max", math.inf):
         raise InputError(f"{place}: min must not be above max", got=short(limits))

@@ -138,7 +138,7 @@ class SiteView:
 
 @dataclass
 class Page:
-    """Everything on the page, in its order."""
+    """Everything on the page, in order."""
 
     source: str
     verdict: str
@@ -183,15 +183,15 @@ def page(report: Report) -> Page:
     trail = report.selection or Trail()
     verdict, tone, sentence = _verdict(gate)
     failed = gate.failures
-    drawn = {own.name: own.pairs for own in report.pictures}
+    drawn = {picture.name: picture.pairs for picture in report.pictures}
     return Page(
         source=model.source or "a model",
         verdict=verdict,
         tone=tone,
         sentence=sentence,
-        failures=[(own.verdict, _check_text(own)) for own in failed[:FAILURES]],
+        failures=[(check.verdict, _check_text(check)) for check in failed[:FAILURES]],
         more_failures=max(0, len(failed) - FAILURES),
-        warnings=[own.text for own in report.warnings],
+        warnings=[warning.text for warning in report.warnings],
         tiles=_tiles(model, sites),
         times=_times(model),
         basis=_basis(report),
@@ -232,16 +232,16 @@ def _verdict(gate: GateReport) -> tuple[str, str, str]:
     return gate.verdict, TONES[gate.verdict], sentences[gate.verdict]
 
 
-def _check_text(own: Check) -> str:
-    return own.message or f"{own.metric} of {own.scope}: {number(own.value)}"
+def _check_text(check: Check) -> str:
+    return check.message or f"{check.metric} of {check.scope}: {number(check.value)}"
 
 
 def _tiles(model: ModelReport, sites: Sequence[SiteReport]) -> list[Tile]:
     tiles = []
     if (speedup := finite(model.metric("speedup"))) is not None:
         notes = []
-        if (own := finite(model.metric("speedup_lossless"))) is not None:
-            notes.append(f"{_times_text(own)} by lossless kernels alone")
+        if (lossless := finite(model.metric("speedup_lossless"))) is not None:
+            notes.append(f"{_times_text(lossless)} by lossless kernels alone")
         tiles.append(Tile("Speed-up, whole model", _times_text(speedup), notes))
     if (agreement := finite(model.metric("prediction_agreement"))) is not None:
         notes = _interval(model, "prediction_agreement")
@@ -330,17 +330,17 @@ def _layers(sites: Sequence[SiteReport], trail: Trail) -> Grid | None:
 def _speed(site: SiteReport, trail: TriedSite) -> tuple[str, str] | None:
     """Times as fast as the teacher, and the two times; measured at the site, else by selection."""
     teacher = _positive(site.metric("latency_teacher_ms"))
-    own = _positive(site.metric("latency_compiled_ms"))
+    compiled = _positive(site.metric("latency_compiled_ms"))
     where = ""
-    if teacher is None or own is None:
-        chosen = next((own for own in trail.candidates if own.chosen), Tried())
+    if teacher is None or compiled is None:
+        chosen = next((candidate for candidate in trail.candidates if candidate.chosen), Tried())
         shape = _largest_shape(trail)
         teacher = _positive(chosen.teacher_ms.get(shape))
-        own = _positive(chosen.latency_ms.get(shape))
+        compiled = _positive(chosen.latency_ms.get(shape))
         where = f" at {_shape_text(shape)}"
-    if teacher is None or own is None:
+    if teacher is None or compiled is None:
         return None
-    return _times_text(teacher / own), f"{number(teacher)} → {number(own)} ms{where}"
+    return _times_text(teacher / compiled), f"{number(teacher)} → {number(compiled)} ms{where}"
 
 
 def _site(
@@ -369,7 +369,7 @@ def _site(
         note=note,
         examples=[_example(site.name, pair) for pair in pairs],
         certificates=_certificates(site),
-        violated=any(not own.holds for own in site.certificates),
+        violated=any(not certificate.holds for certificate in site.certificates),
         metrics=_metrics(site.metrics),
         unfolded=unfolded,
     )
@@ -405,19 +405,19 @@ def _metrics(metrics: Numbers) -> Grid | None:
 def _certificates(site: SiteReport) -> Grid | None:
     rows = []
     counts: dict[str, int] = {}
-    for own in site.certificates:
-        holds = "violated" if not own.holds else "vacuous" if own.vacuous else "holds"
+    for certificate in site.certificates:
+        holds = "violated" if not certificate.holds else "vacuous" if certificate.vacuous else "holds"
         counts[holds] = counts.get(holds, 0) + 1
-        name = own.name.replace("_", " ").replace("kl ", "KL ")
-        equal = "" if own.residual is None else f"equal within {number(own.residual)}"
-        loose = f"{number(own.vacuous_cases)} vacuous" if own.vacuous_cases else ""
+        name = certificate.name.replace("_", " ").replace("kl ", "KL ")
+        equal = "" if certificate.residual is None else f"equal within {number(certificate.residual)}"
+        loose = f"{number(certificate.vacuous_cases)} vacuous" if certificate.vacuous_cases else ""
         rows.append(
             [
-                Cell(name, own.source or ""),
-                Cell(number(own.measured)),
-                Cell(number(own.bound), equal),
+                Cell(name, certificate.source or ""),
+                Cell(number(certificate.measured)),
+                Cell(number(certificate.bound), equal),
                 Cell(holds, tone=TONES[holds]),
-                Cell(number(own.cases), loose),
+                Cell(number(certificate.cases), loose),
             ]
         )
     columns = [("certificate", False), ("measured", True), ("bound", True), ("", False), ("cases", True)]
@@ -436,21 +436,21 @@ def _pareto(name: str, trail: TriedSite, selection: Trail) -> list[Plot]:
     shape = _largest_shape(trail)
     memory = selection.objective == "memory"
     points: list[plots.Point] = []
-    for own in trail.candidates:
-        time = _positive(own.memory_mib if memory else own.latency_ms.get(shape))
-        error = finite(own.attention_rel_l2)
-        if error is None and own.label == own.operator:
+    for candidate in trail.candidates:
+        time = _positive(candidate.memory_mib if memory else candidate.latency_ms.get(shape))
+        error = finite(candidate.attention_rel_l2)
+        if error is None and candidate.label == candidate.operator:
             error = 0.0  # the exact operator, the one that is called by its name alone
         kind: plots.Kind = "candidate"
-        if own.operator == TEACHER:
+        if candidate.operator == TEACHER:
             kind, error = "teacher", error or 0.0
         elif error is not None and error <= plots.EXACT:
             kind = "lossless"
         if time is None or error is None or error < 0 or not 1e-9 < time < 1e12:
             continue
-        label = _safe(_short(own.label))
-        points.append(plots.Point(label, kind, min(error, 1e6), time, own.chosen))
-    teachers = (_positive(own.teacher_ms.get(shape)) for own in trail.candidates)
+        label = _safe(_short(candidate.label))
+        points.append(plots.Point(label, kind, min(error, 1e6), time, candidate.chosen))
+    teachers = (_positive(candidate.teacher_ms.get(shape)) for candidate in trail.candidates)
     teacher = next((time for time in teachers if time is not None), None)
     if teacher is not None and not memory and not any(p.kind == "teacher" for p in points):
         points.append(plots.Point("teacher", "teacher", 0.0, teacher, False))
@@ -467,7 +467,7 @@ def _pareto(name: str, trail: TriedSite, selection: Trail) -> list[Plot]:
 
 
 def _by_head(site: SiteReport) -> list[Plot]:
-    errors = [finite(own) for own in site.by_head.get("attention_rel_l2", ())]
+    errors = [finite(error) for error in site.by_head.get("attention_rel_l2", ())]
     if not errors:
         return []
     said = ", ".join(number(e) for e in errors[:16])
@@ -479,13 +479,18 @@ def _by_head(site: SiteReport) -> list[Plot]:
 def _by_length(
     name: str, bins: Sequence[LengthBin], metric: str, axis: str, *, share: bool = False
 ) -> list[Plot]:
-    values = [finite(own.metrics.get(metric)) for own in bins]
+    values = [finite(length_bin.metrics.get(metric)) for length_bin in bins]
     if share:
         values = [None if v is None else 1 - v for v in values]
     if len(bins) < 2 or all(v is None for v in values):
         return []  # one length says what the mean says
-    spans = [str(own.low) if own.low == own.high else f"{own.low}–{own.high}" for own in bins]
-    names = [f"{s}\nn = {number(own.examples)}" for s, own in zip(spans, bins, strict=True)]
+    spans = [
+        str(length_bin.low)
+        if length_bin.low == length_bin.high
+        else f"{length_bin.low}–{length_bin.high}"
+        for length_bin in bins
+    ]
+    names = [f"{s}\nn = {number(length_bin.examples)}" for s, length_bin in zip(spans, bins, strict=True)]
     said = [f"{s}: {number(v)}" for s, v in zip(spans, values, strict=True)]
     alt = f"{name}: {axis} by number of active tokens; {', '.join(said)}"
     picture = plots.bars(values, names, "active tokens", axis, _safe(alt), percent=share)
@@ -498,7 +503,7 @@ def _model_lengths(report: Report) -> list[Plot]:
     divergence = _by_length("Model", bins, "logit_kl", "logit KL")
     captions = ("Predictions changed, by length", "Logit KL, by length")
     found = ((captions[0], changed), (captions[1], divergence))
-    return [Plot(caption, plot.picture) for caption, own in found for plot in own]
+    return [Plot(caption, plot.picture) for caption, drawn in found for plot in drawn]
 
 
 def _example(name: str, pair: MapPair) -> Example:
@@ -546,17 +551,17 @@ def _budget_text(budget: Numbers, between: str = ", ") -> str:
 def _rounds(selection: Trail) -> Grid | None:
     memory = selection.objective == "memory"
     rows = []
-    for index, own in enumerate(selection.rounds, 1):
-        choice = Counter(own.choice.values())
-        measured = [f"{key} {_plain(v)}" for key, v in own.measured.items() if v is not None]
+    for index, entry in enumerate(selection.rounds, 1):
+        choice = Counter(entry.choice.values())
+        measured = [f"{key} {_plain(v)}" for key, v in entry.measured.items() if v is not None]
         rows.append(
             [
                 Cell(str(index)),
-                Cell(_budget_text(own.budget, "\n")),
+                Cell(_budget_text(entry.budget, "\n")),
                 Cell("\n".join(f"{n} × {label}" for label, n in choice.items())),
-                Cell(number(own.predicted_mib if memory else own.predicted_ms)),
+                Cell(number(entry.predicted_mib if memory else entry.predicted_ms)),
                 Cell("\n".join(measured)),
-                Cell(own.verdict, tone=TONES.get(own.verdict, "bad" if own.verdict else "")),
+                Cell(entry.verdict, tone=TONES.get(entry.verdict, "bad" if entry.verdict else "")),
             ]
         )
     unit = "MiB" if memory else "ms"
@@ -572,29 +577,36 @@ def _candidates(selection: Trail) -> list[tuple[str, str, Grid]]:
         if not items:
             continue
         shapes = _shapes(site)
-        alone = list(dict.fromkeys(key for own in items for key in own.alone))
-        memory = selection.objective == "memory" or any(own.memory_mib is not None for own in items)
+        alone = list(dict.fromkeys(key for candidate in items for key in candidate.alone))
+        memory = selection.objective == "memory" or any(
+            candidate.memory_mib is not None for candidate in items
+        )
         columns = [("candidate", False), ("verdict", False), ("attention error", True),
                    ("output error", True)]  # fmt: skip
         columns += [(f"{_label(key)}, alone", True) for key in alone]
         columns += [(f"ms at {_shape_text(shape)}", True) for shape in shapes]
         columns += [("MiB", True)] if memory else []
         rows: list[list[Cell]] = []
-        for own in items:
+        for candidate in items:
             cells = [
-                Cell(own.label, "" if own.label.startswith(own.operator) else own.operator),
-                Cell(own.verdict, tone="good" if own.chosen else ""),
-                Cell(number(own.attention_rel_l2)),
-                Cell(number(own.output_rel_l2)),
+                Cell(
+                    candidate.label,
+                    "" if candidate.label.startswith(candidate.operator) else candidate.operator,
+                ),
+                Cell(candidate.verdict, tone="good" if candidate.chosen else ""),
+                Cell(number(candidate.attention_rel_l2)),
+                Cell(number(candidate.output_rel_l2)),
             ]
-            cells += [Cell(metric_text(key, own.alone.get(key))) for key in alone]
+            cells += [Cell(metric_text(key, candidate.alone.get(key))) for key in alone]
             for shape in shapes:
-                time, its = (_positive(ms.get(shape)) for ms in (own.latency_ms, own.teacher_ms))
+                time, its = (
+                    _positive(ms.get(shape)) for ms in (candidate.latency_ms, candidate.teacher_ms)
+                )
                 ratio = "" if time is None or its is None else _times_text(its / time)
                 cells.append(Cell(number(time), ratio))
-            cells += [Cell(number(own.memory_mib))] if memory else []
+            cells += [Cell(number(candidate.memory_mib))] if memory else []
             rows.append(cells)
-        marked = max((i for i, own in enumerate(items) if own.chosen), default=None)
+        marked = max((i for i, candidate in enumerate(items) if candidate.chosen), default=None)
         chosen = "nothing" if marked is None else items[marked].label
         summary = f"{len(items)} candidate{'' if len(items) == 1 else 's'}, chosen: {chosen}"
         note = "Below each time: how many times as fast as the teacher." if shapes else ""
@@ -605,7 +617,7 @@ def _candidates(selection: Trail) -> list[tuple[str, str, Grid]]:
 
 def _shapes(trail: TriedSite) -> list[str]:
     """Keys of latency_ms, smallest first."""
-    keys = dict.fromkeys(key for own in trail.candidates for key in own.latency_ms)
+    keys = dict.fromkeys(key for candidate in trail.candidates for key in candidate.latency_ms)
     return sorted(keys, key=lambda key: (_area(key), key))
 
 
@@ -631,13 +643,13 @@ def _shape_text(shape: str) -> str:
 def _gate(gate: GateReport) -> Grid | None:
     rows = [
         [
-            Cell(own.metric, own.scope),
-            Cell("not measured" if own.value is None else metric_text(own.metric, own.value)),
-            Cell(_limit_text(own)),
-            Cell(own.verdict, tone=TONES[own.verdict]),
-            Cell(own.message),
+            Cell(check.metric, check.scope),
+            Cell("not measured" if check.value is None else metric_text(check.metric, check.value)),
+            Cell(_limit_text(check)),
+            Cell(check.verdict, tone=TONES[check.verdict]),
+            Cell(check.message),
         ]
-        for own in gate.checks
+        for check in gate.checks
     ]
     columns = [("metric", False), ("value", True), ("limit", False), ("verdict", False), ("", False)]
     return _without_empty_last(Grid("Gate checks", columns, rows))
@@ -650,17 +662,17 @@ def _without_empty_last(grid: Grid) -> Grid | None:
     return grid if grid.rows else None
 
 
-def _limit_text(own: Check) -> str:
-    if own.bound is not None:
-        shown = _plain(own.limit)
-        if is_share(own.metric) and own.limit is not None:
-            shown = f"{_plain(100 * own.limit)}%"
-        confident = ", with confidence" if own.confidence else ""
-        return f"{'≤' if own.bound == 'max' else '≥'} {shown}{confident}"
-    if own.baseline is not None:
-        most = "" if own.allowed is None else f", {_plain(own.allowed * 100)}% worse allowed"
-        return f"baseline {metric_text(own.metric, own.baseline)}{most}"
-    return "plausible" if own.kind == "plausibility" else "-"
+def _limit_text(check: Check) -> str:
+    if check.bound is not None:
+        shown = _plain(check.limit)
+        if is_share(check.metric) and check.limit is not None:
+            shown = f"{_plain(100 * check.limit)}%"
+        confident = ", with confidence" if check.confidence else ""
+        return f"{'≤' if check.bound == 'max' else '≥'} {shown}{confident}"
+    if check.baseline is not None:
+        most = "" if check.allowed is None else f", {_plain(check.allowed * 100)}% worse allowed"
+        return f"baseline {metric_text(check.metric, check.baseline)}{most}"
+    return "plausible" if check.kind == "plausibility" else "-"
 
 
 def _numbers(model: ModelReport) -> Grid | None:

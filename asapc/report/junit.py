@@ -21,22 +21,22 @@ def junit_text(report: Report) -> str:
     checks = report.gate.checks
     counts = {
         "tests": str(len(checks)),
-        "failures": str(sum(own.verdict == "REGRESSION" for own in checks)),
-        "errors": str(sum(own.verdict == "ANOMALOUS" for own in checks)),
+        "failures": str(sum(check.verdict == "REGRESSION" for check in checks)),
+        "errors": str(sum(check.verdict == "ANOMALOUS" for check in checks)),
     }
     root = ElementTree.Element("testsuites", {"name": "asapc", **counts})
     suite = ElementTree.SubElement(root, "testsuite", {"name": "asapc gate", **counts, "skipped": "0"})
-    for own in checks:
+    for check in checks:
         attributes = {
-            "classname": _text(f"asapc.{own.scope}"),
-            "name": _text(f"{own.metric}: {limit_text(own)}"),
+            "classname": _text(f"asapc.{check.scope}"),
+            "name": _text(f"{check.metric}: {limit_text(check)}"),
             "time": "0",  # servers ask for it; the measuring was one step for all
         }
         case = ElementTree.SubElement(suite, "testcase", attributes)
-        if not own.passed:
-            tag = "failure" if own.verdict == "REGRESSION" else "error"
-            message = _text(own.message)
-            problem = ElementTree.SubElement(case, tag, {"type": own.verdict, "message": message})
+        if not check.passed:
+            tag = "failure" if check.verdict == "REGRESSION" else "error"
+            message = _text(check.message)
+            problem = ElementTree.SubElement(case, tag, {"type": check.verdict, "message": message})
             problem.text = message
     ElementTree.SubElement(suite, "system-out").text = _text(headline(report))
     ElementTree.indent(root)

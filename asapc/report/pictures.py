@@ -40,7 +40,7 @@ class SitePictures:
 
 
 class PictureCollector:
-    """Keeps the first EXAMPLES examples that have an active key, of each the head of largest error."""
+    """Keeps the first EXAMPLES examples with an active key: of each the head with the largest error."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -105,25 +105,25 @@ def _pair(
     example: int, teacher: Tensor, compiled: Tensor, keep: Tensor | None, query_keep: Tensor | None
 ) -> MapPair | None:
     """[H, N, M] maps of one example; None without an active query or key."""
-    exact, own = teacher.detach().double(), compiled.detach().double()
+    exact, approx = teacher.detach().double(), compiled.detach().double()
     ratio = exact.shape[-1] / max(1, exact.shape[-2])
     if keep is not None:
-        exact, own = exact[:, :, keep], own[:, :, keep]
+        exact, approx = exact[:, :, keep], approx[:, :, keep]
     if query_keep is not None:
-        exact, own = exact[:, query_keep], own[:, query_keep]
+        exact, approx = exact[:, query_keep], approx[:, query_keep]
         ratio = exact.shape[-1] / max(1, exact.shape[-2])
     if exact.numel() == 0:
         return None
-    difference = torch.linalg.vector_norm(own - exact, dim=(-2, -1))
+    difference = torch.linalg.vector_norm(approx - exact, dim=(-2, -1))
     norm = torch.linalg.vector_norm(exact, dim=(-2, -1)).clamp(min=1e-300)
     error = torch.nan_to_num(difference / norm, nan=torch.inf)  # a broken head is the one to show
     head = int(error.argmax())
-    exact, own = exact[head], own[head]
+    exact, approx = exact[head], approx[head]
     return MapPair(
         example, head, exact.shape[-1],
-        teacher=_small(pooled(exact)), compiled=_small(pooled(own)),
-        row_sums=(_small(exact.sum(-1)), _small(own.sum(-1))),
-        column_sums=(_small(exact.sum(-2) * ratio), _small(own.sum(-2) * ratio)),
+        teacher=_small(pooled(exact)), compiled=_small(pooled(approx)),
+        row_sums=(_small(exact.sum(-1)), _small(approx.sum(-1))),
+        column_sums=(_small(exact.sum(-2) * ratio), _small(approx.sum(-2) * ratio)),
         error=float(error[head]),
     )  # fmt: skip
 

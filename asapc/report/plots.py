@@ -130,7 +130,7 @@ def bars(
     values: Sequence[float | None], names: Sequence[str], axis: str, unit: str, alt: str,
     *, mean: bool = False, percent: bool = False,
 ) -> Markup:  # fmt: skip
-    """A bar each; None and infinite values are drawn as a mark at the top. Names are our own text."""
+    """A bar for each value; None and infinity are a mark at the top. Names are text that asapc writes."""
     with _style():
         shown = [v if v is not None and math.isfinite(v) else None for v in values]
         # A divergence of equal outputs rounds to a little below zero.

@@ -64,7 +64,7 @@ def _type(hint: Any, kinds: dict[str, Any]) -> dict[str, Any]:
     if origin is tuple and arguments[-1] is ...:
         return {"type": "array", "items": _type(arguments[0], kinds)}
     if origin is tuple:
-        items = [_type(own, kinds) for own in arguments]
+        items = [_type(argument, kinds) for argument in arguments]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
     if isinstance(hint, type) and issubclass(hint, Record):
         name = hint.__name__.removesuffix("Report").lower()

@@ -48,12 +48,12 @@ def time_model(
 def _ratios(
     teacher: Mapping[str, float], lossless: Mapping[str, float], compiled: Mapping[str, float]
 ) -> dict[str, float]:
-    loop, better, own = (t["median_ms"] for t in (teacher, lossless, compiled))
+    loop, better, chosen = (t["median_ms"] for t in (teacher, lossless, compiled))
     return {
         "latency_teacher_ms": loop,
         "latency_lossless_ms": better,
-        "latency_compiled_ms": own,
-        "speedup": loop / own,
+        "latency_compiled_ms": chosen,
+        "speedup": loop / chosen,
         "speedup_lossless": loop / better,
     }
 
@@ -82,10 +82,10 @@ def tune_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> d
 
     with torch.no_grad():
         times = interleaved_medians(
-            {str(i): partial(call, own) for i, own in enumerate(candidates)}, repeats=repeats
+            {str(i): partial(call, limits) for i, limits in enumerate(candidates)}, repeats=repeats
         )
-    medians = {own: times[str(i)]["median_ms"] for i, own in enumerate(candidates)}
-    best = min(medians, key=lambda own: medians[own])
+    medians = {limits: times[str(i)]["median_ms"] for i, limits in enumerate(candidates)}
+    best = min(medians, key=lambda limits: medians[limits])
     if medians[best] > WORTH_KEEPING * medians[start]:
         best = start
     path = remember(key_of(t.q, t.k), best)
@@ -99,9 +99,9 @@ def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[st
     """Which kernels the compiled site runs on these tensors, in order, and why; none if untouched."""
     if _is_untouched(artifact.manifest["sites"][index]):
         return []
-    own = site_function(artifact.programs["graph"], artifact.site_names[index])
+    function = site_function(artifact.programs["graph"], artifact.site_names[index])
     with torch.no_grad(), explained() as choices:
-        own(t, t.k)
+        function(t, t.k)
     return [asdict(choice) for choice in choices]
 
 
@@ -119,8 +119,8 @@ def time_site(
         "lossless": partial(site_function(*lossless), t, t.k),
     }
     if approximates(entry["operator"], entry["convention"]["operator"]):
-        own = site_function(artifact.programs["graph"], artifact.site_names[index])
-        functions["graph"] = partial(own, t, t.k)
+        function = site_function(artifact.programs["graph"], artifact.site_names[index])
+        functions["graph"] = partial(function, t, t.k)
     with torch.no_grad():
         times = interleaved_medians(functions, repeats=repeats)
     compiled = times["teacher"] if _is_untouched(entry) else times["lossless"]
@@ -186,8 +186,8 @@ class SiteFidelity:
                 metrics["r2"] = self.entry["r2"]
                 metrics["condition_number"] = self.entry["condition_number"]
         if _is_untouched(self.entry):
-            known = (own for own in METRICS if own.every_site and own.untouched is not None)
-            metrics = {own.key: own.untouched for own in known}
+            known = (metric for metric in METRICS if metric.every_site and metric.untouched is not None)
+            metrics = {metric.key: metric.untouched for metric in known}
         return {
             **{key: self.entry.get(key) for key in json_fields(SiteReport) if key != "more"},
             "metrics": metrics,

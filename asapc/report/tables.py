@@ -145,9 +145,9 @@ def _glued_text(c: Mapping[str, Any]) -> list[str]:
 
 
 def _settings_text(c: Mapping[str, Any]) -> list[str]:
-    """Of a kind that has no words of its own."""
-    own = ((key, value) for key, value in c.items() if key not in ("operator", "mask"))
-    return [f"{key.replace('_', ' ')} {number(value)}" for key, value in own]
+    """Of a kind that is not worded above."""
+    settings = ((key, value) for key, value in c.items() if key not in ("operator", "mask"))
+    return [f"{key.replace('_', ' ')} {number(value)}" for key, value in settings]
 
 
 _CONVENTION_TEXTS = {
@@ -175,7 +175,7 @@ def report_tables(report: Report) -> list[Table]:
     """Gate, warnings, model, sites, what was decided, untouched layers and environment."""
     sites = report.sites
     tables = gate_table(report.gate)
-    tables += warnings_table([own.to_json() for own in report.warnings])
+    tables += warnings_table([warning.to_json() for warning in report.warnings])
     tables.append(_model_table("Model", report.model.to_json()))
     if sites:
         tables.append(_fidelity_table(sites))
@@ -212,15 +212,15 @@ def certificates_table(sites: Sequence[SiteReport]) -> list[Table]:
     rows = tuple(
         (
             site.name,
-            own.name,
-            number(own.bound),
-            number(own.measured),
-            "vacuous" if own.vacuous else number(own.holds),
-            number(own.cases),
-            own.source or "",
+            certificate.name,
+            number(certificate.bound),
+            number(certificate.measured),
+            "vacuous" if certificate.vacuous else number(certificate.holds),
+            number(certificate.cases),
+            certificate.source or "",
         )
         for site in sites
-        for own in site.certificates
+        for certificate in site.certificates
     )
     columns = ("site", "certificate", "bound|", "measured|", "holds", "cases|", "source")
     return [Table("Certificates", columns, rows)] if rows else []
@@ -230,14 +230,14 @@ def length_tables(report: Report) -> list[Table]:
     """Errors by the length of an example: the model's predictions, and attention per site."""
     tables = []
     keys = ("prediction_agreement", "logit_kl")
-    rows = tuple(_length_row(own, *keys) for own in report.by_length)
+    rows = tuple(_length_row(length_bin, *keys) for length_bin in report.by_length)
     if rows:
         columns = ("active keys", "examples|", *_headings(keys))
         tables.append(Table("By length of the example", columns, rows))
     rows = tuple(
-        (site.name, *_length_row(own, "attention_rel_l2"))
+        (site.name, *_length_row(length_bin, "attention_rel_l2"))
         for site in report.sites
-        for own in site.by_length
+        for length_bin in site.by_length
     )
     if rows:
         columns = ("site", "active keys", "examples|", *_headings(["attention_rel_l2"]))
@@ -245,9 +245,9 @@ def length_tables(report: Report) -> list[Table]:
     return tables
 
 
-def _length_row(own: LengthBin, *keys: str) -> Row:
-    values = (metric_text(key, own.metrics.get(key)) for key in keys)
-    return (f"{own.low} to {own.high}", number(own.examples), *values)
+def _length_row(length_bin: LengthBin, *keys: str) -> Row:
+    values = (metric_text(key, length_bin.metrics.get(key)) for key in keys)
+    return (f"{length_bin.low} to {length_bin.high}", number(length_bin.examples), *values)
 
 
 def _headings(keys: Iterable[str]) -> Row:
@@ -259,27 +259,27 @@ def selection_tables(selection: Trail) -> list[Table]:
     tried = tuple(
         (
             site.name,
-            own.label,
-            number(own.attention_rel_l2),
-            number(own.output_rel_l2),
-            _cell(own.latency_ms),
-            _cell(own.teacher_ms),
-            number(own.memory_mib),
-            own.verdict,
+            candidate.label,
+            number(candidate.attention_rel_l2),
+            number(candidate.output_rel_l2),
+            _cell(candidate.latency_ms),
+            _cell(candidate.teacher_ms),
+            number(candidate.memory_mib),
+            candidate.verdict,
         )
         for site in selection.sites
-        for own in site.candidates
+        for candidate in site.candidates
     )
     memory = selection.objective == "memory"
     rounds = tuple(
         (
             str(place),
-            _cell(own.budget),
-            _cell(own.measured),
-            number(own.predicted_mib if memory else own.predicted_ms),
-            own.verdict,
+            _cell(entry.budget),
+            _cell(entry.measured),
+            number(entry.predicted_mib if memory else entry.predicted_ms),
+            entry.verdict,
         )
-        for place, own in enumerate(selection.rounds, 1)
+        for place, entry in enumerate(selection.rounds, 1)
     )
     tables = []
     if tried:
@@ -313,14 +313,14 @@ def soft_to_hard_tables(audit: Mapping[str, Any]) -> list[Table]:
 
 
 def gate_table(gate: GateReport) -> list[Table]:
-    """One table of checks, what failed first; none if no gate was set.
+    """One table of checks, failures first; none if no gate was set.
 
-    A baseline is one row and what is worse than it: it compares every metric of every site.
+    A baseline compares every metric of every site: it takes one row, and one for each that is worse.
     """
     rows = [
-        (own.metric, own.scope, number(own.value), limit_text(own), own.verdict)
-        for own in sorted(gate.checks, key=lambda own: own.passed)
-        if own.kind != "baseline" or not own.passed
+        (check.metric, check.scope, number(check.value), limit_text(check), check.verdict)
+        for check in sorted(gate.checks, key=lambda check: check.passed)
+        if check.kind != "baseline" or not check.passed
     ]
     if gate.baseline is not None:
         compared = f"{number(gate.baseline.compared)} compared"
@@ -357,12 +357,12 @@ def warnings_table(warnings: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Fits that rest on too few examples or regression rows, see asapc.calibration.enough."""
     rows = tuple(
         (
-            _cell(own.get("sites", ())[:1]),
-            number(max(0, len(own.get("sites", ())) - 1)),
-            f"{number(own.get('given'))} {own.get('of')}",
-            number(own.get("needed")),
+            _cell(warning.get("sites", ())[:1]),
+            number(max(0, len(warning.get("sites", ())) - 1)),
+            f"{number(warning.get('given'))} {warning.get('of')}",
+            number(warning.get("needed")),
         )
-        for own in warnings
+        for warning in warnings
     )
     columns = ("site", "sites more|", "fitted on|", "needed|")
     return [Table("Warning: fits that rest on too little data", columns, rows)] if rows else []
@@ -478,7 +478,7 @@ def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
     )
     audit, shares = entry.get("soft_to_hard", {}), ("accuracy", "prediction_change")
     sorts = tuple(
-        (name, *(metric_text(own, audit.get(key, {}).get(own)) for own in shares))
+        (name, *(metric_text(share, audit.get(key, {}).get(share)) for share in shares))
         for name, key in (("soft", "soft"), ("exact, before", "before"), ("exact, annealed", "after"))
     )
     columns = ("sorts", *_headings(shares))
@@ -539,7 +539,7 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
     baseline = {"sites": len(result["sites"]), **result["baseline"]}
     baseline.update({name: result.get(name) for name in shown})
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
-    metrics = [own.key for own in METRICS if own.study == "table"]
+    metrics = [metric.key for metric in METRICS if metric.study == "table"]
     columns = (
         "", "features", "side", "c_transforms|", "fit", "shared", "ridge|", "examples|",
         *_headings(metrics), "site ms|", "predict ms|",
@@ -601,7 +601,9 @@ def interval_text(key: str, confidence: Mapping[str, Sequence[float | None]]) ->
 
 
 def _fidelity_table(sites: Sequence[SiteReport]) -> Table:
-    keys = [own.key for own in METRICS if own.column and any(own.key in s.metrics for s in sites)]
+    keys = [
+        metric.key for metric in METRICS if metric.column and any(metric.key in s.metrics for s in sites)
+    ]
     return Table(
         "Fidelity to the teacher, per site",
         ("site", "operator", *_headings(keys)),
@@ -613,7 +615,7 @@ def _fidelity_table(sites: Sequence[SiteReport]) -> Table:
 
 
 def _latency_table(sites: Sequence[Mapping[str, Any]]) -> list[Table]:
-    timed = [own.key for own in METRICS if own.column and own.scope == "both"]
+    timed = [metric.key for metric in METRICS if metric.column and metric.scope == "both"]
     keys = [key for key in timed if any(site.get(key) is not None for site in sites)]
     if not keys:
         return []

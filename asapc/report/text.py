@@ -63,7 +63,7 @@ def _document(
 
 def _failed(gate: GateReport) -> str:
     failed = gate.failures
-    lines = [f"- **{own.verdict}** {_escape(_clip(own.message))}" for own in failed[:MAX_MESSAGES]]
+    lines = [f"- **{check.verdict}** {_escape(_clip(check.message))}" for check in failed[:MAX_MESSAGES]]
     if len(failed) > MAX_MESSAGES:
         lines.append(f"- and {len(failed) - MAX_MESSAGES} more")
     return "\n".join(lines)
@@ -102,7 +102,7 @@ def markdown_table(table: Table) -> str:
 
 def json_text(data: Any, ascii: bool = False) -> str:
     """Strict JSON, indented; NaN and infinities become null, which no gate accepts, and half a surrogate
-    pair U+FFFD, as no reader takes it.  ascii: other characters are escaped."""
+    pair U+FFFD, since no reader accepts it.  ascii: other characters are escaped."""
     return json.dumps(_strict(data), indent=2, ensure_ascii=ascii, allow_nan=False)
 
 

@@ -40,7 +40,7 @@ class Plan:
     fitted in each pass.
 
     In parallel, one pass over the data fits all sites behind the teacher's own layers. Sequentially
-    each site is fitted in a pass of its own behind the layers that are already fitted, with their first
+    each site is fitted in a separate pass behind the layers that are already fitted, with their first
     candidate, on the activations it will really see.
     """
 
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def rounds(self) -> list[list[int]]:
-        sites = sorted({own.site for own in self.pending})
+        sites = sorted({pending.site for pending in self.pending})
         return [[site] for site in sites] if self.sequential else [sites] if sites else []
 
     def fingerprints(self, teacher: Teacher, analysis: Analysis, source: DataSource) -> dict[str, str]:
@@ -129,7 +129,7 @@ def unfinished(
 ) -> Iterator[Shards]:
     """Where a calibration that is cut short leaves its work, which is gone when it ends well.
 
-    An earlier run is gone on with where its fingerprints are these, and refused where they are not.
+    An earlier run is continued where its fingerprints are these, and refused where they are not.
     restart: begin anew.
     """
     shards = Shards.beside(out, fingerprints)
@@ -180,8 +180,8 @@ def _pending(analysis: Analysis, recipe: Recipe) -> list[Pending]:
     pending = []
     for place, site in enumerate(analysis.sites):
         needed = fits_needed(site.convention, recipe.for_site(site.name))
-        for candidate, (own, _) in enumerate(needed):
-            collector = site_collector(site.name, site.loop, own)
+        for candidate, (fit_recipe, _) in enumerate(needed):
+            collector = site_collector(site.name, site.loop, fit_recipe)
             assert collector is not None
             size = {"heads": site.heads, "head_dim": site.head_dim}
             pending.append(Pending(place, site.name, candidate, collector, **size))
@@ -247,11 +247,11 @@ def examples_of_fit(
 
 
 def calibration_batches(source: DataSource, size: int, limit: int) -> Iterator[Batch]:
-    return source.batches(size, select=lambda own: split_of(own) == "calibration", limit=limit)
+    return source.batches(size, select=lambda content: split_of(content) == "calibration", limit=limit)
 
 
 def selection_batches(source: DataSource, size: int, limit: int) -> Iterator[Batch]:
-    return source.batches(size, select=lambda own: split_of(own) == "selection", limit=limit)
+    return source.batches(size, select=lambda content: split_of(content) == "selection", limit=limit)
 
 
 def _batch_count(source: DataSource, recipe: Recipe, size: int) -> int | None:

@@ -98,7 +98,7 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
 def _emit_onnx(
     folder: Path, c: Compilation, onnx: OnnxSettings | None, progress: Progress
 ) -> None:
-    """model.onnx, where it is asked for or the teacher is one: its own file edited, where that can be."""
+    """model.onnx, if asked for or if the teacher is one: then its file is edited, where that can be."""
     if c.teacher.onnx is not None and c.whole:
         captured, compiled = c.analysis.capture.programs[0].graph, c.compiled[0].graph
         settings = onnx or OnnxSettings()
@@ -153,7 +153,7 @@ def _manifest_site(site: Site, choice: Choice) -> dict[str, Any]:
 
 
 def _note_unlisted(programs: Mapping[Stage, Sequence[Program]], progress: Progress) -> None:
-    names = {name for own in programs.values() for program in own for name in unlisted(program.graph)}
+    names = {name for parts in programs.values() for program in parts for name in unlisted(program.graph)}
     if names:
         progress.note(
             f"the programs call {', '.join(sorted(names))}, beyond the operators that SECURITY.md lists: "
@@ -170,8 +170,8 @@ def verify_written(
     """What was written computes what was verified."""
     written = read_artifact(folder, list(programs), trust=True)
     returns_as(written)
-    for stage, own in programs.items():
-        before = Runner(model, own)(example)
+    for stage, parts in programs.items():
+        before = Runner(model, parts)(example)
         after = Runner(model, written.programs[stage])(example)
         error = largest_difference(before, after)
         if not error <= ROUND_TRIP_TOLERANCE:

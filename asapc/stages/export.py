@@ -30,7 +30,7 @@ def write_edited_or_whole(
     settings: OnnxSettings,
     progress: Progress,
 ) -> None:
-    """The teacher's own file with its loops replaced; the whole program where it cannot be edited."""
+    """The teacher's file with its loops replaced; the whole program where it cannot be edited."""
     from asapc.onnx.export import write_edited
 
     batches = _unseen(read_artifact(folder, ()), source)

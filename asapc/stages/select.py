@@ -96,8 +96,8 @@ def _settled(
         analysis.model, analysis.lifted, analysis.names, choices, recipes, batches
     )
     auto = any(
-        own.operator == "esp_hard" and r.operator == "auto"
-        for own, r in zip(settled, recipes, strict=True)
+        choice.operator == "esp_hard" and r.operator == "auto"
+        for choice, r in zip(settled, recipes, strict=True)
     )
     if switch is None or not auto:
         return settled, switch
@@ -106,11 +106,11 @@ def _settled(
         return settled, switch
     why = f"exact sorting, with what is approximate elsewhere, exceeds the budget: {beyond}"
     soft = [
-        turned_back(own, "esp_soft", why)
-        if own.operator == "esp_hard" and r.operator == "auto" else own
-        for own, r in zip(settled, recipes, strict=True)
+        turned_back(choice, "esp_soft", why)
+        if choice.operator == "esp_hard" and r.operator == "auto" else choice
+        for choice, r in zip(settled, recipes, strict=True)
     ]  # fmt: skip
-    return soft, {**switch, "switched": any(own.operator == "esp_hard" for own in soft)}
+    return soft, {**switch, "switched": any(choice.operator == "esp_hard" for choice in soft)}
 
 
 def _verify_lossless(analysis: Analysis, batch: Batch) -> None:

@@ -25,7 +25,7 @@ def escaped(text: str) -> str:
 
 
 def one_line(text: str, between: str = " ") -> str:
-    """The same for a part of a line: it cannot begin one of its own.  between: what were lines."""
+    """The same for a part of a line: it cannot begin a new one.  between: what were lines."""
     return escaped(between.join(text.split("\n")))
 
 

@@ -32,7 +32,7 @@ def schedule(start: float, gamma: float, steps: int) -> list[float]:
     lowest = min(start, LOWEST)
     stages = math.ceil(math.log(lowest / start) / math.log(gamma) - 1e-9) if lowest < start else 0
     left = [(steps - 1 - step) * (stages + 1) // steps for step in range(steps)]
-    return [max(start * gamma ** (stages - own), lowest) for own in left]
+    return [max(start * gamma ** (stages - remaining), lowest) for remaining in left]
 
 
 class Annealing:
@@ -51,8 +51,8 @@ class Annealing:
                 got=f"the operators {', '.join(operators)}",
                 help="compile an ESP model with `operator: lossless`, or leave out --anneal",
             )
-        own = {start: schedule(start, gamma, steps) for starts in self.starts for start in starts}
-        self._plans = [[own[start] for start in starts] for starts in self.starts]
+        schedules = {start: schedule(start, gamma, steps) for starts in self.starts for start in starts}
+        self._plans = [[schedules[start] for start in starts] for starts in self.starts]
         self._now = [list(starts) for starts in self.starts]
 
     def step(self, number: int) -> None:

@@ -178,7 +178,7 @@ def train(
         "examples": _count(training),
         "selection_examples": _count(selection),
         "outputs": outputs,
-        "parameters": [own.label for own in trained],
+        "parameters": [parameter.label for parameter in trained],
         "before": before,
         "after": best.metrics,
     }
@@ -188,13 +188,16 @@ def train(
             "gamma": settings.gamma, "from": annealing.temperatures(), "to": LOWEST,
         }  # fmt: skip
         entry["soft_to_hard"] = {
-            name: {"accuracy": own.get("accuracy"), "prediction_change": 1 - own["prediction_agreement"]}
-            for name, own in (("soft", soft), ("before", before), ("after", best.metrics))
+            name: {
+                "accuracy": metrics.get("accuracy"),
+                "prediction_change": 1 - metrics["prediction_agreement"],
+            }
+            for name, metrics in (("soft", soft), ("before", before), ("after", best.metrics))
         }
     hashes = {hash for batch in (*training, *selection) for hash in batch.hashes}
     return Refreshed(
-        _manifest(artifact, entry, {(own.program, own.name) for own in trained}),
-        {(own.program, own.name): own.tensor.detach() for own in trained},
+        _manifest(artifact, entry, {(parameter.program, parameter.name) for parameter in trained}),
+        {(parameter.program, parameter.name): parameter.tensor.detach() for parameter in trained},
         artifact.seen_hashes | hashes,
         example,
         None if annealing is None else harden,
@@ -228,7 +231,7 @@ def choose_parameters(
         for name, tensor in program.graph.state_dict().items()
         if tensor.is_floating_point()
     ]
-    labels = {own: label_of(programs[own[0]], own[1]) for own in available}
+    labels = {pair: label_of(programs[pair[0]], pair[1]) for pair in available}
     if patterns:
         for pattern in patterns:
             if not fnmatch.filter(labels.values(), pattern):
@@ -244,7 +247,7 @@ def choose_parameters(
             for index, program in enumerate(programs)
             for name in trainable(program.graph, leaf if program.name == "" else None)
         }
-    found = [own for own in available if own in chosen]
+    found = [pair for pair in available if pair in chosen]
     if not found:
         raise InputError(
             "refresh: the model must have something to train",
@@ -265,7 +268,7 @@ def trainable(graph: GraphModule, leaf: int | None) -> set[str]:
     names: set[str] = set().union(*coefficients(graph))
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in NORMS:
-            names |= _own(node, constants)
+            names |= _weights_read(node, constants)
     for operands in operator_calls(graph):
         names |= projection(operands.call, constants)
     if leaf is not None:
@@ -323,10 +326,10 @@ def projection(call: Node, constants: Constants) -> set[str]:
             if user in seen or user.op != "call_function":
                 continue
             seen.add(user)
-            own = _affine(user, constants)
-            names |= own
+            affine = _affine(user, constants)
+            names |= affine
             sums = user.target is aten.add.Tensor and len(_data(user, constants)) > 1
-            if not own and not sums and user.target not in NORMS | DUALS | CALLS.keys():
+            if not affine and not sums and user.target not in NORMS | DUALS | CALLS.keys():
                 stack.append(user)
     return names
 
@@ -337,9 +340,9 @@ def head(output: Node, constants: Constants) -> set[str]:
     stack, seen = [output], {output}
     while stack:
         node = stack.pop()
-        own = _affine(node, constants)
-        names |= own
-        if own or node.target in NORMS | CALLS.keys():
+        affine = _affine(node, constants)
+        names |= affine
+        if affine or node.target in NORMS | CALLS.keys():
             continue
         for source in _data(node, constants):
             if source not in seen:
@@ -353,7 +356,7 @@ def _data(node: Node, constants: Constants) -> list[Node]:
     return [source for source in node.all_input_nodes if constants[source] is None]
 
 
-def _own(node: Node, constants: Constants) -> set[str]:
+def _weights_read(node: Node, constants: Constants) -> set[str]:
     return {name for source in node.all_input_nodes for name in constants[source] or ()}
 
 
@@ -361,17 +364,17 @@ def _affine(node: Node, constants: Constants) -> set[str]:
     """Weights and biases of x -> x W + b; empty for a node that is none, a product of data too."""
     if node.target not in AFFINE or not _data(node, constants):
         return set()
-    names = _own(node, constants)
+    names = _weights_read(node, constants)
     users = list(node.users)
     if names and len(users) == 1 and users[0].target is aten.add.Tensor:
-        names |= _own(users[0], constants)  # a bias that is added on its own
+        names |= _weights_read(users[0], constants)  # a bias that is added separately
     return names
 
 
 def _parameters(
     programs: Sequence[Program], model: nn.Module | None, names: Sequence[tuple[int, str]]
 ) -> list[Trained]:
-    """The named tensors as parameters of their own, everything else frozen.
+    """The named tensors as separate parameters, everything else frozen.
 
     Their memory was shared with the teacher's and lossless programs, which must not be trained.
     """
@@ -389,7 +392,7 @@ def _parameters(
 
 
 def parameters_of(programs: Sequence[Program]) -> list[tuple[int, str]]:
-    """(program, name) of every floating parameter; buffers, a site's own constants too, are none."""
+    """(program, name) of every floating parameter; buffers are none, nor are a site's constants."""
     return [
         (index, name)
         for index, program in enumerate(programs)
@@ -406,10 +409,10 @@ def with_gradient(
     if not scores.requires_grad:
         return list(trained)  # fit says so
     objective.loss(scores, part).backward()
-    kept = [own for own in trained if own.tensor.grad is not None]
-    for own in trained:
-        own.tensor.requires_grad_(own.tensor.grad is not None)
-        own.tensor.grad = None
+    kept = [parameter for parameter in trained if parameter.tensor.grad is not None]
+    for parameter in trained:
+        parameter.tensor.requires_grad_(parameter.tensor.grad is not None)
+        parameter.tensor.grad = None
     return kept
 
 
@@ -441,7 +444,7 @@ def fit(
     the coldest sorts are mostly zero or huge, and a warmer epoch's weights may sort best.
     Raises InputError where the loss or a weight stops being finite.
     """
-    tensors = [own.tensor for own in trained]
+    tensors = [parameter.tensor for parameter in trained]
     optimiser = torch.optim.Adam(tensors, lr=settings.learning_rate)
     generator = torch.Generator().manual_seed(settings.seed)
     measured = runner
@@ -460,9 +463,10 @@ def fit(
                 annealing.step(number)
             scores = objective.scores(runner(part.batch))
             if not scores.requires_grad:
+                labels = ", ".join(parameter.label for parameter in trained)
                 raise InputError(
                     "refresh: the class scores must be differentiable in what is trained",
-                    got=f"no gradient through {', '.join(own.label for own in trained)}"[:300],
+                    got=f"no gradient through {labels}"[:300],
                     help="the model may compute them outside of torch, or without gradients",
                 )
             loss = objective.loss(scores, part)
@@ -476,7 +480,7 @@ def fit(
         if metrics["loss"] < best.metrics["loss"]:
             best = Best(epoch, metrics, _copies(tensors))
         if epoch == 1:
-            idle = [own.label for own in trained if own.tensor.grad is None]
+            idle = [parameter.label for parameter in trained if parameter.tensor.grad is None]
             if idle:
                 progress.note(f"no gradient reaches {', '.join(idle)}")
     with torch.no_grad():
@@ -656,7 +660,7 @@ def _refreshed_site(site: dict[str, Any]) -> dict[str, Any]:
 
 
 def _annealed_site(site: dict[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    before, after = (entry["soft_to_hard"][own]["prediction_change"] for own in ("before", "after"))
+    before, after = (entry["soft_to_hard"][when]["prediction_change"] for when in ("before", "after"))
     reason = (
         f"annealed: exact sorting changes {after:.2%} of {entry['selection_examples']} predictions, "
         f"and {before:.2%} before"

@@ -1,4 +1,4 @@
-"""Check: the module that was made of an ONNX file computes what onnxruntime makes of the file."""
+"""Check that the module made of an ONNX file computes what onnxruntime computes from the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_import(module: OnnxModule, path: Path, batch: Batch) -> float:
     """
     given = dict(zip(module.names, batch.args, strict=False)) | batch.kwargs
     values = [given[name] for name in module.names]
-    inputs = {own.name: value for own, value in zip(module.inputs, values, strict=True)}
+    inputs = {declared.name: value for declared, value in zip(module.inputs, values, strict=True)}
     session = open_session(path)
     try:
         expected = run(session, inputs)
@@ -35,8 +35,8 @@ def check_import(module: OnnxModule, path: Path, batch: Batch) -> float:
             help="check the data against the model's inputs, a batch of several examples included",
         ) from error
     with torch.no_grad():
-        own = module.values(values, module.graph.outputs)
-    worst = difference_of(expected, own)
+        found = module.values(values, module.graph.outputs)
+    worst = difference_of(expected, found)
     if not worst <= TOLERANCE:
         raise VerificationError(
             f"{path}: the imported model computes what onnxruntime computes",
@@ -52,10 +52,10 @@ def _first_difference(module: OnnxModule, path: Path, inputs: Mapping[str, Tenso
     try:
         expected = observe(path, nodes, inputs)
         with torch.no_grad():
-            own = module.values([inputs[value.name] for value in module.inputs], list(expected))
+            found = module.values([inputs[value.name] for value in module.inputs], list(expected))
     except (InputError, RuntimeError) as error:
         return f"and no first node, for {reason(error)}"
-    for (name, value), ours in zip(expected.items(), own, strict=True):
+    for (name, value), ours in zip(expected.items(), found, strict=True):
         if not difference_of([ours], [value]) <= TOLERANCE:
             return f"first in {nodes[name]}"
     return "in no node alone"

@@ -1,7 +1,7 @@
 """An ONNX graph as nodes that are ready to run: read once, with everything checked that can be.
 
 before: onnx.GraphProto without model-local functions
-after:  Graph(inputs, constants, nodes, outputs), subgraphs inside; tensors in a list of their own
+after:  Graph(inputs, constants, nodes, outputs), subgraphs inside; tensors in a separate list
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Reader:
         if proto.sparse_initializer or proto.quantization_annotation:
             raise InputError(f"{self.path}: sparse or quantised tensors are not supported")
         known = {*around}
-        own: set[str] = set()
+        defined: set[str] = set()
         constants: dict[str, Any] = {}
 
         def define(name: str, what: str) -> None:
             if not name or name in known:
                 raise InputError(
-                    f"{self.path}: every value must have a name of its own",
+                    f"{self.path}: every value must have its own name",
                     got=f"{name!r} twice, the second time as {what}" if name else f"{what} without one",
                 )
             known.add(name)
-            own.add(name)
+            defined.add(name)
 
         initial = {tensor.name for tensor in proto.initializer}
         inputs = tuple(value.name for value in proto.input if value.name not in initial)
@@ -77,12 +77,12 @@ class Reader:
             for name in filter(None, read.outputs):
                 define(name, _label(node))
             nodes.append(read)
-            outer |= {name for name in _uses(read) if name not in own}
+            outer |= {name for name in _uses(read) if name not in defined}
         outputs = tuple(value.name for value in proto.output)
         for name in outputs:
             self._check_known(name, known, later, "an output of the graph")
-        outer |= {name for name in outputs if name not in own}
-        ordered = _with_drops(take_apart(nodes), own - {*outputs})
+        outer |= {name for name in outputs if name not in defined}
+        ordered = _with_drops(take_apart(nodes), defined - {*outputs})
         return Graph(inputs, outputs, constants, ordered, frozenset(outer))
 
     def _check_known(self, name: str, known: set[str], later: set[str], user: str) -> None:

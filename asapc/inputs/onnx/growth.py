@@ -44,7 +44,7 @@ class Guard(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(own.alias_info is not None for own in func._schema.returns):  # a view, or in place
+        if any(out.alias_info is not None for out in func._schema.returns):  # a view, or in place
             return func(*args, **kwargs)
         wanted = self._wanted(func, args, kwargs)
         if self.alive + wanted > self.limit:
@@ -64,7 +64,7 @@ class Guard(TorchDispatchMode):
     def _wanted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """_bytes_of, once for calls that are alike, as those of a loop are."""
         leaves = pytree.tree_leaves((args, kwargs))
-        key = (func, *((own.shape, own.dtype) if isinstance(own, Tensor) else (own,) for own in leaves))
+        key = (func, *((x.shape, x.dtype) if isinstance(x, Tensor) else (x,) for x in leaves))
         if key not in self._known:
             self._known[key] = _bytes_of(func, args, kwargs)
         return self._known[key]

@@ -74,8 +74,8 @@ def _window(
     rank = len(kernel)
     steps, spread = list(strides or [1] * rank), list(dilations or [1] * rank)
     if auto_pad in ("NOTSET", "VALID"):
-        own = list(pads or [0] * 2 * rank) if auto_pad == "NOTSET" else [0] * 2 * rank
-        return steps, spread, [(own[i], own[i + rank]) for i in range(rank)]
+        given = list(pads or [0] * 2 * rank) if auto_pad == "NOTSET" else [0] * 2 * rank
+        return steps, spread, [(given[i], given[i + rank]) for i in range(rank)]
     pairs = []
     for size, width, step, gap in zip(x.shape[2:], kernel, steps, spread, strict=True):
         total = max((-(-size // step) - 1) * step + (width - 1) * gap + 1 - size, 0)
@@ -198,7 +198,8 @@ def loop(trips: Any, condition: Any, *carried: Any, body: Body) -> tuple[Any, ..
         values = results[: len(carried)]
         scanned.append(results[len(carried) :])
         trip += 1
-    return (*values, *(torch.stack([tensor_of(x) for x in own]) for own in zip(*scanned, strict=True)))
+    stacked = (torch.stack([tensor_of(x) for x in found]) for found in zip(*scanned, strict=True))
+    return (*values, *stacked)
 
 
 def _is_true(condition: Any) -> bool:
@@ -226,8 +227,8 @@ def scan(
     if len(steps[0]) > MAX_TRIPS:
         raise ValueError(f"a Scan must have at most {MAX_TRIPS} steps, not {len(steps[0])}")
     scanned = []
-    for own in zip(*steps, strict=True):
-        results = body(*states, *own)
+    for inputs in zip(*steps, strict=True):
+        results = body(*states, *inputs)
         scanned.append(results[len(states) :])
         states = results[: len(states)]
     outputs = []

@@ -23,7 +23,7 @@ READ_OPSETS = range(11, 24)
 MAX_BYTES = 2**31 - 1  # of a protobuf
 MAX_NODES = 200_000  # after functions are inlined
 MOST_INLINED = 1 << 26  # bytes that any model's functions may add; of a larger one
-MAX_COPIES = 8  # so many times its own
+MAX_COPIES = 8  # times its own size
 MAX_CALLS = 64  # of functions in functions, subgraphs counted
 EXPORT = "export it again, such as with torch.onnx.export(model, args, 'model.onnx', opset_version=18)"
 
@@ -89,7 +89,7 @@ def _parsed(path: Path) -> onnx.ModelProto:
     model = onnx.ModelProto()
     try:
         model.ParseFromString(content)
-    except Exception as error:  # protobuf's own, and it is not typed
+    except Exception as error:  # protobuf's errors have no public type
         raise InputError(
             f"{path}: not an ONNX model, or a truncated one", got=f"{len(content)} bytes ({error})",
             help=f"copy it again and compare sizes, or {EXPORT}",
@@ -140,7 +140,7 @@ def _check_count(graph: onnx.GraphProto, path: Path) -> None:
 
 
 def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """The model without functions of its own.  Raises InputError where they call each other in circles,
+    """The model without local functions.  Raises InputError where they call each other in circles,
     too deeply, or would become absurdly many nodes or bytes."""
     import onnx.inliner
 

@@ -35,7 +35,7 @@ Values = MutableMapping[str, Any]
 
 
 class Scope(nn.Module):
-    """A module of the exported model: what runs in it is told by who calls it."""
+    """A module of the exported model: its caller decides what runs in it."""
 
     def forward(self, work: Callable[[], None]) -> None:
         work()
@@ -46,7 +46,7 @@ class OnnxModule(nn.Module):
 
     inputs: as the file declares them.  names: those of forward's arguments, in the same order.
     weights: the ONNX name of every parameter and buffer.  tensors: see Reader.  Made by onnx_module.
-    trusted: whatever memory the values take is taken, see asapc.inputs.onnx.growth.
+    trusted: the values may take any memory, see asapc.inputs.onnx.growth.
     """
 
     names: tuple[str, ...] = ()
@@ -78,9 +78,9 @@ class OnnxModule(nn.Module):
         Raises ValueError for inputs of another shape than the file declares, InputError where values
         would take too much memory.
         """
-        if self.trusted or not all(type(own) is Tensor for own in inputs):  # a trace takes no memory
+        if self.trusted or not all(type(value) is Tensor for value in inputs):  # a trace takes no memory
             return self._values(inputs, wanted)
-        shapes = tuple(own.shape for own in inputs)
+        shapes = tuple(value.shape for value in inputs)
         if shapes in self._guarded:
             return self._values(inputs, wanted)
         with Guard(allowed_bytes([*self.parameters(), *self.buffers(), *inputs])):
@@ -132,13 +132,13 @@ class OnnxModule(nn.Module):
 
     def _body(self, graph: Graph, env: Values) -> Callable[..., list[Any]]:
         def body(*inputs: Any) -> list[Any]:
-            own: Values = ChainMap(dict(zip(graph.inputs, inputs, strict=True)), env)
-            self._enter(graph, own)
+            local: Values = ChainMap(dict(zip(graph.inputs, inputs, strict=True)), env)
+            self._enter(graph, local)
             self._steps += len(graph.nodes)
             if self._steps > MAX_STEPS:
                 raise ValueError(f"loops of more than {MAX_STEPS} nodes in all are not run")
-            self._run(graph.nodes, own)
-            return [own[name] for name in graph.outputs]
+            self._run(graph.nodes, local)
+            return [local[name] for name in graph.outputs]
 
         return body
 
@@ -179,10 +179,10 @@ class OnnxModule(nn.Module):
 def onnx_module(
     graph: Graph, inputs: Sequence[Input], tensors: Iterable[tuple[str, Tensor, bool]]
 ) -> OnnxModule:
-    """An OnnxModule of a class of its own, whose forward has the arguments of this graph."""
+    """An OnnxModule of a new class, whose forward has the arguments of this graph."""
     names = _argument_names(inputs)
-    own = type("OnnxModule", (OnnxModule,), {"forward": _forward(names), "names": names})
-    module: OnnxModule = own(graph, inputs, tensors)
+    kind = type("OnnxModule", (OnnxModule,), {"forward": _forward(names), "names": names})
+    module: OnnxModule = kind(graph, inputs, tensors)
     return module
 
 
@@ -239,7 +239,7 @@ def _check_shape(value: Input, given: Tensor) -> None:
     if value.shape is None:
         return
     fits = given.dim() == len(value.shape) and all(
-        size is None or int(own) == size for own, size in zip(given.shape, value.shape, strict=True)
+        size is None or int(length) == size for length, size in zip(given.shape, value.shape, strict=True)
     )
     if not fits:
         declared = ["any" if size is None else size for size in value.shape]

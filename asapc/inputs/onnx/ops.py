@@ -83,7 +83,7 @@ def _variadic(function: Callable[..., Any], host: Callable[..., Any] | None = No
 
 
 def _divide(a: Tensor, b: Any) -> Tensor:
-    """Of integers towards zero: torch's own cut-off division of the least one by -1 ends the process."""
+    """Of integers towards zero: torch's truncating division of the least one by -1 ends the process."""
     if a.is_floating_point():
         return torch.div(a, b)
     return torch.floor_divide(a - torch.fmod(a, b), b)

@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class OnnxSettings:
-    """opset: None for DEFAULT_OPSET, or for the teacher's own where its file is edited.
+    """opset: None for DEFAULT_OPSET, or for the teacher's where its file is edited.
     tolerance: largest difference of an output, relative to its largest entry, which counts as 1e-3 at
     least; None for TOLERANCE, or in float16 for four times what PyTorch itself loses there.
     float16: weights and activations in half precision, attention operators inside in float32.

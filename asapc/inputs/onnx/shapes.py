@@ -69,8 +69,8 @@ def _unsqueeze_host(x: Any, axes: Any) -> Any:
 @on_host(_unsqueeze_host)
 @on_tensor
 def unsqueeze(x: Tensor, axes: Any) -> Tensor:
-    own = ints(axes, "the axes of Unsqueeze")
-    for axis in sorted(axis % (x.dim() + len(own)) for axis in own):
+    places = ints(axes, "the axes of Unsqueeze")
+    for axis in sorted(axis % (x.dim() + len(places)) for axis in places):
         x = x.unsqueeze(axis)
     return x
 
@@ -159,9 +159,9 @@ def expand(x: Any, shape: Any) -> Any:
         return x
     x = tensor_of(x)
     sizes = [1] * (x.dim() - len(sizes)) + sizes
-    own = [1] * (len(sizes) - x.dim()) + [*x.shape]
+    current = [1] * (len(sizes) - x.dim()) + [*x.shape]
     checked_size(sizes)
-    return x.expand([mine if size == 1 else size for mine, size in zip(own, sizes, strict=True)])
+    return x.expand([length if size == 1 else size for length, size in zip(current, sizes, strict=True)])
 
 
 @on_tensor

@@ -67,7 +67,7 @@ def verify(
     for sizes in progress.track(_sizes(inputs, axes), "verifying", SHAPES):
         if len(shapes) == SHAPES:
             break
-        if any(_same_lengths(sizes, own) for own in skipped):
+        if any(_same_lengths(sizes, earlier) for earlier in skipped):
             continue
         feeds = {name: _resized(tensor, axes[name], sizes) for name, tensor in inputs.items()}
         try:
@@ -110,7 +110,7 @@ def first_difference(
     """
     found = _values(program, feeds)
     values = found if known is None else {
-        own: found[name] for name, names in known.items() if name in found for own in names
+        in_file: found[name] for name, names in known.items() if name in found for in_file in names
     }  # fmt: skip
     try:
         theirs = observe(path, values, feeds)
@@ -176,15 +176,15 @@ def _check_sizes(program: GraphModule, feeds: Mapping[str, Tensor]) -> None:
     """Raises InputError for sizes that the trace does not hold for, as of a branch on a length."""
     places = (node for node in program.graph.nodes if node.op == "placeholder")
     for place, tensor in zip(places, feeds.values(), strict=True):
-        for size, own in zip(place.meta["val"].shape, tensor.shape, strict=True):
+        for size, length in zip(place.meta["val"].shape, tensor.shape, strict=True):
             if isinstance(size, int):
                 low = high = size
             else:
                 low, high = limits_of(size.node.shape_env.var_to_range, size.node.expr)
-            if not low <= own <= high:
+            if not low <= length <= high:
                 raise InputError(
                     "the program runs at these sizes",
-                    got=f"{place.name}: {own}, traced for {low} to {high}",
+                    got=f"{place.name}: {length}, traced for {low} to {high}",
                 )
 
 
@@ -221,30 +221,30 @@ def _sizes(
     """Values of the file's dynamic sizes by their names, as the examples have them first."""
     known: dict[str, int] = {}
     for name, tensor in inputs.items():
-        for size, own in zip(axes[name], tensor.shape, strict=True):
+        for size, length in zip(axes[name], tensor.shape, strict=True):
             if isinstance(size, str):
-                known.setdefault(size, own)
-    lengths = {name: own for name, own in known.items() if name != BATCH}
-    choices = [_lengths(own) for own in lengths.values()]
-    by_length = [dict(zip(lengths, own, strict=True)) for own in zip(*choices, strict=True)] or [{}]
+                known.setdefault(size, length)
+    lengths = {name: length for name, length in known.items() if name != BATCH}
+    choices = [_lengths(length) for length in lengths.values()]
+    by_length = [dict(zip(lengths, choice, strict=True)) for choice in zip(*choices, strict=True)] or [{}]
     if BATCH not in known:
         yield from by_length
         return
-    for count, own in itertools.product(range(1, SHAPES + 1), by_length):
-        yield {BATCH: count, **own}
+    for count, sizes in itertools.product(range(1, SHAPES + 1), by_length):
+        yield {BATCH: count, **sizes}
 
 
 def _same_lengths(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
     return all(first[name] == second[name] for name in first if name != BATCH)
 
 
-def _lengths(own: int) -> tuple[int, ...]:
+def _lengths(length: int) -> tuple[int, ...]:
     """As it is, shorter, very short, longer."""
-    return own, max(1, own // 2 + 1), min(own, 3), math.ceil(LONGER * own)
+    return length, max(1, length // 2 + 1), min(length, 3), math.ceil(LONGER * length)
 
 
 def _resized(tensor: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int]) -> Tensor:
-    """Cut, or begun again at its end, to the sizes of its dynamic axes."""
+    """Cut, or repeated from the start, to the sizes of its dynamic axes."""
     for axis, size in enumerate(axes):
         if isinstance(size, str):
             tensor = tensor.index_select(axis, torch.arange(sizes[size]) % tensor.shape[axis])
