@@ -89,8 +89,8 @@ class Analysis:
         """The lifted programs with these sites left as the teacher has them; attention maps that were
         dropped elsewhere stay."""
         return [
-            lift(program, [site for site in own if site.name not in sites], self.drop_maps)
-            for program, own in zip(self.capture.programs, self.matched, strict=True)
+            lift(program, [site for site in its_sites if site.name not in sites], self.drop_maps)
+            for program, its_sites in zip(self.capture.programs, self.matched, strict=True)
         ]
 
 
@@ -128,9 +128,9 @@ def analyse(
             else:
                 matched[-1].append(outcome)
     replayed = replay(teacher.model, captured.programs, matched, [batch, *more])
-    for program, own in zip(captured.programs, matched, strict=True):
+    for program, its_sites in zip(captured.programs, matched, strict=True):
         good = []
-        for site in own:
+        for site in its_sites:
             errors = replayed[site.name]
             tried, worst = errors.worst
             facts = (site.convention, site.heads, site.head_dim)
@@ -183,7 +183,7 @@ def _whole_replay(
     teacher: Teacher, captured: Capture, lifted: Sequence[Program], batch: Batch
 ) -> float:
     if teacher.model is not None:
-        own = Runner(teacher.model)(batch)
+        teachers = Runner(teacher.model)(batch)
     else:
-        own = Runner(None, captured.programs)(batch)
-    return largest_difference(own, Runner(teacher.model, lifted)(batch))
+        teachers = Runner(None, captured.programs)(batch)
+    return largest_difference(teachers, Runner(teacher.model, lifted)(batch))

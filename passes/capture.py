@@ -248,10 +248,10 @@ def run_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     except InputError:
         raise
     except Exception as error:
-        tensors = [own for own in (*args, *kwargs.values()) if isinstance(own, torch.Tensor)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         count = len(tensors[0]) if tensors and tensors[0].dim() else 0
         batch = Batch(args, kwargs, None, [0] * count, [*range(count)])
-        call = lambda own: model(*own.args, **own.kwargs)  # noqa: E731
+        call = lambda given: model(*given.args, **given.kwargs)  # noqa: E731
         fault = data_fault(error, batch, call, argument_names(model))
         raise fault or InputError(
             RULE, got=f"{type(error).__name__}: {_first_line(error)}", help=HELP
@@ -361,7 +361,7 @@ def _check_stops(
         with _FullBudget(ends_at) as budget, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        tensors = [own for own in pytree.tree_leaves(output) if isinstance(own, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         return tensors, budget.calls
 
     ends: Sequence[int] = range(len(residuals))
@@ -380,11 +380,11 @@ def _check_stops(
             )
 
 
-def _equal(own: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Also where neither is a number."""
-    if own.shape != other.shape:
+    if one.shape != other.shape:
         return False
-    return bool(((own == other) | ((own != own) & (other != other))).all())
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _dynamic_shapes(
@@ -421,8 +421,8 @@ def _bounded(shapes: Any, exported: ExportedProgram) -> Any:
     A branch on a length is traced on one side only: a program that is made from the graph refuses the
     lengths of the other side, as torch.export has it, where it would compute something else.
     """
-    own = exported.graph_signature.user_inputs
-    values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.name in own}
+    names = exported.graph_signature.user_inputs
+    values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.name in names}
 
     def bound(axes: dict[int, Any], value: Any) -> dict[int, Any]:
         return {
@@ -434,7 +434,7 @@ def _bounded(shapes: Any, exported: ExportedProgram) -> Any:
         return {name: bound(axes, values[name]) if _are_axes(axes) and name in values else axes
                 for name, axes in shapes.items()}  # fmt: skip
     leaves, spec = pytree.tree_flatten(shapes, is_leaf=_are_axes)
-    given = [values.get(name) for name in own]
+    given = [values.get(name) for name in names]
     if len(given) != len(leaves):
         return shapes
     return pytree.tree_unflatten(

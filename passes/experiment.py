@@ -63,22 +63,22 @@ class Experiment:
         masks: Sequence[Node] = (),
     ) -> None:
         self.inputs, self.output = tuple(inputs), output
-        self.cut = Cut(graph, [own.node for own in inputs], output.node, inside, masks)
+        self.cut = Cut(graph, [tensor.node for tensor in inputs], output.node, inside, masks)
 
-    def dims(self, own: Canonical, lengths: dict[Any, int]) -> tuple[int, ...]:
+    def dims(self, tensor: Canonical, lengths: dict[Any, int]) -> tuple[int, ...]:
         """The shape with canonical axes, as many as the graph has."""
-        return tuple(evaluate(size, lengths) for size in own.shape)
+        return tuple(evaluate(size, lengths) for size in tensor.shape)
 
-    def shape(self, own: Canonical, lengths: dict[Any, int]) -> tuple[int, ...]:
+    def shape(self, tensor: Canonical, lengths: dict[Any, int]) -> tuple[int, ...]:
         """The shape [B, H, X, Y], with one head where heads are merged into the batch."""
-        dims = self.dims(own, lengths)
+        dims = self.dims(tensor, lengths)
         return dims if len(dims) == 4 else (dims[0], 1, *dims[1:])
 
-    def raw(self, own: Canonical, value: Tensor, lengths: dict[Any, int]) -> Tensor:
+    def raw(self, tensor: Canonical, value: Tensor, lengths: dict[Any, int]) -> Tensor:
         """A value with canonical axes as the graph's own tensor has them."""
-        value = value.reshape(self.dims(own, lengths))
-        if own.order is not None:
-            value = value.permute([own.order.index(axis) for axis in range(len(own.order))])
+        value = value.reshape(self.dims(tensor, lengths))
+        if tensor.order is not None:
+            value = value.permute([tensor.order.index(axis) for axis in range(len(tensor.order))])
         return value.contiguous()
 
     def run(
@@ -86,7 +86,7 @@ class Experiment:
     ) -> Tensor:
         """The output with canonical axes, float64."""
         given = zip(self.inputs, values, strict=True)
-        raw = [self.raw(own, value, lengths) for own, value in given]
+        raw = [self.raw(tensor, value, lengths) for tensor, value in given]
         result = self.cut.run([*raw, *masks], lengths)
         if self.output.order is not None:
             result = result.permute(self.output.order)
@@ -107,8 +107,8 @@ class Experiment:
     def lengths(self, clouds: Sequence[Canonical], shift: int = 0) -> dict[Any, int]:
         """Small lengths for every dynamic size of queries and keys; `shift` more tokens."""
         sizes = [
-            (size, PROBE_LENGTHS[index] + shift if axis == len(own.shape) - 2 else PROBE_BATCH)
-            for index, own in enumerate(clouds) for axis, size in enumerate(own.shape)
+            (size, PROBE_LENGTHS[index] + shift if axis == len(cloud.shape) - 2 else PROBE_BATCH)
+            for index, cloud in enumerate(clouds) for axis, size in enumerate(cloud.shape)
         ]  # fmt: skip
         return self.cut.lengths(assigned(sizes))
 

@@ -39,18 +39,18 @@ def match(program: Program) -> list[Site | Refusal]:
     taken: set[Node] = set()  # inside a site
     reasons: dict[Node, Unidentified] = {}
     for find in MATCHERS:
-        free = [own for own in places if own.at not in taken and own.value.node not in sites]
+        free = [place for place in places if place.at not in taken and place.value.node not in sites]
         for node, outcome in find(program, free):
             if isinstance(outcome, Site):
                 sites[node] = outcome
                 taken |= {outcome.at, *outcome.part().inside}
             elif outcome.inside or node not in reasons:
                 reasons[node] = outcome
-    left = [own for own in places if own.at not in taken and own.value.node not in sites]
+    left = [place for place in places if place.at not in taken and place.value.node not in sites]
     results: list[tuple[Node, Site | Refusal]] = [
         (site.at, _unless_it_stops(program, site)) for site in sites.values()
     ]
-    results += [(own.at, _refused(program, own, reasons)) for own in _explained(left, reasons)]
+    results += [(place.at, _refused(program, place, reasons)) for place in _explained(left, reasons)]
     for node in program.graph.graph.nodes:
         if node.op == "call_function" and node.target in FUSED:
             reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
@@ -61,8 +61,8 @@ def match(program: Program) -> list[Site | Refusal]:
         return named
     # What the graph computes there is not what the code does, and all that follows sees it.
     why = f"the captured graph is not the model: {elsewhere}"
-    return [own if isinstance(own, Refusal) else Refusal(own.name, why, own.part().output.name)
-            for own in named]  # fmt: skip
+    return [site if isinstance(site, Refusal) else Refusal(site.name, why, site.part().output.name)
+            for site in named]  # fmt: skip
 
 
 def _places(program: Program) -> list[Place]:
@@ -80,15 +80,15 @@ def _explained(left: Sequence[Place], reasons: dict[Node, Unidentified]) -> list
     """The places that are refused: weights inside of what is refused as a whole have no reason of
     their own."""
     within: set[Node] = set()
-    for own in left:
-        within |= reasons.get(own.value.node, UNKNOWN).inside - {own.value.node}
-    return [own for own in left if own.regions or own.at not in within]
+    for place in left:
+        within |= reasons.get(place.value.node, UNKNOWN).inside - {place.value.node}
+    return [place for place in left if place.regions or place.at not in within]
 
 
 def _refused(program: Program, place: Place, reasons: dict[Node, Unidentified]) -> Refusal:
-    own = reasons.get(place.value.node, UNKNOWN)
-    node = own.node or (place.regions[0].attention if place.regions else place.value.node)
-    return Refusal(site_name(program, place.value.node), own.reason, node.name)
+    said = reasons.get(place.value.node, UNKNOWN)
+    node = said.node or (place.regions[0].attention if place.regions else place.value.node)
+    return Refusal(site_name(program, place.value.node), said.reason, node.name)
 
 
 def _named(program: Program, results: Sequence[tuple[Node, Site | Refusal]]) -> list[Site | Refusal]:
@@ -106,21 +106,21 @@ def not_the_model(program: Program, found: Sequence[Site | Refusal]) -> str | No
     """Why a program may compute something else than the model: a branch that is no site's early stop."""
     if not program.stops:
         return None
-    loops = [own.stops_on for own in found if isinstance(own, Site)]
+    loops = [site.stops_on for site in found if isinstance(site, Site)]
     tried = {scores for scores in loops if scores is not None}
     return stop_left(stops_by_scores(program, find_regions(program.graph)), tried)
 
 
-def _unless_it_stops(program: Program, own: Site) -> Site | Refusal:
+def _unless_it_stops(program: Program, site: Site) -> Site | Refusal:
     """A site whose code may end a loop early is refused where its family has not tried what that
     changes."""
-    if own.stops_on is None:
-        part = own.part()
+    if site.stops_on is None:
+        part = site.part()
         for stop in program.stops:
             if ancestors(stop.residual, until=BARRIERS) & part.inside:
                 reason = "its loops may end early, which is understood in Sinkhorn layers only"
-                return Refusal(own.name, reason, part.output.name)
-    return own
+                return Refusal(site.name, reason, part.output.name)
+    return site
 
 
 def _record_examples(program: Program) -> None:

@@ -59,12 +59,12 @@ def replay(
     batches: Iterable[Batch],
 ) -> dict[str, Replay]:
     """Every matched site by name.  matched: the sites of each program."""
-    sites = {site.name: (program, site) for program, own in zip(programs, matched, strict=True)
-             for site in own}  # fmt: skip
+    sites = {site.name: (program, site) for program, its_sites in zip(programs, matched, strict=True)
+             for site in its_sites}  # fmt: skip
     found = {name: Replay() for name in sites}
     if not sites:
         return found
-    lifted = [beside(program, own) for program, own in zip(programs, matched, strict=True)]
+    lifted = [beside(program, its_sites) for program, its_sites in zip(programs, matched, strict=True)]
     parts = {name: site.part() for name, (_, site) in sites.items()}
     teacher = _Observer(model, programs, matched, parts)
     tap = Tap(model, lifted, list(sites))
@@ -76,9 +76,9 @@ def replay(
         for name, (program, site) in sites.items():
             values, t = theirs[name], seen[name]
             with torch.no_grad():
-                own = kernels[name](t, t.v if site.takes_values else None)
+                ours = kernels[name](t, t.v if site.takes_values else None)
             expected = _canonical(values[parts[name].output], parts[name])
-            found[name].note("the data", _difference(own.reshape(expected.shape), expected))
+            found[name].note("the data", _difference(ours.reshape(expected.shape), expected))
             beyond = _Beyond(program, site, parts[name], values, t, references[name])
             for tried, error in beyond.errors():
                 found[name].note(tried, error)
@@ -97,9 +97,9 @@ class _Observer:
     ) -> None:
         self._values: dict[str, dict[Node, Tensor]] = {}
         observed = []
-        for program, own in zip(programs, matched, strict=True):
+        for program, its_sites in zip(programs, matched, strict=True):
             graph, nodes = copied(program.graph)
-            for site in own:
+            for site in its_sites:
                 part = parts[site.name]
                 for node in {*part.inputs, part.output}:
                     self._record(graph, site.name, node, nodes[node])
@@ -223,8 +223,8 @@ class _Beyond:
         if not bool(theirs.isfinite().all()):
             return None
         with torch.no_grad():
-            own = self.reference(t, t.v if self.site.takes_values else None)
-        return _difference(own.reshape(theirs.shape), theirs)
+            ours = self.reference(t, t.v if self.site.takes_values else None)
+        return _difference(ours.reshape(theirs.shape), theirs)
 
     def _input(self, node: Node, sizes: dict[Any, int]) -> Tensor:
         shape = self.cut.shape_of(node, sizes)
@@ -287,8 +287,8 @@ def _double(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value
 
 
-def _difference(own: Tensor, expected: Tensor) -> float:
-    if not own.numel():
+def _difference(ours: Tensor, expected: Tensor) -> float:
+    if not ours.numel():
         return 0.0
     scale = float(expected.abs().max())
-    return float((own.double() - expected.double()).abs().max()) / max(scale, 1e-30)
+    return float((ours.double() - expected.double()).abs().max()) / max(scale, 1e-30)

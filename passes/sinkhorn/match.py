@@ -206,7 +206,7 @@ def _run_experiments(
     for offset in SHIFTS:  # where scores are shifted, what is subtracted before exp is seen
         drawn += [sample(1.0, lengths, rows=offset), sample(1.0, lengths, columns=offset),
                   sample(1.0, lengths, all=offset)]  # fmt: skip
-    samples = [own for own in drawn if own is not None]
+    samples = [finite for finite in drawn if finite is not None]
     if not samples:
         return "the region gives NaN or infinity on random scores"
     guesses = _guesses(region)
@@ -320,7 +320,7 @@ def _bias_coefficient(
         candidates = [1.0, multiplier]
     if not candidates:
         return NoFit(f"{name} enters the attention, but not as an additive score bias")
-    error, coefficient = min((apart(own), own) for own in candidates)
+    error, coefficient = min((apart(candidate), candidate) for candidate in candidates)
     if error <= HELD:
         return coefficient
     return NoFit(f"with {name} as score bias: another loop", error)

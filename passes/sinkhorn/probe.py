@@ -94,8 +94,8 @@ class Guesses:
             for start, shares in itertools.product(self.starts, (False, True)):
                 yield Stabiliser.of("plan", kind, constant, start, shares, False)
             starts = (start for start in self.starts if start != "softmax")
-            for start, *own in itertools.product(starts, (False, True), (False, True)):
-                yield Stabiliser.of("scaling", kind, constant, start, *own)
+            for start, *shares in itertools.product(starts, (False, True), (False, True)):
+                yield Stabiliser.of("scaling", kind, constant, start, *shares)
 
 
 NO_GUESS = Guesses()
@@ -170,9 +170,9 @@ def convention_error(convention: Convention, samples: Sequence[Sample]) -> float
     entry; infinite where it is not a number."""
     worst = 0.0
     for sample in samples:
-        own = attention_of(convention, sample.scores, sample.keep)
+        ours = attention_of(convention, sample.scores, sample.keep)
         scale = sample.attention.abs().amax().clamp(min=1e-300)
-        error = float((own - sample.attention).abs().amax() / scale)
+        error = float((ours - sample.attention).abs().amax() / scale)
         worst = max(worst, math.inf if error != error else error)
     return worst
 
@@ -282,12 +282,12 @@ def search_budget(
         for half_steps in itertools.count(1):
             if half_steps > most:
                 break
-            views = [next(own) for own in running]
+            readings = [next(plan) for plan in running]
             if _last_side(first, half_steps) not in sides:
                 continue
             error = max(
-                min(_up_to_scale(view, target) for view in own)
-                for own, target in zip(views, targets, strict=True)
+                min(_up_to_scale(view, target) for view in views)
+                for views, target in zip(readings, targets, strict=True)
             )
             errors[first, half_steps] = error
             if error <= EXACT:
@@ -321,13 +321,13 @@ def loop_plans(scores: Tensor, keep: Tensor | None, log_mu: Tensor, log_nu: Tens
     return run
 
 
-def _up_to_scale(own: Tensor, observed: Tensor) -> float:
+def _up_to_scale(ours: Tensor, observed: Tensor) -> float:
     """Largest error relative to the largest entry, where each matrix counts up to a number but 0."""
-    given, mass = (x.sum((-1, -2), keepdim=True) for x in (observed, own))
+    given, mass = (x.sum((-1, -2), keepdim=True) for x in (observed, ours))
     if bool(((given == 0) & (mass > 0)).any()):
         return math.inf
     scale = observed.abs().amax((-1, -2), keepdim=True).clamp(min=1e-300)
-    error = float(((own * (given / mass.clamp(min=1e-300)) - observed).abs() / scale).max())
+    error = float(((ours * (given / mass.clamp(min=1e-300)) - observed).abs() / scale).max())
     return math.inf if error != error else error
 
 
@@ -353,8 +353,8 @@ def groups_of(
     """(scores in units of epsilon, keep, attention) of one head of every sample, stacked by shape."""
     by_shape: dict[object, list[Sample]] = {}
     for sample in samples:
-        own = sample.head()
-        by_shape.setdefault((own.scores.shape, own.keep is None), []).append(own)
+        head = sample.head()
+        by_shape.setdefault((head.scores.shape, head.keep is None), []).append(head)
     groups = []
     for alike in by_shape.values():
         scores = multiplier * torch.cat([sample.scores for sample in alike])
