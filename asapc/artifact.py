@@ -351,7 +351,7 @@ def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
         for stage in stages:
             weights = {**shared, **_under(tensors, f"{stage}.{index}.")}
             path = _inside(place, entry[stage])
-            graph = _module(load_program(path, weights, trust=trust), path)
+            graph = _module(load_program(path, weights, trust=trust, sizes=False), path)
             if not name_calls(graph, entry["calls"][stage]):
                 raise InputError(
                     f"{path}: must have one operator call for each site that the manifest lists",
@@ -741,7 +741,7 @@ def read_patches(artifact: Artifact) -> list[Patch]:
     patches = []
     for entry in artifact.manifest["live"]["programs"]:
         path = _inside(artifact.folder, entry["file"])
-        program = _module(load_program(path, trust=artifact.trusted), path)
+        program = _module(load_program(path, trust=artifact.trusted, sizes=False), path)
         call = Call.from_dict(entry["call"])
         children = tuple(Child.from_dict(child) for child in entry["children"])
         for module in entry["modules"]:

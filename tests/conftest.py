@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,23 @@ ANALYSED_ONCE = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def annotations_are_read_once() -> None:
+    """torch's reader of .pt2 files evaluates the annotations of a class for every object of it, which is
+    half of what reading a small artefact takes."""
+    from torch._export.serde import serialize
+
+    known: dict[type, dict[str, Any]] = {}
+
+    def hints(kind: type, globalns: dict[str, Any]) -> dict[str, Any]:
+        if kind not in known:
+            known[kind] = typing.get_type_hints(kind, globalns=globalns)
+        return known[kind]
+
+    remembered = types.SimpleNamespace(**{**vars(typing), "get_type_hints": hints})
+    serialize.typing = remembered  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -101,12 +101,18 @@ def _emptied(tensor: Tensor) -> Tensor:
 
 
 def load_program(
-    path: str | Path, weights: Mapping[str, Tensor] | None = None, *, trust: bool = False
+    path: str | Path,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    trust: bool = False,
+    sizes: bool = True,
 ) -> ExportedProgram:
     """Read a .pt2 file after checking it (see the module's docstring).
 
     weights: replaces the state dict of a program written by save_program; every name is needed.
     trust: operators that are not on the list may be called.
+    sizes: of every value. Without them, those of the inputs alone are read, which is several times as
+    fast and enough for a program that is only run; other values keep their dtype and device.
     Raises InputError for a missing, truncated or unsafe file, or for missing weights.
     """
     path = Path(path)
@@ -119,7 +125,7 @@ def load_program(
             f"{path}: must be a readable .pt2 file", got=error.strerror or str(error)
         ) from error
     try:
-        harmless = _rebuilt(content, trust)
+        harmless = _rebuilt(content, trust, sizes)
     except UnlistedCallError as operator:
         raise InputError(
             f"{path}: a program from a file may call the operators that SECURITY.md lists",
@@ -194,7 +200,7 @@ def _declared(exported: ExportedProgram) -> Iterator[tuple[str, Tensor]]:
             yield spec.target, value
 
 
-def _rebuilt(content: bytes, trust: bool) -> bytes:
+def _rebuilt(content: bytes, trust: bool, sizes: bool) -> bytes:
     """The archive again, of its harmless parts alone: no reader can find others in it."""
     members = _members(content)
     for name, pattern in _CONFIGS.items():
@@ -205,6 +211,8 @@ def _rebuilt(content: bytes, trust: bool) -> bytes:
     _strip(model)
     _check_model(model)
     check_calls(model, trust)
+    if not sizes:
+        _forget_sizes(model["graph_module"]["graph"])
     members[_MODEL] = _dumped(model)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -298,6 +306,14 @@ def _strip(model: dict[str, Any]) -> None:
                 plain = isinstance(modules, str) and modules.isprintable()
                 item["metadata"] = {"nn_module_stack": modules} if plain else {}
             stack.extend(value for key, value in item.items() if key != "metadata")
+
+
+def _forget_sizes(graph: dict[str, Any]) -> None:
+    """Values that are computed are numbers for torch's reader: it parses every size as an expression."""
+    given = {entry["as_tensor"]["name"] for entry in graph["inputs"] if "as_tensor" in entry}
+    for name, meta in graph["tensor_values"].items():
+        if name not in given:
+            meta["sizes"], meta["strides"] = [], []
 
 
 def _check_model(model: dict[str, Any]) -> None:
