@@ -13,8 +13,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.export import ExportedProgram
+
+from asapc import artifact
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
+from asapc.ir import Program
 from asapc.passes.analyse import Analysis
 from asapc.stages import analyse as stage
 
@@ -31,7 +35,7 @@ def analysed_once() -> Iterator[None]:
         more, origin = list(more), _origin(teacher)
         if origin is None:
             return true(teacher, batch, drop_maps, more)
-        hashes: list[Any] = [own.hashes for own in (batch, *more)]
+        hashes: list[Any] = [given.hashes for given in (batch, *more)]
         key = repr((teacher.fingerprint, origin, drop_maps, hashes))
         if key not in known:
             if len(known) == MOST:
@@ -39,11 +43,25 @@ def analysed_once() -> Iterator[None]:
             known[key] = true(teacher, batch, drop_maps, more)
         return known[key]
 
-    stage.analyse = analyse
+    trace, traced = artifact._exported, dict[int, tuple[Program, ExportedProgram]]()
+
+    def exported(program: Program) -> ExportedProgram:
+        """What is written of a teacher is traced again for every artefact: here once an analysis."""
+        kept = {id(its) for analysis in known.values()
+                for its in (*analysis.capture.programs, *analysis.lifted)}  # fmt: skip
+        for left in traced.keys() - kept:
+            del traced[left]
+        if id(program) not in kept:
+            return trace(program)
+        if id(program) not in traced:
+            traced[id(program)] = program, trace(program)
+        return traced[id(program)][1]
+
+    stage.analyse, artifact._exported = analyse, exported
     try:
         yield
     finally:
-        stage.analyse = true
+        stage.analyse, artifact._exported = true, trace
 
 
 def _origin(teacher: Teacher) -> list[Any] | None:
@@ -55,5 +73,5 @@ def _origin(teacher: Teacher) -> list[Any] | None:
     stats = [(path.name, path.stat()) for path in files if path.is_file()]
     return [
         teacher.source, teacher.factory, teacher.program is None, teacher.onnx, type(teacher.model),
-        [(name, own.st_size, own.st_mtime_ns) for name, own in stats],
+        [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     ]  # fmt: skip
