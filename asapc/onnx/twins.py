@@ -697,10 +697,16 @@ def _lot(
     queries_first: bool,
     key_half_steps: int,
     keys_first: bool,
+    interleaved: bool = False,
+    pivot_weight: Tensor | None = None,
 ) -> tuple[Loop, Loop]:
     """Both loops, pivots by tokens; the plan of the second is over sigma, in the log domain."""
     dtype = lot_meaning.work_dtype(q)
     sigma = pivot_mass.to(dtype)
+    omega = None if pivot_weight is None else pivot_weight.to(dtype)
+    if interleaved:
+        sigma = lot_meaning.by_example(sigma, q.shape[0])
+        omega = None if omega is None else lot_meaning.by_example(omega, q.shape[0])
     log_sigma = torch.where(sigma > 0, sigma.log(), -math.inf)
     loops = []
     for tokens, mask, bias, multiplier, half_steps, tokens_first in (
@@ -719,7 +725,8 @@ def _lot(
         loops.append((scores, loop))
     (_, first), (scores, second) = loops
     over = second.f - torch.where(log_sigma == -math.inf, 0.0, log_sigma)
-    return first, replace(second, kernel=_kernel(scores, over, second.g))
+    kernel = _kernel(scores, over, second.g)
+    return first, replace(second, kernel=kernel if omega is None else kernel * omega[..., None])
 
 
 def lot(
@@ -732,8 +739,8 @@ def lot(
     *settings: Any,
 ) -> Tensor:
     """Arguments and result as operators.lot.lot."""
-    *loops, output_factor = settings
-    first, second = _lot(q, k, keep, query_keep, key_bias, *loops)
+    loops, (output_factor, *glue) = settings[:8], settings[8:]
+    first, second = _lot(q, k, keep, query_keep, key_bias, *loops, *glue)
     values = second.apply(clean_values(v, keep).to(second.kernel.dtype))  # [B, H, R, E]
     out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
     out = out * _token_factor(output_factor, q, k, keep, query_keep)
@@ -749,8 +756,8 @@ def lot_attention(
     *settings: Any,
 ) -> Tensor:
     """Arguments and result as operators.lot.lot_attention."""
-    *loops, output_factor = settings
-    first, second = _lot(q, k, keep, query_keep, key_bias, *loops)
+    loops, (output_factor, *glue) = settings[:8], settings[8:]
+    first, second = _lot(q, k, keep, query_keep, key_bias, *loops, *glue)
     dense = first.plan().transpose(-1, -2) @ second.plan()
     dense = dense * _token_factor(output_factor, q, k, keep, query_keep)
     return lot_meaning.masked(dense, keep, query_keep).to(q.dtype)
