@@ -50,10 +50,11 @@ def lot(
     on active tokens; key_bias: [B|1, H|1, 1|R, M], in units of epsilon: positions p_j added to the keys
     are z_r.p_j; pivots: [H, R, D]; pivot_mass: sigma [H, R], rows sum to 1 (a pivot of mass 0 takes
     no part); pivot_weight: omega [H, R], 1 if None.
-    interleaved: head h of example b has row (b H + h) // B of sigma and omega, not row h: code that merges
-    examples and heads into one axis, and repeats each row B times, has it so.  queries_first, keys_first: the first half-step is on the tokens' side, not the pivots'.
+    queries_first, keys_first: the first half-step is on the tokens' side, not the pivots'.
     output_factor: (coefficient, a, b, c) for factor = coefficient n_q^a n_k^b N^c; n counts active
     tokens, N all queries.
+    interleaved: head h of example b has row (b H + h) // B of sigma and omega, not row h: so has it code
+    that merges examples and heads into one axis and repeats each row B times.
     Source: LOTFormer, Eq. 4.
     """
     if k.shape[2] == 0 or q.shape[2] == 0:
@@ -166,9 +167,9 @@ def pivot_plan(
 ) -> Tensor:
     """Gamma [B, H, R, N] after `half_steps` half-steps from zero duals; 0 on padded tokens.
 
-    scores: [B, H, R, N]; keep: [B, N]; pivot_mass: [H, R] or [B, H, R].  over_mass: diag(1 / sigma) Gamma, which
-    holds where sigma itself is too small for 1 / sigma.  Where no token is active all are: the caller
-    masks what comes of it.  Source: LOTFormer, Eqs. 1 and 2, a finite number of half-steps.
+    scores: [B, H, R, N]; keep: [B, N]; pivot_mass: [H, R] or [B, H, R].  over_mass: diag(1 / sigma)
+    Gamma, which holds where sigma itself is too small for 1 / sigma.  Where no token is active
+    all are: the caller masks what comes of it.  Source: LOTFormer, Eqs. 1 and 2, a finite number of half-steps.
     """
     pivot_mass = pivot_mass.to(scores.dtype)
     massless = pivot_mass <= 0

@@ -238,7 +238,10 @@ def _sizes(candidate: _Candidate) -> list[dict[Any, int]]:
 def _fitted(
     side: Sequence[Half], sizes: Sequence[dict[Any, int]], hidden: bool, known: HalfFit | None = None
 ) -> tuple[Half, HalfFit] | NoFit:
-    """A plan by its tokens and pivots or, where that fails, by its scores.  known: masses it must have."""
+    """A plan by its tokens and pivots or, where that fails, by its scores.
+
+    known: whose masses it must have.
+    """
     reason: NoFit | None = None
     for half in side:
         shapes = [half.shape(lengths) for lengths in sizes]
@@ -259,16 +262,19 @@ def _glued(
     """Both plans are known: the factor in front, and whether the whole is what they make."""
     sizes = _sizes(candidate)
     if found[0][0].scores != found[1][0].scores:  # one operator takes either tokens or scores
-        both = [_fitted([half for half in side if half.scores], sizes, hidden) for side in candidate.sides]
-        fits = [fit for fit in both if not isinstance(fit, NoFit)]
+        both = [[half for half in side if half.scores] for side in candidate.sides]
+        if not all(both):
+            return "one plan is of inner products with pivots and the other is not"
+        again = [_fitted(side, sizes, hidden) for side in both]
+        fits = [fit for fit in again if not isinstance(fit, NoFit)]
         if len(fits) < 2:
             return "one plan is of inner products with pivots and the other is not"
         return _glued(program, candidate, fits, hidden)
     for known, other in ((1, 0), (0, 1)):  # few half-steps do not show the masses
         if not _same_masses(found[0][1], found[1][1]):
-            again = _fitted([found[other][0]], sizes, hidden, found[known][1])
-            if not isinstance(again, NoFit):
-                found = [again, found[1]] if other == 0 else [found[0], again]
+            refitted = _fitted([found[other][0]], sizes, hidden, found[known][1])
+            if not isinstance(refitted, NoFit):
+                found = [refitted, found[1]] if other == 0 else [found[0], refitted]
     (query_half, queries), (key_half, keys) = found
     shared = _on_pivots(keys, queries.pivots)
     if shared is None or not _same_masses(queries, keys):
@@ -292,7 +298,10 @@ def _glued(
     masks = [half.masks[0] if half.masks else None for half in (query_half, key_half)]
     if not error <= STABILISED:
         _, unmasked = _factor([row for row in rows if row[-1] is None])
-        if unmasked <= STABILISED and masks[1] is not None and (weight := _padding_weight(whole, candidate)):
+        weight = 0.0
+        if unmasked <= STABILISED and masks[1] is not None:
+            weight = _padding_weight(whole, candidate)
+        if weight and masks[1] is not None:
             return (
                 f"the layer's own code gives keys that {masks[1].name} masks {weight:.0%} of the weight "
                 "they have without it: the loop moves mass back to what is only a low or a high score"
@@ -309,7 +318,7 @@ def _glued(
     site = LotSite(
         site_name(program, candidate.outer.node), convention, query_half.heads, query_half.width,
         max(error, queries.error, keys.error), query_half.points, key_half.points, candidate.inner,
-        candidate.outer, inside, mask, query_mask, queries.pivots, queries.mass, 
+        candidate.outer, inside, mask, query_mask, queries.pivots, queries.mass,
         interleaved=queries.interleaved if glue is None else glue.interleaved,
         weight=None if glue is None else glue.table, covers=inside | candidate.inside,
     )  # fmt: skip
@@ -335,9 +344,8 @@ def _solved_weight(
 ) -> Masses | None:
     """omega by least squares: the output is linear in it."""
     (lengths, *_), generator = _sizes(candidate), torch.Generator().manual_seed(5)
-    q, k = (
-        torch.randn(half.shape(lengths), generator=generator, dtype=torch.float64) for half in whole.halves
-    )
+    shapes = [half.shape(lengths) for half in whole.halves]
+    q, k = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     width = int(candidate.inner.values.shape[-1])
     v = torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
     output = whole.output(q, k, v, lengths, None)

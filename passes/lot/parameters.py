@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from asapc.operators.lot import by_example
-from asapc.passes.cut import Cut, depends_on_data, is_tensor
+from asapc.passes.cut import constant_at, depends_on_data, is_tensor
 from asapc.passes.lot.half import Half
 from asapc.passes.lot.probe import Masses
 
@@ -61,15 +61,6 @@ def _constants(half: Half, lengths: dict[Any, int]) -> Iterator[Tensor]:
             value = constant_at(half.graph, source, lengths)
             if value is not None and value.numel():
                 yield value
-
-
-def constant_at(graph: GraphModule, node: Node, lengths: dict[Any, int]) -> Tensor | None:
-    """The float64 value of a tensor computed from parameters and sizes alone; None if it cannot be."""
-    try:
-        cut = Cut(graph, [], node, ())
-        return cut.run([], cut.lengths(lengths)).double()
-    except Exception:  # the graph is the user's code, in which a constant may fail to compute
-        return None
 
 
 def per_head(

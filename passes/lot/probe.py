@@ -53,8 +53,8 @@ class Masses:
 class HalfFit:
     """One plan between tokens and pivots, and its largest relative error.
 
-    pivots: [H, R, D]; mass: [H, R], rows sum to 1; readout: c, the columns of what was observed over those
-    of the plan of mass 1, [B, H, R] of the first size; interleaved: see Masses.
+    pivots: [H, R, D]; mass: [H, R], rows sum to 1; interleaved: see Masses.  readout: c, the columns of
+    what was observed over those of the plan of mass 1, [B, H, R] of the first size.
     """
 
     half: HalfPlan
@@ -136,9 +136,8 @@ def _best_loop(
     half = HalfPlan(budget.half_steps, budget.first_side == "row", snapped(multiplier))
     first = next(sample for sample in samples if sample.mild)
     mass = by_example(masses.table, len(first.scores)) if masses.interleaved else masses.table
-    plan = pivot_plan(
-        (multiplier * first.scores).transpose(-1, -2), None, mass, half.half_steps, half.tokens_first, False
-    ).transpose(-1, -2)
+    scores = (multiplier * first.scores).transpose(-1, -2)
+    plan = pivot_plan(scores, None, mass, half.half_steps, half.tokens_first, False).transpose(-1, -2)
     return HalfFit(half, z, masses.table, _ratio(first.attention, plan), budget.error, masses.interleaved)
 
 

@@ -28,8 +28,8 @@ class LotSite(Site):
 
     inner: plan [R, M] times the values; outer: plan [N, R] times what inner gives.
     q, k: tokens, or scores with unit vectors as pivots.  pivots: float64 [H, R, D]; mass: float64 [H, R];
-    weight: omega, float64 [H, R]; interleaved: see operators.lot.  covers: all that belongs to it, the product
-    of its scores too.  row_sums: what is the map times ones, by which code divides.
+    weight: omega, float64 [H, R]; interleaved: see operators.lot.  covers: all that belongs to it, the
+    product of its scores too.  row_sums: what is the map times ones, by which code divides.
     """
 
     convention: LotConvention
@@ -85,9 +85,10 @@ class LotSite(Site):
                 ),
             }  # fmt: skip
             values = lifting.operand(self.inner.values)
+            product = lifting.nodes[self.outer.node]
             if self.row_sums is None:
                 call = lifting.put(OPERATORS["lot"], q, k, values, rest)
-                return [(lifting.nodes[self.outer.node], self._laid_out(lifting, call), lambda user: True)]
+                return [(product, self._laid_out(lifting, call), lambda user: True)]
             one = lifting.call(aten.ones_like.default, lifting.call(aten.slice.Tensor, values, -1, 0, 1))
             with_ones = lifting.call(aten.cat.default, [values, one], -1)
             call = lifting.put(OPERATORS["lot"], q, k, with_ones, rest)
@@ -98,7 +99,7 @@ class LotSite(Site):
             if rank_of(self.row_sums) < 3 + ends_in_one(self.row_sums):
                 sums = lifting.call(aten.flatten.using_ints, sums, 0, 1)
         return [
-            (lifting.nodes[self.outer.node], output, lambda user: True),
+            (product, output, lambda user: True),
             (lifting.nodes[self.row_sums], sums, lambda user: True),
         ]
 
