@@ -158,6 +158,8 @@ class EspConvention:
     mean_cost:            D_l is divided by the number of queries.
     slices:               L, number of learnt or frozen directions; None for the coordinate axes.
     output_factor:        multiplies the map, whose rows otherwise sum to 1.
+    query_power, key_power: powers of N and M, padding included, that multiply it, too.
+    slice_weights:        the slices have weights of their own, by which exp(-tau D_l) is multiplied.
     mask:                 "key" if a mask takes padded tokens out of the sort.
     coupling:             of unequal numbers of queries and keys, see operators.ranks; None where the
                           layer always has as many of either, and every coupling is the same.
@@ -176,6 +178,9 @@ class EspConvention:
     mask: Mask = "none"
     coupling: Coupling | None = None
     ties: Ties | Literal["open"] = "shared"
+    query_power: int = 0
+    key_power: int = 0
+    slice_weights: bool = False
 
     @property
     def order(self) -> Ties:
@@ -194,7 +199,8 @@ class EspConvention:
             None if temperature is None else float(temperature), float(data["inverse_temperature"]),
             bool(data["squared_cost"]), bool(data["mean_cost"]),
             None if slices is None else int(slices), float(data["output_factor"]), data["mask"],
-            data.get("coupling"), data.get("ties", "shared"),
+            data.get("coupling"), data.get("ties", "shared"), int(data.get("query_power", 0)),
+            int(data.get("key_power", 0)), bool(data.get("slice_weights", False)),
         )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def match(program: Program) -> list[Site | Refusal]:
         for node, outcome in find(program, free):
             if isinstance(outcome, Site):
                 sites[node] = outcome
-                taken |= {outcome.at, *outcome.part().inside}
+                taken |= {outcome.at, *outcome.part().inside, *outcome.stops_on}
             elif outcome.inside or node not in reasons:
                 reasons[node] = outcome
     left = [place for place in places if place.at not in taken and place.value.node not in sites]
@@ -106,15 +106,14 @@ def not_the_model(program: Program, found: Sequence[Site | Refusal]) -> str | No
     """Why a program may compute something else than the model: a branch that is no site's early stop."""
     if not program.stops:
         return None
-    loops = [site.stops_on for site in found if isinstance(site, Site)]
-    tried = {scores for scores in loops if scores is not None}
-    return stop_left(stops_by_scores(program, find_regions(program.graph)), tried)
+    tried = {node for site in found if isinstance(site, Site) for node in site.stops_on}
+    return stop_left(stops_by_scores(program, {*find_regions(program.graph), *tried}), tried)
 
 
 def _unless_it_stops(program: Program, site: Site) -> Site | Refusal:
     """A site whose code may end a loop early is refused where its family has not tried what that
     changes."""
-    if site.stops_on is None:
+    if not site.stops_on:
         part = site.part()
         for stop in program.stops:
             if ancestors(stop.residual, until=BARRIERS) & part.inside:

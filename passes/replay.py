@@ -75,9 +75,9 @@ def replay(
         seen = dict(zip(sites, tap(batch)[1], strict=True))
         for name, (program, site) in sites.items():
             values, t = theirs[name], seen[name]
-            with torch.no_grad():
-                ours = kernels[name](t, t.v if site.takes_values else None)
             expected = _canonical(values[parts[name].output], parts[name])
+            with torch.no_grad():
+                ours = kernels[name](t, _values(site, t, expected))
             found[name].note("the data", _difference(ours.reshape(expected.shape), expected))
             beyond = _Beyond(program, site, parts[name], values, t, references[name])
             for tried, error in beyond.errors():
@@ -223,7 +223,7 @@ class _Beyond:
         if not bool(theirs.isfinite().all()):
             return None
         with torch.no_grad():
-            ours = self.reference(t, t.v if self.site.takes_values else None)
+            ours = self.reference(t, _values(self.site, t, theirs))
         return _difference(ours.reshape(theirs.shape), theirs)
 
     def _input(self, node: Node, sizes: dict[Any, int]) -> Tensor:
@@ -244,6 +244,11 @@ class _Beyond:
             query_keep=None if t.query_keep is None else t.query_keep[:batch, :n],
             v=None if t.v is None else _double(t.v[:batch, :, :m]),
         )
+
+
+def _values(site: Site, t: SiteTensors, expected: Tensor) -> Tensor | None:
+    """Those whose product with the map is the site's part; its call may have more columns."""
+    return None if not site.takes_values or t.v is None else t.v[..., : expected.shape[-1]]
 
 
 def _bias(bias: Tensor, batch: int, n: int, m: int) -> Tensor:

@@ -7,7 +7,7 @@ what it found there: a Site of its own, which knows its operator call, or why it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -58,9 +58,9 @@ class Site(ABC):
         """Its place in the graph."""
 
     @property
-    def stops_on(self) -> Node | None:
-        """The scores of the loop whose early stops were tried; None where none are understood."""
-        return None
+    def stops_on(self) -> Collection[Node]:
+        """What the loops whose early stops were tried work on: their scores; empty where none were."""
+        return ()
 
     @abstractmethod
     def part(self) -> Part:

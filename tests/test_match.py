@@ -69,11 +69,11 @@ GLUED = {
     "GluedMasked": LotConvention(
         HalfPlan(6, True, 0.5**0.5), HalfPlan(6, True, 0.5**0.5), 5, OutputFactor(), "key"
     ),
+    "GluedByDistance": LotConvention(HalfPlan(5, True, 1.0), HalfPlan(5, False, 1.0), 5, OutputFactor()),
 }
 REFUSED = {
     "SlicedTop": "tokens with equal projections neither share their mass nor have an order of their own",
     "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
-    "GluedByDistance": "no parameter of the layer gives its scores as inner products",
     "Softmax": "not Sinkhorn: rows only",
     "Fused": "not Sinkhorn: rows only",
     "Causal": "differs between queries",
@@ -161,9 +161,11 @@ def test_glued_plans_are_recognised_and_replaced(name: str) -> None:
     assert (found.pivots, found.mask, found.output_factor) == (
         expected.pivots, expected.mask, expected.output_factor,
     )  # fmt: skip
-    assert torch.allclose(site.pivots.float(), model.pivots)
+    of_scores = name == "GluedByDistance"
+    pivots = torch.eye(5).expand(2, -1, -1) if of_scores else model.pivots
+    assert torch.allclose(site.pivots.float(), pivots)
     assert torch.allclose(site.mass.float(), torch.softmax(model.masses, -1))
-    assert (site.heads, site.head_dim) == (2, 8) and site.probe_error < 1e-9
+    assert (site.heads, site.head_dim) == (2, 5 if of_scores else 8) and site.probe_error < 1e-9
     replays(model, program, site, 2e-6)
 
 

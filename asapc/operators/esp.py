@@ -1,8 +1,8 @@
 """Expected sliced plans: attention is a weighted mean of one plan per slice (ESPFormer).
 
     x_l = q theta_l, y_l = k theta_l;  A_l, B_l sort them, largest first;  P_l = A_l' I B_l
-    D_l = sum_ij C_ij P_l,ij,  C_ij = |q_i - k_j| or its square;  w = softmax(-tau D)
-    A = factor sum_l w_l P_l
+    D_l = sum_ij C_ij P_l,ij,  C_ij = |q_i - k_j| or its square;  w_l ~ omega_l exp(-tau D_l), sum 1
+    A = factor N^a M^b sum_l w_l P_l
 
 Soft: A_l and B_l are SoftSort matrices, and only one slice's N x M matrices exist at a time.
 Hard: they are permutations, or where tokens tie averages of them (Eq. 5), which are never formed:
@@ -45,6 +45,15 @@ from asapc.operators.ranks import (
     spread,
 )
 from asapc.operators.sinkhorn import clean_values, widen
+
+
+def with_lengths(output_factor: float, q: Tensor, k: Tensor, query_power: int, key_power: int) -> float:
+    """factor N^a M^b; no length counts as less than 1."""
+    if query_power:
+        output_factor = output_factor * float(max(1, q.shape[2])) ** query_power
+    if key_power:
+        output_factor = output_factor * float(max(1, k.shape[2])) ** key_power
+    return output_factor
 
 
 def soft_sort(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
@@ -122,6 +131,7 @@ def expected_plan(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    slice_weight: Tensor | None,
     plan_of: Callable[[Clouds, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """factor sum_l w_l P_l, times v if given, by an online softmax over the slices.
@@ -148,6 +158,8 @@ def expected_plan(
         before = slice_cost.detach() if index == 0 else lowest
         lowest = torch.minimum(before, slice_cost.detach())
         kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (slice_cost - lowest))
+        if slice_weight is not None:
+            weight = weight * slice_weight[..., index].to(weight.dtype).view(-1, 1, 1)
         result, total = result * kept + weight * moved, total * kept + weight
     return close(result / total, keep, query_keep, output_factor)
 
@@ -177,17 +189,23 @@ def esp_soft(
     mean_cost: bool,
     output_factor: float,
     coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """A v for the map of the soft plans: [B, H, N, E] in v's dtype.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
     on active tokens; slices: theta [L, D] or [H, L, D], None for the D axes; inverse_temperature: tau
-    [1] or [H]; mean_cost: D_l is divided by the number of active queries; coupling: of unequal numbers.
+    [1] or [H]; mean_cost: D_l is divided by the number of active queries; coupling: of unequal numbers;
+    slice_weight: omega [L] or [H, L], 1 if None; query_power, key_power: a and b, N and M with padding.
     Memory O(N M + N E); a gradient keeps O(L N E) and computes every plan again.
     """
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return expected_plan(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
+        output_factor, slice_weight,
+        _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
     ).to(v.dtype)  # fmt: skip
 
 
@@ -203,11 +221,16 @@ def esp_soft_attention(
     mean_cost: bool,
     output_factor: float,
     coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """The map itself, [B, H, N, M] in q's dtype.  Arguments as esp_soft."""
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return expected_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
+        output_factor, slice_weight,
+        _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
     ).to(q.dtype)  # fmt: skip
 
 
@@ -223,6 +246,9 @@ def esp_released_hard_attention(
     mean_cost: bool,
     output_factor: float,
     coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """The map [B, H, N, M] of the released code's `hard` flag: every SoftSort row becomes its top entry.
 
@@ -234,9 +260,10 @@ def esp_released_hard_attention(
         chosen = torch.zeros_like(soft).scatter(-1, soft.argmax(-1, keepdim=True), 1.0)
         return chosen.masked_fill(soft == 0, 0.0)  # rows of padded tokens stay empty
 
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return expected_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, _soft(coupling, top),
+        output_factor, slice_weight, _soft(coupling, top),
     ).to(q.dtype)  # fmt: skip
 
 
@@ -251,6 +278,7 @@ def hard_plan(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    slice_weight: Tensor | None,
     coupling: Coupling,
     ties: Ties,
 ) -> Tensor:
@@ -259,7 +287,7 @@ def hard_plan(
     Where a map is wanted and tokens tie, and while a CUDA graph is recorded, which must not depend on
     the data, the plans are formed; else keys are gathered.
     """
-    settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
+    settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor, slice_weight)
     masked = keep is not None or query_keep is not None
 
     def formed() -> Tensor:
@@ -282,7 +310,7 @@ def hard_plan(
         return formed()
     cost = matched_costs(clouds, *ordered, matching, coupling, squared_cost)
     count = active(clouds.query_keep, clouds.q)[:, None, None]
-    weights = slice_weights(cost, inverse_temperature, count, mean_cost)
+    weights = slice_weights(cost, inverse_temperature, count, mean_cost, slice_weight)
     weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
     if v is None:
         result = scatter_sum(matching, width, weights)
@@ -328,6 +356,9 @@ def esp_hard(
     output_factor: float,
     coupling: Coupling = "interpolated",
     ties: Ties = "shared",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """A v for the map of the plans sorted exactly: [B, H, N, E] in v's dtype.
 
@@ -336,9 +367,10 @@ def esp_hard(
     O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix; where different points tie and share,
     their cost takes D for every tied pair.
     """
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return hard_plan(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, coupling, ties,
+        output_factor, slice_weight, coupling, ties,
     ).to(v.dtype)  # fmt: skip
 
 
@@ -354,9 +386,13 @@ def esp_hard_attention(
     output_factor: float,
     coupling: Coupling = "interpolated",
     ties: Ties = "shared",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """The map itself, [B, H, N, M] in q's dtype, for those who want to see it.  Arguments as esp_hard."""
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return hard_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, coupling, ties,
+        output_factor, slice_weight, coupling, ties,
     ).to(q.dtype)  # fmt: skip

@@ -392,7 +392,14 @@ def _stopping(
         some.append(trials({}, active=torch.arange(keys) % 3 != 1))
         some.append(trials(many, active=torch.arange(keys) < 2))
     convention = replace(convention, mask="none" if mask is None else convention.mask)
-    return what_a_stop_changes(stops, residuals, region.inside, convention, itertools.chain(*some))
+
+    def attention(trial: Trial, half_steps: int) -> Tensor:
+        shorter = replace(convention, half_steps=half_steps)
+        return attention_of(shorter, trial.scores, trial.keep)
+
+    return what_a_stop_changes(
+        stops, residuals, region.inside, convention.half_steps, attention, itertools.chain(*some)
+    )
 
 
 def _symbols(sizes: Sequence[Any]) -> set[Any]:

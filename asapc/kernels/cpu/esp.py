@@ -40,8 +40,9 @@ from asapc.operators.sinkhorn import widen
 REACH = {torch.float32: 36.0, torch.float64: 80.0}
 RANKS = 128  # rows of a SoftSort matrix computed together, where not all of them are
 
-# Of heads without padded tokens: (their clouds [1, G, ...], v [G, M, E], tau [G]) -> [G, N, E]
-Core = Callable[[Clouds, Tensor, Tensor], Tensor]
+# Of heads without padded tokens:
+# (their clouds [1, G, ...], v [G, M, E], tau [G], weights of slices [G, L]) -> [G, N, E]
+Core = Callable[[Clouds, Tensor, Tensor, Tensor], Tensor]
 
 
 def esp_soft(
@@ -57,25 +58,27 @@ def esp_soft(
     mean_cost: bool,
     output_factor: float,
     coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
 ) -> Tensor:
     """As operators.esp.esp_soft."""
 
-    def stacked(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
+    def stacked(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
         cost = cost_matrix(clouds.q, clouds.k, squared_cost)[0]
         if mean_cost:
             cost /= cost.shape[1]
         return _stacked_heads(
             clouds.x[0], clouds.y[0], cost, v, rank_matrix(clouds, coupling), tau.to(v.dtype),
-            softsort_temperature, REACH[v.dtype],
+            omega.to(v.dtype), softsort_temperature, REACH[v.dtype],
         )  # fmt: skip
 
-    def banded(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
+    def banded(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
         args = (softsort_temperature, squared_cost, mean_cost, coupling)
-        return _banded_head(clouds, v[0], float(tau), *args)[None]
+        return _banded_head(clouds, v[0], float(tau), omega[0].tolist(), *args)[None]
 
     core = stacked if _is_stacked(q, k) else banded
     size = 2 * _plan_bytes(q, k)
-    out = _by_heads(q, k, v, keep, query_keep, slices, inverse_temperature, size, core)
+    weighing = inverse_temperature, slice_weight
+    out = _by_heads(q, k, v, keep, query_keep, slices, *weighing, size, core)
     return out.mul_(output_factor).to(v.dtype)
 
 
@@ -92,13 +95,14 @@ def esp_hard(
     output_factor: float,
     coupling: Coupling = "interpolated",
     ties: Ties = "shared",
+    slice_weight: Tensor | None = None,
 ) -> Tensor:
     """As operators.esp.esp_hard."""
 
-    def core(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
+    def core(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
         queries, keys = _ranked(clouds.x, ties), _ranked(clouds.y, ties)
         if queries.same is not None or keys.same is not None:
-            return _tied_heads(clouds, v, tau, queries, keys, squared_cost, mean_cost, coupling)
+            return _tied_heads(clouds, v, tau, omega, queries, keys, squared_cost, mean_cost, coupling)
         points = clouds.q[0, 0]
         together = max(1, TILE_BYTES // (4 * points.numel() * points.element_size()))
         ranks, shares = rank_partners(clouds, coupling)
@@ -106,12 +110,13 @@ def esp_hard(
             clouds.q[0], clouds.k[0], v, queries.order[0], keys.order[0],
             [] if shares is None else [met[0] for met in ranks],
             [] if shares is None else [share[0] for share in shares],
-            tau.double(), squared_cost, mean_cost, together,
+            tau.double(), omega.double(), squared_cost, mean_cost, together,
         )  # fmt: skip
 
     num_slices = q.shape[3] if slices is None else slices.shape[-2]
     size = 4 * num_slices * max(q.shape[2], k.shape[2]) * torch.int64.itemsize
-    out = _by_heads(q, k, v, keep, query_keep, slices, inverse_temperature, size, core)
+    weighing = inverse_temperature, slice_weight
+    out = _by_heads(q, k, v, keep, query_keep, slices, *weighing, size, core)
     return out.mul_(output_factor).to(v.dtype)
 
 
@@ -144,6 +149,7 @@ def _by_heads(
     query_keep: Tensor | None,
     slices: Tensor | None,
     tau: Tensor,
+    slice_weight: Tensor | None,
     head_bytes: int,
     core: Core,
 ) -> Tensor:
@@ -155,11 +161,13 @@ def _by_heads(
         return out
     tau = tau.detach().expand(heads)
     slices = None if slices is None else slices.detach().expand(heads, -1, -1)
+    count = q.shape[3] if slices is None else slices.shape[-2]
+    omega = q.new_ones(heads, count) if slice_weight is None else slice_weight.detach().expand(heads, -1)
     masked = keep is not None or query_keep is not None
     result = out
     if not masked:  # every example is alike: all heads are those of one
         q, k, v, result = (t.reshape(1, -1, *t.shape[2:]) for t in (q, k, v, out))
-        tau = tau.repeat(batch)
+        tau, omega = tau.repeat(batch), omega.repeat(batch, 1)
         slices = None if slices is None else slices.repeat(batch, 1, 1)
     examples, heads = q.shape[:2]
     group = min(TILE_BYTES // max(1, head_bytes), -(-examples * heads // torch.get_num_threads()))
@@ -180,7 +188,7 @@ def _by_heads(
                 continue
             tile_slices = None if slices is None else slices[part]
             clouds = clouds_of(tile_q[None], tile_k[None], None, None, tile_slices)
-            moved = core(clouds, tile_v, tau[part])
+            moved = core(clouds, tile_v, tau[part], omega[part])
             if rows is None:
                 result[example, part] = moved
             else:
@@ -230,6 +238,7 @@ def _tied_heads(
     clouds: Clouds,
     v: Tensor,
     tau: Tensor,
+    omega: Tensor,
     queries: Ranked,
     keys: Ranked,
     squared_cost: bool,
@@ -240,7 +249,7 @@ def _tied_heads(
     matching = match(clouds, queries, keys, coupling)
     at_once = TILE_BYTES // (4 * v.element_size())
     cost = matched_costs(clouds, queries, keys, matching, coupling, squared_cost, at_once)
-    weights = slice_weights(cost, tau, clouds.q.shape[2], mean_cost).to(v.dtype)
+    weights = slice_weights(cost, tau, clouds.q.shape[2], mean_cost, omega).to(v.dtype)
     return gather_sum(matching, v[None], weights[..., None].expand(clouds.x.shape))[0]
 
 
@@ -271,13 +280,14 @@ def _matched_heads(
     ranks: list[Tensor],
     shares: list[Tensor],
     tau: Tensor,
+    omega: Tensor,
     squared_cost: bool,
     mean_cost: bool,
     together: int,
 ) -> Tensor:
     """sum_l w_l P_l v [G, N, E].  q: [G, N, D]; k: [G, M, D]; v: [G, M, E]; order_x: [G, L, N];
     order_y: [G, L, M]; ranks, shares: of the keys that every rank of queries meets, [N] each, or
-    nothing where equal ranks meet; tau: [G] in float64.
+    nothing where equal ranks meet; tau: [G] and omega: [G, L] in float64.
     """
     one_to_one = len(ranks) == 0
     found: list[Tensor] = []
@@ -299,7 +309,8 @@ def _matched_heads(
     cost = distances.sum(-1, dtype=torch.float64)  # [G, L]
     if mean_cost:
         cost /= q.size(1)
-    weights = torch.softmax(-tau.unsqueeze(1) * (cost - cost.amin(-1, keepdim=True)), -1).to(v.dtype)
+    weights = torch.softmax(-tau.unsqueeze(1) * (cost - cost.amin(-1, keepdim=True)), -1) * omega
+    weights = (weights / weights.sum(-1, keepdim=True)).to(v.dtype)
     entries = weights.unsqueeze(2).expand_as(order_x)
     keys = found[0]
     if not one_to_one:
@@ -327,11 +338,12 @@ def _stacked_heads(
     v: Tensor,
     ranks: Tensor | None,
     tau: Tensor,
+    omega: Tensor,
     temperature: float,
     reach: float,
 ) -> Tensor:
     """sum_l w_l P_l v [G, N, E], by an online softmax.  x: [G, L, N]; y: [G, L, M]; cost: [G, N, M];
-    v: [G, M, E]; ranks: [1, N, M], see operators.ranks.rank_matrix; tau: [G].
+    v: [G, M, E]; ranks: [1, N, M], see operators.ranks.rank_matrix; tau: [G]; omega: [G, L].
     """
     tau = -tau.view(-1, 1, 1)
     result = torch.zeros_like(v[:, :1])
@@ -349,6 +361,7 @@ def _stacked_heads(
         before = slice_cost if index == 0 else lowest
         lowest = torch.minimum(before, slice_cost)
         kept, weight = torch.exp(tau * (before - lowest)), torch.exp(tau * (slice_cost - lowest))
+        weight = weight * omega[:, index].view(-1, 1, 1)
         result = result * kept + weight * torch.bmm(plan, v)
         total = total * kept + weight
     return result / total
@@ -358,6 +371,7 @@ def _banded_head(
     clouds: Clouds,
     v: Tensor,
     tau: float,
+    omega: list[float],
     temperature: float,
     squared_cost: bool,
     mean_cost: bool,
@@ -385,6 +399,7 @@ def _banded_head(
         before = slice_cost if index == 0 else lowest
         lowest = min(before, slice_cost)
         kept, weight = math.exp(-tau * (before - lowest)), math.exp(-tau * (slice_cost - lowest))
+        weight *= omega[index]
         result.mul_(kept).index_add_(0, order_x, moved, alpha=weight)
         total = total * kept + weight
     return result.div_(total)
