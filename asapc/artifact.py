@@ -827,6 +827,7 @@ def surrounding_model(
     model: str | nn.Module | None,
     weights: str | None = None,
     kwargs: str | None = None,
+    remote_code: bool = False,
 ) -> nn.Module | None:
     """The model around captured modules: of --model or this one, with the artefact's weights."""
     if artifact.capture == "whole":
@@ -844,16 +845,10 @@ def surrounding_model(
     if isinstance(model, nn.Module):
         around(artifact, model)
         return model.eval()
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs) if weights else None
-    built = teacher.model if teacher is not None else _built(model, kwargs)
+    if weights or Path(model).is_dir():
+        built = load_teacher(model, weights=weights, kwargs=kwargs, remote_code=remote_code).model
+    else:
+        built = build_factory(model, kwargs)
     assert built is not None
     around(artifact, built)
     return built.eval()
-
-
-def _built(model: str, kwargs: str | None) -> nn.Module:
-    if Path(model).is_dir():
-        built = load_teacher(model).model
-        assert built is not None
-        return built
-    return build_factory(model, kwargs)

@@ -85,7 +85,7 @@ def _inserted(node: Node, source: Node, axis: int) -> bool:
 
 
 def _indexed(node: Node, source: Node, axis: int) -> bool:
-    """Of m[b, k], whose entries lie where its indices say: it varies along an axis if one of them does."""
+    """Of m[b, k], whose entries lie where its indices say: it varies where one of them does."""
     indices = node.args[1]
     assert isinstance(indices, list | tuple)
     every = len(indices) == rank_of(source) and all(isinstance(index, Node) for index in indices)
