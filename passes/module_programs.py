@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from asapc.ir import ModuleCall, Program
+from asapc.passes.branches import HOLDS
 from asapc.passes.capture import size_hint
 from asapc.passes.cut import holds_tensors
 from asapc.passes.lift import lift
@@ -187,6 +188,7 @@ class _Reader:
         found: set[Node] = set()
         sizes: dict[Node, tuple[int, int]] = {}
         stack = [node for node in call.outputs if node not in inputs]
+        stack += [node for node in self.nodes[call.start : call.end] if node.target is HOLDS]
         while stack:
             node = stack.pop()
             if node in found or node in sizes:
