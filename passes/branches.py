@@ -337,7 +337,7 @@ def reason_of(error: BaseException) -> str:
     """What torch.export says of a failure in one line, after the user's own line that it failed at."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[0][:300] if lines else type(error).__name__
-    if "data-dependent" in said or type(error).__name__ in _DATA_DEPENDENT:
+    if any(words in said for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
         said = "depends on a number of the data"
     chain: list[BaseException] = []
     following: BaseException | None = error
@@ -352,7 +352,10 @@ def reason_of(error: BaseException) -> str:
     return said
 
 
-_DATA_DEPENDENT = {"GuardOnDataDependentSymNode", "DataDependentOutputException"}
+_DATA_DEPENDENT = {
+    "GuardOnDataDependentSymNode", "DataDependentOutputException", "data-dependent", "_Residual", "_Number",
+    "float NaN to integer", ".numpy() is not supported",
+}  # fmt: skip
 
 
 def _place_of(frame: FrameType | None) -> Place | None:
