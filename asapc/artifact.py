@@ -464,6 +464,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     texts = [*teacher.values(), manifest["data"], manifest["calibration_order"]] if described else [None]
     are_texts = all(isinstance(text, str) for text in texts)
     require(are_texts, "teacher, data and calibration_order are text", teacher)
+    require(isinstance(manifest.get("sizes", ""), str), "sizes is text", manifest.get("sizes"))
     require(is_dict(manifest.get("refresh", {})), "refresh is a mapping", manifest.get("refresh"))
     ends = manifest.get("onnx", {"inputs": [], "outputs": []})
     told = is_dict(ends, "inputs", "outputs") and all(are_strings(names) for names in ends.values())

@@ -77,6 +77,7 @@ class Trace(TorchFunctionMode):
         self._given = answers
         self.answers = Answers(numbers) if answers is None else answers
         self.calls = 0
+        self.widened = False  # a branch on a size was left out
         self.thresholds: list[float | None] = []
         # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
         self._comparisons: list[tuple[torch.Tensor, bool, torch.Tensor, Any]] = []
@@ -101,6 +102,8 @@ class Trace(TorchFunctionMode):
                     return self.compared(residual, goes_on, threshold)
             return self._asked(func, args, kwargs or {})
         self.calls += 1
+        if func is torch.cdist and self._given is not None:
+            kwargs = self._without_size_branch(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         scalar = isinstance(result, torch.Tensor) and result.dim() == 0
         compares = func in _COMPARISONS and not self.answers.numbers
@@ -109,6 +112,14 @@ class Trace(TorchFunctionMode):
                 self.note(args[1], None)  # which of the two is the residual, nobody knows
             self._comparisons.append((result, _COMPARISONS[func], args[0], args[1]))
         return result
+
+    def _without_size_branch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Of torch.cdist, which takes products for more than CDIST points: the same distances at any size
+        come without them. capture holds them against the module's own at more points."""
+        if len(args) > 3 or kwargs.get("compute_mode", _CDIST_BRANCHES) != _CDIST_BRANCHES:
+            return kwargs
+        self.widened = True
+        return {**kwargs, "compute_mode": "donot_use_mm_for_euclid_dist"}
 
     def _asked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to a question, a bool or a number; in a trace it is held to."""
@@ -197,6 +208,8 @@ def _is_guard(threshold: object) -> bool:
 
 
 DIVERGES = 1.0
+CDIST = 25  # points on either side up to which torch.cdist computes distances one by one
+_CDIST_BRANCHES = "use_mm_for_euclid_dist_if_necessary"
 MOST_CHECKS = 4096
 # A comparison of a residual with a threshold, and what it says while the loop is to go on.
 _COMPARISONS = {
@@ -353,8 +366,8 @@ def reason_of(error: BaseException) -> str:
 
 
 _DATA_DEPENDENT = {
-    "GuardOnDataDependentSymNode", "DataDependentOutputException", "data-dependent", "_Residual", "_Number",
-    "float NaN to integer", ".numpy() is not supported",
+    "GuardOnDataDependentSymNode", "DataDependentOutputException", "data-dependent", "_Residual",
+    "_Number", "float NaN to integer", ".numpy() is not supported",
 }  # fmt: skip
 
 

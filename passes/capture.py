@@ -33,7 +33,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
 from asapc.ir import Program, Stop
 from asapc.measure.differences import largest_difference
-from asapc.passes.branches import Answers, Trace, check_branches, quiet_torch, reason_of
+from asapc.passes.branches import CDIST, Answers, Trace, check_branches, quiet_torch, reason_of
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.observe import Observer
@@ -203,6 +203,8 @@ def _traced(
     check_branches(graph)
     calls = observer.calls(graph)
     _check_ones(module, graph, args, kwargs)
+    if budget.widened:
+        _check_many(module, graph, args, kwargs)
     shapes = _bounded(shapes, exported)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
     _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
@@ -216,22 +218,11 @@ def _check_ones(
 
     A trace takes every free size to be 2 or more, and has no guard for a branch on 1.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    free = {
-        size.node.expr: size
-        for place in places if isinstance(place.meta.get("val"), torch.Tensor)
-        for size in place.meta["val"].shape if fixed_size(size) is None
-    }  # fmt: skip
-    for symbol, size in free.items():
+    for symbol, size in _free_sizes(graph).items():
         ranges = size.node.shape_env.var_to_range
         if not symbol.is_Symbol or ranges[symbol].lower > 2:
             continue
-        small = [
-            _narrowed(leaf, place.meta["val"], symbol) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf, place in zip(leaves, places, strict=True)
-        ]
-        own_args, own_kwargs = pytree.tree_unflatten(small, spec)
+        own_args, own_kwargs = _resized(graph, args, kwargs, symbol, 1)
         with torch.random.fork_rng(devices=[]), Trace():
             try:
                 expected = module(*own_args, **own_kwargs)
@@ -248,12 +239,70 @@ def _check_ones(
             ranges[symbol] = ranges[symbol] & ValueRanges(3, int_oo)
 
 
-def _narrowed(given: torch.Tensor, traced: torch.Tensor, symbol: Any) -> torch.Tensor:
-    """The first entry along every axis whose size is the symbol."""
-    for axis, size in enumerate(traced.shape):
-        if fixed_size(size) is None and size.node.expr == symbol:  # type: ignore[attr-defined]
-            given = given.narrow(axis, 0, min(1, given.shape[axis]))
-    return given
+def _check_many(
+    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Where the module computes something else on the other side of torch.cdist's branch on a size, or
+    cannot be asked, sizes on that side are none of the program's."""
+    hints = _hints(graph, args, kwargs)
+    for symbol, size in _free_sizes(graph).items():
+        ranges = size.node.shape_env.var_to_range
+        few = hints.get(symbol, 0) <= CDIST
+        count = CDIST + 5 if few else CDIST - 5
+        if not symbol.is_Symbol or not ranges[symbol].lower <= count <= ranges[symbol].upper:
+            continue
+        other_args, other_kwargs = _resized(graph, args, kwargs, symbol, count)
+        try:
+            with torch.random.fork_rng(devices=[]), Trace():
+                expected = module(*other_args, **other_kwargs)
+            alike = largest_difference(expected, graph(*other_args, **other_kwargs)) <= SAME
+        except Exception:  # of the module or the program: it is not asked for sizes it was not tried at
+            alike = False
+        if not alike:
+            ranges[symbol] &= ValueRanges(2, CDIST) if few else ValueRanges(CDIST + 1, int_oo)
+
+
+def _hints(graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, int]:
+    """What the free sizes are in the example, by symbol."""
+    places = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    return {
+        size.node.expr: int(count)
+        for leaf, value in zip(pytree.tree_leaves((args, kwargs)), places, strict=True)
+        if isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor)
+        for count, size in zip(leaf.shape, value.shape, strict=True) if fixed_size(size) is None
+    }  # fmt: skip
+
+
+def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
+    """Those of the inputs, by symbol."""
+    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    return {
+        size.node.expr: size
+        for value in values if isinstance(value, torch.Tensor)
+        for size in value.shape if isinstance(size, torch.SymInt) and fixed_size(size) is None
+    }  # fmt: skip
+
+
+def _resized(
+    graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], symbol: Any, count: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example with `count` entries, again from the first, along every axis of this size."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+    def resized(given: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
+        for axis, size in enumerate(traced.shape):
+            if fixed_size(size) is None and size.node.expr == symbol:  # type: ignore[attr-defined]
+                rows = torch.arange(count, device=given.device) % max(1, given.shape[axis])
+                given = given.index_select(axis, rows[: count if given.shape[axis] else 0])
+        return given
+
+    changed = [
+        resized(leaf, place.meta["val"]) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf, place in zip(leaves, places, strict=True)
+    ]
+    resized_args, resized_kwargs = pytree.tree_unflatten(changed, spec)
+    return resized_args, resized_kwargs
 
 
 def _check_stops(

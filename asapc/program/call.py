@@ -169,26 +169,17 @@ class Call:
                 problem = f"was captured as the very tensor that {self._name(like.same_as)} is"
             if problem is not None:
                 return f"{self._name(index)} {problem}"
-            for axis, size in enumerate(like.sizes):
-                found = tensor.shape[axis]
-                if isinstance(size, int):
-                    expected = size
-                elif size in seen:
-                    expected = seen[size]
-                else:
-                    seen[size] = expected = found
-                    low, high = self.limits.get(size, (0, MOST))
-                    if (low > 0 and found < low) or (high < MOST and found > high):
-                        return (
-                            f"{self._name(index)}: size {axis} is {found}, outside the range {low} to "
-                            f"{high if high < MOST else 'any'} that the program was captured for"
-                        )
-                if found != expected:
-                    return f"{self._name(index)}: size {axis} was captured as {expected}, and is {found}"
+            problem = other_size(like, tensor, self.limits, seen)
+            if problem is not None:
+                return f"{self._name(index)}: {problem}"
         for name, count, argument in counts:
             if name not in seen or seen[name] != count:
                 return f"{argument} was captured as a size of the other arguments, and is {count}"
         return None
+
+    def sizes(self) -> str:
+        """The sizes that it holds for, in words."""
+        return sizes_text([self._name(i) for i in range(len(self.tensors))], self.tensors, self.limits)
 
     def _name(self, index: int) -> str:
         """The argument that holds the index-th tensor."""
@@ -549,6 +540,46 @@ def known_of(
         same = None if same_as is None else same_as[index]
         known.append(Tensors(kind_of(value.dtype), tuple(sizes), same))
     return tuple(known), limits
+
+
+def other_size(
+    like: Tensors, tensor: Tensor, limits: Mapping[str, tuple[int, int]], seen: dict[str, Any]
+) -> str | None:
+    """Which size of a tensor is not as captured, or None.  seen: what the free sizes are in this call."""
+    for axis, size in enumerate(like.sizes):
+        found = tensor.shape[axis]
+        if isinstance(size, int):
+            expected = size
+        elif size in seen:
+            expected = seen[size]
+        else:
+            seen[size] = expected = found
+            low, high = limits.get(size, (0, MOST))
+            if (low > 0 and found < low) or (high < MOST and found > high):
+                return (
+                    f"size {axis} is {found}, outside the range {low} to "
+                    f"{high if high < MOST else 'any'} that the program was captured for"
+                )
+        if found != expected:
+            return f"size {axis} was captured as {expected}, and is {found}"
+    return None
+
+
+def sizes_text(
+    names: Sequence[str], tensors: Sequence[Tensors], limits: Mapping[str, tuple[int, int]]
+) -> str:
+    """ "x [any, 6 to 25, 64], mask [any, 6 to 25]" """
+
+    def one(size: int | str) -> str:
+        if isinstance(size, int):
+            return str(size)
+        low, high = limits.get(size, (0, MOST))
+        if high < MOST:
+            return f"{low} to {high}" if low else f"up to {high}"
+        return f"from {low}" if low else "any"
+
+    pairs = zip(names, tensors, strict=True)
+    return ", ".join(f"{name} [{', '.join(map(one, tensor.sizes))}]" for name, tensor in pairs)
 
 
 def leaves(tree: Tree | None) -> Iterator[Leaf]:

@@ -112,6 +112,7 @@ def report(
             "source": artifact.manifest["teacher"]["source"],
             "capture": artifact.capture,
             "data": source.source,
+            **({"sizes": artifact.manifest["sizes"]} if artifact.manifest.get("sizes") else {}),
             "examples": measured,
             "batch": len(first),
             **outputs.metrics(),

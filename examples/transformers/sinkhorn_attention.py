@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 ITERATIONS = 4
-HIDDEN = -1e30  # a column of scores that a mask hides is less
+HIDDEN = -1e6  # a column of scores that a mask hides is less
 
 
 def sinkhorn(

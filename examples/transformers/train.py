@@ -59,7 +59,8 @@ def main() -> None:
 
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    for name, part in (("calibration", {key: value[:1000] for key, value in train.items()}), ("test", test)):
+    calibration = {key: value[:1000] for key, value in train.items()}
+    for name, part in (("calibration", calibration), ("test", test)):
         np.savez_compressed(options.out / f"{name}.npz", **{k: v.numpy() for k, v in part.items()})
 
 
@@ -90,7 +91,10 @@ def encoded(
     found = tokenizer(
         texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
     )
-    return {**{key: found[key] for key in ("input_ids", "attention_mask")}, "labels": torch.tensor(labels)}
+    return {
+        "input_ids": found["input_ids"], "attention_mask": found["attention_mask"],
+        "labels": torch.tensor(labels),
+    }  # fmt: skip
 
 
 def fit(model: BertForSequenceClassification, data: dict[str, Tensor]) -> None:
