@@ -19,7 +19,7 @@ import math
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
@@ -301,17 +302,29 @@ def held_branches(graph: GraphModule) -> list[Node]:
 def check_branches(graph: GraphModule) -> None:
     """Raises ValueError where a branch that is held to depends on what an attention has computed.
 
-    One that depends on no data is always as it was, and is taken out.
+    One that depends on no input, not on its sizes either, is always as it was, and is taken out.
     """
     for node in held_branches(graph):
         condition, _, text = node.args
         assert isinstance(condition, Node)
-        if not depends_on_data(condition):
+        if not _depends_on_inputs(condition):
             graph.graph.erase_node(node)
         elif reaches(condition, lambda n: n.target in NORMALISERS and depends_on_data(n)):
             raise ValueError(f"branches on a number that comes out of a loop: {text}")
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _depends_on_inputs(node: Node) -> bool:
+    stack, seen = [node], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder":
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return False
 
 
 def without_branches(graph: Graph) -> None:
@@ -338,6 +351,43 @@ def quiet_torch() -> Iterator[None]:
         logging.disable(before)
 
 
+class _TypeOf(type):
+    """The metaclass of what stands for `type` in code that compares it with torch.Tensor."""
+
+    def __call__(cls, *args: Any) -> Any:
+        if len(args) != 1 or not isinstance(args[0], Tensor):
+            return type(*args)
+        parameter = isinstance(args[0], torch.nn.Parameter)
+        plain = torch.nn.Parameter if parameter else Tensor
+        return plain if isinstance(args[0], FakeTensor) else type(args[0])
+
+    def __instancecheck__(cls, given: Any) -> bool:
+        return isinstance(given, type)
+
+
+class _Plain(metaclass=_TypeOf):
+    """`type`, to which a tensor of a trace is what it stands for."""
+
+
+@contextlib.contextmanager
+def plain_types(spaces: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """type(x) is torch.Tensor, of a tensor in a trace, in the modules of these namespaces."""
+    changed = [space for space in spaces if "type" not in space]
+    for space in changed:
+        space["type"] = _Plain
+    try:
+        yield
+    finally:
+        for space in changed:
+            space.pop("type", None)
+
+
+def asking_for_types(error: BaseException) -> list[dict[str, Any]]:
+    """The namespaces of the model's code, on the way to an error, that asks for the type of something."""
+    frames = [frame for one in _chain(error) for frame, _ in traceback.walk_tb(one.__traceback__)]
+    return [f.f_globals for f in frames if _is_theirs(f) and "type" in f.f_code.co_names]
+
+
 def text_of(place: Place) -> str:
     """ "`if torch.any(m < 0):` (model.py, line 62)" """
     file, line = place
@@ -352,17 +402,22 @@ def reason_of(error: BaseException) -> str:
     said = lines[0][:300] if lines else type(error).__name__
     if any(words in said for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
         said = "depends on a number of the data"
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:
-        chain.append(following)
-        following = following.__cause__ or following.__context__
-    for one in reversed(chain):
+    for one in reversed(_chain(error)):
         frames = [f for f in traceback.walk_tb(one.__traceback__) if _is_theirs(f[0])]
         if frames:
             frame, line = frames[-1]
             return f"{text_of((frame.f_code.co_filename, line))}: {said}"
     return said
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and what it came from."""
+    found: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in found:
+        found.append(following)
+        following = following.__cause__ or following.__context__
+    return found
 
 
 _DATA_DEPENDENT = {

@@ -33,7 +33,16 @@ from asapc.inputs.data import Batch
 from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
 from asapc.ir import Program, Stop
 from asapc.measure.differences import largest_difference
-from asapc.passes.branches import CDIST, Answers, Trace, check_branches, quiet_torch, reason_of
+from asapc.passes.branches import (
+    CDIST,
+    Answers,
+    Trace,
+    asking_for_types,
+    check_branches,
+    plain_types,
+    quiet_torch,
+    reason_of,
+)
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.observe import Observer
@@ -77,8 +86,8 @@ def capture(
 ) -> Capture:
     """Capture `model` on one example call; batch and length stay dynamic where the model allows.
 
-    Raises InputError if the model fails on the example, or if neither the whole model nor any module
-    with two activation products can be exported.
+    Raises InputError if the model fails on the example. What cannot be exported, neither whole nor by a
+    module with two activation products, is among `skipped`.
     """
     if isinstance(model, ExportedProgram):
         program = program_of(model, args, kwargs)
@@ -91,12 +100,8 @@ def capture(
         except Exception as error:  # torch.export raises many types; the reason is kept and shown
             reason = reason_of(error)
     captured = capture_modules(model, args, kwargs, reason)
-    if not captured.programs:
-        raise InputError(
-            "the model can be captured by torch.export, whole or by attention module",
-            got=reason,
-            help="keep data-dependent Python control flow out of the modules that hold attention",
-        )
+    if not captured.programs and not captured.skipped:
+        captured.skipped.append((type(model).__name__, reason))
     return captured
 
 
@@ -167,16 +172,29 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
 def _export(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Program:
-    """One trace; where a number of the data stops it, another that takes the numbers of the example."""
-    try:
-        return _traced(name, module, args, kwargs, numbers=False)
-    except Exception as error:
-        first = error
-    asked = _answers(module, args, kwargs, numbers=True)
-    if asked.given != _answers(module, args, kwargs, numbers=False).given:
-        with contextlib.suppress(Exception):  # the first failure says what the model does
-            return _traced(name, module, args, kwargs, numbers=True)
-    raise first
+    """A trace; where it stops at code that asks for the type of a tensor, again with the plain answer;
+    where it stops at a number of the data, again with the numbers of the example."""
+    spaces: list[dict[str, Any]] = []
+    numbers = False
+    first: Exception | None = None
+    while True:
+        try:
+            return _traced(name, module, args, kwargs, numbers, spaces)
+        except Exception as error:
+            first = first or error
+            asking = asking_for_types(error)
+        if not all(any(space is known for known in spaces) for space in asking):
+            spaces.extend(asking)
+            first = None  # of tensors that are not plain in a trace alone
+        elif not numbers and _asks_for_numbers(module, args, kwargs):
+            numbers = True
+        else:
+            raise first  # it says what the model does
+
+
+def _asks_for_numbers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    with_numbers, without = (_answers(module, args, kwargs, numbers) for numbers in (True, False))
+    return with_numbers.given != without.given
 
 
 def _answers(
@@ -189,12 +207,19 @@ def _answers(
 
 
 def _traced(
-    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: bool
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    numbers: bool,
+    spaces: Sequence[dict[str, Any]],
 ) -> Program:
+    """numbers: of the data are those of the example.  spaces: see plain_types."""
     shapes = _dynamic_shapes(args, kwargs, module.forward)
     observer = Observer()
     answers = _answers(module, args, kwargs, numbers)
-    with Trace(answers=answers) as budget, observer.watching(module), quiet_torch():
+    watching, plain = observer.watching(module), plain_types(spaces)
+    with Trace(answers=answers) as budget, watching, plain, quiet_torch():
         exported = export_graph(module, args, kwargs, shapes)
     keep_to_guards(exported, args, kwargs)
     graph = exported.module(check_guards=False)
