@@ -48,6 +48,22 @@ class InputError(AsapcError):
     exit_code = EXIT_BAD_INPUT
 
 
+class BranchError(InputError):
+    """A program was captured where its code took one way, and the data asks for the other.
+
+    asked: what was asked, with the place in the code.  answer: what it was.
+    """
+
+    def __init__(self, asked: str, answer: bool) -> None:
+        self.asked = asked
+        super().__init__(
+            f"the program was captured where {asked} is {str(answer).lower()}",
+            got=f"data for which it is {str(not answer).lower()}",
+            help="load it with asapc.load(OUT, model=live): the model's own code runs there; or compile "
+            "on data that goes both ways",
+        )
+
+
 class NoSiteError(AsapcError):
     """No attention site could be compiled; nothing was emitted."""
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import attention_zoo as zoo
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
-from asapc.errors import InputError
+from asapc.errors import BranchError, InputError
 from asapc.ir import EspConvention, HalfPlan, LotConvention, OutputFactor, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture
@@ -222,8 +222,10 @@ class Branching(nn.Module):
 
 
 def test_a_data_dependent_branch_is_not_traced_silently() -> None:
-    with pytest.raises(InputError, match="captured"):
-        capture(Branching(), (torch.randn(3, 4),), {})
+    (program,) = capture(Branching(), (torch.ones(3, 4),), {}).programs
+    assert torch.equal(program.graph(2 * torch.ones(5, 4)), 4 * torch.ones(5, 4))
+    with pytest.raises(BranchError, match=r"test_match.py, line \d+\) is true, got data for which it is"):
+        program.graph(-torch.ones(3, 4))
 
 
 def test_a_failing_forward_is_the_users_to_mend() -> None:

@@ -124,8 +124,9 @@ GROUPS = (
         "sym_constrain_range sym_constrain_range_for_size sym_numel sym_size sym_stride",
     ),
 )
+_MARKS = {"child", "holds", "kept_keys"}
 OWN = tuple(sorted(
-    {"child", "dual", "dual_and_row_mass", "kept_keys"}.union(*(x.names for x in OPERATORS.values()))
+    _MARKS.union({"dual", "dual_and_row_mass"}, *(x.names for x in OPERATORS.values()))
 ))  # fmt: skip
 NOT_ALLOWED = {
     "aten.view.dtype": "reads entries of one type as another",
