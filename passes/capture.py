@@ -291,7 +291,7 @@ def _hints(graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """What the free sizes are in the example, by symbol."""
     places = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
     return {
-        size.node.expr: int(count)
+        size.node.expr: int(count)  # type: ignore[attr-defined]
         for leaf, value in zip(pytree.tree_leaves((args, kwargs)), places, strict=True)
         if isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor)
         for count, size in zip(leaf.shape, value.shape, strict=True) if fixed_size(size) is None
@@ -304,8 +304,13 @@ def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
     return {
         size.node.expr: size
         for value in values if isinstance(value, torch.Tensor)
-        for size in value.shape if isinstance(size, torch.SymInt) and fixed_size(size) is None
+        for size in _symbolic(value)
     }  # fmt: skip
+
+
+def _symbolic(value: torch.Tensor) -> list[torch.SymInt]:
+    sizes: list[Any] = list(value.shape)
+    return [size for size in sizes if isinstance(size, torch.SymInt) and fixed_size(size) is None]
 
 
 def _resized(

@@ -86,11 +86,11 @@ def _inserted(node: Node, source: Node, axis: int) -> bool:
 
 def _indexed(node: Node, source: Node, axis: int) -> bool:
     """Of m[b, k], whose entries lie where its indices say: it varies where one of them does."""
-    indices = node.args[1]
-    assert isinstance(indices, list | tuple)
-    every = len(indices) == rank_of(source) and all(isinstance(index, Node) for index in indices)
-    integers = every and all(index.meta["val"].dtype != torch.bool for index in indices)
-    return not integers or any(varies(index, axis) for index in indices)
+    given: Any = node.args[1]
+    indices = [index for index in given if isinstance(index, Node)]
+    if len(indices) < rank_of(source) or any(i.meta["val"].dtype == torch.bool for i in indices):
+        return True
+    return any(varies(index, axis) for index in indices)
 
 
 def _is_always(node: Node) -> bool:

@@ -123,7 +123,7 @@ def _class_of(
     if remote_code and isinstance(config.get("auto_map"), dict):
         return _remote(transformers, folder, config["auto_map"])
     for name in names:
-        found = getattr(transformers, name, None) if name.isidentifier() else None
+        found: Any = getattr(transformers, name, None) if name.isidentifier() else None
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found, found.config_class.from_dict(dict(config))
     if "auto_map" in config:
