@@ -94,8 +94,8 @@ class Guesses:
             for start, shares in itertools.product(self.starts, (False, True)):
                 yield Stabiliser.of("plan", kind, constant, start, shares, False)
             starts = (start for start in self.starts if start != "softmax")
-            for start, *shares in itertools.product(starts, (False, True), (False, True)):
-                yield Stabiliser.of("scaling", kind, constant, start, *shares)
+            for start, *flags in itertools.product(starts, (False, True), (False, True)):
+                yield Stabiliser.of("scaling", kind, constant, start, *flags)
 
 
 NO_GUESS = Guesses()
