@@ -125,7 +125,8 @@ def _class_of(
     for name in names:
         found: Any = getattr(transformers, name, None) if name.isidentifier() else None
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found, found.config_class.from_dict(dict(config))
+            kind: Any = found
+            return kind, kind.config_class.from_dict(dict(config))
     if "auto_map" in config:
         raise InputError(
             f"{folder}: its model is code in the folder, which runs only if you trust it",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -88,7 +88,7 @@ def identify_esp(
     if isinstance(found, NoFit):
         return found
     factor, powers = found
-    lengths = {"query_power": powers[0], "key_power": powers[1]}
+    lengths: dict[str, Any] = {"query_power": powers[0], "key_power": powers[1]}
     seen = {kind: [_without(s, powers) for s in group] for kind, group in seen.items()}
     fit = _of_one_factor(seen, factor, shapes, candidates, likely)
     return fit if isinstance(fit, NoFit) else replace(fit, convention=replace(fit.convention, **lengths))
@@ -125,7 +125,7 @@ def _of_one_factor(
     samples = seen["apart"]
     square = all(q[2] == k[2] for q, k in shapes)
     couplings: tuple[Coupling | None, ...] = (None,) if square else get_args(Coupling)
-    plain = {"query_power": 0, "key_power": 0}
+    plain: dict[str, Any] = {"query_power": 0, "key_power": 0}
     tries = {replace(other, coupling=c, **plain): None for other in likely for c in couplings
              if not other.slice_weights
              and (c == other.coupling or None in (c, other.coupling))}  # fmt: skip

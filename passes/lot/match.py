@@ -162,7 +162,7 @@ def _scores(graph: GraphModule, plan: Canonical, product: Node, data: set[Node])
     for node in sorted(after, key=order.__getitem__):
         if node in data and (node.target in NORMALISERS or node is plan.node):
             break
-        shape = node.meta["val"].shape if is_tensor(node) else ()
+        shape: tuple[Any, ...] = tuple(node.meta["val"].shape) if is_tensor(node) else ()
         if len(shape) not in (3, 4) or not isinstance(pivots, int):
             continue
         rows_first = same(shape[-2], length) and same(shape[-1], pivots)
@@ -216,8 +216,8 @@ def _examine(program: Program, candidate: _Candidate) -> LotSite | str:
             found.append(fit)
         if len(found) < 2:
             continue
-        for half, fit in found:
-            changed = changed_by_stops(program, half, fit, _sizes(candidate)[0], hidden)
+        for half, its_fit in found:
+            changed = changed_by_stops(program, half, its_fit, _sizes(candidate)[0], hidden)
             if changed is not None:
                 return changed
         return _glued(program, candidate, found, hidden)
@@ -289,12 +289,13 @@ def _glued(
     for weigh in (_read_weight, _solved_weight):
         if error <= STABILISED:
             break
-        other = weigh(whole, candidate, queries, keys)
-        if other is not None:
-            weighed = _observed(whole, candidate, queries, keys, sizes, other)
+        glue_weight = weigh(whole, candidate, queries, keys)
+        if glue_weight is not None:
+            weighed = _observed(whole, candidate, queries, keys, sizes, glue_weight)
             found_factor, found_error = _factor(weighed)
             if found_error <= STABILISED:
-                glue, rows, factor, error = other, weighed, found_factor, found_error
+                glue, rows = glue_weight, weighed
+                factor, error = found_factor, found_error
     masks = [half.masks[0] if half.masks else None for half in (query_half, key_half)]
     if not error <= STABILISED:
         _, unmasked = _factor([row for row in rows if row[-1] is None])
@@ -497,7 +498,7 @@ def _with_row_sums(
             torch.randn(half.shape(lengths), generator=generator, dtype=torch.float64) for half in (q, k)
         ]
         ones = torch.ones(*points[1].shape[:3], 1, dtype=torch.float64)
-        exact = _reference(*points, ones, None, None, queries, keys, glue)
+        exact = _reference(points[0], points[1], ones, None, None, queries, keys, glue)
         exact = exact * factor_value(
             factor_terms(site.convention.output_factor), points[0].shape[2], points[1].shape[2], None
         )
