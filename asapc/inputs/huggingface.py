@@ -12,6 +12,7 @@ checkpoint. It is registered by the user's code, named as `attention`: "file.py:
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -124,8 +125,9 @@ def _class_of(
         return _remote(transformers, folder, config["auto_map"])
     for name in names:
         found: Any = getattr(transformers, name, None) if name.isidentifier() else None
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found, found.config_class.from_dict(dict(config))
+        if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
+            settings: Any = found.config_class  # type: ignore[attr-defined]
+            return found, settings.from_dict(dict(config))
     if "auto_map" in config:
         raise InputError(
             f"{folder}: its model is code in the folder, which runs only if you trust it",

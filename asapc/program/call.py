@@ -194,7 +194,8 @@ class Call:
         for index in self.neutral:
             if flat[index] is not None:
                 continue
-            sizes: list[Any] = [seen.get(n) if isinstance(n, str) else n for n in self.tensors[index].sizes]
+            named = self.tensors[index].sizes
+            sizes: list[Any] = [seen.get(n) if isinstance(n, str) else n for n in named]
             if like is None or None in sizes:
                 return f"{self._name(index)} was captured as a tensor, and is None"
             if self.tensors[index].kind == "bool":
