@@ -203,6 +203,25 @@ def test_code_in_a_folder_runs_only_if_it_is_trusted(
         load_teacher(str(folder), remote_code=True)
 
 
+def test_a_configuration_names_no_code_of_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would fetch a kernel from the hub, and run it."""
+    tried: list[Any] = []
+    monkeypatch.setattr("socket.socket.connect", lambda self, place: tried.append(place))
+    for value in ("kernels-community/flash-attn", {"": "somebody/kernel"}):
+        _edited(folder, attn_implementation=value, _attn_implementation=value)
+        model = load_teacher(str(folder)).model
+        assert model is not None and model.config._attn_implementation in ("sdpa", "eager")
+    assert not tried
+    _edited(folder, attn_implementation="registered")
+    model = load_teacher(str(folder)).model
+    assert model is not None and torch.equal(model(**batch()).logits, bert()(**batch()).logits)
+    _edited(folder, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(InputError, match="quantization_config"):
+        load_teacher(str(folder))
+
+
 def test_grouped_queries_with_an_additive_mask_match() -> None:
     config = transformers.EuroBertConfig(**{
         **SIZES, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,

@@ -3,7 +3,8 @@
 The class is the one of the installed transformers that config.json names under `architectures`; code in
 the folder runs with remote_code alone. transformers is given the checked weights and the configuration,
 not the folder: pickles, adapters and whatever else lies there are not read. Layers of an older name are
-renamed as from_pretrained does it.
+renamed as from_pretrained does it. Nothing is downloaded: a configuration may name kernels and backbones
+of a hub, which are code of others.
 
 The function behind an attention of one's own (transformers.AttentionInterface) is no part of a
 checkpoint. It is registered by the user's code, named as `attention`: "file.py:function".
@@ -12,6 +13,7 @@ checkpoint. It is registered by the user's code, named as `attention`: "file.py:
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -50,12 +52,18 @@ def build_pretrained(
             help="""--kwargs '{"attention": "my_attention.py:sinkhorn"}'""",
         )  # fmt: skip
     transformers = _transformers(folder)
+    if "quantization_config" in config:
+        raise InputError(
+            f"{folder}: weights must be plain floats", got="quantization_config in config.json",
+            help="save the model unquantised",
+        )  # fmt: skip
     state = _weights(folder)
-    attention = _registered(kwargs.get(ATTENTION))
-    with _told_once():
+    attention = _registered(kwargs.get(ATTENTION)) or _named(config)
+    with _told_once(), _offline():
         try:
-            model_class, settings = _class_of(transformers, folder, config, remote_code)
-            settings._attn_implementation = attention or _named(config)
+            plain = _without_kernels(dict(config))
+            model_class, settings = _class_of(transformers, folder, plain, remote_code)
+            settings._attn_implementation = attention
             built, loading = model_class.from_pretrained(
                 None, config=settings, state_dict=state, output_loading_info=True
             )
@@ -89,11 +97,22 @@ def _transformers(folder: Path) -> Any:
 
 
 def _named(config: Mapping[str, Any]) -> str | None:
-    """The attention that a configuration asks for: kept by some versions of transformers."""
-    for key in ("_attn_implementation", "attn_implementation"):
-        if isinstance(config.get(key), str):
-            return str(config[key])
+    """The registered attention that a configuration asks for; some versions of transformers write it."""
+    from transformers import AttentionInterface
+
+    for key in ("attn_implementation", "_attn_implementation"):
+        name = config.get(key)
+        if isinstance(name, str) and name in AttentionInterface():
+            return name
     return None
+
+
+def _without_kernels(config: Any) -> Any:
+    """A configuration without the names of implementations, which may be repositories of code."""
+    if isinstance(config, dict):
+        kept = {key: value for key, value in config.items() if "_implementation" not in str(key)}
+        return {key: _without_kernels(value) for key, value in kept.items()}
+    return [_without_kernels(item) for item in config] if isinstance(config, list) else config
 
 
 def _registered(spec: Any) -> str | None:
@@ -121,12 +140,12 @@ def _class_of(
     """(model class, its configuration)"""
     names = [name for name in config.get("architectures") or () if isinstance(name, str)]
     if remote_code and isinstance(config.get("auto_map"), dict):
-        return _remote(transformers, folder, config["auto_map"])
+        return _remote(folder, config)
     for name in names:
         found: Any = getattr(transformers, name, None) if name.isidentifier() else None
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            kind: Any = found
-            return kind, kind.config_class.from_dict(dict(config))
+        if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
+            settings: Any = found.config_class  # type: ignore[attr-defined]
+            return found, settings.from_dict(dict(config))
     if "auto_map" in config:
         raise InputError(
             f"{folder}: its model is code in the folder, which runs only if you trust it",
@@ -140,8 +159,10 @@ def _class_of(
     )
 
 
-def _remote(transformers: Any, folder: Path, auto_map: Mapping[str, Any]) -> tuple[Any, Any]:
+def _remote(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    auto_map = config["auto_map"]
 
     def code_of(name: str) -> Any:
         reference = auto_map[name]
@@ -159,7 +180,7 @@ def _remote(transformers: Any, folder: Path, auto_map: Mapping[str, Any]) -> tup
     heads.sort(key=lambda name: name == "AutoModel")  # a head, where there is one
     model_class = code_of(heads[0])
     config_class = code_of("AutoConfig") if "AutoConfig" in auto_map else model_class.config_class
-    return model_class, config_class.from_dict(read_json(folder / "config.json"))
+    return model_class, config_class.from_dict(dict(config))
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -201,6 +222,18 @@ def _check_loading(folder: Path, loading: Mapping[str, Any]) -> None:
             )  # fmt: skip
     if loading.get("unexpected_keys"):
         warnings.warn(f"{folder}: the model does not have {listed('unexpected_keys')}", stacklevel=2)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 @contextlib.contextmanager
