@@ -244,6 +244,11 @@ def _stabiliser(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _plan(arguments: Mapping[str, Any]) -> str | None:
+    """The same of an operator that may have none."""
+    return None if arguments.get("constant") is None else _stabiliser(arguments)
+
+
 def _coupling(arguments: Mapping[str, Any]) -> str | None:
     """A coupling or a rule for ties that there is not."""
     for name, kind in (("coupling", Coupling), ("ties", Ties)):
@@ -254,7 +259,7 @@ def _coupling(arguments: Mapping[str, Any]) -> str | None:
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
     "upsample_": _factors, "div": _rounding, "divide": _rounding, "stabilised_": _stabiliser,
-    "esp_": _coupling,
+    "esp_": _coupling, "plan": _plan,
 }  # fmt: skip
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from asapc.inputs.data import Batch
 from asapc.inputs.faults import CAUSES, argument_names, data_fault
@@ -71,8 +71,10 @@ class Tap:
         output = self._run(batch)
         return output, [self._seen[site] for site in self._sites]
 
-    def _record(self, site: str, *tensors: Any) -> None:
-        self._seen[site] = SiteTensors(*tensors)
+    def _record(self, site: str, q: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
+        seen = SiteTensors.of_scores(q) if k is None else SiteTensors(q, k)
+        names = [field.name for field in fields(SiteTensors)][2:]
+        self._seen[site] = replace(seen, **dict(zip(names, others, strict=True)))
 
 
 @contextlib.contextmanager
