@@ -68,6 +68,9 @@ def plan(
     s = widen(scores) * score_multiplier
     factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None:
+        # Where all of a row (or column) is hidden by -1e9, what is left of it is what differs.
+        top = s.detach().amax(-1 if rows_first else -2, keepdim=True)
+        s = s - top.masked_fill(~top.isfinite(), 0.0)
         f, g = plan_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first)
         log_plan = s + f[..., :, None] + g[..., None, :]
         result = log_plan + torch.log(log_plan.new_tensor(factor)) if log else log_plan.exp() * factor

@@ -286,9 +286,11 @@ def _sides(given: _Given, region: _Region) -> list[tuple[str, MarginalInput] | N
             continue
         if before > leads:
             continue
-        heads = before == 1
+        per_head = leads == 2 and before == 1 and same(shape[0], region.start.heads)
+        by_example = before == 1 and (leads == 1 or same(shape[0], region.start.tensor.shape[0]))
         found += [
             (side, MarginalInput(given.node, logarithm, drop, heads, not given.data))
+            for heads in [*([True] if by_example else []), *([False] if per_head or before != 1 else [])]
             for logarithm in (True, False)
         ]
     return found
