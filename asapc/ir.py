@@ -256,6 +256,8 @@ class PlanConvention:
 
     score_multiplier, half_steps, first_side, output_factor, stabiliser: as in Convention. The multiplier
                      is of the scores as they are given, and below 0 for costs.
+    by_head:         by how much the score multiplier of every head is larger, where each has an epsilon
+                     of its own; None where they have one.
     log:             the logarithm of factor * P leaves the loop, not factor * P.
     source_marginal, target_marginal: mu and nu are uniform, depend on parameters and sizes alone
                      ("constant", such as those of a dustbin), or on what the model is given ("input").
@@ -271,7 +273,13 @@ class PlanConvention:
     source_marginal: Marginal = "uniform"
     target_marginal: Marginal = "uniform"
     stabiliser: Stabiliser | None = None
+    by_head: tuple[float, ...] | None = None
     mask: Mask = "none"
+
+    @property
+    def balanced(self) -> bool:
+        """Whether both marginals are uniform."""
+        return self.source_marginal == self.target_marginal == "uniform"
 
     @property
     def loop(self) -> Convention:
@@ -299,17 +307,20 @@ class PlanConvention:
             "source_marginal": self.source_marginal,
             "target_marginal": self.target_marginal,
             "mask": self.mask,
+            **({} if self.by_head is None else {"by_head": list(self.by_head)}),
             **({} if self.stabiliser is None else {"stabiliser": asdict(self.stabiliser)}),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PlanConvention:
         """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
+        by_head = data.get("by_head")
         return cls(
             int(data["half_steps"]), data["first_side"], float(data["score_multiplier"]),
             OutputFactor(**data["output_factor_terms"]), bool(data["log"]), data["source_marginal"],
             data["target_marginal"],
-            Stabiliser.of(**data["stabiliser"]) if data.get("stabiliser") else None, data["mask"],
+            Stabiliser.of(**data["stabiliser"]) if data.get("stabiliser") else None,
+            None if by_head is None else tuple(float(x) for x in by_head), data["mask"],
         )  # fmt: skip
 
 

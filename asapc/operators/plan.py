@@ -1,7 +1,7 @@
 """The plan of a finite Sinkhorn loop from scores or costs that are given, or its logarithm.
 
     f_i = log mu_i - logsumexp_j(S_ij + g_j),    g_j = log nu_j - logsumexp_i(S_ij + f_i)
-    P_ij = factor * exp(S_ij + f_i + g_j),       S = score_multiplier * scores
+    P_ij = factor * exp(S_ij + f_i + g_j),       S = score_multiplier * by_head * scores
 
 The loop is that of operators.sinkhorn, and with a constant in its divisions that of operators.stabilised;
 what is new is where it begins and ends. Matchers return log P, mixers multiply by P what no attention
@@ -52,6 +52,7 @@ def plan(
     rows_first: bool,
     output_factor: Sequence[float],
     log: bool = False,
+    by_head: Sequence[float] | None = None,
     constant: float | None = None,
     form: str = "plan",
     kind: str = "clamp",
@@ -63,9 +64,9 @@ def plan(
 
     scores: [B, H, N, M]; costs have a score_multiplier below 0.  log_mu: broadcastable to [B, H, N];
     log_nu: to [B, H, M]; None where uniform.  output_factor: [coefficient, N power, M power, n power] with
-    n = M.  constant, and what follows: ir.Stabiliser, with uniform marginals alone.
+    n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser, with uniform marginals alone.
     """
-    s = widen(scores) * score_multiplier
+    s = scaled(widen(scores), score_multiplier, by_head)
     factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None:
         # Where all of a row (or column) is hidden by -1e9, what is left of it is what differs.
@@ -85,6 +86,13 @@ def plan(
     return (result.log() if log else result).to(scores.dtype)
 
 
+def scaled(scores: Tensor, score_multiplier: float, by_head: Sequence[float] | None) -> Tensor:
+    """S [B, H, N, M] in units of epsilon."""
+    if by_head is None:
+        return scores * score_multiplier
+    return scores * (scores.new_tensor(by_head) * score_multiplier)[:, None, None]
+
+
 def settings_of(convention: PlanConvention) -> dict[str, Any]:
     """The operator's settings by name."""
     stabiliser = convention.stabiliser
@@ -92,5 +100,6 @@ def settings_of(convention: PlanConvention) -> dict[str, Any]:
         "score_multiplier": convention.score_multiplier, "half_steps": convention.half_steps,
         "rows_first": convention.first_side == "row",
         "output_factor": factor_terms(convention.output_factor), "log": convention.log,
+        "by_head": None if convention.by_head is None else list(convention.by_head),
         **({} if stabiliser is None else asdict(stabiliser)),
     }  # fmt: skip

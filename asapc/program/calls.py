@@ -192,14 +192,17 @@ def site_function(
 def apply_operator(
     operator: Operator, t: SiteTensors, v: Tensor | None, settings: Mapping[str, Any], plain: bool = False
 ) -> Tensor:
-    """An operator on a site's tensors: A v, or the map A where v is None.  plain: its reference."""
+    """An operator on a site's tensors: A v, or the map A where v is None.  plain: its reference.
+
+    What is given scores gives its plan, whatever is done with that.
+    """
     dense = v is None or not operator.applies
     call = operator.reference_of(dense) if plain else operator.overload(dense)
     seen = {name: getattr(t, name) for name in operator.operands}
     values = {} if dense else {"v": v}
     points = dict(zip(operator.points, (t.q, t.k), strict=False))
     result: Tensor = call(**points, **values, **seen, **settings)
-    return result @ v if dense and v is not None else result
+    return result @ v if dense and v is not None and not operator.scored else result
 
 
 def times_share(result: Tensor, keep: Tensor | None) -> Tensor:

@@ -477,10 +477,11 @@ def _made(program: Program, region: _Region, fit: PlanFit, trials: _Trials) -> P
     convention = replace(
         fit.convention, log=trials.log, source_marginal=kind(roles.log_mu),
         target_marginal=kind(roles.log_nu),
+        by_head=None if trials.by_head is None else tuple(trials.by_head.tolist()),
     )  # fmt: skip
     end = region.end.tensor.node
     return PlanSite(
         site_name(program, end), convention, region.start.heads or 1, None, fit.error, region.start,
-        region.end, region.inside, roles.log_mu, roles.log_nu, trials.by_head,
+        region.end, region.inside, roles.log_mu, roles.log_nu,
         tuple(zip(trials.biases, trials.coefficients, strict=True)),
     )  # fmt: skip

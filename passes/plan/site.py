@@ -118,7 +118,6 @@ class MarginalInput:
 class PlanSite(Site):
     """A loop on scores that are given.
 
-    by_head: [H], what the scores of every head are multiplied by besides, None where all are alike.
     biases: what is added to the scores, and how often.
     """
 
@@ -128,7 +127,6 @@ class PlanSite(Site):
     inside: frozenset[Node]
     log_mu: MarginalInput | None
     log_nu: MarginalInput | None
-    by_head: Tensor | None
     biases: tuple[tuple[Node, float], ...]
 
     scored = True
@@ -161,9 +159,6 @@ class PlanSite(Site):
             scores = lifting.turned(scores, start.order)
             if not self.start.kept:
                 scores = _flattened(lifting, scores, rank_of(start.node))
-            if self.by_head is not None:
-                factors = lifting.tensor("by_head", self.by_head[:, None, None].to(start.node.meta["val"].dtype))
-                scores = lifting.call(aten.mul.Tensor, scores, factors)
             marginals = {
                 name: None if x is None else x.lift(lifting)
                 for name, x in (("log_mu", self.log_mu), ("log_nu", self.log_nu))

@@ -78,7 +78,10 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if scores.numel() == 0 or task.settings["half_steps"] < 1 or (task.stabiliser and not small):
         return task.plain(scores)
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    given = scores.to(dtype).reshape(-1, queries, keys)
+    given = scores.to(dtype)
+    if task.settings["by_head"] is not None:
+        given = reference.scaled(given, 1.0, task.settings["by_head"])
+    given = given.reshape(-1, queries, keys)
     mu = _masses(task.log_mu, (batch, heads, queries), given)
     nu = _masses(task.log_nu, (batch, heads, keys), given)
     share = _share(scores, task).to(dtype)
@@ -96,7 +99,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
             per_matrix = [x if len(x) == 1 else x[part] for x in (mu, nu, share)]
             held = run(given[part], *per_matrix, task, offset, out[part])
             if not bool(held.all()):
-                _in_log_domain(scores, task, out, start + (~held).nonzero().squeeze(1))
+                _in_log_domain(given, scores.shape[:2], task, out, start + (~held).nonzero().squeeze(1))
 
     each_worker(work, range(0, len(given), per_tile))
     return out.view(scores.shape).to(scores.dtype)
@@ -132,19 +135,20 @@ def _largest(scores: Tensor, multiplier: float) -> Tensor:
     return scores.amax() if multiplier > 0 else scores.amin()
 
 
-def _in_log_domain(scores: Tensor, task: Task, out: Tensor, which: Tensor) -> None:
-    """The reference's result of some matrices [g], into out [G, N, M]."""
-    batch, heads = scores.shape[:2]
-    chosen = scores.reshape(-1, *scores.shape[2:])[which][:, None]
+def _in_log_domain(
+    given: Tensor, leads: Sequence[int], task: Task, out: Tensor, which: Tensor
+) -> None:
+    """The reference's result of some matrices [g] of `given` [G, N, M], into `out`.  leads: B and H."""
+    chosen = given[which][:, None]
 
     def own(logs: Tensor | None) -> Tensor | None:
         if logs is None or logs.numel() == logs.shape[-1]:
             return logs
-        return logs.broadcast_to(batch, heads, logs.shape[-1]).reshape(-1, 1, logs.shape[-1])[which]
+        return logs.broadcast_to(*leads, logs.shape[-1]).reshape(-1, 1, logs.shape[-1])[which]
 
-    settings = task.settings
+    settings = task.settings | {"by_head": None}
     if task.stabiliser is not None and task.stabiliser.start == "tensor":
-        top = _largest(scores, settings["score_multiplier"])
+        top = _largest(given, settings["score_multiplier"])
         chosen, settings = chosen - top, settings | {"start": "plain"}
     found = reference.plan(chosen, own(task.log_mu), own(task.log_nu), **settings)
     out[which] = found[:, 0].to(out.dtype)
