@@ -348,7 +348,7 @@ class SiteTensors:
     queries keep theirs; those of ESP and LOT layers do not.
     v: [B, H, M, E], or None where the model returns the map itself and multiplies elsewhere.
     log_mu, log_nu: broadcastable to [B, H, N] and [B, H, M], or None where marginals are uniform.
-    A site that is given its scores has them as q and the unit vectors as k: q k' are the scores.
+    scored: a site that is given its scores has them as q and the unit vectors as k: q k' are the scores.
     """
 
     q: torch.Tensor
@@ -359,13 +359,14 @@ class SiteTensors:
     v: torch.Tensor | None = None
     log_mu: torch.Tensor | None = None
     log_nu: torch.Tensor | None = None
+    scored: bool = False
 
     @classmethod
     def of_scores(cls, scores: torch.Tensor) -> SiteTensors:
         """Of a site that is given its scores [B, H, N, M]."""
         batch, heads, _, keys = scores.shape
         units = torch.eye(keys, dtype=scores.dtype, device=scores.device)
-        return cls(scores, units.expand(batch, heads, -1, -1))
+        return cls(scores, units.expand(batch, heads, -1, -1), scored=True)
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ class _Beyond:
         if t.q.shape[0] * self.heads == evaluate(self.part.batch, self.sizes) and self.heads > 1:
             batch //= self.heads  # heads are merged into the batch
         n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
-        width = m if self.site.scored else t.q.shape[3]  # scores have keys where queries have axes
+        width = m if t.scored else t.q.shape[3]  # scores have keys where queries have axes
         return SiteTensors(
             q=_double(t.q[:batch, :, :n, :width]) * scale,
             k=_double(t.k[:batch, :, :m, :width]),
@@ -248,6 +248,7 @@ class _Beyond:
             v=None if t.v is None else _double(t.v[:batch, :, :m]),
             log_mu=_marginal(t.log_mu, batch, n),
             log_nu=_marginal(t.log_nu, batch, m),
+            scored=t.scored,
         )
 
 

@@ -55,7 +55,6 @@ class Site(ABC):
     probe_error: float
 
     takes_values = False  # whether its part ends with A v; with A otherwise
-    scored = False  # whether its operator is given scores; queries and keys otherwise
 
     @property
     @abstractmethod

@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 
 from asapc.ir import Coupling, Stabiliser, Ties
 from asapc.operators.catalogue import OPERATORS
+from asapc.operators.plan import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,8 @@ def _stabiliser(arguments: Mapping[str, Any]) -> str | None:
 
 def _plan(arguments: Mapping[str, Any]) -> str | None:
     """The same of an operator that may have none."""
-    return None if arguments.get("constant") is None else _stabiliser(arguments)
+    arguments = DEFAULTS | dict(arguments)
+    return None if arguments["constant"] is None else _stabiliser(arguments)
 
 
 def _coupling(arguments: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -84,6 +85,13 @@ def plan(
     unit = unit_mass(stabiliser, half_steps, rows_first, *scores.shape[-2:])
     result = a * (factor * unit) * kernel * b.transpose(-1, -2)
     return (result.log() if log else result).to(scores.dtype)
+
+
+DEFAULTS = {
+    name: parameter.default for name, parameter in signature(plan).parameters.items()
+    if parameter.default is not Parameter.empty
+}  # fmt: skip
+"""Of its last settings, which graphs leave out."""
 
 
 def scaled(scores: Tensor, score_multiplier: float, by_head: Sequence[float] | None) -> Tensor:

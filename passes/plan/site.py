@@ -129,8 +129,6 @@ class PlanSite(Site):
     log_nu: MarginalInput | None
     biases: tuple[tuple[Node, float], ...]
 
-    scored = True
-
     def weighed(self, output: Tensor) -> Tensor:
         """Logarithms below LEAST_LOG count as that: such an entry is nothing, whatever it is."""
         return output.clamp(min=LEAST_LOG) if self.convention.log else output

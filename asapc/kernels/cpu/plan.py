@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -30,10 +29,6 @@ from asapc.operators.stabilised import unit_mass
 
 SMALL = 16 * 16
 SPREAD = 0.6  # of the safe range: how far scalings may spread where entries of K are lost
-_DEFAULTS = {
-    name: parameter.default for name, parameter in signature(reference.plan).parameters.items()
-    if parameter.default is not Parameter.empty
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Task:
 
     @classmethod
     def of(cls, log_mu: Tensor | None, log_nu: Tensor | None, **settings: Any) -> Task:
-        settings = _DEFAULTS | settings  # those that a call leaves out are not handed on
+        settings = reference.DEFAULTS | settings  # those that a call leaves out are not handed on
         if settings["constant"] is None:
             return cls(log_mu, log_nu, settings, None)
         names = ("form", "kind", "constant", "start", "shares", "start_share")
