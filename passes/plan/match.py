@@ -24,15 +24,16 @@ from asapc.ir import Program
 from asapc.passes.cut import (
     PROBE_BATCH,
     PROBE_LENGTHS,
+    SHAPE_ONLY,
     Cut,
     ancestors,
     data_dependent,
-    descendants,
+    holds_tensors,
     is_tensor,
 )
 from asapc.passes.experiment import STABILISED, NoFit, outcome
 from asapc.passes.plan.loops import Loop, borders
-from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, plan_error
+from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.products import VIEWS, rank_of, same, site_name
 from asapc.passes.sinkhorn.match import (
@@ -77,11 +78,22 @@ def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
     for start, end in sorted(tried, key=lambda pair: _likeliness(found.starts, found.ends, *pair)):
         result = outcome(lambda start=start, end=end: _site(program, loop, start, end))
         if isinstance(result, PlanSite):
-            return result
+            return _past_exp(result)
         failure = _Failure(0, result) if isinstance(result, str) else result
         nearest = failure if nearest is None or failure.reached > nearest.reached else nearest
     assert nearest is not None
     return Unidentified(f"a loop of rows and columns: {nearest.reason}", frozenset(loop.sums), loop.at)
+
+
+def _past_exp(site: PlanSite) -> PlanSite:
+    """A log plan of which only exp is read ends there: the operator need not take a logarithm."""
+    end = site.end.tensor
+    users = [user for user in end.node.users if user.users or user.op == "output"]
+    if not site.convention.log or len(users) != 1 or users[0].target is not aten.exp.default:
+        return site
+    later = replace(site.end, tensor=replace(end, node=users[0]))
+    convention = replace(site.convention, log=False)
+    return replace(site, end=later, inside=site.inside | {users[0]}, convention=convention)
 
 
 def _likeliness(starts: Sequence[Node], ends: Sequence[Node], start: Node, end: Node) -> tuple[int, int]:
@@ -114,7 +126,7 @@ class _Region:
         turned = rank_of(end) == rank_of(start)
         self.start = Layout.of(start, *loop.axes)
         self.end = Layout.of(end, *(loop.axes if turned else (-2, -1)))
-        inside = descendants([start]) & (ancestors(end) | {end})
+        inside = _made_of(start) & (ancestors(end) | {end})
         self.inside = frozenset(inside | {end})
         self.guesses = guesses_of(node for node in graph.graph.nodes if node in self.inside)
         self.given = _given(graph, start, self.inside)
@@ -152,6 +164,18 @@ class _Region:
                 found[symbol] = max(low, min(length, high))
                 set_.add(symbol)
         return found
+
+
+def _made_of(start: Node) -> set[Node]:
+    """Every tensor that is computed from the values of another, not from its sizes alone."""
+    found: set[Node] = set()
+    stack = [*start.users]
+    while stack:
+        node = stack.pop()
+        if node not in found and holds_tensors(node) and node.target not in SHAPE_ONLY:
+            found.add(node)
+            stack.extend(node.users)
+    return found
 
 
 def _is_symbol(size: Any) -> bool:
@@ -441,8 +465,29 @@ def _identified(
     if isinstance(fit, PlanFit) and fit.rival is not None:
         fit = _separated(trials, lengths, observed, fit)
     if isinstance(fit, NoFit):
-        return _Failure(4, str(fit))
+        return _Failure(4, _described(fit, observed))
     return fit, trials
+
+
+def _described(failure: NoFit, observed: Sequence[Observed]) -> str:
+    """Why it is none, what comes nearest, and what would make it match."""
+    text = str(failure).replace("the attention", "the plan")
+    near = None if failure.error is not None else nearest(observed)
+    if near is not None:
+        text += (
+            f"; nearest are {near.half_steps} half-steps, {near.first_side}s first, relative error "
+            f"{near.error:.2g}"
+        )
+    advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
+    return text if advice is None else f"{text}; {advice}"
+
+
+_ADVICE = {
+    "neither rows nor columns": "a loop matches that divides by whole sums: damped (unbalanced) updates, and "
+    "what scales the plan afterwards, do not",
+    "not a row and column scaling": "a loop matches that does nothing to its scores but scale rows and columns",
+    "not strictly positive": "hide scores before the loop, not in it",
+}
 
 
 def _separated(

@@ -32,6 +32,8 @@ from asapc.passes.sinkhorn.probe import (
 )
 
 
+SHORT = 64  # half-steps of a loop that is named where none fits
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -152,6 +154,13 @@ def _budget(observed: Sequence[Observed], multiplier: float, most: int) -> Budge
 def _or_uniform(logs: Tensor | None, tokens: int, like: Tensor) -> Tensor:
     """[1, 1, X]."""
     return like.new_full((1, 1, tokens), -math.log(tokens)) if logs is None else logs
+
+
+def nearest(observed: Sequence[Observed]) -> Budget | None:
+    """The short loop that comes nearest at mild scores; None where a multiplier cannot be measured."""
+    mild = [o for o in observed if o.mild]
+    multiplier = score_multiplier([o.sample for o in mild])
+    return None if isinstance(multiplier, NoFit) or not mild else _budget(mild[:2], multiplier, SHORT)
 
 
 def plan_of(convention: PlanConvention, observed: Observed) -> Tensor:

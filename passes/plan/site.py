@@ -24,13 +24,14 @@ from asapc.passes.site import Site
 aten = torch.ops.aten
 
 LEAST_LOG = -100.0
+MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a tensor of a graph holds matrices [B, H, N, M].
 
-    tensor: brings rows and columns to the end.  heads: of four axes, where their number is fixed; all that
+    tensor: brings rows and columns to the end.  heads: of four axes, where their number is fixed and small; all that
     stands before rows and columns is the batch otherwise.
     """
 
@@ -45,7 +46,7 @@ class Layout:
         order = (*(axis for axis in range(rank) if axis not in last), *last)
         tensor = Canonical(node, None if list(order) == sorted(order) else order)
         heads = tensor.shape[1] if rank == 4 else 1
-        return cls(tensor, heads if isinstance(heads, int) else None)
+        return cls(tensor, heads if isinstance(heads, int) and heads <= MOST_HEADS else None)
 
     @property
     def queries(self) -> Any:
