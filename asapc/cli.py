@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from asapc import commands, session
-from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text
+from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text, nothing_found
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.session import EXIT_INTERRUPTED, Session
 from asapc.terminal.hints import command_line
@@ -97,13 +97,19 @@ def inspect(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """List every attention layer: its convention, or why it is left alone."""
+    """List every attention layer, and every loop of row and column sums: its convention, or why it is left
+    alone.
+
+    Exit code 3 where the model has neither.
+    """
 
     def body(run: Session) -> None:
         from asapc.report.tables import inspect_tables
 
         result = commands.inspect_model(model, data, weights, kwargs, trust, trust_remote_code)
         run.show(result, inspect_tables)
+        if not result["sites"]:
+            raise nothing_found()
         if data is not None and any(site["status"] == "matched" for site in result["sites"]):
             run.next(
                 "calibrate", model, data=data, o="calibration", weights=weights, kwargs=kwargs,

@@ -70,6 +70,15 @@ class NoSiteError(AsapcError):
     exit_code = EXIT_NO_SITE
 
 
+def nothing_found() -> NoSiteError:
+    """Of a model in which there is nothing to be matched or refused."""
+    return NoSiteError(
+        "the model must hold attention, or a loop that normalises rows and columns in turn",
+        got="neither: no product of a map with values, and no sums over both sides of a matrix",
+        help="compile a model that has one; what a loop reads back into Python numbers is not seen",
+    )
+
+
 class VerificationError(AsapcError):
     """A rewritten program does not reproduce its teacher; nothing was emitted."""
 

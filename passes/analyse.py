@@ -32,12 +32,15 @@ OUTPUT_TOLERANCE = 1e-3  # the whole model's outputs, relative to max(1, largest
 
 @dataclass(frozen=True)
 class Site:
-    """A site that replays: its convention, heads, and its largest error by what was tried."""
+    """A site that replays: its convention, heads, and its largest error by what was tried.
+
+    head_dim: None where it is given its scores.
+    """
 
     name: str
     convention: AnyConvention
     heads: int
-    head_dim: int
+    head_dim: int | None
     replay_error: float
     replay: Mapping[str, float] = field(default_factory=dict)
 

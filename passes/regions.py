@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from asapc.passes.cut import ancestors, depends_on_data, is_tensor, reaches
+from asapc.passes.plan.loops import find_loops
 from asapc.passes.products import BARRIERS, NORMALISERS, SORTS, Product, is_vector, product_of, same
 
 
@@ -39,7 +40,7 @@ class Region:
 def holds_attention(graph: GraphModule) -> bool:
     """Whether anything in a graph would be matched or refused."""
     regions = find_regions(graph)
-    return bool(regions or unattended(graph, regions))
+    return bool(regions or unattended(graph, regions) or find_loops(graph))
 
 
 def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:

@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 
 from asapc.ir import Coupling, Stabiliser, Ties
 from asapc.operators.catalogue import OPERATORS
+from asapc.operators.plan import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,12 @@ def _stabiliser(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _plan(arguments: Mapping[str, Any]) -> str | None:
+    """The same of an operator that may have none."""
+    arguments = DEFAULTS | dict(arguments)
+    return None if arguments["constant"] is None else _stabiliser(arguments)
+
+
 def _coupling(arguments: Mapping[str, Any]) -> str | None:
     """A coupling or a rule for ties that there is not."""
     for name, kind in (("coupling", Coupling), ("ties", Ties)):
@@ -255,7 +262,7 @@ def _coupling(arguments: Mapping[str, Any]) -> str | None:
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
     "upsample_": _factors, "div": _rounding, "divide": _rounding, "stabilised_": _stabiliser,
-    "esp_": _coupling,
+    "esp_": _coupling, "plan": _plan,
 }  # fmt: skip
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asapc.errors import InputError
@@ -115,8 +115,10 @@ class Tap:
         output = self._run(batch)
         return output, [self._seen[site] for site in self._sites]
 
-    def _record(self, site: str, *tensors: Any) -> None:
-        self._seen[site] = SiteTensors(*tensors)
+    def _record(self, site: str, q: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
+        seen = SiteTensors.of_scores(q) if k is None else SiteTensors(q, k)
+        names = [field.name for field in fields(SiteTensors)][2:-1]  # all that are tensors
+        self._seen[site] = replace(seen, **dict(zip(names, others, strict=True)))
 
 
 @contextlib.contextmanager

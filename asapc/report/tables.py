@@ -145,6 +145,22 @@ def _glued_text(c: Mapping[str, Any]) -> list[str]:
     return [*parts, f"factor {c.get('output_factor')}"]
 
 
+def _plan_text(c: Mapping[str, Any]) -> list[str]:
+    given = [
+        f"{symbol} {_MARGINALS.get(str(kind), kind)}"
+        for symbol, kind in (("mu", c.get("source_marginal")), ("nu", c.get("target_marginal")))
+        if kind != "uniform"
+    ]
+    by_head = c.get("by_head")
+    scales = [] if not by_head else ["times " + " ".join(number(x) for x in by_head) + " by head"]
+    what = "log plan" if c.get("log") else "plan"
+    first, *rest = _loop_text(c)
+    return [f"{what} of given scores", first, *rest, *scales, *given]
+
+
+_MARGINALS = {"constant": "constant", "input": "given"}
+
+
 def _settings_text(c: Mapping[str, Any]) -> list[str]:
     """Of a kind that is not worded above."""
     settings = ((key, value) for key, value in c.items() if key not in ("operator", "mask"))
@@ -153,6 +169,7 @@ def _settings_text(c: Mapping[str, Any]) -> list[str]:
 
 _CONVENTION_TEXTS = {
     "sinkhorn": _loop_text, "esp_soft": _sliced_text, "esp_hard": _sliced_text, "lot": _glued_text,
+    "plan": _plan_text,
 }  # fmt: skip
 _FLAGS = (("bias", "bias"), ("early stop", "early_stop"))
 
