@@ -183,9 +183,10 @@ def _run_experiments(
         return "the region gives NaN or infinity on random scores"
     trial = scores(1.0)
     tried = experiment.attention(trial, neutral, lengths)
-    alone = without_choice(dims)
-    if alone is not None and float((tried - first).abs().max()) <= STABILISED * float(first.abs().max()):
-        return alone
+    no_choice = without_choice(dims)
+    changed = float((tried - first).abs().max())
+    if no_choice is not None and changed <= STABILISED * float(first.abs().max()):
+        return no_choice
     rough = identify_multiplier(trial, tried)
     if isinstance(rough, NoFit):
         softmax_only = any(node.target in SOFTMAX for node in region.inside)
@@ -455,7 +456,8 @@ def _separated(
     fit: Fit,
     guesses: Guesses,
 ) -> Fit | NoFit:
-    """The fit, held against its rival on scores on which the two differ; a reason where none are found."""
+    """The fit, held against its rival on scores on which the two differ; a reason where none are
+    found."""
     tried = list(samples)
     for units in blocks(experiment.size(lengths)):
         first, rival = fit.convention, fit.rival
