@@ -91,8 +91,8 @@ def inspect(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """List every attention layer, and every loop of row and column sums: its convention, or why it is left
-    alone.
+    """List every attention layer, and every loop of row and column sums: its convention, or why it is
+    left alone.
 
     Exit code 3 where the model has neither.
     """

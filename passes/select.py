@@ -22,7 +22,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-
 from torch import Tensor
 
 from asapc.calibration.collect import pieces

@@ -22,7 +22,8 @@ class Matcher(nn.Module):
         scores = self.project(x) @ self.project(y).transpose(-1, -2)
         b, n, m = scores.shape
         column, row = self.bin.expand(b, n, 1), self.bin.expand(b, 1, m)
-        scores = torch.cat([torch.cat([scores, column], -1), torch.cat([row, self.bin.expand(b, 1, 1)], -1)], 1)
+        corner = self.bin.expand(b, 1, 1)
+        scores = torch.cat([torch.cat([scores, column], -1), torch.cat([row, corner], -1)], 1)
         one = scores.new_ones(())
         norm = -(n * one + m * one).log()
         log_mu = torch.cat([norm.expand(n), (m * one).log()[None] + norm])[None].expand(b, -1)

@@ -168,8 +168,8 @@ def site_function(
 ) -> SiteFunction:
     """A site by itself: (what it sees, values or None for the map) -> output.
 
-    unit: with an output factor that makes rows sum to 1, and no logarithm.  plain: the operator's plain PyTorch reference
-    instead of its kernels.
+    unit: with an output factor that makes rows sum to 1, and no logarithm.  plain: the operator's plain
+    PyTorch reference instead of its kernels.
     """
     graph, o = call_of(programs, site)
     settings = dict(o.settings)

@@ -31,7 +31,6 @@ from asapc.passes.sinkhorn.probe import (
     search_budget,
 )
 
-
 SHORT = 64  # half-steps of a loop that is named where none fits
 
 
@@ -56,7 +55,8 @@ class Observed:
     def head(self) -> Observed:
         """The first head of the first example."""
         marginals = (
-            None if x is None else x.reshape(-1, x.shape[-1])[:1, None] for x in (self.log_mu, self.log_nu)
+            None if x is None else x.reshape(-1, x.shape[-1])[:1, None]
+            for x in (self.log_mu, self.log_nu)
         )
         return Observed(self.scores[:1, :1], self.plan[:1, :1], *marginals, mild=self.mild)
 
@@ -107,12 +107,13 @@ def _with_marginals(observed: Sequence[Observed], most: int) -> PlanFit | NoFit:
     budget = _budget(observed, multiplier, longest)
     if not budget.error <= HELD:
         return NoFit(
-            f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp ones: a "
-            "constant in its divisions, a clamp or a damping that is not known", budget.error,
+            f"a loop of {at_mild.half_steps} half-steps at mild scores, and another at sharp ones: "
+            "a constant in its divisions, a clamp or a damping that is not known", budget.error,
         )  # fmt: skip
     convention = PlanConvention(
         budget.half_steps, budget.first_side, multiplier,
-        source_marginal=_kind(o.log_mu for o in observed), target_marginal=_kind(o.log_nu for o in observed),
+        source_marginal=_kind(o.log_mu for o in observed),
+        target_marginal=_kind(o.log_nu for o in observed),
     )  # fmt: skip
     masses = []
     for o in mildest:

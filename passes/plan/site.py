@@ -31,8 +31,8 @@ MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
 class Layout:
     """How a tensor of a graph holds matrices [B, H, N, M].
 
-    tensor: brings rows and columns to the end.  heads: of four axes, where their number is fixed and small; all that
-    stands before rows and columns is the batch otherwise.
+    tensor: brings rows and columns to the end.  heads: of four axes, where their number is fixed and
+    small; all that stands before rows and columns is the batch otherwise.
     """
 
     tensor: Canonical
@@ -88,8 +88,8 @@ class Layout:
 class MarginalInput:
     """A node that holds mu or nu, or its logarithm.
 
-    drop: the axis that is taken away, of size 1; heads: whether one for heads is put in; constant: whether
-    it depends on parameters and sizes alone.
+    drop: the axis that is taken away, of size 1.  heads: whether one for heads is put in.  constant:
+    whether it depends on parameters and sizes alone.
     """
 
     node: Node
@@ -181,11 +181,12 @@ def _flattened(lifting: Lifting, scores: Node, rank: int) -> Node:
 
 
 def sizes_of(end: Canonical, start: Canonical) -> list[tuple[int, bool]] | None:
-    """The sizes of the end in canonical order: (number or axis of the start, whether it is an axis), where
-    at most one is left to be what remains, -1; None where more are."""
-    found = []
+    """The sizes of the end in canonical order: (number or axis of the start, whether it is an axis).
+    One may be left to be what remains, -1; None where more are."""
+    given = start.node.meta["val"].shape
+    found: list[tuple[int, bool]] = []
     for size in end.shape:
-        place = next((j for j, other in enumerate(start.node.meta["val"].shape) if same(size, other)), None)
+        place = next((axis for axis, other in enumerate(given) if same(size, other)), None)
         if isinstance(size, int):
             found.append((size, False))
         else:

@@ -1,4 +1,4 @@
-"""CPU twin of operators/plan.py: the loop in the linear domain, with tokens of equal small size side by side.
+"""CPU twin of operators/plan.py: the loop in the linear domain, small matrices side by side.
 
 K = exp(S - top) is formed once, with the largest score of every row, or of every column where columns are
 closed first; every half-step is then a matrix-vector product,
@@ -7,9 +7,9 @@ closed first; every half-step is then a matrix-vector product,
 
 Matrices of at most SMALL entries lie with the matrix as the last axis, [N, M, G]: sums over a handful of
 entries are then additions of long rows. Larger ones are multiplied as they are, several to a tile where
-they fit. What the linear domain cannot hold is found after the loop, matrix by matrix, and computed by the
-reference instead: a column (or row) whose largest entry of K is near 0, or scalings that spread too far for what
-has left K at the lower end of the format to be without effect.
+they fit. What the linear domain cannot hold is found after the loop, matrix by matrix, and computed by
+the reference instead: a column (or row) whose largest entry of K is near 0, or scalings that spread too
+far for what has left K at the lower end of the format to be without effect.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def _share(scores: Tensor, task: Task) -> Tensor:
     if logs is None:
         return scores.new_full((1,), factor, dtype=torch.float64)
     totals = torch.logsumexp(logs.double(), -1).exp() * factor
-    return totals.reshape(1) if logs.numel() == tokens else totals.broadcast_to(scores.shape[:2]).reshape(-1)
+    shared = logs.numel() == tokens
+    return totals.reshape(1) if shared else totals.broadcast_to(scores.shape[:2]).reshape(-1)
 
 
 def _largest(scores: Tensor, multiplier: float) -> Tensor:
@@ -315,9 +316,9 @@ def _held(low: Tensor, first: Side, second: Side) -> Tensor:
 
     low: [G], the smallest log K; first: of the side that is closed first, whose largest log K are 0.
 
-    What has left the format is below 1e-38. Of a token of the first side, whose sum has a term K = 1, that
-    is nothing while the other side's scalings spread less than the range; of the second side, whose terms
-    are at least exp(-safe), while those of the first spread less than what is left of it.
+    What has left the format is below 1e-38. Of a token of the first side, whose sum has a term K = 1,
+    that is nothing while the other side's scalings spread less than the range; of the second side, whose
+    largest K are at least exp(-safe), while those of the first spread less than what is left of it.
     """
     safe = SAFE_ROW_RANGE[low.dtype]
     (a, mass, _), (b, other_mass, tops) = first, second
