@@ -82,9 +82,7 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
         ),
         "esp_soft": (ops.esp_soft, [q, k, v, *soft]),
         "esp_soft_attention": (ops.esp_soft_attention, [q, k, *soft]),
-        "plan": (
-            ops.plan, [bias[None].expand(BATCH, -1, -1, -1), f[0, 0], None, -0.5, 5, True, ATTENTION]
-        ),
+        "plan": (ops.plan, [random(BATCH, HEADS, 9, 7), f[0, 0], None, -0.5, 5, True, ATTENTION]),
         "plan, log": (ops.plan, [bias[None], None, g[:1, :1], 0.5, 4, False, ATTENTION, True]),
         "plan, larger": (ops.plan, [random(1, 2, 20, 17), None, None, 0.5, 4, False, ATTENTION]),
         "plan, constant": (

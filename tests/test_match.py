@@ -23,6 +23,7 @@ from asapc.passes.esp.site import EspSite
 from asapc.passes.lift import lift
 from asapc.passes.lot.site import LotSite
 from asapc.passes.match import match
+from asapc.passes.plan.site import PlanSite
 from asapc.passes.sinkhorn.site import AttentionSite
 from asapc.program.calls import operator_calls
 
@@ -76,9 +77,7 @@ REFUSED = {
     "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
     "Softmax": "not Sinkhorn: rows only",
     "Fused": "not Sinkhorn: rows only",
-    "Causal": "differs between queries",
     "Gated": "neither a mask nor a bias",
-    "ChannelMixing": "not attention",
 }
 
 
@@ -175,6 +174,24 @@ def test_everything_else_is_refused_with_a_reason(name: str) -> None:
     outcomes = match(capture(model, zoo.inputs_for(model), {}).programs[0])
     assert len(outcomes) == 1 and not isinstance(outcomes[0], AttentionSite)
     assert REFUSED[name] in outcomes[0].reason
+
+
+@pytest.mark.parametrize("name", ["Causal", "ChannelMixing", "GluedByDistance"])
+def test_loops_between_other_things_become_plans(name: str) -> None:
+    """A mask that differs between queries is part of the scores; a mixer multiplies streams, not values;
+    costs of two glued plans are distances."""
+    model = build(name)
+    program = capture(model, zoo.inputs_for(model), {}).programs[0]
+    outcomes = match(program)
+    assert len(outcomes) == (2 if name == "GluedByDistance" else 1)
+    for site in outcomes:
+        assert isinstance(site, PlanSite)
+        assert site.probe_error < 1e-9
+    lifted = lift(program, outcomes)
+    for seed in (0, 5):
+        inputs = zoo.inputs_for(model, seed=seed)
+        with torch.no_grad():
+            assert largest_difference(model(*inputs), lifted.graph(*inputs)) < 2e-6
 
 
 def test_a_model_that_returns_numpy_is_captured_by_module() -> None:

@@ -22,8 +22,8 @@ MARGINALS = ("log_mu", "log_nu")
 
 @dataclass(frozen=True)
 class Operator:
-    """name: of the registered operator and its reference; the map is `<name>_attention`, or `<name>`
-    where that is all it gives.
+    """name: of the registered operator and its reference; the map is `<name>_attention`, or `<name>` of
+    one that is given scores, which gives nothing else.
 
     reference:  the module that has both in plain PyTorch.
     operands:   what a site sees besides queries and keys, as in SiteTensors.

@@ -64,8 +64,8 @@ def plan(
     """factor * P, or its logarithm: [B, H, N, M] in the dtype of the scores.
 
     scores: [B, H, N, M]; costs have a score_multiplier below 0.  log_mu: broadcastable to [B, H, N];
-    log_nu: to [B, H, M]; None where uniform.  output_factor: [coefficient, N power, M power, n power]
-    with n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser, with uniform
+    log_nu: to [B, H, M]; None where uniform.  output_factor: [coefficient, N power, M power, n power],
+    n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser, with uniform
     marginals alone.
     """
     s = scaled(widen(scores), score_multiplier, by_head)

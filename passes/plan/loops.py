@@ -36,8 +36,8 @@ DIVISIONS = {
 TURNS = {aten.transpose.int, aten.permute.default, aten.t.default, aten.mT.default}
 STEPS = {  # of one value, entry by entry: what is done to a sum before it divides
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar,
-    aten.clamp.default,
-    aten.clamp_min.default, aten.maximum.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.unsqueeze.default,
+    aten.squeeze.dim,
     aten.expand.default, aten.expand_as.default, aten.where.self, aten.masked_fill.Scalar,
     aten.squeeze.default, aten.squeeze.dims, *VIEWS,
 }  # fmt: skip
@@ -46,8 +46,8 @@ MOST_ENDS = 8  # tensors that are tried as scores, and as plans
 
 @dataclass(frozen=True)
 class Loop:
-    """sums: in the order of the graph; axes: of rows and columns, (a, b) from the end, of matrices that
-    are as the first sum has them; None with `why` where it is not known which."""
+    """sums: in the order of the graph.  matrix: what the first is over.  axes: of rows and columns of it,
+    from the end; None with `why` where it is not known which they are."""
 
     sums: tuple[Node, ...]
     matrix: Node
@@ -105,8 +105,8 @@ def _sum_of(node: Node) -> _Sum | None:
     if not isinstance(matrix, Node) or not is_tensor(matrix) or rank_of(matrix) < 2:
         return None
     dims: Any
-    normalises = node.target in SOFTMAXES or node.target is aten.logsumexp.default
-    if normalises or (node.target in SUMS and _is_divided_by(node)):
+    whole = node.target in SOFTMAXES or node.target is aten.logsumexp.default
+    if whole or (node.target in SUMS and _is_divided_by(node)):
         dims = node.args[1]
     elif node.target in NORMS and node.args[1] == NORMS[node.target] and _is_divided_by(node):
         dims = node.args[2] if len(node.args) > 2 else None
@@ -231,8 +231,7 @@ class Borders:
 
 
 def borders(graph: GraphModule, loop: Loop) -> Borders:
-    """Everything that a loop takes passes through a start, and everything that is made of it through an
-    end.
+    """All that a loop takes passes through a start, and all that is made of it through an end.
 
     Where several matrices enter it, such as scores and a bias in every half-step, the last of those that
     the fewest others enter beside.
@@ -277,10 +276,7 @@ def borders(graph: GraphModule, loop: Loop) -> Borders:
         else:
             used = leaving
     if not ends:
-        why = (
-            "no tensor of its size holds its plan: it goes on in sums, or in scalings that are applied "
-            "apart"
-        )
+        why = "no tensor of its size holds its plan: it goes on in sums, or in scalings applied apart"
         if used is not None:
             why = "a value of the loop other than its plan is also used elsewhere"
         return Borders(tuple(candidates[:MOST_ENDS]), (), why, used or loop.sums[-1])

@@ -111,8 +111,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Given:
-    """A tensor that enters a loop beside its scores: data, or a constant that is not the same
-    everywhere."""
+    """A tensor that enters a loop beside its scores: data, or a constant that is not one number."""
 
     node: Node
     data: bool
@@ -254,15 +253,13 @@ class _Roles:
 
 
 def _roles(region: _Region) -> list[_Roles] | str:
-    """What the vectors among the inputs may be, the simplest first; a reason where one is nothing
-    known."""
+    """What the vectors among the inputs may be, the simplest first; a reason where one is nothing."""
     options: list[list[tuple[str, MarginalInput] | None]] = []
     for given in region.given:
         value = given.node.meta["val"]
         if _is_matrix(given.node, region):
             if not value.is_floating_point():
-                why = "a mask in every half-step: hide scores before the loop begins"
-                return _enters(given.node, why)
+                return _enters(given.node, "a mask in every half-step: hide scores before the loop")
             continue
         found = _sides(given, region) if value.is_floating_point() else []
         if given.data and not found:
@@ -345,8 +342,8 @@ class _Trials:
         drawn = {}
         for node in self.region.data:
             value = self.noise(self.region.cut.shape_of(node, lengths))
-            marginals = (self.roles.log_mu, self.roles.log_nu)
-            marginal = next((x for x in marginals if x and x.node is node), None)
+            both = (self.roles.log_mu, self.roles.log_nu)
+            marginal = next((x for x in both if x is not None and x.node is node), None)
             if marginal is not None:
                 axis = -2 if marginal.drop == -1 else -1
                 if massless:
@@ -487,10 +484,9 @@ def _described(failure: NoFit, observed: Sequence[Observed]) -> str:
 
 
 _ADVICE = {
-    "neither rows nor columns": "a loop matches that divides by whole sums: damped (unbalanced) "
-    "updates, and what scales the plan afterwards, do not",
-    "not a row and column scaling": "a loop matches that does nothing to its scores but scale rows "
-    "and columns",
+    "neither rows nor columns": "a loop matches that divides by whole sums: damped (unbalanced) updates, "
+    "and what scales the plan afterwards, do not",
+    "not a row and column scaling": "a loop matches that only scales the rows and columns of exp(scores)",
     "not strictly positive": "hide scores before the loop, not in it",
 }
 
@@ -498,8 +494,7 @@ _ADVICE = {
 def _separated(
     trials: _Trials, lengths: dict[Any, int], observed: Sequence[Observed], fit: PlanFit
 ) -> PlanFit | NoFit:
-    """The fit, held against its rival on scores on which the two differ; a reason where none are
-    found."""
+    """The fit, held against its rival on scores on which the two differ; a reason if there are none."""
     tried = list(observed)
     guesses = trials.region.guesses
     for units in blocks(trials.region.size(lengths)):

@@ -107,8 +107,8 @@ def _with_marginals(observed: Sequence[Observed], most: int) -> PlanFit | NoFit:
     budget = _budget(observed, multiplier, longest)
     if not budget.error <= HELD:
         return NoFit(
-            f"a loop of {at_mild.half_steps} half-steps at mild scores, and something else at sharp "
-            "ones: a constant in its divisions, a clamp or a damping that is not known", budget.error,
+            f"a loop of {at_mild.half_steps} half-steps at mild scores, and another at sharp ones: "
+            "a constant in its divisions, a clamp or a damping that is not known", budget.error,
         )  # fmt: skip
     convention = PlanConvention(
         budget.half_steps, budget.first_side, multiplier,

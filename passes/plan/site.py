@@ -88,7 +88,7 @@ class Layout:
 class MarginalInput:
     """A node that holds mu or nu, or its logarithm.
 
-    drop: the axis that is taken away, of size 1; heads: whether one for heads is put in; constant:
+    drop: the axis that is taken away, of size 1.  heads: whether one for heads is put in.  constant:
     whether it depends on parameters and sizes alone.
     """
 
@@ -181,12 +181,12 @@ def _flattened(lifting: Lifting, scores: Node, rank: int) -> Node:
 
 
 def sizes_of(end: Canonical, start: Canonical) -> list[tuple[int, bool]] | None:
-    """The sizes of the end in canonical order: (number or axis of the start, whether it is an axis),
-    where at most one is left to be what remains, -1; None where more are."""
-    found = []
+    """The sizes of the end in canonical order: (number or axis of the start, whether it is an axis).
+    One may be left to be what remains, -1; None where more are."""
+    given = start.node.meta["val"].shape
+    found: list[tuple[int, bool]] = []
     for size in end.shape:
-        shape = start.node.meta["val"].shape
-        place = next((j for j, other in enumerate(shape) if same(size, other)), None)
+        place = next((axis for axis, other in enumerate(given) if same(size, other)), None)
         if isinstance(size, int):
             found.append((size, False))
         else:

@@ -456,8 +456,7 @@ def _separated(
     fit: Fit,
     guesses: Guesses,
 ) -> Fit | NoFit:
-    """The fit, held against its rival on scores on which the two differ; a reason where none are
-    found."""
+    """The fit, held against its rival on scores on which the two differ; a reason if there are none."""
     tried = list(samples)
     for units in blocks(experiment.size(lengths)):
         first, rival = fit.convention, fit.rival

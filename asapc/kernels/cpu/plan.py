@@ -1,5 +1,4 @@
-"""CPU twin of operators/plan.py: the loop in the linear domain, with tokens of equal small size side by
-side.
+"""CPU twin of operators/plan.py: the loop in the linear domain, small matrices side by side.
 
 K = exp(S - top) is formed once, with the largest score of every row, or of every column where columns are
 closed first; every half-step is then a matrix-vector product,
@@ -123,9 +122,8 @@ def _share(scores: Tensor, task: Task) -> Tensor:
     if logs is None:
         return scores.new_full((1,), factor, dtype=torch.float64)
     totals = torch.logsumexp(logs.double(), -1).exp() * factor
-    if logs.numel() == tokens:
-        return totals.reshape(1)
-    return totals.broadcast_to(scores.shape[:2]).reshape(-1)
+    shared = logs.numel() == tokens
+    return totals.reshape(1) if shared else totals.broadcast_to(scores.shape[:2]).reshape(-1)
 
 
 def _largest(scores: Tensor, multiplier: float) -> Tensor:
@@ -320,7 +318,7 @@ def _held(low: Tensor, first: Side, second: Side) -> Tensor:
 
     What has left the format is below 1e-38. Of a token of the first side, whose sum has a term K = 1,
     that is nothing while the other side's scalings spread less than the range; of the second side, whose
-    terms are at least exp(-safe), while those of the first spread less than what is left of it.
+    largest K are at least exp(-safe), while those of the first spread less than what is left of it.
     """
     safe = SAFE_ROW_RANGE[low.dtype]
     (a, mass, _), (b, other_mass, tops) = first, second
