@@ -27,6 +27,12 @@ ops = torch.ops.asapc
 # An independent reference in float64: one example, head and slice at a time, tokens in Python lists.
 
 
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels at every size; short sequences go another way, see test_short.py."""
+    monkeypatch.setattr(cpu, "SHORT", 0)
+
+
 def interpolated(n: int, m: int) -> Tensor:
     """I [n, m]: rank r of n meets rank r (m - 1) / (n - 1) of m."""
     matrix = torch.zeros(n, m).double()

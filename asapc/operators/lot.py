@@ -169,7 +169,8 @@ def pivot_plan(
 
     scores: [B, H, R, N]; keep: [B, N]; pivot_mass: [H, R] or [B, H, R].  over_mass: diag(1 / sigma)
     Gamma, which holds where sigma itself is too small for 1 / sigma.  Where no token is active
-    all are: the caller masks what comes of it.  Source: LOTFormer, Eqs. 1 and 2, a finite number of half-steps.
+    all are: the caller masks what comes of it.
+    Source: LOTFormer, Eqs. 1 and 2, a finite number of half-steps.
     """
     pivot_mass = pivot_mass.to(scores.dtype)
     massless = pivot_mass <= 0
