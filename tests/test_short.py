@@ -31,8 +31,9 @@ def problem(shape: tuple[int, ...], spread: float = 3.0) -> tuple[Tensor, Tensor
 
 
 def honest(
-    run: Any, meaning: Any, tensors: tuple[Tensor, ...], settings: tuple[Any, ...], rounding: float = 1e-12
-) -> None:
+    run: Any, meaning: Any, tensors: tuple[Tensor, ...], settings: tuple[Any, ...],
+    rounding: float = 1e-12,
+) -> None:  # fmt: skip
     exact = meaning(*(t.double() for t in tensors), *settings)
     scale = max(1.0, float(exact.abs().max()))
     budget = 2 * float((meaning(*tensors, *settings) - exact).abs().max()) + 1e-6 * scale
@@ -70,9 +71,9 @@ def test_what_is_not_short_takes_the_tiles() -> None:
         ops.sinkhorn(*long, None, None, 0.5, 5, True, factor)
         ops.sinkhorn(q, k, v, keep, None, 0.5, 2, True, factor)
         ops.sinkhorn(q, k, v, None, torch.zeros(1, 1, 16, 16), 0.5, 2, True, factor)
-        empty = ops.sinkhorn(q[:, :, :0], k, v, None, None, 0.5, 2, True, factor)
-        none = ops.sinkhorn(q, k[:, :, :0], v[:, :, :0], None, None, 0.5, 2, True, factor)
     assert all(choice.kernel != "CPU, log domain" for choice in choices)
+    empty = ops.sinkhorn(q[:, :, :0], k, v, None, None, 0.5, 2, True, factor)
+    none = ops.sinkhorn(q, k[:, :, :0], v[:, :, :0], None, None, 0.5, 2, True, factor)
     assert empty.shape == (1, 2, 0, 4) and none.shape == (1, 2, 16, 4) and not none.any()
 
 
