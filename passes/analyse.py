@@ -144,6 +144,11 @@ def analyse(
                 sites.append(Site(site.name, *facts, worst, errors.errors))
             else:
                 reason = f"does not replay on {tried}: relative error {worst:.2g}"
+                if errors.rounding > TOLERANCE:
+                    reason += (
+                        f"; there its own code is {errors.rounding:.2g} from itself in float64, as where "
+                        "a mask adds 1e6 to scores or a padded token is set to 1e18"
+                    )
                 left.append(LeftAlone(site.name, "kept", reason, worst, *facts, errors.errors))
         lifted.append(lift(program, good, drop_maps))
         regions_of.append(good)

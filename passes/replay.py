@@ -38,9 +38,13 @@ ENTRIES = 1 << 21  # of a map beyond the data: of larger ones, one example
 
 @dataclass
 class Replay:
-    """Largest errors of one site by what was tried, relative to the largest entry of each map."""
+    """Largest errors of one site by what was tried, relative to the largest entry of each map.
+
+    rounding: where the data shows an error, how far the teacher is from its own code in float64 there.
+    """
 
     errors: dict[str, float] = field(default_factory=dict)
+    rounding: float = 0.0
 
     def note(self, tried: str, error: float) -> None:
         error = math.inf if error != error else error
@@ -80,6 +84,8 @@ def replay(
                 ours = kernels[name](t, _values(site, t, expected))
             found[name].note("the data", _difference(site, ours.reshape(expected.shape), expected))
             beyond = _Beyond(program, site, parts[name], values, t, references[name])
+            if not found[name].errors["the data"] <= TOLERANCE:
+                found[name].rounding = max(found[name].rounding, beyond.rounding(expected))
             for tried, error in beyond.errors():
                 found[name].note(tried, error)
     return found
@@ -161,6 +167,12 @@ class _Beyond:
         if self.part.masks and self.seen.k.shape[2] > 1:
             others["all but one key masked"] = self._error(few, 1.0, one_key=True)
         yield from ((tried, error) for tried, error in others.items() if error is not None)
+
+    def rounding(self, given: Tensor) -> float:
+        """The difference between what the teacher gave on the data and its own code in float64."""
+        tensors = [self._input(node, self.sizes) for node in self.part.inputs]
+        exact = _canonical(self.cut.run(tensors, self.sizes), self.part)
+        return _difference(given, exact)
 
     def _sharper(self, sizes: dict[Any, int]) -> Iterator[tuple[float, bool]]:
         """Growing scales of a Sinkhorn layer's queries, to the first at which a softmax of the scores is

@@ -146,9 +146,14 @@ def plan_backend(operator: str, scores: Tensor, describe: Callable[[], tuple[str
 
 def note_plain(operator: str, q: Tensor, k: Tensor, reason: str) -> None:
     """Of an operator that has no kernel."""
+    note(operator, q, k, "plain PyTorch", reason)
+
+
+def note(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> None:
+    """What runs, where there is no choice."""
     choices = _listening.get()
     if choices is not None:
-        choices.append(_choice(operator, q, k, "plain PyTorch", reason))
+        choices.append(_choice(operator, q, k, kernel, reason))
 
 
 def _choice(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> Choice:

@@ -46,6 +46,8 @@ from asapc.operators.ranks import (
 )
 from asapc.operators.sinkhorn import clean_values, widen
 
+ENTRIES = 1 << 18  # of the plans that are formed at once; a plan with more is formed alone
+
 
 def with_lengths(output_factor: float, q: Tensor, k: Tensor, query_power: int, key_power: int) -> float:
     """factor N^a M^b; no length counts as less than 1."""
@@ -136,31 +138,42 @@ def expected_plan(
 ) -> Tensor:
     """factor sum_l w_l P_l, times v if given, by an online softmax over the slices.
 
-    plan_of: (clouds, x [B, H, N], y [B, H, M]) -> P [B, H, N, M] of one slice.
+    plan_of: (clouds, x [B, G, N], y [B, G, M]) -> P [B, G, N, M] of one slice of G heads, or of several
+    slices of some: as many at once as make small tensors.
     Costs meet tau only as differences, which is what keeps the digits of small weights.
     """
     clouds = clouds_of(q, k, keep, query_keep, slices)
     values = None if v is None else clean_values(widen(v), keep)
     cost = cost_matrix(clouds.q, clouds.k, squared_cost)
-    tau = inverse_temperature.to(cost.dtype).view(-1, 1, 1)
-    count = active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
+    tau = inverse_temperature.to(cost.dtype).view(-1, 1)
+    count = active(clouds.query_keep, clouds.q).view(-1, 1, 1)
 
-    def slice_of(x: Tensor, y: Tensor, cost: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        plan = plan_of(clouds, x, y).to(cost.dtype)
-        slice_cost = (cost * plan).sum((-1, -2))[..., None, None]  # [B, H, 1, 1]
-        return slice_cost / count if mean_cost else slice_cost, plan if v is None else plan @ v
+    def some_slices(
+        x: Tensor, y: Tensor, omega: Tensor | None, cost: Tensor, v: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Their lowest cost and, relative to it, the sum of their weights and that of P or P v."""
+        plans = plan_of(clouds, x.flatten(1, 2), y.flatten(1, 2)).to(cost.dtype)
+        plans = plans.unflatten(1, x.shape[1:3])  # [B, H, slices, N, M]
+        costs = (cost[:, :, None] * plans).sum((-1, -2))  # [B, H, slices]
+        costs = costs / count if mean_cost else costs
+        least = costs.detach().amin(-1, keepdim=True)
+        weights = torch.exp(-tau * (costs - least))
+        weights = weights if omega is None else weights * omega.to(weights.dtype)
+        mixed = (weights[..., None, :] @ plans.flatten(3)).view(cost.shape)
+        return least[..., None], weights.sum(-1)[..., None, None], mixed if v is None else mixed @ v
 
     width = clouds.k.shape[2] if values is None else values.shape[3]
     result = total = lowest = cost.new_zeros(*clouds.q.shape[:3], width)
-    for index in range(clouds.num_slices):
-        x, y = clouds.x[:, :, index], clouds.y[:, :, index]
-        slice_cost, moved = recomputed(slice_of, x, y, cost, values)
-        before = slice_cost.detach() if index == 0 else lowest
-        lowest = torch.minimum(before, slice_cost.detach())
-        kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (slice_cost - lowest))
-        if slice_weight is not None:
-            weight = weight * slice_weight[..., index].to(weight.dtype).view(-1, 1, 1)
-        result, total = result * kept + weight * moved, total * kept + weight
+    together = max(1, ENTRIES // max(1, cost.numel()))
+    tau_of_sums = tau[..., None]
+    for start in range(0, clouds.num_slices, together):
+        x, y = (lines[:, :, start : start + together] for lines in (clouds.x, clouds.y))
+        omega = None if slice_weight is None else slice_weight[..., start : start + together]
+        least, weight, mixed = recomputed(some_slices, x, y, omega, cost, values)
+        before = least if start == 0 else lowest
+        lowest = torch.minimum(before, least)
+        kept, share = (torch.exp(-tau_of_sums * (bound - lowest)) for bound in (before, least))
+        result, total = result * kept + share * mixed, total * kept + share * weight
     return close(result / total, keep, query_keep, output_factor)
 
 

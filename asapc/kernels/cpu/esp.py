@@ -4,10 +4,11 @@ Hard: NumPy sorts one integer per token that holds value and index, the distance
 cache, and the weighted gathers of all slices are one embedding_bag. Heads in which tokens tie go the way
 of operators.matching from there.
 
-Soft: a SoftSort entry below exp(-reach) is beyond rounding. Small heads are stacked, and such entries
-raised to that, because numbers that fall out of the normal range cost a hundred times more than others.
-In large heads tokens are put in order and only the band within reach is computed, a block of ranks at a
-time: at a low temperature that is a small part of the N x M x N products of every slice.
+Soft: of short sequences all slices are formed at once, as the reference does. Else a SoftSort entry
+below exp(-reach) is beyond rounding. Small heads are stacked, and such entries raised to that, because
+numbers that fall out of the normal range cost a hundred times more than others. In large heads tokens are
+put in order and only the band within reach is computed, a block of ranks at a time: at a low temperature
+that is a small part of the N x M x N products of every slice.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn.functional import embedding_bag
 
 from asapc.ir import Coupling, Ties
 from asapc.kernels.cpu.workers import TILE_BYTES, each_worker, without_gil
+from asapc.operators import esp as reference
 from asapc.operators.matching import (
     Ranked,
     cost_matrix,
@@ -38,6 +40,7 @@ from asapc.operators.sinkhorn import widen
 
 # exp(-reach) is below the rounding of a row of SoftSort, and its square still a normal number.
 REACH = {torch.float32: 36.0, torch.float64: 80.0}
+SHORT = 4096  # entries of a slice's plans, of all heads, up to which calls cost more than what they do
 RANKS = 128  # rows of a SoftSort matrix computed together, where not all of them are
 
 # Of heads without padded tokens:
@@ -61,6 +64,11 @@ def esp_soft(
     slice_weight: Tensor | None = None,
 ) -> Tensor:
     """As operators.esp.esp_soft."""
+    if _is_short(q, k):
+        return reference.esp_soft(
+            q, k, v, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
+            mean_cost, output_factor, coupling, slice_weight,
+        )  # fmt: skip
 
     def stacked(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
         cost = cost_matrix(clouds.q, clouds.k, squared_cost)[0]
@@ -122,6 +130,8 @@ def esp_hard(
 
 def describe_soft(q: Tensor, k: Tensor) -> tuple[str, str]:
     """What esp_soft runs, and why."""
+    if _is_short(q, k):
+        return "CPU, all slices at once", "the plans of a slice are so small that a call costs more"
     mib = f"one slice's plan takes {_plan_bytes(q, k) / 2**20:.2f} MiB of a head"
     if _is_stacked(q, k):
         return "CPU, heads stacked", f"{mib}, which a private cache holds"
@@ -131,6 +141,10 @@ def describe_soft(q: Tensor, k: Tensor) -> tuple[str, str]:
 def describe_hard() -> tuple[str, str]:
     """What esp_hard runs, and why."""
     return "CPU, sorted and gathered", "the tensors are on the CPU"
+
+
+def _is_short(q: Tensor, k: Tensor) -> bool:
+    return q.shape[:2].numel() * q.shape[2] * k.shape[2] <= SHORT
 
 
 def _plan_bytes(q: Tensor, k: Tensor) -> int:
