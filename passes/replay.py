@@ -172,7 +172,7 @@ class _Beyond:
         """The difference between what the teacher gave on the data and its own code in float64."""
         tensors = [self._input(node, self.sizes) for node in self.part.inputs]
         exact = _canonical(self.cut.run(tensors, self.sizes), self.part)
-        return _difference(given, exact)
+        return _difference(self.site, given, exact)
 
     def _sharper(self, sizes: dict[Any, int]) -> Iterator[tuple[float, bool]]:
         """Growing scales of a Sinkhorn layer's queries, to the first at which a softmax of the scores is

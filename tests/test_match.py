@@ -178,7 +178,7 @@ def test_everything_else_is_refused_with_a_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Causal", "ChannelMixing"])
 def test_loops_between_other_things_become_plans(name: str) -> None:
-    """A mask that differs between queries is part of the scores; a mixer multiplies streams, not values."""
+    """A mask that differs between queries is part of the scores; a mixer's values are streams."""
     model = build(name)
     program = capture(model, zoo.inputs_for(model), {}).programs[0]
     (site,) = match(program)

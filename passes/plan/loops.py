@@ -68,7 +68,7 @@ class _Sum:
 
 def find_loops(graph: GraphModule) -> list[Loop]:
     """All of a graph, in its order."""
-    sums = {found.node: found for node in graph.graph.nodes if (found := _sum_of(node)) is not None}
+    sums = {one.node: one for node in graph.graph.nodes if (one := _sum_of(node)) is not None}
     if len(sums) < 2:
         return []
     chained = _chains(sums)

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
     nearest: _Failure | None = None
     tried = itertools.product(found.starts, found.ends)
     for start, end in sorted(tried, key=lambda pair: _likeliness(found.starts, found.ends, *pair)):
-        result = outcome(lambda start=start, end=end: _site(program, loop, start, end))
+        result = outcome(partial(_site, program, loop, start, end))
         if isinstance(result, PlanSite):
             return _past_exp(result)
         failure = _Failure(0, result) if isinstance(result, str) else result
@@ -367,11 +368,11 @@ class _Trials:
             scores = scores + coefficient * bias
         if self.by_head is not None:
             scores = scores * self.by_head[:, None, None]
-        marginals = (
+        log_mu, log_nu = (
             None if x is None else x.read(held[x.node].double())
             for x in (self.roles.log_mu, self.roles.log_nu)
         )
-        return Observed(scores, out.exp() if self.log else out, *marginals, mild=mild), added
+        return Observed(scores, out.exp() if self.log else out, log_mu, log_nu, mild), added
 
     def measure(self, lengths: dict[Any, int]) -> NoFit | None:
         """How much the scores, every bias and every head count; why that cannot be said."""
