@@ -86,7 +86,8 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
         "plan, log": (ops.plan, [bias[None], None, g[:1, :1], 0.5, 4, False, ATTENTION, True]),
         "plan, larger": (ops.plan, [random(1, 2, 20, 17), None, None, 0.5, 4, False, ATTENTION]),
         "plan, constant": (
-            ops.plan, [bias[None], None, None, 0.5, 5, True, ATTENTION, False, None, 1e-6, "scaling", "add"]
+            ops.plan,
+            [bias[None], None, None, 0.5, 5, True, ATTENTION, False, None, 1e-6, "scaling", "add"],
         ),
         "kept_keys": (ops.kept_keys, [torch.where(keep, 0.0, -1e9), -1e4]),
         "esp_released_hard_attention": (ops.esp_released_hard_attention, [q, k, *soft]),
