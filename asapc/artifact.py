@@ -464,6 +464,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     texts = [*teacher.values(), manifest["data"], manifest["calibration_order"]] if described else [None]
     are_texts = all(isinstance(text, str) for text in texts)
     require(are_texts, "teacher, data and calibration_order are text", teacher)
+    require(isinstance(manifest.get("sizes", ""), str), "sizes is text", manifest.get("sizes"))
     require(is_dict(manifest.get("refresh", {})), "refresh is a mapping", manifest.get("refresh"))
     ends = manifest.get("onnx", {"inputs": [], "outputs": []})
     told = is_dict(ends, "inputs", "outputs") and all(are_strings(names) for names in ends.values())
@@ -827,6 +828,7 @@ def surrounding_model(
     model: str | nn.Module | None,
     weights: str | None = None,
     kwargs: str | None = None,
+    remote_code: bool = False,
 ) -> nn.Module | None:
     """The model around captured modules: of --model or this one, with the artefact's weights."""
     if artifact.capture == "whole":
@@ -844,16 +846,10 @@ def surrounding_model(
     if isinstance(model, nn.Module):
         around(artifact, model)
         return model.eval()
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs) if weights else None
-    built = teacher.model if teacher is not None else _built(model, kwargs)
+    if weights or Path(model).is_dir():
+        built = load_teacher(model, weights=weights, kwargs=kwargs, remote_code=remote_code).model
+    else:
+        built = build_factory(model, kwargs)
     assert built is not None
     around(artifact, built)
     return built.eval()
-
-
-def _built(model: str, kwargs: str | None) -> nn.Module:
-    if Path(model).is_dir():
-        built = load_teacher(model).model
-        assert built is not None
-        return built
-    return build_factory(model, kwargs)

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from asapc import commands, session
-from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text
+from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text, nothing_found
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.session import EXIT_INTERRUPTED, Session
 from asapc.terminal.hints import command_line
@@ -23,7 +23,8 @@ app = typer.Typer(
     name="asapc",
     help=(
         "Compile checkpoints with Sinkhorn attention into checkpoints without the loop.\n\n"
-        "MODEL is a folder with config.json and model.safetensors of a built-in architecture, "
+        "MODEL is a folder with config.json and model.safetensors, of a built-in architecture or of "
+        "Hugging Face transformers, "
         "pkg.module:factory or file.py:factory with --weights (and --kwargs), a .pt2 program, or an "
         ".onnx file. "
         "DATA is an .npz or .safetensors file with arrays named after the forward's arguments, or "
@@ -75,6 +76,10 @@ Trust = Annotated[
     bool,
     typer.Option("--trust", help="The file is your own: any operator, any memory (see SECURITY.md)."),
 ]
+RemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Code in a transformers folder MODEL may run: it is yours."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
@@ -87,21 +92,28 @@ def inspect(
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
+    trust_remote_code: RemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """List every attention layer: its convention, or why it is left alone."""
+    """List every attention layer, and every loop of row and column sums: its convention, or why it is
+    left alone.
+
+    Exit code 3 where the model has neither.
+    """
 
     def body(run: Session) -> None:
         from asapc.report.tables import inspect_tables
 
-        result = commands.inspect_model(model, data, weights, kwargs, trust)
+        result = commands.inspect_model(model, data, weights, kwargs, trust, trust_remote_code)
         run.show(result, inspect_tables)
+        if not result["sites"]:
+            raise nothing_found()
         if data is not None and any(site["status"] == "matched" for site in result["sites"]):
             run.next(
                 "calibrate", model, data=data, o="calibration", weights=weights, kwargs=kwargs,
-                trust=trust,
+                trust=trust, trust_remote_code=trust_remote_code,
             )  # fmt: skip
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -126,6 +138,7 @@ def calibrate(
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
+    trust_remote_code: RemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -136,8 +149,9 @@ def calibrate(
         from asapc.report.tables import calibration_tables
 
         summary = commands.calibrate_model(
-            run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory, trust
-        )
+            run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory, trust,
+            trust_remote_code,
+        )  # fmt: skip
         run.show(summary, calibration_tables)
         if not summary["sites"]:
             run.note("nothing had to be fitted: no layer predicts a dual or is distilled")
@@ -147,6 +161,7 @@ def calibrate(
         run.next(  # compile reads the calibration's recipe, and its data where that is a file
             "compile", model, calibration=out, o=f"{Path(out)}.compiled",
             data=None if is_array_file(data) else data, weights=weights, kwargs=kwargs, trust=trust,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -168,6 +183,7 @@ def study(
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
+    trust_remote_code: RemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -182,7 +198,9 @@ def study(
         from asapc.report.tables import study_tables
         from asapc.study import study as run_study
 
-        teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
+        teacher = load_teacher(
+            model, weights=weights, kwargs=kwargs, trust=trust, remote_code=trust_remote_code
+        )
         result = run_study(
             teacher, data, blocks, out, run.progress,
             test=test, max_test_examples=examples, batch_size=batch_size,
@@ -211,6 +229,7 @@ def compile(
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
+    trust_remote_code: RemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -232,8 +251,9 @@ def compile(
 
         onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
         manifest = commands.compile_model(
-            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx, trust=trust
-        )
+            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx, trust=trust,
+            remote_code=trust_remote_code,
+        )  # fmt: skip
         record = read_record(Path(out))
         run.show({**manifest, **({} if record is None else {"onnx_file": record})}, compile_tables)
         if record is not None:
@@ -243,6 +263,7 @@ def compile(
         run.next(
             "report", out, data=data, model=model if around else None,
             kwargs=kwargs if around else None, trust=trust,
+            trust_remote_code=trust_remote_code and around,
         )  # fmt: skip
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
@@ -318,6 +339,7 @@ def refresh(
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
+    trust_remote_code: RemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -347,7 +369,7 @@ def refresh(
         has_onnx = (Path(artifact) / MODEL).exists()
         entry = pipeline.refresh(
             artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs, trust=trust,
-            progress=run.progress,
+            remote_code=trust_remote_code, progress=run.progress,
         )  # fmt: skip
         written = out or artifact
         run.show({"artifact": written, **entry}, refresh_tables)
@@ -355,7 +377,10 @@ def refresh(
             again = command_line("export", written, data=data, trust=trust)
             run.note(f"{MODEL} is of the old weights and is left behind: {again}")
         run.note(f"wrote {written}")
-        run.next("report", written, data=data, model=model, kwargs=kwargs, trust=trust)
+        run.next(
+            "report", written, data=data, model=model, kwargs=kwargs, trust=trust,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 
@@ -386,6 +411,7 @@ def report(
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
+    trust_remote_code: RemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -403,6 +429,7 @@ def report(
         result = commands.report_artifact(
             run, artifact, data, gate, model, weights, kwargs, examples,
             baseline=baseline, max_regression=max_regression or (), junit=junit, trust=trust,
+            remote_code=trust_remote_code,
         )  # fmt: skip
         run.show(result, report_tables)
         _note_unverified(run, artifact, data)
@@ -437,6 +464,7 @@ def bench(
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
+    trust_remote_code: RemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -457,6 +485,7 @@ def bench(
             explain=explain,
             tune=tune,
             trust=trust,
+            remote_code=trust_remote_code,
             progress=run.progress,
         )
         run.show(result, bench_tables)

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 
 def inspect_model(
-    model: str, data: str | None, weights: str | None, kwargs: str | None, trust: bool = False
-) -> dict[str, Any]:
+    model: str, data: str | None, weights: str | None, kwargs: str | None, trust: bool = False,
+    remote_code: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """The dictionary of `asapc inspect --json`."""
     from asapc.inputs.load import load_teacher
 
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
+    teacher = load_teacher(
+        model, weights=weights, kwargs=kwargs, trust=trust, remote_code=remote_code
+    )
     from asapc import pipeline
 
     return pipeline.inspect(teacher, data).to_dict()
@@ -42,6 +45,7 @@ def calibrate_model(
     restart: bool = False,
     max_memory: str | None = None,
     trust: bool = False,
+    remote_code: bool = False,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
     from asapc.inputs.recipe import load_recipe
@@ -52,7 +56,9 @@ def calibrate_model(
     limit = None if max_memory is None else parse_size(max_memory)
     from asapc.inputs.load import load_teacher
 
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
+    teacher = load_teacher(
+        model, weights=weights, kwargs=kwargs, trust=trust, remote_code=remote_code
+    )
     from asapc import pipeline
 
     calibration = pipeline.calibrate(
@@ -72,6 +78,7 @@ def compile_model(
     kwargs: str | None = None,
     onnx: OnnxSettings | None = None,
     trust: bool = False,
+    remote_code: bool = False,
 ) -> dict[str, Any]:
     """Compile and return the manifest.  Without a recipe, the calibration's is used.
 
@@ -82,7 +89,9 @@ def compile_model(
     resolved = None if recipe is None else load_recipe(recipe)
     from asapc.inputs.load import load_teacher
 
-    teacher = load_teacher(model, weights=weights, kwargs=kwargs, trust=trust)
+    teacher = load_teacher(
+        model, weights=weights, kwargs=kwargs, trust=trust, remote_code=remote_code
+    )
     from asapc import pipeline
 
     return pipeline.compile(teacher, calibration, out, resolved, data, run.progress, onnx)
@@ -102,6 +111,7 @@ def report_artifact(
     max_regression: Sequence[str] = (),
     junit: str | None = None,
     trust: bool = False,
+    remote_code: bool = False,
 ) -> Report:
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
     from asapc.formats.atomic import make_parent, replace_file
@@ -119,7 +129,7 @@ def report_artifact(
 
     result = pipeline.report(
         artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
-        examples=examples, trust=trust, progress=run.progress,
+        examples=examples, trust=trust, remote_code=remote_code, progress=run.progress,
     )  # fmt: skip
     write_report(artifact, result, run.note)
     if junit is not None:

@@ -48,10 +48,35 @@ class InputError(AsapcError):
     exit_code = EXIT_BAD_INPUT
 
 
+class BranchError(InputError):
+    """A program was captured where its code took one way, and the data asks for the other.
+
+    asked: what was asked, with the place in the code.  answer: what it was.
+    """
+
+    def __init__(self, asked: str, answer: bool) -> None:
+        self.asked = asked
+        super().__init__(
+            f"the program was captured where {asked} is {str(answer).lower()}",
+            got=f"data for which it is {str(not answer).lower()}",
+            help="load it with asapc.load(OUT, model=live): the model's own code runs there; or compile "
+            "on data that goes both ways",
+        )
+
+
 class NoSiteError(AsapcError):
     """No attention site could be compiled; nothing was emitted."""
 
     exit_code = EXIT_NO_SITE
+
+
+def nothing_found() -> NoSiteError:
+    """Of a model in which there is nothing to be matched or refused."""
+    return NoSiteError(
+        "the model must hold attention, or a loop that normalises rows and columns in turn",
+        got="neither: no product of a map with values, and no sums over both sides of a matrix",
+        help="compile a model that has one; what a loop reads back into Python numbers is not seen",
+    )
 
 
 class VerificationError(AsapcError):

@@ -158,6 +158,8 @@ class EspConvention:
     mean_cost:            D_l is divided by the number of queries.
     slices:               L, number of learnt or frozen directions; None for the coordinate axes.
     output_factor:        multiplies the map, whose rows otherwise sum to 1.
+    query_power, key_power: powers of N and M, padding included, that multiply it, too.
+    slice_weights:        the slices have weights of their own, by which exp(-tau D_l) is multiplied.
     mask:                 "key" if a mask takes padded tokens out of the sort.
     coupling:             of unequal numbers of queries and keys, see operators.ranks; None where the
                           layer always has as many of either, and every coupling is the same.
@@ -176,6 +178,9 @@ class EspConvention:
     mask: Mask = "none"
     coupling: Coupling | None = None
     ties: Ties | Literal["open"] = "shared"
+    query_power: int = 0
+    key_power: int = 0
+    slice_weights: bool = False
 
     @property
     def order(self) -> Ties:
@@ -194,7 +199,8 @@ class EspConvention:
             None if temperature is None else float(temperature), float(data["inverse_temperature"]),
             bool(data["squared_cost"]), bool(data["mean_cost"]),
             None if slices is None else int(slices), float(data["output_factor"]), data["mask"],
-            data.get("coupling"), data.get("ties", "shared"),
+            data.get("coupling"), data.get("ties", "shared"), int(data.get("query_power", 0)),
+            int(data.get("key_power", 0)), bool(data.get("slice_weights", False)),
         )  # fmt: skip
 
 
@@ -247,6 +253,83 @@ class LotConvention:
         )  # fmt: skip
 
 
+Marginal = Literal["uniform", "constant", "input"]
+
+
+@dataclass(frozen=True)
+class PlanConvention:
+    """The finite loop by which a teacher makes a plan of scores or costs, wherever they come from.
+
+    score_multiplier, half_steps, first_side, output_factor, stabiliser: as in Convention. The multiplier
+                     is of the scores as they are given, and below 0 for costs.
+    by_head:         by how much the score multiplier of every head is larger, where each has an epsilon
+                     of its own; None where they have one.
+    log:             the logarithm of factor * P leaves the loop, not factor * P.
+    source_marginal, target_marginal: mu and nu are uniform, depend on parameters and sizes alone
+                     ("constant", such as those of a dustbin), or on what the model is given ("input").
+                     Where one is given, factor = 1 is the plan with these very marginals.
+    mask:            "none": what a teacher hides has low scores, or no mass.
+    """
+
+    half_steps: int
+    first_side: Side
+    score_multiplier: float
+    output_factor: OutputFactor = field(default_factory=OutputFactor)
+    log: bool = False
+    source_marginal: Marginal = "uniform"
+    target_marginal: Marginal = "uniform"
+    stabiliser: Stabiliser | None = None
+    by_head: tuple[float, ...] | None = None
+    mask: Mask = "none"
+
+    @property
+    def balanced(self) -> bool:
+        """Whether both marginals are uniform."""
+        return self.source_marginal == self.target_marginal == "uniform"
+
+    @property
+    def loop(self) -> Convention:
+        """What it does to the scores, where both marginals are uniform."""
+        return Convention(
+            self.half_steps, self.first_side, self.score_multiplier, self.output_factor,
+            stabiliser=self.stabiliser,
+        )  # fmt: skip
+
+    @property
+    def last_side(self) -> Side:
+        return self.loop.last_side
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
+        return {
+            "operator": "plan",
+            "half_steps": self.half_steps,
+            "first_side": self.first_side,
+            "last_side": self.last_side,
+            "score_multiplier": self.score_multiplier,
+            "output_factor": str(self.output_factor),
+            "output_factor_terms": asdict(self.output_factor),
+            "log": self.log,
+            "source_marginal": self.source_marginal,
+            "target_marginal": self.target_marginal,
+            "mask": self.mask,
+            **({} if self.by_head is None else {"by_head": list(self.by_head)}),
+            **({} if self.stabiliser is None else {"stabiliser": asdict(self.stabiliser)}),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PlanConvention:
+        """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
+        by_head = data.get("by_head")
+        return cls(
+            int(data["half_steps"]), data["first_side"], float(data["score_multiplier"]),
+            OutputFactor(**data["output_factor_terms"]), bool(data["log"]), data["source_marginal"],
+            data["target_marginal"],
+            Stabiliser.of(**data["stabiliser"]) if data.get("stabiliser") else None,
+            None if by_head is None else tuple(float(x) for x in by_head), data["mask"],
+        )  # fmt: skip
+
+
 class AnyConvention(Protocol):
     """What a teacher computes at a site: one of the above, or of another family."""
 
@@ -270,6 +353,8 @@ class SiteTensors:
     query_keep: [B, N] bool, the queries that carry mass, or None for all. A Sinkhorn layer's padded
     queries keep theirs; those of ESP and LOT layers do not.
     v: [B, H, M, E], or None where the model returns the map itself and multiplies elsewhere.
+    log_mu, log_nu: broadcastable to [B, H, N] and [B, H, M], or None where marginals are uniform.
+    scored: a site that is given its scores has them as q and the unit vectors as k: q k' are the scores.
     """
 
     q: torch.Tensor
@@ -278,6 +363,16 @@ class SiteTensors:
     bias: torch.Tensor | None = None
     query_keep: torch.Tensor | None = None
     v: torch.Tensor | None = None
+    log_mu: torch.Tensor | None = None
+    log_nu: torch.Tensor | None = None
+    scored: bool = False
+
+    @classmethod
+    def of_scores(cls, scores: torch.Tensor) -> SiteTensors:
+        """Of a site that is given its scores [B, H, N, M]."""
+        batch, heads, _, keys = scores.shape
+        units = torch.eye(keys, dtype=scores.dtype, device=scores.device)
+        return cls(scores, units.expand(batch, heads, -1, -1), scored=True)
 
 
 @dataclass(frozen=True)

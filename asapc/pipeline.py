@@ -146,12 +146,13 @@ def report(
     kwargs: str | None = None,
     examples: int = MEASURED_EXAMPLES,
     trust: bool = False,
+    remote_code: bool = False,
     progress: Progress,
 ) -> Report:
     """Measure on unseen examples, compare with the baseline, check the limits."""
     measured = evaluate.report(
         artifact_path, data, model=model, weights=weights, kwargs=kwargs, examples=examples,
-        trust=trust, progress=progress,
+        trust=trust, remote_code=remote_code, progress=progress,
     )  # fmt: skip
     comparison = None if baseline is None else compare(measured, baseline)
     return replace(measured, gate=gate_result(measured, limits, comparison))
@@ -167,13 +168,14 @@ def refresh(
     weights: str | None = None,
     kwargs: str | None = None,
     trust: bool = False,
+    remote_code: bool = False,
     progress: Progress,
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
     target = artifact_path if out is None else out
     check_replaceable(target, _paths(data))
     artifact = read_artifact(artifact_path, trust=trust)
-    surrounding = surrounding_model(artifact, model, weights, kwargs)
+    surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
     source = open_data(data, artifact.signature())
     with replace_folder(target) as folder:
         trained = train(artifact, surrounding, source, settings, progress)

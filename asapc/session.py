@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import os
 import sys
 import traceback
@@ -72,6 +73,8 @@ class Session:
 
 def run(body: Callable[[Session], int | None], *, json: bool, quiet: bool, debug: bool) -> int:
     """Run a command's body and return the exit code; a failure is one message on stderr."""
+    if debug:
+        logging.getLogger("asapc").setLevel(logging.DEBUG)  # what torch logs of a trace is shown
     try:
         with _stdout_for_results() as results, _warnings(quiet=quiet, debug=debug):
             session = Session(json, quiet, debug, make_progress(quiet=quiet), results)

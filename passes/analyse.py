@@ -7,17 +7,18 @@ is, with the error it would have had.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
 from torch.export import ExportedProgram
 
-from asapc.errors import VerificationError
+from asapc.errors import BranchError, VerificationError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.ir import AnyConvention, Convention, Program
 from asapc.measure.differences import largest_difference
+from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.lift import lift
 from asapc.passes.match import match, not_the_model
@@ -31,12 +32,15 @@ OUTPUT_TOLERANCE = 1e-3  # the whole model's outputs, relative to max(1, largest
 
 @dataclass(frozen=True)
 class Site:
-    """A site that replays: its convention, heads, and its largest error by what was tried."""
+    """A site that replays: its convention, heads, and its largest error by what was tried.
+
+    head_dim: None where it is given its scores.
+    """
 
     name: str
     convention: AnyConvention
     heads: int
-    head_dim: int
+    head_dim: int | None
     replay_error: float
     replay: Mapping[str, float] = field(default_factory=dict)
 
@@ -106,7 +110,8 @@ def analyse(
     """
     subject: nn.Module | ExportedProgram
     subject = teacher.model if teacher.model is not None else _program(teacher)
-    captured, outcomes = _identified(subject, batch)
+    more = list(more)
+    captured, outcomes = _identified(subject, batch, more)
     if teacher.onnx is not None:
         from asapc.inputs.onnx.check import check_import
         from asapc.inputs.onnx.module import OnnxModule
@@ -139,6 +144,11 @@ def analyse(
                 sites.append(Site(site.name, *facts, worst, errors.errors))
             else:
                 reason = f"does not replay on {tried}: relative error {worst:.2g}"
+                if errors.rounding > TOLERANCE:
+                    reason += (
+                        f"; there its own code is {errors.rounding:.2g} from itself in float64, as where "
+                        "a mask adds 1e6 to scores or a padded token is set to 1e18"
+                    )
                 left.append(LeftAlone(site.name, "kept", reason, worst, *facts, errors.errors))
         lifted.append(lift(program, good, drop_maps))
         regions_of.append(good)
@@ -159,11 +169,14 @@ def analyse(
 
 
 def _identified(
-    subject: nn.Module | ExportedProgram, batch: Batch
+    subject: nn.Module | ExportedProgram, batch: Batch, more: Sequence[Batch]
 ) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
     """The programs, and what was found in each. A loop that stays as it is, and may end early, is not
-    what the program of the whole model holds: its attention is captured by module then."""
+    what the program of the whole model holds: its attention is captured by module then. So it is where
+    the code branches on data, and other data takes the other way."""
     captured = capture(subject, batch.args, batch.kwargs)
+    if isinstance(subject, nn.Module):
+        captured = _of_one_way(subject, captured, batch, more)
     outcomes = [match(program) for program in captured.programs]
     if captured.kind == "whole" and isinstance(subject, nn.Module):
         reason = not_the_model(captured.programs[0], outcomes[0])
@@ -172,6 +185,35 @@ def _identified(
             if alone.programs:
                 return alone, [match(program) for program in alone.programs]
     return captured, outcomes
+
+
+def _of_one_way(
+    model: nn.Module, captured: Capture, batch: Batch, more: Sequence[Batch]
+) -> Capture:
+    """Without programs that more data refuses, since it takes another way through the code."""
+    ways = {program.name: _other_way(model, program, more) for program in captured.programs}
+    other = next((way for way in ways.values() if way is not None), None)
+    if other is None:
+        return captured
+    if captured.kind == "whole":
+        captured = capture_modules(model, batch.args, batch.kwargs, other)
+        return _of_one_way(model, captured, batch, more)
+    kept = [program for program in captured.programs if ways[program.name] is None]
+    left = [(name, way) for name, way in ways.items() if way is not None]
+    return replace(captured, programs=kept, skipped=[*captured.skipped, *left])
+
+
+def _other_way(model: nn.Module, program: Program, more: Sequence[Batch]) -> str | None:
+    """The branch that goes both ways on the data, if there is one."""
+    if not held_branches(program.graph):
+        return None
+    run = Runner(model, [program])
+    try:
+        for batch in more:
+            run(batch)
+    except BranchError as error:
+        return f"goes both ways on the data: {error.asked}"
+    return None
 
 
 def _program(teacher: Teacher) -> ExportedProgram:

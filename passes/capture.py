@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,21 +22,30 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from asapc.errors import InputError
+from asapc.errors import BranchError, InputError
 from asapc.formats.limits import MOST, fixed_size, limits_of
 from asapc.inputs.data import Batch
 from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
 from asapc.ir import Program, Stop
 from asapc.measure.differences import largest_difference
+from asapc.passes.branches import (
+    CDIST,
+    Answers,
+    Trace,
+    asking_for_types,
+    check_branches,
+    plain_types,
+    quiet_torch,
+    reason_of,
+)
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
-from asapc.passes.observe import STOP, Observer
+from asapc.passes.observe import Observer
 from asapc.passes.regions import holds_attention
 from asapc.passes.size_guards import keep_to_guards
 
@@ -56,124 +64,8 @@ class Capture:
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
 
-class _FullBudget(TorchFunctionMode):
-    """Traces a data-dependent early stop through at its full budget, and keeps what it looks at.
-
-    The number that `err.item()` gives compares as one that never ends a loop. What is compared, and with
-    which threshold, is noted: passes.early_stop finds out what stopping would change.
-
-    ends_at: the number of the one comparison that does end its loop.
-    """
-
-    def __init__(self, ends_at: int | None = None) -> None:
-        super().__init__()
-        self._ends_at = ends_at
-        self.calls = 0
-        self.thresholds: list[float | None] = []
-        # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
-        self._comparisons: list[tuple[torch.Tensor, bool, torch.Tensor, Any]] = []
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.Tensor.item and args[0].is_floating_point():
-            return _Residual(self, args[0])
-        if func is torch.Tensor.__float__ and args[0].is_floating_point():
-            self.note(args[0], None)  # a plain number: nobody sees what it is compared with
-            return math.nan
-        if func is torch.Tensor.__bool__:
-            for known, goes_on, residual, threshold in self._comparisons:
-                if args[0] is known:
-                    return self.compared(residual, goes_on, threshold)
-        self.calls += 1
-        result = func(*args, **(kwargs or {}))
-        scalar = isinstance(result, torch.Tensor) and result.dim() == 0
-        if func in _COMPARISONS and scalar and args[0].is_floating_point():
-            if isinstance(args[1], torch.Tensor):
-                self.note(args[1], None)  # which of the two is the residual, nobody knows
-            self._comparisons.append((result, _COMPARISONS[func], args[0], args[1]))
-        return result
-
-    def compared(self, residual: torch.Tensor, larger: bool, threshold: object) -> bool:
-        """What a comparison says while the loop goes on.  larger: it asks for residual > threshold."""
-        guard = larger and _is_guard(threshold)
-        ends = len(self.thresholds) == self._ends_at
-        self.note(residual, None if guard else threshold)
-        return (larger and not guard) != ends
-
-    def note(self, residual: torch.Tensor, threshold: object) -> None:
-        """The way that a program takes depends on a residual."""
-        torch.ops.asapc.seen([residual], f"{STOP} {len(self.thresholds)}")
-        number = threshold if isinstance(threshold, int | float) and math.isfinite(threshold) else None
-        self.thresholds.append(None if number is None else float(number))
-        if len(self.thresholds) > MOST_CHECKS:
-            raise RuntimeError(f"a loop that only a residual ends took more than {MOST_CHECKS} steps")
-
-
-class _Residual:
-    """A number that is larger than every threshold it is compared with: the loop goes on.
-
-    No float, so that whatever reads it otherwise has to ask for one, and is noted.
-    """
-
-    def __init__(self, budget: _FullBudget, residual: torch.Tensor) -> None:
-        self._budget, self._residual = budget, residual
-
-    def __lt__(self, other: object) -> bool:
-        return self._budget.compared(self._residual, False, other)
-
-    def __gt__(self, other: object) -> bool:
-        return self._budget.compared(self._residual, True, other)
-
-    __le__, __ge__ = __lt__, __gt__
-
-    def __float__(self) -> float:
-        """For what is computed from it, which may be compared with anything; `math.isnan` asks, too."""
-        self._budget.note(self._residual, None)
-        return math.nan
-
-    def __abs__(self) -> _Residual:
-        return self
-
-    def __format__(self, spec: str) -> str:
-        return format(math.nan, spec)  # for people: nothing is decided by it
-
-    def __bool__(self) -> bool:
-        return bool(float(self))
-
-
-def _computed(name: str) -> Callable[..., Any]:
-    def method(self: _Residual, *others: Any) -> Any:
-        return getattr(float(self), name)(*(float(x) if isinstance(x, _Residual) else x for x in others))
-
-    return method
-
-
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg",
-              "eq", "ne", "round", "int"):  # fmt: skip
-    setattr(_Residual, f"__{_name}__", _computed(f"__{_name}__"))
-_Residual.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-def _is_guard(threshold: object) -> bool:
-    """Whether `residual > threshold` asks if a loop diverges, not if it is to go on."""
-    return not isinstance(threshold, int | float) or not float(threshold) < DIVERGES
-
-
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
-DIVERGES = 1.0
-MOST_CHECKS = 4096
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
-# A comparison of a residual with a threshold, and what it says while the loop is to go on.
-_COMPARISONS = {
-    getattr(home, name.format(compared)): compared[0] == "g"
-    for compared in ("lt", "le", "gt", "ge")
-    for home, name in ((torch.Tensor, "{}"), (torch.Tensor, "__{}__"), (torch, "{}"))
-}
 
 
 @contextlib.contextmanager
@@ -194,8 +86,8 @@ def capture(
 ) -> Capture:
     """Capture `model` on one example call; batch and length stay dynamic where the model allows.
 
-    Raises InputError if the model fails on the example, or if neither the whole model nor any module
-    with two activation products can be exported.
+    Raises InputError if the model fails on the example. What cannot be exported, neither whole nor by a
+    module with two activation products, is among `skipped`.
     """
     if isinstance(model, ExportedProgram):
         program = program_of(model, args, kwargs)
@@ -206,14 +98,10 @@ def capture(
         try:
             return Capture("whole", [_export("", model, args, kwargs)])
         except Exception as error:  # torch.export raises many types; the reason is kept and shown
-            reason = _first_line(error)
+            reason = reason_of(error)
     captured = capture_modules(model, args, kwargs, reason)
-    if not captured.programs:
-        raise InputError(
-            "the model can be captured by torch.export, whole or by attention module",
-            got=reason,
-            help="keep data-dependent Python control flow out of the modules that hold attention",
-        )
+    if not captured.programs and not captured.skipped:
+        captured.skipped.append((type(model).__name__, reason))
     return captured
 
 
@@ -284,16 +172,64 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
 def _export(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Program:
+    """A trace; where it stops at code that asks for the type of a tensor, again with the plain answer;
+    where it stops at a number of the data, again with the numbers of the example."""
+    spaces: list[dict[str, Any]] = []
+    numbers = False
+    first: Exception | None = None
+    while True:
+        try:
+            return _traced(name, module, args, kwargs, numbers, spaces)
+        except Exception as error:
+            first = first or error
+            asking = asking_for_types(error)
+        if not all(any(space is known for known in spaces) for space in asking):
+            spaces.extend(asking)
+            first = None  # of tensors that are not plain in a trace alone
+        elif not numbers and _asks_for_numbers(module, args, kwargs):
+            numbers = True
+        else:
+            raise first  # it says what the model does
+
+
+def _asks_for_numbers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    with_numbers, without = (_answers(module, args, kwargs, numbers) for numbers in (True, False))
+    return with_numbers.given != without.given
+
+
+def _answers(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: bool
+) -> Answers:
+    """What the example answers to the module's Python."""
+    with Trace(numbers=numbers) as asking, torch.random.fork_rng(devices=[]):
+        module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    return asking.answers
+
+
+def _traced(
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    numbers: bool,
+    spaces: Sequence[dict[str, Any]],
+) -> Program:
+    """numbers: of the data are those of the example.  spaces: see plain_types."""
     shapes = _dynamic_shapes(args, kwargs, module.forward)
     observer = Observer()
-    with _FullBudget() as budget, observer.watching(module):
+    answers = _answers(module, args, kwargs, numbers)
+    watching, plain = observer.watching(module), plain_types(spaces)
+    with Trace(answers=answers) as budget, watching, plain, quiet_torch():
         exported = export_graph(module, args, kwargs, shapes)
     keep_to_guards(exported, args, kwargs)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     split_einsums(graph)
+    check_branches(graph)
     calls = observer.calls(graph)
     _check_ones(module, graph, args, kwargs)
+    if budget.widened:
+        _check_many(module, graph, args, kwargs)
     shapes = _bounded(shapes, exported)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
     _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
@@ -307,23 +243,12 @@ def _check_ones(
 
     A trace takes every free size to be 2 or more, and has no guard for a branch on 1.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    free = {
-        size.node.expr: size
-        for place in places if isinstance(place.meta.get("val"), torch.Tensor)
-        for size in place.meta["val"].shape if fixed_size(size) is None
-    }  # fmt: skip
-    for symbol, size in free.items():
+    for symbol, size in _free_sizes(graph).items():
         ranges = size.node.shape_env.var_to_range
         if not symbol.is_Symbol or ranges[symbol].lower > 2:
             continue
-        small = [
-            _narrowed(leaf, place.meta["val"], symbol) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf, place in zip(leaves, places, strict=True)
-        ]
-        own_args, own_kwargs = pytree.tree_unflatten(small, spec)
-        with torch.random.fork_rng(devices=[]), _FullBudget():
+        own_args, own_kwargs = _resized(graph, args, kwargs, symbol, 1)
+        with torch.random.fork_rng(devices=[]), Trace():
             try:
                 expected = module(*own_args, **own_kwargs)
             except Exception:
@@ -331,18 +256,83 @@ def _check_ones(
         try:
             found = graph(*own_args, **own_kwargs)
             alike = largest_difference(expected, found) <= SAME
+        except BranchError:
+            continue  # these few examples answer otherwise, which the program says
         except Exception:  # the graph cannot: the program must not be asked
             alike = False
         if not alike:
             ranges[symbol] = ranges[symbol] & ValueRanges(3, int_oo)
 
 
-def _narrowed(given: torch.Tensor, traced: torch.Tensor, symbol: Any) -> torch.Tensor:
-    """The first entry along every axis whose size is the symbol."""
-    for axis, size in enumerate(traced.shape):
-        if fixed_size(size) is None and size.node.expr == symbol:  # type: ignore[attr-defined]
-            given = given.narrow(axis, 0, min(1, given.shape[axis]))
-    return given
+def _check_many(
+    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Where the module computes something else on the other side of torch.cdist's branch on a size, or
+    cannot be asked, sizes on that side are none of the program's."""
+    hints = _hints(graph, args, kwargs)
+    for symbol, size in _free_sizes(graph).items():
+        ranges = size.node.shape_env.var_to_range
+        few = hints.get(symbol, 0) <= CDIST
+        count = CDIST + 5 if few else CDIST - 5
+        if not symbol.is_Symbol or not ranges[symbol].lower <= count <= ranges[symbol].upper:
+            continue
+        other_args, other_kwargs = _resized(graph, args, kwargs, symbol, count)
+        try:
+            with torch.random.fork_rng(devices=[]), Trace():
+                expected = module(*other_args, **other_kwargs)
+            alike = largest_difference(expected, graph(*other_args, **other_kwargs)) <= SAME
+        except Exception:  # of the module or the program: it is not asked for sizes it was not tried at
+            alike = False
+        if not alike:
+            ranges[symbol] &= ValueRanges(2, CDIST) if few else ValueRanges(CDIST + 1, int_oo)
+
+
+def _hints(graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, int]:
+    """What the free sizes are in the example, by symbol."""
+    places = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    return {
+        size.node.expr: int(count)  # type: ignore[attr-defined]
+        for leaf, value in zip(pytree.tree_leaves((args, kwargs)), places, strict=True)
+        if isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor)
+        for count, size in zip(leaf.shape, value.shape, strict=True) if fixed_size(size) is None
+    }  # fmt: skip
+
+
+def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
+    """Those of the inputs, by symbol."""
+    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    return {
+        size.node.expr: size
+        for value in values if isinstance(value, torch.Tensor)
+        for size in _symbolic(value)
+    }  # fmt: skip
+
+
+def _symbolic(value: torch.Tensor) -> list[torch.SymInt]:
+    sizes: list[Any] = list(value.shape)
+    return [size for size in sizes if isinstance(size, torch.SymInt) and fixed_size(size) is None]
+
+
+def _resized(
+    graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], symbol: Any, count: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example with `count` entries, again from the first, along every axis of this size."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+    def resized(given: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
+        for axis, size in enumerate(traced.shape):
+            if fixed_size(size) is None and size.node.expr == symbol:  # type: ignore[attr-defined]
+                rows = torch.arange(count, device=given.device) % max(1, given.shape[axis])
+                given = given.index_select(axis, rows[: count if given.shape[axis] else 0])
+        return given
+
+    changed = [
+        resized(leaf, place.meta["val"]) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf, place in zip(leaves, places, strict=True)
+    ]
+    resized_args, resized_kwargs = pytree.tree_unflatten(changed, spec)
+    return resized_args, resized_kwargs
 
 
 def _check_stops(
@@ -358,7 +348,7 @@ def _check_stops(
     """
 
     def run(ends_at: int | None) -> tuple[list[torch.Tensor], int]:
-        with _FullBudget(ends_at) as budget, torch.random.fork_rng(devices=[]):
+        with Trace(ends_at) as budget, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -522,7 +512,7 @@ def _capture_modules(
         try:
             program = _export(name, modules[name], call_args, call_kwargs)
         except Exception as error:  # its parent may still cover it; else it is reported
-            failed[name] = _first_line(error)
+            failed[name] = reason_of(error)
             continue
         if holds_attention(program.graph):
             found.append(program)

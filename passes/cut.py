@@ -199,17 +199,18 @@ def _is_bool(node: Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype == torch.bool
 
 
-def constant_value(graph: GraphModule, node: Node) -> Tensor | None:
-    """The float64 value of a tensor computed from parameters alone, None if it cannot be run."""
+def constant_at(
+    graph: GraphModule, node: Node, lengths: dict[Any, int] | None = None
+) -> Tensor | None:
+    """The float64 value of a tensor computed from parameters and sizes alone, None if it cannot be run.
+
+    lengths: of the dynamic sizes, those of the captured example by default.
+    """
     try:
-        module, shells, sizes = _extract(graph, [], node, ())
-        if sizes or shells:
-            return None
-        with torch.no_grad():
-            value: Tensor = module()
+        cut = Cut(graph, [], node, ())
+        return cut.run([], cut.lengths(lengths)).double()
     except Exception:  # the graph is the user's code, in which a constant may fail to compute
         return None
-    return value.double()
 
 
 def _extract(

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from asapc.ir import Convention, Program, Stop
+from asapc.ir import Program, Stop
 from asapc.passes.cut import Cut, ancestors, depends_on_data, descendants
 from asapc.passes.products import BARRIERS, NORMALISERS
-from asapc.passes.sinkhorn.probe import HELD, attention_of
+from asapc.passes.sinkhorn.probe import HELD
 
 aten = torch.ops.aten
 SUMS = {  # a half-step has one of them, or as many as every other
@@ -98,12 +98,13 @@ def what_a_stop_changes(
     stops: Sequence[Stop],
     residuals: Residuals,
     inside: Sequence[Node],
-    convention: Convention,
+    half_steps: int,
+    attention: Callable[[Trial, int], Tensor],
     trials: Iterable[Trial],
 ) -> str | None:
     """Why the full budget is not what the teacher computes; None where stopping changes nothing.
 
-    inside: the region, in order.
+    inside: the region, in order.  half_steps: the full budget.  attention: after so many half-steps.
     trials: spreads close to each other, for a stop changes most where it has just become due.
     """
     if any(stop.threshold is None for stop in stops):
@@ -121,9 +122,9 @@ def what_a_stop_changes(
         first = next(ended, None)
         if first is None:
             continue
-        full = attention_of(convention, trial.scores, trial.keep)
-        for done in _half_steps_before(first.residual, inside, convention.half_steps):
-            stopped = attention_of(replace(convention, half_steps=done), trial.scores, trial.keep)
+        full = attention(trial, half_steps)
+        for done in _half_steps_before(first.residual, inside, half_steps):
+            stopped = attention(trial, done)
             error = float((stopped - full).abs().amax() / full.abs().amax().clamp(min=1e-300))
             if error > worst:
                 worst, at = error, first.threshold

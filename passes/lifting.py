@@ -50,23 +50,33 @@ class Lifting:
 
     def operand(self, canonical: Canonical) -> Node:
         """[B, H, X, Y]: permuted, and heads split off or added where there are three axes."""
-        node = self.nodes[canonical.node]
-        if canonical.order is not None and list(canonical.order) != sorted(canonical.order):
-            node = self.call(aten.permute.default, node, list(canonical.order))
+        node = self.turned(self.nodes[canonical.node], canonical.order)
         if rank_of(canonical.node) == 4:
             return node
         if self.heads == 1:
             return self.call(aten.unsqueeze.default, node, 1)
         return self.call(aten.unflatten.int, node, 0, [-1, self.heads])
 
+    def turned(self, node: Node, order: tuple[int, ...] | None) -> Node:
+        """With its axes in canonical order."""
+        if order is None or list(order) == sorted(order):
+            return node
+        return self.call(aten.permute.default, node, list(order))
+
+    def turned_back(self, node: Node, order: tuple[int, ...] | None) -> Node:
+        """From canonical order into that of the graph."""
+        if order is None or list(order) == sorted(order):
+            return node
+        return self.call(aten.permute.default, node, [order.index(axis) for axis in range(len(order))])
+
     def tensor(self, what: str, value: Tensor) -> Node:
         """A constant, as a buffer of the graph."""
         return put_tensor(self.graph, self.index, what, value)
 
     def put(
-        self, operator: Operator, q: Node, k: Node, values: Node | None, rest: Mapping[str, Any]
+        self, operator: Operator, q: Node, k: Node | None, values: Node | None, rest: Mapping[str, Any]
     ) -> Node:
-        """The site's operator call."""
+        """The site's operator call.  q: the scores of an operator that is given those."""
         call = put_call(self.graph.graph, operator, q, k, values, rest)
         call.meta[SITE] = self.name
         return call
@@ -103,10 +113,7 @@ class Lifting:
                 result = self.call(aten.squeeze.dim, result, 1)
             else:
                 result = self.call(aten.flatten.using_ints, result, 0, 1)
-        if canonical.order is not None and list(canonical.order) != sorted(canonical.order):
-            inverse = [canonical.order.index(axis) for axis in range(len(canonical.order))]
-            result = self.call(aten.permute.default, result, inverse)
-        return result
+        return self.turned_back(result, canonical.order)
 
     def keep(self, mask: KeyMask | None, q: Node) -> Node | None:
         """[B, M] bool, True on active keys, from the mask node wherever it entered.  q: [B, H, N, D]."""

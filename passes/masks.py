@@ -15,10 +15,22 @@ from asapc.passes.cut import depends_on_data, is_tensor
 from asapc.passes.products import rank_of, same
 
 aten = torch.ops.aten
-_SPREAD = {  # entries are those of their first argument, as they were or repeated
+_SPREAD = {  # entries are those of their first argument, as they were, repeated, or a part of them
     aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
-    aten.to.dtype, aten._to_copy.default, aten.type_as.default, aten.lift_fresh_copy.default,
-    aten.expand.default, aten.repeat.default,
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default,
+    aten.lift_fresh_copy.default, aten.expand.default, aten.repeat.default, aten.slice.Tensor,
+}  # fmt: skip
+_FILLED = {  # one value everywhere
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+}  # fmt: skip
+_POINTWISE = {  # without torch's tag
+    aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.__and__.Scalar, aten.__or__.Scalar,
+    aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.masked_fill.Scalar,
+}  # fmt: skip
+_PLACES = {  # entries are those of their first argument, elsewhere: their least one is no less
+    *_SPREAD, aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.transpose.int,
 }  # fmt: skip
 
 
@@ -28,11 +40,16 @@ def varies(node: Node, axis: int) -> bool:
     if -axis > value.dim() or _is_one(value.shape[axis]):
         return False
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if node.target in _FILLED or _is_always(node):
+        return False
+    if node.target is aten.index.Tensor and source is not None:
+        return _indexed(node, source, axis)
     if node.target in _SPREAD and source is not None:
         return varies(source, axis)
     if node.target is aten.unsqueeze.default and source is not None:
         return _inserted(node, source, axis)
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    if pointwise or node.target in _POINTWISE:
         return any(varies(operand, axis) for operand in node.all_input_nodes if is_tensor(operand))
     if not depends_on_data(node) and not node.all_input_nodes:
         example = node.meta.get("example")  # a constant: what it holds is what it will hold
@@ -65,6 +82,44 @@ def _inserted(node: Node, source: Node, axis: int) -> bool:
     assert isinstance(place, int)
     from_end = place - rank_of(node) if place >= 0 else place
     return varies(source, axis if axis > from_end else axis + 1)
+
+
+def _indexed(node: Node, source: Node, axis: int) -> bool:
+    """Of m[b, k], whose entries lie where its indices say: it varies where one of them does."""
+    given: Any = node.args[1]
+    indices = [index for index in given if isinstance(index, Node)]
+    if len(indices) < rank_of(source) or any(i.meta["val"].dtype == torch.bool for i in indices):
+        return True
+    return any(varies(index, axis) for index in indices)
+
+
+def _is_always(node: Node) -> bool:
+    """Whether a comparison is true of every entry: positions from 0 on are at least 0."""
+    if node.target not in (aten.ge.Scalar, aten.gt.Scalar):
+        return False
+    compared, threshold = node.args
+    least = _least(compared) if isinstance(compared, Node) else None
+    if least is None or not isinstance(threshold, int | float):
+        return False
+    return least > threshold or (least == threshold and node.target is aten.ge.Scalar)
+
+
+def _least(node: Node) -> int | None:
+    """A lower bound of positions that are counted from a number, None if there is none."""
+    first = node.args[0] if node.args else None
+    if node.target is aten.arange.default:
+        return 0
+    if node.target in (aten.arange.start, aten.arange.start_step):
+        step = node.args[2] if len(node.args) > 2 else 1
+        return first if isinstance(first, int) and isinstance(step, int) and step > 0 else None
+    if not isinstance(first, Node):
+        return None
+    if node.target in _PLACES:
+        return _least(first)
+    if node.target is aten.add.Tensor and isinstance(node.args[1], int) and not node.kwargs:
+        least = _least(first)
+        return None if least is None else least + node.args[1]
+    return None
 
 
 def _is_one(size: Any) -> bool:

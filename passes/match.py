@@ -1,10 +1,11 @@
-"""Match: find where a score product meets a value product, and let every family say what lies between.
+"""Match: find where a score product meets a value product, and where rows and columns are normalised in
+turn, and let every family say what that is.
 
 before: a functional graph
 after:  a Site for every region that replays a known convention, Refusal with a reason for every other
         attention-like region
 
-Only products are recognised by their operator; each family of sites has its own experiments.
+Only products and sums are recognised by their operator; each family of sites has its own experiments.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from asapc.ir import Program
 from asapc.passes.cut import ancestors
 from asapc.passes.early_stop import stop_left, stops_by_scores
 from asapc.passes.families import MATCHERS
+from asapc.passes.plan.loops import Loop, find_loops
 from asapc.passes.products import BARRIERS, site_name
 from asapc.passes.regions import Refusal, find_regions, unattended
-from asapc.passes.site import Place, Site, Unidentified
+from asapc.passes.site import Place, Site, Unexplained, Unidentified
 
 aten = torch.ops.aten
 FUSED = {aten.scaled_dot_product_attention.default}
@@ -35,22 +37,32 @@ def match(program: Program) -> list[Site | Refusal]:
     """All attention-like regions of a program in graph order, each matched or refused."""
     _record_examples(program)
     places = _places(program)
+    loops = find_loops(program.graph)
     sites: dict[Node, Site] = {}
     taken: set[Node] = set()  # inside a site
     reasons: dict[Node, Unidentified] = {}
     for find in MATCHERS:
-        free = [place for place in places if place.at not in taken and place.value.node not in sites]
+        free = Unexplained(
+            tuple(place for place in places if place.at not in taken and place.value.node not in sites),
+            tuple(loop for loop in loops if not taken & {*loop.sums}),
+        )
         for node, outcome in find(program, free):
             if isinstance(outcome, Site):
                 sites[node] = outcome
-                taken |= {outcome.at, *outcome.part().inside}
+                taken |= {outcome.at, *outcome.part().inside, *outcome.stops_on}
             elif outcome.inside or node not in reasons:
                 reasons[node] = outcome
-    left = [place for place in places if place.at not in taken and place.value.node not in sites]
+    left = [
+        place for place in places
+        if place.at not in taken and place.value.node not in sites
+        and not any(loop.at in sites and _is_within(loop, place) for loop in loops)
+    ]  # fmt: skip
+    apart = _loops_apart([loop for loop in loops if not taken & {*loop.sums}], left, reasons)
     results: list[tuple[Node, Site | Refusal]] = [
         (site.at, _unless_it_stops(program, site)) for site in sites.values()
     ]
     results += [(place.at, _refused(program, place, reasons)) for place in _explained(left, reasons)]
+    results += [(loop.at, _refused_loop(program, loop, reasons[loop.at])) for loop in apart]
     for node in program.graph.graph.nodes:
         if node.op == "call_function" and node.target in FUSED:
             reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
@@ -74,6 +86,34 @@ def _places(program: Program) -> list[Place]:
         for score, regions in found.items()
     ]
     return places + [Place(product) for product in unattended(program.graph, found)]
+
+
+def _loops_apart(
+    loops: Sequence[Loop], left: Sequence[Place], reasons: dict[Node, Unidentified]
+) -> list[Loop]:
+    """The loops that are refused and belong to no product that is: those have a row of their own. Where
+    nobody knows why such a product is refused, its loop does."""
+    apart = []
+    for loop in loops:
+        around = next((place for place in left if _is_within(loop, place)), None)
+        if around is None:
+            apart.append(loop)
+        else:
+            reasons.setdefault(around.value.node, reasons[loop.at])
+    return apart
+
+
+def _is_within(loop: Loop, place: Place) -> bool:
+    """Whether a product with values is that of a loop's plan, or comes after it."""
+    sums = {*loop.sums}
+    if any(sums & {*region.inside} for region in place.regions):
+        return True
+    operands = (place.value.left, place.value.right)
+    return not place.regions and bool(sums & ancestors(*operands, until=BARRIERS))
+
+
+def _refused_loop(program: Program, loop: Loop, said: Unidentified) -> Refusal:
+    return Refusal(site_name(program, loop.at), said.reason, (said.node or loop.at).name)
 
 
 def _explained(left: Sequence[Place], reasons: dict[Node, Unidentified]) -> list[Place]:
@@ -106,15 +146,14 @@ def not_the_model(program: Program, found: Sequence[Site | Refusal]) -> str | No
     """Why a program may compute something else than the model: a branch that is no site's early stop."""
     if not program.stops:
         return None
-    loops = [site.stops_on for site in found if isinstance(site, Site)]
-    tried = {scores for scores in loops if scores is not None}
-    return stop_left(stops_by_scores(program, find_regions(program.graph)), tried)
+    tried = {node for site in found if isinstance(site, Site) for node in site.stops_on}
+    return stop_left(stops_by_scores(program, {*find_regions(program.graph), *tried}), tried)
 
 
 def _unless_it_stops(program: Program, site: Site) -> Site | Refusal:
     """A site whose code may end a loop early is refused where its family has not tried what that
     changes."""
-    if site.stops_on is None:
+    if not site.stops_on:
         part = site.part()
         for stop in program.stops:
             if ancestors(stop.residual, until=BARRIERS) & part.inside:

@@ -27,6 +27,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from asapc.ir import ModuleCall, Program
+from asapc.measure.differences import largest_difference
+from asapc.passes.branches import HOLDS
 from asapc.passes.capture import size_hint
 from asapc.passes.cut import holds_tensors
 from asapc.passes.lift import lift
@@ -48,6 +50,8 @@ from asapc.program.call import (
 from asapc.program.code import tensors_of
 
 aten = torch.ops.aten
+MASK_AXES = 4  # [B, 1 | H, 1 | N, M]
+NEUTRAL = 1e-6  # relative difference of outputs without a mask, and with one that hides nothing
 EagerCalls = Mapping[str, Sequence[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
@@ -129,6 +133,7 @@ class _Reader:
         self.weights = tensors_of(model)
         self._insides: dict[int, _Inside | str] = {}
         self._counts: dict[str, int] = {}
+        self._known: dict[int, Call] = {}  # by the identity of a ModuleCall of the program
         for call in program.calls:
             if not call.hooked:
                 self._counts[call.name] = self._counts.get(call.name, 0) + 1
@@ -161,12 +166,21 @@ class _Reader:
         calls = self.eager.get(name, ())
         if len(calls) != 1:
             return f"is called {len(calls)} times where the model is not traced"
-        (args, kwargs), module = calls[0], self.model.get_submodule(name)
+        args, kwargs = calls[0]
         try:
-            problem = _call_of(module, call).flat(args, kwargs)[1]
+            problem = self._call(call).flat(args, kwargs)[1]
         except (Undescribable, TypeError) as error:
             problem = str(error)
         return None if problem is None else f"is called otherwise where it is not traced: {problem}"
+
+    def _call(self, call: ModuleCall) -> Call:
+        """How its module is called, when the model runs, too.  Raises Undescribable and TypeError."""
+        if id(call) not in self._known:
+            name = self._full(call.name)
+            module = self.model.get_submodule(name)
+            (args, kwargs), *_ = self.eager.get(name, [((), {})])
+            self._known[id(call)] = _with_neutral(module, _call_of(module, call), args, kwargs)
+        return self._known[id(call)]
 
     def _full(self, name: str) -> str:
         return ".".join(part for part in (self.program.name, name) if part)
@@ -187,6 +201,7 @@ class _Reader:
         found: set[Node] = set()
         sizes: dict[Node, tuple[int, int]] = {}
         stack = [node for node in call.outputs if node not in inputs]
+        stack += [node for node in self.nodes[call.start : call.end] if node.target is HOLDS]
         while stack:
             node = stack.pop()
             if node in found or node in sizes:
@@ -233,7 +248,7 @@ class _Reader:
         traced = inside.call
         name = self._full(traced.name)
         module = self.model.get_submodule(name)
-        call = _call_of(module, traced)
+        call = self._call(traced)
         graph, nodes = Graph(), dict[Node, Node]()
         attributes: dict[str, Tensor] = {}
         constants: list[str] = []
@@ -362,6 +377,35 @@ def _call_of(module: nn.Module, call: ModuleCall) -> Call:
     same = [earlier if earlier < place else None for place, earlier in enumerate(first)]
     known, limits = known_of([node.meta["val"] for node in call.inputs], same)
     return Call(parameters, output, known, limits)
+
+
+def _with_neutral(
+    module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call:
+    """With the masks that may be None, where the module does with None what it does with a mask that
+    hides nothing: libraries leave a mask out where a batch has no padding.  args, kwargs: of a call."""
+    for parameter in call.parameters:
+        leaf = parameter.captured
+        if not isinstance(leaf, Leaf) or parameter.kind.startswith("VAR"):
+            continue
+        like = call.tensors[leaf.index]
+        if len(like.sizes) != MASK_AXES or like.kind not in ("bool", "float"):
+            continue
+        trial = dataclasses.replace(call, neutral=(*call.neutral, leaf.index))
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        outputs = []
+        try:
+            bound.arguments[parameter.name] = None
+            filled = trial.flat(bound.args, bound.kwargs)[0][leaf.index]
+            for mask in (None, filled):
+                bound.arguments[parameter.name] = mask
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    outputs.append(module(*bound.args, **bound.kwargs))
+            same = largest_difference(*outputs) <= NEUTRAL
+        except Exception:  # of the module: it must have its mask
+            same = False
+        call = trial if same else call
+    return call
 
 
 def _child_of(name: str, call: ModuleCall) -> Child | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,10 +65,24 @@ def resized(t: SiteTensors, shape: Shape) -> SiteTensors:
 
     q, k = at(t.q, queries), at(t.k, keys)
     assert q is not None and k is not None
+    if t.scored:
+        return replace(
+            SiteTensors.of_scores(q.index_select(3, keys.to(q.device))),
+            log_mu=_marginal(t.log_mu, rows, queries), log_nu=_marginal(t.log_nu, rows, keys),
+        )  # fmt: skip
     return SiteTensors(
         q, k, at(t.keep, keys), _bias(t.bias, rows, queries, keys),
         at(t.query_keep, queries), at(t.v, keys),
     )  # fmt: skip
+
+
+def _marginal(logs: Tensor | None, rows: Tensor, tokens: Tensor) -> Tensor | None:
+    """[X], or broadcastable to [B, H, X]."""
+    if logs is None:
+        return None
+    if logs.dim() > 1 and logs.shape[0] > 1:
+        logs = logs.index_select(0, rows.to(logs.device))
+    return logs.index_select(-1, tokens.to(logs.device))
 
 
 def _bias(bias: Tensor | None, rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor | None:

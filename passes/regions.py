@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from asapc.passes.cut import depends_on_data, is_tensor, reaches
-from asapc.passes.products import BARRIERS, NORMALISERS, Product, is_vector, product_of, same
+from asapc.passes.cut import ancestors, depends_on_data, is_tensor, reaches
+from asapc.passes.plan.loops import find_loops
+from asapc.passes.products import BARRIERS, NORMALISERS, SORTS, Product, is_vector, product_of, same
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Region:
 def holds_attention(graph: GraphModule) -> bool:
     """Whether anything in a graph would be matched or refused."""
     regions = find_regions(graph)
-    return bool(regions or unattended(graph, regions))
+    return bool(regions or unattended(graph, regions) or find_loops(graph))
 
 
 def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
@@ -152,7 +153,8 @@ def _depends_on_parameter(node: Node) -> bool:
 
 
 def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> list[Product]:
-    """Normalised weights that multiply something but do not come from a product of two activations."""
+    """Normalised weights, and what is made of sorted tokens, that multiply something but do not come from
+    a product of two activations."""
     owned = {region.value.node for candidates in regions.values() for region in candidates}
     found = []
     for node in graph.graph.nodes:
@@ -160,9 +162,13 @@ def unattended(graph: GraphModule, regions: Mapping[Node, Sequence[Region]]) -> 
         if product is None or node in owned or is_vector(product):
             continue
         operands = (product.left, product.right)
-        if any(_is_normalised(operand) for operand in operands):
+        if any(_is_normalised(operand) for operand in operands) or _is_sorted(product.left):
             found.append(product)
     return found
+
+
+def _is_sorted(node: Node) -> bool:
+    return any(source.target in SORTS for source in ancestors(node, until=BARRIERS))
 
 
 def _is_normalised(node: Node) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from asapc.inputs.data import Batch
-from asapc.ir import Convention, Program, SiteTensors
+from asapc.ir import Convention, PlanConvention, Program, SiteTensors
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.cut import Cut, Part, evaluate
@@ -38,9 +38,13 @@ ENTRIES = 1 << 21  # of a map beyond the data: of larger ones, one example
 
 @dataclass
 class Replay:
-    """Largest errors of one site by what was tried, relative to the largest entry of each map."""
+    """Largest errors of one site by what was tried, relative to the largest entry of each map.
+
+    rounding: where the data shows an error, how far the teacher is from its own code in float64 there.
+    """
 
     errors: dict[str, float] = field(default_factory=dict)
+    rounding: float = 0.0
 
     def note(self, tried: str, error: float) -> None:
         error = math.inf if error != error else error
@@ -75,11 +79,13 @@ def replay(
         seen = dict(zip(sites, tap(batch)[1], strict=True))
         for name, (program, site) in sites.items():
             values, t = theirs[name], seen[name]
-            with torch.no_grad():
-                ours = kernels[name](t, t.v if site.takes_values else None)
             expected = _canonical(values[parts[name].output], parts[name])
-            found[name].note("the data", _difference(ours.reshape(expected.shape), expected))
+            with torch.no_grad():
+                ours = kernels[name](t, _values(site, t, expected))
+            found[name].note("the data", _difference(site, ours.reshape(expected.shape), expected))
             beyond = _Beyond(program, site, parts[name], values, t, references[name])
+            if not found[name].errors["the data"] <= TOLERANCE:
+                found[name].rounding = max(found[name].rounding, beyond.rounding(expected))
             for tried, error in beyond.errors():
                 found[name].note(tried, error)
     return found
@@ -162,11 +168,17 @@ class _Beyond:
             others["all but one key masked"] = self._error(few, 1.0, one_key=True)
         yield from ((tried, error) for tried, error in others.items() if error is not None)
 
+    def rounding(self, given: Tensor) -> float:
+        """The difference between what the teacher gave on the data and its own code in float64."""
+        tensors = [self._input(node, self.sizes) for node in self.part.inputs]
+        exact = _canonical(self.cut.run(tensors, self.sizes), self.part)
+        return _difference(self.site, given, exact)
+
     def _sharper(self, sizes: dict[Any, int]) -> Iterator[tuple[float, bool]]:
         """Growing scales of a Sinkhorn layer's queries, to the first at which a softmax of the scores is
         nearly one-hot, and whether it is."""
         convention = self.site.convention
-        if not isinstance(convention, Convention):
+        if not isinstance(convention, Convention | PlanConvention):
             return
         t = self._tensors(sizes, 1.0)
         scores = score_matrix(t.q, t.k, t.keep, None, convention.score_multiplier)
@@ -184,6 +196,8 @@ class _Beyond:
         return self._shrunk(self.sizes, self.part.batch, min(most, q.shape[0]))
 
     def _fewer_tokens(self, sizes: dict[Any, int]) -> dict[Any, int] | None:
+        if self.seen.log_mu is not None or self.seen.log_nu is not None:
+            return None  # marginals are those of all the tokens
         fewer = dict(sizes)
         for size in (self.part.queries, self.part.keys):
             length = evaluate(size, sizes)
@@ -198,7 +212,7 @@ class _Beyond:
         if len(symbols) != 1:
             return sizes
         (symbol,) = symbols
-        if not size.node.expr.is_Symbol and size is not self.part.batch:
+        if not size.node.expr.is_Symbol and (size is not self.part.batch or not _multiples(size)):
             return sizes  # a length that is computed from another: what becomes of it is not known
         return {**sizes, symbol: min(to, sizes[symbol])}
 
@@ -220,11 +234,11 @@ class _Beyond:
                 for node, value in zip(self.part.inputs, tensors, strict=True)
             ]
         theirs = _canonical(self.cut.run(tensors, sizes), self.part)
-        if not bool(theirs.isfinite().all()):
+        if not bool(self.site.weighed(theirs).isfinite().all()):
             return None
         with torch.no_grad():
-            ours = self.reference(t, t.v if self.site.takes_values else None)
-        return _difference(ours.reshape(theirs.shape), theirs)
+            ours = self.reference(t, _values(self.site, t, theirs))
+        return _difference(self.site, ours.reshape(theirs.shape), theirs)
 
     def _input(self, node: Node, sizes: dict[Any, int]) -> Tensor:
         shape = self.cut.shape_of(node, sizes)
@@ -236,14 +250,30 @@ class _Beyond:
         if t.q.shape[0] * self.heads == evaluate(self.part.batch, self.sizes) and self.heads > 1:
             batch //= self.heads  # heads are merged into the batch
         n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
+        width = m if t.scored else t.q.shape[3]  # scores have keys where queries have axes
         return SiteTensors(
-            q=_double(t.q[:batch, :, :n]) * scale,
-            k=_double(t.k[:batch, :, :m]),
+            q=_double(t.q[:batch, :, :n, :width]) * scale,
+            k=_double(t.k[:batch, :, :m, :width]),
             keep=None if t.keep is None else t.keep[:batch, :m],
             bias=None if t.bias is None else _double(_bias(t.bias, batch, n, m)),
             query_keep=None if t.query_keep is None else t.query_keep[:batch, :n],
             v=None if t.v is None else _double(t.v[:batch, :, :m]),
+            log_mu=_marginal(t.log_mu, batch, n),
+            log_nu=_marginal(t.log_nu, batch, m),
+            scored=t.scored,
         )
+
+
+def _values(site: Site, t: SiteTensors, expected: Tensor) -> Tensor | None:
+    """Those whose product with the map is the site's part; its call may have more columns."""
+    return None if not site.takes_values or t.v is None else t.v[..., : expected.shape[-1]]
+
+
+def _marginal(logs: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    """The part of a marginal broadcastable to [B, H, N] that fewer examples and tokens have."""
+    if logs is None:
+        return None
+    return _double(logs[:tokens] if logs.dim() == 1 else logs[:batch, ..., :tokens])
 
 
 def _bias(bias: Tensor, batch: int, n: int, m: int) -> Tensor:
@@ -264,10 +294,20 @@ def _sizes(nodes: Sequence[Node], values: Mapping[Node, Tensor]) -> dict[Any, in
                 found[expr] = int(length)
             elif len(expr.free_symbols) == 1:
                 (symbol,) = expr.free_symbols
-                unit = int(expr.xreplace({symbol: 1}))
-                if expr == unit * symbol:  # batch times heads
+                unit = _multiples(size)
+                if unit:  # batch times heads
                     found.setdefault(symbol, int(length) // unit)
+                elif (expr - symbol).is_number:  # tokens, and a dustbin
+                    found.setdefault(symbol, int(length) - int(expr - symbol))
     return found
+
+
+def _multiples(size: torch.SymInt) -> int:
+    """How many times the size is its only symbol; 0 where it is no multiple of it."""
+    expr = size.node.expr
+    (symbol,) = expr.free_symbols
+    unit = expr.diff(symbol)
+    return int(unit) if unit.is_number and expr == unit * symbol else 0
 
 
 def _all_but(mask: Tensor, active: int, hidden: bool | None) -> Tensor:
@@ -287,8 +327,9 @@ def _double(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value
 
 
-def _difference(ours: Tensor, expected: Tensor) -> float:
+def _difference(site: Site, ours: Tensor, expected: Tensor) -> float:
     if not ours.numel():
         return 0.0
+    ours, expected = site.weighed(ours), site.weighed(expected)
     scale = float(expected.abs().max())
     return float((ours.double() - expected.double()).abs().max()) / max(scale, 1e-30)

@@ -22,6 +22,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asapc.calibration.collect import pieces
 from asapc.calibration.stored import Calibration
@@ -307,7 +308,7 @@ def _measure_prices(
         shapes[opened.index] = shapes_of(t, recipe.shapes, batch)
         _check_one_length(opened, t, shapes[opened.index])
         calls = _calls(analysis, opened)
-        layout = tuple(None if x is None else (x.shape, x.dtype) for x in vars(t).values())
+        layout = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in vars(t).values())
         key = (repr(opened.site.convention.to_dict()), layout, *calls)
         if key not in known:
             memory = recipe.objective == "memory"

@@ -7,14 +7,17 @@ what it found there: a Site of its own, which knows its operator call, or why it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
+from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import AnyConvention, Program, Stop
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
+from asapc.passes.plan.loops import Loop
 from asapc.passes.products import Product
 from asapc.passes.regions import Region
 
@@ -41,13 +44,14 @@ class Place:
 class Site(ABC):
     """A region that computes a known convention, with everything a rewrite needs.
 
+    head_dim: None where a site is given its scores.
     probe_error: the largest relative error of the convention in the experiments.
     """
 
     name: str
     convention: AnyConvention
     heads: int
-    head_dim: int
+    head_dim: int | None
     probe_error: float
 
     takes_values = False  # whether its part ends with A v; with A otherwise
@@ -58,9 +62,13 @@ class Site(ABC):
         """Its place in the graph."""
 
     @property
-    def stops_on(self) -> Node | None:
-        """The scores of the loop whose early stops were tried; None where none are understood."""
-        return None
+    def stops_on(self) -> Collection[Node]:
+        """What the loops whose early stops were tried work on: their scores; empty where none were."""
+        return ()
+
+    def weighed(self, output: Tensor) -> Tensor:
+        """What its part gives, as errors of it are measured."""
+        return output
 
     @abstractmethod
     def part(self) -> Part:
@@ -85,7 +93,26 @@ class Unidentified:
 
 
 Found = tuple[Node, Site | Unidentified]
-"""Of the product with the values."""
+"""Of the product with the values, or of the first sum of a loop."""
 
-Find = Callable[[Program, Sequence[Place]], Iterator[Found]]
-"""What a family says of a program: the places are those where no family before it has found a site."""
+@dataclass(frozen=True)
+class Unexplained(Sequence[Place]):
+    """Where no family before has found a site: products with values in sequence, and loops of rows and
+    columns wherever they stand."""
+
+    places: tuple[Place, ...]
+    loops: tuple[Loop, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> Place: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Place, ...]: ...
+    def __getitem__(self, index: int | slice) -> Place | tuple[Place, ...]:
+        return self.places[index]
+
+
+Find = Callable[[Program, Unexplained], Iterator[Found]]
+"""What a family says of a program, of all of it that is left to be explained."""

@@ -82,6 +82,13 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
         ),
         "esp_soft": (ops.esp_soft, [q, k, v, *soft]),
         "esp_soft_attention": (ops.esp_soft_attention, [q, k, *soft]),
+        "plan": (ops.plan, [random(BATCH, HEADS, 9, 7), f[0, 0], None, -0.5, 5, True, ATTENTION]),
+        "plan, log": (ops.plan, [bias[None], None, g[:1, :1], 0.5, 4, False, ATTENTION, True]),
+        "plan, larger": (ops.plan, [random(1, 2, 20, 17), None, None, 0.5, 4, False, ATTENTION]),
+        "plan, constant": (
+            ops.plan,
+            [bias[None], None, None, 0.5, 5, True, ATTENTION, False, None, 1e-6, "scaling", "add"],
+        ),
         "kept_keys": (ops.kept_keys, [torch.where(keep, 0.0, -1e9), -1e4]),
         "esp_released_hard_attention": (ops.esp_released_hard_attention, [q, k, *soft]),
         "esp_hard": (ops.esp_hard, [q, k, v, *hard]),
@@ -128,7 +135,7 @@ def test_every_operator_is_among_the_calls() -> None:
     }
     called = {operator._qualified_op_name.removeprefix("asapc::") for operator, _ in CALLS.values()}
     # Within a gradient, the first of them on GPUs alone; marks in a graph, which compute nothing.
-    assert registered - called == {"loop_gradients", "esp_hard_gradients", "child", "seen"}
+    assert registered - called == {"loop_gradients", "esp_hard_gradients", "child", "holds", "seen"}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -215,7 +215,8 @@ def test_inspect_prints_the_dictionary_as_it_is(
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == INSPECTION
     assert calls["load_teacher"] == (
-        ("m.py:build",), {"weights": "w.pt", "kwargs": "{}", "trust": False}
+        ("m.py:build",),
+        {"weights": "w.pt", "kwargs": "{}", "trust": False, "remote_code": False},
     )  # fmt: skip
     assert calls["inspect"] == (("TEACHER", "d.npz"), {})
 

@@ -24,6 +24,12 @@ EPS = torch.finfo(torch.float32).eps
 ops = torch.ops.asapc
 
 
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels at every size; short sequences go another way, see test_short.py."""
+    monkeypatch.setattr(cpu, "SHORT", 0)
+
+
 # An independent reference in float64: one example, head and slice at a time, tokens in Python lists.
 
 

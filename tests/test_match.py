@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import attention_zoo as zoo
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
-from asapc.errors import InputError
+from asapc.errors import BranchError, InputError
 from asapc.ir import EspConvention, HalfPlan, LotConvention, OutputFactor, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture
@@ -23,6 +23,7 @@ from asapc.passes.esp.site import EspSite
 from asapc.passes.lift import lift
 from asapc.passes.lot.site import LotSite
 from asapc.passes.match import match
+from asapc.passes.plan.site import PlanSite
 from asapc.passes.sinkhorn.site import AttentionSite
 from asapc.program.calls import operator_calls
 
@@ -69,16 +70,14 @@ GLUED = {
     "GluedMasked": LotConvention(
         HalfPlan(6, True, 0.5**0.5), HalfPlan(6, True, 0.5**0.5), 5, OutputFactor(), "key"
     ),
+    "GluedByDistance": LotConvention(HalfPlan(5, True, 1.0), HalfPlan(5, False, 1.0), 5, OutputFactor()),
 }
 REFUSED = {
     "SlicedTop": "tokens with equal projections neither share their mass nor have an order of their own",
     "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
-    "GluedByDistance": "no parameter of the layer gives its scores as inner products",
     "Softmax": "not Sinkhorn: rows only",
     "Fused": "not Sinkhorn: rows only",
-    "Causal": "differs between queries",
     "Gated": "neither a mask nor a bias",
-    "ChannelMixing": "not attention",
 }
 
 
@@ -161,9 +160,11 @@ def test_glued_plans_are_recognised_and_replaced(name: str) -> None:
     assert (found.pivots, found.mask, found.output_factor) == (
         expected.pivots, expected.mask, expected.output_factor,
     )  # fmt: skip
-    assert torch.allclose(site.pivots.float(), model.pivots)
+    of_scores = name == "GluedByDistance"
+    pivots = torch.eye(5).expand(2, -1, -1) if of_scores else model.pivots
+    assert torch.allclose(site.pivots.float(), pivots)
     assert torch.allclose(site.mass.float(), torch.softmax(model.masses, -1))
-    assert (site.heads, site.head_dim) == (2, 8) and site.probe_error < 1e-9
+    assert (site.heads, site.head_dim) == (2, 5 if of_scores else 8) and site.probe_error < 1e-9
     replays(model, program, site, 2e-6)
 
 
@@ -173,6 +174,20 @@ def test_everything_else_is_refused_with_a_reason(name: str) -> None:
     outcomes = match(capture(model, zoo.inputs_for(model), {}).programs[0])
     assert len(outcomes) == 1 and not isinstance(outcomes[0], AttentionSite)
     assert REFUSED[name] in outcomes[0].reason
+
+
+@pytest.mark.parametrize("name", ["Causal", "ChannelMixing"])
+def test_loops_between_other_things_become_plans(name: str) -> None:
+    """A mask that differs between queries is part of the scores; a mixer's values are streams."""
+    model = build(name)
+    program = capture(model, zoo.inputs_for(model), {}).programs[0]
+    (site,) = match(program)
+    assert isinstance(site, PlanSite) and site.probe_error < 1e-9
+    lifted = lift(program, [site])
+    for seed in (0, 5):
+        inputs = zoo.inputs_for(model, seed=seed)
+        with torch.no_grad():
+            assert largest_difference(model(*inputs), lifted.graph(*inputs)) < 2e-6
 
 
 def test_a_model_that_returns_numpy_is_captured_by_module() -> None:
@@ -220,8 +235,10 @@ class Branching(nn.Module):
 
 
 def test_a_data_dependent_branch_is_not_traced_silently() -> None:
-    with pytest.raises(InputError, match="captured"):
-        capture(Branching(), (torch.randn(3, 4),), {})
+    (program,) = capture(Branching(), (torch.ones(3, 4),), {}).programs
+    assert torch.equal(program.graph(2 * torch.ones(5, 4)), 4 * torch.ones(5, 4))
+    with pytest.raises(BranchError, match=r"test_match.py, line \d+\) is true, got data for which it is"):
+        program.graph(-torch.ones(3, 4))
 
 
 def test_a_failing_forward_is_the_users_to_mend() -> None:

@@ -9,7 +9,9 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,27 +28,48 @@ def describe(error: BaseException, path: str | None = None) -> str:
     return text
 
 
-@contextlib.contextmanager
-def _importable(folder: Path, *, keep_modules: bool) -> Iterator[None]:
-    """Imports look in `folder` first and leave no bytecode; what is printed goes to stderr.
+class _LastResort(MetaPathFinder):
+    """Modules beside a user's code, where nothing else has them: a forward may import when it runs."""
 
-    Afterwards sys.path is as it was.  Unless keep_modules, modules found in `folder` leave
-    sys.modules again, so that two models with a `utils.py` each do not meet.
+    def __init__(self) -> None:
+        self.places: list[str] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if path is not None else PathFinder.find_spec(name, self.places)
+
+
+_last_resort = _LastResort()
+
+
+@contextlib.contextmanager
+def _importable(places: list[str], *, keep_modules: bool) -> Iterator[None]:
+    """Imports look in `places` first and leave no bytecode; what is printed goes to stderr.
+
+    What the code puts on sys.path is added to `places`, for the next time; afterwards sys.path is as it
+    was.  Unless keep_modules, modules found in `places` leave sys.modules again, so that two models with
+    a `utils.py` each do not meet.
     """
     path, modules, bytecode = list(sys.path), set(sys.modules), sys.dont_write_bytecode
-    sys.path.insert(0, str(folder))
+    sys.path[:0] = places
     sys.dont_write_bytecode = True
     importlib.invalidate_caches()
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        places[:] = dict.fromkeys(place for place in sys.path if place not in path or place in places)
         sys.path[:] = path
         sys.dont_write_bytecode = bytecode
+        if _last_resort not in sys.meta_path:
+            sys.meta_path.append(_last_resort)
+        _last_resort.places = [*dict.fromkeys([*places, *_last_resort.places])]
         if not keep_modules:
+            folders = {Path(os.path.realpath(place)) for place in places}
             for name in set(sys.modules) - modules:
                 file = getattr(sys.modules[name], "__file__", None)
-                if file and folder in Path(os.path.realpath(file)).parents:
+                if file and folders & {*Path(os.path.realpath(file)).parents}:
                     del sys.modules[name]
 
 
@@ -85,7 +108,7 @@ class UserCode:
         file = Path(os.path.realpath(location))
         if is_file and not file.is_file():
             raise InputError(f"{location}: no such file", help="check the path before the colon")
-        self._folder = file.parent if is_file else Path.cwd()
+        self._places = [str(file.parent if is_file else Path.cwd())]
         self._keep_modules = not is_file
         self.file: str | None = str(file) if is_file else None
         module = self._import(location, file if is_file else None)
@@ -104,11 +127,11 @@ class UserCode:
                 got="nothing of that name" if target is None else f"a {type(target).__name__}",
                 help="it defines " + (", ".join(callables[:8]) if callables else "no function or class"),
             )
-        self._target: Callable[..., Any] = target
+        self.target: Callable[..., Any] = target
 
     def _import(self, location: str, file: Path | None) -> ModuleType:
         try:
-            with _importable(self._folder, keep_modules=self._keep_modules):
+            with _importable(self._places, keep_modules=self._keep_modules):
                 module = importlib.import_module(location) if file is None else _load_file(file)
         except (Exception, SystemExit) as error:
             raise InputError(
@@ -122,7 +145,7 @@ class UserCode:
     def run(self, function: Callable[[], Any], action: str) -> Any:
         """function(), with the user's imports found; an exception becomes an InputError."""
         try:
-            with _importable(self._folder, keep_modules=self._keep_modules):
+            with _importable(self._places, keep_modules=self._keep_modules):
                 return function()
         except (Exception, SystemExit) as error:
             raise InputError(
@@ -133,4 +156,4 @@ class UserCode:
 
     def call(self, /, **kwargs: Any) -> Any:
         """The callable's result.  Raises InputError with its exception, SystemExit included."""
-        return self.run(lambda: self._target(**kwargs), "return")
+        return self.run(lambda: self.target(**kwargs), "return")

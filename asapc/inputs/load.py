@@ -1,4 +1,4 @@
-"""MODEL from disk: a built-in folder, a user's factory, an exported program or an ONNX file."""
+"""MODEL from disk: a folder (built in, or of transformers), a factory, a program or an ONNX file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from asapc.errors import InputError
 from asapc.formats.json_text import parse_json, read_json
 from asapc.formats.limits import MOST
 from asapc.formats.user_code import UserCode, describe
+from asapc.inputs.huggingface import build_pretrained, is_transformers
 from asapc.inputs.teacher import Teacher
 from asapc.inputs.weights import (
     check_finite,
@@ -27,8 +28,8 @@ from asapc.models import ARCHITECTURES
 from asapc.terminal.hints import command_line
 
 MODEL_GRAMMAR = (
-    "give a folder with config.json and model.safetensors, pkg.module:factory or file.py:factory "
-    "(with --weights), a .pt2 program or an .onnx model"
+    "give a folder with config.json and model.safetensors (built in, or of transformers), "
+    "pkg.module:factory or file.py:factory (with --weights), a .pt2 program or an .onnx model"
 )
 EXAMPLE_BATCH = 3
 MAX_LOOP = 1000  # half-steps of a built-in model's loop: it is unrolled
@@ -40,27 +41,24 @@ def load_teacher(
     weights: str | None = None,
     kwargs: str | Mapping[str, Any] | None = None,
     trust: bool = False,
+    remote_code: bool = False,
 ) -> Teacher:
     """The teacher named by MODEL (see MODEL_GRAMMAR).
 
     weights: .safetensors, .pt or .pth for a factory's module; without it the factory's own weights
     are used, which `source` then says.  kwargs: the factory's arguments, a mapping or JSON text.
     trust: a .pt2 program may call any operator, an .onnx model take any memory (see SECURITY.md).
+    remote_code: code in a transformers folder may run.
     Raises InputError.
     """
     path = Path(model)
     is_factory = ":" in model and not path.exists()
+    if path.is_dir() and weights is None:
+        return _folder_teacher(path, kwargs, remote_code)
     if not is_factory and (weights is not None or kwargs is not None):
-        option = "--weights" if weights is not None else "--kwargs"
-        raise InputError(
-            f"{option} belongs to a factory (pkg.module:factory or file.py:factory)",
-            got=f"it together with {model}",
-            help=f"drop {option}: a folder or a program brings its own",
-        )
+        raise _not_for(model, "--weights" if weights is not None else "--kwargs")
     if is_factory:
         return _factory_teacher(model, weights, kwargs)
-    if path.is_dir():
-        return _folder_teacher(path)
     if not path.exists():
         raise InputError(f"{model}: no such model", help=MODEL_GRAMMAR)
     if path.suffix == ".onnx":
@@ -111,6 +109,21 @@ def example_inputs(teacher: Teacher) -> dict[str, Tensor] | None:
     return inputs
 
 
+def _not_for(model: str | Path, option: str) -> InputError:
+    return InputError(
+        f"{option} belongs to a factory (pkg.module:factory or file.py:factory)",
+        got=f"it together with {model}",
+        help=f"drop {option}: a folder or a program brings its own",
+    )
+
+
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise InputError(
+            f"{path.parent} must hold {path.name}", got="no such file", help=MODEL_GRAMMAR
+        )
+
+
 def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(kwargs, str):
         return dict(kwargs or {})
@@ -124,7 +137,9 @@ def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
     return parsed
 
 
-def _module_teacher(model: nn.Module, source: str, factory: str | None) -> Teacher:
+def _module_teacher(
+    model: nn.Module, source: str, factory: str | None = None, builtin: bool | None = None
+) -> Teacher:
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     check_finite(state, {name for name, _ in model.named_parameters()}, source)
     return Teacher(
@@ -132,7 +147,7 @@ def _module_teacher(model: nn.Module, source: str, factory: str | None) -> Teach
         program=None,
         source=source,
         fingerprint=fingerprint(state),
-        builtin=factory is None,
+        builtin=factory is None if builtin is None else builtin,
         factory=factory,
     )
 
@@ -149,22 +164,26 @@ def _factory_teacher(
     return _module_teacher(model, f"{spec} with {weights}", spec)
 
 
-def _folder_teacher(folder: Path) -> Teacher:
+def _folder_teacher(
+    folder: Path, kwargs: str | Mapping[str, Any] | None, remote_code: bool
+) -> Teacher:
     config_path, weights_path = folder / "config.json", folder / "model.safetensors"
     if not config_path.is_file() and (folder / "manifest.json").is_file():
         raise InputError(
             f"{folder} is already compiled",
             help=f"give the teacher it was compiled from, or use: {command_line('report', folder)}",
         )
-    for path in (config_path, weights_path):
-        if not path.is_file():
-            raise InputError(
-                f"{folder} must hold {path.name}", got="no such file", help=MODEL_GRAMMAR
-            )
+    _require(config_path)
     try:
         config = read_json(config_path)
     except (ValueError, OSError) as error:
         raise InputError(f"{config_path} must be JSON", got=describe(error)) from error
+    if is_transformers(config):
+        built = build_pretrained(folder, config, _parse_kwargs(kwargs), remote_code)
+        return _module_teacher(built, str(folder), builtin=False)
+    if kwargs is not None:
+        raise _not_for(folder, "--kwargs")
+    _require(weights_path)
     known = ", ".join(ARCHITECTURES)
     name = config.pop("architecture", None) if isinstance(config, dict) else None
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -188,7 +207,7 @@ def _folder_teacher(folder: Path) -> Teacher:
             f"{config_path} must hold the arguments of {name}", got=describe(error)
         ) from error
     load_weights(model, state, str(folder))
-    return _module_teacher(model, str(folder), None)
+    return _module_teacher(model, str(folder))
 
 
 def _check_types(config: Mapping[str, Any], architecture: type[nn.Module], place: Path) -> None:

@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 
 from asapc.ir import Coupling, Stabiliser, Ties
 from asapc.operators.catalogue import OPERATORS
+from asapc.operators.plan import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ GROUPS = (
         "sym_constrain_range sym_constrain_range_for_size sym_numel sym_size sym_stride",
     ),
 )
+_MARKS = {"child", "holds", "kept_keys"}
 OWN = tuple(sorted(
-    {"child", "dual", "dual_and_row_mass", "kept_keys"}.union(*(x.names for x in OPERATORS.values()))
+    _MARKS.union({"dual", "dual_and_row_mass"}, *(x.names for x in OPERATORS.values()))
 ))  # fmt: skip
 NOT_ALLOWED = {
     "aten.view.dtype": "reads entries of one type as another",
@@ -244,6 +246,12 @@ def _stabiliser(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _plan(arguments: Mapping[str, Any]) -> str | None:
+    """The same of an operator that may have none."""
+    arguments = DEFAULTS | dict(arguments)
+    return None if arguments["constant"] is None else _stabiliser(arguments)
+
+
 def _coupling(arguments: Mapping[str, Any]) -> str | None:
     """A coupling or a rule for ties that there is not."""
     for name, kind in (("coupling", Coupling), ("ties", Ties)):
@@ -254,7 +262,7 @@ def _coupling(arguments: Mapping[str, Any]) -> str | None:
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
     "upsample_": _factors, "div": _rounding, "divide": _rounding, "stabilised_": _stabiliser,
-    "esp_": _coupling,
+    "esp_": _coupling, "plan": _plan,
 }  # fmt: skip
 
 

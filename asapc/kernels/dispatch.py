@@ -130,11 +130,30 @@ def token_backend(
     return "plain" if reason else "cpu"
 
 
+def plan_backend(operator: str, scores: Tensor, describe: Callable[[], tuple[str, str]]) -> Backend:
+    """Of a loop on scores that are given.  describe: what the CPU kernel runs and why; called only where
+    that is collected."""
+    choices = _listening.get()
+    reason = (
+        None if scores.device.type == "cpu" else f"there are no kernels for {scores.device.type} devices"
+    )
+    if choices is not None:
+        kernel, why = ("plain PyTorch", reason) if reason else describe()
+        shape = "B{} H{} N{} M{}".format(*scores.shape)
+        choices.append(Choice(operator, shape, str(scores.dtype).removeprefix("torch."), kernel, why))
+    return "plain" if reason else "cpu"
+
+
 def note_plain(operator: str, q: Tensor, k: Tensor, reason: str) -> None:
     """Of an operator that has no kernel."""
+    note(operator, q, k, "plain PyTorch", reason)
+
+
+def note(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> None:
+    """What runs, where there is no choice."""
     choices = _listening.get()
     if choices is not None:
-        choices.append(_choice(operator, q, k, "plain PyTorch", reason))
+        choices.append(_choice(operator, q, k, kernel, reason))
 
 
 def _choice(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> Choice:

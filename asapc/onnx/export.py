@@ -44,6 +44,7 @@ from asapc.onnx.functions import Functions, take_out_calls
 from asapc.onnx.half import MARGIN, in_half, rounding
 from asapc.onnx.interface import input_names, output_names, rename
 from asapc.onnx.translate import translate
+from asapc.passes.branches import held_branches, without_branches
 from asapc.terminal.printed import reason
 from asapc.terminal.progress import Progress
 
@@ -79,6 +80,8 @@ def write_onnx(
             help="compile again",
         )  # fmt: skip
     program, tolerance = artifact.programs["graph"][0].graph, settings.tolerance or TOLERANCE
+    for node in held_branches(program):
+        progress.note(f"model.onnx takes the way of the example, and cannot ask: {node.args[2]}")
     if settings.float16:
         half = in_half(exported, names)
         if settings.tolerance is None:
@@ -163,6 +166,7 @@ def _check_place(folder: Path) -> None:
 def onnx_model(exported: ExportedProgram, opset: int) -> onnx_ir.Model:
     """The program in ONNX; `exported` is taken apart."""
     functions = Functions(opset)
+    without_branches(exported.graph)
     take_out_calls(exported, functions)
     model = translate(exported, opset)
     for function in functions.made:

@@ -443,7 +443,9 @@ def gather_rows(points: Tensor, rows: Tensor) -> Tensor:
 SliceOf = Callable[[int], tuple[Tensor, Tensor]]  # of a slice, what it costs, and P v or P
 
 
-def _mixture(count: int, slice_of: SliceOf, inverse_temperature: Tensor) -> Tensor:
+def _mixture(
+    count: int, slice_of: SliceOf, inverse_temperature: Tensor, slice_weight: Tensor | None
+) -> Tensor:
     """sum_l w_l P_l v by an online softmax over the slices, whose costs are [B, H, 1, 1]."""
     result: Any = 0.0
     total: Any = 0.0
@@ -454,6 +456,8 @@ def _mixture(count: int, slice_of: SliceOf, inverse_temperature: Tensor) -> Tens
         before = cost if lowest is None else lowest
         lowest = torch.minimum(before, cost)
         kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (cost - lowest))
+        if slice_weight is not None:
+            weight = weight * slice_weight[..., index].to(weight.dtype).view(-1, 1, 1)
         kept, weight = kept.to(moved.dtype), weight.to(moved.dtype)
         result, total = result * kept + weight * moved, total * kept + weight
     mixed: Tensor = result / total
@@ -508,6 +512,9 @@ def _esp_hard(
     output_factor: float,
     coupling: Coupling = "interpolated",
     ties: Ties = "shared",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """operators.esp.hard_plan one slice at a time: rows are gathered, plans formed where tokens tie."""
     clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
@@ -523,7 +530,7 @@ def _esp_hard(
         return total / count if mean_cost else total
 
     def formed(*given: Any) -> Tensor:
-        *parts, values, tau, _, _ = given
+        *parts, values, tau, omega, _, _ = given
         clouds = Ranks(*parts)
         cost = _cost_matrix(clouds, squared_cost)
 
@@ -533,10 +540,10 @@ def _esp_hard(
             plan = plan.to(cost.dtype)
             return per_query(clouds, cost * plan), plan if values is None else plan @ values
 
-        return _mixture(clouds.num_slices, slice_of, tau)
+        return _mixture(clouds.num_slices, slice_of, tau, omega)
 
     def gathered(*given: Any) -> Tensor:
-        *parts, values, tau, order_x, order_y = given
+        *parts, values, tau, omega, order_x, order_y = given
         clouds = Ranks(*parts)
         pairs_of = _gathered(clouds, (order_x, order_y), values, coupling, squared_cost)
 
@@ -544,11 +551,11 @@ def _esp_hard(
             distances, moved = pairs_of(index)
             return per_query(clouds, distances), moved
 
-        return _mixture(clouds.num_slices, slice_of, tau)
+        return _mixture(clouds.num_slices, slice_of, tau, omega)
 
     lines = clouds.x.contiguous(), clouds.y.contiguous()  # a choice takes no two views of one tensor
     parts = (clouds.q, clouds.k, *lines, clouds.keep, clouds.query_keep)
-    given = (*parts, values, inverse_temperature, *orders)
+    given = (*parts, values, inverse_temperature, slice_weight, *orders)
     if values is None:
         result = formed(*given)
     elif ties != "shared":
@@ -556,7 +563,16 @@ def _esp_hard(
     else:
         chosen = _either(_any_tied(clouds, orders), formed, gathered, given)
         result = chosen.view(*q.shape[:3], values.shape[3])  # a file does not know the shape of a choice
-    return esp_ranks.close(result, keep, query_keep, output_factor)
+    result = esp_ranks.close(result, keep, query_keep, output_factor)
+    return _with_lengths(result, q, k, query_power, key_power)
+
+
+def _with_lengths(result: Tensor, q: Tensor, k: Tensor, query_power: int, key_power: int) -> Tensor:
+    """result N^a M^b, the lengths counted."""
+    for tokens, power in ((q, query_power), (k, key_power)):
+        if power:
+            result = result * torch.pow(_count(tokens[..., 0].to(result.dtype)), float(power))
+    return result
 
 
 def _any_tied(clouds: Ranks, orders: Sequence[Tensor]) -> Tensor:
@@ -650,6 +666,9 @@ def _esp_soft(
     mean_cost: bool,
     output_factor: float,
     coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """operators.esp.expected_plan with distances by one coordinate at a time."""
     clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
@@ -669,8 +688,9 @@ def _esp_soft(
         distance = distance / count if mean_cost else distance
         return distance, plan if values is None else plan @ values
 
-    mixed = _mixture(clouds.num_slices, slice_of, inverse_temperature)
-    return esp_ranks.close(mixed, keep, query_keep, output_factor)
+    mixed = _mixture(clouds.num_slices, slice_of, inverse_temperature, slice_weight)
+    mixed = esp_ranks.close(mixed, keep, query_keep, output_factor)
+    return _with_lengths(mixed, q, k, query_power, key_power)
 
 
 def esp_soft(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
@@ -697,10 +717,16 @@ def _lot(
     queries_first: bool,
     key_half_steps: int,
     keys_first: bool,
+    interleaved: bool = False,
+    pivot_weight: Tensor | None = None,
 ) -> tuple[Loop, Loop]:
     """Both loops, pivots by tokens; the plan of the second is over sigma, in the log domain."""
     dtype = lot_meaning.work_dtype(q)
     sigma = pivot_mass.to(dtype)
+    omega = None if pivot_weight is None else pivot_weight.to(dtype)
+    if interleaved:
+        sigma = lot_meaning.by_example(sigma, q.shape[0])
+        omega = None if omega is None else lot_meaning.by_example(omega, q.shape[0])
     log_sigma = torch.where(sigma > 0, sigma.log(), -math.inf)
     loops = []
     for tokens, mask, bias, multiplier, half_steps, tokens_first in (
@@ -719,7 +745,8 @@ def _lot(
         loops.append((scores, loop))
     (_, first), (scores, second) = loops
     over = second.f - torch.where(log_sigma == -math.inf, 0.0, log_sigma)
-    return first, replace(second, kernel=_kernel(scores, over, second.g))
+    kernel = _kernel(scores, over, second.g)
+    return first, replace(second, kernel=kernel if omega is None else kernel * omega[..., None])
 
 
 def lot(
@@ -732,8 +759,8 @@ def lot(
     *settings: Any,
 ) -> Tensor:
     """Arguments and result as operators.lot.lot."""
-    *loops, output_factor = settings
-    first, second = _lot(q, k, keep, query_keep, key_bias, *loops)
+    loops, (output_factor, *glue) = settings[:8], settings[8:]
+    first, second = _lot(q, k, keep, query_keep, key_bias, *loops, *glue)
     values = second.apply(clean_values(v, keep).to(second.kernel.dtype))  # [B, H, R, E]
     out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
     out = out * _token_factor(output_factor, q, k, keep, query_keep)
@@ -749,8 +776,8 @@ def lot_attention(
     *settings: Any,
 ) -> Tensor:
     """Arguments and result as operators.lot.lot_attention."""
-    *loops, output_factor = settings
-    first, second = _lot(q, k, keep, query_keep, key_bias, *loops)
+    loops, (output_factor, *glue) = settings[:8], settings[8:]
+    first, second = _lot(q, k, keep, query_keep, key_bias, *loops, *glue)
     dense = first.plan().transpose(-1, -2) @ second.plan()
     dense = dense * _token_factor(output_factor, q, k, keep, query_keep)
     return lot_meaning.masked(dense, keep, query_keep).to(q.dtype)

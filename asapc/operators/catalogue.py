@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 SCORES = ("keep", "bias")
 POINTS = ("keep", "query_keep")
+MARGINALS = ("log_mu", "log_nu")
 
 
 @dataclass(frozen=True)
 class Operator:
-    """name: of the registered operator and its reference; the map is `<name>_attention`.
+    """name: of the registered operator and its reference; the map is `<name>_attention`, or `<name>` of
+    one that is given scores, which gives nothing else.
 
     reference:  the module that has both in plain PyTorch.
     operands:   what a site sees besides queries and keys, as in SiteTensors.
@@ -31,6 +33,7 @@ class Operator:
     size:       the recipe's key for how large it is.
     applies:    whether it multiplies values itself; the map alone otherwise.
     plain:      why it has no kernels; asapc.kernels.library has them otherwise.
+    scored:     whether it is given scores; queries and keys otherwise.
     """
 
     name: str
@@ -41,6 +44,12 @@ class Operator:
     size: str = ""
     applies: bool = True
     plain: str = ""
+    scored: bool = False
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """Its first arguments."""
+        return ("scores",) if self.scored else ("q", "k")
 
     @property
     def forms(self) -> tuple[bool, ...]:
@@ -53,7 +62,7 @@ class Operator:
         return tuple(self.name_of(dense) for dense in self.forms)
 
     def name_of(self, dense: bool) -> str:
-        return f"{self.name}_attention" if dense else self.name
+        return f"{self.name}_attention" if dense and not self.scored else self.name
 
     def overload(self, dense: bool) -> Any:
         """The registered operator. dense: the one that gives the map."""
@@ -84,6 +93,10 @@ OPERATORS: Mapping[str, Operator] = {
             fitted_to=("sinkhorn", "esp_soft"), size="slices",
         ),
         Operator("esp_soft", "asapc.operators.esp", POINTS, convention="asapc.ir:EspConvention"),
+        Operator(
+            "plan", "asapc.operators.plan", MARGINALS, convention="asapc.ir:PlanConvention",
+            applies=False, scored=True,
+        ),
         Operator(
             "esp_released_hard", "asapc.operators.esp", POINTS, fitted_to=("esp_soft",), applies=False
         ),

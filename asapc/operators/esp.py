@@ -1,8 +1,8 @@
 """Expected sliced plans: attention is a weighted mean of one plan per slice (ESPFormer).
 
     x_l = q theta_l, y_l = k theta_l;  A_l, B_l sort them, largest first;  P_l = A_l' I B_l
-    D_l = sum_ij C_ij P_l,ij,  C_ij = |q_i - k_j| or its square;  w = softmax(-tau D)
-    A = factor sum_l w_l P_l
+    D_l = sum_ij C_ij P_l,ij,  C_ij = |q_i - k_j| or its square;  w_l ~ omega_l exp(-tau D_l), sum 1
+    A = factor N^a M^b sum_l w_l P_l
 
 Soft: A_l and B_l are SoftSort matrices, and only one slice's N x M matrices exist at a time.
 Hard: they are permutations, or where tokens tie averages of them (Eq. 5), which are never formed:
@@ -45,6 +45,17 @@ from asapc.operators.ranks import (
     spread,
 )
 from asapc.operators.sinkhorn import clean_values, widen
+
+ENTRIES = 1 << 18  # of the plans that are formed at once; a plan with more is formed alone
+
+
+def with_lengths(output_factor: float, q: Tensor, k: Tensor, query_power: int, key_power: int) -> float:
+    """factor N^a M^b; no length counts as less than 1."""
+    if query_power:
+        output_factor = output_factor * float(max(1, q.shape[2])) ** query_power
+    if key_power:
+        output_factor = output_factor * float(max(1, k.shape[2])) ** key_power
+    return output_factor
 
 
 def soft_sort(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
@@ -122,33 +133,47 @@ def expected_plan(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    slice_weight: Tensor | None,
     plan_of: Callable[[Clouds, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """factor sum_l w_l P_l, times v if given, by an online softmax over the slices.
 
-    plan_of: (clouds, x [B, H, N], y [B, H, M]) -> P [B, H, N, M] of one slice.
+    plan_of: (clouds, x [B, G, N], y [B, G, M]) -> P [B, G, N, M] of one slice of G heads, or of several
+    slices of some: as many at once as make small tensors.
     Costs meet tau only as differences, which is what keeps the digits of small weights.
     """
     clouds = clouds_of(q, k, keep, query_keep, slices)
     values = None if v is None else clean_values(widen(v), keep)
     cost = cost_matrix(clouds.q, clouds.k, squared_cost)
-    tau = inverse_temperature.to(cost.dtype).view(-1, 1, 1)
-    count = active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
+    tau = inverse_temperature.to(cost.dtype).view(-1, 1)
+    count = active(clouds.query_keep, clouds.q).view(-1, 1, 1)
 
-    def slice_of(x: Tensor, y: Tensor, cost: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        plan = plan_of(clouds, x, y).to(cost.dtype)
-        slice_cost = (cost * plan).sum((-1, -2))[..., None, None]  # [B, H, 1, 1]
-        return slice_cost / count if mean_cost else slice_cost, plan if v is None else plan @ v
+    def some_slices(
+        x: Tensor, y: Tensor, omega: Tensor | None, cost: Tensor, v: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Their lowest cost and, relative to it, the sum of their weights and that of P or P v."""
+        plans = plan_of(clouds, x.flatten(1, 2), y.flatten(1, 2)).to(cost.dtype)
+        plans = plans.unflatten(1, x.shape[1:3])  # [B, H, slices, N, M]
+        costs = (cost[:, :, None] * plans).sum((-1, -2))  # [B, H, slices]
+        costs = costs / count if mean_cost else costs
+        least = costs.detach().amin(-1, keepdim=True)
+        weights = torch.exp(-tau * (costs - least))
+        weights = weights if omega is None else weights * omega.to(weights.dtype)
+        mixed = (weights[..., None, :] @ plans.flatten(3)).view(cost.shape)
+        return least[..., None], weights.sum(-1)[..., None, None], mixed if v is None else mixed @ v
 
     width = clouds.k.shape[2] if values is None else values.shape[3]
     result = total = lowest = cost.new_zeros(*clouds.q.shape[:3], width)
-    for index in range(clouds.num_slices):
-        x, y = clouds.x[:, :, index], clouds.y[:, :, index]
-        slice_cost, moved = recomputed(slice_of, x, y, cost, values)
-        before = slice_cost.detach() if index == 0 else lowest
-        lowest = torch.minimum(before, slice_cost.detach())
-        kept, weight = torch.exp(-tau * (before - lowest)), torch.exp(-tau * (slice_cost - lowest))
-        result, total = result * kept + weight * moved, total * kept + weight
+    together = max(1, ENTRIES // max(1, cost.numel()))
+    tau_of_sums = tau[..., None]
+    for start in range(0, clouds.num_slices, together):
+        x, y = (lines[:, :, start : start + together] for lines in (clouds.x, clouds.y))
+        omega = None if slice_weight is None else slice_weight[..., start : start + together]
+        least, weight, mixed = recomputed(some_slices, x, y, omega, cost, values)
+        before = least if start == 0 else lowest
+        lowest = torch.minimum(before, least)
+        kept, share = (torch.exp(-tau_of_sums * (bound - lowest)) for bound in (before, least))
+        result, total = result * kept + share * mixed, total * kept + share * weight
     return close(result / total, keep, query_keep, output_factor)
 
 
@@ -177,17 +202,23 @@ def esp_soft(
     mean_cost: bool,
     output_factor: float,
     coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """A v for the map of the soft plans: [B, H, N, E] in v's dtype.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
     on active tokens; slices: theta [L, D] or [H, L, D], None for the D axes; inverse_temperature: tau
-    [1] or [H]; mean_cost: D_l is divided by the number of active queries; coupling: of unequal numbers.
+    [1] or [H]; mean_cost: D_l is divided by the number of active queries; coupling: of unequal numbers;
+    slice_weight: omega [L] or [H, L], 1 if None; query_power, key_power: a and b, N and M with padding.
     Memory O(N M + N E); a gradient keeps O(L N E) and computes every plan again.
     """
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return expected_plan(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
+        output_factor, slice_weight,
+        _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
     ).to(v.dtype)  # fmt: skip
 
 
@@ -203,11 +234,16 @@ def esp_soft_attention(
     mean_cost: bool,
     output_factor: float,
     coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """The map itself, [B, H, N, M] in q's dtype.  Arguments as esp_soft."""
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return expected_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
+        output_factor, slice_weight,
+        _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
     ).to(q.dtype)  # fmt: skip
 
 
@@ -223,6 +259,9 @@ def esp_released_hard_attention(
     mean_cost: bool,
     output_factor: float,
     coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """The map [B, H, N, M] of the released code's `hard` flag: every SoftSort row becomes its top entry.
 
@@ -234,9 +273,10 @@ def esp_released_hard_attention(
         chosen = torch.zeros_like(soft).scatter(-1, soft.argmax(-1, keepdim=True), 1.0)
         return chosen.masked_fill(soft == 0, 0.0)  # rows of padded tokens stay empty
 
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return expected_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, _soft(coupling, top),
+        output_factor, slice_weight, _soft(coupling, top),
     ).to(q.dtype)  # fmt: skip
 
 
@@ -251,6 +291,7 @@ def hard_plan(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
+    slice_weight: Tensor | None,
     coupling: Coupling,
     ties: Ties,
 ) -> Tensor:
@@ -259,7 +300,7 @@ def hard_plan(
     Where a map is wanted and tokens tie, and while a CUDA graph is recorded, which must not depend on
     the data, the plans are formed; else keys are gathered.
     """
-    settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
+    settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor, slice_weight)
     masked = keep is not None or query_keep is not None
 
     def formed() -> Tensor:
@@ -282,7 +323,7 @@ def hard_plan(
         return formed()
     cost = matched_costs(clouds, *ordered, matching, coupling, squared_cost)
     count = active(clouds.query_keep, clouds.q)[:, None, None]
-    weights = slice_weights(cost, inverse_temperature, count, mean_cost)
+    weights = slice_weights(cost, inverse_temperature, count, mean_cost, slice_weight)
     weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
     if v is None:
         result = scatter_sum(matching, width, weights)
@@ -328,6 +369,9 @@ def esp_hard(
     output_factor: float,
     coupling: Coupling = "interpolated",
     ties: Ties = "shared",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """A v for the map of the plans sorted exactly: [B, H, N, E] in v's dtype.
 
@@ -336,9 +380,10 @@ def esp_hard(
     O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix; where different points tie and share,
     their cost takes D for every tied pair.
     """
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return hard_plan(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, coupling, ties,
+        output_factor, slice_weight, coupling, ties,
     ).to(v.dtype)  # fmt: skip
 
 
@@ -354,9 +399,13 @@ def esp_hard_attention(
     output_factor: float,
     coupling: Coupling = "interpolated",
     ties: Ties = "shared",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
     """The map itself, [B, H, N, M] in q's dtype, for those who want to see it.  Arguments as esp_hard."""
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
     return hard_plan(
         q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, coupling, ties,
+        output_factor, slice_weight, coupling, ties,
     ).to(q.dtype)  # fmt: skip

@@ -2,7 +2,9 @@
 
     S1_ri = query_multiplier z_r.q_i               Gamma1: the finite loop between pivots and queries
     S2_rj = key_multiplier z_r.k_j + key_bias_rj   Gamma2: the finite loop between pivots and keys
-    A     = factor * Gamma1' diag(1 / sigma) Gamma2,  applied as Gamma1' ((Gamma2 v) / sigma)
+    A     = factor * Gamma1' diag(omega / sigma) Gamma2,  applied as Gamma1' (omega (Gamma2 v) / sigma)
+
+omega is 1: features over the roots of masses that the loops do not have leave another.
 
 Both loops start from zero duals. Active queries weigh mu_i = 1/n_q, active keys nu_j = 1/n_k, padded
 tokens nothing: a dual of theirs is -inf from the start, so that no pivot ever sees them. Time and
@@ -39,22 +41,28 @@ def lot(
     key_half_steps: int,
     keys_first: bool,
     output_factor: Sequence[float],
+    interleaved: bool = False,
+    pivot_weight: Tensor | None = None,
 ) -> Tensor:
     """A v: [B, H, N, E] in v's dtype, 0 at padded queries and where an example has no active key.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
     on active tokens; key_bias: [B|1, H|1, 1|R, M], in units of epsilon: positions p_j added to the keys
     are z_r.p_j; pivots: [H, R, D]; pivot_mass: sigma [H, R], rows sum to 1 (a pivot of mass 0 takes
-    no part).  queries_first, keys_first: the first half-step is on the tokens' side, not the pivots'.
+    no part); pivot_weight: omega [H, R], 1 if None.
+    queries_first, keys_first: the first half-step is on the tokens' side, not the pivots'.
     output_factor: (coefficient, a, b, c) for factor = coefficient n_q^a n_k^b N^c; n counts active
     tokens, N all queries.
+    interleaved: head h of example b has row (b H + h) // B of sigma and omega, not row h: so has it code
+    that merges examples and heads into one axis and repeats each row B times.
     Source: LOTFormer, Eq. 4.
     """
     if k.shape[2] == 0 or q.shape[2] == 0:
         return v.new_zeros((*q.shape[:3], v.shape[3]))
     first, second = _plans(
         q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
-        query_half_steps, queries_first, key_half_steps, keys_first,
+        query_half_steps, queries_first, key_half_steps, keys_first, interleaved,
+        pivot_weight,
     )  # fmt: skip
     values = second @ _clean(v, keep).to(second.dtype)  # [B, H, R, E]
     out = first.transpose(-1, -2) @ values
@@ -77,13 +85,16 @@ def lot_attention(
     key_half_steps: int,
     keys_first: bool,
     output_factor: Sequence[float],
+    interleaved: bool = False,
+    pivot_weight: Tensor | None = None,
 ) -> Tensor:
     """The dense map A: [B, H, N, M] in q's dtype, 0 on padded tokens.  Arguments as `lot`."""
     if k.shape[2] == 0 or q.shape[2] == 0:
         return q.new_zeros((*q.shape[:3], k.shape[2]))
     first, second = _plans(
         q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
-        query_half_steps, queries_first, key_half_steps, keys_first,
+        query_half_steps, queries_first, key_half_steps, keys_first, interleaved,
+        pivot_weight,
     )  # fmt: skip
     dense = first.transpose(-1, -2) @ second
     dense = dense * token_factor(output_factor, q, k, keep, query_keep)
@@ -104,15 +115,25 @@ def _plans(
     queries_first: bool,
     key_half_steps: int,
     keys_first: bool,
+    interleaved: bool,
+    pivot_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gamma1 [B, H, R, N] and diag(1 / sigma) Gamma2 [B, H, R, M]."""
+    """Gamma1 [B, H, R, N] and diag(omega / sigma) Gamma2 [B, H, R, M]."""
     dtype = work_dtype(q)
+    if interleaved:
+        pivot_mass = by_example(pivot_mass, q.shape[0])
+        pivot_weight = None if pivot_weight is None else by_example(pivot_weight, q.shape[0])
     first_scores = pivot_scores(q, query_keep, None, pivots, query_multiplier, dtype)
     second_scores = pivot_scores(k, keep, key_bias, pivots, key_multiplier, dtype)
-    return (
-        pivot_plan(first_scores, query_keep, pivot_mass, query_half_steps, queries_first, False),
-        pivot_plan(second_scores, keep, pivot_mass, key_half_steps, keys_first, True),
-    )
+    first = pivot_plan(first_scores, query_keep, pivot_mass, query_half_steps, queries_first, False)
+    second = pivot_plan(second_scores, keep, pivot_mass, key_half_steps, keys_first, True)
+    return first, second if pivot_weight is None else second * pivot_weight.to(dtype)[..., None]
+
+
+def by_example(table: Tensor, batch: int) -> Tensor:
+    """[B, H, R], of example b and head h row (b H + h) // B of the table [H, R]."""
+    rows = torch.arange(batch * table.shape[0], device=table.device)
+    return table[rows // batch].reshape(batch, *table.shape)
 
 
 def pivot_scores(
@@ -146,9 +167,10 @@ def pivot_plan(
 ) -> Tensor:
     """Gamma [B, H, R, N] after `half_steps` half-steps from zero duals; 0 on padded tokens.
 
-    scores: [B, H, R, N]; keep: [B, N]; pivot_mass: [H, R].  over_mass: diag(1 / sigma) Gamma, which
-    holds where sigma itself is too small for 1 / sigma.  Where no token is active all are: the caller
-    masks what comes of it.  Source: LOTFormer, Eqs. 1 and 2, a finite number of half-steps.
+    scores: [B, H, R, N]; keep: [B, N]; pivot_mass: [H, R] or [B, H, R].  over_mass: diag(1 / sigma)
+    Gamma, which holds where sigma itself is too small for 1 / sigma.  Where no token is active
+    all are: the caller masks what comes of it.
+    Source: LOTFormer, Eqs. 1 and 2, a finite number of half-steps.
     """
     pivot_mass = pivot_mass.to(scores.dtype)
     massless = pivot_mass <= 0

@@ -386,13 +386,22 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def slice_weights(
-    cost: Tensor, inverse_temperature: Tensor, count: Tensor | int, mean_cost: bool
+    cost: Tensor,
+    inverse_temperature: Tensor,
+    count: Tensor | int,
+    mean_cost: bool,
+    slice_weight: Tensor | None = None,
 ) -> Tensor:
-    """softmax(-tau D) over the slices.  cost: [B, H, L] in float64; count: of the queries."""
+    """omega exp(-tau D) over its sum over the slices.  cost: [B, H, L] in float64; count: of the queries;
+    slice_weight: [L] or [H, L]."""
     if mean_cost:
         cost = cost / count
     tau = inverse_temperature.to(cost.dtype)[:, None]
-    return torch.softmax(-tau * (cost - cost.detach().amin(-1, keepdim=True)), -1)
+    weights = torch.softmax(-tau * (cost - cost.detach().amin(-1, keepdim=True)), -1)
+    if slice_weight is None:
+        return weights
+    weights = weights * slice_weight.to(weights.dtype)
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def gather_sum(matching: Matching, v: Tensor, weights: Tensor) -> Tensor:

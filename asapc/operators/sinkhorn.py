@@ -68,7 +68,20 @@ def run_half_steps(
     scores: Tensor, f: Tensor, g: Tensor, half_steps: int, first_side: Side, keep: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`half_steps` alternating c-transforms from the duals (f, g), the first one on `first_side`."""
-    log_mu, log_nu = log_marginals(scores.shape[-2], scores.shape[-1], keep, scores)
+    marginals = log_marginals(scores.shape[-2], scores.shape[-1], keep, scores)
+    return alternate(scores, f, g, half_steps, first_side, *marginals)
+
+
+def alternate(
+    scores: Tensor,
+    f: Tensor,
+    g: Tensor,
+    half_steps: int,
+    first_side: Side,
+    log_mu: Tensor,
+    log_nu: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The same with marginals that are given, broadcastable to f [B, H, N] and g [B, H, M]."""
     for step in range(half_steps):
         if (step % 2 == 0) == (first_side == "row"):
             f = close_rows(scores, g, log_mu)

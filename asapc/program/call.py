@@ -117,12 +117,14 @@ class Call:
     """A captured call and what it returned.
 
     limits: least and most of the free sizes that have any.
+    neutral: tensors that may be None instead: masks that hide nothing then, 0 or True everywhere.
     """
 
     parameters: tuple[Parameter, ...]
     output: Tree
     tensors: tuple[Tensors, ...] = ()
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    neutral: tuple[int, ...] = ()
 
     def signature(self) -> inspect.Signature:
         """As of the forward."""
@@ -148,19 +150,25 @@ class Call:
                 value = given[parameter.name]
                 if parameter.kind == "VAR_KEYWORD":
                     value = _said(parameter.captured, value)
+                if value is None and self._is_neutral(parameter.captured):
+                    continue
                 problem = _taken(parameter.captured, value, flat, counts, parameter.name)
                 if problem is not None:
                     return flat, problem
+            elif self._is_neutral(parameter.captured):
+                continue
             elif parameter.captured != parameter.default:
                 text = f"{parameter.name} was captured as {shown(parameter.captured)}, and is left out"
                 return flat, text
         problem = self._sizes(flat, counts)
         return flat, problem
 
-    def _sizes(self, flat: Sequence[Tensor], counts: Sequence[tuple[str, Any, str]]) -> str | None:
+    def _sizes(self, flat: list[Any], counts: Sequence[tuple[str, Any, str]]) -> str | None:
         seen: dict[str, Any] = {}
         for index, (like, tensor) in enumerate(zip(self.tensors, flat, strict=True)):
             problem = None
+            if tensor is None:
+                continue
             if kind_of(tensor.dtype) != like.kind:
                 problem = f"was captured as a tensor of {like.kind}, and is {tensor.dtype}"
             elif tensor.dim() != len(like.sizes):
@@ -169,26 +177,36 @@ class Call:
                 problem = f"was captured as the very tensor that {self._name(like.same_as)} is"
             if problem is not None:
                 return f"{self._name(index)} {problem}"
-            for axis, size in enumerate(like.sizes):
-                found = tensor.shape[axis]
-                if isinstance(size, int):
-                    expected = size
-                elif size in seen:
-                    expected = seen[size]
-                else:
-                    seen[size] = expected = found
-                    low, high = self.limits.get(size, (0, MOST))
-                    if (low > 0 and found < low) or (high < MOST and found > high):
-                        return (
-                            f"{self._name(index)}: size {axis} is {found}, outside the range {low} to "
-                            f"{high if high < MOST else 'any'} that the program was captured for"
-                        )
-                if found != expected:
-                    return f"{self._name(index)}: size {axis} was captured as {expected}, and is {found}"
+            problem = other_size(like, tensor, self.limits, seen)
+            if problem is not None:
+                return f"{self._name(index)}: {problem}"
         for name, count, argument in counts:
             if name not in seen or seen[name] != count:
                 return f"{argument} was captured as a size of the other arguments, and is {count}"
+        return self._fill(flat, seen)
+
+    def _is_neutral(self, captured: Tree) -> bool:
+        return isinstance(captured, Leaf) and captured.index in self.neutral
+
+    def _fill(self, flat: list[Any], seen: Mapping[str, Any]) -> str | None:
+        """Put masks that hide nothing where None was given, of the sizes of the other arguments."""
+        like = next((t for t in flat if t is not None and t.is_floating_point()), None)
+        for index in self.neutral:
+            if flat[index] is not None:
+                continue
+            named = self.tensors[index].sizes
+            sizes: list[Any] = [seen.get(size) if isinstance(size, str) else size for size in named]
+            if like is None or None in sizes:
+                return f"{self._name(index)} was captured as a tensor, and is None"
+            if self.tensors[index].kind == "bool":
+                flat[index] = torch.ones(sizes, dtype=torch.bool, device=like.device)
+            else:
+                flat[index] = torch.zeros(sizes, dtype=like.dtype, device=like.device)
         return None
+
+    def sizes(self) -> str:
+        """The sizes that it holds for, in words."""
+        return sizes_text([self._name(i) for i in range(len(self.tensors))], self.tensors, self.limits)
 
     def _name(self, index: int) -> str:
         """The argument that holds the index-th tensor."""
@@ -215,6 +233,7 @@ class Call:
                 for tensor in self.tensors
             ],
             "limits": {name: list(ends) for name, ends in self.limits.items()},
+            **({"neutral": list(self.neutral)} if self.neutral else {}),
         }  # fmt: skip
 
     @classmethod
@@ -233,7 +252,10 @@ class Call:
             for item in data["tensors"]
         )
         limits = {str(name): (int(low), int(high)) for name, (low, high) in data["limits"].items()}
-        call = cls(parameters, tree_from_json(data["output"]), tensors, limits)
+        neutral = tuple(data.get("neutral", ()))
+        if not all(type(index) is int and 0 <= index < len(tensors) for index in neutral):
+            raise ValueError("a neutral mask is one of the tensors")
+        call = cls(parameters, tree_from_json(data["output"]), tensors, limits, neutral)
         call.signature()  # ValueError for parameters that no function has
         places = [leaf.index for parameter in parameters for leaf in leaves(parameter.captured)]
         if sorted(places) != list(range(len(tensors))):
@@ -549,6 +571,46 @@ def known_of(
         same = None if same_as is None else same_as[index]
         known.append(Tensors(kind_of(value.dtype), tuple(sizes), same))
     return tuple(known), limits
+
+
+def other_size(
+    like: Tensors, tensor: Tensor, limits: Mapping[str, tuple[int, int]], seen: dict[str, Any]
+) -> str | None:
+    """Which size of a tensor is not as captured, or None.  seen: what the free sizes are in this call."""
+    for axis, size in enumerate(like.sizes):
+        found = tensor.shape[axis]
+        if isinstance(size, int):
+            expected = size
+        elif size in seen:
+            expected = seen[size]
+        else:
+            seen[size] = expected = found
+            low, high = limits.get(size, (0, MOST))
+            if (low > 0 and found < low) or (high < MOST and found > high):
+                return (
+                    f"size {axis} is {found}, outside the range {low} to "
+                    f"{high if high < MOST else 'any'} that the program was captured for"
+                )
+        if found != expected:
+            return f"size {axis} was captured as {expected}, and is {found}"
+    return None
+
+
+def sizes_text(
+    names: Sequence[str], tensors: Sequence[Tensors], limits: Mapping[str, tuple[int, int]]
+) -> str:
+    """ "x [any, 6 to 25, 64], mask [any, 6 to 25]" """
+
+    def one(size: int | str) -> str:
+        if isinstance(size, int):
+            return str(size)
+        low, high = limits.get(size, (0, MOST))
+        if high < MOST:
+            return f"{low} to {high}" if low else f"up to {high}"
+        return f"from {low}" if low else "any"
+
+    pairs = zip(names, tensors, strict=True)
+    return ", ".join(f"{name} [{', '.join(map(one, tensor.sizes))}]" for name, tensor in pairs)
 
 
 def leaves(tree: Tree | None) -> Iterator[Leaf]:

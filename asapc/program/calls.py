@@ -35,18 +35,23 @@ CALLS: Mapping[Any, tuple[Operator, bool]] = {
 
 @dataclass(frozen=True)
 class Operands:
-    """The operator call of one site: its operands as nodes (None if absent), its settings by name."""
+    """The operator call of one site: its operands as nodes (None if absent), its settings by name.
+
+    q: the scores, where it is given those.
+    """
 
     site: str
     call: Node
     operator: Operator
     q: Node
-    k: Node
+    k: Node | None
     values: Node | None
     keep: Node | None
     bias: Node | None
     query_keep: Node | None
     settings: Mapping[str, Any]
+    log_mu: Node | None = None
+    log_nu: Node | None = None
 
     @property
     def dense(self) -> bool:
@@ -60,11 +65,16 @@ class Operands:
 
 
 def put_call(
-    graph: Graph, operator: Operator, q: Node, k: Node, values: Node | None, rest: Mapping[str, Any]
-) -> Node:
-    """A call in a graph: A v, or the map A where there are no values.  rest: other arguments by name."""
+    graph: Graph, operator: Operator, q: Node, k: Node | None, values: Node | None,
+    rest: Mapping[str, Any],
+) -> Node:  # fmt: skip
+    """A call in a graph: A v, or the map A where there are no values.  rest: other arguments by name.
+
+    q: the scores of an operator that is given those.
+    """
     dense = values is None or not operator.applies
-    arguments = {"q": q, "k": k, **({} if dense else {"v": values}), **rest}
+    points = dict(zip(operator.points, (q, k), strict=False))
+    arguments = {**points, **({} if dense else {"v": values}), **rest}
     target = operator.overload(dense)
     call = graph.call_function(target, ordered(target, arguments))
     if values is None or not dense:
@@ -101,12 +111,14 @@ def operator_calls(graph: GraphModule) -> list[Operands]:
 def _read(node: Node) -> Operands:
     operator, dense = CALLS[node.target]
     settings = by_name(node.target, node.args)
-    q, k, values = (settings.pop(name, None) for name in ("q", "k", "v"))
+    q, k, *_ = *(settings.pop(name) for name in operator.points), None
+    values = settings.pop("v", None)
     operands = {name: settings.pop(name) for name in operator.operands}
     seen = {name: x if isinstance(x, Node) else None for name, x in operands.items()}
     return Operands(
         str(node.meta.get(SITE, "")), node, operator, q, k, None if dense else values,
-        seen["keep"], seen.get("bias"), seen.get("query_keep"), settings,
+        seen.get("keep"), seen.get("bias"), seen.get("query_keep"), settings, seen.get("log_mu"),
+        seen.get("log_nu"),
     )  # fmt: skip
 
 
@@ -138,11 +150,14 @@ def name_calls(graph: GraphModule, sites: Sequence[str]) -> bool:
 
 
 def tapped(lifted: Program, record: Callable[..., None]) -> GraphModule:
-    """The lifted graph that also calls record(site, *fields of SiteTensors) at each of its sites."""
+    """The lifted graph that also calls record(site, *fields of SiteTensors) at each of its sites.
+
+    None stands for the keys of a site that is given its scores.
+    """
     graph, _ = copied(lifted.graph)
     for o in operator_calls(graph):
         with graph.graph.inserting_before(o.call):
-            seen = (o.site, o.q, o.k, o.keep, o.bias, o.query_keep, o.values)
+            seen = (o.site, o.q, o.k, o.keep, o.bias, o.query_keep, o.values, o.log_mu, o.log_nu)
             graph.graph.call_function(record, seen)
     graph.recompile()
     return graph
@@ -153,14 +168,15 @@ def site_function(
 ) -> SiteFunction:
     """A site by itself: (what it sees, values or None for the map) -> output.
 
-    unit: with an output factor that makes rows sum to 1.  plain: the operator's plain PyTorch reference
-    instead of its kernels.
+    unit: with an output factor that makes rows sum to 1, and no logarithm.  plain: the operator's plain
+    PyTorch reference instead of its kernels.
     """
     graph, o = call_of(programs, site)
     settings = dict(o.settings)
     if unit:
         factor = settings["output_factor"]
         settings["output_factor"] = 1.0 if isinstance(factor, float) else [1.0, 1.0, 0.0, 0.0]
+        settings |= {"log": False} if "log" in settings else {}
     if o.operator.name == "asap":
         return _amortised(graph, o, settings)
     settings = {name: attribute(graph, x) if isinstance(x, Node) else x for name, x in settings.items()}
@@ -176,13 +192,17 @@ def site_function(
 def apply_operator(
     operator: Operator, t: SiteTensors, v: Tensor | None, settings: Mapping[str, Any], plain: bool = False
 ) -> Tensor:
-    """An operator on a site's tensors: A v, or the map A where v is None.  plain: its reference."""
+    """An operator on a site's tensors: A v, or the map A where v is None.  plain: its reference.
+
+    What is given scores gives its plan, whatever is done with that.
+    """
     dense = v is None or not operator.applies
     call = operator.reference_of(dense) if plain else operator.overload(dense)
     seen = {name: getattr(t, name) for name in operator.operands}
     values = {} if dense else {"v": v}
-    result: Tensor = call(q=t.q, k=t.k, **values, **seen, **settings)
-    return result @ v if dense and v is not None else result
+    points = dict(zip(operator.points, (t.q, t.k), strict=False))
+    result: Tensor = call(**points, **values, **seen, **settings)
+    return result @ v if dense and v is not None and not operator.scored else result
 
 
 def times_share(result: Tensor, keep: Tensor | None) -> Tensor:

@@ -133,8 +133,13 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def traced_inputs(module: GraphModule) -> list[Tensor]:
     """The tensors that an exported program takes, as its trace has them."""
-    values = (node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder")
-    return [value for value in values if isinstance(value, Tensor)]
+    return [node.meta["val"] for node in traced_places(module)]
+
+
+def traced_places(module: GraphModule) -> list[Node]:
+    """The placeholders of those."""
+    places = (node for node in module.graph.nodes if node.op == "placeholder")
+    return [node for node in places if isinstance(node.meta.get("val"), Tensor)]
 
 
 def sweep(graph: Graph) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asapc.errors import InputError
+from asapc.errors import BranchError, InputError
 from asapc.program.call import Call, rebuilt, shortened, types_at_hand
 from asapc.program.code import GraphCode
 
@@ -236,7 +236,13 @@ class Forward:
             problem = self._another()
         if problem is not None:
             return self._otherwise(problem, args, kwargs)
-        return rebuilt(self.call.output, self.code(self.module, flat), self.types)
+        try:
+            found = self.code(self.module, flat)
+        except BranchError as branch:
+            if not self.live:
+                raise
+            return self._otherwise(f"{branch.rule}: here it is not", args, kwargs)
+        return rebuilt(self.call.output, found, self.types)
 
     def _otherwise(self, problem: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self.live:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.faults import CAUSES, argument_names, data_fault
 from asapc.ir import Program, SiteTensors
+from asapc.program.call import Tensors, known_of, other_size, sizes_text
 from asapc.program.calls import tapped
+from asapc.program.code import traced_places
 
 
 class Runner:
@@ -30,6 +34,7 @@ class Runner:
         self.model = model
         self.gradients = gradients
         self.graphs: dict[str, nn.Module] = {p.name: p.graph for p in programs}
+        self.limited = [limited for p in programs if (limited := _Limited.of(p)) is not None]
         if model is None and "" not in self.graphs:
             raise ValueError("a program of the whole model, or a model, is needed")
 
@@ -46,12 +51,51 @@ class Runner:
             raise fault from error
 
     def _call(self, batch: Batch) -> Any:
-        with torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()):
+        grad = torch.set_grad_enabled(self.gradients and torch.is_grad_enabled())
+        with grad, contextlib.ExitStack() as stack:
+            for limited in self.limited:
+                stack.callback(limited.program.graph.register_forward_pre_hook(
+                    limited, prepend=True, with_kwargs=True
+                ).remove)  # fmt: skip
             if "" in self.graphs:
                 return self.graphs[""](*batch.args, **batch.kwargs)
             assert self.model is not None
             with installed(self.model, self.graphs):
                 return self.model(*batch.args, **batch.kwargs)
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """A forward pre-hook of a program that holds for some sizes alone."""
+
+    program: Program
+    names: tuple[str, ...]
+    tensors: tuple[Tensors, ...]
+    limits: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, program: Program) -> _Limited | None:
+        """None where it holds for all sizes that it was not traced with as numbers."""
+        nodes = traced_places(program.graph)
+        known, limits = known_of([node.meta["val"] for node in nodes])
+        return cls(program, tuple(node.name for node in nodes), known, limits) if limits else None
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if len(given) != len(self.names):
+            return
+        seen: dict[str, Any] = {}
+        for name, like, tensor in zip(self.names, self.tensors, given, strict=True):
+            if tensor.dim() != len(like.sizes):
+                continue  # the program itself says what it takes
+            problem = other_size(like, tensor, self.limits, seen)
+            if problem is not None:
+                where = f"{self.program.name}: " if self.program.name else ""
+                raise InputError(
+                    f"{where}the program holds for {sizes_text(self.names, self.tensors, self.limits)}",
+                    got=f"{name}: {problem}",
+                    help="the code branches on a size, and a program takes one way: keep to such sizes",
+                )
 
 
 class Tap:
@@ -71,8 +115,11 @@ class Tap:
         output = self._run(batch)
         return output, [self._seen[site] for site in self._sites]
 
-    def _record(self, site: str, *tensors: Any) -> None:
-        self._seen[site] = SiteTensors(*tensors)
+    def _record(self, site: str, q: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
+        seen = SiteTensors.of_scores(q) if k is None else SiteTensors(q, k)
+        names = [field.name for field in fields(SiteTensors)][2:-1]  # all that are tensors
+        tensors: dict[str, Any] = dict(zip(names, others, strict=True))
+        self._seen[site] = replace(seen, **tensors)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ class ModelReport(Measured, Record):
     source: str | None = optional()
     capture: Annotated[str | None, {"enum": ["whole", "module"]}] = optional()
     data: str | None = optional()
+    sizes: str | None = optional()
     values: Mapping[str, Any] = rest(
         {metric.key: metric.schema() for metric in of("model")} | {"examples": COUNT, "batch": COUNT}
     )

@@ -55,6 +55,7 @@ def report(
     kwargs: str | None = None,
     examples: int = MEASURED_EXAMPLES,
     trust: bool = False,
+    remote_code: bool = False,
     progress: Progress,
 ) -> Report:
     """Fidelity and speed on up to `examples` examples that calibration and selection have not seen.
@@ -63,7 +64,7 @@ def report(
     artefact has seen belongs to the gate split, or nothing is left to measure on.
     """
     artifact = read_artifact(artifact_path, trust=trust)
-    surrounding = surrounding_model(artifact, model, weights, kwargs)
+    surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
     source = open_data(
         data or recorded_data(artifact.manifest["data"], artifact.folder, "report"), artifact.signature()
     )
@@ -111,6 +112,7 @@ def report(
             "source": artifact.manifest["teacher"]["source"],
             "capture": artifact.capture,
             "data": source.source,
+            **({"sizes": artifact.manifest["sizes"]} if artifact.manifest.get("sizes") else {}),
             "examples": measured,
             "batch": len(first),
             **outputs.metrics(),
@@ -213,6 +215,7 @@ def bench(
     explain: bool = False,
     tune: bool | None = None,
     trust: bool = False,
+    remote_code: bool = False,
     progress: Progress,
 ) -> dict[str, Any]:
     """Median latencies of teacher, lossless and compiled: the whole model and every site.
@@ -225,9 +228,10 @@ def bench(
     if tune is False:
         with without_cache():
             return bench(artifact_path, data, model=model, weights=weights, kwargs=kwargs,
-                         repeats=repeats, explain=explain, trust=trust, progress=progress)  # fmt: skip
+                         repeats=repeats, explain=explain, trust=trust, remote_code=remote_code,
+                         progress=progress)  # fmt: skip
     artifact = read_artifact(artifact_path, trust=trust)
-    surrounding = surrounding_model(artifact, model, weights, kwargs)
+    surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
     source = open_data(
         data or recorded_data(artifact.manifest["data"], artifact.folder, "bench"), artifact.signature()
     )

@@ -15,7 +15,7 @@ from asapc.artifact import Artifact, Stage
 from asapc.features.predictor import transform_plan
 from asapc.formats.records import json_fields
 from asapc.inputs.data import Batch
-from asapc.ir import Convention, SiteTensors
+from asapc.ir import Convention, PlanConvention, SiteTensors
 from asapc.kernels.dispatch import explained
 from asapc.kernels.thresholds import (
     Thresholds,
@@ -132,6 +132,10 @@ def _is_untouched(entry: Mapping[str, Any]) -> bool:
     return bool(entry["operator"] == TEACHER)
 
 
+# What nothing is said of where marginals are given: sums are compared with 1.
+OF_UNIFORM_MARGINALS = ("row_err", "row_err_teacher", "col_err", "col_err_teacher")
+
+
 class SiteFidelity:
     """Streams one site's activations through the teacher's meaning and its compiled operator.
 
@@ -168,8 +172,9 @@ class SiteFidelity:
             self.attention.update(teacher, compiled, t.keep, t.query_keep)
             self.pictures.update(teacher, compiled, t.keep, t.query_keep)
             # Where the model returns the map itself, the keys stand in for the values.
-            values = clean_values(t.k if t.v is None else t.v, t.keep)
-            self.output.update(teacher @ values, compiled @ values)
+            if not isinstance(self.convention, PlanConvention):  # which has no values, nor keys
+                values = clean_values(t.k if t.v is None else t.v, t.keep)
+                self.output.update(teacher @ values, compiled @ values)
             if self.certificates is not None:
                 self.certificates.update(t)
 
@@ -178,6 +183,9 @@ class SiteFidelity:
             **self.attention.metrics(),
             "output_rel_l2": self.output.metrics().get("output_rel_l2"),
         }
+        if isinstance(self.convention, PlanConvention) and not self.convention.balanced:
+            for key in OF_UNIFORM_MARGINALS:
+                metrics.pop(key, None)
         certificates: list[dict[str, Any]] = []
         if self.certificates is not None:
             metrics |= self.certificates.metrics()

@@ -35,6 +35,7 @@ MODEL_LABELS = {
     "capture": "capture",
     "examples": METRIC["examples"].label,
     "data": "data",
+    "sizes": "holds for sizes",
     "batch": "batch size",
     **{metric.key: metric.label for metric in METRICS if metric.label},
     "megabytes_teacher": "file, teacher (MB)",
@@ -144,6 +145,22 @@ def _glued_text(c: Mapping[str, Any]) -> list[str]:
     return [*parts, f"factor {c.get('output_factor')}"]
 
 
+def _plan_text(c: Mapping[str, Any]) -> list[str]:
+    given = [
+        f"{symbol} {_MARGINALS.get(str(kind), kind)}"
+        for symbol, kind in (("mu", c.get("source_marginal")), ("nu", c.get("target_marginal")))
+        if kind != "uniform"
+    ]
+    by_head = c.get("by_head")
+    scales = [] if not by_head else ["times " + " ".join(number(x) for x in by_head) + " by head"]
+    what = "log plan" if c.get("log") else "plan"
+    first, *rest = _loop_text(c)
+    return [f"{what} of given scores", first, *rest, *scales, *given]
+
+
+_MARGINALS = {"constant": "constant", "input": "given"}
+
+
 def _settings_text(c: Mapping[str, Any]) -> list[str]:
     """Of a kind that is not worded above."""
     settings = ((key, value) for key, value in c.items() if key not in ("operator", "mask"))
@@ -152,6 +169,7 @@ def _settings_text(c: Mapping[str, Any]) -> list[str]:
 
 _CONVENTION_TEXTS = {
     "sinkhorn": _loop_text, "esp_soft": _sliced_text, "esp_hard": _sliced_text, "lot": _glued_text,
+    "plan": _plan_text,
 }  # fmt: skip
 _FLAGS = (("bias", "bias"), ("early stop", "early_stop"))
 
@@ -442,10 +460,16 @@ def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
     """What every site became; with an entry `onnx_file` also what model.onnx is."""
     return [
         _choice_table("Compiled", manifest["sites"]),
+        *sizes_table(manifest.get("sizes", "")),
         *refused_table(manifest.get("refused", ())),
         *warnings_table(manifest.get("warnings", ())),
         *(onnx_tables(manifest["onnx_file"]) if "onnx_file" in manifest else []),
     ]
+
+
+def sizes_table(sizes: str) -> list[Table]:
+    """The sizes that a program holds for."""
+    return [Table("Holds for", ("", ""), (("sizes", sizes),))] if sizes else []
 
 
 def _choice_table(title: str, sites: Sequence[Mapping[str, Any]]) -> Table:

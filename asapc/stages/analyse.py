@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asapc.artifact import signature_of
-from asapc.errors import InputError, NoSiteError
+from asapc.errors import InputError, NoSiteError, nothing_found
 from asapc.inputs.data import Batch, DataSource, open_data
 from asapc.inputs.load import example_inputs
 from asapc.inputs.teacher import Teacher
@@ -75,11 +75,13 @@ def analyse_teacher(
 
 def require_sites(analysis: Analysis, progress: Progress) -> None:
     """Tell which layers are left alone.  Raises NoSiteError where that is all of them."""
+    if not analysis.regions:
+        raise nothing_found()
     if not analysis.sites:
         reasons = "; ".join(f"{left.name}: {left.reason}" for left in analysis.left_alone[:4])
         raise NoSiteError(
             "no attention layer of the model can be compiled",
-            got=reasons or "a model without any product of queries and keys",
+            got=reasons,
             help="`asapc inspect` lists every layer with its reason",
         )
     for left in analysis.left_alone:

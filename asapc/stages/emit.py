@@ -30,8 +30,8 @@ from asapc.measure.differences import largest_difference
 from asapc.passes.analyse import Site
 from asapc.passes.candidates import Choice
 from asapc.passes.patches import compiled_modules
-from asapc.program.call import Call, Undescribable, described, known_of, parameters_of
-from asapc.program.code import traced_inputs
+from asapc.program.call import Call, Undescribable, described, known_of, parameters_of, sizes_text
+from asapc.program.code import traced_inputs, traced_places
 from asapc.program.compiled import OwnCodeWarning
 from asapc.program.live import installed_patches
 from asapc.program.runner import Runner
@@ -77,6 +77,7 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         "capture": analysis.capture.kind,
         "call": call_of(c.example.args, c.example.kwargs, names),
         "forward": _forward(teacher, c.compiled[0], c.output) if c.whole else None,
+        "sizes": _sizes(c.compiled),
         "data": places.recorded(c.source.source, out),
         "calibration_order": c.calibration.order,
         "sites": [
@@ -135,6 +136,18 @@ def _forward(teacher: Teacher, program: Program, output: Any) -> dict[str, Any]:
             "the model takes and returns tensors, constants and containers of them", got=problem,
             help="compile a module around it that takes and returns plain containers",
         ) from None  # fmt: skip
+
+
+def _sizes(programs: Sequence[Program]) -> str:
+    """The sizes that the programs hold for, in words; of a module only where a size has limits."""
+    told = []
+    for program in programs:
+        places = traced_places(program.graph)
+        known, limits = known_of([place.meta["val"] for place in places])
+        if limits or not program.name:
+            text = sizes_text([place.name for place in places], known, limits)
+            told.append(f"{program.name}: {text}" if program.name else text)
+    return "; ".join(told)
 
 
 def _manifest_site(site: Site, choice: Choice) -> dict[str, Any]:

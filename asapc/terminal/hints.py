@@ -21,7 +21,7 @@ def command_line(command: str, *arguments: str | Path, **options: str | Path | b
     for name, value in options.items():
         if value is None or value is False:
             continue
-        words.append(f"-{name}" if len(name) == 1 else f"--{name}")
+        words.append(f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}")
         if value is not True:
             words.append(str(value))
     return shlex.join(words)

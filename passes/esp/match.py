@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from asapc.ir import EspConvention, Program
 from asapc.passes.cut import (
     ancestors,
-    constant_value,
+    constant_at,
     depends_on_data,
     descendants,
     is_tensor,
@@ -35,6 +35,7 @@ from asapc.passes.esp.probe import (
 from asapc.passes.esp.site import EspSite
 from asapc.passes.experiment import STABILISED, Experiment, NoFit, outcome
 from asapc.passes.products import (
+    SORTS,
     Canonical,
     KeyMask,
     Product,
@@ -49,9 +50,6 @@ from asapc.passes.site import Found, Place, Unidentified
 aten = torch.ops.aten
 
 LONGER = 9  # up to 16 numbers PyTorch's sort is stable, whether it is asked to be or not
-SORTS = {
-    aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.topk.default,
-}  # fmt: skip
 # A layer's queries and keys are made by linear maps of what one of these gives.
 LAYERS = {
     aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default,
@@ -163,7 +161,7 @@ def _examine(
         kinds = (False,) if convention.ties == "open" else (False, True)
         seen = [trial.masked(sizes[0], tied) for tied in kinds]
         convention = replace(convention, mask="key")
-        error = max(error, error_of(convention, fit.slices, seen))
+        error = max(error, error_of(convention, fit.slices, seen, fit.weights))
         if not error <= STABILISED:
             return (
                 f"with {masks[0].name} as mask: padded tokens are not simply left out of the sorts; "
@@ -174,7 +172,7 @@ def _examine(
     heads = int(shape[1]) if len(shape) == 4 else merged_heads(q)
     return EspSite(
         site_name(program, value.node), convention, heads, int(q.meta["val"].shape[-1]), error,
-        q, k, value, frozenset(between), mask, fit.slices,
+        q, k, value, frozenset(between), mask, fit.slices, fit.weights,
     )  # fmt: skip
 
 
@@ -237,7 +235,7 @@ def _slices(graph: GraphModule, pair: tuple[Node, Node], between: set[Node]) -> 
             value = source.meta["val"]
             if value.dim() < 2 or not value.is_floating_point() or depends_on_data(source):
                 continue
-            constant = constant_value(graph, source)
+            constant = constant_at(graph, source)
             if constant is None:
                 continue
             while constant.dim() > 2 and constant.shape[0] == 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from asapc.passes.experiment import EXACT, STABILISED, NoFit, snapped
 SPREADS = (1.0, 4.0, 0.25, 1e-2, 1e-4)  # of the coordinates: a temperature shows where t ~ spread^2
 TEMPERATURES = np.logspace(-12, 4, 33)
 NO_TEMPERATURE = "not a sliced plan: no temperature makes it a mixture of the slices' plans"
+CONDITION = 1e4  # of the slices' plans beyond which their weights cannot be told
 DISTINCT = 1e-6  # residual below which the slices' plans explain the map
 
 
@@ -50,11 +51,15 @@ class EspSample:
 
 @dataclass(frozen=True)
 class EspFit:
-    """A convention, the directions it sorts along (None: the axes) and its largest relative error."""
+    """A convention, the directions it sorts along (None: the axes) and its largest relative error.
+
+    weights: omega [H, L] of the slices, their mean 1; None where they have none of their own.
+    """
 
     convention: EspConvention
     slices: Tensor | None
     error: float
+    weights: Tensor | None = None
 
 
 def identify_esp(
@@ -79,17 +84,51 @@ def identify_esp(
             if attention is None:
                 return NoFit("the region gives NaN or infinity on random queries and keys")
             seen[kind].append(EspSample(q, k, attention))
+    found = _factor([s for group in seen.values() for s in group])
+    if isinstance(found, NoFit):
+        return found
+    factor, powers = found
+    lengths: dict[str, Any] = {"query_power": powers[0], "key_power": powers[1]}
+    seen = {kind: [_without(s, powers) for s in group] for kind, group in seen.items()}
+    fit = _of_one_factor(seen, factor, shapes, candidates, likely)
+    return fit if isinstance(fit, NoFit) else replace(fit, convention=replace(fit.convention, **lengths))
+
+
+def _factor(samples: Sequence[EspSample]) -> tuple[float, tuple[int, int]] | NoFit:
+    """The mass of a query, and the powers of N and M that it goes with."""
+    masses = [(float(s.attention.sum((-1, -2)).mean()) / s.q.shape[2], s.q.shape[2], s.k.shape[2])
+              for s in samples]  # fmt: skip
+    for a, b in ((0, 0), (0, 1), (1, 0), (0, -1), (-1, 0), (1, -1), (-1, 1), (1, 1), (0, 2)):
+        factors = [mass / (n**a * m**b) for mass, n, m in masses]
+        if all(abs(f - factors[0]) <= 1e-6 * abs(factors[0]) for f in factors) and factors[0] > 0:
+            return snapped(factors[0]), (a, b)
+    lengths: dict[tuple[int, int], list[float]] = {}
+    for mass, n, m in masses:
+        lengths.setdefault((n, m), []).append(mass)
+    if all(max(of) - min(of) <= 1e-6 * max(abs(x) for x in of) for of in lengths.values()):
+        return NoFit("not a sliced plan: the mass of the map depends on the lengths in no known way")
+    return NoFit("not a sliced plan: the mass of the map depends on the queries and keys")
+
+
+def _without(s: EspSample, powers: tuple[int, int]) -> EspSample:
+    return replace(s, attention=s.attention / (s.q.shape[2] ** powers[0] * s.k.shape[2] ** powers[1]))
+
+
+def _of_one_factor(
+    seen: Mapping[str, Sequence[EspSample]],
+    factor: float,
+    shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    candidates: Sequence[Tensor | None],
+    likely: Sequence[EspConvention],
+) -> EspFit | NoFit:
+    """identify_esp of maps whose rows have the mass `factor` at every length."""
     samples = seen["apart"]
-    factors = [
-        float(s.attention.sum((-1, -2)).mean()) / s.q.shape[2] for group in seen.values() for s in group
-    ]
-    factor = snapped(factors[0])
-    if not all(abs(f - factors[0]) <= 1e-6 * abs(factors[0]) for f in factors) or factor <= 0:
-        return NoFit("not a sliced plan: the mass of the map depends on the scores")
     square = all(q[2] == k[2] for q, k in shapes)
     couplings: tuple[Coupling | None, ...] = (None,) if square else get_args(Coupling)
-    tries = {replace(other, coupling=c): None for other in likely for c in couplings
-             if c == other.coupling or None in (c, other.coupling)}  # fmt: skip
+    plain: dict[str, Any] = {"query_power": 0, "key_power": 0}
+    tries = {replace(other, coupling=c, **plain): None for other in likely for c in couplings
+             if not other.slice_weights
+             and (c == other.coupling or None in (c, other.coupling))}  # fmt: skip
     for slices in candidates:
         for convention in tries:
             error = error_of(convention, slices, samples)
@@ -111,6 +150,8 @@ def identify_esp(
         EspFit(convention, slices, error_of(convention, slices, samples))
         for convention in _weighted(samples, temperature, slices, factor, coupling)
     ]
+    if not any(fit.error <= STABILISED for fit in fits):
+        fits += _with_weights(samples, temperature, slices, factor, coupling)
     if not fits:
         return NoFit("not a sliced plan: its slice weights do not fall with the transport cost")
     fit = min(fits, key=lambda one: one.error)
@@ -151,13 +192,14 @@ def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit |
     fits = []
     for ties in kinds:
         convention = replace(fitted, ties=ties)
-        fits.append(EspFit(convention, fit.slices, error_of(convention, fit.slices, seen["tied"])))
+        error = error_of(convention, fit.slices, seen["tied"], fit.weights)
+        fits.append(replace(fit, convention=convention, error=error))
     best = min(fits, key=lambda one: one.error)
     if best.error <= STABILISED:
         return replace(best, error=max(best.error, fit.error))
     some_order = replace(fitted, ties="open")
     if fitted.softsort_temperature is None and all(
-        _leaves_open(some_order, fit.slices, s) for s in seen["repeated"]
+        _leaves_open(some_order, fit.slices, s, fit.weights) for s in seen["repeated"]
     ):
         return replace(fit, convention=some_order)
     return NoFit(
@@ -166,12 +208,14 @@ def _with_ties(fit: EspFit, seen: Mapping[str, Sequence[EspSample]]) -> EspFit |
     )
 
 
-def _leaves_open(convention: EspConvention, slices: Tensor | None, s: EspSample) -> bool:
+def _leaves_open(
+    convention: EspConvention, slices: Tensor | None, s: EspSample, weights: Tensor | None
+) -> bool:
     """Whether equal points, taken together, have what they should, and every token the right mass.
 
     Then the layer puts equal tokens in some order, whichever that is.
     """
-    exact = reference(convention, slices, s.q, s.k, s.keep)
+    exact = reference(convention, slices, s.q, s.k, s.keep, weights)
     one, other = ((p[..., :, None, :] == p[..., None, :, :]).all(-1).double() for p in (s.q, s.k))
     scale = exact.abs().amax() * s.q.shape[2]
     apart = one @ (s.attention - exact) @ other
@@ -180,14 +224,17 @@ def _leaves_open(convention: EspConvention, slices: Tensor | None, s: EspSample)
 
 
 def error_of(
-    convention: EspConvention, slices: Tensor | None, samples: Sequence[EspSample]
+    convention: EspConvention,
+    slices: Tensor | None,
+    samples: Sequence[EspSample],
+    weights: Tensor | None = None,
 ) -> float:
     """Largest error of the convention over the samples, relative to each one's largest entry."""
     worst = 0.0
     for s in samples:
         if convention.coupling is None and s.q.shape[2] != s.k.shape[2]:
             return math.inf
-        computed = reference(convention, slices, s.q, s.k, s.keep)
+        computed = reference(convention, slices, s.q, s.k, s.keep, weights)
         scale = s.attention.abs().amax().clamp(min=1e-300)
         error = float((computed - s.attention).abs().amax() / scale)
         worst = max(worst, math.inf if error != error else error)
@@ -195,7 +242,12 @@ def error_of(
 
 
 def reference(
-    convention: EspConvention, slices: Tensor | None, q: Tensor, k: Tensor, keep: Tensor | None
+    convention: EspConvention,
+    slices: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """The convention's map in plain PyTorch; a key mask is the queries' too in self-attention."""
     c = convention
@@ -203,9 +255,10 @@ def reference(
     query_keep = keep if q.shape[2] == k.shape[2] else None
     theta = None if slices is None else slices.to(q.dtype)
     shared = (c.squared_cost, c.mean_cost, c.output_factor, c.coupling or "interpolated")
+    rest = (weights, c.query_power, c.key_power)
     if c.softsort_temperature is None:
-        return esp_hard_attention(q, k, keep, query_keep, theta, tau, *shared, c.order)
-    return esp_soft_attention(q, k, keep, query_keep, theta, tau, c.softsort_temperature, *shared)
+        return esp_hard_attention(q, k, keep, query_keep, theta, tau, *shared, c.order, *rest)
+    return esp_soft_attention(q, k, keep, query_keep, theta, tau, c.softsort_temperature, *shared, *rest)
 
 
 def slice_plans(
@@ -227,9 +280,11 @@ def slice_plans(
     return soft_plan(clouds.x[0], clouds.y[0], None, None, rank_matrix(clouds, coupling), sort)[0]
 
 
-def _first_head(sample: EspSample, slices: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    directions = slices[0] if slices is not None and slices.dim() == 3 else slices
-    return sample.q[0, 0], sample.k[0, 0], sample.attention[0, 0], directions
+def _head(
+    sample: EspSample, slices: Tensor | None, head: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    directions = slices[head] if slices is not None and slices.dim() == 3 else slices
+    return sample.q[0, head], sample.k[0, head], sample.attention[0, head], directions
 
 
 def _temperature(
@@ -244,7 +299,7 @@ def _temperature(
     def residual(temperature: float | None) -> float:
         total = 0.0
         for s in first:
-            q, k, attention, directions = _first_head(s, slices)
+            q, k, attention, directions = _head(s, slices)
             plans = slice_plans(q, k, directions, temperature, coupling).flatten(1).T  # [N M, L]
             target = attention.flatten()[:, None] / factor
             weights = torch.linalg.lstsq(plans, target, driver="gelsy").solution
@@ -281,7 +336,7 @@ def _weighted(
     for squared in (False, True):
         slopes: list[tuple[int, float]] = []
         for s in samples:
-            q, k, attention, directions = _first_head(s, slices)
+            q, k, attention, directions = _head(s, slices)
             plans = slice_plans(q, k, directions, temperature, coupling)
             if len(plans) == 1:
                 slopes.append((q.shape[0], 0.0))
@@ -306,3 +361,65 @@ def _weighted(
                 EspConvention(temperature, inverse, squared, mean, count, factor, coupling=coupling)
             )
     return found
+
+
+def _with_weights(
+    samples: Sequence[EspSample],
+    temperature: float | None,
+    slices: Tensor | None,
+    factor: float,
+    coupling: Coupling | None,
+) -> list[EspFit]:
+    """Conventions whose slices have weights of their own: log w_l = beta_l - tau D_l + const.
+
+    Over several samples, tau is what is left once the means of every sample and slice are taken off.
+    """
+    found = []
+    for squared in (False, True):
+        for mean in (False, True):
+            slopes, tables = [], []
+            for head in range(samples[0].q.shape[1]):
+                logs, costs = [], []
+                for s in samples:
+                    seen = _weights_and_costs(s, slices, temperature, coupling, factor, squared, head)
+                    if seen is not None:
+                        logs.append(seen[0].log() - seen[0].log().mean())
+                        cost = seen[1] / s.q.shape[2] if mean else seen[1]
+                        costs.append(cost - cost.mean())
+                if len(logs) < 2:
+                    return []
+                y, x = torch.stack(logs), torch.stack(costs)
+                around = x - x.mean(0)
+                slopes.append(-float((around * y).sum() / around.square().sum().clamp(min=1e-300)))
+                tables.append((y + slopes[-1] * x).mean(0).exp())
+            tau = snapped(slopes[0])
+            if abs(tau) < 1e-9:
+                tau = 0.0
+            weights = torch.stack(tables)
+            weights = weights / weights.mean(-1, keepdim=True)
+            count = None if slices is None else slices.shape[-2]
+            convention = EspConvention(
+                temperature, tau, squared, mean, count, factor, coupling=coupling, slice_weights=True
+            )
+            error = error_of(convention, slices, samples, weights)
+            found.append(EspFit(convention, slices, error, weights))
+            if tau == 0.0:
+                return found
+    return found
+
+
+def _weights_and_costs(
+    s: EspSample, slices: Tensor | None, temperature: float | None, coupling: Coupling | None,
+    factor: float, squared: bool, head: int,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """w_l and D_l of one head; None where the plans are too alike, or weights too small, to tell them."""
+    q, k, attention, directions = _head(s, slices, head)
+    plans = slice_plans(q, k, directions, temperature, coupling)
+    table = plans.flatten(1).T
+    if float(torch.linalg.cond(table)) > CONDITION:
+        return None
+    target = attention.flatten()[:, None] / factor
+    weights = torch.linalg.lstsq(table, target, driver="gelsd").solution[:, 0]
+    if not bool((weights > 1e-6).all()):
+        return None
+    return weights, (plans * cost_matrix(q, k, squared)).sum((-1, -2))

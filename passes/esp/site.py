@@ -25,7 +25,8 @@ from asapc.passes.site import Site
 class EspSite(Site):
     """A sliced-plan region.
 
-    q, k: [B, H, N, D] or [B*H, N, D] nodes.  slices: float64 directions [L, D] or [H, L, D].
+    q, k: [B, H, N, D] or [B*H, N, D] nodes.  slices: float64 directions [L, D] or [H, L, D]; weights: of
+    slices that have some of their own, float64 [H, L].
     """
 
     convention: EspConvention
@@ -35,6 +36,7 @@ class EspSite(Site):
     inside: frozenset[Node]
     mask: KeyMask | None
     slices: Tensor | None
+    weights: Tensor | None = None
 
     @property
     def at(self) -> Node:
@@ -66,5 +68,9 @@ class EspSite(Site):
                 "inverse_temperature": lifting.tensor("inverse_temperature", tau),
                 "squared_cost": c.squared_cost, "mean_cost": c.mean_cost,
                 "output_factor": c.output_factor, "coupling": c.coupling or "interpolated", **sorts,
+                "query_power": c.query_power, "key_power": c.key_power,
+                "slice_weight": None if self.weights is None else lifting.tensor(
+                    "slice_weight", self.weights
+                ),
             }  # fmt: skip
             return lifting.put_map(OPERATORS[name], q, k, rest, self.value)

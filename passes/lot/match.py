@@ -2,11 +2,14 @@
 
 before: q -> plan [N, R], k -> plan [R, M], the product of both with the values, in whatever code
 after:  LotSite with queries, keys, values and everything the operator needs, or a reason
+
+A plan is a function of its tokens, where its scores are inner products with pivots, or of its scores,
+whatever they are made of: they are then inner products with the R unit vectors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,27 +19,23 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.ir import LotConvention, OutputFactor, Program
+from asapc.operators.lot import by_example
 from asapc.operators.lot import lot as lot_reference
-from asapc.operators.sinkhorn import factor_terms
-from asapc.passes.cut import (
-    ancestors,
-    constant_value,
-    data_dependent,
-    depends_on_data,
-    is_tensor,
-    separate,
-)
-from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, outcome, snapped
-from asapc.passes.lot.probe import HalfFit, identify_half
-from asapc.passes.lot.site import LotSite
+from asapc.operators.sinkhorn import factor_terms, factor_value
+from asapc.passes.cut import PROBE_BATCH, ancestors, data_dependent, descendants, is_tensor, separate
+from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, assigned, outcome, snapped
+from asapc.passes.lot.half import Half
+from asapc.passes.lot.parameters import candidates, per_head
+from asapc.passes.lot.probe import HalfFit, Masses, identify_half
+from asapc.passes.lot.site import LotSite, ends_in_one
+from asapc.passes.lot.stops import changed_by_stops
 from asapc.passes.products import (
     BARRIERS,
+    NORMALISERS,
     Canonical,
     KeyMask,
     Product,
-    merged_heads,
     product_of,
-    rank_of,
     same,
     site_name,
 )
@@ -49,53 +48,52 @@ CONTRACTIONS = {
     aten.cdist.default, aten._cdist_forward.default,
 }  # fmt: skip
 TURNS = {aten.transpose.int, aten.permute.default, aten.mT.default, aten.adjoint.default}
+SIDES = ("query", "key")
 
 
 @dataclass(frozen=True)
 class _Candidate:
+    """inner: the key plan times the values; outer: the query plan times what inner gives.
+
+    sides: each plan as a function of its tokens and, where they are found, of its scores.
+    """
+
     inner: Product
     outer: Product
-    q: Canonical
-    k: Canonical
-    between: tuple[set[Node], set[Node], set[Node]]  # of the query plan, the key plan and the whole
-    masks: tuple[list[Node], list[Node], list[Node]]
+    sides: tuple[tuple[Half, ...], tuple[Half, ...]]
+
+    @property
+    def inside(self) -> frozenset[Node]:
+        """Of both plans, and of the products."""
+        plans = (half.between for side in self.sides for half in side[:1])
+        return frozenset().union(*plans, {self.inner.node, self.outer.node})
 
 
 def find_lot(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     """Every pair of chained products with a plan against pivots on each side, wherever it is."""
+    within: set[Node] = set()
     for candidate in _candidates(program.graph):
+        if candidate.outer.node in within:  # the row sums of one before
+            continue
         site = outcome(partial(_examine, program, candidate))
         if isinstance(site, str):
-            inside = frozenset().union(*candidate.between)
-            yield candidate.outer.node, Unidentified(site, inside)
+            yield candidate.outer.node, Unidentified(site, candidate.inside)
         else:
+            within |= site.covers
             yield candidate.outer.node, site
 
 
-def _candidates(graph: GraphModule) -> list[_Candidate]:
-    found = []
+def _candidates(graph: GraphModule) -> Iterator[_Candidate]:
     data = data_dependent(graph)
     for node in graph.graph.nodes:
         outer = product_of(node)
         inner = None if outer is None else _inner(outer, data)
         if outer is None or inner is None:
             continue
-        queries, keys = outer.map.shape[-2], inner.map.shape[-1]
-        q, k = _tokens(outer.left, queries, data), _tokens(inner.left, keys, data)
-        if q is None or k is None:
-            continue
-        parts = [
-            separate(outer.left, (q.node,)), separate(inner.left, (k.node,)),
-            separate(outer.node, (q.node, k.node, inner.right)),
-        ]  # fmt: skip
-        known = [part for part in parts if part is not None]
-        if len(known) == 3:
-            first, second, whole = known
-            found.append(
-                _Candidate(inner, outer, q, k, (first[0], second[0], whole[0]),
-                           (first[1], second[1], whole[1]))
-            )  # fmt: skip
-    return found
+        plans = (outer.map, inner.map.turned())
+        queries, keys = (_halves(graph, plan, data) for plan in plans)
+        if queries and keys:
+            yield _Candidate(inner, outer, (queries, keys))
 
 
 def _inner(outer: Product, data: set[Node]) -> Product | None:
@@ -114,10 +112,21 @@ def _inner(outer: Product, data: set[Node]) -> Product | None:
     return found[0] if len(found) == 1 else None
 
 
-def _tokens(plan: Node, length: Any, data: set[Node]) -> Canonical | None:
-    """The latest tensor [.., N, D] that meets parameters in a product and separates the plan."""
-    order = {node: index for index, node in enumerate(plan.graph.nodes)}
-    for node in sorted(ancestors(plan), key=order.__getitem__, reverse=True):
+def _halves(graph: GraphModule, plan: Canonical, data: set[Node]) -> tuple[Half, ...]:
+    """A plan [.., N, R] as a function of its tokens, then of its scores."""
+    found = _tokens(graph, plan, data)
+    if found is None:
+        return ()
+    tokens, product = found
+    scores = _scores(graph, plan, product, data)
+    return (tokens,) if scores is None else (tokens, scores)
+
+
+def _tokens(graph: GraphModule, plan: Canonical, data: set[Node]) -> tuple[Half, Node] | None:
+    """The latest tensor [.., N, D] that meets parameters in a product and separates the plan, and that
+    product."""
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    for node in sorted(ancestors(plan.node), key=order.__getitem__, reverse=True):
         if node.target not in CONTRACTIONS:
             continue
         operands = [n for n in node.all_input_nodes if is_tensor(n)]
@@ -125,9 +134,10 @@ def _tokens(plan: Node, length: Any, data: set[Node]) -> Canonical | None:
         if len(given) != 1 or len(operands) < 2:
             continue
         for source in (given[0], *(given[0].all_input_nodes[:1] if given[0].target in TURNS else ())):
-            points = _as_points(source, length)
-            if points is not None and separate(plan, (source,)) is not None:
-                return points
+            points = _as_points(source, plan.shape[-2])
+            separated = None if points is None else separate(plan.node, (source,))
+            if points is not None and separated is not None:
+                return Half(graph, points, plan, *separated), node
     return None
 
 
@@ -142,123 +152,230 @@ def _as_points(node: Node, length: Any) -> Canonical | None:
     return None
 
 
-class _Experiments:
-    """A candidate as functions of tensors of our choosing, under one polarity of its masks.
+def _scores(graph: GraphModule, plan: Canonical, product: Node, data: set[Node]) -> Half | None:
+    """What the loop starts from: the latest tensor [.., N, R], or turned, before anything is
+    normalised, that separates the plan."""
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    *_, length, pivots = plan.shape
+    found: Half | None = None
+    after = {product, *descendants([product])} & ancestors(plan.node)
+    for node in sorted(after, key=order.__getitem__):
+        if node in data and (node.target in NORMALISERS or node is plan.node):
+            break
+        shape: tuple[Any, ...] = tuple(node.meta["val"].shape) if is_tensor(node) else ()
+        if len(shape) not in (3, 4) or not isinstance(pivots, int):
+            continue
+        rows_first = same(shape[-2], length) and same(shape[-1], pivots)
+        if not rows_first and not (same(shape[-1], length) and same(shape[-2], pivots)):
+            continue
+        separated = separate(plan.node, (node,))
+        if separated is not None:
+            scores = Canonical(node, tuple(range(len(shape))))
+            found = Half(graph, scores if rows_first else scores.turned(), plan, *separated, scores=True)
+    return found
 
-    hidden: what a mask says of a padded token.  halves: the plans [N, R] and [M, R].
-    """
 
-    def __init__(self, graph: GraphModule, candidate: _Candidate, hidden: bool) -> None:
-        self.candidate, self.hidden = candidate, hidden
-        first, second, whole = candidate.between
-        self.halves = (
-            Experiment(graph, [candidate.q], candidate.outer.map, first, candidate.masks[0]),
-            Experiment(graph, [candidate.k], candidate.inner.map.turned(), second, candidate.masks[1]),
-        )
-        inputs = [candidate.q, candidate.k, candidate.inner.values]
-        self.whole = Experiment(graph, inputs, candidate.outer.result, whole, candidate.masks[2])
+class _Whole:
+    """The output as a function of both tokens and the values, under one polarity of the masks."""
 
-    def lengths(self, shift: int) -> dict[Any, int]:
-        return self.whole.lengths((self.candidate.q, self.candidate.k), shift)
-
-    def plan(
-        self, side: int, sizes: Sequence[dict[Any, int]]
-    ) -> Callable[[Tensor], Tensor | None]:
-        """tokens [B, H, N, D] -> plan [B, H, N, R] with nothing masked."""
-        half = self.halves[side]
-        by_shape = {half.shape(half.inputs[0], lengths): lengths for lengths in sizes}
-
-        def observe(tokens: Tensor) -> Tensor | None:
-            lengths = by_shape[tuple(tokens.shape)]
-            result = half.run([tokens], lengths, half.masks(lengths, self.hidden))
-            finite = bool(result.isfinite().all())
-            return result.reshape(*tokens.shape[:3], -1) if finite else None
-
-        return observe
+    def __init__(
+        self, graph: GraphModule, candidate: _Candidate, halves: Sequence[Half], hidden: bool
+    ) -> None:
+        self.halves, self.hidden = halves, hidden
+        values = candidate.inner.values
+        nodes = [*(half.points.node for half in halves), candidate.inner.right]
+        separated = separate(candidate.outer.node, nodes)
+        self.apart = separated is not None
+        self.between, self.masks = separated or (set(), [])
+        inputs = [*(half.points for half in halves), values]
+        result = candidate.outer.result
+        self.experiment = Experiment(graph, inputs, result, self.between, self.masks)
 
     def output(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: dict[Any, int], padded: Tensor | None
     ) -> Tensor:
         """A v [B, H, N, E]; v: [B, H, M, E]."""
-        masks = self.whole.masks(lengths, self.hidden, padded)
-        return self.whole.run([q, k, v], lengths, masks).reshape(*q.shape[:3], v.shape[-1])
+        masks = self.experiment.masks(lengths, self.hidden, padded)
+        return self.experiment.run([q, k, v], lengths, masks).reshape(*q.shape[:3], v.shape[-1])
 
 
 def _examine(program: Program, candidate: _Candidate) -> LotSite | str:
-    graph = program.graph
-    masked = bool(candidate.masks[2])
-    for name, masks in zip(("query", "key"), candidate.masks[:2], strict=True):
-        if len(masks) > 1:
-            return f"two masks enter the {name} plan ({masks[0].name} and {masks[1].name})"
+    for name, side in zip(SIDES, candidate.sides, strict=True):
+        for half in side[:1]:
+            if len(half.masks) > 1:
+                return f"two masks enter the {name} plan ({half.masks[0].name} and {half.masks[1].name})"
+    masked = any(half.masks for side in candidate.sides for half in side[:1])
     reason = ""
     for hidden in (True, False) if masked else (True,):
-        experiments = _Experiments(graph, candidate, hidden)
-        sizes = [experiments.lengths(0), experiments.lengths(5)]
-        sizes = sizes[:1] if sizes[0] == sizes[1] else sizes
-        fits: list[HalfFit] = []
-        for side, points in enumerate((candidate.q, candidate.k)):
-            shapes = [experiments.whole.shape(points, lengths) for lengths in sizes]
-            pivots, masses = _parameters(graph, candidate.between[side], points, shapes[0])
-            fit = identify_half(experiments.plan(side, sizes), shapes, pivots, masses)
+        found: list[tuple[Half, HalfFit]] = []
+        for name, side in zip(SIDES, candidate.sides, strict=True):
+            fit = _fitted(side, _sizes(candidate), hidden)
             if isinstance(fit, NoFit):
-                reason = reason or f"{('query', 'key')[side]} plan: {fit}"
+                reason = reason or f"{name} plan: {fit}"
                 break
-            fits.append(fit)
-        if len(fits) == 2:
-            return _glued(program, candidate, experiments, sizes, fits[0], fits[1])
+            found.append(fit)
+        if len(found) < 2:
+            continue
+        for half, its_fit in found:
+            changed = changed_by_stops(program, half, its_fit, _sizes(candidate)[0], hidden)
+            if changed is not None:
+                return changed
+        return _glued(program, candidate, found, hidden)
+    return reason
+
+
+def _sizes(candidate: _Candidate) -> list[dict[Any, int]]:
+    """Two assignments of sizes, the second of more tokens and examples, or the only one."""
+    clouds = [side[0].points for side in candidate.sides]
+    experiment = candidate.sides[0][0].experiment
+    more = assigned((cloud.shape[0], PROBE_BATCH + 1) for cloud in clouds)
+    tokens = {symbol for cloud in clouds for symbol in assigned([(cloud.shape[-2], 1)])}
+    few, many = (experiment.lengths(clouds, shift) for shift in (0, 5))
+    many |= {symbol: size for symbol, size in more.items() if symbol not in tokens}
+    return [few] if few == many else [few, many]
+
+
+def _fitted(
+    side: Sequence[Half], sizes: Sequence[dict[Any, int]], hidden: bool, known: HalfFit | None = None
+) -> tuple[Half, HalfFit] | NoFit:
+    """A plan by its tokens and pivots or, where that fails, by its scores.
+
+    known: whose masses it must have.
+    """
+    reason: NoFit | None = None
+    for half in side:
+        shapes = [half.shape(lengths) for lengths in sizes]
+        pivots, masses = candidates(half, sizes)
+        if known is not None:
+            masses = [Masses(known.mass, known.interleaved)]
+        fit = identify_half(half.observer(sizes, hidden), shapes, pivots, masses)
+        if not isinstance(fit, NoFit):
+            return half, fit
+        reason = reason or fit
+    assert reason is not None
     return reason
 
 
 def _glued(
-    program: Program,
-    candidate: _Candidate,
-    experiments: _Experiments,
-    sizes: Sequence[dict[Any, int]],
-    queries: HalfFit,
-    keys: HalfFit,
+    program: Program, candidate: _Candidate, found: Sequence[tuple[Half, HalfFit]], hidden: bool
 ) -> LotSite | str:
     """Both plans are known: the factor in front, and whether the whole is what they make."""
+    sizes = _sizes(candidate)
+    if found[0][0].scores != found[1][0].scores:  # one operator takes either tokens or scores
+        both = [[half for half in side if half.scores] for side in candidate.sides]
+        if not all(both):
+            return "one plan is of inner products with pivots and the other is not"
+        again = [_fitted(side, sizes, hidden) for side in both]
+        fits = [fit for fit in again if not isinstance(fit, NoFit)]
+        if len(fits) < 2:
+            return "one plan is of inner products with pivots and the other is not"
+        return _glued(program, candidate, fits, hidden)
+    for known, other in ((1, 0), (0, 1)):  # few half-steps do not show the masses
+        if not _same_masses(found[0][1], found[1][1]):
+            refitted = _fitted([found[other][0]], sizes, hidden, found[known][1])
+            if not isinstance(refitted, NoFit):
+                found = [refitted, found[1]] if other == 0 else [found[0], refitted]
+    (query_half, queries), (key_half, keys) = found
     shared = _on_pivots(keys, queries.pivots)
-    if shared is None or not torch.allclose(queries.mass, keys.mass):
+    if shared is None or not _same_masses(queries, keys):
         return "the query and the key plan have different pivots or masses"
     keys = shared
-    generator = torch.Generator().manual_seed(2)
-    masks = candidate.masks[0] or candidate.masks[1]
-    rows: list[tuple[Tensor, Tensor, int, int, float]] = []
-    for lengths in sizes:
-        q, k = (
-            torch.randn(experiments.whole.shape(p, lengths), generator=generator, dtype=torch.float64)
-            for p in (candidate.q, candidate.k)
-        )
-        width = int(candidate.inner.values.shape[-1])
-        v = torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
-        for padded in (None, torch.arange(k.shape[2]) % 3 == 1) if masks else (None,):
-            keeps = [
-                None if padded is None or not candidate.masks[i] else (~padded).expand(len(q), -1)
-                for i in (0, 1)
-            ]
-            unit = _reference(q, k, v, keeps[1], keeps[0], queries, keys, OutputFactor(1.0))
-            observed = experiments.output(q, k, v, lengths, padded)
-            active = k.shape[2] if padded is None else int((~padded).sum())
-            rows.append((unit, observed, q.shape[2], k.shape[2], float(active)))
+    whole = _Whole(program.graph, candidate, (query_half, key_half), hidden)
+    if not whole.apart:
+        return "something else enters between the two plans and the values"
+    glue: Masses | None = None
+    rows = _observed(whole, candidate, queries, keys, sizes, None)
     factor, error = _factor(rows)
+    for weigh in (_read_weight, _solved_weight):
+        if error <= STABILISED:
+            break
+        glue_weight = weigh(whole, candidate, queries, keys)
+        if glue_weight is not None:
+            weighed = _observed(whole, candidate, queries, keys, sizes, glue_weight)
+            found_factor, found_error = _factor(weighed)
+            if found_error <= STABILISED:
+                glue, rows = glue_weight, weighed
+                factor, error = found_factor, found_error
+    masks = [half.masks[0] if half.masks else None for half in (query_half, key_half)]
     if not error <= STABILISED:
+        _, unmasked = _factor([row for row in rows if row[-1] is None])
+        weight = 0.0
+        if unmasked <= STABILISED and masks[1] is not None:
+            weight = _padding_weight(whole, candidate)
+        if weight and masks[1] is not None:
+            return (
+                f"the layer's own code gives keys that {masks[1].name} masks {weight:.0%} of the weight "
+                "they have without it: the loop moves mass back to what is only a low or a high score"
+            )
         return f"not the glued plan of its two halves; relative error {error:.2g}"
     mask, query_mask = (
-        KeyMask(candidate.masks[i][0], experiments.hidden, False) if candidate.masks[i] else None
-        for i in (1, 0)
+        None if node is None else KeyMask(node, hidden, False) for node in (masks[1], masks[0])
     )
-    node = candidate.q.node
-    heads = merged_heads(node) if rank_of(node) == 3 else int(candidate.q.shape[1])
     convention = LotConvention(
-        queries.half, keys.half, queries.pivots.shape[1], factor, "key" if masks else "none"
-    )
-    inside = frozenset(candidate.between[0] | candidate.between[1] | candidate.between[2])
-    return LotSite(
-        site_name(program, candidate.outer.node), convention, heads, int(node.meta["val"].shape[-1]),
-        max(error, queries.error, keys.error), candidate.q, candidate.k, candidate.inner,
-        candidate.outer, inside, mask, query_mask, queries.pivots, queries.mass,
+        queries.half, keys.half, queries.pivots.shape[1], factor,
+        "key" if any(node is not None for node in masks) else "none",
     )  # fmt: skip
+    inside = frozenset(query_half.between | key_half.between | whole.between)
+    site = LotSite(
+        site_name(program, candidate.outer.node), convention, query_half.heads, query_half.width,
+        max(error, queries.error, keys.error), query_half.points, key_half.points, candidate.inner,
+        candidate.outer, inside, mask, query_mask, queries.pivots, queries.mass,
+        interleaved=queries.interleaved if glue is None else glue.interleaved,
+        weight=None if glue is None else glue.table, covers=inside | candidate.inside,
+    )  # fmt: skip
+    return _with_row_sums(site, whole, candidate, queries, keys, glue)
+
+
+def _same_masses(queries: HalfFit, keys: HalfFit) -> bool:
+    same_rows = queries.interleaved == keys.interleaved and queries.mass.shape == keys.mass.shape
+    return same_rows and torch.allclose(queries.mass, keys.mass)
+
+
+def _read_weight(
+    _whole: _Whole, _candidate: _Candidate, queries: HalfFit, keys: HalfFit
+) -> Masses | None:
+    """omega, where all that glues the plans is in them: the product of both readouts over 1 / sigma."""
+    batch = len(queries.readout)
+    mass = by_example(queries.mass, batch) if queries.interleaved else queries.mass
+    return _folded(queries.readout * keys.readout * mass, queries)
+
+
+def _solved_weight(
+    whole: _Whole, candidate: _Candidate, queries: HalfFit, keys: HalfFit
+) -> Masses | None:
+    """omega by least squares: the output is linear in it."""
+    (lengths, *_), generator = _sizes(candidate), torch.Generator().manual_seed(5)
+    shapes = [half.shape(lengths) for half in whole.halves]
+    q, k = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    width = int(candidate.inner.values.shape[-1])
+    v = torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
+    output = whole.output(q, k, v, lengths, None)
+    count = queries.mass.shape[1]
+    if output[0, 0].numel() < 2 * count:
+        return None
+    parts = []  # of every pivot [B, H, N E]
+    for pivot in range(count):
+        one = torch.zeros_like(queries.mass)
+        one[:, pivot] = 1.0
+        part = _reference(q, k, v, None, None, queries, keys, Masses(one, queries.interleaved))
+        parts.append(part.flatten(2))
+    solution = torch.linalg.lstsq(torch.stack(parts, -1), output.flatten(2)[..., None]).solution
+    return _folded(solution[..., 0], queries)
+
+
+def _folded(weight: Tensor, queries: HalfFit) -> Masses | None:
+    """omega [B, H, R] by heads, its mean 1; None where examples have weights of their own."""
+    batch, heads, _ = weight.shape
+    weight = weight / weight.mean()
+    folded = per_head(weight.flatten(0, 1), 1, batch, heads, STABILISED)
+    if folded is None:
+        return None
+    table, by_row = folded
+    if by_row != queries.interleaved:
+        either = bool((queries.mass == queries.mass[:1]).all())  # all heads have the same masses
+        if not either:
+            return None
+    return Masses(table, by_row)
 
 
 def _on_pivots(fit: HalfFit, pivots: Tensor) -> HalfFit | None:
@@ -272,75 +389,123 @@ def _on_pivots(fit: HalfFit, pivots: Tensor) -> HalfFit | None:
     return replace(fit, half=half, pivots=pivots)
 
 
+_Row = tuple[Tensor, Tensor, int, int, float, Tensor | None]
+"""The glued plan times values, the output, N, M, the active keys, and what is padded."""
+
+
+def _observed(
+    whole: _Whole, candidate: _Candidate, queries: HalfFit, keys: HalfFit,
+    sizes: Sequence[dict[Any, int]], glue: Masses | None,
+) -> list[_Row]:  # fmt: skip
+    generator = torch.Generator().manual_seed(2)
+    query_half, key_half = whole.halves
+    rows: list[_Row] = []
+    for lengths in sizes:
+        q, k = (
+            torch.randn(half.shape(lengths), generator=generator, dtype=torch.float64)
+            for half in whole.halves
+        )
+        width = int(candidate.inner.values.shape[-1])
+        v = torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
+        masked = bool(query_half.masks or key_half.masks)
+        for padded in (None, torch.arange(k.shape[2]) % 3 == 1) if masked else (None,):
+            keeps = [
+                None if padded is None or not half.masks else (~padded).expand(len(q), -1)
+                for half in whole.halves
+            ]
+            unit = _reference(q, k, v, keeps[1], keeps[0], queries, keys, glue)
+            output = whole.output(q, k, v, lengths, padded)
+            active = k.shape[2] if padded is None else int((~padded).sum())
+            rows.append((unit, output, q.shape[2], k.shape[2], float(active), padded))
+    return rows
+
+
+def _padding_weight(whole: _Whole, candidate: _Candidate) -> float:
+    """How much of a padded key's value the layer passes on, of what it would without a mask."""
+    lengths = _sizes(candidate)[0]
+    q, k = (torch.zeros(half.shape(lengths), dtype=torch.float64) for half in whole.halves)
+    padded = torch.arange(k.shape[2]) % 3 == 1
+    v = torch.zeros(*k.shape[:3], int(candidate.inner.values.shape[-1]), dtype=torch.float64)
+    v[:, :, padded] = 1.0
+    with_mask, without = (whole.output(q, k, v, lengths, mask) for mask in (padded, None))
+    seen = with_mask if not whole.halves[0].masks else with_mask[:, :, ~padded]
+    return float(seen.mean() / without.mean())
+
+
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
-    queries: HalfFit, keys: HalfFit, factor: OutputFactor,
+    queries: HalfFit, keys: HalfFit, glue: Masses | None,
 ) -> Tensor:  # fmt: skip
+    """The glued plan times values; its entries sum to 1 without a weight."""
     a, b = queries.half, keys.half
     return lot_reference(
         q, k, v, keep, query_keep, None, queries.pivots, queries.mass, a.score_multiplier,
         b.score_multiplier, a.half_steps, a.tokens_first, b.half_steps, b.tokens_first,
-        factor_terms(factor),
+        factor_terms(OutputFactor(1.0)), queries.interleaved if glue is None else glue.interleaved,
+        None if glue is None else glue.table,
     )  # fmt: skip
 
 
-def _factor(
-    rows: Sequence[tuple[Tensor, Tensor, int, int, float]]
-) -> tuple[OutputFactor, float]:
+def _error(row: _Row, factor: OutputFactor) -> float:
+    unit, seen, n, m, active, _ = row
+    scale = factor.coefficient * n**factor.queries * m**factor.keys * active**factor.active
+    return float((unit * scale - seen).abs().max() / seen.abs().max().clamp(min=1e-300))
+
+
+def _factor(rows: Sequence[_Row]) -> tuple[OutputFactor, float]:
     """The monomial in N, M, n that leads from the glued plan to the output, and its error."""
     powers = ((1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 1), (1, 1, -1), (0, 2, -1), (1, 1, 0))
     tried: list[tuple[OutputFactor, float]] = []
     for unit_coefficient in (True, False):  # where N never changes, a factor of one wins over c N
         for a, b, c in powers:
-            scaled = [
-                (unit * n**a * m**b * active**c, seen) for unit, seen, n, m, active in rows
-            ]
-            first, seen = scaled[0]
+            unit, seen, n, m, active, _ = rows[0]
+            first = unit * n**a * m**b * active**c
             ratio = float((seen * first).sum() / first.square().sum())
-            coefficient = 1.0 if unit_coefficient else ratio
-            error = max(
-                float((predicted * coefficient - seen).abs().max() / seen.abs().max().clamp(min=1e-300))
-                for predicted, seen in scaled
-            )
-            tried.append((OutputFactor(coefficient, a, b, c), error))
+            factor = OutputFactor(1.0 if unit_coefficient else snapped(ratio), a, b, c)
+            tried.append((factor, max(_error(row, factor) for row in rows)))
     enough = max(EXACT, 4 * min(error for _, error in tried))
     return next(entry for entry in tried if entry[1] <= enough)  # the simplest of those that are as good
 
 
-def _parameters(
-    graph: GraphModule, between: set[Node], points: Canonical, shape: tuple[int, ...]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Candidates among the constants that enter a plan: pivots [H, R, D] and masses [H, R]."""
-    heads, dim = shape[1], shape[3]
-    pivots: list[Tensor] = []
-    masses: list[Tensor] = []
-    for node in sorted(between, key=lambda n: n.name):
-        for source in node.all_input_nodes:
-            if source in between or source is points.node or not is_tensor(source):
-                continue
-            value = source.meta["val"]
-            if not value.is_floating_point() or depends_on_data(source):
-                continue
-            constant = constant_value(graph, source)
-            if constant is None or constant.numel() == 0:
-                continue
-            flat = constant.reshape([n for n in constant.shape if n != 1] or [1])
-            for turned in (flat, flat.transpose(-1, -2)) if flat.dim() > 1 else ():
-                if turned.shape[-1] == dim and turned.dim() in (2, 3):
-                    per_head = turned if turned.dim() == 3 else turned[None]
-                    if per_head.shape[0] in (1, heads):
-                        pivots.append(per_head.expand(heads, -1, -1).contiguous())
-            for measure in (flat, flat.exp()):
-                if bool((measure > 0).all()) and bool(measure.isfinite().all()) and measure.dim() <= 2:
-                    row = measure if measure.dim() == 2 else measure[None]
-                    if row.shape[0] in (1, heads):
-                        masses.append((row / row.sum(-1, keepdim=True)).expand(heads, -1))
-    counts = {z.shape[1] for z in pivots}
-    uniform = [torch.full((heads, r), 1.0 / r, dtype=torch.float64) for r in sorted(counts)]
-    distinct: list[Tensor] = []
-    for mass in [*masses, *uniform]:
-        if mass.shape[1] in counts and not any(
-            mass.shape == other.shape and torch.allclose(mass, other) for other in distinct
-        ):
-            distinct.append(mass)
-    return pivots, distinct
+def _with_row_sums(
+    site: LotSite, whole: _Whole, candidate: _Candidate, queries: HalfFit, keys: HalfFit,
+    glue: Masses | None,
+) -> LotSite:  # fmt: skip
+    """The site with what is A 1 in the code, by which a trailing normalisation divides: it is made of the
+    same two plans, which would otherwise have to be computed for it again."""
+    graph, (q, k) = candidate.outer.node.graph, whole.halves
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    *batch, length, _ = candidate.outer.result.shape
+    entries = length
+    for size in batch:
+        entries = entries * size
+    plans = descendants([candidate.outer.left]) & descendants([candidate.inner.left])
+    lengths = _sizes(candidate)[-1]
+    for node in sorted(plans, key=order.__getitem__):
+        shape = node.meta["val"].shape if is_tensor(node) else ()
+        if not shape or node is candidate.outer.node or not same(node.meta["val"].numel(), entries):
+            continue
+        rows = shape[:-1] if ends_in_one(node) else shape
+        if len(rows) not in (2, 3) or not same(rows[-1], length):
+            continue
+        separated = separate(node, (q.points.node, k.points.node))
+        if separated is None or separated[1]:
+            continue
+        inputs = [q.points, k.points]
+        sums = Experiment(q.graph, inputs, Canonical(node), *separated)
+        generator = torch.Generator().manual_seed(3)
+        points = [
+            torch.randn(half.shape(lengths), generator=generator, dtype=torch.float64) for half in (q, k)
+        ]
+        ones = torch.ones(*points[1].shape[:3], 1, dtype=torch.float64)
+        exact = _reference(points[0], points[1], ones, None, None, queries, keys, glue)
+        exact = exact * factor_value(
+            factor_terms(site.convention.output_factor), points[0].shape[2], points[1].shape[2], None
+        )
+        found = sums.run(points, lengths).reshape(exact.shape)
+        late = order[candidate.inner.right] > min(order[node], order[candidate.outer.node])
+        if not late and float((found - exact).abs().max() / exact.abs().max()) <= STABILISED:
+            return replace(
+                site, row_sums=node, inside=site.inside | separated[0], covers=site.covers | separated[0]
+            )
+    return site

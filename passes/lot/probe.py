@@ -1,7 +1,7 @@
 """Identification by experiment of plans against pivots: which finite loop, pivots and masses are these?
 
     log G = m x z' + u 1' + 1 w'    double centring leaves the multiplier m of the right pivots z
-    G = Gamma or Gamma diag(1/sigma), up to a number, for the right masses, first side and half-steps
+    G = Gamma diag(c) for the right masses, first side and half-steps; c may be anything, and is measured
 
 Nothing here looks at code; pivots and masses are looked for among the layer's parameters.
 """
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from asapc.ir import HalfPlan, Side
 from asapc.operators.c_transforms import log_marginals
-from asapc.passes.experiment import STABILISED, NoFit, snapped
+from asapc.operators.lot import by_example, pivot_plan
+from asapc.passes.experiment import EXACT, STABILISED, NoFit, snapped
 from asapc.passes.sinkhorn.probe import (
     MILD,
     Plans,
@@ -33,28 +34,47 @@ SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0)
 
 
 @dataclass(frozen=True)
+class Masses:
+    """Of the pivots of each head [H, R], rows sum to 1.
+
+    interleaved: over examples and heads in one axis, see operators.lot.
+    """
+
+    table: Tensor
+    interleaved: bool = False
+
+    def is_like(self, other: Masses) -> bool:
+        """Whether both are the same."""
+        alike = self.interleaved == other.interleaved and self.table.shape == other.table.shape
+        return alike and torch.allclose(self.table, other.table)
+
+
+@dataclass(frozen=True)
 class HalfFit:
     """One plan between tokens and pivots, and its largest relative error.
 
-    pivots: [H, R, D]; mass: [H, R], rows sum to 1.
+    pivots: [H, R, D]; mass: [H, R], rows sum to 1; interleaved: see Masses.  readout: c, the columns of
+    what was observed over those of the plan of mass 1, [B, H, R] of the first size.
     """
 
     half: HalfPlan
     pivots: Tensor
     mass: Tensor
+    readout: Tensor
     error: float
+    interleaved: bool = False
 
 
 def identify_half(
     observe: Callable[[Tensor], Tensor | None],
     shapes: Sequence[tuple[int, ...]],
     pivots: Sequence[Tensor],
-    masses: Sequence[Tensor],
+    masses: Sequence[Masses],
 ) -> HalfFit | NoFit:
     """The finite loop between tokens and pivots that reproduces `observe` to 1e-6, or why none does.
 
     observe: tokens [B, H, N, D] -> [B, H, N, R] positive, None where it is not finite.
-    shapes: legal shapes of the tokens.  pivots: candidates [H, R, D].  masses: candidates [H, R].
+    shapes: legal shapes of the tokens.  pivots: candidates [H, R, D].  masses: candidates.
     """
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
@@ -80,12 +100,14 @@ def identify_half(
         multiplier = score_multiplier([sample for sample in samples if sample.mild])
         if isinstance(multiplier, NoFit):
             continue
-        for sigma in (mass for mass in masses if mass.shape[1] == z.shape[1]):
+        for sigma in (mass for mass in masses if mass.table.shape[1] == z.shape[1]):
             fit = _best_loop(samples, multiplier, z, sigma)
             if isinstance(fit, NoFit):
                 unsure = fit
             elif best is None or fit.error < best.error:
                 best = fit
+            if best is not None and best.error <= EXACT:
+                return best
     if best is None:
         return unsure or NoFit("no parameter of the layer gives its scores as inner products")
     if not best.error <= STABILISED:
@@ -94,13 +116,14 @@ def identify_half(
 
 
 def _best_loop(
-    samples: Sequence[Sample], multiplier: float, z: Tensor, sigma: Tensor
+    samples: Sequence[Sample], multiplier: float, z: Tensor, masses: Masses
 ) -> HalfFit | NoFit:
     """The shortest loop that is as good as the best, with these masses, by its first head."""
     targets, plans = [], []
+    sigma = masses.table[:1]
     for scores, _, target in groups_of(samples, multiplier):
         log_mu, _ = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
-        plans.append(_either_way(loop_plans(scores, None, log_mu, sigma[:1].log()), sigma[:1]))
+        plans.append(_scaled(loop_plans(scores, None, log_mu, sigma.log()), target))
         targets.append(target)
     budget = search_budget(targets, plans)
     if not budget.error < math.inf:
@@ -111,14 +134,24 @@ def _best_loop(
             f"{budget.half_steps} and {rival} half-steps give the same plan on everything that was tried"
         )
     half = HalfPlan(budget.half_steps, budget.first_side == "row", snapped(multiplier))
-    return HalfFit(half, z, sigma, budget.error)
+    first = next(sample for sample in samples if sample.mild)
+    mass = by_example(masses.table, len(first.scores)) if masses.interleaved else masses.table
+    scores = (multiplier * first.scores).transpose(-1, -2)
+    plan = pivot_plan(scores, None, mass, half.half_steps, half.tokens_first, False).transpose(-1, -2)
+    return HalfFit(half, z, masses.table, _ratio(first.attention, plan), budget.error, masses.interleaved)
 
 
-def _either_way(loop: Plans, sigma: Tensor) -> Plans:
-    """A plan, or one that is divided by the masses of its pivots already."""
+def _scaled(loop: Plans, target: Tensor) -> Plans:
+    """A plan [G, 1, N, R] with its columns scaled as the target's are, alike in every sample."""
 
     def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
         for (plan,) in loop(first):
-            yield plan, plan / sigma[:, None, :]
+            yield (plan * _ratio(target, plan, (0, 1, 2))[..., None, :],)
 
     return run
+
+
+def _ratio(observed: Tensor, plan: Tensor, over: tuple[int, ...] = (-2,)) -> Tensor:
+    """The factor of every column by which a plan becomes what was observed, in least squares."""
+    square = plan.square().sum(over)
+    return torch.where(square > 0, (observed * plan).sum(over) / square, 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -15,8 +16,10 @@ from asapc.ir import LotConvention
 from asapc.operators.catalogue import OPERATORS
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
-from asapc.passes.products import Canonical, KeyMask, Product
+from asapc.passes.products import Canonical, KeyMask, Product, rank_of
 from asapc.passes.site import Site
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,9 @@ class LotSite(Site):
     """A glued plan against pivots.
 
     inner: plan [R, M] times the values; outer: plan [N, R] times what inner gives.
-    pivots: float64 [H, R, D]; mass: float64 [H, R].
+    q, k: tokens, or scores with unit vectors as pivots.  pivots: float64 [H, R, D]; mass: float64 [H, R];
+    weight: omega, float64 [H, R]; interleaved: see operators.lot.  covers: all that belongs to it, the
+    product of its scores too.  row_sums: what is the map times ones, by which code divides.
     """
 
     convention: LotConvention
@@ -37,12 +42,20 @@ class LotSite(Site):
     query_mask: KeyMask | None
     pivots: Tensor
     mass: Tensor
+    interleaved: bool = False
+    weight: Tensor | None = None
+    covers: frozenset[Node] = frozenset()
+    row_sums: Node | None = None
 
     takes_values = True
 
     @property
     def at(self) -> Node:
         return self.outer.node
+
+    @property
+    def stops_on(self) -> frozenset[Node]:
+        return self.covers
 
     def part(self) -> Part:
         """From the queries, keys and values to the output."""
@@ -56,7 +69,7 @@ class LotSite(Site):
 
     def lift(self, lifting: Lifting) -> list[Swap]:
         c = self.convention
-        with lifting.before(self.outer.node):
+        with lifting.before(self._first(lifting)):
             q, k = lifting.operand(self.q), lifting.operand(self.k)
             keep, query_keep = lifting.keep(self.mask, q), lifting.keep(self.query_mask, q)
             rest = {
@@ -66,11 +79,44 @@ class LotSite(Site):
                 "query_multiplier": c.queries.score_multiplier, "key_multiplier": c.keys.score_multiplier,
                 "query_half_steps": c.queries.half_steps, "queries_first": c.queries.tokens_first,
                 "key_half_steps": c.keys.half_steps, "keys_first": c.keys.tokens_first,
-                "output_factor": _factor(c),
+                "output_factor": _factor(c), "interleaved": self.interleaved,
+                "pivot_weight": None if self.weight is None else lifting.tensor(
+                    "pivot_weight", self.weight.float()
+                ),
             }  # fmt: skip
-            call = lifting.put(OPERATORS["lot"], q, k, lifting.operand(self.inner.values), rest)
-            result = lifting.laid_out(call, self.outer.result)
-        return [(lifting.nodes[self.outer.node], result, lambda user: True)]
+            values = lifting.operand(self.inner.values)
+            product = lifting.nodes[self.outer.node]
+            if self.row_sums is None:
+                call = lifting.put(OPERATORS["lot"], q, k, values, rest)
+                return [(product, self._laid_out(lifting, call), lambda user: True)]
+            one = lifting.call(aten.ones_like.default, lifting.call(aten.slice.Tensor, values, -1, 0, 1))
+            with_ones = lifting.call(aten.cat.default, [values, one], -1)
+            call = lifting.put(OPERATORS["lot"], q, k, with_ones, rest)
+            output = self._laid_out(lifting, lifting.call(aten.slice.Tensor, call, -1, 0, -1))
+            sums = lifting.call(aten.slice.Tensor, call, -1, -1)  # [B, H, N, 1]
+            if not ends_in_one(self.row_sums):
+                sums = lifting.call(aten.squeeze.dim, sums, -1)
+            if rank_of(self.row_sums) < 3 + ends_in_one(self.row_sums):
+                sums = lifting.call(aten.flatten.using_ints, sums, 0, 1)
+        return [
+            (product, output, lambda user: True),
+            (lifting.nodes[self.row_sums], sums, lambda user: True),
+        ]
+
+    def _first(self, lifting: Lifting) -> Node:
+        """What the call stands before."""
+        order = {node: index for index, node in enumerate(self.outer.node.graph.nodes)}
+        replaced = [node for node in (self.outer.node, self.row_sums) if node is not None]
+        return min(replaced, key=order.__getitem__)
+
+    def _laid_out(self, lifting: Lifting, call: Node) -> Node:
+        return lifting.laid_out(call, self.outer.result)
+
+
+def ends_in_one(node: Node) -> bool:
+    """Whether a tensor's last axis has one entry."""
+    size = node.meta["val"].shape[-1]
+    return isinstance(size, int) and size == 1
 
 
 def _factor(c: LotConvention) -> list[float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from asapc.passes.sinkhorn.probe import (
     Guesses,
     Sample,
     attention_of,
+    blocks,
     convention_error,
     identify,
     score_multiplier,
@@ -181,7 +182,12 @@ def _run_experiments(
     if not bool(first.isfinite().all()):
         return "the region gives NaN or infinity on random scores"
     trial = scores(1.0)
-    rough = identify_multiplier(trial, experiment.attention(trial, neutral, lengths))
+    tried = experiment.attention(trial, neutral, lengths)
+    no_choice = without_choice(dims)
+    changed = float((tried - first).abs().max())
+    if no_choice is not None and changed <= STABILISED * float(first.abs().max()):
+        return no_choice
+    rough = identify_multiplier(trial, tried)
     if isinstance(rough, NoFit):
         softmax_only = any(node.target in SOFTMAX for node in region.inside)
         return _describe(rough, region, softmax_only)
@@ -195,7 +201,7 @@ def _run_experiments(
         by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
         s = s + (rows * by_row + columns * by_column + all) / rough
         a = experiment.attention(s, inputs, at)
-        if _overflown(a):
+        if overflown(a):
             return None
         shifted = bool(rows or columns or all)
         return Sample(_four(s), _four(a), mild=spread <= MILD and not shifted)
@@ -209,12 +215,9 @@ def _run_experiments(
     samples = [finite for finite in drawn if finite is not None]
     if not samples:
         return "the region gives NaN or infinity on random scores"
-    guesses = _guesses(region)
+    guesses = guesses_of(region.inside)
     fit = identify(samples, guesses=guesses)
     if isinstance(fit, Fit) and fit.rival is not None:
-        if 1 in dims[-2:]:
-            side = "query" if dims[-2] == 1 else "key"
-            return f"with one {side} the attention does not depend on the scores"
         fit = _separated(experiment, neutral, lengths, samples, fit, guesses)
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
@@ -254,7 +257,7 @@ def _run_experiments(
                 inputs[index] = _key_pattern(neutral[index], active, polarity)
                 s = scores(spread / abs(rough))
                 a = _four(experiment.attention(s, inputs, lengths))
-                if not _overflown(a):
+                if not overflown(a):
                     seen.append(Sample(_four(s), a, active.expand(len(a), keys)))
             masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
             if isinstance(masked, NoFit):
@@ -276,7 +279,7 @@ def _run_experiments(
     return fit, mask, bias, neutral
 
 
-def _overflown(attention: Tensor) -> bool:
+def overflown(attention: Tensor) -> bool:
     """Whether scores were past what exp holds: a map that is not finite, or has no mass at all."""
     return not bool(attention.isfinite().all()) or not bool(attention.any(-1).any(-1).all())
 
@@ -392,11 +395,26 @@ def _stopping(
         some.append(trials({}, active=torch.arange(keys) % 3 != 1))
         some.append(trials(many, active=torch.arange(keys) < 2))
     convention = replace(convention, mask="none" if mask is None else convention.mask)
-    return what_a_stop_changes(stops, residuals, region.inside, convention, itertools.chain(*some))
+
+    def attention(trial: Trial, half_steps: int) -> Tensor:
+        shorter = replace(convention, half_steps=half_steps)
+        return attention_of(shorter, trial.scores, trial.keep)
+
+    return what_a_stop_changes(
+        stops, residuals, region.inside, convention.half_steps, attention, itertools.chain(*some)
+    )
 
 
 def _symbols(sizes: Sequence[Any]) -> set[Any]:
     return {x for size in sizes if isinstance(size, torch.SymInt) for x in size.node.expr.free_symbols}
+
+
+def without_choice(size: Sequence[int]) -> str | None:
+    """Why scores [*, N, M] decide nothing of a plan whose columns are closed; None where they do."""
+    if 1 not in size[-2:]:
+        return None
+    side = "query" if size[-2] == 1 else "key"
+    return f"with one {side} the plan does not depend on the scores: it is kept as it is"
 
 
 def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:
@@ -438,21 +456,13 @@ def _separated(
     fit: Fit,
     guesses: Guesses,
 ) -> Fit | NoFit:
-    """The fit, held against its rival on scores on which the two differ; a reason where none are found.
-
-    Two blocks of tokens that hardly see each other, of unequal mass, exchange it slowly: every half-step
-    moves the duals by the same amount until the gap between the blocks is overcome.
-    """
-    queries, keys = experiment.size(lengths)[-2:]
-    across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
-    generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(experiment.size(lengths), generator=generator, dtype=torch.float64)
+    """The fit, held against its rival on scores on which the two differ; a reason if there are none."""
     tried = list(samples)
-    for gap in (10.0, 20.0, 40.0, 80.0, 160.0, 320.0):
+    for units in blocks(experiment.size(lengths)):
         first, rival = fit.convention, fit.rival
         if rival is None:
             return fit
-        s = (noise - gap * across) / abs(first.score_multiplier)
+        s = units / abs(first.score_multiplier)
         expected = Sample(_four(s), attention_of(first, _four(s), None))
         if not convention_error(rival, [expected]) > SEPARATES:
             continue
@@ -471,15 +481,15 @@ def _separated(
     )
 
 
-def _guesses(region: Region) -> Guesses:
+def guesses_of(inside: Iterable[Node]) -> Guesses:
     """Numbers in the region that may keep a division from being one by 0, in order, and what else of the
     ways to do so its operators leave open."""
     found: dict[float, set[str]] = {}
-    for node in region.inside:
+    for node in inside:
         for value in pytree.tree_leaves((node.args, node.kwargs)):
             if isinstance(value, float) and 0.0 < value < SMALL_CONSTANT:
                 found.setdefault(value, set()).add("clamp" if node.target in CLAMPS else "add")
-    targets = {node.target for node in region.inside}
+    targets = {node.target for node in inside}
     starts = [
         *(["softmax"] if targets & SOFTMAX else []), "plain",
         *(["row", "matrix", "tensor"] if targets & MAXIMA else []),

@@ -37,6 +37,7 @@ from asapc.passes.experiment import EXACT, STABILISED, NoFit
 MAX_HALF_STEPS = 1024
 HELD = 1e-4  # of a convention that a constant nobody could name leaves at the sharpest scores
 MILD = 6.0  # spread of the scores up to which a multiplier is measured
+GAPS = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 BEYOND = 8  # half-steps that are looked at after the first that fits: do they fit as well?
 
 
@@ -148,6 +149,20 @@ def identify(
         return fit
     first, half_steps = budget.rival
     return replace(fit, rival=replace(fit.convention, first_side=first, half_steps=half_steps))
+
+
+def blocks(size: Sequence[int], gaps: Sequence[float] = GAPS) -> Iterator[Tensor]:
+    """Scores [*, N, M] in units of epsilon on which long loops differ, the wider the gap the longer.
+
+    Two blocks of tokens that hardly see each other, of unequal mass, exchange it slowly: every half-step
+    moves the duals by the same amount until the gap between the blocks is overcome.
+    """
+    queries, keys = size[-2:]
+    across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(tuple(size), generator=generator, dtype=torch.float64)
+    for gap in gaps:
+        yield noise - gap * across
 
 
 def with_factor(
@@ -415,6 +430,11 @@ def _output_factor(samples: Sequence[Sample], last: Side) -> OutputFactor | NoFi
             if active[row] > 0:
                 value = float(masses[row].mean()) * (queries if last == "row" else keys)
                 observed.append((queries, keys, active[row], value))
+    return factor_of(observed)
+
+
+def factor_of(observed: Sequence[tuple[int, int, float, float]]) -> OutputFactor | NoFit:
+    """observed: (N, M, n, the factor there)."""
     # Simplest first; where N = M = n always, "N" stands for all of them.
     powers = ((1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 1), (1, 1, -1), (0, 2, -1), (2, -1, 0),
               (-1, 2, 0), (1, 1, 0), (2, 0, 0), (0, 2, 0), (-1, 1, 0), (1, -1, 0))  # fmt: skip

@@ -48,8 +48,8 @@ class AttentionSite(Site):
         return self.score.node
 
     @property
-    def stops_on(self) -> Node:
-        return self.score.node
+    def stops_on(self) -> tuple[Node, ...]:
+        return (self.score.node,)
 
     def part(self) -> Part:
         """From the operands of the score product to the map."""

@@ -4,10 +4,11 @@ Hard: NumPy sorts one integer per token that holds value and index, the distance
 cache, and the weighted gathers of all slices are one embedding_bag. Heads in which tokens tie go the way
 of operators.matching from there.
 
-Soft: a SoftSort entry below exp(-reach) is beyond rounding. Small heads are stacked, and such entries
-raised to that, because numbers that fall out of the normal range cost a hundred times more than others.
-In large heads tokens are put in order and only the band within reach is computed, a block of ranks at a
-time: at a low temperature that is a small part of the N x M x N products of every slice.
+Soft: of short sequences all slices are formed at once, as the reference does. Else a SoftSort entry
+below exp(-reach) is beyond rounding. Small heads are stacked, and such entries raised to that, because
+numbers that fall out of the normal range cost a hundred times more than others. In large heads tokens are
+put in order and only the band within reach is computed, a block of ranks at a time: at a low temperature
+that is a small part of the N x M x N products of every slice.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn.functional import embedding_bag
 
 from asapc.ir import Coupling, Ties
 from asapc.kernels.cpu.workers import TILE_BYTES, each_worker, without_gil
+from asapc.operators import esp as reference
 from asapc.operators.matching import (
     Ranked,
     cost_matrix,
@@ -38,10 +40,12 @@ from asapc.operators.sinkhorn import widen
 
 # exp(-reach) is below the rounding of a row of SoftSort, and its square still a normal number.
 REACH = {torch.float32: 36.0, torch.float64: 80.0}
+SHORT = 4096  # entries of a slice's plans, of all heads, up to which calls cost more than what they do
 RANKS = 128  # rows of a SoftSort matrix computed together, where not all of them are
 
-# Of heads without padded tokens: (their clouds [1, G, ...], v [G, M, E], tau [G]) -> [G, N, E]
-Core = Callable[[Clouds, Tensor, Tensor], Tensor]
+# Of heads without padded tokens:
+# (their clouds [1, G, ...], v [G, M, E], tau [G], weights of slices [G, L]) -> [G, N, E]
+Core = Callable[[Clouds, Tensor, Tensor, Tensor], Tensor]
 
 
 def esp_soft(
@@ -57,25 +61,32 @@ def esp_soft(
     mean_cost: bool,
     output_factor: float,
     coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
 ) -> Tensor:
     """As operators.esp.esp_soft."""
+    if _is_short(q, k):
+        return reference.esp_soft(
+            q, k, v, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
+            mean_cost, output_factor, coupling, slice_weight,
+        )  # fmt: skip
 
-    def stacked(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
+    def stacked(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
         cost = cost_matrix(clouds.q, clouds.k, squared_cost)[0]
         if mean_cost:
             cost /= cost.shape[1]
         return _stacked_heads(
             clouds.x[0], clouds.y[0], cost, v, rank_matrix(clouds, coupling), tau.to(v.dtype),
-            softsort_temperature, REACH[v.dtype],
+            omega.to(v.dtype), softsort_temperature, REACH[v.dtype],
         )  # fmt: skip
 
-    def banded(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
+    def banded(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
         args = (softsort_temperature, squared_cost, mean_cost, coupling)
-        return _banded_head(clouds, v[0], float(tau), *args)[None]
+        return _banded_head(clouds, v[0], float(tau), omega[0].tolist(), *args)[None]
 
     core = stacked if _is_stacked(q, k) else banded
     size = 2 * _plan_bytes(q, k)
-    out = _by_heads(q, k, v, keep, query_keep, slices, inverse_temperature, size, core)
+    weighing = inverse_temperature, slice_weight
+    out = _by_heads(q, k, v, keep, query_keep, slices, *weighing, size, core)
     return out.mul_(output_factor).to(v.dtype)
 
 
@@ -92,13 +103,14 @@ def esp_hard(
     output_factor: float,
     coupling: Coupling = "interpolated",
     ties: Ties = "shared",
+    slice_weight: Tensor | None = None,
 ) -> Tensor:
     """As operators.esp.esp_hard."""
 
-    def core(clouds: Clouds, v: Tensor, tau: Tensor) -> Tensor:
+    def core(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
         queries, keys = _ranked(clouds.x, ties), _ranked(clouds.y, ties)
         if queries.same is not None or keys.same is not None:
-            return _tied_heads(clouds, v, tau, queries, keys, squared_cost, mean_cost, coupling)
+            return _tied_heads(clouds, v, tau, omega, queries, keys, squared_cost, mean_cost, coupling)
         points = clouds.q[0, 0]
         together = max(1, TILE_BYTES // (4 * points.numel() * points.element_size()))
         ranks, shares = rank_partners(clouds, coupling)
@@ -106,17 +118,20 @@ def esp_hard(
             clouds.q[0], clouds.k[0], v, queries.order[0], keys.order[0],
             [] if shares is None else [met[0] for met in ranks],
             [] if shares is None else [share[0] for share in shares],
-            tau.double(), squared_cost, mean_cost, together,
+            tau.double(), omega.double(), squared_cost, mean_cost, together,
         )  # fmt: skip
 
     num_slices = q.shape[3] if slices is None else slices.shape[-2]
     size = 4 * num_slices * max(q.shape[2], k.shape[2]) * torch.int64.itemsize
-    out = _by_heads(q, k, v, keep, query_keep, slices, inverse_temperature, size, core)
+    weighing = inverse_temperature, slice_weight
+    out = _by_heads(q, k, v, keep, query_keep, slices, *weighing, size, core)
     return out.mul_(output_factor).to(v.dtype)
 
 
 def describe_soft(q: Tensor, k: Tensor) -> tuple[str, str]:
     """What esp_soft runs, and why."""
+    if _is_short(q, k):
+        return "CPU, all slices at once", "the plans of a slice are so small that a call costs more"
     mib = f"one slice's plan takes {_plan_bytes(q, k) / 2**20:.2f} MiB of a head"
     if _is_stacked(q, k):
         return "CPU, heads stacked", f"{mib}, which a private cache holds"
@@ -126,6 +141,10 @@ def describe_soft(q: Tensor, k: Tensor) -> tuple[str, str]:
 def describe_hard() -> tuple[str, str]:
     """What esp_hard runs, and why."""
     return "CPU, sorted and gathered", "the tensors are on the CPU"
+
+
+def _is_short(q: Tensor, k: Tensor) -> bool:
+    return q.shape[:2].numel() * q.shape[2] * k.shape[2] <= SHORT
 
 
 def _plan_bytes(q: Tensor, k: Tensor) -> int:
@@ -144,6 +163,7 @@ def _by_heads(
     query_keep: Tensor | None,
     slices: Tensor | None,
     tau: Tensor,
+    slice_weight: Tensor | None,
     head_bytes: int,
     core: Core,
 ) -> Tensor:
@@ -155,11 +175,13 @@ def _by_heads(
         return out
     tau = tau.detach().expand(heads)
     slices = None if slices is None else slices.detach().expand(heads, -1, -1)
+    count = q.shape[3] if slices is None else slices.shape[-2]
+    omega = q.new_ones(heads, count) if slice_weight is None else slice_weight.detach().expand(heads, -1)
     masked = keep is not None or query_keep is not None
     result = out
     if not masked:  # every example is alike: all heads are those of one
         q, k, v, result = (t.reshape(1, -1, *t.shape[2:]) for t in (q, k, v, out))
-        tau = tau.repeat(batch)
+        tau, omega = tau.repeat(batch), omega.repeat(batch, 1)
         slices = None if slices is None else slices.repeat(batch, 1, 1)
     examples, heads = q.shape[:2]
     group = min(TILE_BYTES // max(1, head_bytes), -(-examples * heads // torch.get_num_threads()))
@@ -180,7 +202,7 @@ def _by_heads(
                 continue
             tile_slices = None if slices is None else slices[part]
             clouds = clouds_of(tile_q[None], tile_k[None], None, None, tile_slices)
-            moved = core(clouds, tile_v, tau[part])
+            moved = core(clouds, tile_v, tau[part], omega[part])
             if rows is None:
                 result[example, part] = moved
             else:
@@ -230,6 +252,7 @@ def _tied_heads(
     clouds: Clouds,
     v: Tensor,
     tau: Tensor,
+    omega: Tensor,
     queries: Ranked,
     keys: Ranked,
     squared_cost: bool,
@@ -240,7 +263,7 @@ def _tied_heads(
     matching = match(clouds, queries, keys, coupling)
     at_once = TILE_BYTES // (4 * v.element_size())
     cost = matched_costs(clouds, queries, keys, matching, coupling, squared_cost, at_once)
-    weights = slice_weights(cost, tau, clouds.q.shape[2], mean_cost).to(v.dtype)
+    weights = slice_weights(cost, tau, clouds.q.shape[2], mean_cost, omega).to(v.dtype)
     return gather_sum(matching, v[None], weights[..., None].expand(clouds.x.shape))[0]
 
 
@@ -271,13 +294,14 @@ def _matched_heads(
     ranks: list[Tensor],
     shares: list[Tensor],
     tau: Tensor,
+    omega: Tensor,
     squared_cost: bool,
     mean_cost: bool,
     together: int,
 ) -> Tensor:
     """sum_l w_l P_l v [G, N, E].  q: [G, N, D]; k: [G, M, D]; v: [G, M, E]; order_x: [G, L, N];
     order_y: [G, L, M]; ranks, shares: of the keys that every rank of queries meets, [N] each, or
-    nothing where equal ranks meet; tau: [G] in float64.
+    nothing where equal ranks meet; tau: [G] and omega: [G, L] in float64.
     """
     one_to_one = len(ranks) == 0
     found: list[Tensor] = []
@@ -299,7 +323,8 @@ def _matched_heads(
     cost = distances.sum(-1, dtype=torch.float64)  # [G, L]
     if mean_cost:
         cost /= q.size(1)
-    weights = torch.softmax(-tau.unsqueeze(1) * (cost - cost.amin(-1, keepdim=True)), -1).to(v.dtype)
+    weights = torch.softmax(-tau.unsqueeze(1) * (cost - cost.amin(-1, keepdim=True)), -1) * omega
+    weights = (weights / weights.sum(-1, keepdim=True)).to(v.dtype)
     entries = weights.unsqueeze(2).expand_as(order_x)
     keys = found[0]
     if not one_to_one:
@@ -327,11 +352,12 @@ def _stacked_heads(
     v: Tensor,
     ranks: Tensor | None,
     tau: Tensor,
+    omega: Tensor,
     temperature: float,
     reach: float,
 ) -> Tensor:
     """sum_l w_l P_l v [G, N, E], by an online softmax.  x: [G, L, N]; y: [G, L, M]; cost: [G, N, M];
-    v: [G, M, E]; ranks: [1, N, M], see operators.ranks.rank_matrix; tau: [G].
+    v: [G, M, E]; ranks: [1, N, M], see operators.ranks.rank_matrix; tau: [G]; omega: [G, L].
     """
     tau = -tau.view(-1, 1, 1)
     result = torch.zeros_like(v[:, :1])
@@ -349,6 +375,7 @@ def _stacked_heads(
         before = slice_cost if index == 0 else lowest
         lowest = torch.minimum(before, slice_cost)
         kept, weight = torch.exp(tau * (before - lowest)), torch.exp(tau * (slice_cost - lowest))
+        weight = weight * omega[:, index].view(-1, 1, 1)
         result = result * kept + weight * torch.bmm(plan, v)
         total = total * kept + weight
     return result / total
@@ -358,6 +385,7 @@ def _banded_head(
     clouds: Clouds,
     v: Tensor,
     tau: float,
+    omega: list[float],
     temperature: float,
     squared_cost: bool,
     mean_cost: bool,
@@ -385,6 +413,7 @@ def _banded_head(
         before = slice_cost if index == 0 else lowest
         lowest = min(before, slice_cost)
         kept, weight = math.exp(-tau * (before - lowest)), math.exp(-tau * (slice_cost - lowest))
+        weight *= omega[index]
         result.mul_(kept).index_add_(0, order_x, moved, alpha=weight)
         total = total * kept + weight
     return result.div_(total)

@@ -104,9 +104,18 @@ def lot(
     key_half_steps: int,
     keys_first: bool,
     output_factor: Sequence[float],
+    interleaved: bool = False,
+    pivot_weight: Tensor | None = None,
 ) -> Tensor:
     """A v [B, H, N, E].  Arguments as operators.lot.lot."""
     batch, heads, queries, _ = q.shape
+    if interleaved and batch > 1:
+        return _of_each_example(
+            q, k, v, keep, query_keep, key_bias, pivots, pivot_mass, pivot_weight,
+            query_multiplier=query_multiplier, key_multiplier=key_multiplier,
+            query_half_steps=query_half_steps, queries_first=queries_first,
+            key_half_steps=key_half_steps, keys_first=keys_first, output_factor=output_factor,
+        )  # fmt: skip
     keys, width = v.shape[2:]
     dtype, padded = reference.work_dtype(q), query_keep is not None
     out = q.new_empty((batch, heads, queries, width), dtype=dtype)
@@ -126,6 +135,8 @@ def lot(
     powers = (coefficient, query_power - 1.0, key_power - 1.0, length_power)
     factor = torch.as_tensor(reference.token_factor(powers, q, k, keep, query_keep), dtype=dtype)
     factor = factor.expand(batch, heads, 1, 1)
+    if pivot_weight is not None:
+        factor = factor * pivot_weight.to(dtype)[None, :, :, None]
 
     group, shared = _layout(q, k, pivots, keep is not None or query_keep is not None)
     block = max(64, _tile_bytes(q, k) // (pivots.shape[1] * out.element_size()))
@@ -164,6 +175,44 @@ def lot(
     else:
         each_worker(work, starts)
     return out.to(v.dtype)
+
+
+def _of_each_example(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    query_keep: Tensor | None,
+    key_bias: Tensor | None,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    pivot_weight: Tensor | None,
+    **loops: Any,
+) -> Tensor:
+    """Where examples have masses of their own: as heads of one example, or masked one by one."""
+    batch, heads = q.shape[:2]
+    masses = reference.by_example(pivot_mass, batch)
+    weights = None if pivot_weight is None else reference.by_example(pivot_weight, batch)
+    if keep is None and query_keep is None and key_bias is None:
+        folded_q, folded_k, folded_v = (x.flatten(0, 1)[None] for x in (q, k, v))
+        glue = None if weights is None else weights.flatten(0, 1)
+        out = lot(
+            folded_q, folded_k, folded_v, None, None, None, pivots.repeat(batch, 1, 1),
+            masses.flatten(0, 1), **loops, pivot_weight=glue,
+        )  # fmt: skip
+        return out[0].unflatten(0, (batch, heads))
+    bias = None if key_bias is None else key_bias.expand(batch, -1, -1, -1)
+    parts = []
+    for e in range(batch):
+        masks = [None if x is None else x[e, None] for x in (keep, query_keep, bias)]
+        glue = None if weights is None else weights[e]
+        parts.append(
+            lot(
+                q[e, None], k[e, None], v[e, None], masks[0], masks[1], masks[2], pivots, masses[e],
+                **loops, pivot_weight=glue,
+            )
+        )
+    return torch.cat(parts)
 
 
 def describe(

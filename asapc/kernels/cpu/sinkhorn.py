@@ -22,7 +22,36 @@ from asapc.kernels.cpu.streaming import stream_head
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import Thresholds, thresholds
-from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps
+from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps, widen
+
+SHORT = 1 << 17  # entries of all heads' maps times half-steps: up to here few calls take less than tiles
+FEW = 5  # half-steps, too, up to which they do
+
+
+def is_short(q: Tensor, k: Tensor, half_steps: int) -> bool:
+    """Whether few_half_steps is the fastest: on a CPU, where a map is not empty."""
+    entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    few = 0 < half_steps <= FEW and 0 < half_steps * entries <= SHORT
+    return few and q.device.type == "cpu"
+
+
+def few_half_steps(q: Tensor, k: Tensor, v: Tensor | None, loop: Loop) -> Tensor:
+    """A v, or the map A, of the loop from zero on scores without mask or bias, in the log domain.
+
+    Uniform marginals are numbers, which the last half-step, a softmax over its side, leaves out:
+        f = -logsumexp_j(S + g),  g = -logsumexp_i(S + f),  ..,  A = factor / N softmax_j(S + g)
+    """
+    scores = (widen(q) * loop.score_multiplier) @ widen(k).transpose(-1, -2)
+    over_keys, shifted = loop.first_side == "row", scores
+    for _ in range(loop.half_steps - 1):
+        dim = -1 if over_keys else -2
+        shifted = scores - torch.logsumexp(shifted, dim, keepdim=True)
+        over_keys = not over_keys
+    tokens = q.shape[2] if over_keys else k.shape[2]
+    plan = torch.softmax(shifted, -1 if over_keys else -2)
+    factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], None)
+    plan *= factor / tokens
+    return plan.to(q.dtype) if v is None else (plan @ widen(v)).to(v.dtype)
 
 
 def sinkhorn_loop(

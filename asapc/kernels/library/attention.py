@@ -27,7 +27,7 @@ def attention(name: str, run: Run, gradient: Gradient | None = differentiate) ->
     entry = OPERATORS[name]
     for dense in entry.forms:
         registered = operator(entry.reference_of(dense), run)
-        register_fake(registered, fakes.attention)
+        register_fake(registered, fakes.plan if entry.scored else fakes.attention)
         if gradient is not None:
             gradient(registered, entry.reference_of(dense))
 

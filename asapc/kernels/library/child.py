@@ -1,4 +1,4 @@
-"""asapc::child and asapc::seen: marks in a graph."""
+"""asapc::child, asapc::seen and asapc::holds: marks in a graph."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from asapc.errors import BranchError
 from asapc.operators import child as child_reference
 
 
@@ -31,3 +32,18 @@ def _(tensors: Sequence[Tensor], label: str) -> None:
 
 
 torch.fx.node.has_side_effect(torch.ops.asapc.seen.default)  # nothing uses it, and it has to stay
+
+
+@torch.library.custom_op("asapc::holds", mutates_args=())
+def holds(condition: Tensor, answer: bool, asked: str) -> None:
+    """A branch of the code that was traced goes the way it was traced, see asapc.passes.branches."""
+    if bool(condition) != answer:
+        raise BranchError(asked, answer)
+
+
+@holds.register_fake
+def _(condition: Tensor, answer: bool, asked: str) -> None:
+    return None
+
+
+torch.fx.node.has_side_effect(torch.ops.asapc.holds.default)

@@ -35,7 +35,12 @@ def _esp(
     **_rest: Any,
 ) -> Any:
     backend = dispatch.token_backend(plain.func.__name__, q, k, v, lambda: describe(q, k))
-    return plain() if backend == "plain" or kernel is None else kernel(**plain.keywords)
+    if backend == "plain" or kernel is None:
+        return plain()
+    given = dict(plain.keywords)  # the kernels know one factor
+    powers = (given.pop(name, 0) for name in ("query_power", "key_power"))
+    given["output_factor"] = reference.with_lengths(given["output_factor"], q, k, *powers)
+    return kernel(**given)
 
 
 # Not a custom_op: those run with autograd switched off below them.
@@ -53,15 +58,22 @@ def esp_hard_gradients(
     output_factor: float,
     coupling: str,
     ties: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of A v, or of A without v, with respect to WITH_GRADIENT; that of v is empty without it."""
-    given = {"q": q, "k": k, "v": v, "inverse_temperature": inverse_temperature}
+    slice_weight: Tensor | None,
+    query_power: int,
+    key_power: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of A v, or of A without v, with respect to WITH_GRADIENT; of what is not there it is empty."""
+    given = {
+        "q": q, "k": k, "v": v, "inverse_temperature": inverse_temperature, "slice_weight": slice_weight
+    }  # fmt: skip
     leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
     hard: Any = reference.esp_hard_attention if v is None else reference.esp_hard
     with without_autocast(leaves.values()), torch.enable_grad():
         output = hard(
             **leaves, keep=keep, query_keep=query_keep, slices=slices, squared_cost=squared_cost,
             mean_cost=mean_cost, output_factor=output_factor, coupling=coupling, ties=ties,
+            query_power=query_power, key_power=key_power,
+            **({} if "slice_weight" in leaves else {"slice_weight": None}),
         )  # fmt: skip
     inputs = [*leaves.values()]
     if output.requires_grad:
@@ -69,10 +81,14 @@ def esp_hard_gradients(
     else:
         grads = tuple(map(torch.zeros_like, inputs))
     found = dict(zip(leaves, grads, strict=True))
-    return found["q"], found["k"], found.get("v", q.new_empty(0)), found["inverse_temperature"]
+    none = q.new_empty(0)
+    return (
+        found["q"], found["k"], found.get("v", none), found["inverse_temperature"],
+        found.get("slice_weight", none),
+    )  # fmt: skip
 
 
-WITH_GRADIENT = ("q", "k", "v", "inverse_temperature")
+WITH_GRADIENT = ("q", "k", "v", "inverse_temperature", "slice_weight")
 _library = torch.library.Library("asapc", "FRAGMENT")
 _library.define(
     esp_hard_gradients.__name__ + torch.library.infer_schema(esp_hard_gradients, mutates_args=())

@@ -43,6 +43,11 @@ def attention(arguments: Mapping[str, Any]) -> Tensor:
     return result
 
 
+def plan(arguments: Mapping[str, Any]) -> Tensor:
+    """[B, H, N, M] like the scores."""
+    return torch.empty_like(arguments["scores"], memory_format=torch.contiguous_format)
+
+
 def dual(arguments: Mapping[str, Any]) -> Tensor:
     """[B, H, N] of the source, [B, H, M] of the target."""
     share_sizes(arguments["q"], arguments["k"], None, arguments["keep"])

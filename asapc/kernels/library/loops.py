@@ -44,10 +44,13 @@ def _sinkhorn(
     **_rest: Any,
 ) -> Any:
     name = plain.func.__name__
+    _, loop = _sinkhorn_loop(plain.keywords)
+    if keep is None and bias is None and cpu_sinkhorn.is_short(q, k, loop.half_steps):
+        dispatch.note(name, q, k, "CPU, log domain", "short: a few calls on all heads take least")
+        return cpu_sinkhorn.few_half_steps(q, k, v, loop)
     backend = dispatch.attention_backend(name, q, k, v, keep, bias, score_multiplier)
     if backend == "plain":
         return plain()
-    _, loop = _sinkhorn_loop(plain.keywords)
     return _run(backend, q, k, v, keep, bias, None, loop)
 
 

@@ -1,0 +1,335 @@
+"""CPU twin of operators/plan.py: the loop in the linear domain, small matrices side by side.
+
+K = exp(S - top) is formed once, with the largest score of every row, or of every column where columns are
+closed first; every half-step is then a matrix-vector product,
+
+    a = mu / (K b),    b = nu / (K' a),    P = diag(a) K diag(b),    log P = S - top + log a + log b.
+
+Matrices of at most SMALL entries lie with the matrix as the last axis, [N, M, G]: sums over a handful of
+entries are then additions of long rows. Larger ones are multiplied as they are, several to a tile where
+they fit. What the linear domain cannot hold is found after the loop, matrix by matrix, and computed by
+the reference instead: a column (or row) whose largest entry of K is near 0, or scalings that spread too
+far for what has left K at the lower end of the format to be without effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.ir import Stabiliser
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker
+from asapc.operators import plan as reference
+from asapc.operators.sinkhorn import factor_value
+from asapc.operators.stabilised import unit_mass
+
+SMALL = 16 * 16
+SPREAD = 0.6  # of the safe range: how far scalings may spread where entries of K are lost
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked for besides scores, as the operator takes it."""
+
+    log_mu: Tensor | None
+    log_nu: Tensor | None
+    settings: dict[str, Any]
+    stabiliser: Stabiliser | None
+
+    @classmethod
+    def of(cls, log_mu: Tensor | None, log_nu: Tensor | None, **settings: Any) -> Task:
+        settings = reference.DEFAULTS | settings  # those that a call leaves out are not handed on
+        if settings["constant"] is None:
+            return cls(log_mu, log_nu, settings, None)
+        names = ("form", "kind", "constant", "start", "shares", "start_share")
+        return cls(log_mu, log_nu, settings, Stabiliser.of(*(settings[name] for name in names)))
+
+    def plain(self, scores: Tensor) -> Tensor:
+        return reference.plan(scores, self.log_mu, self.log_nu, **self.settings)
+
+    @property
+    def ends_on_rows(self) -> bool:
+        return bool(self.settings["rows_first"]) == (self.settings["half_steps"] % 2 == 1)
+
+
+def described(scores: Tensor, task: Task) -> tuple[str, str]:
+    """What runs, and why."""
+    queries, keys = scores.shape[-2:]
+    if queries * keys <= SMALL:
+        return "CPU, matrices side by side", f"{queries} x {keys} entries a matrix"
+    if task.stabiliser is not None:
+        return "plain PyTorch", "the constant in its divisions is kept: products of exp(S) in float64"
+    return "CPU, linear domain", "what it cannot hold is computed in the log domain"
+
+
+def plan(scores: Tensor, task: Task) -> Tensor:
+    """[B, H, N, M] in the dtype of the scores, see operators.plan."""
+    batch, heads, queries, keys = scores.shape
+    small = queries * keys <= SMALL
+    if scores.numel() == 0 or task.settings["half_steps"] < 1 or (task.stabiliser and not small):
+        return task.plain(scores)
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    given = scores.to(dtype)
+    if task.settings["by_head"] is not None:
+        given = reference.scaled(given, 1.0, task.settings["by_head"])
+    given = given.reshape(-1, queries, keys)
+    mu = _masses(task.log_mu, (batch, heads, queries), given)
+    nu = _masses(task.log_nu, (batch, heads, keys), given)
+    share = _share(scores, task).to(dtype)
+    out = torch.empty_like(given, memory_format=torch.contiguous_format)
+    size = queries * keys * given.element_size()
+    per_tile = max(1, TILE_BYTES // (2 * size if small else size))
+    offset = None
+    if task.stabiliser is not None and task.stabiliser.start == "tensor":
+        offset = _largest(given, task.settings["score_multiplier"]) * task.settings["score_multiplier"]
+    run = _side_by_side if small else _products
+
+    def work(starts: Iterator[int]) -> None:
+        for start in starts:
+            part = slice(start, start + per_tile)
+            rows, columns, shares = (x if len(x) == 1 else x[part] for x in (mu, nu, share))
+            held = run(given[part], rows, columns, shares, task, offset, out[part])
+            if not bool(held.all()):
+                _in_log_domain(given, scores.shape[:2], task, out, start + (~held).nonzero().squeeze(1))
+
+    each_worker(work, range(0, len(given), per_tile))
+    return out.view(scores.shape).to(scores.dtype)
+
+
+def _masses(logs: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    """Marginals [G, X] of every matrix, or [1, X] where all have the same, of total 1."""
+    tokens = shape[-1]
+    if logs is None:
+        return like.new_full((1, tokens), 1.0 / tokens)
+    logs = logs.to(like.dtype)
+    shared = logs.numel() == tokens
+    rows = logs.reshape(1, tokens) if shared else logs.broadcast_to(shape).reshape(-1, tokens)
+    return torch.softmax(rows, -1)  # the other side's total is gauge; the last side's is put back
+
+
+def _share(scores: Tensor, task: Task) -> Tensor:
+    """What a plan whose last side has total 1 is multiplied by: [1], or [G] for every matrix."""
+    queries, keys = scores.shape[-2:]
+    factor = float(factor_value(task.settings["output_factor"], queries, keys, None))
+    if task.stabiliser is not None:
+        first = bool(task.settings["rows_first"])
+        factor *= unit_mass(task.stabiliser, task.settings["half_steps"], first, queries, keys)
+    logs, tokens = (task.log_mu, queries) if task.ends_on_rows else (task.log_nu, keys)
+    if logs is None:
+        return scores.new_full((1,), factor, dtype=torch.float64)
+    totals = torch.logsumexp(logs.double(), -1).exp() * factor
+    shared = logs.numel() == tokens
+    return totals.reshape(1) if shared else totals.broadcast_to(scores.shape[:2]).reshape(-1)
+
+
+def _largest(scores: Tensor, multiplier: float) -> Tensor:
+    """Of all scores, the one that is largest once it is multiplied."""
+    return scores.amax() if multiplier > 0 else scores.amin()
+
+
+def _in_log_domain(
+    given: Tensor, leads: Sequence[int], task: Task, out: Tensor, which: Tensor
+) -> None:
+    """The reference's result of some matrices [g] of `given` [G, N, M], into `out`.  leads: B and H."""
+    chosen = given[which][:, None]
+
+    def own(logs: Tensor | None) -> Tensor | None:
+        if logs is None or logs.numel() == logs.shape[-1]:
+            return logs
+        return logs.broadcast_to(*leads, logs.shape[-1]).reshape(-1, 1, logs.shape[-1])[which]
+
+    settings = task.settings | {"by_head": None}
+    if task.stabiliser is not None and task.stabiliser.start == "tensor":
+        top = _largest(given, settings["score_multiplier"])
+        chosen, settings = chosen - top, settings | {"start": "plain"}
+    found = reference.plan(chosen, own(task.log_mu), own(task.log_nu), **settings)
+    out[which] = found[:, 0].to(out.dtype)
+
+
+def _side_by_side(
+    given: Tensor, mu: Tensor, nu: Tensor, share: Tensor, task: Task, offset: Tensor | None, out: Tensor
+) -> Tensor:
+    """Small matrices [G, N, M] at once, into `out`; which of them the linear domain holds, [G] bool."""
+    settings, stabiliser = task.settings, task.stabiliser
+    s = (given * settings["score_multiplier"]).permute(1, 2, 0).contiguous()  # [N, M, G]
+    rows_turn = bool(settings["rows_first"])
+    if stabiliser is None:
+        start = "row" if rows_turn else "column"
+    else:
+        start = stabiliser.start
+    if start == "tensor":
+        s -= offset
+    elif start == "matrix":
+        s -= s.amax((0, 1))
+    elif start != "plain":  # "softmax" is safe after any offset
+        s -= s.amax(0 if start == "column" else 1, keepdim=True)
+    kernel = s.exp()
+    a, b = torch.ones_like(kernel[:, 0]), torch.ones_like(kernel[0])
+    row_mass, column_mass = mu.t(), nu.t()  # [N, 1 or G], [M, 1 or G]
+    if stabiliser is not None:
+        if not stabiliser.shares:
+            row_mass, column_mass = torch.ones_like(row_mass), torch.ones_like(column_mass)
+        if stabiliser.form == "scaling" and stabiliser.start_share:
+            a, b = a / len(a), b / len(b)
+    # Made once: a view takes the interpreter as long as an operator on a few thousand numbers does.
+    terms, a_rows = torch.empty_like(kernel), a[:, None]
+    sums_a, sums_b = torch.empty_like(a), torch.empty_like(b)
+    for step in range(settings["half_steps"]):
+        if rows_turn:
+            torch.mul(kernel, b, out=terms)
+            torch.sum(terms, 1, out=sums_a)
+            scaling, sums, mass = a, sums_a, row_mass
+        else:
+            torch.mul(kernel, a_rows, out=terms)
+            torch.sum(terms, 0, out=sums_b)
+            scaling, sums, mass = b, sums_b, column_mass
+        if stabiliser is None:
+            torch.div(mass, sums, out=scaling)
+        else:
+            _divide(scaling, sums, mass, stabiliser, exact=step == 0 and start == "softmax")
+        rows_turn = not rows_turn
+    if settings["log"]:
+        out.copy_((s + a.log()[:, None] + b.log() + torch.log(share)).permute(2, 0, 1))
+    else:
+        out.copy_((kernel.mul_((a * share)[:, None]).mul_(b)).permute(2, 0, 1))
+    low = s.amin((0, 1))
+    if stabiliser is not None:
+        safe = SAFE_ROW_RANGE[given.dtype]
+        return (low >= -safe) & (s.amax((0, 1)) <= safe)
+    sides = ((a.t(), mu, s.amax(1).t()), (b.t(), nu, s.amax(0).t()))
+    return _held(low, *(sides if settings["rows_first"] else sides[::-1]))
+
+
+def _divide(scaling: Tensor, sums: Tensor, mass: Tensor, stabiliser: Stabiliser, exact: bool) -> None:
+    """The scaling after a half-step with a constant, in place.  exact: a softmax has none."""
+    plan = stabiliser.form == "plan"
+    if plan:
+        sums *= scaling
+    if not exact:
+        if stabiliser.kind == "add":
+            sums += stabiliser.constant
+        else:
+            sums.clamp_(min=stabiliser.constant)
+    if plan:
+        scaling *= mass
+        scaling /= sums
+    else:
+        torch.div(mass, sums, out=scaling)
+
+
+def _products(
+    given: Tensor, mu: Tensor, nu: Tensor, share: Tensor, task: Task, _offset: Tensor | None, out: Tensor
+) -> Tensor:
+    """Matrices [G, N, M] one after the other, into `out`; which of them the linear domain holds, [G]."""
+    settings = task.settings
+    s = given * settings["score_multiplier"]
+    rows_first, half_steps = bool(settings["rows_first"]), settings["half_steps"]
+    s -= s.amax(-1 if rows_first else -2, keepdim=True)
+    kernel = torch.exp(s, out=out)
+    if len(kernel) == 1:
+        a, b = _scale_one(kernel[0], mu[0], nu[0], half_steps, rows_first)
+        a, b = a[None], b[None]
+    else:
+        a, b = _scale_many(kernel, mu, nu, half_steps, rows_first)
+    sides = ((a, mu, s.amax(-1)), (b, nu, s.amax(-2)))
+    held = _held(s.amin((-1, -2)), *(sides if rows_first else sides[::-1]))
+    share = share[:, None]
+    if settings["log"]:
+        torch.add(s, (a.log() + torch.log(share))[:, :, None], out=out)
+        out += b.log()[:, None]
+    else:
+        kernel.mul_((a * share)[:, :, None]).mul_(b[:, None])
+    return held
+
+
+def _scale_one(
+    kernel: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool
+) -> tuple[Tensor, Tensor]:
+    """a [N] and b [M] after the half-steps.  kernel: [N, M].
+
+    A row half-step and the column half-step after it read K once, by blocks of rows that stay in cache
+    between the two.
+    """
+    a, b = torch.ones_like(kernel[:, 0]), torch.ones_like(kernel[0])
+    total = torch.empty_like(b)
+    block = max(1, TILE_BYTES // (kernel.shape[1] * kernel.element_size()))
+    parts = [
+        (part, part.t(), a_part, mass)
+        for part, a_part, mass in zip(
+            kernel.split(block), a.split(block), mu.split(block), strict=True
+        )
+    ]
+    step = 0
+    if not rows_first:
+        torch.mv(kernel.t(), a, out=total)
+        torch.div(nu, total, out=b)
+        step = 1
+    while step + 1 < half_steps:
+        total.zero_()
+        for part, transposed, a_part, mass in parts:
+            torch.mv(part, b, out=a_part)
+            torch.div(mass, a_part, out=a_part)
+            total.addmv_(transposed, a_part)
+        torch.div(nu, total, out=b)
+        step += 2
+    if step < half_steps:
+        torch.mv(kernel, b, out=a)
+        torch.div(mu, a, out=a)
+    return a, b
+
+
+def _scale_many(
+    kernel: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool
+) -> tuple[Tensor, Tensor]:
+    """a [G, N] and b [G, M].  kernel: [G, N, M]; mu: [G or 1, N]; nu: [G or 1, M].
+
+    Batched products run three times faster as vector x matrix than as matrix x vector, which pays for a
+    transposed copy from the second row half-step on.
+    """
+    transposed = kernel.transpose(1, 2)
+    if half_steps > 3:
+        transposed = transposed.contiguous()
+    a, b = torch.ones_like(kernel[:, :, 0])[:, None], torch.ones_like(kernel[:, :1])
+    mu, nu = mu[:, None], nu[:, None]
+    rows_turn = rows_first
+    for _ in range(half_steps):
+        if rows_turn:
+            torch.bmm(b, transposed, out=a)
+            torch.div(mu, a, out=a)
+        else:
+            torch.bmm(a, kernel, out=b)
+            torch.div(nu, b, out=b)
+        rows_turn = not rows_turn
+    return a[:, 0], b[:, 0]
+
+
+Side = tuple[Tensor, Tensor, Tensor]
+"""Scaling [G, X], masses [G or 1, X], the largest log K of every token [G, X]."""
+
+
+def _held(low: Tensor, first: Side, second: Side) -> Tensor:
+    """Which matrices the linear domain holds, [G] bool.
+
+    low: [G], the smallest log K; first: of the side that is closed first, whose largest log K are 0.
+
+    What has left the format is below 1e-38. Of a token of the first side, whose sum has a term K = 1,
+    that is nothing while the other side's scalings spread less than the range; of the second side, whose
+    largest K are at least exp(-safe), while those of the first spread less than what is left of it.
+    """
+    safe = SAFE_ROW_RANGE[low.dtype]
+    (a, mass, _), (b, other_mass, tops) = first, second
+    finite = a.isfinite().all(-1) & b.isfinite().all(-1)
+    top = tops.masked_fill(other_mass == 0, 0.0).amin(-1)
+    spread = (_spread(a, mass) <= SPREAD * safe) & (_spread(b, other_mass) <= safe)
+    return finite & ((low >= -safe) | ((top >= -safe) & spread))
+
+
+def _spread(scaling: Tensor, mass: Tensor) -> Tensor:
+    """log of the largest over the smallest scaling of tokens with mass: [G]."""
+    logs = scaling.log()
+    absent = (mass == 0).expand_as(logs)
+    return logs.masked_fill(absent, -torch.inf).amax(-1) - logs.masked_fill(absent, torch.inf).amin(-1)

@@ -1,0 +1,114 @@
+"""The plan of a finite Sinkhorn loop from scores or costs that are given, or its logarithm.
+
+    f_i = log mu_i - logsumexp_j(S_ij + g_j),    g_j = log nu_j - logsumexp_i(S_ij + f_i)
+    P_ij = factor * exp(S_ij + f_i + g_j),       S = score_multiplier * by_head * scores
+
+The loop is that of operators.sinkhorn, and with a constant in its divisions that of operators.stabilised;
+what is new is where it begins and ends. Matchers return log P, mixers multiply by P what no attention
+layer would, and costs need not be inner products. Plain PyTorch, any dtype, differentiable; the fast twin
+is asapc.kernels.cpu.plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.ir import PlanConvention, Side, Stabiliser
+from asapc.operators.c_transforms import log_marginals
+from asapc.operators.sinkhorn import alternate, factor_terms, factor_value, initial_duals, widen
+from asapc.operators.stabilised import stabilised_plans, unit_mass
+
+
+def plan_duals(
+    scores: Tensor,
+    log_mu: Tensor | None,
+    log_nu: Tensor | None,
+    half_steps: int,
+    rows_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """The duals after `half_steps` half-steps from zero: f [B, H, N], g [B, H, M].
+
+    scores: [B, H, N, M] in units of epsilon; log_mu, log_nu: broadcastable to f and g, None for 1/N and
+    1/M each, -inf where a token has no mass. Absolute duals, so the plan is exp(S + f + g).
+    """
+    uniform = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
+    given = (own if x is None else x for x, own in zip((log_mu, log_nu), uniform, strict=True))
+    side: Side = "row" if rows_first else "column"
+    return alternate(scores, *initial_duals(scores, None), half_steps, side, *given)
+
+
+def plan(
+    scores: Tensor,
+    log_mu: Tensor | None,
+    log_nu: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+    log: bool = False,
+    by_head: Sequence[float] | None = None,
+    constant: float | None = None,
+    form: str = "plan",
+    kind: str = "clamp",
+    start: str = "plain",
+    shares: bool = False,
+    start_share: bool = False,
+) -> Tensor:
+    """factor * P, or its logarithm: [B, H, N, M] in the dtype of the scores.
+
+    scores: [B, H, N, M]; costs have a score_multiplier below 0.  log_mu: broadcastable to [B, H, N];
+    log_nu: to [B, H, M]; None where uniform.  output_factor: [coefficient, N power, M power, n power],
+    n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser, with uniform
+    marginals alone.
+    """
+    s = scaled(widen(scores), score_multiplier, by_head)
+    factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
+    if constant is None:
+        # Where all of a row (or column) is hidden by -1e9, what is left of it is what differs.
+        top = s.detach().amax(-1 if rows_first else -2, keepdim=True)
+        s = s - top.masked_fill(~top.isfinite(), 0.0)
+        f, g = plan_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first)
+        log_plan = s + f[..., :, None] + g[..., None, :]
+        result = log_plan + torch.log(log_plan.new_tensor(factor)) if log else log_plan.exp() * factor
+        return result.to(scores.dtype)
+    if log_mu is not None or log_nu is not None:
+        raise ValueError("a constant in the divisions is known with uniform marginals alone")
+    stabiliser = Stabiliser.of(form, kind, constant, start, shares, start_share)
+    steps = stabilised_plans(s.double(), rows_first, stabiliser)
+    a, kernel, b = next(itertools.islice(steps, max(half_steps, 1) - 1, None))
+    unit = unit_mass(stabiliser, half_steps, rows_first, *scores.shape[-2:])
+    result = a * (factor * unit) * kernel * b.transpose(-1, -2)
+    return (result.log() if log else result).to(scores.dtype)
+
+
+DEFAULTS = {
+    name: parameter.default for name, parameter in signature(plan).parameters.items()
+    if parameter.default is not Parameter.empty
+}  # fmt: skip
+"""Of its last settings, which graphs leave out."""
+
+
+def scaled(scores: Tensor, score_multiplier: float, by_head: Sequence[float] | None) -> Tensor:
+    """S [B, H, N, M] in units of epsilon."""
+    if by_head is None:
+        return scores * score_multiplier
+    return scores * (scores.new_tensor(by_head) * score_multiplier)[:, None, None]
+
+
+def settings_of(convention: PlanConvention) -> dict[str, Any]:
+    """The operator's settings by name."""
+    stabiliser = convention.stabiliser
+    return {
+        "score_multiplier": convention.score_multiplier, "half_steps": convention.half_steps,
+        "rows_first": convention.first_side == "row",
+        "output_factor": factor_terms(convention.output_factor), "log": convention.log,
+        "by_head": None if convention.by_head is None else list(convention.by_head),
+        **({} if stabiliser is None else asdict(stabiliser)),
+    }  # fmt: skip

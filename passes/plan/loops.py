@@ -1,0 +1,297 @@
+"""Loops: where a graph normalises the rows and the columns of one matrix in turn.
+
+before: a functional graph
+after:  every chain of sums over rows and columns that are divided by, or whose logarithms are subtracted,
+        with the tensors at which its scores may be complete and those that may be its plan
+
+Only sums are recognised by their operators, and only chained ones: one softmax is no loop, and neither
+are two side by side. What a loop computes is for experiments to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor
+from asapc.passes.products import BARRIERS, VIEWS, is_vector, product_of, rank_of, same
+
+aten = torch.ops.aten
+
+SOFTMAXES = {
+    aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.log_softmax.int,
+    aten._log_softmax.default,
+}  # fmt: skip
+SUMS = {aten.sum.dim_IntList}
+NORMS = {aten.linalg_vector_norm.default: 1, aten.norm.ScalarOpt_dim: 1}  # the place of the order
+PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.mv.default, aten.einsum.default}
+DIVISIONS = {
+    aten.div.Tensor, aten.reciprocal.default, aten.log.default, aten.pow.Tensor_Scalar,
+    aten.divide.Tensor, aten.true_divide.Tensor,
+}  # fmt: skip
+TURNS = {aten.transpose.int, aten.permute.default, aten.t.default, aten.mT.default}
+STEPS = {  # of one value, entry by entry: what is done to a sum before it divides
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar,
+    aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default, aten.expand_as.default, aten.where.self, aten.masked_fill.Scalar,
+    aten.squeeze.default, aten.squeeze.dims, *VIEWS,
+}  # fmt: skip
+MOST_ENDS = 8  # tensors that are tried as scores, and as plans
+
+
+@dataclass(frozen=True)
+class Loop:
+    """sums: in the order of the graph.  matrix: what the first is over.  axes: of rows and columns of it,
+    from the end; None with `why` where it is not known which they are."""
+
+    sums: tuple[Node, ...]
+    matrix: Node
+    axes: tuple[int, int] | None
+    why: str = ""
+
+    @property
+    def at(self) -> Node:
+        return self.sums[0]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    node: Node
+    matrix: Node
+    axis: int  # from the end
+
+
+def find_loops(graph: GraphModule) -> list[Loop]:
+    """All of a graph, in its order."""
+    sums = {one.node: one for node in graph.graph.nodes if (one := _sum_of(node)) is not None}
+    if len(sums) < 2:
+        return []
+    chained = _chains(sums)
+    loops = []
+    for chain in chained:
+        if len(chain) < 2:
+            continue
+        found = [sums[node] for node in chain]
+        axes = {one.axis for one in found}
+        between = _between(chain)
+        turned = any(node.target in TURNS for node in between) or any(
+            one.node.target in PRODUCTS and one.matrix.target in TURNS for one in found
+        )
+        if len(axes) == 1 and not turned:
+            continue  # the same side again: no loop of rows and columns
+        if turned and axes <= {-1, -2}:
+            axes = {-1, -2}
+        if len(axes) == 2:
+            low, high = sorted(axes)
+            loops.append(Loop(tuple(chain), found[0].matrix, (low, high)))
+        else:
+            why = "its sums are over more than two axes, or over axes that change places on the way"
+            loops.append(Loop(tuple(chain), found[0].matrix, None, why))
+    return loops
+
+
+def _sum_of(node: Node) -> _Sum | None:
+    """A sum over one axis of something with at least two that is normalised by it."""
+    if node.op != "call_function" or not is_tensor(node):
+        return None
+    if node.target in PRODUCTS:
+        return _vector_product(node)
+    matrix = node.args[0] if node.args else None
+    if not isinstance(matrix, Node) or not is_tensor(matrix) or rank_of(matrix) < 2:
+        return None
+    dims: Any
+    whole = node.target in SOFTMAXES or node.target is aten.logsumexp.default
+    if whole or (node.target in SUMS and _is_divided_by(node)):
+        dims = node.args[1]
+    elif node.target in NORMS and node.args[1] == NORMS[node.target] and _is_divided_by(node):
+        dims = node.args[2] if len(node.args) > 2 else None
+    else:
+        return None
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return None
+    return _Sum(node, matrix, dims[0] if dims[0] < 0 else dims[0] - rank_of(matrix))
+
+
+def _vector_product(node: Node) -> _Sum | None:
+    """K b, a sum over the columns of K: a step of a loop in the exp domain."""
+    if node.target is aten.einsum.default:
+        equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
+        if not isinstance(operands, (list, tuple)) or len(operands) != 2 or "->" not in equation:
+            return None
+        terms, out = equation.split("->")
+        pairs = sorted(zip(terms.split(","), operands, strict=True), key=lambda pair: len(pair[0]))
+        (few, _), (many, matrix) = pairs
+        summed = [letter for letter in many if letter not in out]
+        alike = "." not in equation and set(few) <= set(many) and len(many) == len(out) + 1
+        if not alike or len(summed) != 1 or not isinstance(matrix, Node):
+            return None
+        return _Sum(node, matrix, many.index(summed[0]) - len(many)) if _is_divided_by(node) else None
+    left, right = node.args[0], node.args[1]
+    if not isinstance(left, Node) or not isinstance(right, Node):
+        return None
+    product = product_of(node)
+    if product is not None and is_vector(product):
+        return _Sum(node, left, -1) if _is_divided_by(node) else None
+    if rank_of(right) == 1 and rank_of(left) >= 2:
+        return _Sum(node, left, -1) if _is_divided_by(node) else None
+    if rank_of(left) >= 2 and left.meta["val"].shape[-2] == 1 and rank_of(right) == rank_of(left):
+        return _Sum(node, right, -2) if _is_divided_by(node) else None
+    return None
+
+
+def _is_divided_by(node: Node) -> bool:
+    """Whether something is divided by a sum, or its logarithm is taken, after steps entry by entry."""
+    seen: set[Node] = set()
+    stack = [(node, user) for user in node.users]
+    while stack:
+        source, user = stack.pop()
+        if user.target in DIVISIONS:
+            by = user.args[1] if len(user.args) > 1 else source
+            if by is source or user.target is aten.pow.Tensor_Scalar:
+                return True
+        if user.target in STEPS and user not in seen:
+            seen.add(user)
+            stack += [(user, other) for other in user.users]
+    return False
+
+
+def _is_local(node: Node) -> bool:
+    """Whether a loop may go on behind a node: no layer, and no product of two matrices."""
+    if not is_tensor(node) or node.op != "call_function" or node.target in BARRIERS:
+        return False
+    product = product_of(node)
+    return product is None or is_vector(product)
+
+
+def _chains(sums: Mapping[Node, _Sum]) -> list[list[Node]]:
+    """Sums that are computed from one another, over matrices of one size, without a layer between."""
+    group: dict[Node, int] = {}
+    members: dict[int, list[Node]] = {}
+    sizes: dict[tuple[Node, Node], bool] = {}
+
+    def alike(one: Node, other: Node) -> bool:
+        first, second = sums[one].matrix, sums[other].matrix
+        if (first, second) not in sizes:
+            sizes[first, second] = bool(same(first.meta["val"].numel(), second.meta["val"].numel()))
+        return sizes[first, second]
+
+    for node in sums:  # in the order of the graph
+        before = [other for other in _sums_above(node, sums) if alike(node, other)]
+        mine = min((group[other] for other in before), default=len(members))
+        for number in {group[other] for other in before} - {mine}:
+            for other in members.pop(number):
+                group[other] = mine
+                members[mine].append(other)
+        members.setdefault(mine, []).append(node)
+        group[node] = mine
+    order = {node: place for place, node in enumerate(sums)}
+    return [sorted(chain, key=order.__getitem__) for chain in members.values()]
+
+
+def _sums_above(node: Node, sums: Mapping[Node, _Sum]) -> list[Node]:
+    """The sums that a sum is computed from, each without another between."""
+    found: list[Node] = []
+    seen: set[Node] = set()
+    stack = [*node.all_input_nodes]
+    while stack:
+        current = stack.pop()
+        if current in seen or not is_tensor(current):
+            continue
+        seen.add(current)
+        if current in sums:
+            found.append(current)
+        elif _is_local(current):
+            stack.extend(current.all_input_nodes)
+    return found
+
+
+def _between(chain: list[Node]) -> set[Node]:
+    return descendants(chain[:1]) & ancestors(chain[-1])
+
+
+# Where a loop begins and ends
+
+
+@dataclass(frozen=True)
+class Borders:
+    """starts: tensors at which the scores of a loop may be complete, the likeliest first.
+    ends: those that may be its plan, the earliest first; empty with `why`, at `at`.
+    """
+
+    starts: tuple[Node, ...]
+    ends: tuple[Node, ...]
+    why: str = ""
+    at: Node | None = None
+
+
+def borders(graph: GraphModule, loop: Loop) -> Borders:
+    """All that a loop takes passes through a start, and all that is made of it through an end.
+
+    Where several matrices enter it, such as scores and a bias in every half-step, the last of those that
+    the fewest others enter beside.
+    """
+    order = {node: place for place, node in enumerate(graph.graph.nodes)}
+    below = descendants(loop.sums)
+    core = (below & ancestors(*loop.sums)) | set(loop.sums)
+    entries = {
+        source for node in core for source in node.all_input_nodes
+        if source not in core and is_tensor(source)
+    }  # fmt: skip
+    size = loop.matrix.meta["val"].numel()
+    data = data_dependent(graph)
+
+    def is_matrix(node: Node) -> bool:
+        value = node.meta["val"]
+        return value.is_floating_point() and value.dim() >= 2 and bool(same(value.numel(), size))
+
+    above = _above(entries, None)
+    candidates = [node for node in above if node in data and is_matrix(node)]
+    beside = {}
+    for start in candidates:
+        after = descendants([start])
+        others = _above(entries - {start}, start) - after - {start}
+        beside[start] = sum(node in data and is_matrix(node) for node in others)
+    candidates.sort(key=lambda node: (beside[node], -order[node]))
+    if not candidates:
+        return Borders((), (), "its scores depend on parameters alone", loop.at)
+    live = ancestors(graph.graph.output_node())
+    ends, used = [], None
+    for end in sorted((below | set(loop.sums)) & live, key=order.__getitem__):
+        if not is_tensor(end) or end in core - {loop.sums[-1]} or not is_matrix(end):
+            continue
+        within = ancestors(end)
+        inside = (core | (below & within)) - {end}
+        leaving = next(
+            (node for node in sorted(inside, key=order.__getitem__)
+             for user in node.users if user in live and user not in within), None,
+        )  # fmt: skip
+        if leaving is None:
+            ends.append(end)
+        else:
+            used = leaving
+    if not ends:
+        why = "no tensor of its size holds its plan: it goes on in sums, or in scalings applied apart"
+        if used is not None:
+            why = "a value of the loop other than its plan is also used elsewhere"
+        return Borders(tuple(candidates[:MOST_ENDS]), (), why, used or loop.sums[-1])
+    return Borders(tuple(candidates[:MOST_ENDS]), tuple(ends[:MOST_ENDS]))
+
+
+def _above(nodes: Iterable[Node], until: Node | None) -> set[Node]:
+    """What nodes are computed from within the loop's kind of code, them included; not through `until`."""
+    found: set[Node] = set()
+    stack = [*nodes]
+    while stack:
+        node = stack.pop()
+        if node in found or node is until or not is_tensor(node):
+            continue
+        found.add(node)
+        if _is_local(node):
+            stack.extend(node.all_input_nodes)
+    return found

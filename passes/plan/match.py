@@ -1,0 +1,534 @@
+"""Plan: is what a graph makes of the scores or costs of a loop a finite Sinkhorn loop, and which?
+
+before: a loop of sums over rows and columns that no family before has explained
+after:  PlanSite with its convention, from where its scores are complete to where its plan is, or the
+        reason why it is none
+
+What lies between is cut out, promoted to float64 and run on synthetic scores, biases and marginals.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from asapc.formats.limits import limits_of
+from asapc.ir import Program
+from asapc.passes.cut import (
+    PROBE_BATCH,
+    PROBE_LENGTHS,
+    SHAPE_ONLY,
+    Cut,
+    ancestors,
+    data_dependent,
+    holds_tensors,
+    is_tensor,
+)
+from asapc.passes.experiment import STABILISED, NoFit, outcome
+from asapc.passes.plan.loops import Loop, borders
+from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error
+from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
+from asapc.passes.products import VIEWS, rank_of, same, site_name
+from asapc.passes.sinkhorn.match import (
+    FEW_SPREADS,
+    LARGE,
+    SEPARATES,
+    SHIFTS,
+    SPREADS,
+    guesses_of,
+    overflown,
+    without_choice,
+)
+from asapc.passes.sinkhorn.probe import MILD, blocks, double_centre, score_multiplier
+from asapc.passes.site import Found, Unexplained, Unidentified
+
+aten = torch.ops.aten
+
+# What a marginal may go through on its way into every half-step, with one tensor that varies.
+STEPS = {
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default,
+    aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.log.default,
+    aten.exp.default, *VIEWS,
+}  # fmt: skip
+TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
+
+
+def find_plan(program: Program, free: Unexplained) -> Iterator[Found]:
+    """Every loop that is left, or why it is none."""
+    for loop in free.loops:
+        yield loop.at, _examine(program, loop)
+
+
+def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
+    if loop.axes is None:
+        return Unidentified(f"a loop of rows and columns: {loop.why}", frozenset(loop.sums), loop.at)
+    found = borders(program.graph, loop)
+    if not found.ends:
+        reason = f"a loop of rows and columns: {found.why}"
+        return Unidentified(reason, frozenset(loop.sums), found.at)
+    nearest: _Failure | None = None
+    tried = itertools.product(found.starts, found.ends)
+    for start, end in sorted(tried, key=lambda pair: _likeliness(found.starts, found.ends, *pair)):
+        result = outcome(partial(_site, program, loop, start, end))
+        if isinstance(result, PlanSite):
+            return _past_exp(result)
+        failure = _Failure(0, result) if isinstance(result, str) else result
+        nearest = failure if nearest is None or failure.reached > nearest.reached else nearest
+    assert nearest is not None
+    return Unidentified(f"a loop of rows and columns: {nearest.reason}", frozenset(loop.sums), loop.at)
+
+
+def _past_exp(site: PlanSite) -> PlanSite:
+    """A log plan of which only exp is read ends there: the operator need not take a logarithm."""
+    end = site.end.tensor
+    users = [user for user in end.node.users if user.users or user.op == "output"]
+    if not site.convention.log or len(users) != 1 or users[0].target is not aten.exp.default:
+        return site
+    later = replace(site.end, tensor=replace(end, node=users[0]))
+    convention = replace(site.convention, log=False)
+    return replace(site, end=later, inside=site.inside | {users[0]}, convention=convention)
+
+
+def _likeliness(starts: Sequence[Node], ends: Sequence[Node], start: Node, end: Node) -> tuple[int, int]:
+    """Near the loop first, on either side."""
+    return starts.index(start) + ends.index(end), starts.index(start)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How far the experiments came, and why no further."""
+
+    reached: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor that enters a loop beside its scores: data, or a constant that is not one number."""
+
+    node: Node
+    data: bool
+
+
+class _Region:
+    """Everything between a start and an end, as a function of the scores and of what else enters."""
+
+    def __init__(self, program: Program, loop: Loop, start: Node, end: Node) -> None:
+        graph = program.graph
+        assert loop.axes is not None
+        turned = rank_of(end) == rank_of(start)
+        self.start = Layout.of(start, *loop.axes)
+        self.end = Layout.of(end, *(loop.axes if turned else (-2, -1)))
+        inside = _made_of(start) & (ancestors(end) | {end})
+        self.inside = frozenset(inside | {end})
+        self.guesses = guesses_of(node for node in graph.graph.nodes if node in self.inside)
+        self.given = _given(graph, start, self.inside)
+        self.data = [x.node for x in self.given if x.data]
+        self.constants = [x.node for x in self.given if not x.data]
+        self.cut = Cut(graph, [start, *self.data], (end, *self.constants), self.inside)
+
+    def observe(
+        self, scores: Tensor, given: Mapping[Node, Tensor], lengths: dict[Any, int]
+    ) -> tuple[Tensor, dict[Node, Tensor]]:
+        """What leaves [B, H, N, M] for scores [B, H, N, M], and what every input held."""
+        start, end = self.start, self.end
+        raw = start.raw(scores, self.cut.shape_of(start.tensor.node, lengths))
+        made, *constants = self.cut.run_all([raw, *(given[node] for node in self.data)], lengths)
+        out = end.matrices(made.double()).reshape(scores.shape)
+        return out, {**given, **dict(zip(self.constants, constants, strict=True))}
+
+    def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
+        """[B, H, N, M] of the scores."""
+        shape = self.cut.shape_of(self.start.tensor.node, lengths)
+        return tuple(self.start.matrices(torch.empty(shape, device="meta")).shape)
+
+    def lengths(self, shift: int = 0) -> dict[Any, int]:
+        """Small, different numbers of rows and columns where they are free, `shift` more of both; few
+        examples where their number is."""
+        found = self.cut.lengths()
+        *leads, rows, columns = self.start.tensor.shape
+        wanted = [*((size, PROBE_BATCH) for size in leads if _is_symbol(size)),
+                  *zip((rows, columns), (length + shift for length in PROBE_LENGTHS), strict=True)]
+        set_: set[Any] = set()
+        for size, length in wanted:
+            symbol = _free(size)
+            if symbol is not None and symbol not in set_:
+                low, high = limits_of(size.node.shape_env.var_to_range, symbol)
+                found[symbol] = max(low, min(length, high))
+                set_.add(symbol)
+        return found
+
+
+def _made_of(start: Node) -> set[Node]:
+    """Every tensor that is computed from the values of another, not from its sizes alone."""
+    found: set[Node] = set()
+    stack = [*start.users]
+    while stack:
+        node = stack.pop()
+        if node not in found and holds_tensors(node) and node.target not in SHAPE_ONLY:
+            found.add(node)
+            stack.extend(node.users)
+    return found
+
+
+def _is_symbol(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
+
+
+def _free(size: Any) -> Any:
+    """The symbol of a size that is one, or one and a few more; None for others."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    symbols = size.node.expr.free_symbols
+    if len(symbols) != 1:
+        return None
+    (symbol,) = symbols
+    return symbol if (size.node.expr - symbol).is_number else None
+
+
+def _given(graph: GraphModule, start: Node, inside: frozenset[Node]) -> list[_Given]:
+    """What enters beside the scores, by the tensor that it is made of."""
+    data = data_dependent(graph)
+    found: dict[Node, bool] = {}
+    for node in graph.graph.nodes:
+        if node not in inside:
+            continue
+        for source in node.all_input_nodes:
+            if source in inside or source is start or not is_tensor(source):
+                continue
+            root = _root(source, start)
+            if root in data or not _is_one_number(root):
+                found.setdefault(root, root in data)
+    return [_Given(node, is_data) for node, is_data in found.items()]
+
+
+def _root(node: Node, start: Node) -> Node:
+    """The tensor that a node repeats or scales."""
+    while node.target in STEPS:
+        varying = [n for n in node.all_input_nodes if is_tensor(n) and not _is_one_number(n)]
+        if len(varying) != 1 or varying[0] is start:
+            return node
+        node = varying[0]
+    return node
+
+
+def _is_one_number(node: Node) -> bool:
+    """One entry, or one number everywhere by how it is made."""
+    value = node.meta["val"]
+    if all(isinstance(size, int) and size == 1 for size in value.shape):
+        return True
+    if node.target in _FILLED:
+        return True
+    sources = [n for n in node.all_input_nodes if is_tensor(n)]
+    return node.target in STEPS and bool(sources) and all(_is_one_number(n) for n in sources)
+
+
+_FILLED = {
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default,
+    aten.ones_like.default, aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default,
+}  # fmt: skip
+
+
+# What enters beside the scores
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """What every input is taken for, by side; biases are what remains."""
+
+    log_mu: MarginalInput | None = None
+    log_nu: MarginalInput | None = None
+
+    @property
+    def nodes(self) -> set[Node]:
+        return {x.node for x in (self.log_mu, self.log_nu) if x is not None}
+
+
+def _roles(region: _Region) -> list[_Roles] | str:
+    """What the vectors among the inputs may be, the simplest first; a reason where one is nothing."""
+    options: list[list[tuple[str, MarginalInput] | None]] = []
+    for given in region.given:
+        value = given.node.meta["val"]
+        if _is_matrix(given.node, region):
+            if not value.is_floating_point():
+                return _enters(given.node, "a mask in every half-step: hide scores before the loop")
+            continue
+        found = _sides(given, region) if value.is_floating_point() else []
+        if given.data and not found:
+            return _enters(given.node, "neither a marginal nor a bias")
+        options.append([*([] if given.data else [None]), *found])
+    roles = []
+    for chosen in itertools.product(*options):
+        by_side: dict[str, MarginalInput] = {}
+        for pair in chosen:
+            if pair is not None:
+                by_side.setdefault(pair[0], pair[1])
+        if len(by_side) == sum(pair is not None for pair in chosen):
+            roles.append(_Roles(**by_side))
+    return roles or "two inputs could be the same marginal"
+
+
+def _enters(node: Node, what: str) -> str:
+    return f"its plan depends on {node.name}, which is {what}"
+
+
+def _is_matrix(node: Node, region: _Region) -> bool:
+    """Whether it has rows and columns, and broadcasts to the scores."""
+    shape, scores = node.meta["val"].shape, region.start.tensor.node.meta["val"].shape
+    if len(shape) < 2 or len(shape) > len(scores):
+        return False
+    return all(
+        same(one, other) or (isinstance(one, int) and one == 1 and back > 2)
+        for back, (one, other) in enumerate(zip(reversed(shape), reversed(scores), strict=False), 1)
+    )
+
+
+def _sides(given: _Given, region: _Region) -> list[tuple[str, MarginalInput] | None]:
+    """The marginals that a tensor may be."""
+    shape = [*given.node.meta["val"].shape]
+    rank, leads = len(shape), rank_of(region.start.tensor.node) - 2
+    found: list[tuple[str, MarginalInput] | None] = []
+    for side, tokens in (("log_mu", region.start.queries), ("log_nu", region.start.keys)):
+        drop: int | None = None
+        if rank and same(shape[-1], tokens):
+            one = rank == leads + 2 and isinstance(shape[-2], int) and shape[-2] == 1
+            drop = -2 if one else None
+        elif rank > 1 and isinstance(shape[-1], int) and shape[-1] == 1 and same(shape[-2], tokens):
+            drop = -1
+        else:
+            continue
+        before = rank - 1 - (drop is not None)
+        if before and not (leads == 1 or region.start.kept):
+            continue
+        if before > leads:
+            continue
+        per_head = leads == 2 and before == 1 and same(shape[0], region.start.heads)
+        by_example = before == 1 and (leads == 1 or same(shape[0], region.start.tensor.shape[0]))
+        found += [
+            (side, MarginalInput(given.node, logarithm, drop, heads, not given.data))
+            for heads in [*([True] if by_example else []), *([False] if per_head or before != 1 else [])]
+            for logarithm in (True, False)
+        ]
+    return found
+
+
+# Experiments
+
+
+class _Trials:
+    """Observations of a region, with its inputs in their roles."""
+
+    def __init__(self, region: _Region, roles: _Roles, log: bool) -> None:
+        self.region, self.roles, self.log = region, roles, log
+        self.generator = torch.Generator().manual_seed(0)
+        self.biases = [x.node for x in region.given if _is_matrix(x.node, region)]
+        self.rough = 1.0
+        self.coefficients: list[float] = [0.0] * len(self.biases)
+        self.by_head: Tensor | None = None
+
+    def noise(self, size: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(size), generator=self.generator, dtype=torch.float64)
+
+    def draw(self, lengths: dict[Any, int], massless: bool = False) -> dict[Node, Tensor]:
+        """Values of what is data.  massless: some tokens have no mass."""
+        drawn = {}
+        for node in self.region.data:
+            value = self.noise(self.region.cut.shape_of(node, lengths))
+            both = (self.roles.log_mu, self.roles.log_nu)
+            marginal = next((x for x in both if x is not None and x.node is node), None)
+            if marginal is not None:
+                axis = -2 if marginal.drop == -1 else -1
+                if massless:
+                    value.narrow(axis, 1, 1).fill_(-math.inf)
+                value = torch.log_softmax(value, axis)
+                value = value if marginal.logarithm else value.exp()
+            drawn[node] = value
+        return drawn
+
+    def observe(
+        self, scores: Tensor, lengths: dict[Any, int], mild: bool = True, massless: bool = False
+    ) -> tuple[Observed, list[Tensor]]:
+        """What was observed, with everything that is added to the scores in them; and what is added."""
+        out, held = self.region.observe(scores, self.draw(lengths, massless), lengths)
+        shape = self.region.cut.shape_of(self.region.start.tensor.node, lengths)
+        added = [
+            self.region.start.matrices(held[node].double().broadcast_to(shape)).reshape(scores.shape)
+            for node in self.biases
+        ]
+        for coefficient, bias in zip(self.coefficients, added, strict=True):
+            scores = scores + coefficient * bias
+        if self.by_head is not None:
+            scores = scores * self.by_head[:, None, None]
+        log_mu, log_nu = (
+            None if x is None else x.read(held[x.node].double())
+            for x in (self.roles.log_mu, self.roles.log_nu)
+        )
+        return Observed(scores, out.exp() if self.log else out, log_mu, log_nu, mild), added
+
+    def measure(self, lengths: dict[Any, int]) -> NoFit | None:
+        """How much the scores, every bias and every head count; why that cannot be said."""
+        size = self.region.size(lengths)
+        for scale in (1.0, 0.1, 0.01):
+            o, added = self.observe(scale * self.noise(size), lengths)
+            if not bool(((o.plan > 0) & o.plan.isfinite()).all()):
+                continue
+            logs = double_centre(o.plan.log())
+            terms = [double_centre(x) for x in (o.scores, *added)]
+            found = torch.linalg.lstsq(
+                torch.stack([x.flatten() for x in terms], -1), logs.flatten()
+            ).solution
+            per_head = [
+                (logs[:, h] * terms[0][:, h]).sum() / terms[0][:, h].square().sum()
+                for h in range(size[1])
+            ]  # fmt: skip
+            if not added and size[1] > 1 and self.region.start.kept:
+                heads = torch.stack(per_head)
+                if float((heads / heads[0] - 1).abs().max()) > 1e-9 and bool((heads != 0).all()):
+                    self.by_head = heads / heads[0]
+                    found = heads[:1]
+            self.rough = float(found[0])
+            self.coefficients = [float(x) / self.rough for x in found[1:]]
+            # Anew, with what was found in the scores.
+            o, _ = self.observe(scale * self.noise(size), lengths)
+            multiplier = score_multiplier([o.sample])
+            return multiplier if isinstance(multiplier, NoFit) else None
+        return NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
+
+    def at(
+        self, spread: float, lengths: dict[Any, int], rows: float = 0.0, columns: float = 0.0,
+        all: float = 0.0, massless: bool = False,
+    ) -> Observed | None:  # fmt: skip
+        """On scores of this standard deviation, in units of epsilon, with a number added to every row,
+        every column, or all; None where that overflows."""
+        size = self.region.size(lengths)
+        s = self.noise(size) * spread
+        s = s + rows * self.noise((*size[:-1], 1)) + columns * self.noise((*size[:-2], 1, size[-1])) + all
+        shifted = bool(rows or columns or all)
+        o, _ = self.observe(s / abs(self.rough), lengths, spread <= MILD and not shifted, massless)
+        return None if overflown(o.plan) else o
+
+
+def _site(program: Program, loop: Loop, start: Node, end: Node) -> PlanSite | _Failure:
+    region = _Region(program, loop, start, end)
+    if sizes_of(region.end.tensor, region.start.tensor) is None:
+        return _Failure(0, "its plan has sizes that its scores do not show")
+    roles = _roles(region)
+    if isinstance(roles, str):
+        return _Failure(1, roles)
+    lengths = region.lengths()
+    failures = []
+    for role in roles:
+        found = _identified(region, role, lengths)
+        if not isinstance(found, _Failure):
+            fit, trials = found
+            return _made(program, region, fit, trials)
+        failures.append(found)
+    return max(failures, key=lambda failure: failure.reached)
+
+
+def _identified(
+    region: _Region, roles: _Roles, lengths: dict[Any, int]
+) -> tuple[PlanFit, _Trials] | _Failure:
+    size = region.size(lengths)
+    trials = _Trials(region, roles, False)
+    first, _ = trials.observe(trials.noise(size), lengths)
+    trials.log = bool((first.plan < 0).any())
+    alone = without_choice(size)
+    if alone is not None:
+        one, other = (trials.observe(trials.noise(size), lengths)[0].plan for _ in range(2))
+        if not roles.nodes and float((one - other).abs().max()) <= STABILISED * float(one.abs().max()):
+            return _Failure(9, alone)
+    unknown = trials.measure(lengths)
+    if unknown is not None:
+        return _Failure(2, str(unknown))
+    if roles.nodes:  # which role is right is seen on a few mild scores
+        few = [o for spread in (1.0, 3.0) if (o := trials.at(spread, lengths)) is not None]
+        sketch = identify_plan(few, most=TRIED)
+        if isinstance(sketch, NoFit):
+            return _Failure(3, str(sketch))
+    longer = region.lengths(5)
+    sizes = [lengths] if longer == lengths else [lengths, longer]
+    large = size[-2] * size[-1] > LARGE
+    drawn = [trials.at(spread, at) for spread in (FEW_SPREADS if large else SPREADS) for at in sizes]
+    for offset in SHIFTS:  # where scores are shifted, what is subtracted before exp is seen
+        drawn += [trials.at(1.0, lengths, rows=offset), trials.at(1.0, lengths, columns=offset),
+                  trials.at(1.0, lengths, all=offset)]  # fmt: skip
+    observed = [o for o in drawn if o is not None]
+    fit = identify_plan(observed, region.guesses)
+    if isinstance(fit, PlanFit) and fit.rival is not None:
+        fit = _separated(trials, lengths, observed, fit)
+    if isinstance(fit, NoFit):
+        return _Failure(4, _described(fit, observed))
+    return fit, trials
+
+
+def _described(failure: NoFit, observed: Sequence[Observed]) -> str:
+    """Why it is none, what comes nearest, and what would make it match."""
+    text = str(failure).replace("the attention", "the plan")
+    near = None if failure.error is not None else nearest(observed)
+    if near is not None:
+        text += (
+            f"; nearest are {near.half_steps} half-steps, {near.first_side}s first, relative error "
+            f"{near.error:.2g}"
+        )
+    advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
+    return text if advice is None else f"{text}; {advice}"
+
+
+_ADVICE = {
+    "neither rows nor columns": "a loop matches that divides by whole sums: damped (unbalanced) updates, "
+    "and what scales the plan afterwards, do not",
+    "not a row and column scaling": "a loop matches that only scales the rows and columns of exp(scores)",
+    "not strictly positive": "hide scores before the loop, not in it",
+}
+
+
+def _separated(
+    trials: _Trials, lengths: dict[Any, int], observed: Sequence[Observed], fit: PlanFit
+) -> PlanFit | NoFit:
+    """The fit, held against its rival on scores on which the two differ; a reason if there are none."""
+    tried = list(observed)
+    guesses = trials.region.guesses
+    for units in blocks(trials.region.size(lengths)):
+        if fit.rival is None:
+            return fit
+        o, _ = trials.observe(units / abs(fit.convention.score_multiplier), lengths, mild=False)
+        if overflown(o.plan) or not plan_error(fit.rival, [o]) > SEPARATES:
+            continue
+        tried.append(o)
+        found = identify_plan(tried, guesses)
+        if isinstance(found, NoFit):
+            return found
+        fit = found
+    first, rival = fit.convention, fit.rival
+    return fit if rival is None else NoFit(
+        f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
+        f"({rival.first_side}s first) give the same plan on everything that was tried"
+    )
+
+
+def _made(program: Program, region: _Region, fit: PlanFit, trials: _Trials) -> PlanSite:
+    def kind(marginal: MarginalInput | None) -> Any:
+        return "uniform" if marginal is None else "constant" if marginal.constant else "input"
+
+    roles = trials.roles
+    convention = replace(
+        fit.convention, log=trials.log, source_marginal=kind(roles.log_mu),
+        target_marginal=kind(roles.log_nu),
+        by_head=None if trials.by_head is None else tuple(trials.by_head.tolist()),
+    )  # fmt: skip
+    end = region.end.tensor.node
+    return PlanSite(
+        site_name(program, end), convention, region.start.heads or 1, None, fit.error, region.start,
+        region.end, region.inside, roles.log_mu, roles.log_nu,
+        tuple(zip(trials.biases, trials.coefficients, strict=True)),
+    )  # fmt: skip

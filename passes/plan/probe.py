@@ -1,0 +1,180 @@
+"""Which finite loop turns these scores into this plan, with marginals that may be given?
+
+Uniform marginals are sinkhorn.probe's: the plan of 1/N and 1/M is that of any other constants, up to a
+factor. Others have the loop run with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from asapc.ir import Marginal, PlanConvention
+from asapc.operators.plan import plan, settings_of
+from asapc.passes.experiment import STABILISED, NoFit
+from asapc.passes.sinkhorn.probe import (
+    BEYOND,
+    HELD,
+    MAX_HALF_STEPS,
+    NO_GUESS,
+    Budget,
+    Guesses,
+    Sample,
+    factor_of,
+    identify,
+    loop_plans,
+    score_multiplier,
+    search_budget,
+)
+
+SHORT = 64  # half-steps of a loop that is named where none fits
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One observation: scores and plan [B, H, N, M], marginals broadcastable to [B, H, N] and [B, H, M],
+    None where they are uniform.
+
+    mild: the scores spread so little that a stabilising constant is not seen.
+    """
+
+    scores: Tensor
+    plan: Tensor
+    log_mu: Tensor | None = None
+    log_nu: Tensor | None = None
+    mild: bool = True
+
+    @property
+    def sample(self) -> Sample:
+        return Sample(self.scores, self.plan, None, self.mild)
+
+    def head(self) -> Observed:
+        """The first head of the first example."""
+        log_mu, log_nu = (
+            None if x is None else x.reshape(-1, x.shape[-1])[:1, None]
+            for x in (self.log_mu, self.log_nu)
+        )
+        return Observed(self.scores[:1, :1], self.plan[:1, :1], log_mu, log_nu, self.mild)
+
+
+@dataclass(frozen=True)
+class PlanFit:
+    """The convention, the largest relative error with which it reproduces what was observed, and another
+    budget that does so as well, if there is one."""
+
+    convention: PlanConvention
+    error: float
+    rival: PlanConvention | None = None
+
+
+def identify_plan(
+    observed: Sequence[Observed], guesses: Guesses = NO_GUESS, most: int = MAX_HALF_STEPS
+) -> PlanFit | NoFit:
+    """The convention that reproduces everything, or why none does; the mildest scores come first."""
+    if any(x is not None for o in observed for x in (o.log_mu, o.log_nu)):
+        return _with_marginals(observed, most)
+    found = identify([o.sample for o in observed], guesses=guesses)
+    if isinstance(found, NoFit):
+        return found
+    conventions = [
+        None if loop is None else PlanConvention(
+            loop.half_steps, loop.first_side, loop.score_multiplier, loop.output_factor,
+            stabiliser=loop.stabiliser,
+        )
+        for loop in (found.convention, found.rival)
+    ]  # fmt: skip
+    assert conventions[0] is not None
+    return PlanFit(conventions[0], found.error, conventions[1])
+
+
+def _with_marginals(observed: Sequence[Observed], most: int) -> PlanFit | NoFit:
+    mild = [o for o in observed if o.mild] or list(observed)
+    multiplier = score_multiplier([o.sample for o in mild])
+    if isinstance(multiplier, NoFit):
+        return multiplier
+    mildest = mild[: max(1, len(mild) // 2)]
+    at_mild = _budget(mildest, multiplier, most)
+    if not at_mild.error <= STABILISED:
+        return NoFit(
+            f"not a finite Sinkhorn loop of at most {most} half-steps with these marginals (best: "
+            f"{at_mild.half_steps} half-steps, {at_mild.first_side}s first)", at_mild.error,
+        )  # fmt: skip
+    longest = most if at_mild.rival is not None else at_mild.half_steps + BEYOND
+    budget = _budget(observed, multiplier, longest)
+    if not budget.error <= HELD:
+        return NoFit(
+            f"a loop of {at_mild.half_steps} half-steps at mild scores, and another at sharp ones: "
+            "a constant in its divisions, a clamp or a damping that is not known", budget.error,
+        )  # fmt: skip
+    convention = PlanConvention(
+        budget.half_steps, budget.first_side, multiplier,
+        source_marginal=_kind(o.log_mu for o in observed),
+        target_marginal=_kind(o.log_nu for o in observed),
+    )  # fmt: skip
+    masses = []
+    for o in mildest:
+        ours = plan_of(convention, o)
+        queries, keys = o.scores.shape[-2:]
+        # factor_of takes N times a row's mass of a uniform plan: 1 is N there, and the plan itself here.
+        masses.append((queries, keys, float(keys), float(o.plan.sum() / ours.sum())))
+    factor = factor_of(masses)
+    if isinstance(factor, NoFit):
+        return factor
+    convention = replace(convention, output_factor=factor)
+    error = plan_error(convention, observed)
+    if not error <= HELD:
+        return NoFit("one head or example runs this loop and another does not", error)
+    if budget.rival is None:
+        return PlanFit(convention, error)
+    first, half_steps = budget.rival
+    return PlanFit(convention, error, replace(convention, first_side=first, half_steps=half_steps))
+
+
+def _kind(logs: Iterator[Tensor | None]) -> Marginal:
+    return "uniform" if all(x is None for x in logs) else "input"
+
+
+def _budget(observed: Sequence[Observed], multiplier: float, most: int) -> Budget:
+    by_shape: dict[tuple[int, ...], list[Observed]] = {}
+    for o in observed:
+        by_shape.setdefault(tuple(o.scores.shape[-2:]), []).append(o.head())
+    targets, plans = [], []
+    for (queries, keys), alike in by_shape.items():
+        scores = multiplier * torch.cat([o.scores for o in alike])
+        log_mu = torch.cat([_or_uniform(o.log_mu, queries, scores) for o in alike])
+        log_nu = torch.cat([_or_uniform(o.log_nu, keys, scores) for o in alike])
+        plans.append(loop_plans(scores, None, log_mu, log_nu))
+        targets.append(torch.cat([o.plan for o in alike]))
+    return search_budget(targets, plans, most=most)
+
+
+def _or_uniform(logs: Tensor | None, tokens: int, like: Tensor) -> Tensor:
+    """[1, 1, X]."""
+    return like.new_full((1, 1, tokens), -math.log(tokens)) if logs is None else logs
+
+
+def nearest(observed: Sequence[Observed]) -> Budget | None:
+    """The short loop that comes nearest at mild scores; None where a multiplier cannot be measured."""
+    mild = [o for o in observed if o.mild]
+    multiplier = score_multiplier([o.sample for o in mild])
+    return None if isinstance(multiplier, NoFit) or not mild else _budget(mild[:2], multiplier, SHORT)
+
+
+def plan_of(convention: PlanConvention, observed: Observed) -> Tensor:
+    """The plan that the convention computes from what was observed to go in, [B, H, N, M]."""
+    settings = settings_of(convention) | {"log": False}
+    return plan(observed.scores, observed.log_mu, observed.log_nu, **settings)
+
+
+def plan_error(convention: PlanConvention, observed: Sequence[Observed]) -> float:
+    """Largest error over everything, relative to each plan's largest entry; infinite where it is NaN."""
+    worst = 0.0
+    for o in observed:
+        scale = o.plan.abs().amax().clamp(min=1e-300)
+        error = float((plan_of(convention, o) - o.plan).abs().amax() / scale)
+        worst = max(worst, math.inf if error != error else error)
+    return worst

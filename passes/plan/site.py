@@ -1,0 +1,205 @@
+"""Plan's site, and its call of the operator.
+
+before: scores -> [half-steps on rows and columns] -> P or log P
+after:  torch.ops.asapc.plan(scores, log_mu, log_nu, ...)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from asapc.ir import PlanConvention
+from asapc.operators.catalogue import OPERATORS
+from asapc.operators.plan import settings_of
+from asapc.passes.cut import Part
+from asapc.passes.lifting import Lifting, Swap
+from asapc.passes.products import Canonical, rank_of, same
+from asapc.passes.site import Site
+
+aten = torch.ops.aten
+
+LEAST_LOG = -100.0
+MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor of a graph holds matrices [B, H, N, M].
+
+    tensor: brings rows and columns to the end.  heads: of four axes, where their number is fixed and
+    small; all that stands before rows and columns is the batch otherwise.
+    """
+
+    tensor: Canonical
+    heads: int | None
+
+    @classmethod
+    def of(cls, node: Node, rows: int, columns: int) -> Layout:
+        """rows, columns: axes from the end."""
+        rank = rank_of(node)
+        last = [rank + rows, rank + columns]
+        order = (*(axis for axis in range(rank) if axis not in last), *last)
+        tensor = Canonical(node, None if list(order) == sorted(order) else order)
+        heads = tensor.shape[1] if rank == 4 else 1
+        return cls(tensor, heads if isinstance(heads, int) and heads <= MOST_HEADS else None)
+
+    @property
+    def queries(self) -> Any:
+        return self.tensor.shape[-2]
+
+    @property
+    def keys(self) -> Any:
+        return self.tensor.shape[-1]
+
+    @property
+    def batch(self) -> Any:
+        leads = self.tensor.shape[:-2]
+        size: Any = 1
+        for lead in leads[:1] if self.kept else leads:
+            size = size * lead
+        return size
+
+    @property
+    def kept(self) -> bool:
+        """Whether it has the operator's four axes, but for their order."""
+        return rank_of(self.tensor.node) == 4 and self.heads is not None
+
+    def matrices(self, value: Tensor) -> Tensor:
+        """[B, H, N, M] of what the node holds."""
+        if self.tensor.order is not None:
+            value = value.permute(self.tensor.order)
+        return value if self.kept else value.reshape(-1, 1, *value.shape[-2:])
+
+    def raw(self, matrices: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """What the node would hold, of this shape."""
+        order = self.tensor.order
+        if order is None:
+            return matrices.reshape(shape)
+        value = matrices.reshape([shape[axis] for axis in order])
+        return value.permute([order.index(axis) for axis in range(len(order))]).contiguous()
+
+
+@dataclass(frozen=True)
+class MarginalInput:
+    """A node that holds mu or nu, or its logarithm.
+
+    drop: the axis that is taken away, of size 1.  heads: whether one for heads is put in.  constant:
+    whether it depends on parameters and sizes alone.
+    """
+
+    node: Node
+    logarithm: bool
+    drop: int | None
+    heads: bool
+    constant: bool
+
+    def read(self, value: Tensor) -> Tensor:
+        """The logarithm, broadcastable to [B, H, X]."""
+        if self.drop is not None:
+            value = value.squeeze(self.drop)
+        if self.heads:
+            value = value.unsqueeze(1)
+        return value if self.logarithm else value.log()
+
+    def lift(self, lifting: Lifting) -> Node:
+        node = lifting.nodes[self.node]
+        if self.drop is not None:
+            node = lifting.call(aten.squeeze.dim, node, self.drop)
+        if self.heads:
+            node = lifting.call(aten.unsqueeze.default, node, 1)
+        return node if self.logarithm else lifting.call(aten.log.default, node)
+
+
+@dataclass(frozen=True)
+class PlanSite(Site):
+    """A loop on scores that are given.
+
+    biases: what is added to the scores, and how often.
+    """
+
+    convention: PlanConvention
+    start: Layout
+    end: Layout
+    inside: frozenset[Node]
+    log_mu: MarginalInput | None
+    log_nu: MarginalInput | None
+    biases: tuple[tuple[Node, float], ...]
+
+    def weighed(self, output: Tensor) -> Tensor:
+        """Logarithms below LEAST_LOG count as that: such an entry is nothing, whatever it is."""
+        return output.clamp(min=LEAST_LOG) if self.convention.log else output
+
+    @property
+    def at(self) -> Node:
+        return self.end.tensor.node
+
+    def part(self) -> Part:
+        marginals = [x.node for x in (self.log_mu, self.log_nu) if x is not None and not x.constant]
+        inputs = (self.start.tensor.node, *dict.fromkeys(marginals), *(node for node, _ in self.biases))
+        return Part(
+            inputs, self.end.tensor.node, self.inside, self.end.tensor.order, self.start.batch,
+            self.start.queries, self.start.keys,
+        )  # fmt: skip
+
+    def lift(self, lifting: Lifting) -> list[Swap]:
+        start, end = self.start.tensor, self.end.tensor
+        with lifting.before(end.node):
+            scores = lifting.nodes[start.node]
+            for node, coefficient in self.biases:
+                bias = lifting.nodes[node]
+                if coefficient != 1.0:
+                    bias = lifting.call(aten.mul.Tensor, bias, coefficient)
+                scores = lifting.call(aten.add.Tensor, scores, bias)
+            scores = lifting.turned(scores, start.order)
+            if not self.start.kept:
+                scores = _flattened(lifting, scores, rank_of(start.node))
+            marginals = {
+                name: None if x is None else x.lift(lifting)
+                for name, x in (("log_mu", self.log_mu), ("log_nu", self.log_nu))
+            }
+            rest = {**marginals, **settings_of(self.convention)}
+            call = lifting.put(OPERATORS["plan"], scores, None, None, rest)
+            result: Node = call
+            if not (self.start.kept and self.end.kept):
+                result = _shaped(lifting, result, end, start)
+            result = lifting.turned_back(result, end.order)
+        return [(lifting.nodes[end.node], result, lambda user: True)]
+
+
+def _flattened(lifting: Lifting, scores: Node, rank: int) -> Node:
+    """[B, 1, N, M] of [..., N, M]."""
+    if rank == 2:
+        return lifting.call(aten.unsqueeze.default, lifting.call(aten.unsqueeze.default, scores, 0), 0)
+    if rank > 3:
+        scores = lifting.call(aten.flatten.using_ints, scores, 0, rank - 3)
+    return lifting.call(aten.unsqueeze.default, scores, 1)
+
+
+def sizes_of(end: Canonical, start: Canonical) -> list[tuple[int, bool]] | None:
+    """The sizes of the end in canonical order: (number or axis of the start, whether it is an axis).
+    One may be left to be what remains, -1; None where more are."""
+    given = start.node.meta["val"].shape
+    found: list[tuple[int, bool]] = []
+    for size in end.shape:
+        place = next((axis for axis, other in enumerate(given) if same(size, other)), None)
+        if isinstance(size, int):
+            found.append((size, False))
+        else:
+            found.append((-1, False) if place is None else (place, True))
+    return None if found.count((-1, False)) > 1 else found
+
+
+def _shaped(lifting: Lifting, result: Node, end: Canonical, start: Canonical) -> Node:
+    """[B, H, N, M] in the sizes of the end, in canonical order."""
+    sizes = sizes_of(end, start)
+    assert sizes is not None, "not a site"
+    scores = lifting.nodes[start.node]
+    shape = [
+        lifting.call(aten.sym_size.int, scores, size) if is_axis else size for size, is_axis in sizes
+    ]
+    return lifting.call(aten.reshape.default, result, shape)

@@ -1,0 +1,218 @@
+"""Loops on scores that no layer's queries and keys give, in the styles that people write them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Matcher(nn.Module):
+    """Two images' descriptors, a learnt dustbin, potentials in the log domain; the log plan is returned,
+    and so is each point's best match (the style of matchers)."""
+
+    def __init__(self, half_steps: int = 24, dim: int = 8) -> None:
+        super().__init__()
+        self.project, self.bin = nn.Linear(dim, dim), nn.Parameter(torch.tensor(0.7))
+        self.half_steps = half_steps
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.project(x) @ self.project(y).transpose(-1, -2)
+        b, n, m = scores.shape
+        column, row = self.bin.expand(b, n, 1), self.bin.expand(b, 1, m)
+        corner = self.bin.expand(b, 1, 1)
+        scores = torch.cat([torch.cat([scores, column], -1), torch.cat([row, corner], -1)], 1)
+        one = scores.new_ones(())
+        norm = -(n * one + m * one).log()
+        log_mu = torch.cat([norm.expand(n), (m * one).log()[None] + norm])[None].expand(b, -1)
+        log_nu = torch.cat([norm.expand(m), (n * one).log()[None] + norm])[None].expand(b, -1)
+        u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
+        for step in range(self.half_steps):
+            if step % 2 == 0:
+                u = log_mu - torch.logsumexp(scores + v[:, None], 2)
+            else:
+                v = log_nu - torch.logsumexp(scores + u[:, :, None], 1)
+        log_plan = scores + u[:, :, None] + v[:, None] - norm
+        return log_plan, log_plan[:, :-1, :-1].argmax(-1)
+
+
+class Mixer(nn.Module):
+    """Streams mixed by a doubly-stochastic matrix a token: n x n by softmax over both axes."""
+
+    def __init__(self, streams: int = 4, half_steps: int = 12, dim: int = 8) -> None:
+        super().__init__()
+        self.streams, self.half_steps = streams, half_steps
+        self.to_mix = nn.Linear(dim * streams, streams * streams)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mix = self.to_mix(x.flatten(-2)).unflatten(-1, (self.streams, self.streams))
+        for step in range(self.half_steps):
+            mix = mix.log_softmax(-2 if step % 2 == 0 else -1)
+        return torch.einsum("btij,btjd->btid", mix.exp(), x)
+
+
+class NormalisedMixer(Mixer):
+    """The same by exp and divisions that a constant keeps from 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mix = self.to_mix(x.flatten(-2)).unflatten(-1, (self.streams, self.streams))
+        mix = (mix - mix.amax(-2, keepdim=True)).exp()
+        for step in range(self.half_steps):
+            mix = nn.functional.normalize(mix, p=1, dim=-2 if step % 2 == 0 else -1)
+        return torch.einsum("btij,btjd->btid", mix, x)
+
+
+class Latents(nn.Module):
+    """Learnt queries, squared distances as costs, one learnt epsilon a head, duals in cost units."""
+
+    def __init__(self, latents: int = 6, dim: int = 8, heads: int = 2, iterations: int = 7) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Parameter(torch.randn(latents, dim)), nn.Linear(dim, 2 * dim)
+        self.log_epsilon = nn.Parameter(torch.linspace(0.3, -0.5, heads))
+        self.heads, self.iterations = heads, iterations
+
+    def costs(self, q: Tensor, k: Tensor) -> Tensor:
+        return torch.cdist(q, k).square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = (t.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for t in self.kv(x).chunk(2, -1))
+        q = self.q.expand(x.shape[0], -1, -1).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+        costs, epsilon = self.costs(q, k), self.log_epsilon.exp()[:, None, None]
+        f, g = torch.zeros_like(costs[..., :1]), torch.zeros_like(costs[..., :1, :])
+        for _ in range(self.iterations):
+            f = -epsilon * torch.logsumexp((g - costs) / epsilon, -1, keepdim=True)
+            g = -epsilon * torch.logsumexp((f - costs) / epsilon, -2, keepdim=True)
+        plan = torch.exp((f + g - costs) / epsilon)
+        return (plan @ v).transpose(1, 2).flatten(2)
+
+
+class Expanded(Latents):
+    """The same costs as |q|^2 + |k|^2 - 2 q k'."""
+
+    def costs(self, q: Tensor, k: Tensor) -> Tensor:
+        squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :]
+        return squares - 2 * q @ k.transpose(-1, -2)
+
+
+class Masses(nn.Module):
+    """Marginals that the model is given, as masses: tokens without mass have none."""
+
+    def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
+        log_mu, log_nu = mu.log(), nu.log()
+        f, g = torch.zeros_like(mu), torch.zeros_like(nu)
+        for _ in range(5):
+            g = log_nu - torch.logsumexp(scores + f[..., None], -2)
+            f = log_mu - torch.logsumexp(scores + g[..., None, :], -1)
+        return (scores + f[..., None] + g[..., None, :]).exp()
+
+
+class Differences(nn.Module):
+    """(A1 - lambda A2) V of two loops: neither plan is multiplied with values by itself."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.qkv, self.weight = nn.Linear(dim, 5 * dim), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, other_q, other_k, v = self.qkv(x).chunk(5, -1)
+        maps = []
+        for left, right in ((q, k), (other_q, other_k)):
+            log_a = left @ right.transpose(-1, -2) / math.sqrt(8)
+            for step in range(5):
+                log_a = log_a - log_a.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
+            maps.append(log_a.exp())
+        return (maps[0] - self.weight * maps[1]) @ v
+
+
+class TokensFirst(nn.Module):
+    """Scores [B, N, M, H] from a network on pairs: normalised over axes 1 and 2."""
+
+    def __init__(self, heads: int = 3) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, heads)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        scores = 3 * self.net(pairs)
+        for step in range(6):
+            scores = scores - scores.logsumexp(1 if step % 2 else 2, keepdim=True)
+        return scores.exp()
+
+
+class OneQuery(nn.Module):
+    """One seed pools everything: its plan is what its columns' mass is, whatever the scores."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.seed = nn.Parameter(torch.randn(1, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        log_a = -torch.cdist(self.seed.expand(x.shape[0], -1, -1), x)
+        for _ in range(3):
+            log_a = log_a - log_a.logsumexp(-1, keepdim=True)
+            log_a = log_a - log_a.logsumexp(-2, keepdim=True)
+        return log_a.exp() @ x
+
+
+class Damped(nn.Module):
+    """Unbalanced: every update is damped."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+        for _ in range(5):
+            f = -0.8 * torch.logsumexp(scores + g[..., None, :], -1)
+            g = -0.8 * torch.logsumexp(scores + f[..., None], -2)
+        return (scores + f[..., None] + g[..., None, :]).exp()
+
+
+class Duals(nn.Module):
+    """The potentials are returned, too."""
+
+    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+        for _ in range(5):
+            f = -torch.logsumexp(scores + g[..., None, :], -1)
+            g = -torch.logsumexp(scores + f[..., None], -2)
+        return (scores + f[..., None] + g[..., None, :]).exp(), g
+
+
+class SideBySide(nn.Module):
+    """Two softmaxes of the same scores: no loop."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1) * scores.softmax(-2)
+
+
+class Scaled(nn.Module):
+    """The exp domain: vectors that are multiplied with K, and a sum that is added in every half-step."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        kernel = torch.exp(scores)
+        a = torch.ones_like(kernel[..., :1])
+        for _ in range(6):
+            b = 1.0 / (kernel.transpose(-1, -2) @ a + 1e-8)
+            a = 1.0 / (kernel @ b + 1e-8)
+        return a * kernel * b.transpose(-1, -2)
+
+
+def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -> tuple[Any, ...]:
+    """An example call."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if isinstance(net, Matcher):
+        return random(batch, tokens, 8), random(batch, tokens - 2, 8)
+    if isinstance(net, Mixer):
+        return (random(batch, tokens, net.streams, 8),)
+    if isinstance(net, Masses):
+        masses = random(batch, tokens).softmax(-1), random(batch, 5).softmax(-1).clone()
+        masses[1][0, 3] = 0.0
+        return random(batch, tokens, 5), *masses
+    if isinstance(net, TokensFirst):
+        return (random(batch, tokens, 7, 4),)
+    if isinstance(net, Damped | Duals | SideBySide | Scaled):
+        return (random(batch, tokens, 6),)
+    return (random(batch, tokens, 8),)

@@ -1,0 +1,237 @@
+"""What a model's Python asks of its data: the program goes the way of the example, and holds to it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asapc
+from asapc import pipeline
+from asapc.errors import BranchError, InputError, NoSiteError
+from asapc.inputs.data import Batch
+from asapc.inputs.load import build_factory
+from asapc.inputs.teacher import Teacher
+from asapc.passes.analyse import analyse
+from asapc.passes.branches import held_branches
+from asapc.passes.capture import capture
+from asapc.program.call import known_of
+from asapc.program.compiled import OwnCodeWarning
+from asapc.program.runner import Runner
+
+X = torch.linspace(-1, 1, 4 * 9 * 5).reshape(4, 9, 5)
+ASKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "bool": lambda x: x / 1e6 if torch.any(x > 1e6) else x,
+    "all": lambda x: x if bool((x.abs() < 10).all()) else x * 2,
+    "float": lambda x: x / 2 if x.abs().max().item() > 1e6 else x,
+    "count": lambda x: x / 2 if (x > 1e6).sum().item() > 0 else x,
+    "int": lambda x: x / 2 if int((x > 1e6).sum()) == 3 else x,
+    "equal": lambda x: x if torch.allclose(x, x.clamp(-10, 10)) else x * 2,
+    "same": lambda x: x if torch.equal(x, x.clamp(-10, 10)) else x * 2,
+    "type": lambda x: x if type(x) is Tensor else x[0, 0, 0, 0],
+}
+UNEXPORTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "numpy": lambda x: x * float(np.abs(x.detach().numpy()).max()),
+    "scale": lambda x: x / x.abs().max().item(),
+}
+ASKED_NOTHING = {"type"}
+
+
+class Attention(nn.Module):
+    """Three half-steps; asks its own input, where it is told to."""
+
+    def __init__(self, ask: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.ask, self.qkv = ask, nn.Linear(5, 15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.ask(x)).chunk(3, -1)
+        scores = q @ k.transpose(-1, -2)
+        for dim in (-1, -2, -1):
+            scores = scores - scores.logsumexp(dim, keepdim=True)
+        return x + scores.exp() @ v
+
+
+class Net(nn.Module):
+    def __init__(
+        self, ask: Callable[[Tensor], Tensor], inner: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
+        super().__init__()
+        self.ask, self.layer = ask, Attention(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.ask(x)).mean(1)
+
+
+def net(ask: Callable[[Tensor], Tensor] = lambda x: x, **options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(ask, **options).eval()
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_what_is_asked_of_inputs_is_held_to(ask: str) -> None:
+    model = net(ASKED[ask])
+    (program,) = capture(model, (X,), {}).programs
+    assert program.name == ""
+    fresh = torch.cat([X, X.flip(1)]).cos()
+    torch.testing.assert_close(program.graph(fresh), model(fresh))
+    held = held_branches(program.graph)
+    assert len(held) == (ask not in ASKED_NOTHING)
+    if held:
+        other = X.clone()
+        other[0, 0, :3] = 1e7
+        with pytest.raises(BranchError, match=r"test_branches.py, line \d+\) is (true|false), got data"):
+            program.graph(other)
+
+
+@pytest.mark.parametrize("ask", UNEXPORTED)
+def test_the_smallest_module_is_captured_and_the_rest_stays_python(ask: str) -> None:
+    found = capture(net(UNEXPORTED[ask]), (X,), {})
+    assert [program.name for program in found.programs] == ["layer"] and not found.skipped
+    assert found.reason is not None and "depends on a number of the data" in found.reason
+    assert f'"{ask}": lambda x: x' in found.reason and "test_branches.py, line " in found.reason
+
+
+def test_a_branch_that_other_data_takes_the_other_way_stays_python() -> None:
+    model = net(lambda x: x * 2 if bool((x > 0).any()) else x)
+    positive, negative = X.abs() + 0.1, -X.abs()
+    batches = [Batch((x,), {}, None, [0] * 4) for x in (positive, negative)]
+    teacher = Teacher(model, None, "net", "0", False, None)
+    alone = analyse(teacher, batches[0])
+    assert alone.capture.kind == "whole" and alone.names == ["layer"]
+    both = analyse(teacher, batches[0], more=batches[1:])
+    assert both.capture.kind == "module" and both.names == ["layer"]
+    assert "goes both ways on the data" in str(both.capture.reason)
+    run = Runner(model, both.lifted)
+    for batch in batches:
+        torch.testing.assert_close(run(batch), model(*batch.args))
+
+
+def test_what_comes_out_of_a_loop_is_no_branch_to_hold_to() -> None:
+    class Sharp(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.softmax(-1)
+            return 2 * x if (x > 0.5).any() else x
+
+    found = capture(Sharp(), (X,), {})
+    assert not found.programs and "comes out of a loop" in found.skipped[0][1]
+
+
+def test_one_module_that_cannot_be_captured_is_one_refused_row(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And no dump of a graph."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.asking = Attention(), Attention(UNEXPORTED["numpy"])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.asking(self.plain(x)).mean(1)
+
+    torch.manual_seed(0)
+    np.savez(tmp_path / "x.npz", x=X.numpy())
+    teacher = Teacher(Two().eval(), None, "two", "0", False, None)
+    rows = pipeline.inspect(teacher, str(tmp_path / "x.npz")).sites
+    assert {row["name"]: row["status"] for row in rows} == {"plain": "matched", "asking": "refused"}
+    (reason,) = [row["reason"] for row in rows if row["status"] == "refused"]
+    assert "cannot be captured" in reason and "test_branches.py, line " in reason
+    assert capfd.readouterr() == ("", "")
+    nothing = Teacher(net(inner=UNEXPORTED["scale"]), None, "net", "0", False, None)
+    (row,) = pipeline.inspect(nothing, str(tmp_path / "x.npz")).sites
+    assert row["status"] == "refused" and "test_branches.py, line " in row["reason"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A model whose layer asks whether its input is scaled, compiled on data that is not."""
+    model = net(inner=lambda x: x / 1e6 if torch.any(x > 1e6) else x)
+    out = tmp_path_factory.mktemp("branches") / "out"
+    x = torch.randn(120, 9, 5, generator=torch.Generator().manual_seed(1))
+    asapc.compile(model, {"x": x}, recipe={"operator": "sinkhorn"}, out=out, examples=16)
+    return model, out
+
+
+def test_a_compiled_model_says_where_it_would_be_another(compiled: tuple[nn.Module, Path]) -> None:
+    model, out = compiled
+    live, alone = asapc.load(out, model=net(inner=model.layer.ask)), asapc.load(out)  # type: ignore[union-attr]
+    scaled = X * 2e7
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(live(X), model(X), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(alone(X), model(X), atol=1e-5, rtol=1e-5)
+    with pytest.warns(OwnCodeWarning, match=r"torch.any\(x > 1e6\)"):
+        torch.testing.assert_close(live(scaled), model(scaled))
+    with pytest.raises(BranchError, match="model's own code runs there"):
+        alone(scaled)
+
+
+class Distances(nn.Module):
+    """`torch.cdist` takes another way above 25 points."""
+
+    def __init__(self, longest: int = 1000) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.linspace(0, 1, longest)[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.places[: x.shape[1]]
+        return (-torch.cdist(x, x.flip(1))).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("traced", [9, 30])
+def test_a_harmless_branch_on_a_size_is_left_out(traced: int) -> None:
+    model = Distances()
+    (program,) = capture(model, (torch.randn(3, traced, 5),), {}).programs
+    for count in (9, 25, 26, 60):
+        x = torch.randn(2, count, 5)
+        torch.testing.assert_close(program.graph(x), model(x), atol=2e-3, rtol=0)
+
+
+def test_sizes_that_were_not_tried_are_none_of_the_programs() -> None:
+    model = Distances(longest=20)
+    (program,) = capture(model, (torch.randn(3, 9, 5),), {}).programs
+    (place,) = (node for node in program.graph.graph.nodes if node.op == "placeholder")
+    (known,), limits = known_of([place.meta["val"]])
+    assert limits[str(known.sizes[1])][1] <= 25
+    rule = r"holds for x \[any, up to \d+, 5\], got x: size 1 is 31"
+    with pytest.raises(InputError, match=rule) as error:
+        Runner(None, [program])(Batch((torch.randn(2, 31, 5),), {}, None, [0, 0]))
+    assert "branches on a size" in str(error.value)
+
+
+def test_a_factory_may_import_when_it_is_called_and_when_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "asapc_lazy_one.py").write_text("WIDTH = 3\n")
+    (tmp_path / "lib" / "asapc_lazy_two.py").write_text("FACTOR = 2\n")
+    (tmp_path / "model.py").write_text(
+        "import sys, os\nsys.path.insert(0, os.path.join(os.path.dirname(__file__), 'lib'))\n"
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        from asapc_lazy_two import FACTOR\n"
+        "        return FACTOR * super().forward(x)\n"
+        "def build():\n"
+        "    from asapc_lazy_one import WIDTH\n"
+        "    return Net(WIDTH, WIDTH)\n"
+    )
+    before = list(sys.path)
+    model = build_factory(f"{tmp_path}/model.py:build")
+    assert model(torch.ones(1, 3)).shape == (1, 3)
+    assert sys.path == before and "asapc_lazy_one" not in sys.modules
+    sys.modules.pop("asapc_lazy_two")
+
+
+def test_nothing_compiled_is_exit_code_3(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=X.numpy())
+    with pytest.raises(NoSiteError, match="cannot be captured"):
+        asapc.compile(net(inner=UNEXPORTED["scale"]), str(tmp_path / "x.npz"))
+
+

@@ -1,0 +1,356 @@
+"""The plan of scores that are given: the operator against closed forms and float64, and the family that
+finds its loops wherever they stand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+import plan_nets as nets
+
+import asapc
+import asapc.kernels.library
+from asapc.cli import main
+from asapc.inputs.data import Batch
+from asapc.inputs.program_operators import refused_call
+from asapc.inputs.teacher import Teacher
+from asapc.ir import OutputFactor, PlanConvention, Stabiliser
+from asapc.operators import plan as reference
+from asapc.operators.catalogue import convention_from_dict
+from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.capture import capture
+from asapc.passes.plan.loops import find_loops
+from asapc.program.runner import Runner
+
+PLAIN = [1.0, 0.0, 0.0, 0.0]
+op = torch.ops.asapc.plan
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# The operator
+
+
+def test_one_half_step_is_a_softmax() -> None:
+    s = random(2, 3, 5, 7)
+    rows = op(s, None, None, 2.0, 1, True, [1.0, 1.0, 0.0, 0.0])
+    columns = op(s, None, None, -2.0, 1, False, [1.0, 0.0, 1.0, 0.0])
+    assert torch.allclose(rows, torch.softmax(2 * s, -1))
+    assert torch.allclose(columns, torch.softmax(-2 * s, -2))
+
+
+def test_without_choice_the_plan_is_the_product_of_its_marginals() -> None:
+    """Also of scores u + v, on which every loop ends after two half-steps; and one query or key."""
+    log_mu, log_nu = random(2, 1, 5).log_softmax(-1), random(2, 1, 6, seed=1).log_softmax(-1)
+    s = 3 * (random(2, 1, 5, 1, seed=2) + random(2, 1, 1, 6, seed=3))
+    product = log_mu[..., :, None] + log_nu[..., None, :]
+    assert torch.allclose(op(s, log_mu, log_nu, 1.0, 2, True, PLAIN, True), product, atol=1e-5)
+    one = op(random(2, 1, 1, 6), None, log_nu, 5.0, 4, False, PLAIN)
+    assert torch.allclose(one[:, :, 0], log_nu.exp(), atol=1e-6)
+
+
+def test_sharp_scores_give_a_permutation() -> None:
+    permutation = torch.eye(6)[torch.randperm(6, generator=torch.Generator().manual_seed(0))]
+    found = op(60 * permutation[None, None], None, None, 1.0, 40, True, [1.0, 1.0, 0.0, 0.0])
+    assert torch.allclose(found[0, 0], permutation, atol=1e-6)
+
+
+def by_hand(s: Tensor, log_mu: Tensor, log_nu: Tensor, half_steps: int, rows_first: bool) -> Tensor:
+    """log P, token by token, in float64."""
+    s = s.double()
+    b, h, n, m = s.shape
+    mu, nu = log_mu.double().expand(b, h, n), log_nu.double().expand(b, h, m)
+    f, g = s.new_zeros(b, h, n), s.new_zeros(b, h, m)
+    for step in range(half_steps):
+        if (step % 2 == 0) == rows_first:
+            for i in range(n):
+                f[..., i] = mu[..., i] - torch.logsumexp(s[..., i, :] + g, -1)
+        else:
+            for j in range(m):
+                g[..., j] = nu[..., j] - torch.logsumexp(s[..., j] + f, -1)
+    return s + f[..., None] + g[..., None, :]
+
+
+SHAPES = ((300, 2, 4, 4), (5, 1, 7, 9), (2, 3, 20, 33), (1, 2, 90, 70))
+MARGINALS = ("uniform", "shared", "own", "massless")
+
+
+def marginals(kind: str, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
+    b, h, n, m = shape
+    if kind == "uniform":
+        return None, None
+    if kind == "shared":  # with totals other than 1, and not the same
+        return random(n), random(m, seed=1) - 2
+    if kind == "own":
+        return random(b, h, n), random(b, 1, m, seed=1)
+    log_mu, log_nu = torch.zeros(n), torch.zeros(b, 1, m)
+    log_mu[0], log_nu[..., -2:] = -math.inf, -math.inf
+    return log_mu, log_nu
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", MARGINALS)
+def test_the_kernel_is_as_good_as_the_reference(shape: tuple[int, ...], kind: str) -> None:
+    """At most twice its error, at mild scores and where exp(S) leaves float32, for both orders."""
+    log_mu, log_nu = marginals(kind, shape)
+    for spread, half_steps, rows_first, log in itertools.product(
+        (1.0, 30.0, 200.0), (1, 2, 7), (True, False), (True, False)
+    ):
+        s = spread * random(*shape)
+        rest = (-0.7, half_steps, rows_first, [2.0, 1.0, 0.0, 0.0], log)
+        exact = reference.plan(s.double(), log_mu, log_nu, *rest)
+        found = [op(s, log_mu, log_nu, *rest), reference.plan(s, log_mu, log_nu, *rest)]
+        if log:
+            exact, *found = (x.clamp(min=-80) for x in (exact, *found))
+        ours, theirs = (float((x.double() - exact).abs().max()) for x in found)
+        assert ours <= 2 * theirs + 1e-5 * float(exact.abs().max())
+
+
+def test_the_reference_is_the_loop_by_hand() -> None:
+    s, (log_mu, log_nu) = 5 * random(2, 2, 4, 6), marginals("own", (2, 2, 4, 6))
+    assert log_mu is not None and log_nu is not None
+    for half_steps, rows_first in itertools.product((1, 2, 5), (True, False)):
+        exact = by_hand(-1.5 * s, log_mu, log_nu, half_steps, rows_first)
+        found = reference.plan(s.double(), log_mu, log_nu, -1.5, half_steps, rows_first, PLAIN, True)
+        assert torch.allclose(found, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("form, kind", [("plan", "add"), ("plan", "clamp"), ("scaling", "add"),
+                                        ("scaling", "clamp")])  # fmt: skip
+def test_small_matrices_keep_the_constant_in_their_divisions(form: str, kind: str) -> None:
+    for start, shares, spread, rows_first in itertools.product(
+        ("plain", "row", "matrix", "tensor", "softmax"), (True, False), (1.0, 40.0), (True, False)
+    ):
+        s = spread * random(7, 2, 4, 5)
+        constant = (1e-3, form, kind, start, shares, shares)
+        rest = (None, None, -0.7, 6, rows_first, PLAIN, False, None, *constant)
+        exact, found = reference.plan(s.double(), *rest), op(s, *rest)
+        assert float((found - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
+
+
+def test_a_row_that_is_hidden_as_a_whole_is_uniform() -> None:
+    """Scores of -1e9 have no digits left for duals: what differs within the row counts."""
+    s = random(1, 1, 5, 20)
+    s[..., 2, :] = -1e9
+    flat = s.clone()
+    flat[..., 2, :] = 0.0
+    for plan, hidden in itertools.product((op, reference.plan), (-1e9, torch.finfo(torch.float32).min)):
+        s[..., 2, :] = hidden
+        rest = (None, None, 1.0, 3, True, [1.0, 1.0, 0.0, 0.0])
+        assert torch.allclose(plan(s, *rest), plan(flat, *rest), atol=1e-6)
+
+
+def test_memory_layout_and_heads_do_not_matter() -> None:
+    s = random(3, 20, 17, 2).permute(0, 3, 1, 2)
+    by_head = [1.0, 2.5]
+    found = op(s, None, None, 0.5, 4, True, PLAIN, False, by_head)
+    for h, factor in enumerate(by_head):
+        own = op(s[:, h : h + 1].contiguous(), None, None, 0.5 * factor, 4, True, PLAIN)
+        assert torch.allclose(found[:, h : h + 1], own, rtol=1e-5)
+    assert op(s[:0], None, None, 0.5, 4, True, PLAIN).shape == (0, 2, 20, 17)
+
+
+def test_conventions_are_written_and_read() -> None:
+    stabiliser = Stabiliser("plan", "clamp", 1e-12)
+    for convention in (
+        PlanConvention(5, "row", -0.5, OutputFactor(keys=1), True, "constant", "input"),
+        PlanConvention(4, "column", 2.0, stabiliser=stabiliser, by_head=(1.0, 0.5)),
+    ):
+        assert convention_from_dict(json.loads(json.dumps(convention.to_dict()))) == convention
+
+
+def test_a_file_may_ask_for_no_other_constant() -> None:
+    assert refused_call("asapc.plan.default", {"half_steps": 3}) is None
+    assert refused_call("asapc.plan.default", {"constant": 1e-6, "form": "scaling"}) is None
+    assert refused_call("asapc.plan.default", {"constant": 1e-6, "start": "nowhere"}) is not None
+    assert refused_call("asapc.plan.default", {"constant": 2.0}) is not None
+
+
+# The family
+
+FOUND: dict[str, list[PlanConvention]] = {
+    "Matcher": [PlanConvention(24, "row", 1.0, OutputFactor(), True, "constant", "constant")],
+    "Mixer": [PlanConvention(12, "column", 1.0, OutputFactor(queries=1))],
+    "NormalisedMixer": [
+        PlanConvention(12, "column", 1.0, OutputFactor(queries=1),
+                       stabiliser=Stabiliser("plan", "clamp", 1e-12)),
+    ],
+    "Latents": [PlanConvention(14, "row", -math.exp(-0.3), OutputFactor(keys=1),
+                               by_head=(1.0, math.exp(0.8)))],
+    "Expanded": [PlanConvention(14, "row", -math.exp(-0.3), OutputFactor(keys=1),
+                                by_head=(1.0, math.exp(0.8)))],
+    "Masses": [PlanConvention(10, "column", 1.0, OutputFactor(), False, "input", "input")],
+    "Differences": 2 * [PlanConvention(5, "row", 1.0, OutputFactor(queries=1))],
+    "TokensFirst": [PlanConvention(6, "row", 1.0, OutputFactor(keys=1))],
+    "Scaled": [
+        PlanConvention(12, "column", 1.0, OutputFactor(queries=1),
+                       stabiliser=Stabiliser("scaling", "add", 1e-8)),
+    ],
+}  # fmt: skip
+REFUSED = {
+    "OneQuery": "with one query the plan does not depend on the scores: it is kept as it is",
+    "Damped": "nearest are",
+    "Duals": "a value of the loop other than its plan is also used elsewhere",
+}
+
+
+def analysed(net: nn.Module, *inputs: Any) -> Analysis:
+    batch = Batch(inputs, {}, None, [0] * len(inputs[0]))
+    return analyse(Teacher(net.eval(), None, "a net", "", False, None), batch)
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    net: nn.Module = getattr(nets, name)()
+    return net.eval()
+
+
+def alike(found: PlanConvention, expected: PlanConvention) -> None:
+    assert found.score_multiplier == pytest.approx(expected.score_multiplier, rel=1e-6)
+    if expected.by_head is not None:
+        assert found.by_head == pytest.approx(expected.by_head, rel=1e-6)
+    data, wanted = found.to_dict(), expected.to_dict()
+    assert data.keys() == wanted.keys()
+    assert all(data[key] == wanted[key] for key in data.keys() - {"score_multiplier", "by_head"})
+
+
+def replays(net: nn.Module, analysis: Analysis, *inputs: Any) -> None:
+    """The lossless rewrite is the untouched model, on these inputs and on four times the scale."""
+    for scale in (1.0, 4.0):
+        given = [x * scale if x.is_floating_point() and (x < 0).any() else x for x in inputs]
+        with torch.no_grad():
+            theirs = net(*given)
+            ours = Runner(None, analysis.lifted)(Batch(tuple(given), {}, None, [0]))
+        pairs = [(theirs, ours)] if isinstance(theirs, Tensor) else zip(theirs, ours, strict=True)
+        for expected, found in pairs:
+            if expected.is_floating_point():
+                error = float((found - expected).abs().max()) / float(expected.abs().max())
+                assert error <= 1e-5
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_loop_is_found_wherever_it_stands(name: str) -> None:
+    net = build(name)
+    analysis = analysed(net, *nets.inputs_for(net))
+    assert not analysis.left_alone and len(analysis.sites) == len(FOUND[name])
+    for site, expected in zip(analysis.sites, FOUND[name], strict=True):
+        assert isinstance(site.convention, PlanConvention) and site.head_dim is None
+        alike(site.convention, expected)
+    assert not find_loops(analysis.lifted[0].graph)  # nothing of the loops is left
+    replays(net, analysis, *nets.inputs_for(net, batch=5, seed=1))
+    free = name in ("Matcher", "Latents", "Expanded", "Masses", "Differences", "Scaled")
+    if free:
+        replays(net, analysis, *nets.inputs_for(net, batch=2, tokens=14, seed=2))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loop_that_is_none_is_listed_with_a_reason(name: str) -> None:
+    net = build(name)
+    analysis = analysed(net, *nets.inputs_for(net))
+    (left,) = analysis.left_alone
+    assert left.status == "refused" and REFUSED[name] in left.reason
+
+
+def test_softmaxes_side_by_side_are_no_loop() -> None:
+    net = build("SideBySide")
+    assert find_loops(capture(net, nets.inputs_for(net), {}).programs[0].graph) == []
+
+
+def test_a_model_with_nothing_in_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+
+    (tmp_path / "net.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(4, 2)\n")
+    np.savez(tmp_path / "x.npz", input=np.ones((6, 4), dtype="float32"))
+    code = main(["inspect", f"{tmp_path}/net.py:build", "--data", str(tmp_path / "x.npz"), "--trust"])
+    said = capsys.readouterr().err
+    assert code == 3 and "the model must hold attention, or a loop" in said
+
+
+def test_a_matcher_is_compiled_from_end_to_end(tmp_path: Path) -> None:
+    """Written, loaded without trust, run on other sizes; its report says nothing that has no meaning."""
+    net = build("Matcher")
+    batches = [nets.inputs_for(net, batch=20, seed=seed) for seed in range(5)]
+    data = [{"x": x, "y": y} for x, y in batches]
+    recipe = {"batch_size": 16, "max_examples": 48, "selection_examples": 16}
+    _, report = asapc.compile(net, data, recipe=recipe, out=tmp_path / "out", examples=16)
+    (site,) = report.facts["sites"]
+    assert site["operator"] == "plan" and site["metrics"]["attention_rel_l2"] < 1e-5
+    assert not {"row_err", "col_err"} & site["metrics"].keys()
+    assert site["metrics"]["output_rel_l2"] is None
+    loaded, inputs = asapc.load(tmp_path / "out"), nets.inputs_for(net, batch=3, tokens=12, seed=9)
+    with torch.no_grad():
+        (theirs, matches), (ours, ours_matches) = net(*inputs), loaded(*inputs)
+    assert torch.allclose(ours, theirs, atol=1e-4) and torch.equal(ours_matches, matches)
+
+
+# Published packages, as they are
+
+
+class Matching(nn.Module):
+    """The transport of SuperGlue, on scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bin = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        from transformers.models.superglue.modeling_superglue import log_optimal_transport
+
+        found: Tensor = log_optimal_transport(scores, self.bin, iterations=30)
+        return found
+
+
+def test_superglues_transport() -> None:
+    pytest.importorskip("transformers.models.superglue")
+    net = Matching().eval()
+    analysis = analysed(net, 3 * random(3, 7, 9))
+    (site,) = analysis.sites
+    assert isinstance(site.convention, PlanConvention)
+    alike(site.convention, PlanConvention(60, "row", 1.0, OutputFactor(), True, "constant", "constant"))
+    replays(net, analysis, random(2, 12, 9, seed=1))
+
+
+class Streams(nn.Module):
+    """A residual stream in four copies, mixed by the package's own module."""
+
+    def __init__(self, log_domain: bool) -> None:
+        super().__init__()
+        from hyper_connections.manifold_constrained_hyper_connections import (
+            ManifoldConstrainedHyperConnections,
+        )
+
+        self.mix = ManifoldConstrainedHyperConnections(
+            4, dim=8, branch=nn.Linear(8, 8), layer_index=0, log_domain_sinkhorn=log_domain
+        )
+        for parameter in self.parameters():
+            parameter.data += 0.5 * torch.randn_like(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = torch.arange(1.0, 5.0).repeat(x.shape[0])[:, None, None]
+        found: Tensor = self.mix(x.repeat_interleave(4, 0) * scales)
+        return found
+
+
+@pytest.mark.parametrize("log_domain", [True, False])
+def test_hyper_connections(log_domain: bool) -> None:
+    pytest.importorskip("hyper_connections")
+    torch.manual_seed(0)
+    net = Streams(log_domain).eval()
+    analysis = analysed(net, random(3, 10, 8))
+    (site,) = analysis.sites
+    assert isinstance(site.convention, PlanConvention) and not analysis.left_alone
+    stabiliser = None if log_domain else Stabiliser("plan", "clamp", 1e-12)
+    expected = PlanConvention(40, "column", 1.0, OutputFactor(queries=1), stabiliser=stabiliser)
+    alike(site.convention, expected)
+    replays(net, analysis, random(5, 13, 8, seed=1))
