@@ -183,7 +183,7 @@ def _pending(analysis: Analysis, recipe: Recipe) -> list[Pending]:
         for candidate, (fit_recipe, _) in enumerate(needed):
             collector = site_collector(site.name, site.loop, fit_recipe)
             assert collector is not None
-            size = {"heads": site.heads, "head_dim": site.head_dim}
+            size: dict[str, Any] = {"heads": site.heads, "head_dim": site.head_dim}
             pending.append(Pending(place, site.name, candidate, collector, **size))
     return pending
 

@@ -54,11 +54,11 @@ class Observed:
 
     def head(self) -> Observed:
         """The first head of the first example."""
-        marginals = (
+        log_mu, log_nu = (
             None if x is None else x.reshape(-1, x.shape[-1])[:1, None]
             for x in (self.log_mu, self.log_nu)
         )
-        return Observed(self.scores[:1, :1], self.plan[:1, :1], *marginals, mild=self.mild)
+        return Observed(self.scores[:1, :1], self.plan[:1, :1], log_mu, log_nu, self.mild)
 
 
 @dataclass(frozen=True)

@@ -183,9 +183,10 @@ def _run_experiments(
         return "the region gives NaN or infinity on random scores"
     trial = scores(1.0)
     tried = experiment.attention(trial, neutral, lengths)
-    alone = without_choice(dims)
-    if alone is not None and float((tried - first).abs().max()) <= STABILISED * float(first.abs().max()):
-        return alone
+    settled = without_choice(dims)
+    apart = float((tried - first).abs().max())
+    if settled is not None and apart <= STABILISED * float(first.abs().max()):
+        return settled
     rough = identify_multiplier(trial, tried)
     if isinstance(rough, NoFit):
         softmax_only = any(node.target in SOFTMAX for node in region.inside)
