@@ -23,6 +23,7 @@ from asapc.passes.capture import capture
 from asapc.passes.esp.site import EspSite
 from asapc.passes.lift import lift
 from asapc.passes.match import match
+from asapc.passes.plan.site import PlanSite
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.sinkhorn.site import AttentionSite
@@ -417,11 +418,25 @@ class Cutoff(zoo._Projected):
         return self.merge(plan(torch.maximum(scores - distance[:, None], scores - 6.0), 4) @ v)
 
 
-def test_a_bias_is_added_at_every_size_or_is_none() -> None:
-    torch.manual_seed(0)
-    program = capture(Cutoff().eval(), (torch.randn(3, 10, 16), torch.randn(3, 10, 10)), {}).programs[0]
+def plan_that_replays(
+    model: nn.Module, args: tuple[Tensor, ...], *others: tuple[Tensor, ...]
+) -> PlanSite:
+    """What is none of its family is a plan of scores that are given, the same model at every size."""
+    program = capture(model.eval(), args, {}).programs[0]
     (found,) = match(program)
-    assert isinstance(found, Refusal) and "as score bias: another loop" in found.reason
+    assert isinstance(found, PlanSite)
+    lifted = lift(program, [found]).graph
+    for inputs in (args, *others):
+        with torch.no_grad():
+            assert largest_difference(model(*inputs), lifted(*inputs)) < 2e-6
+    return found
+
+
+def test_a_bias_is_added_at_every_size_or_is_part_of_the_scores() -> None:
+    torch.manual_seed(0)
+    args, others = ((torch.randn(3, n, 16), 9 * torch.randn(3, n, n)) for n in (10, 30))
+    site = plan_that_replays(Cutoff(), args, others)
+    assert site.part().inputs[0].target is torch.ops.aten.maximum.default
 
 
 class Growing(zoo._Projected):
@@ -440,8 +455,8 @@ class Growing(zoo._Projected):
 
 def test_a_constant_that_grows_with_the_tokens_is_seen() -> None:
     torch.manual_seed(0)
-    (found,) = match(capture(Growing().eval(), (torch.randn(3, 10, 16),), {}).programs[0])
-    assert isinstance(found, Refusal) and "tokens; relative error" in found.reason
+    site = plan_that_replays(Growing(), (torch.randn(3, 10, 16),), (torch.randn(2, 300, 16),))
+    assert site.convention.target_marginal == "constant"
 
 
 class ByPair(zoo._Projected):
@@ -478,7 +493,15 @@ class Heads(zoo._Projected):
         return self.merge(weights @ v)
 
 
-@pytest.mark.parametrize("kind", [ByPair, Window, Heads])
+def test_a_window_wider_than_the_example_is_part_of_the_scores() -> None:
+    torch.manual_seed(0)
+    args, others = (
+        (torch.randn(3, n, 16), torch.ones(3, n, dtype=torch.bool)) for n in (10, 40)
+    )
+    plan_that_replays(Window(), args, others)
+
+
+@pytest.mark.parametrize("kind", [ByPair, Heads])
 def test_a_mask_that_hides_nothing_in_the_example_is_read_from_how_it_is_made(kind: Any) -> None:
     torch.manual_seed(0)
     args = torch.randn(3, 10, 16), torch.ones(3, 10, dtype=torch.bool)

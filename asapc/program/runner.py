@@ -118,8 +118,8 @@ class Tap:
     def _record(self, site: str, q: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
         seen = SiteTensors.of_scores(q) if k is None else SiteTensors(q, k)
         names = [field.name for field in fields(SiteTensors)][2:-1]  # all that are tensors
-        tensors: dict[str, Any] = dict(zip(names, others, strict=True))
-        self._seen[site] = replace(seen, **tensors)
+        rest: dict[str, Any] = dict(zip(names, others, strict=True))
+        self._seen[site] = replace(seen, **rest)
 
 
 @contextlib.contextmanager

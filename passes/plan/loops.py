@@ -76,11 +76,11 @@ def find_loops(graph: GraphModule) -> list[Loop]:
     for chain in chained:
         if len(chain) < 2:
             continue
-        found = [sums[node] for node in chain]
-        axes = {one.axis for one in found}
+        members = [sums[node] for node in chain]
+        axes = {one.axis for one in members}
         between = _between(chain)
         turned = any(node.target in TURNS for node in between) or any(
-            one.node.target in PRODUCTS and one.matrix.target in TURNS for one in found
+            one.node.target in PRODUCTS and one.matrix.target in TURNS for one in members
         )
         if len(axes) == 1 and not turned:
             continue  # the same side again: no loop of rows and columns
@@ -88,10 +88,10 @@ def find_loops(graph: GraphModule) -> list[Loop]:
             axes = {-1, -2}
         if len(axes) == 2:
             low, high = sorted(axes)
-            loops.append(Loop(tuple(chain), found[0].matrix, (low, high)))
+            loops.append(Loop(tuple(chain), members[0].matrix, (low, high)))
         else:
             why = "its sums are over more than two axes, or over axes that change places on the way"
-            loops.append(Loop(tuple(chain), found[0].matrix, None, why))
+            loops.append(Loop(tuple(chain), members[0].matrix, None, why))
     return loops
 
 

@@ -36,10 +36,12 @@ from asapc.passes.experiment import STABILISED, NoFit, outcome
 from asapc.passes.plan.loops import Loop, borders
 from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
-from asapc.passes.products import VIEWS, rank_of, same, site_name
+from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
 from asapc.passes.sinkhorn.match import (
     FEW_SPREADS,
     LARGE,
+    LONGEST_PROBE,
+    PROBE_WORK,
     SEPARATES,
     SHIFTS,
     SPREADS,
@@ -47,7 +49,7 @@ from asapc.passes.sinkhorn.match import (
     overflown,
     without_choice,
 )
-from asapc.passes.sinkhorn.probe import MILD, blocks, double_centre, score_multiplier
+from asapc.passes.sinkhorn.probe import HELD, MILD, blocks, double_centre, score_multiplier
 from asapc.passes.site import Found, Unexplained, Unidentified
 
 aten = torch.ops.aten
@@ -70,6 +72,10 @@ def find_plan(program: Program, free: Unexplained) -> Iterator[Found]:
 def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
     if loop.axes is None:
         return Unidentified(f"a loop of rows and columns: {loop.why}", frozenset(loop.sums), loop.at)
+    above = ancestors(*loop.sums, until=BARRIERS)
+    if any(ancestors(stop.residual, until=BARRIERS) & above for stop in program.stops):
+        reason = "a loop of rows and columns that may end early, as is understood in Sinkhorn layers only"
+        return Unidentified(reason, frozenset(loop.sums), loop.at)
     found = borders(program.graph, loop)
     if not found.ends:
         reason = f"a loop of rows and columns: {found.why}"
@@ -468,7 +474,23 @@ def _identified(
         fit = _separated(trials, lengths, observed, fit)
     if isinstance(fit, NoFit):
         return _Failure(4, _described(fit, observed))
-    return fit, trials
+    long = _many_tokens(trials, lengths, fit)
+    return (fit, trials) if long is None else _Failure(5, long)
+
+
+def _many_tokens(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str | None:
+    """What is wrong with a convention where there are many tokens, None if nothing: log(1 / N + 1e-6) is
+    log(1 / N) for a few."""
+    others = math.prod(trials.region.size(lengths)[:-2])
+    tokens = min(LONGEST_PROBE, int(math.sqrt(PROBE_WORK / (others * fit.convention.half_steps))))
+    at = trials.region.lengths(tokens - max(PROBE_LENGTHS))
+    if tokens <= max(PROBE_LENGTHS) or at == lengths:
+        return None
+    o = trials.at(1.0, at)
+    error = math.inf if o is None else plan_error(fit.convention, [o])
+    if error <= HELD:
+        return None
+    return f"another loop where there are {tokens} tokens; relative error {error:.2g}"
 
 
 def _described(failure: NoFit, observed: Sequence[Observed]) -> str:

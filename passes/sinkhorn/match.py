@@ -183,10 +183,10 @@ def _run_experiments(
         return "the region gives NaN or infinity on random scores"
     trial = scores(1.0)
     tried = experiment.attention(trial, neutral, lengths)
-    no_choice = without_choice(dims)
-    changed = float((tried - first).abs().max())
-    if no_choice is not None and changed <= STABILISED * float(first.abs().max()):
-        return no_choice
+    settled = without_choice(dims)
+    apart = float((tried - first).abs().max())
+    if settled is not None and apart <= STABILISED * float(first.abs().max()):
+        return settled
     rough = identify_multiplier(trial, tried)
     if isinstance(rough, NoFit):
         softmax_only = any(node.target in SOFTMAX for node in region.inside)

@@ -91,8 +91,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     def work(starts: Iterator[int]) -> None:
         for start in starts:
             part = slice(start, start + per_tile)
-            rows, columns, shares = (x if len(x) == 1 else x[part] for x in (mu, nu, share))
-            held = run(given[part], rows, columns, shares, task, offset, out[part])
+            own_mu, own_nu, own_share = (x if len(x) == 1 else x[part] for x in (mu, nu, share))
+            held = run(given[part], own_mu, own_nu, own_share, task, offset, out[part])
             if not bool(held.all()):
                 _in_log_domain(given, scores.shape[:2], task, out, start + (~held).nonzero().squeeze(1))
 
