@@ -1,4 +1,4 @@
-"""Short sequences, where a few calls on all heads at once take less than tiles: within the honest error."""
+"""Short sequences, where a few calls on all heads at once take less than tiles: the honest error."""
 
 from __future__ import annotations
 
