@@ -36,6 +36,12 @@ def test_goldens() -> None:
         torch.testing.assert_close(out, own["output"], rtol=0, atol=2e-6)
 
 
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel at every size; short sequences go another way, see test_short.py."""
+    monkeypatch.setattr(cpu, "SHORT", 0)
+
+
 # An independent reference, token by token, in float64 and the linear domain.
 
 

@@ -13,7 +13,7 @@ import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels.cpu import esp as cpu_esp
 from asapc.kernels.cpu import sinkhorn as cpu_sinkhorn
 from asapc.kernels.dispatch import explained
-from asapc.operators import esp, sinkhorn
+from asapc.operators import esp, lot, sinkhorn
 
 ops = torch.ops.asapc
 SHAPES = {
@@ -123,3 +123,48 @@ def test_the_kernel_that_is_passed_over_gives_the_same(monkeypatch: pytest.Monke
     short = ops.esp_soft(q, k, v, *settings)
     monkeypatch.setattr(cpu_esp, "SHORT", 0)
     torch.testing.assert_close(ops.esp_soft(q, k, v, *settings), short)
+
+
+GLUED = [(1, True, 1, False), (3, True, 3, False), (2, False, 5, True), (4, True, 4, True)]
+
+
+@pytest.mark.parametrize("weighed", [False, True], ids=["plain", "weighed"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["by head", "interleaved"])
+@pytest.mark.parametrize("steps", GLUED, ids=str)
+def test_two_glued_plans(
+    steps: tuple[int, bool, int, bool], interleaved: bool, weighed: bool
+) -> None:
+    q, k, v = problem((3, 2, 9, 7, 4, 5))
+    generator = torch.Generator().manual_seed(1)
+    sizes = (2, 3, 4), (2, 3), (2, 3)
+    pivots, masses, omega = (torch.randn(*size, generator=generator) for size in sizes)
+    glue = omega.exp() if weighed else None
+    settings = (
+        None, None, None, pivots, masses.softmax(-1), 0.6, 0.4, *steps, [1.5, 1.0, -1.0, 0.5],
+        interleaved, glue,
+    )  # fmt: skip
+    with explained() as choices:
+        honest(ops.lot, lot.lot, (q, k, v), settings)
+    assert {choice.kernel for choice in choices} == {"CPU, all heads at once, log domain"}
+
+
+def test_interleaved_masses_are_those_of_repeated_rows() -> None:
+    """Head h of example b: row (b H + h) // B, as code has it that repeats each row for every example."""
+    q, k, v = (t.double() for t in problem((3, 2, 9, 7, 4, 5)))
+    generator = torch.Generator().manual_seed(1)
+    pivots = torch.randn(2, 3, 4, generator=generator).double()
+    masses = torch.randn(2, 3, generator=generator).double().softmax(-1)
+    loops = (0.6, 0.4, 3, True, 3, False, [1.0, 1.0, 0.0, 0.0])
+    found = ops.lot(q, k, v, None, None, None, pivots, masses, *loops, True)
+    repeated = masses.repeat_interleave(3, dim=0)  # of all examples and heads in one axis
+    merged = [t.flatten(0, 1)[None] for t in (q, k, v)]
+    exact = lot.lot(*merged, None, None, None, pivots.repeat(3, 1, 1), repeated, *loops)
+    torch.testing.assert_close(found, exact[0].unflatten(0, (3, 2)))
+
+
+def test_a_pivot_with_hardly_any_mass_takes_the_tiles() -> None:
+    q, k, v = problem((1, 1, 6, 6, 4, 4))
+    pivots, masses = torch.randn(1, 2, 4), torch.tensor([[1.0, 1e-38]])
+    with explained() as choices:
+        ops.lot(q, k, v, None, None, None, pivots, masses, 0.5, 0.5, 3, True, 3, False, [1.0] * 4)
+    assert choices[0].kernel != "CPU, all heads at once, log domain"

@@ -46,6 +46,9 @@ from asapc.operators.ranks import (
 )
 from asapc.operators.sinkhorn import clean_values, widen
 
+# exp(-reach) is below the rounding of a row of SoftSort, and its square still a normal number: what falls
+# out of the normal range takes a CPU a hundred times longer.
+REACH = {torch.float32: 36.0, torch.float64: 80.0}
 ENTRIES = 1 << 18  # of the plans that are formed at once; a plan with more is formed alone
 
 
@@ -61,15 +64,18 @@ def with_lengths(output_factor: float, q: Tensor, k: Tensor, query_power: int, k
 def soft_sort(x: Tensor, keep: Tensor | None, temperature: float) -> Tensor:
     """softmax_i(-(sort(x)_r - x_i)^2 / temperature) [B, H, r, i], 0 for padded r and i.
 
-    x: [B, H, N].  Source: ESPFormer, Eq. 7, largest value first as in its code.
+    x: [B, H, N].  What is under exp(-reach) is raised to that: see REACH.
+    Source: ESPFormer, Eq. 7, largest value first as in its code.
     """
+    least = -REACH[torch.float64 if x.dtype == torch.float64 else torch.float32]
     ordered = torch.sort(padded_last(x, keep), dim=-1, descending=True).values
     if keep is None:
-        return torch.softmax(-((ordered[..., :, None] - x[..., None, :]) ** 2) / temperature, -1)
+        logits = -((ordered[..., :, None] - x[..., None, :]) ** 2) / temperature
+        return torch.softmax(logits.clamp(min=least), -1)
     rows = torch.arange(x.shape[-1], device=x.device) < keep.sum(-1, keepdim=True)
     rows = spread(rows, x)
     ordered = ordered.masked_fill(~rows, 0.0)
-    logits = -((ordered[..., :, None] - x[..., None, :]) ** 2) / temperature
+    logits = (-((ordered[..., :, None] - x[..., None, :]) ** 2) / temperature).clamp(min=least)
     logits = logits.masked_fill(~spread(keep, logits), -torch.inf)
     return torch.softmax(logits, -1).masked_fill(~rows[..., None], 0.0)
 

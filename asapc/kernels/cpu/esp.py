@@ -24,6 +24,7 @@ from torch.nn.functional import embedding_bag
 from asapc.ir import Coupling, Ties
 from asapc.kernels.cpu.workers import TILE_BYTES, each_worker, without_gil
 from asapc.operators import esp as reference
+from asapc.operators.esp import REACH
 from asapc.operators.matching import (
     Ranked,
     cost_matrix,
@@ -38,8 +39,6 @@ from asapc.operators.matching import (
 from asapc.operators.ranks import Clouds, clouds_of, counts, partners, rank_matrix
 from asapc.operators.sinkhorn import widen
 
-# exp(-reach) is below the rounding of a row of SoftSort, and its square still a normal number.
-REACH = {torch.float32: 36.0, torch.float64: 80.0}
 SHORT = 4096  # entries of a slice's plans, of all heads, up to which calls cost more than what they do
 RANKS = 128  # rows of a SoftSort matrix computed together, where not all of them are
 

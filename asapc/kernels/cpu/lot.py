@@ -27,6 +27,9 @@ from asapc.kernels.thresholds import thresholds
 from asapc.operators import lot as reference
 
 SHARED_TOKENS = 2048  # per thread; fewer are not worth meeting after every sweep
+SHORT = 1 << 16  # entries of all plans times half-steps: up to here few calls take less than tiles
+FEW = 6  # half-steps, too, up to which they do
+LEAST_MASS = 1e-30  # of a pivot, by which float32 can be divided
 SPARE_RANGE = 8.0  # a mass of exp(-8) fits beside scores of the whole SAFE_ROW_RANGE
 
 # The tokens of an example that take part: all (None), the first so many, or those at these places.
@@ -117,6 +120,13 @@ def lot(
             key_half_steps=key_half_steps, keys_first=keys_first, output_factor=output_factor,
         )  # fmt: skip
     keys, width = v.shape[2:]
+    if keep is None and query_keep is None and key_bias is None and _is_short(
+        q, k, pivot_mass, min(query_half_steps, key_half_steps), max(query_half_steps, key_half_steps)
+    ):
+        return _short(
+            q, k, v, pivots, pivot_mass, query_multiplier, key_multiplier, query_half_steps,
+            queries_first, key_half_steps, keys_first, output_factor, pivot_weight,
+        )  # fmt: skip
     dtype, padded = reference.work_dtype(q), query_keep is not None
     out = q.new_empty((batch, heads, queries, width), dtype=dtype)
     if padded or out.numel() == 0 or keys == 0:
@@ -177,6 +187,59 @@ def lot(
     return out.to(v.dtype)
 
 
+def _is_short(q: Tensor, k: Tensor, pivot_mass: Tensor, fewest: int, most: int) -> bool:
+    """Whether a few calls on all heads take less than tiles do."""
+    entries = q.shape[0] * pivot_mass.numel() * (q.shape[2] + k.shape[2])
+    if not (fewest > 0 and most <= FEW and 0 < entries * most <= SHORT):
+        return False
+    return bool((pivot_mass > LEAST_MASS).all())
+
+
+def _short(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pivots: Tensor,
+    pivot_mass: Tensor,
+    query_multiplier: float,
+    key_multiplier: float,
+    query_half_steps: int,
+    queries_first: bool,
+    key_half_steps: int,
+    keys_first: bool,
+    output_factor: Sequence[float],
+    pivot_weight: Tensor | None,
+) -> Tensor:
+    """A v [B, H, N, E] without masks, both loops in the log domain on all heads at once."""
+    dtype = reference.work_dtype(q)
+    sigma = pivot_mass.to(dtype)[:, None]  # [H, 1, R]
+    z = pivots.to(dtype).transpose(-1, -2)
+    first = _short_plan(q, z * query_multiplier, sigma, query_half_steps, queries_first)
+    second = _short_plan(k, z * key_multiplier, sigma, key_half_steps, keys_first)
+    weight = 1.0 / sigma if pivot_weight is None else pivot_weight.to(dtype)[:, None] / sigma
+    factor = reference.token_factor(output_factor, q, k, None, None)
+    mixed = second.transpose(-1, -2) @ v.to(dtype)  # [B, H, R, E]
+    return (first @ (mixed * (weight * factor).transpose(-1, -2))).to(v.dtype)
+
+
+def _short_plan(x: Tensor, z: Tensor, sigma: Tensor, half_steps: int, tokens_first: bool) -> Tensor:
+    """Gamma [B, H, N, R] from zero duals.  x: [B, H, N, D]; z: [H, D, R]; sigma: [H, 1, R].
+
+    What all tokens weigh is a number, which the last half-step, a softmax over its side, leaves out.
+    """
+    scores = x.to(z.dtype) @ z
+    shifted, tokens_turn = scores, tokens_first
+    for _ in range(half_steps - 1):
+        if tokens_turn:
+            shifted = scores - torch.logsumexp(shifted, -1, keepdim=True)
+        else:
+            shifted = (scores + sigma.log()) - torch.logsumexp(shifted, -2, keepdim=True)
+        tokens_turn = not tokens_turn
+    if tokens_turn:
+        return torch.softmax(shifted, -1).div_(x.shape[2])
+    return torch.softmax(shifted, -2).mul_(sigma)
+
+
 def _of_each_example(
     q: Tensor,
     k: Tensor,
@@ -225,14 +288,17 @@ def describe(
     pivot_mass: Tensor,
     query_multiplier: float,
     key_multiplier: float,
-    half_steps: int,
+    half_steps: tuple[int, int],
 ) -> tuple[str, str]:
-    """What the tile of the widest scores runs, and why.  half_steps: the fewer of both sides.
+    """What the tile of the widest scores runs, and why.  half_steps: of both sides, the fewer first.
 
     Measures the scores, which the kernel itself does tile by tile: this is for people to read.
     """
     if q.numel() == 0 or k.numel() == 0:
         return "CPU", "there is nothing to compute"
+    unmasked = keep is None and query_keep is None and key_bias is None
+    if unmasked and _is_short(q, k, pivot_mass, *half_steps):
+        return "CPU, all heads at once, log domain", "short: a few calls on all heads take least"
     group, shared = _layout(q, k, pivots, keep is not None or query_keep is not None)
     dtype = reference.work_dtype(q)
     tokens, size = max(q.shape[2], k.shape[2]), dtype.itemsize
@@ -243,7 +309,7 @@ def describe(
         layout, why = "one head a tile", f"{kept}: two would leave no room in a private cache"
     else:
         layout, why = "heads stacked", f"{kept}, several fit a private cache"
-    if half_steps == 0:
+    if half_steps[0] == 0:
         return f"CPU, {layout}, log domain", f"{why}; without a half-step nothing is scaled"
     largest = span = 0.0
     sides = ((q, query_keep, None, query_multiplier), (k, keep, key_bias, key_multiplier))

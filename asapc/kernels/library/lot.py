@@ -25,7 +25,8 @@ def _lot(
         names = ("keep", "query_keep", "key_bias", "pivots", "pivot_mass", "query_multiplier",
                  "key_multiplier")  # fmt: skip
         settings = {name: rest[name] for name in names}
-        return cpu_lot.describe(q, k, **settings, half_steps=min(query_half_steps, key_half_steps))
+        steps = sorted((query_half_steps, key_half_steps))
+        return cpu_lot.describe(q, k, **settings, half_steps=(steps[0], steps[1]))
 
     backend = dispatch.token_backend(plain.func.__name__, q, k, v, describe)
     return plain() if backend == "plain" else cpu_lot.lot(**plain.keywords)
