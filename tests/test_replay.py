@@ -244,7 +244,7 @@ class StoppingGlue(zoo.Glued):
 def test_a_glued_plan_that_may_end_early_is_refused() -> None:
     torch.manual_seed(1)
     (found,) = match(capture(StoppingGlue().eval(), (torch.randn(3, 10, 16),), {}).programs[0])
-    assert isinstance(found, Refusal) and "end early" in found.reason
+    assert isinstance(found, Refusal) and "ends early where" in found.reason
 
 
 class GivenRows(zoo._Projected):
