@@ -29,13 +29,13 @@ class OutputFactor:
     """
 
     coefficient: float = 1.0
-    queries: int = 0
-    keys: int = 0
-    active: int = 0
+    queries: float = 0
+    keys: float = 0
+    active: float = 0
 
     def __str__(self) -> str:
         powers = (("N", self.queries), ("M", self.keys), ("n", self.active))
-        names = [name if power == 1 else f"{name}^{power}" for name, power in powers if power]
+        names = [name if power == 1 else f"{name}^{power:g}" for name, power in powers if power]
         if self.coefficient != 1.0 or not names:
             names.insert(0, f"{self.coefficient:g}")
         return "*".join(names)
@@ -256,6 +256,14 @@ class LotConvention:
 Marginal = Literal["uniform", "constant", "input"]
 
 
+def is_damping(value: Any) -> bool:
+    """Whether it is a number above 0 and at most 1 for rows, and one for columns."""
+    return (
+        isinstance(value, list | tuple) and len(value) == 2
+        and all(isinstance(x, int | float) and 0.0 < x <= 1.0 for x in value)
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class PlanConvention:
     """The finite loop by which a teacher makes a plan of scores or costs, wherever they come from.
@@ -268,6 +276,8 @@ class PlanConvention:
     source_marginal, target_marginal: mu and nu are uniform, depend on parameters and sizes alone
                      ("constant", such as those of a dustbin), or on what the model is given ("input").
                      Where one is given, factor = 1 is the plan with these very marginals.
+    damping:         by what new duals of rows and of columns are multiplied in an unbalanced loop; None
+                     where every half-step closes its side.
     mask:            "none": what a teacher hides has low scores, or no mass.
     """
 
@@ -280,12 +290,13 @@ class PlanConvention:
     target_marginal: Marginal = "uniform"
     stabiliser: Stabiliser | None = None
     by_head: tuple[float, ...] | None = None
+    damping: tuple[float, float] | None = None
     mask: Mask = "none"
 
     @property
     def balanced(self) -> bool:
-        """Whether both marginals are uniform."""
-        return self.source_marginal == self.target_marginal == "uniform"
+        """Whether both marginals are uniform, and every half-step closes its side."""
+        return self.source_marginal == self.target_marginal == "uniform" and self.damping is None
 
     @property
     def loop(self) -> Convention:
@@ -314,19 +325,21 @@ class PlanConvention:
             "target_marginal": self.target_marginal,
             "mask": self.mask,
             **({} if self.by_head is None else {"by_head": list(self.by_head)}),
+            **({} if self.damping is None else {"damping": list(self.damping)}),
             **({} if self.stabiliser is None else {"stabiliser": asdict(self.stabiliser)}),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PlanConvention:
         """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
-        by_head = data.get("by_head")
+        by_head, damping = data.get("by_head"), data.get("damping")
         return cls(
             int(data["half_steps"]), data["first_side"], float(data["score_multiplier"]),
             OutputFactor(**data["output_factor_terms"]), bool(data["log"]), data["source_marginal"],
             data["target_marginal"],
             Stabiliser.of(**data["stabiliser"]) if data.get("stabiliser") else None,
-            None if by_head is None else tuple(float(x) for x in by_head), data["mask"],
+            None if by_head is None else tuple(float(x) for x in by_head),
+            None if damping is None else (float(damping[0]), float(damping[1])), data["mask"],
         )  # fmt: skip
 
 

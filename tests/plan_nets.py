@@ -156,13 +156,43 @@ class OneQuery(nn.Module):
 
 
 class Damped(nn.Module):
-    """Unbalanced: every update is damped."""
+    """Unbalanced: every update is damped.  unit: masses of 1, not of 1/N.  outside: of the damped sum."""
+
+    def __init__(
+        self, rows: float = 0.8, columns: float = 0.8, half_steps: int = 10, unit: bool = True,
+        outside: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.rows, self.columns, self.half_steps = rows, columns, half_steps
+        self.unit, self.outside = unit, outside
+
+    def forward(self, scores: Tensor, mu: Tensor | None = None, nu: Tensor | None = None) -> Tensor:
+        f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+        log_mu, log_nu = (
+            torch.zeros_like(x) - (0.0 if self.unit else (x.new_ones(()) * x.shape[-1]).log())
+            for x in (f, g)
+        )
+        if mu is not None and nu is not None:
+            log_mu, log_nu = mu.log(), nu.log()
+        for step in range(self.half_steps):
+            if step % 2 == 0:
+                f = self.update(torch.logsumexp(scores + g[..., None, :], -1), log_mu, self.rows)
+            else:
+                g = self.update(torch.logsumexp(scores + f[..., None], -2), log_nu, self.columns)
+        return (scores + f[..., None] + g[..., None, :]).exp()
+
+    def update(self, total: Tensor, log_mass: Tensor, damping: float) -> Tensor:
+        return log_mass - damping * total if self.outside else damping * (log_mass - total)
+
+
+class Stepped(nn.Module):
+    """Every dual is half of what it was and half of what it would be: no finite loop of ours."""
 
     def forward(self, scores: Tensor) -> Tensor:
         f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
         for _ in range(5):
-            f = -0.8 * torch.logsumexp(scores + g[..., None, :], -1)
-            g = -0.8 * torch.logsumexp(scores + f[..., None], -2)
+            f = 0.5 * f - 0.5 * torch.logsumexp(scores + g[..., None, :], -1)
+            g = 0.5 * g - 0.5 * torch.logsumexp(scores + f[..., None], -2)
         return (scores + f[..., None] + g[..., None, :]).exp()
 
 
@@ -213,6 +243,6 @@ def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -
         return random(batch, tokens, 5), *masses
     if isinstance(net, TokensFirst):
         return (random(batch, tokens, 7, 4),)
-    if isinstance(net, Damped | Duals | SideBySide | Scaled):
+    if isinstance(net, Damped | Stepped | Duals | SideBySide | Scaled):
         return (random(batch, tokens, 6),)
     return (random(batch, tokens, 8),)

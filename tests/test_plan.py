@@ -66,7 +66,10 @@ def test_sharp_scores_give_a_permutation() -> None:
     assert torch.allclose(found[0, 0], permutation, atol=1e-6)
 
 
-def by_hand(s: Tensor, log_mu: Tensor, log_nu: Tensor, half_steps: int, rows_first: bool) -> Tensor:
+def by_hand(
+    s: Tensor, log_mu: Tensor, log_nu: Tensor, half_steps: int, rows_first: bool,
+    damping: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:  # fmt: skip
     """log P, token by token, in float64."""
     s = s.double()
     b, h, n, m = s.shape
@@ -75,10 +78,10 @@ def by_hand(s: Tensor, log_mu: Tensor, log_nu: Tensor, half_steps: int, rows_fir
     for step in range(half_steps):
         if (step % 2 == 0) == rows_first:
             for i in range(n):
-                f[..., i] = mu[..., i] - torch.logsumexp(s[..., i, :] + g, -1)
+                f[..., i] = damping[0] * (mu[..., i] - torch.logsumexp(s[..., i, :] + g, -1))
         else:
             for j in range(m):
-                g[..., j] = nu[..., j] - torch.logsumexp(s[..., j] + f, -1)
+                g[..., j] = damping[1] * (nu[..., j] - torch.logsumexp(s[..., j] + f, -1))
     return s + f[..., None] + g[..., None, :]
 
 
@@ -126,6 +129,54 @@ def test_the_reference_is_the_loop_by_hand() -> None:
         assert torch.allclose(found, exact, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", MARGINALS)
+def test_damped_updates(shape: tuple[int, ...], kind: str) -> None:
+    """The reference by hand; the kernel as good as it, in and out of the linear domain."""
+    log_mu, log_nu = marginals(kind, shape)
+    *_, n, m = shape
+    given = torch.full((n,), -math.log(n)) if log_mu is None else log_mu
+    other = torch.full((m,), -math.log(m)) if log_nu is None else log_nu
+    for spread, half_steps, rows_first, damping in itertools.product(
+        (1.0, 60.0), (1, 4, 5), (True, False), ((0.8, 0.8), (0.6, 1.0), (1.0, 0.01))
+    ):
+        s = spread * random(*shape)
+        exact = by_hand(-0.7 * s.double(), given, other, half_steps, rows_first, damping)
+        rest = (-0.7, half_steps, rows_first, PLAIN)
+        for log in (True, False):
+            wanted = exact.clamp(min=-80) if log else exact.exp()
+            found = reference.plan(s.double(), log_mu, log_nu, *rest, log, damping=damping)
+            found = found.clamp(min=-80) if log else found
+            assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-4 if log else 1e-9)
+            ours = op(s, log_mu, log_nu, *rest, log, damping=list(damping)).double()
+            theirs = reference.plan(s, log_mu, log_nu, *rest, log, damping=damping).double()
+            if log:
+                ours, theirs = ours.clamp(min=-80), theirs.clamp(min=-80)
+            honest = float((theirs - found).abs().max())
+            assert float((ours - found).abs().max()) <= 2 * honest + 1e-5 * float(found.abs().max())
+
+
+def test_no_damping_is_a_damping_of_one() -> None:
+    s = 3 * random(2, 2, 20, 30)
+    for half_steps in (3, 4):
+        rest = (None, None, 1.0, half_steps, True, PLAIN)
+        assert torch.allclose(op(s, *rest, damping=[1.0, 1.0]), op(s, *rest), rtol=1e-4)
+
+
+def test_an_unbalanced_loop_comes_to_its_penalised_optimum() -> None:
+    """min <C, P> + eps sum P (log P - 1) + rho KL(P 1 | mu) + rho KL(P' 1 | nu), by its conditions:
+    eps log P_ij = -C_ij - rho log(P 1 / mu)_i - rho log(P' 1 / nu)_j."""
+    costs, epsilon, rho = random(1, 1, 5, 7).double().abs(), 0.3, 0.8
+    damping = rho / (rho + epsilon)
+    mu, nu = (random(n, seed=n).double().softmax(0) for n in (5, 7))
+    found = reference.plan(
+        costs, mu.log(), nu.log(), -1 / epsilon, 400, True, PLAIN, damping=(damping, damping)
+    )
+    rows, columns = (found.sum(-1) / mu).log(), (found.sum(-2) / nu).log()
+    force = costs + rho * rows[..., None] + rho * columns[..., None, :] + epsilon * found.log()
+    assert float(force.abs().max()) < 1e-9
+
+
 @pytest.mark.parametrize("form, kind", [("plan", "add"), ("plan", "clamp"), ("scaling", "add"),
                                         ("scaling", "clamp")])  # fmt: skip
 def test_small_matrices_keep_the_constant_in_their_divisions(form: str, kind: str) -> None:
@@ -166,6 +217,7 @@ def test_conventions_are_written_and_read() -> None:
     for convention in (
         PlanConvention(5, "row", -0.5, OutputFactor(keys=1), True, "constant", "input"),
         PlanConvention(4, "column", 2.0, stabiliser=stabiliser, by_head=(1.0, 0.5)),
+        PlanConvention(4, "column", 2.0, OutputFactor(0.5, keys=0.3), damping=(0.8, 1.0)),
     ):
         assert convention_from_dict(json.loads(json.dumps(convention.to_dict()))) == convention
 
@@ -175,6 +227,9 @@ def test_a_file_may_ask_for_no_other_constant() -> None:
     assert refused_call("asapc.plan.default", {"constant": 1e-6, "form": "scaling"}) is None
     assert refused_call("asapc.plan.default", {"constant": 1e-6, "start": "nowhere"}) is not None
     assert refused_call("asapc.plan.default", {"constant": 2.0}) is not None
+    assert refused_call("asapc.plan.default", {"damping": [0.8, 1.0]}) is None
+    for damping in ([0.8], [0.8, 1.5], [0.0, 1.0], [float("nan"), 1.0]):
+        assert refused_call("asapc.plan.default", {"damping": damping}) is not None
 
 
 # The family
@@ -198,9 +253,19 @@ FOUND: dict[str, list[PlanConvention]] = {
                        stabiliser=Stabiliser("scaling", "add", 1e-8)),
     ],
 }  # fmt: skip
+DAMPED = {
+    "the same": (nets.Damped(), ()),
+    "rows alone": (nets.Damped(0.6, 1.0, 6), ()),
+    "columns alone, rows last": (nets.Damped(1.0, 0.7, 5), ()),
+    "both, 1/N inside": (nets.Damped(0.5, 0.7, 8, unit=False), ()),
+    "both, 1/N outside": (nets.Damped(0.5, 0.7, 8, unit=False, outside=True), ()),
+    "masses inside": (nets.Damped(0.5, 0.7, 8), (9, 6)),
+    "masses outside": (nets.Damped(0.5, 0.7, 8, outside=True), (9, 6)),
+    "long": (nets.Damped(0.3, 0.3, 90), ()),
+}
 REFUSED = {
     "OneQuery": "with one query the plan does not depend on the scores: it is kept as it is",
-    "Damped": "nearest are",
+    "Stepped": "nearest are",
     "Duals": "a value of the loop other than its plan is also used elsewhere",
 }
 
@@ -252,6 +317,24 @@ def test_a_loop_is_found_wherever_it_stands(name: str) -> None:
     free = name in ("Matcher", "Latents", "Expanded", "Masses", "Differences", "Scaled")
     if free:
         replays(net, analysis, *nets.inputs_for(net, batch=2, tokens=14, seed=2))
+
+
+@pytest.mark.parametrize("name", DAMPED)
+def test_an_unbalanced_loop_is_found(name: str) -> None:
+    net, given = DAMPED[name]
+
+    def inputs(batch: int, tokens: int, seed: int) -> tuple[Tensor, ...]:
+        others = tokens - 3
+        masses = [random(batch, n, seed=seed).softmax(-1) for n in (tokens, others)] if given else []
+        return random(batch, tokens, others, seed=seed), *masses
+
+    analysis = analysed(net, *inputs(3, 9, 0))
+    assert not analysis.left_alone
+    (site,) = analysis.sites
+    assert isinstance(site.convention, PlanConvention) and not site.convention.balanced
+    assert site.convention.damping == pytest.approx((net.rows, net.columns), rel=1e-6)
+    assert site.convention.half_steps == (net.half_steps if name != "long" else pytest.approx(22, abs=4))
+    replays(net, analysis, *inputs(5, 9, 1))
 
 
 @pytest.mark.parametrize("name", REFUSED)

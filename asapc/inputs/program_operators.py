@@ -24,7 +24,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from asapc.ir import Coupling, Stabiliser, Ties
+from asapc.ir import Coupling, Stabiliser, Ties, is_damping
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.plan import DEFAULTS
 
@@ -247,8 +247,11 @@ def _stabiliser(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _plan(arguments: Mapping[str, Any]) -> str | None:
-    """The same of an operator that may have none."""
+    """The same of an operator that may have none; dampings that are none."""
     arguments = DEFAULTS | dict(arguments)
+    damping = arguments["damping"]
+    if damping is not None and not is_damping(damping):
+        return f"damping={damping!r}"
     return None if arguments["constant"] is None else _stabiliser(arguments)
 
 

@@ -3,6 +3,9 @@
     f_i = log mu_i - logsumexp_j(S_ij + g_j),    g_j = log nu_j - logsumexp_i(S_ij + f_i)
     P_ij = factor * exp(S_ij + f_i + g_j),       S = score_multiplier * by_head * scores
 
+An unbalanced loop damps its updates, f_i = damping * (log mu_i - logsumexp_j(S_ij + g_j)) and columns alike,
+by rho / (rho + epsilon) for a penalty rho KL(P 1 | mu) on the marginal.
+
 The loop is that of operators.sinkhorn, and with a constant in its divisions that of operators.stabilised;
 what is new is where it begins and ends. Matchers return log P, mixers multiply by P what no attention
 layer would, and costs need not be inner products. Plain PyTorch, any dtype, differentiable; the fast twin
@@ -32,6 +35,7 @@ def plan_duals(
     log_nu: Tensor | None,
     half_steps: int,
     rows_first: bool,
+    damping: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The duals after `half_steps` half-steps from zero: f [B, H, N], g [B, H, M].
 
@@ -41,7 +45,7 @@ def plan_duals(
     uniform = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
     given = (own if x is None else x for x, own in zip((log_mu, log_nu), uniform, strict=True))
     side: Side = "row" if rows_first else "column"
-    return alternate(scores, *initial_duals(scores, None), half_steps, side, *given)
+    return alternate(scores, *initial_duals(scores, None), half_steps, side, *given, damping)
 
 
 def plan(
@@ -60,26 +64,29 @@ def plan(
     start: str = "plain",
     shares: bool = False,
     start_share: bool = False,
+    damping: Sequence[float] | None = None,
 ) -> Tensor:
     """factor * P, or its logarithm: [B, H, N, M] in the dtype of the scores.
 
     scores: [B, H, N, M]; costs have a score_multiplier below 0.  log_mu: broadcastable to [B, H, N];
     log_nu: to [B, H, M]; None where uniform.  output_factor: [coefficient, N power, M power, n power],
     n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser, with uniform
-    marginals alone.
+    marginals alone.  damping: [of rows, of columns], None for 1 each; not with a constant.
     """
     s = scaled(widen(scores), score_multiplier, by_head)
     factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None:
         # Where all of a row (or column) is hidden by -1e9, what is left of it is what differs.
-        top = s.detach().amax(-1 if rows_first else -2, keepdim=True)
-        s = s - top.masked_fill(~top.isfinite(), 0.0)
-        f, g = plan_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first)
+        # A damped dual does not take up what is subtracted.
+        if damping is None:
+            top = s.detach().amax(-1 if rows_first else -2, keepdim=True)
+            s = s - top.masked_fill(~top.isfinite(), 0.0)
+        f, g = plan_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
         log_plan = s + f[..., :, None] + g[..., None, :]
         result = log_plan + torch.log(log_plan.new_tensor(factor)) if log else log_plan.exp() * factor
         return result.to(scores.dtype)
-    if log_mu is not None or log_nu is not None:
-        raise ValueError("a constant in the divisions is known with uniform marginals alone")
+    if log_mu is not None or log_nu is not None or damping is not None:
+        raise ValueError("a constant in the divisions is known with balanced, uniform marginals alone")
     stabiliser = Stabiliser.of(form, kind, constant, start, shares, start_share)
     steps = stabilised_plans(s.double(), rows_first, stabiliser)
     a, kernel, b = next(itertools.islice(steps, max(half_steps, 1) - 1, None))
@@ -111,4 +118,5 @@ def settings_of(convention: PlanConvention) -> dict[str, Any]:
         "output_factor": factor_terms(convention.output_factor), "log": convention.log,
         "by_head": None if convention.by_head is None else list(convention.by_head),
         **({} if stabiliser is None else asdict(stabiliser)),
+        **({} if convention.damping is None else {"damping": list(convention.damping)}),
     }  # fmt: skip

@@ -80,13 +80,20 @@ def alternate(
     first_side: Side,
     log_mu: Tensor,
     log_nu: Tensor,
+    damping: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with marginals that are given, broadcastable to f [B, H, N] and g [B, H, M]."""
+    """The same with marginals that are given, broadcastable to f [B, H, N] and g [B, H, M].
+
+    damping: (of rows, of columns), by which every new dual is multiplied; see operators.plan.
+    """
+    rows, columns = damping or (1.0, 1.0)
     for step in range(half_steps):
         if (step % 2 == 0) == (first_side == "row"):
             f = close_rows(scores, g, log_mu)
+            f = f if rows == 1.0 else f * rows
         else:
             g = close_columns(scores, f, log_nu)
+            g = g if columns == 1.0 else g * columns
     return f, g
 
 

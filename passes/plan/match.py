@@ -33,6 +33,7 @@ from asapc.passes.cut import (
     is_tensor,
 )
 from asapc.passes.experiment import STABILISED, NoFit, outcome
+from asapc.passes.plan.damped import Pair
 from asapc.passes.plan.loops import Loop, borders
 from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
@@ -258,6 +259,11 @@ class _Roles:
     def nodes(self) -> set[Node]:
         return {x.node for x in (self.log_mu, self.log_nu) if x is not None}
 
+    def powered(self, powers: Pair) -> _Roles:
+        """The same, taken to these powers."""
+        both = zip((self.log_mu, self.log_nu), powers, strict=True)
+        return _Roles(*(None if x is None else replace(x, power=power) for x, power in both))
+
 
 def _roles(region: _Region) -> list[_Roles] | str:
     """What the vectors among the inputs may be, the simplest first; a reason where one is nothing."""
@@ -474,6 +480,7 @@ def _identified(
         fit = _separated(trials, lengths, observed, fit)
     if isinstance(fit, NoFit):
         return _Failure(4, _described(fit, observed))
+    trials.roles = roles.powered(fit.powers)
     long = _many_tokens(trials, lengths, fit)
     return (fit, trials) if long is None else _Failure(5, long)
 
@@ -507,8 +514,8 @@ def _described(failure: NoFit, observed: Sequence[Observed]) -> str:
 
 
 _ADVICE = {
-    "neither rows nor columns": "a loop matches that divides by whole sums: damped (unbalanced) updates, "
-    "and what scales the plan afterwards, do not",
+    "neither rows nor columns": "a loop matches that divides by whole sums, or by one power of them all: "
+    "what scales the plan afterwards does not",
     "not a row and column scaling": "a loop matches that only scales the rows and columns of exp(scores)",
     "not strictly positive": "hide scores before the loop, not in it",
 }

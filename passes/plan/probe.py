@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from asapc.ir import Marginal, PlanConvention
+from asapc.ir import Marginal, OutputFactor, PlanConvention
 from asapc.operators.plan import plan, settings_of
-from asapc.passes.experiment import STABILISED, NoFit
+from asapc.passes.experiment import EXACT, STABILISED, NoFit
+from asapc.passes.plan.damped import Given, Pair, converged, damped_factor, identify_damping
 from asapc.passes.sinkhorn.probe import (
     BEYOND,
     HELD,
@@ -52,6 +53,14 @@ class Observed:
     def sample(self) -> Sample:
         return Sample(self.scores, self.plan, None, self.mild)
 
+    def powered(self, powers: Pair) -> Observed:
+        """With powers of the marginals that are given."""
+        log_mu, log_nu = (
+            None if x is None else x * power
+            for x, power in zip((self.log_mu, self.log_nu), powers, strict=True)
+        )
+        return replace(self, log_mu=log_mu, log_nu=log_nu)
+
     def head(self) -> Observed:
         """The first head of the first example."""
         log_mu, log_nu = (
@@ -64,11 +73,15 @@ class Observed:
 @dataclass(frozen=True)
 class PlanFit:
     """The convention, the largest relative error with which it reproduces what was observed, and another
-    budget that does so as well, if there is one."""
+    budget that does so as well, if there is one.
+
+    powers: of the marginals that are given, as the operator takes them.
+    """
 
     convention: PlanConvention
     error: float
     rival: PlanConvention | None = None
+    powers: Pair = (1.0, 1.0)
 
 
 def identify_plan(
@@ -79,7 +92,7 @@ def identify_plan(
         return _with_marginals(observed, most)
     found = identify([o.sample for o in observed], guesses=guesses)
     if isinstance(found, NoFit):
-        return found
+        return _damped(observed, most) or found
     conventions = [
         None if loop is None else PlanConvention(
             loop.half_steps, loop.first_side, loop.score_multiplier, loop.output_factor,
@@ -99,7 +112,7 @@ def _with_marginals(observed: Sequence[Observed], most: int) -> PlanFit | NoFit:
     mildest = mild[: max(1, len(mild) // 2)]
     at_mild = _budget(mildest, multiplier, most)
     if not at_mild.error <= STABILISED:
-        return NoFit(
+        return _damped(observed, most) or NoFit(
             f"not a finite Sinkhorn loop of at most {most} half-steps with these marginals (best: "
             f"{at_mild.half_steps} half-steps, {at_mild.first_side}s first)", at_mild.error,
         )  # fmt: skip
@@ -132,6 +145,49 @@ def _with_marginals(observed: Sequence[Observed], most: int) -> PlanFit | NoFit:
         return PlanFit(convention, error)
     first, half_steps = budget.rival
     return PlanFit(convention, error, replace(convention, first_side=first, half_steps=half_steps))
+
+
+def _damped(observed: Sequence[Observed], most: int) -> PlanFit | None:
+    """The unbalanced loop that reproduces everything, None if none does."""
+    mild = [o for o in observed if o.mild]
+    multiplier = score_multiplier([o.sample for o in mild])
+    if isinstance(multiplier, NoFit):
+        return None
+    heads = [o.head() for o in mild[: max(1, len(mild) // 2)]]
+    given = [Given(multiplier * o.scores, o.plan, o.log_mu, o.log_nu) for o in heads]
+    found = identify_damping(given, most)
+    if found is None or not found.budget.error <= EXACT:
+        return None
+    budget = found.budget
+    convention = PlanConvention(
+        budget.half_steps, budget.first_side, multiplier,
+        source_marginal=_kind(o.log_mu for o in observed), target_marginal=_kind(o.log_nu for o in observed), damping=found.damping,
+    )  # fmt: skip
+    observed = [o.powered(found.powers) for o in observed]
+    longer = [convention]
+    if budget.rival is not None:
+        if not converged(found.damping, budget.half_steps):
+            return None
+        later = range(budget.half_steps + 2, budget.half_steps + BEYOND, 2)
+        longer += [replace(convention, half_steps=half_steps) for half_steps in later]
+    fits = []
+    for one in longer:
+        factor = _damped_factor(one, [o.powered(found.powers) for o in heads])
+        if factor is not None:
+            one = replace(one, output_factor=factor)
+            fits.append(PlanFit(one, plan_error(one, observed), powers=found.powers))
+    best = min(fits, key=lambda fit: fit.error, default=None)
+    return best if best is not None and best.error <= HELD else None
+
+
+def _damped_factor(convention: PlanConvention, observed: Sequence[Observed]) -> OutputFactor | None:
+    masses = [
+        (*o.scores.shape[-2:], float(o.plan.sum() / plan_of(convention, o).sum())) for o in observed
+    ]
+    c = convention
+    assert c.damping is not None
+    uniform = (c.source_marginal == "uniform", c.target_marginal == "uniform")
+    return damped_factor(masses, c.damping, c.first_side, c.half_steps, uniform)
 
 
 def _kind(logs: Iterator[Tensor | None]) -> Marginal:

@@ -89,7 +89,7 @@ class MarginalInput:
     """A node that holds mu or nu, or its logarithm.
 
     drop: the axis that is taken away, of size 1.  heads: whether one for heads is put in.  constant:
-    whether it depends on parameters and sizes alone.
+    whether it depends on parameters and sizes alone.  power: which the operator takes.
     """
 
     node: Node
@@ -97,6 +97,7 @@ class MarginalInput:
     drop: int | None
     heads: bool
     constant: bool
+    power: float = 1.0
 
     def read(self, value: Tensor) -> Tensor:
         """The logarithm, broadcastable to [B, H, X]."""
@@ -104,7 +105,7 @@ class MarginalInput:
             value = value.squeeze(self.drop)
         if self.heads:
             value = value.unsqueeze(1)
-        return value if self.logarithm else value.log()
+        return (value if self.logarithm else value.log()) * self.power
 
     def lift(self, lifting: Lifting) -> Node:
         node = lifting.nodes[self.node]
@@ -112,7 +113,8 @@ class MarginalInput:
             node = lifting.call(aten.squeeze.dim, node, self.drop)
         if self.heads:
             node = lifting.call(aten.unsqueeze.default, node, 1)
-        return node if self.logarithm else lifting.call(aten.log.default, node)
+        node = node if self.logarithm else lifting.call(aten.log.default, node)
+        return node if self.power == 1.0 else lifting.call(aten.mul.Tensor, node, self.power)
 
 
 @dataclass(frozen=True)

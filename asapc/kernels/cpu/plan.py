@@ -5,6 +5,8 @@ closed first; every half-step is then a matrix-vector product,
 
     a = mu / (K b),    b = nu / (K' a),    P = diag(a) K diag(b),    log P = S - top + log a + log b.
 
+Damped scalings are powers of these quotients. They do not take up what is subtracted, so nothing is.
+
 Matrices of at most SMALL entries lie with the matrix as the last axis, [N, M, G]: sums over a handful of
 entries are then additions of long rows. Larger ones are multiplied as they are, several to a tile where
 they fit. What the linear domain cannot hold is found after the loop, matrix by matrix, and computed by
@@ -31,6 +33,10 @@ SMALL = 16 * 16
 SPREAD = 0.6  # of the safe range: how far scalings may spread where entries of K are lost
 
 
+Pair = tuple[float, float]
+"""Of rows and of columns."""
+
+
 @dataclass(frozen=True)
 class Task:
     """What is asked for besides scores, as the operator takes it."""
@@ -50,6 +56,12 @@ class Task:
 
     def plain(self, scores: Tensor) -> Tensor:
         return reference.plan(scores, self.log_mu, self.log_nu, **self.settings)
+
+    @property
+    def damping(self) -> Pair:
+        """Of rows and of columns."""
+        rows, columns = self.settings["damping"] or (1.0, 1.0)
+        return rows, columns
 
     @property
     def ends_on_rows(self) -> bool:
@@ -77,8 +89,9 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     if task.settings["by_head"] is not None:
         given = reference.scaled(given, 1.0, task.settings["by_head"])
     given = given.reshape(-1, queries, keys)
-    mu = _masses(task.log_mu, (batch, heads, queries), given)
-    nu = _masses(task.log_nu, (batch, heads, keys), given)
+    balanced = task.settings["damping"] is None
+    mu = _masses(task.log_mu, (batch, heads, queries), given, balanced)
+    nu = _masses(task.log_nu, (batch, heads, keys), given, balanced)
     share = _share(scores, task).to(dtype)
     out = torch.empty_like(given, memory_format=torch.contiguous_format)
     size = queries * keys * given.element_size()
@@ -100,26 +113,28 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     return out.view(scores.shape).to(scores.dtype)
 
 
-def _masses(logs: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Marginals [G, X] of every matrix, or [1, X] where all have the same, of total 1."""
+def _masses(logs: Tensor | None, shape: Sequence[int], like: Tensor, balanced: bool) -> Tensor:
+    """Marginals [G, X] of every matrix, or [1, X] where all have the same, of total 1 where balanced."""
     tokens = shape[-1]
     if logs is None:
         return like.new_full((1, tokens), 1.0 / tokens)
     logs = logs.to(like.dtype)
     shared = logs.numel() == tokens
     rows = logs.reshape(1, tokens) if shared else logs.broadcast_to(shape).reshape(-1, tokens)
-    return torch.softmax(rows, -1)  # the other side's total is gauge; the last side's is put back
+    # The other side's total is gauge; the last side's is put back.
+    return torch.softmax(rows, -1) if balanced else rows.exp()
 
 
 def _share(scores: Tensor, task: Task) -> Tensor:
-    """What a plan whose last side has total 1 is multiplied by: [1], or [G] for every matrix."""
+    """What a plan whose last side has total 1, or a damped one, is multiplied by: [1], or [G] for every
+    matrix."""
     queries, keys = scores.shape[-2:]
     factor = float(factor_value(task.settings["output_factor"], queries, keys, None))
     if task.stabiliser is not None:
         first = bool(task.settings["rows_first"])
         factor *= unit_mass(task.stabiliser, task.settings["half_steps"], first, queries, keys)
     logs, tokens = (task.log_mu, queries) if task.ends_on_rows else (task.log_nu, keys)
-    if logs is None:
+    if logs is None or task.settings["damping"] is not None:
         return scores.new_full((1,), factor, dtype=torch.float64)
     totals = torch.logsumexp(logs.double(), -1).exp() * factor
     shared = logs.numel() == tokens
@@ -157,8 +172,9 @@ def _side_by_side(
     settings, stabiliser = task.settings, task.stabiliser
     s = (given * settings["score_multiplier"]).permute(1, 2, 0).contiguous()  # [N, M, G]
     rows_turn = bool(settings["rows_first"])
+    rows_power, columns_power = task.damping
     if stabiliser is None:
-        start = "row" if rows_turn else "column"
+        start = "plain" if settings["damping"] else "row" if rows_turn else "column"
     else:
         start = stabiliser.start
     if start == "tensor":
@@ -182,13 +198,13 @@ def _side_by_side(
         if rows_turn:
             torch.mul(kernel, b, out=terms)
             torch.sum(terms, 1, out=sums_a)
-            scaling, sums, mass = a, sums_a, row_mass
+            scaling, sums, mass, power = a, sums_a, row_mass, rows_power
         else:
             torch.mul(kernel, a_rows, out=terms)
             torch.sum(terms, 0, out=sums_b)
-            scaling, sums, mass = b, sums_b, column_mass
+            scaling, sums, mass, power = b, sums_b, column_mass, columns_power
         if stabiliser is None:
-            torch.div(mass, sums, out=scaling)
+            _close(mass, sums, power, scaling)
         else:
             _divide(scaling, sums, mass, stabiliser, exact=step == 0 and start == "softmax")
         rows_turn = not rows_turn
@@ -200,8 +216,17 @@ def _side_by_side(
     if stabiliser is not None:
         safe = SAFE_ROW_RANGE[given.dtype]
         return (low >= -safe) & (s.amax((0, 1)) <= safe)
+    if settings["damping"]:
+        return _held_damped(low, s.amax((0, 1)), a.t(), b.t())
     sides = ((a.t(), mu, s.amax(1).t()), (b.t(), nu, s.amax(0).t()))
     return _held(low, *(sides if settings["rows_first"] else sides[::-1]))
+
+
+def _close(mass: Tensor, sums: Tensor, power: float, out: Tensor) -> None:
+    """out = (mass / sums) ** power; `sums` may be `out`."""
+    torch.div(mass, sums, out=out)
+    if power != 1.0:
+        out.pow_(power)
 
 
 def _divide(scaling: Tensor, sums: Tensor, mass: Tensor, stabiliser: Stabiliser, exact: bool) -> None:
@@ -228,15 +253,20 @@ def _products(
     settings = task.settings
     s = given * settings["score_multiplier"]
     rows_first, half_steps = bool(settings["rows_first"]), settings["half_steps"]
-    s -= s.amax(-1 if rows_first else -2, keepdim=True)
+    if not settings["damping"]:
+        s -= s.amax(-1 if rows_first else -2, keepdim=True)
     kernel = torch.exp(s, out=out)
     if len(kernel) == 1:
-        a, b = _scale_one(kernel[0], mu[0], nu[0], half_steps, rows_first)
+        a, b = _scale_one(kernel[0], mu[0], nu[0], half_steps, rows_first, task.damping)
         a, b = a[None], b[None]
     else:
-        a, b = _scale_many(kernel, mu, nu, half_steps, rows_first)
-    sides = ((a, mu, s.amax(-1)), (b, nu, s.amax(-2)))
-    held = _held(s.amin((-1, -2)), *(sides if rows_first else sides[::-1]))
+        a, b = _scale_many(kernel, mu, nu, half_steps, rows_first, task.damping)
+    low = s.amin((-1, -2))
+    if settings["damping"]:
+        held = _held_damped(low, s.amax((-1, -2)), a, b)
+    else:
+        sides = ((a, mu, s.amax(-1)), (b, nu, s.amax(-2)))
+        held = _held(low, *(sides if rows_first else sides[::-1]))
     share = share[:, None]
     if settings["log"]:
         torch.add(s, (a.log() + torch.log(share))[:, :, None], out=out)
@@ -247,7 +277,7 @@ def _products(
 
 
 def _scale_one(
-    kernel: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool
+    kernel: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool, damping: Pair
 ) -> tuple[Tensor, Tensor]:
     """a [N] and b [M] after the half-steps.  kernel: [N, M].
 
@@ -264,26 +294,27 @@ def _scale_one(
         )
     ]
     step = 0
+    rows, columns = damping
     if not rows_first:
         torch.mv(kernel.t(), a, out=total)
-        torch.div(nu, total, out=b)
+        _close(nu, total, columns, b)
         step = 1
     while step + 1 < half_steps:
         total.zero_()
         for part, transposed, a_part, mass in parts:
             torch.mv(part, b, out=a_part)
-            torch.div(mass, a_part, out=a_part)
+            _close(mass, a_part, rows, a_part)
             total.addmv_(transposed, a_part)
-        torch.div(nu, total, out=b)
+        _close(nu, total, columns, b)
         step += 2
     if step < half_steps:
         torch.mv(kernel, b, out=a)
-        torch.div(mu, a, out=a)
+        _close(mu, a, rows, a)
     return a, b
 
 
 def _scale_many(
-    kernel: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool
+    kernel: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool, damping: Pair
 ) -> tuple[Tensor, Tensor]:
     """a [G, N] and b [G, M].  kernel: [G, N, M]; mu: [G or 1, N]; nu: [G or 1, M].
 
@@ -299,10 +330,10 @@ def _scale_many(
     for _ in range(half_steps):
         if rows_turn:
             torch.bmm(b, transposed, out=a)
-            torch.div(mu, a, out=a)
+            _close(mu, a, damping[0], a)
         else:
             torch.bmm(a, kernel, out=b)
-            torch.div(nu, b, out=b)
+            _close(nu, b, damping[1], b)
         rows_turn = not rows_turn
     return a[:, 0], b[:, 0]
 
@@ -326,6 +357,17 @@ def _held(low: Tensor, first: Side, second: Side) -> Tensor:
     top = tops.masked_fill(other_mass == 0, 0.0).amin(-1)
     spread = (_spread(a, mass) <= SPREAD * safe) & (_spread(b, other_mass) <= safe)
     return finite & ((low >= -safe) | ((top >= -safe) & spread))
+
+
+def _held_damped(low: Tensor, high: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Which matrices with scores between low and high [G] the linear domain holds with these scalings
+    [G, N] and [G, M]: no product of three numbers may leave the format."""
+    third = 2 * SAFE_ROW_RANGE[low.dtype] / 3
+    held = (low >= -third) & (high <= third)
+    for scaling in (a, b):
+        logs = scaling.log()
+        held &= ((logs.abs() <= third) | (scaling == 0)).all(-1)
+    return held
 
 
 def _spread(scaling: Tensor, mass: Tensor) -> Tensor:

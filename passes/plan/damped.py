@@ -1,0 +1,179 @@
+"""Which unbalanced loop turns these scores into this plan?
+
+    f = d_r (log mu - logsumexp_j(S + g)),    g = d_c (log nu - logsumexp_i(S + f))
+
+After a half-step on rows, r_i = logsumexp_j(log P_ij) = f_i + logsumexp_j(S_ij + g_j), so that
+
+    f = d_r (log mu - r + f),    or f = log mu - d_r (r - f) where mu stands outside,
+
+up to a number. The duals are known from log P - S up to numbers, so the damping of the side that comes
+last is the slope of a line. That of the other side is the same, or none, or is searched for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from scipy.optimize import least_squares
+from torch import Tensor
+
+from asapc.ir import OutputFactor, Side
+from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
+from asapc.passes.experiment import EXACT
+from asapc.passes.sinkhorn.probe import Budget, Plans, factor_of, search_budget
+
+LEAST, STRAIGHT = 1e-3, 1e-6  # the smallest damping; how far from a line the duals may be
+SEARCHED = 24  # half-steps up to which the damping of the side before the last is searched for
+CONVERGED = 1e-7  # what is left of the start after a loop that no scores tell from a longer one
+
+Pair = tuple[float, float]
+"""Of rows and of columns."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Scores in units of epsilon and plan [1, 1, N, M]; log_mu, log_nu [1, 1, X], None where uniform."""
+
+    scores: Tensor
+    plan: Tensor
+    log_mu: Tensor | None
+    log_nu: Tensor | None
+
+    def loop(self, damping: Pair, powers: Pair) -> Plans:
+        """The plans after every half-step.  powers: of marginals that are given."""
+        uniform = log_marginals(*self.scores.shape[-2:], None, self.scores)
+        log_mu, log_nu = (
+            alike if x is None else x * power
+            for x, alike, power in zip((self.log_mu, self.log_nu), uniform, powers, strict=True)
+        )
+
+        def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
+            f, g = torch.zeros_like(self.scores[..., 0]), torch.zeros_like(self.scores[..., 0, :])
+            for side in itertools.cycle(_from(first)):
+                if side == "row":
+                    f = damping[0] * close_rows(self.scores, g, log_mu)
+                else:
+                    g = damping[1] * close_columns(self.scores, f, log_nu)
+                yield (torch.exp(self.scores + f[..., None] + g[..., None, :]),)
+
+        return run
+
+    def line(self, last: Side, outside: bool) -> tuple[Tensor, Tensor]:
+        """Points on a line through 0 whose slope is the damping of the side that comes last."""
+        rows = last == "row"
+        logs, duals = self.plan.log(), self.plan.log() - self.scores
+        axis, given = (-1, self.log_mu) if rows else (-2, self.log_nu)
+        other = torch.logsumexp(logs, -3 - axis, keepdim=True).isfinite()
+        dual = duals.masked_fill(~other, 0.0).sum(axis) / other.sum(axis)
+        through = dual - torch.logsumexp(logs, axis)
+        if given is not None and outside:
+            dual = dual - given
+        elif given is not None:
+            through = through + given
+        shown = through.isfinite() & dual.isfinite()
+        x, y = through[shown], dual[shown]
+        return x - x.mean(), y - y.mean()
+
+
+@dataclass(frozen=True)
+class Damped:
+    """powers: of marginals that are given, for the operator; 1 / damping where they stand outside."""
+
+    damping: Pair
+    powers: Pair
+    budget: Budget
+
+
+def identify_damping(observed: Sequence[Given], most: int) -> Damped | None:
+    """The unbalanced loop that comes nearest, None if no damping explains the side that comes last."""
+    best: Damped | None = None
+    sides: tuple[Side, ...] = ("row", "column")
+    for last, outside in itertools.product(sides, (False, True)):
+        points = [o.line(last, outside) for o in observed]
+        damping = _slope(torch.cat([x for x, _ in points]), torch.cat([y for _, y in points]))
+        for found in () if damping is None else _tried(observed, last, damping, outside, most):
+            if best is None or found.budget.error < best.budget.error:
+                best = found
+            if best.budget.error <= EXACT:
+                return best
+    return best
+
+
+def _slope(x: Tensor, y: Tensor) -> float | None:
+    """None where the points lie on no line, or on one that is no damping's."""
+    if not len(x):
+        return None
+    slope = float((x * y).sum() / x.square().sum())
+    straight = float((y - slope * x).abs().max()) <= STRAIGHT * float(y.abs().max())
+    return slope if straight and LEAST <= slope <= 1 + STRAIGHT else None
+
+
+def _tried(
+    observed: Sequence[Given], last: Side, damping: float, outside: bool, most: int
+) -> Iterator[Damped]:
+    """Loops whose last side is damped so, with each damping that the other may have."""
+    given = any(x is not None for o in observed for x in (o.log_mu, o.log_nu))
+    plans = [o.plan for o in observed]
+
+    def with_other(other: float) -> tuple[Pair, Pair]:
+        both = (damping, other) if last == "row" else (other, damping)
+        return both, (1 / both[0], 1 / both[1]) if outside and given else (1.0, 1.0)
+
+    for other in dict.fromkeys((damping, 1.0)):
+        loops = [o.loop(*with_other(other)) for o in observed]
+        yield Damped(*with_other(other), search_budget(plans, loops, (last,), most))
+    for half_steps in range(2, SEARCHED + 1):
+        first = _from(last)[(half_steps - 1) % 2]
+
+        def missed(x: Any, first: Side = first, at: int = half_steps - 1) -> Any:
+            loops = (o.loop(*with_other(float(x[0])))(first) for o in observed)
+            ours = [next(itertools.islice(loop, at, None))[0] for loop in loops]
+            return torch.cat([
+                (x / x.sum() - plan / plan.sum()).flatten() for x, plan in zip(ours, plans, strict=True)
+            ]).numpy()  # fmt: skip
+
+        found = least_squares(missed, [0.5], bounds=([LEAST], [1.0]), xtol=1e-15, ftol=1e-15, gtol=1e-15)
+        error = float(abs(found.fun).max() / max(float((plan / plan.sum()).max()) for plan in plans))
+        yield Damped(*with_other(float(found.x[0])), Budget(first, half_steps, error))
+
+
+def _from(first: Side) -> tuple[Side, Side]:
+    """Both sides in the order of a loop."""
+    return ("row", "column") if first == "row" else ("column", "row")
+
+
+def converged(damping: Pair, half_steps: int) -> bool:
+    """Whether longer loops give the same: two half-steps bring any two duals nearer by both dampings."""
+    return (damping[0] * damping[1]) ** (half_steps // 2) <= CONVERGED
+
+
+def damped_factor(
+    observed: Sequence[tuple[int, int, float]], damping: Pair, first: Side, half_steps: int,
+    uniform: tuple[bool, bool],
+) -> OutputFactor | None:  # fmt: skip
+    """The factor of an unbalanced loop.  observed: (N, M, the teacher's mass over ours).
+
+    Our uniform marginals are 1/N and 1/M inside the damped logarithms. The teacher's may be 1, or stand
+    outside. Either changes every dual by a number, and so the plan by powers of N and M.  None where its mass depends on the batch in another way.
+    """
+    choices = [
+        (0.0, damped, damped - 1) if alike else (0.0,)
+        for damped, alike in zip(damping, uniform, strict=True)
+    ]
+    for row, column in itertools.product(*choices):
+        shifts = {"row": (0.0, 0.0), "column": (0.0, 0.0)}  # of a dual, in units of (log N, log M)
+        for side in itertools.islice(itertools.cycle(_from(first)), half_steps):
+            index = 0 if side == "row" else 1
+            other = shifts["column" if side == "row" else "row"]
+            shift = [-damping[index] * x for x in other]
+            shift[index] += (row, column)[index]
+            shifts[side] = (shift[0], shift[1])
+        a, b = (shifts["row"][i] + shifts["column"][i] for i in range(2))
+        found = factor_of([(n, m, float(m), mass / (n**a * m**b)) for n, m, mass in observed])
+        if isinstance(found, OutputFactor):
+            return OutputFactor(found.coefficient, found.queries + a, found.keys + b, found.active)
+    return None
