@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
-from asapc.ir import Convention
+from asapc.ir import Convention, PlanConvention
 from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
 from asapc.passes.match import match
+from asapc.passes.plan.site import PlanSite
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.sinkhorn.probe import attention_of
@@ -62,7 +64,8 @@ class Law:
 
     @property
     def identifiable(self) -> bool:
-        """Whether asapc knows such loops at all; otherwise only a refusal is right."""
+        """Whether asapc knows such loops of queries and keys; otherwise only a refusal is right, or the
+        same loop on scores that are given."""
         return self.damping == 1.0 and not self.by_head
 
     def attention(self, scores: Tensor, hidden: Tensor | None) -> Tensor:
@@ -200,7 +203,7 @@ def inputs(laws: tuple[Law, ...], crossed: bool, seed: int, dtype: torch.dtype) 
 
 
 def judge(laws: tuple[Law, ...], crossed: bool, swapped: bool, double: bool, seed: int) -> list[str]:
-    """"identified" or "refused: why", one for each layer in any order.
+    """"identified", "identified on its scores" or "refused: why", one for each layer in any order.
 
     Raises AssertionError on a wrong acceptance.
     """
@@ -221,9 +224,14 @@ def judge(laws: tuple[Law, ...], crossed: bool, swapped: bool, double: bool, see
     found: list[str] = [f"refused: {o.reason}" for o in outcomes if isinstance(o, Refusal)]
     found += [f"refused: {replayed[s.name].worst}" for s in sites if s not in accepted]
     for site in accepted:
+        if isinstance(site, PlanSite):
+            law = laws[_layer_of(site.start.tensor.node)]
+            assert law.damping == 1.0, f"accepted as {site.convention}: {law}"
+            _same_loop(law, site.convention)
+            found.append("identified on its scores")
+            continue
         assert isinstance(site, AttentionSite), site
-        law = laws[_layer_of(site)]
-        _hold(law, site.convention, crossed)
+        _hold(laws[_layer_of(site.score.left)], site.convention, crossed)
         found.append("identified")
     if accepted:
         lifted = lift(program, accepted)
@@ -235,8 +243,8 @@ def judge(laws: tuple[Law, ...], crossed: bool, swapped: bool, double: bool, see
     return found
 
 
-def _layer_of(site: AttentionSite) -> int:
-    stack, seen = [site.score.left], set()
+def _layer_of(scores: Node) -> int:
+    stack, seen = [scores], set()
     while stack:
         node = stack.pop()
         if node.op == "get_attr" and str(node.target).startswith("layers."):
@@ -247,11 +255,15 @@ def _layer_of(site: AttentionSite) -> int:
     raise AssertionError("scores without weights")
 
 
+def _same_loop(law: Law, convention: Convention | PlanConvention) -> None:
+    first = "row" if law.rows_first else "column"
+    assert (convention.half_steps, convention.first_side) == (law.half_steps, first), (convention, law)
+
+
 def _hold(law: Law, convention: Convention, crossed: bool) -> None:
     """The accepted convention against the user's own code, at scores that no data has shown."""
     assert law.identifiable, f"accepted as {convention}: {law}"
-    last = "row" if law.rows_first else "column"
-    assert (convention.half_steps, convention.first_side) == (law.half_steps, last), (convention, law)
+    _same_loop(law, convention)
     generator = torch.Generator().manual_seed(9)
     for n, m in ((LENGTH, KEYS), (12, 5)) if crossed else ((LENGTH, LENGTH), (5, 5)):
         for spread in SPREADS:

@@ -40,7 +40,7 @@ KNOWN = {
 REFUSED = {
     "a stop that does": (Law(half_steps=20, form="potentials", threshold=1e-2), "ends early"),
     "damped": (Law(half_steps=9, form="potentials", damping=0.9), "Sinkhorn"),
-    "a temperature for each head": (Law(by_head=True), "neither a mask nor a bias"),
+    "a temperature for each head, low scores left out": (Law(by_head=True), "neither a mask nor a bias"),
 }
 
 
@@ -48,6 +48,11 @@ REFUSED = {
 def test_loops_that_are_known(name: str) -> None:
     laws = KNOWN[name]
     assert judge(laws, len(laws) == 2, True, False, 3) == ["identified"] * len(laws)
+
+
+def test_a_temperature_for_each_head_is_part_of_the_scores() -> None:
+    law = Law(half_steps=6, by_head=True, form="scaling", constant=1e-9)
+    assert judge((law,), False, False, True, 3) == ["identified on its scores"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -10,15 +10,18 @@ import torch
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.kernels import dispatch
 from asapc.kernels.cpu import sinkhorn as cpu
+from asapc.kernels.cpu.sinkhorn import FEW
 from asapc.kernels.dispatch import explained
 from asapc.kernels.thresholds import Thresholds, using
 
 ATTENTION = [1.0, 1.0, 0.0, 0.0]
 
 
-def sinkhorn(n: int, spread: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+def sinkhorn(
+    n: int, spread: float = 1.0, dtype: torch.dtype = torch.float32, half_steps: int = 4
+) -> None:
     q, k, v = (torch.randn(2, 2, n, 4).to(dtype) * spread for _ in range(3))
-    torch.ops.asapc.sinkhorn(q, k, v, None, None, 0.5, 4, True, ATTENTION)
+    torch.ops.asapc.sinkhorn(q, k, v, None, None, 0.5, half_steps, True, ATTENTION)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +51,17 @@ def test_the_cpu_path_is_the_one_that_runs(
     monkeypatch.setattr(cpu, "stream_head", count_streamed)
     monkeypatch.setattr(cpu, "_tile", count_groups)
     with using(Thresholds(tile, resident)), explained() as choices:
-        sinkhorn(n, spread)
+        sinkhorn(n, spread, half_steps=FEW + 1)
     assert [(c.operator, c.kernel) for c in choices] == [("sinkhorn", f"CPU, {path}")]
     assert bool(streamed) == ("streamed" in path)
     assert any(size > 1 for size in groups) == ("stacked" in path)
+
+
+def test_a_few_half_steps_of_short_sequences_are_a_few_calls() -> None:
+    with explained() as choices:
+        sinkhorn(8, half_steps=FEW)
+        sinkhorn(200, half_steps=FEW)
+    assert [c.kernel for c in choices] == ["CPU, log domain", "CPU, heads stacked, linear domain"]
 
 
 def test_one_c_transform_from_the_keys_dual_is_torchs_attention() -> None:

@@ -3,8 +3,8 @@
     f_i = log mu_i - logsumexp_j(S_ij + g_j),    g_j = log nu_j - logsumexp_i(S_ij + f_i)
     P_ij = factor * exp(S_ij + f_i + g_j),       S = score_multiplier * by_head * scores
 
-An unbalanced loop damps its updates, f_i = damping * (log mu_i - logsumexp_j(S_ij + g_j)) and columns alike,
-by rho / (rho + epsilon) for a penalty rho KL(P 1 | mu) on the marginal.
+An unbalanced loop damps its updates, f_i = damping * (log mu_i - logsumexp_j(S_ij + g_j)) and columns
+alike, by rho / (rho + epsilon) for a penalty rho KL(P 1 | mu) on the marginal.
 
 The loop is that of operators.sinkhorn, and with a constant in its divisions that of operators.stabilised;
 what is new is where it begins and ends. Matchers return log P, mixers multiply by P what no attention

@@ -158,7 +158,8 @@ def damped_factor(
     """The factor of an unbalanced loop.  observed: (N, M, the teacher's mass over ours).
 
     Our uniform marginals are 1/N and 1/M inside the damped logarithms. The teacher's may be 1, or stand
-    outside. Either changes every dual by a number, and so the plan by powers of N and M.  None where its mass depends on the batch in another way.
+    outside. Either changes every dual by a number, and so the plan by powers of N and M.  None where its
+    mass depends on the batch in another way.
     """
     choices = [
         (0.0, damped, damped - 1) if alike else (0.0,)

@@ -481,8 +481,8 @@ def _identified(
     if isinstance(fit, NoFit):
         return _Failure(4, _described(fit, observed))
     trials.roles = roles.powered(fit.powers)
-    long = _many_tokens(trials, lengths, fit)
-    return (fit, trials) if long is None else _Failure(5, long)
+    wrong = _many_tokens(trials, lengths, fit) or _hidden(trials, lengths, fit)
+    return (fit, trials) if wrong is None else _Failure(5, wrong)
 
 
 def _many_tokens(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str | None:
@@ -498,6 +498,21 @@ def _many_tokens(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str 
     if error <= HELD:
         return None
     return f"another loop where there are {tokens} tokens; relative error {error:.2g}"
+
+
+def _hidden(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str | None:
+    """What is wrong where all scores of a token are as low as a mask makes them, None if nothing."""
+    for side, score in itertools.product(("row", "column"), (-1e7, -1e9, -math.inf)):
+        scores = trials.noise(trials.region.size(lengths)) / abs(trials.rough)
+        token = scores[..., -1, :] if side == "row" else scores[..., -1]
+        token.fill_(score if trials.rough > 0 else -score)
+        o, _ = trials.observe(scores, lengths, mild=False)
+        if not bool(o.plan.isfinite().all()):
+            continue  # the teacher gives nothing there either
+        error = plan_error(fit.convention, [o])
+        if not error <= HELD:
+            return f"a {side} of scores that are all {score:g} is another; relative error {error:.2g}"
+    return None
 
 
 def _described(failure: NoFit, observed: Sequence[Observed]) -> str:

@@ -161,7 +161,8 @@ def _damped(observed: Sequence[Observed], most: int) -> PlanFit | None:
     budget = found.budget
     convention = PlanConvention(
         budget.half_steps, budget.first_side, multiplier,
-        source_marginal=_kind(o.log_mu for o in observed), target_marginal=_kind(o.log_nu for o in observed), damping=found.damping,
+        source_marginal=_kind(o.log_mu for o in observed),
+        target_marginal=_kind(o.log_nu for o in observed), damping=found.damping,
     )  # fmt: skip
     observed = [o.powered(found.powers) for o in observed]
     longer = [convention]
