@@ -43,9 +43,9 @@ def plan_duals(
     1/M each, -inf where a token has no mass. Absolute duals, so the plan is exp(S + f + g).
     """
     uniform = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
-    given = (own if x is None else x for x, own in zip((log_mu, log_nu), uniform, strict=True))
+    mu, nu = (alike if x is None else x for x, alike in zip((log_mu, log_nu), uniform, strict=True))
     side: Side = "row" if rows_first else "column"
-    return alternate(scores, *initial_duals(scores, None), half_steps, side, *given, damping)
+    return alternate(scores, *initial_duals(scores, None), half_steps, side, mu, nu, damping)
 
 
 def plan(

@@ -45,7 +45,7 @@ class Given:
 
     def loop(self, damping: Pair, powers: Pair) -> Plans:
         """The plans after every half-step.  powers: of marginals that are given."""
-        uniform = log_marginals(*self.scores.shape[-2:], None, self.scores)
+        uniform = log_marginals(self.scores.shape[-2], self.scores.shape[-1], None, self.scores)
         log_mu, log_nu = (
             alike if x is None else x * power
             for x, alike, power in zip((self.log_mu, self.log_nu), uniform, powers, strict=True)
