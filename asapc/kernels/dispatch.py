@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
+from asapc.kernels.plan import Task
 from asapc.kernels.thresholds import thresholds
 from asapc.operators.sinkhorn import score_matrix, widen
 
@@ -130,18 +131,27 @@ def token_backend(
     return "plain" if reason else "cpu"
 
 
-def plan_backend(operator: str, scores: Tensor, describe: Callable[[], tuple[str, str]]) -> Backend:
+def plan_backend(
+    operator: str, scores: Tensor, task: Task, describe: Callable[[], tuple[str, str]]
+) -> Backend:
     """Of a loop on scores that are given.  describe: what the CPU kernel runs and why; called only where
     that is collected."""
     choices = _listening.get()
-    reason = (
-        None if scores.device.type == "cpu" else f"there are no kernels for {scores.device.type} devices"
-    )
+    backend: Backend = "cpu"
+    reason = None
+    if scores.device.type != "cpu":
+        reason = _why_no_gpu(scores)
+        if reason is None:
+            from asapc.kernels.gpu.plan import supported
+
+            reason = supported(scores, task)
+        backend = "gpu" if reason is None else "plain"
     if choices is not None:
-        kernel, why = ("plain PyTorch", reason) if reason else describe()
+        on_gpu = ("Triton, matrices side by side", "the tensors are on a GPU")
+        kernel, why = ("plain PyTorch", reason) if reason else describe() if backend == "cpu" else on_gpu
         shape = "B{} H{} N{} M{}".format(*scores.shape)
         choices.append(Choice(operator, shape, str(scores.dtype).removeprefix("torch."), kernel, why))
-    return "plain" if reason else "cpu"
+    return backend
 
 
 def note_plain(operator: str, q: Tensor, k: Tensor, reason: str) -> None:

@@ -17,61 +17,22 @@ far for what has left K at the lower end of the format to be without effect.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from asapc.ir import Stabiliser
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker
+from asapc.kernels.plan import Pair, Task, is_small
 from asapc.operators import plan as reference
-from asapc.operators.sinkhorn import factor_value
-from asapc.operators.stabilised import unit_mass
 
-SMALL = 16 * 16
 SPREAD = 0.6  # of the safe range: how far scalings may spread where entries of K are lost
-
-
-Pair = tuple[float, float]
-"""Of rows and of columns."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is asked for besides scores, as the operator takes it."""
-
-    log_mu: Tensor | None
-    log_nu: Tensor | None
-    settings: dict[str, Any]
-    stabiliser: Stabiliser | None
-
-    @classmethod
-    def of(cls, log_mu: Tensor | None, log_nu: Tensor | None, **settings: Any) -> Task:
-        settings = reference.DEFAULTS | settings  # those that a call leaves out are not handed on
-        if settings["constant"] is None:
-            return cls(log_mu, log_nu, settings, None)
-        names = ("form", "kind", "constant", "start", "shares", "start_share")
-        return cls(log_mu, log_nu, settings, Stabiliser.of(*(settings[name] for name in names)))
-
-    def plain(self, scores: Tensor) -> Tensor:
-        return reference.plan(scores, self.log_mu, self.log_nu, **self.settings)
-
-    @property
-    def damping(self) -> Pair:
-        """Of rows and of columns."""
-        rows, columns = self.settings["damping"] or (1.0, 1.0)
-        return rows, columns
-
-    @property
-    def ends_on_rows(self) -> bool:
-        return bool(self.settings["rows_first"]) == (self.settings["half_steps"] % 2 == 1)
 
 
 def described(scores: Tensor, task: Task) -> tuple[str, str]:
     """What runs, and why."""
     queries, keys = scores.shape[-2:]
-    if queries * keys <= SMALL:
+    if is_small(scores):
         return "CPU, matrices side by side", f"{queries} x {keys} entries a matrix"
     if task.stabiliser is not None:
         return "plain PyTorch", "the constant in its divisions is kept: products of exp(S) in float64"
@@ -81,7 +42,7 @@ def described(scores: Tensor, task: Task) -> tuple[str, str]:
 def plan(scores: Tensor, task: Task) -> Tensor:
     """[B, H, N, M] in the dtype of the scores, see operators.plan."""
     batch, heads, queries, keys = scores.shape
-    small = queries * keys <= SMALL
+    small = is_small(scores)
     if scores.numel() == 0 or task.settings["half_steps"] < 1 or (task.stabiliser and not small):
         return task.plain(scores)
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
@@ -129,10 +90,7 @@ def _share(scores: Tensor, task: Task) -> Tensor:
     """What a plan whose last side has total 1, or a damped one, is multiplied by: [1], or [G] for every
     matrix."""
     queries, keys = scores.shape[-2:]
-    factor = float(factor_value(task.settings["output_factor"], queries, keys, None))
-    if task.stabiliser is not None:
-        first = bool(task.settings["rows_first"])
-        factor *= unit_mass(task.stabiliser, task.settings["half_steps"], first, queries, keys)
+    factor = task.factor(queries, keys)
     logs, tokens = (task.log_mu, queries) if task.ends_on_rows else (task.log_nu, keys)
     if logs is None or task.settings["damping"] is not None:
         return scores.new_full((1,), factor, dtype=torch.float64)

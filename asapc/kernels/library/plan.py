@@ -10,14 +10,17 @@ from asapc.kernels import dispatch
 from asapc.kernels.cpu import plan as cpu_plan
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.registration import Plain
+from asapc.kernels.plan import Task
 
 
 def _plan(plain: Plain, scores: Tensor, **rest: Any) -> Any:
-    task = cpu_plan.Task.of(**rest)
-    describe = lambda: cpu_plan.described(scores, task)  # noqa: E731
-    if dispatch.plan_backend("plan", scores, describe) == "plain":
-        return plain()
-    return cpu_plan.plan(scores, task)
+    task = Task.of(**rest)
+    backend = dispatch.plan_backend("plan", scores, task, lambda: cpu_plan.described(scores, task))
+    if backend == "gpu":
+        from asapc.kernels.gpu.plan import plan
+
+        return plan(scores, task)
+    return plain() if backend == "plain" else cpu_plan.plan(scores, task)
 
 
 attention("plan", _plan)
