@@ -48,6 +48,7 @@ from asapc.passes.einsum import split_einsums
 from asapc.passes.observe import Observer
 from asapc.passes.regions import holds_attention
 from asapc.passes.size_guards import keep_to_guards
+from asapc.passes.spellings import one_spelling
 
 
 @dataclass
@@ -124,6 +125,7 @@ def program_of(
         keep_to_guards(exported, args, kwargs)
         graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
+    one_spelling(graph)
     split_einsums(graph)
     shapes = _bounded(_dynamic_shapes(args, kwargs), exported)
     return Program(name, graph, args, kwargs, shapes)
@@ -224,6 +226,7 @@ def _traced(
     keep_to_guards(exported, args, kwargs)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
+    one_spelling(graph)
     split_einsums(graph)
     check_branches(graph)
     calls = observer.calls(graph)

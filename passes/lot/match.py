@@ -47,7 +47,7 @@ CONTRACTIONS = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
     aten.cdist.default, aten._cdist_forward.default,
 }  # fmt: skip
-TURNS = {aten.transpose.int, aten.permute.default, aten.mT.default, aten.adjoint.default}
+TURNS = {aten.transpose.int, aten.permute.default}
 SIDES = ("query", "key")
 
 

@@ -26,14 +26,13 @@ SOFTMAXES = {
     aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.log_softmax.int,
     aten._log_softmax.default,
 }  # fmt: skip
-SUMS = {aten.sum.dim_IntList}
-NORMS = {aten.linalg_vector_norm.default: 1, aten.norm.ScalarOpt_dim: 1}  # the place of the order
+SUMS = {aten.sum.dim_IntList, aten.nansum.default, aten.mean.dim}
+NORMS = {aten.linalg_vector_norm.default: 1, aten.linalg_norm.default: 1, aten.norm.ScalarOpt_dim: 1}  # the place of the order
 PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.mv.default, aten.einsum.default}
 DIVISIONS = {
     aten.div.Tensor, aten.reciprocal.default, aten.log.default, aten.pow.Tensor_Scalar,
-    aten.divide.Tensor, aten.true_divide.Tensor,
 }  # fmt: skip
-TURNS = {aten.transpose.int, aten.permute.default, aten.t.default, aten.mT.default}
+TURNS = {aten.transpose.int, aten.permute.default}
 STEPS = {  # of one value, entry by entry: what is done to a sum before it divides
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar,
     aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.unsqueeze.default,

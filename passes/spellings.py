@@ -1,0 +1,134 @@
+"""Spellings: what torch can say in several ways is said in one.
+
+before: x.mT, torch.divide(x, y), torch.special.logsumexp(x, -1), torch.inner(x, y)
+after:  transpose(x, -2, -1), div(x, y), logsumexp(x, [-1]), matmul(x, transpose(y, 0, 1))
+
+Whatever looks for a product, a turn or a division by its operator then knows one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from asapc.passes.verify import check_graph
+
+aten = torch.ops.aten
+
+ALIASES = {
+    aten.divide.Tensor: aten.div.Tensor,
+    aten.divide.Scalar: aten.div.Scalar,
+    aten.true_divide.Tensor: aten.div.Tensor,
+    aten.true_divide.Scalar: aten.div.Scalar,
+    aten.subtract.Tensor: aten.sub.Tensor,
+    aten.subtract.Scalar: aten.sub.Scalar,
+    aten.multiply.Tensor: aten.mul.Tensor,
+    aten.multiply.Scalar: aten.mul.Scalar,
+    aten.negative.default: aten.neg.default,
+    aten.absolute.default: aten.abs.default,
+    aten.special_logsumexp.default: aten.logsumexp.default,
+    aten.special_softmax.default: aten.softmax.int,
+    aten.special_log_softmax.default: aten.log_softmax.int,
+    aten.special_exp2.default: aten.exp2.default,
+    aten.linalg_matmul.default: aten.matmul.default,
+    aten.swapaxes.default: aten.transpose.int,
+    aten.swapdims.default: aten.transpose.int,
+    aten.concat.default: aten.cat.default,
+    aten.concatenate.default: aten.cat.default,
+}
+"""Operators of one signature that do the same."""
+
+
+def one_spelling(graph: GraphModule) -> bool:
+    """Respell what has another spelling, in place; whether there was anything."""
+    changed = False
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in ALIASES:
+            node.target = ALIASES[node.target]
+            changed = True
+        elif node.target in RESPELT and isinstance(node.meta.get("val"), Tensor):
+            changed |= _respell(graph, node)
+    if changed:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        check_graph(graph, "one_spelling")
+    return changed
+
+
+def _respell(graph: GraphModule, node: Node) -> bool:
+    calls: list[tuple[Any, tuple[Any, ...]]] | None = RESPELT[node.target](*node.args, **node.kwargs)
+    if calls is None:
+        return False
+    with graph.graph.inserting_before(node):
+        for target, args in calls:
+            made = graph.graph.call_function(target, tuple(made if x is LAST else x for x in args))
+            fakes = torch.fx.node.map_arg(made.args, lambda n: n.meta["val"])
+            made.meta = {**node.meta, "val": target(*fakes)}
+    node.replace_all_uses_with(made)
+    graph.graph.erase_node(node)
+    return True
+
+
+LAST = object()
+"""In the arguments of a call: what the call before it gives."""
+
+Calls = list[tuple[Any, tuple[Any, ...]]] | None
+
+
+def _turned(x: Node) -> Calls:
+    """The last two axes change places; of real numbers that is the adjoint."""
+    if x.meta["val"].is_complex():
+        return None
+    return [(aten.transpose.int, (x, -2, -1))]
+
+
+def _reversed(x: Node) -> Calls:
+    return [(aten.permute.default, (x, [*range(x.meta["val"].dim())][::-1]))]
+
+
+def _moved(x: Node, source: int, destination: int) -> Calls:
+    rank = x.meta["val"].dim()
+    order = [axis for axis in range(rank) if axis != source % rank]
+    order.insert(destination % rank, source % rank)
+    return [(aten.permute.default, (x, order))]
+
+
+def _inner(x: Node, y: Node) -> Calls:
+    """sum_k x[.., k] y[j, k]."""
+    if x.meta["val"].dim() < 2 or y.meta["val"].dim() != 2:
+        return None
+    return [(aten.transpose.int, (y, 0, 1)), (aten.matmul.default, (x, LAST))]
+
+
+def _tensordot(x: Node, y: Node, of_x: list[int], of_y: list[int]) -> Calls:
+    """As an einsum."""
+    ranks = x.meta["val"].dim(), y.meta["val"].dim()
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    mine = [next(letters) for _ in range(ranks[0])]
+    theirs = [next(letters) for _ in range(ranks[1])]
+    for one, other in zip(of_x, of_y, strict=True):
+        theirs[other] = mine[one]
+    kept = [*(a for a in mine if a not in theirs), *(a for a in theirs if a not in mine)]
+    equation = f"{''.join(mine)},{''.join(theirs)}->{''.join(kept)}"
+    return [(aten.einsum.default, (equation, [x, y]))]
+
+
+RESPELT: dict[Any, Callable[..., Calls]] = {
+    aten.mT.default: _turned,
+    aten.mH.default: _turned,
+    aten.adjoint.default: _turned,
+    aten.matrix_H.default: _turned,
+    aten.numpy_T.default: _reversed,
+    aten.t.default: _reversed,
+    aten.movedim.int: _moved,
+    aten.moveaxis.int: _moved,
+    aten.inner.default: _inner,
+    aten.tensordot.default: _tensordot,
+}
+"""From an operator's arguments to the calls that do the same, None where they would not."""

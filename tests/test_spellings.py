@@ -1,0 +1,72 @@
+"""What torch can say in several ways is said in one, and matched however it was said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asapc.passes.capture import capture
+from asapc.passes.match import match
+from asapc.passes.plan.site import PlanSite
+from asapc.passes.sinkhorn.site import AttentionSite
+from asapc.passes.spellings import ALIASES, RESPELT
+
+
+class Everything(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        s = torch.special
+        z = torch.stack([x, y @ y.t()], 1)
+        return (
+            x.T, x.mT, x.H, z.mH, z.adjoint(), x.t(), y[0].t(), z.swapaxes(0, 2), z.swapdims(-1, 1),
+            z.movedim(0, -1), torch.moveaxis(z, 2, 0), torch.divide(x, 2 + x), x.true_divide(3),
+            torch.subtract(x, x.T, alpha=2), torch.multiply(x, x), torch.negative(x), x.absolute(),
+            s.logsumexp(x, -1, keepdim=True), s.softmax(x, 0), s.log_softmax(x, -1), s.exp2(x),
+            torch.linalg.matmul(x, y), torch.concat([x, y], 1), torch.concatenate([x, y], dim=-1),
+            torch.inner(z, y.T), torch.inner(x[0], x[0]), torch.tensordot(z, y, ([1], [1])),
+            torch.tensordot(x, y, 1), torch.tensordot(x, y, 0),
+        )  # fmt: skip
+
+
+def test_the_same_in_one_spelling() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 5), torch.randn(5, 2)
+    (program,) = capture(Everything(), (x, y), {}).programs
+    for found, expected in zip(program.graph(x, y), Everything()(x, y), strict=True):
+        torch.testing.assert_close(found, expected)
+    left = {node.target for node in program.graph.graph.nodes} & {*ALIASES, *RESPELT}
+    assert left == {torch.ops.aten.inner.default}  # of two vectors
+
+
+class Attention(nn.Module):
+    """Written with as few of the usual words as there are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = torch.linalg.matmul(self.q(x), self.k(x).adjoint())
+        for step in range(5):
+            s = torch.subtract(s, torch.special.logsumexp(s, -2 if step % 2 else -1, keepdim=True))
+        return torch.linalg.matmul(torch.special.softmax(s, -1), self.v(x))
+
+
+class Plane(Attention):
+    """Without a batch: products of vectors with K and its transpose, in place of sums."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = torch.exp(torch.inner(self.q(x), self.k(x)))
+        b = torch.ones(len(x))
+        for _ in range(4):
+            a = torch.reciprocal(kernel @ b)
+            b = torch.reciprocal(kernel.T @ a)
+        return torch.multiply(torch.multiply(a[:, None], kernel), b) @ self.v(x)
+
+
+@pytest.mark.parametrize("kind, size", [(Attention, (3, 7, 6)), (Plane, (7, 6))])
+def test_a_loop_is_matched_however_it_is_spelt(kind: type[nn.Module], size: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    (found,) = match(capture(kind().eval(), (torch.randn(size),), {}).programs[0])
+    assert isinstance(found, AttentionSite if kind is Attention else PlanSite)
+    assert found.convention.half_steps == (5 if kind is Attention else 8)
