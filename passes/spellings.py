@@ -65,6 +65,7 @@ def _respell(graph: GraphModule, node: Node) -> bool:
     calls: list[tuple[Any, tuple[Any, ...]]] | None = RESPELT[node.target](*node.args, **node.kwargs)
     if calls is None:
         return False
+    made = node
     with graph.graph.inserting_before(node):
         for target, args in calls:
             made = graph.graph.call_function(target, tuple(made if x is LAST else x for x in args))

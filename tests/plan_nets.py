@@ -185,6 +185,40 @@ class Damped(nn.Module):
         return log_mass - damping * total if self.outside else damping * (log_mass - total)
 
 
+class Unbalanced(nn.Module):
+    """The same in the exp domain, from scalings of 1/N and 1/M."""
+
+    rows, columns, half_steps = 2 / 3, 2 / 3, 8
+
+    def forward(self, scores: Tensor) -> Tensor:
+        kernel = scores.exp()
+        n, m = scores.shape[-2:]
+        u, v = torch.ones_like(kernel[..., :1]) / n, torch.ones_like(kernel[..., :1, :]).mT / m
+        for _ in range(self.half_steps // 2):
+            u = (1 / (kernel @ v) / n) ** self.rows
+            v = (1 / (kernel.mT @ u) / m) ** self.columns
+        return u * kernel * v.mT
+
+
+class Stopping(nn.Module):
+    """Ends where a half-step changes little, as libraries of transport do: looked at now and then."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, scores: Tensor) -> Tensor:
+        f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+        for step in range(30):
+            g = -torch.logsumexp(scores + f[..., None], -2)
+            f = -torch.logsumexp(scores + g[..., None, :], -1)
+            if step % 10 == 0:
+                sums = (scores + f[..., None] + g[..., None, :]).exp().sum(-2)
+                if (sums - scores.shape[-2] / scores.shape[-1]).norm().item() < self.threshold:
+                    break
+        return (scores + f[..., None] + g[..., None, :]).exp()
+
+
 class Stepped(nn.Module):
     """Every dual is half of what it was and half of what it would be: no finite loop of ours."""
 
@@ -243,6 +277,6 @@ def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -
         return random(batch, tokens, 5), *masses
     if isinstance(net, TokensFirst):
         return (random(batch, tokens, 7, 4),)
-    if isinstance(net, Damped | Stepped | Duals | SideBySide | Scaled):
+    if isinstance(net, Damped | Unbalanced | Stepped | Duals | SideBySide | Scaled):
         return (random(batch, tokens, 6),)
     return (random(batch, tokens, 8),)

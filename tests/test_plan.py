@@ -259,6 +259,7 @@ DAMPED = {
     "columns alone, rows last": (nets.Damped(1.0, 0.7, 5), ()),
     "both, 1/N inside": (nets.Damped(0.5, 0.7, 8, unit=False), ()),
     "both, 1/N outside": (nets.Damped(0.5, 0.7, 8, unit=False, outside=True), ()),
+    "scalings from 1/N": (nets.Unbalanced(), ()),
     "masses inside": (nets.Damped(0.5, 0.7, 8), (9, 6)),
     "masses outside": (nets.Damped(0.5, 0.7, 8, outside=True), (9, 6)),
     "long": (nets.Damped(0.3, 0.3, 90), ()),
@@ -324,7 +325,7 @@ def test_an_unbalanced_loop_is_found(name: str) -> None:
     net, given = DAMPED[name]
 
     def inputs(batch: int, tokens: int, seed: int) -> tuple[Tensor, ...]:
-        others = tokens - 3
+        others = 6
         masses = [random(batch, n, seed=seed).softmax(-1) for n in (tokens, others)] if given else []
         return random(batch, tokens, others, seed=seed), *masses
 
@@ -335,6 +336,8 @@ def test_an_unbalanced_loop_is_found(name: str) -> None:
     assert site.convention.damping == pytest.approx((net.rows, net.columns), rel=1e-6)
     assert site.convention.half_steps == (net.half_steps if name != "long" else pytest.approx(22, abs=4))
     replays(net, analysis, *inputs(5, 9, 1))
+    if name != "long":  # of which all but the last half-steps are the same at few tokens
+        replays(net, analysis, *inputs(2, 30, 2))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -343,6 +346,19 @@ def test_a_loop_that_is_none_is_listed_with_a_reason(name: str) -> None:
     analysis = analysed(net, *nets.inputs_for(net))
     (left,) = analysis.left_alone
     assert left.status == "refused" and REFUSED[name] in left.reason
+
+
+def test_a_stop_that_changes_nothing_is_left_out_and_another_is_refused() -> None:
+    for threshold, known in ((1e-12, True), (1e-2, False)):
+        net = nets.Stopping(threshold).eval()
+        analysis = analysed(net, random(4, 9, 7))
+        if known:
+            (site,) = analysis.sites
+            assert site.convention.half_steps == 60
+            replays(net, analysis, random(3, 9, 7, seed=1))
+        else:
+            (refused,) = analysis.left_alone
+            assert "ends early where a residual is at most 0.01, which changes the plan" in refused.reason
 
 
 def test_softmaxes_side_by_side_are_no_loop() -> None:

@@ -157,16 +157,17 @@ def damped_factor(
 ) -> OutputFactor | None:  # fmt: skip
     """The factor of an unbalanced loop.  observed: (N, M, the teacher's mass over ours).
 
-    Our uniform marginals are 1/N and 1/M inside the damped logarithms. The teacher's may be 1, or stand
-    outside. Either changes every dual by a number, and so the plan by powers of N and M.  None where its
-    mass depends on the batch in another way.
+    Our uniform marginals are 1/N and 1/M inside the damped logarithms, and our loop starts from scalings
+    of 1. The teacher's marginals may be 1, or stand outside, and its scalings start at 1/N and 1/M: each
+    changes every dual by a number, and so the plan by powers of N and M.  None where its mass depends on
+    the batch in another way.
     """
     choices = [
         (0.0, damped, damped - 1) if alike else (0.0,)
         for damped, alike in zip(damping, uniform, strict=True)
     ]
-    for row, column in itertools.product(*choices):
-        shifts = {"row": (0.0, 0.0), "column": (0.0, 0.0)}  # of a dual, in units of (log N, log M)
+    for start, row, column in itertools.product((0.0, -1.0), *choices):
+        shifts = {"row": (start, 0.0), "column": (0.0, start)}  # of a dual, in units of (log N, log M)
         for side in itertools.islice(itertools.cycle(_from(first)), half_steps):
             index = 0 if side == "row" else 1
             other = shifts["column" if side == "row" else "row"]

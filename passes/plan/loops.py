@@ -27,7 +27,9 @@ SOFTMAXES = {
     aten._log_softmax.default,
 }  # fmt: skip
 SUMS = {aten.sum.dim_IntList, aten.nansum.default, aten.mean.dim}
-NORMS = {aten.linalg_vector_norm.default: 1, aten.linalg_norm.default: 1, aten.norm.ScalarOpt_dim: 1}  # the place of the order
+NORMS = {  # the place of the order
+    aten.linalg_vector_norm.default: 1, aten.linalg_norm.default: 1, aten.norm.ScalarOpt_dim: 1,
+}  # fmt: skip
 PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.mv.default, aten.einsum.default}
 DIVISIONS = {
     aten.div.Tensor, aten.reciprocal.default, aten.log.default, aten.pow.Tensor_Scalar,
@@ -107,7 +109,7 @@ def _sum_of(node: Node) -> _Sum | None:
     whole = node.target in SOFTMAXES or node.target is aten.logsumexp.default
     if whole or (node.target in SUMS and _is_divided_by(node)):
         dims = node.args[1]
-    elif node.target in NORMS and node.args[1] == NORMS[node.target] and _is_divided_by(node):
+    elif node.target in NORMS and node.args[1:2] == (NORMS[node.target],) and _is_divided_by(node):
         dims = node.args[2] if len(node.args) > 2 else None
     else:
         return None

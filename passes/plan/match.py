@@ -35,8 +35,9 @@ from asapc.passes.cut import (
 from asapc.passes.experiment import STABILISED, NoFit, outcome
 from asapc.passes.plan.damped import Pair
 from asapc.passes.plan.loops import Loop, borders
-from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error
+from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error, plan_of
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
+from asapc.passes.plan.stops import changed_by_stops
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
 from asapc.passes.sinkhorn.match import (
     FEW_SPREADS,
@@ -61,6 +62,7 @@ STEPS = {
     aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.log.default,
     aten.exp.default, *VIEWS,
 }  # fmt: skip
+MANY_EXAMPLES = 32
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
 
@@ -73,10 +75,6 @@ def find_plan(program: Program, free: Unexplained) -> Iterator[Found]:
 def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
     if loop.axes is None:
         return Unidentified(f"a loop of rows and columns: {loop.why}", frozenset(loop.sums), loop.at)
-    above = ancestors(*loop.sums, until=BARRIERS)
-    if any(ancestors(stop.residual, until=BARRIERS) & above for stop in program.stops):
-        reason = "a loop of rows and columns that may end early, as is understood in Sinkhorn layers only"
-        return Unidentified(reason, frozenset(loop.sums), loop.at)
     found = borders(program.graph, loop)
     if not found.ends:
         reason = f"a loop of rows and columns: {found.why}"
@@ -141,6 +139,11 @@ class _Region:
         self.data = [x.node for x in self.given if x.data]
         self.constants = [x.node for x in self.given if not x.data]
         self.cut = Cut(graph, [start, *self.data], (end, *self.constants), self.inside)
+        self.ordered = [node for node in graph.graph.nodes if node in self.inside]
+        above = ancestors(*loop.sums, until=BARRIERS)
+        self.stops = [
+            stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & above
+        ]
 
     def observe(
         self, scores: Tensor, given: Mapping[Node, Tensor], lengths: dict[Any, int]
@@ -156,6 +159,11 @@ class _Region:
         """[B, H, N, M] of the scores."""
         shape = self.cut.shape_of(self.start.tensor.node, lengths)
         return tuple(self.start.matrices(torch.empty(shape, device="meta")).shape)
+
+    def many(self, lengths: dict[Any, int]) -> dict[Any, int]:
+        """The same with many examples, where their number is free."""
+        leads = {symbol for size in self.start.tensor.shape[:-2] if (symbol := _free(size)) is not None}
+        return lengths | dict.fromkeys(leads, MANY_EXAMPLES)
 
     def lengths(self, shift: int = 0) -> dict[Any, int]:
         """Small, different numbers of rows and columns where they are free, `shift` more of both; few
@@ -367,10 +375,13 @@ class _Trials:
         return drawn
 
     def observe(
-        self, scores: Tensor, lengths: dict[Any, int], mild: bool = True, massless: bool = False
-    ) -> tuple[Observed, list[Tensor]]:
-        """What was observed, with everything that is added to the scores in them; and what is added."""
-        out, held = self.region.observe(scores, self.draw(lengths, massless), lengths)
+        self, scores: Tensor, lengths: dict[Any, int], mild: bool = True, massless: bool = False,
+        given: dict[Node, Tensor] | None = None,
+    ) -> tuple[Observed, list[Tensor]]:  # fmt: skip
+        """What was observed, with everything that is added to the scores in them; and what is added.
+        given: values of what is data, drawn where there are none."""
+        given = self.draw(lengths, massless) if given is None else given
+        out, held = self.region.observe(scores, given, lengths)
         shape = self.region.cut.shape_of(self.region.start.tensor.node, lengths)
         added = [
             self.region.start.matrices(held[node].double().broadcast_to(shape)).reshape(scores.shape)
@@ -429,6 +440,16 @@ class _Trials:
         return None if overflown(o.plan) else o
 
 
+    def fed(
+        self, scores: Tensor, lengths: dict[Any, int]
+    ) -> tuple[list[Tensor], Observed]:
+        """What is fed to the region's inputs for scores in units of epsilon, and what was observed."""
+        scores, given = scores / abs(self.rough), self.draw(lengths)
+        shape = self.region.cut.shape_of(self.region.start.tensor.node, lengths)
+        found, _ = self.observe(scores, lengths, given=given)
+        return [self.region.start.raw(scores, shape), *(given[node] for node in self.region.data)], found
+
+
 def _site(program: Program, loop: Loop, start: Node, end: Node) -> PlanSite | _Failure:
     region = _Region(program, loop, start, end)
     if sizes_of(region.end.tensor, region.start.tensor) is None:
@@ -440,10 +461,13 @@ def _site(program: Program, loop: Loop, start: Node, end: Node) -> PlanSite | _F
     failures = []
     for role in roles:
         found = _identified(region, role, lengths)
-        if not isinstance(found, _Failure):
-            fit, trials = found
-            return _made(program, region, fit, trials)
-        failures.append(found)
+        if isinstance(found, _Failure):
+            failures.append(found)
+            continue
+        changed = _changed_by_stops(program, region, *found, lengths)
+        if changed is not None:
+            return _Failure(9, changed.replace("the attention", "the plan"))
+        return _made(program, region, *found)
     return max(failures, key=lambda failure: failure.reached)
 
 
@@ -483,6 +507,23 @@ def _identified(
     trials.roles = roles.powered(fit.powers)
     wrong = _many_tokens(trials, lengths, fit) or _hidden(trials, lengths, fit)
     return (fit, trials) if wrong is None else _Failure(5, wrong)
+
+
+def _changed_by_stops(
+    program: Program, region: _Region, fit: PlanFit, trials: _Trials, lengths: dict[Any, int]
+) -> str | None:
+    if not region.stops:
+        return None
+
+    def plan(observed: Observed, half_steps: int) -> Tensor:
+        return plan_of(replace(fit.convention, half_steps=half_steps), observed)
+
+    many = region.many(lengths)
+    return changed_by_stops(
+        program, region.stops, [region.start.tensor.node, *region.data], region.ordered,
+        fit.convention.half_steps, plan, trials.fed,
+        [(at, region.size(at)) for at in ([lengths] if many == lengths else [lengths, many])],
+    )  # fmt: skip
 
 
 def _many_tokens(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str | None:

@@ -140,6 +140,10 @@ class PlanSite(Site):
     def at(self) -> Node:
         return self.end.tensor.node
 
+    @property
+    def stops_on(self) -> tuple[Node, ...]:
+        return (self.start.tensor.node,)
+
     def part(self) -> Part:
         marginals = [x.node for x in (self.log_mu, self.log_nu) if x is not None and not x.constant]
         inputs = (self.start.tensor.node, *dict.fromkeys(marginals), *(node for node, _ in self.biases))

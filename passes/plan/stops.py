@@ -1,0 +1,61 @@
+"""Stops: what an early stop in a loop on given scores would change, see passes.early_stop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from asapc.ir import Program, Stop
+from asapc.passes.early_stop import Trial, residuals_of, what_a_stop_changes
+from asapc.passes.plan.probe import Observed
+
+SPREADS = (0.0, *(3e-3 * 1.6**step for step in range(25)))  # of the scores, in units of epsilon
+FAR = 16.0  # times as many examples, all but one of which are flat
+
+Draw = Callable[[Tensor, dict[Any, int]], tuple[Sequence[Tensor], Observed]]
+"""From scores [B, H, N, M] and sizes: what is fed to the region's inputs, and what comes out."""
+
+
+def changed_by_stops(
+    program: Program,
+    stops: Sequence[Stop],
+    inputs: Sequence[Node],
+    inside: Sequence[Node],
+    half_steps: int,
+    plan: Callable[[Observed, int], Tensor],
+    draw: Draw,
+    sizes: Sequence[tuple[dict[Any, int], tuple[int, ...]]],
+) -> str | None:
+    """Why the plan may be another than that of the full budget; None where no stop changes it.
+
+    inputs: of the region, the scores first.  inside: it, in order.  plan: after so many half-steps.
+    sizes: few examples, and many, with the size of the scores.
+    """
+    residuals = residuals_of(program, stops, inputs)
+    generator = torch.Generator().manual_seed(4)
+    observed: dict[int, Observed] = {}
+
+    def trials(at: dict[Any, int], size: tuple[int, ...], only: slice) -> Iterator[Trial]:
+        noise = torch.randn(size, generator=generator, dtype=torch.float64)
+        scores = torch.zeros_like(noise)
+        scores[only] = noise[only]
+        # In a far larger batch one sharp example does less to a mean, or to its square.
+        smaller = 1.0 if only == slice(None) else FAR**2
+        for spread in SPREADS:
+            tensors, found = draw(scores * spread, at)
+            trial = Trial(tensors, at, found.scores, None, smaller)
+            observed[id(trial)] = found
+            yield trial
+
+    some = [trials(*sizes[0], slice(None))]
+    for at, size in sizes[1:]:
+        some += [trials(at, size, one) for one in (slice(0, 1), slice(-1, None))]
+    return what_a_stop_changes(
+        stops, residuals, inside, half_steps,
+        lambda trial, done: plan(observed[id(trial)], done), itertools.chain(*some),
+    )  # fmt: skip
