@@ -383,7 +383,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _dynamic_shapes(
     args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
 ) -> Any:
-    """Batch and length are dynamic if the model turns out to allow it; channels and pixels are not.
+    """Batch and length, the first two axes, are dynamic if the model turns out to allow it: the channels
+    of a picture are what its first layer takes. Pixels are not.
 
     A size of 1 cannot be traced as dynamic.
     """
@@ -391,9 +392,8 @@ def _dynamic_shapes(
     def dims(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return None
-        free = 1 if value.dim() >= 4 else 2  # images come with their positions: only the batch
         return {
-            axis: Dim.AUTO if axis < free and value.shape[axis] > 1 else Dim.STATIC
+            axis: Dim.AUTO if axis < 2 and value.shape[axis] > 1 else Dim.STATIC
             for axis in range(value.dim())
         }
 

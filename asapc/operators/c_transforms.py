@@ -32,13 +32,16 @@ def close_columns(scores: Tensor, f: Tensor, log_nu: Tensor) -> Tensor:
     """T_K:  g_j = log nu_j - logsumexp_i(S_ij + f_i).  After it every key column has mass nu_j.
 
     scores: [B, H, N, M]; f: [B, H, N]; log_nu: broadcastable to [B, H, M].  Returns g [B, H, M],
-    -inf where nu_j = 0.  Source: ASAP, Eq. 8, in score coordinates.
+    -inf where nu_j = 0, and 0 where a column with mass is seen by no query at all.
+    Source: ASAP, Eq. 8, in score coordinates.
     """
     massless = torch.isneginf(log_nu)
     # A masked column of scores is all -inf, whose logsumexp has no gradient: it is left out first.
-    open_scores = torch.where(massless[..., None, :], 0.0, scores)
-    total = torch.logsumexp(open_scores + f[..., :, None], dim=-2)
-    return torch.where(massless, -math.inf, torch.where(massless, 0.0, log_nu) - total)
+    logits = torch.where(massless[..., None, :], 0.0, scores) + f[..., :, None]
+    empty = torch.isneginf(logits.detach().amax(-2))
+    total = torch.logsumexp(torch.where(empty[..., None, :], 0.0, logits), dim=-2)
+    g = torch.where(empty, 0.0, torch.where(massless, 0.0, log_nu) - total)
+    return torch.where(massless, -math.inf, g)
 
 
 def close_rows(scores: Tensor, g: Tensor, log_mu: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ def _side_by_side(
     elif start == "matrix":
         s -= s.amax((0, 1))
     elif start != "plain":  # "softmax" is safe after any offset
-        s -= s.amax(0 if start == "column" else 1, keepdim=True)
+        s -= _finite(s.amax(0 if start == "column" else 1, keepdim=True))
     kernel = s.exp()
     a, b = torch.ones_like(kernel[:, 0]), torch.ones_like(kernel[0])
     row_mass, column_mass = mu.t(), nu.t()  # [N, 1 or G], [M, 1 or G]
@@ -180,9 +180,19 @@ def _side_by_side(
     return _held(low, *(sides if settings["rows_first"] else sides[::-1]))
 
 
+def _finite(top: Tensor) -> Tensor:
+    """What is subtracted from scores: 0 where all are -inf."""
+    return top.masked_fill_(top == -torch.inf, 0.0)
+
+
+def _least(dtype: torch.dtype) -> float:
+    """The smallest sum that is divided by."""
+    return float(torch.finfo(dtype).tiny ** 0.75)
+
+
 def _close(mass: Tensor, sums: Tensor, power: float, out: Tensor) -> None:
-    """out = (mass / sums) ** power; `sums` may be `out`."""
-    torch.div(mass, sums, out=out)
+    """out = (mass / sums) ** power; `sums` may be `out`, and is 0 where all scores are -inf."""
+    torch.div(mass, sums.clamp_(min=_least(sums.dtype)), out=out)
     if power != 1.0:
         out.pow_(power)
 
@@ -212,7 +222,7 @@ def _products(
     s = given * settings["score_multiplier"]
     rows_first, half_steps = bool(settings["rows_first"]), settings["half_steps"]
     if not settings["damping"]:
-        s -= s.amax(-1 if rows_first else -2, keepdim=True)
+        s -= _finite(s.amax(-1 if rows_first else -2, keepdim=True))
     kernel = torch.exp(s, out=out)
     if len(kernel) == 1:
         a, b = _scale_one(kernel[0], mu[0], nu[0], half_steps, rows_first, task.damping)
@@ -301,7 +311,8 @@ Side = tuple[Tensor, Tensor, Tensor]
 
 
 def _held(low: Tensor, first: Side, second: Side) -> Tensor:
-    """Which matrices the linear domain holds, [G] bool.
+    """Which matrices the linear domain holds, [G] bool. Tokens without mass, or all of whose scores are
+    -inf, are absent.
 
     low: [G], the smallest log K; first: of the side that is closed first, whose largest log K are 0.
 
@@ -310,10 +321,12 @@ def _held(low: Tensor, first: Side, second: Side) -> Tensor:
     largest K are at least exp(-safe), while those of the first spread less than what is left of it.
     """
     safe = SAFE_ROW_RANGE[low.dtype]
-    (a, mass, _), (b, other_mass, tops) = first, second
-    finite = a.isfinite().all(-1) & b.isfinite().all(-1)
-    top = tops.masked_fill(other_mass == 0, 0.0).amin(-1)
-    spread = (_spread(a, mass) <= SPREAD * safe) & (_spread(b, other_mass) <= safe)
+    (a, mass, first_tops), (b, other_mass, tops) = first, second
+    absent = (mass == 0) | (first_tops == -torch.inf)
+    other_absent = (other_mass == 0) | (tops == -torch.inf)
+    finite = _divided(a, mass, absent) & _divided(b, other_mass, other_absent)
+    top = tops.masked_fill(other_absent, 0.0).amin(-1)
+    spread = (_spread(a, absent) <= SPREAD * safe) & (_spread(b, other_absent) <= safe)
     return finite & ((low >= -safe) | ((top >= -safe) & spread))
 
 
@@ -328,8 +341,13 @@ def _held_damped(low: Tensor, high: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return held
 
 
-def _spread(scaling: Tensor, mass: Tensor) -> Tensor:
-    """log of the largest over the smallest scaling of tokens with mass: [G]."""
+def _divided(scaling: Tensor, mass: Tensor, absent: Tensor) -> Tensor:
+    """Whether all tokens that are not absent were divided by what they sum to: [G]."""
+    return (absent | (scaling < mass / (2 * _least(scaling.dtype)))).all(-1)
+
+
+def _spread(scaling: Tensor, absent: Tensor) -> Tensor:
+    """log of the largest over the smallest scaling of tokens that are not absent: [G]."""
     logs = scaling.log()
-    absent = (mass == 0).expand_as(logs)
+    absent = absent.expand_as(logs)
     return logs.masked_fill(absent, -torch.inf).amax(-1) - logs.masked_fill(absent, torch.inf).amin(-1)
