@@ -113,11 +113,14 @@ class Layout:
         hidden = (j - i < self.low) | (j - i > self.high)
         return like.new_zeros(self.rows, self.width).masked_fill_(hidden, -math.inf)
 
-    def scores(self, scaled_q: Tensor, k: Tensor) -> Tensor:
-        """[G, blocks, rows, width], not yet hidden anywhere.  scaled_q: [G, N, D]; k: [G, M, D]."""
+    def scores(self, scaled_q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
+        """[G, blocks, rows, width], not yet hidden anywhere.  scaled_q: [G, N, D]; k: [G, M, D].
+
+        out: [G * blocks, rows, width], into which they are written.
+        """
         queries = self.padded_queries(scaled_q).flatten(0, 1)
         windows = self.padded_keys(k).unfold(1, self.width, self.rows)  # [G, blocks, D, width]
-        return torch.bmm(queries, _merged(windows)).unflatten(0, (-1, self.blocks))
+        return torch.bmm(queries, _merged(windows), out=out).unflatten(0, (-1, self.blocks))
 
     def hide(self, scores: Tensor, present: Tensor) -> None:
         """-inf outside the band, and on keys that are not there.  present: [G or 1, length] bool."""
@@ -168,13 +171,19 @@ def banded_loop(
     mass = 1.0 / (queries if loop.ends_on_rows else keys)
     per_tile = max(1, TILE_BYTES // (layout.entries * out.element_size()))
 
+    bounded = 2.0 * _reach(scaled_q, flat_k) <= SAFE_ROW_RANGE[dtype]
+
     def work(starts: Iterator[int]) -> None:
+        # One buffer for all tiles: fresh pages for each would cost as much as the exponentials.
+        buffer = out.new_empty(per_tile * layout.blocks, layout.rows, layout.width)
         for start in starts:
             part = slice(start, min(start + per_tile, batch * heads))
             example = torch.arange(part.start, part.stop) // heads
             here = active if keep is None else active[example]
             values = None if flat_v is None else flat_v[part]
-            held = _linear(layout, scaled_q[part], flat_k[part], values, here, loop, out[part])
+            held = _linear(
+                layout, scaled_q[part], flat_k[part], values, here, loop, bounded, buffer, out[part]
+            )
             for head in (~held).nonzero().flatten().tolist():
                 one = slice(head, head + 1)
                 head_values = None if values is None else values[one]
@@ -192,28 +201,52 @@ def banded_loop(
     return out.view(batch, heads, queries, width).to(out_dtype)
 
 
+def _reach(scaled_q: Tensor, k: Tensor) -> float:
+    """Upper bound of |S| by Cauchy-Schwarz."""
+    return float((scaled_q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)).amax())
+
+
 def _linear(
-    layout: Layout, scaled_q: Tensor, k: Tensor, v: Tensor | None, active: Tensor, loop: Loop, out: Tensor
+    layout: Layout,
+    scaled_q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    active: Tensor,
+    loop: Loop,
+    bounded: bool,
+    buffer: Tensor,
+    out: Tensor,
 ) -> Tensor:
     """Heads [G, N, *] at once, into `out`, with mass 1 on each token of the last side; which of them the
-    linear domain holds, [G] bool."""
+    linear domain holds, [G] bool.
+
+    active: [G or 1, M]; bounded: exp(S) is known to be safe; buffer: [>= G * blocks, rows, width].
+    """
     groups = len(scaled_q)
     present = layout.padded_vector(active, False)
     seen = layout.seen(present)
-    kernel = layout.scores(scaled_q, k)
-    lowest = kernel.amin(-1)
-    layout.hide(kernel, present)
-    top = kernel.amax(-1)
-    top.masked_fill_(~top.isfinite(), 0.0)
-    kernel.sub_(top[..., None]).exp_()
-    lowest = (lowest - top).amin((1, 2))  # also of what is hidden: no larger than the least of K
+    kernel = layout.scores(scaled_q, k, buffer[: groups * layout.blocks])
+    if bounded:
+        layout.hide(kernel, present)
+        top = lowest = kernel.new_zeros(())
+    else:
+        lowest = kernel.amin(-1)
+        layout.hide(kernel, present)
+        top = kernel.amax(-1)
+        top.masked_fill_(~top.isfinite(), 0.0)
+        kernel.sub_(top[..., None])
+        lowest = (lowest - top).amin((1, 2))  # also of what is hidden: no larger than the least of K
+    kernel.exp_()
     merged = kernel.flatten(0, 1)
     # Rows are closed to 1 and columns so that both totals are the same, which keeps the gauge. What has no
     # partner is divided by 1 and has mass 0.
     row_mass, absent_rows = (x.to(kernel.dtype).flatten(1) for x in (seen, ~seen))
     share = row_mass.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
     column_mass, absent = present * share, (~present).to(kernel.dtype)
-    a = (top - top.amax((1, 2), keepdim=True)).exp_().flatten(1)  # [G, blocks * rows]: zero duals
+    if bounded:
+        a = kernel.new_ones(groups, layout.blocks * layout.rows)
+    else:
+        a = (top - top.amax((1, 2), keepdim=True)).exp_().flatten(1)  # duals of zero
     b = torch.ones(groups, layout.length, dtype=kernel.dtype)
     gathered = torch.empty(groups, layout.blocks, layout.width, dtype=kernel.dtype)
     column, row = gathered.flatten(0, 1)[:, :, None], a.view(-1, 1, layout.rows)
