@@ -243,10 +243,9 @@ def _linear(
     row_mass, absent_rows = (x.to(kernel.dtype).flatten(1) for x in (seen, ~seen))
     share = row_mass.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
     column_mass, absent = present * share, (~present).to(kernel.dtype)
-    if bounded:
-        a = kernel.new_ones(groups, layout.blocks * layout.rows)
-    else:
-        a = (top - top.amax((1, 2), keepdim=True)).exp_().flatten(1)  # duals of zero
+    a = row_mass.expand(groups, -1).clone()  # duals of zero; the queries that fill the last block have none
+    if not bounded:
+        a *= (top - top.amax((1, 2), keepdim=True)).exp_().flatten(1)
     b = torch.ones(groups, layout.length, dtype=kernel.dtype)
     gathered = torch.empty(groups, layout.blocks, layout.width, dtype=kernel.dtype)
     column, row = gathered.flatten(0, 1)[:, :, None], a.view(-1, 1, layout.rows)
