@@ -64,7 +64,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "grows": lambda s: s.masked_fill(offsets(s).abs() > s.shape[-1] // 4, -1e9),
     "causal": lambda s: s.masked_fill(offsets(s) > 0, -1e9),
     "global tokens": lambda s: s.masked_fill(
-        (offsets(s).abs() > 3) & (torch.arange(s.shape[-1]) > 0) & (torch.arange(s.shape[-1]) > 0)[:, None],
+        (offsets(s).abs() > 3) & (torch.arange(s.shape[-1]) * torch.arange(s.shape[-1])[:, None] > 0),
         -1e9,
     ),
 }  # fmt: skip
@@ -129,7 +129,8 @@ class LocalAttention(nn.Module):
         attn_scores = torch.einsum("bxd,byd->bxy", query, key)
         w = self.one_sided_attn_window_size
         outside = attn_scores.new_ones(n, n).triu(w + 1) + attn_scores.new_ones(n, n).tril(-w - 1)
-        attn_scores = attn_scores + outside.bool().to(attn_scores.dtype) * torch.finfo(attn_scores.dtype).min
+        hidden = outside.bool().to(attn_scores.dtype) * torch.finfo(attn_scores.dtype).min
+        attn_scores = attn_scores + hidden
         attn = torch.softmax(attn_scores, dim=-1)
         for _ in range(4):
             attn = attn / attn.sum(dim=-2, keepdim=True)

@@ -3,8 +3,8 @@
 before: scores that are hidden where j - i is outside [low, high], by anything that depends on no data
 after:  [low, high], the same at every length that was tried, or None
 
-A mask of positions is often joined with one of the data before it meets the scores. Both are told apart by
-following what is entry by entry back to where data comes in that says the same of every query.
+A mask of positions is often joined with one of the data before it meets the scores. They are told apart
+by going back through what is done entry by entry to where data comes in that says the same of every query.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asapc.operators.masks import MASKED_BELOW
 from asapc.passes.cut import SHAPE_ONLY, constant_at, depends_on_data, is_tensor, reaches
 from asapc.passes.experiment import assigned
 from asapc.passes.masks import spreads_entries, varies
-from asapc.passes.products import rank_of, same
+from asapc.passes.products import same
 from asapc.passes.regions import Region
 
 # Numbers of tokens at which a mask is read, beside that of the example: no usual ones, and beyond usual
@@ -74,7 +74,8 @@ def open_region(region: Region) -> Opened:
         node = stack.pop()
         if node in valued or node in opened or node in sources or node is score or not is_tensor(node):
             continue
-        if _is_matrix(node, sizes) and depends_on_data(node) and spreads_entries(node) and varies(node, -2):
+        joined = _is_matrix(node, sizes) and spreads_entries(node) and varies(node, -2)
+        if joined and depends_on_data(node):
             opened.add(node)
             stack.extend(node.all_input_nodes)
         else:
@@ -91,7 +92,7 @@ def open_region(region: Region) -> Opened:
 
 
 def band_of(graph: GraphModule, masks: Sequence[Node], shape: Sequence[Any]) -> Band | None:
-    """What all the masks show; None where one is more or less than a band.  shape: [*, N, N], of scores."""
+    """What all masks show; None where one is more or less than a band.  shape: [*, N, N], of scores."""
     found = Band(None, None)
     for node in masks:
         band = _read(graph, node, shape)

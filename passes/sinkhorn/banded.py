@@ -3,8 +3,8 @@
 before: q k^T -> [hidden where j - i is outside [low, high], key mask, the loop] -> A v
 after:  torch.ops.asapc.banded_sinkhorn(q, k, v, keep, ..., low, high), or why the loop is none
 
-The loop is identified with everything shown, like any other; then everything that hides is what it is, and
-the region is held against operators.banded, at lengths that the window is shorter than.
+The loop is identified with everything shown, like any other; then what hides does so, and the region is
+held against operators.banded, at lengths beyond the window.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from asapc.passes.sinkhorn.match import (
     run_experiments,
     used_outside,
 )
-from asapc.passes.sinkhorn.probe import HELD, Fit
+from asapc.passes.sinkhorn.probe import HELD
 from asapc.passes.sinkhorn.site import part_of
 from asapc.passes.site import Found, Place, Site, Unidentified
 
-# Standard deviations of scores in units of epsilon with the band in place, and half-steps times entries up
-# to which they are tried.
+# Standard deviations of scores in units of epsilon with the band in place, and half-steps times entries
+# beyond which the first must do.
 SPREADS = (1.0, 4.0, 16.0, 64.0)
 WORK = 3e8
 BEYOND = 9  # tokens more than the longer side of the window
@@ -77,7 +77,7 @@ class BandedSite(Site):
 
 
 def find_banded(program: Program, places: Sequence[Place]) -> Iterator[Found]:
-    """The first region of each place that is such a loop, or why the likeliest is none; nothing of a place
+    """The first region of each place that is such a loop, or why the likeliest is none; nothing of places
     without a band."""
     for place in places:
         first: Unidentified | None = None

@@ -166,7 +166,7 @@ def run_experiments(
 ) -> Outcome:
     """Identify the loop without masks, then what every input does, then everything together.
 
-    shown: what inputs that only hide entries hold where they do not; what they hide is left to the caller.
+    shown: what inputs that only hide entries hold where they do not; what they hide is for the caller.
     Also returns the inputs that hide nothing and add nothing.
     """
     generator = torch.Generator().manual_seed(0)

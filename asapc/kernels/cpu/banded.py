@@ -1,16 +1,17 @@
 """CPU twin of operators/banded.py: blocks of queries against the windows of keys that they see.
 
-B queries in a row see B + W - 1 keys, which are a view of the padded keys: the scores of all blocks are one
-batched product, [N / B, B, B + W - 1], with the corners outside the band hidden. In the linear domain
+B queries in a row see B + W - 1 keys, which are a view of the padded keys: the scores of all blocks are
+one batched product, [N / B, B, B + W - 1], with the corners outside the band hidden. In the linear domain
 
     a = 1 / K b        a batched product with b, taken window by window
     b = share / K' a   the transposed product, whose windows are added up where they overlap
     A v = diag(a) K diag(b) v
 
-so that time is O(T N W) and memory O(N (W + B)) a worker. Every query sees other keys than one far from
-it: scalings may spread over a long sequence as they cannot where everything is seen, whatever the range of
-the scores. So all the sums that divide are recorded, and heads for which they or K leave what the format
-holds are computed again with f = log a and g = log b, on the same blocks.
+so that time is O(T N W) and memory O(N (W + B)) a worker. Queries far apart share no keys: scalings may
+spread along a sequence as they cannot where everything is seen, and in a window that ends at the query
+they do so with every half-step, whatever the scores. So all the sums that divide are recorded, and heads
+for which they or K leave what the format holds are computed again with f = log a and g = log b, on the
+same blocks.
 """
 
 from __future__ import annotations
@@ -238,12 +239,12 @@ def _linear(
         lowest = (lowest - top).amin((1, 2))  # also of what is hidden: no larger than the least of K
     kernel.exp_()
     merged = kernel.flatten(0, 1)
-    # Rows are closed to 1 and columns so that both totals are the same, which keeps the gauge. What has no
-    # partner is divided by 1 and has mass 0.
+    # Rows are closed to 1, and columns so that both totals are the same, which keeps the gauge. What has
+    # no partner is divided by 1 and has mass 0.
     row_mass, absent_rows = (x.to(kernel.dtype).flatten(1) for x in (seen, ~seen))
     share = row_mass.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
     column_mass, absent = present * share, (~present).to(kernel.dtype)
-    a = row_mass.expand(groups, -1).clone()  # duals of zero; the queries that fill the last block have none
+    a = row_mass.expand(groups, -1).clone()  # duals of zero; what fills the last block has no mass
     if not bounded:
         a *= (top - top.amax((1, 2), keepdim=True)).exp_().flatten(1)
     b = torch.ones(groups, layout.length, dtype=kernel.dtype)
@@ -288,8 +289,8 @@ def _held(lowest: Tensor, least: Tensor, most: Tensor, layout: Layout) -> Tensor
     """Which heads the linear domain holds, [G] bool.
 
     lowest: of log K; least, most: of the sums that were divided by. A product K b below the format is
-    nothing beside a sum within SUMS. An entry of K that has left the format counts where a scaling, at most
-    max(1, share) / least, is larger than what it is lost by.
+    nothing beside a sum within SUMS. An entry of K that has left the format counts where it meets a
+    scaling, about 1 / least at most, that is larger than what it is lost by.
     """
     end = math.log(torch.finfo(lowest.dtype).max)
     within = (least.log() >= -SUMS * end) & (most.log() <= SUMS * end)  # false for NaN
@@ -301,14 +302,16 @@ def _held(lowest: Tensor, least: Tensor, most: Tensor, layout: Layout) -> Tensor
 def _in_log_domain(
     layout: Layout, scaled_q: Tensor, k: Tensor, v: Tensor | None, active: Tensor, loop: Loop, out: Tensor
 ) -> None:
-    """One head [1, N, *] into `out`, as _linear: f and g on the scores by blocks of queries and of keys."""
+    """One head [1, N, *] into `out`, as _linear: f and g on scores by blocks of queries and of keys."""
     turned = layout.turned()
     present = layout.padded_vector(active, False)
     scores = layout.scores(scaled_q, k)
     layout.hide(scores, present)
     of_keys = turned.scores(k, scaled_q)
-    turned.hide(of_keys, turned.padded_vector(torch.ones_like(scaled_q[:, :, 0], dtype=torch.bool), False))
-    log_share = torch.log(layout.seen(present).sum().clamp(min=1) / present.sum().clamp(min=1)).to(scores.dtype)
+    every_query = torch.ones(1, layout.queries, dtype=torch.bool)
+    turned.hide(of_keys, turned.padded_vector(every_query, False))
+    share = layout.seen(present).sum().clamp(min=1) / present.sum().clamp(min=1)
+    log_share = share.log().to(scores.dtype)
     f = scores.new_zeros(1, layout.queries)
     g = scores.new_zeros(1, layout.keys).masked_fill_(~active, -math.inf)
     rows_turn = loop.first_side == "row"
