@@ -184,7 +184,8 @@ class _Beyond:
         t = self._tensors(sizes, 1.0)
         scores = score_matrix(t.q, t.k, t.keep, None, convention.score_multiplier)
         if isinstance(convention, BandedConvention):
-            shown = in_band(*scores.shape[-2:], convention.low, convention.high, scores)
+            tokens = t.q.shape[2], t.k.shape[2]
+            shown = in_band(tokens[0], tokens[1], convention.low, convention.high, scores)
             scores = scores.masked_fill(~shown, -math.inf)
         for scale in SHARPER:
             bias = 0.0 if t.bias is None else t.bias

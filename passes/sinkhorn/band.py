@@ -4,7 +4,7 @@ before: scores that are hidden where j - i is outside [low, high], by anything t
 after:  [low, high], the same at every length that was tried, or None
 
 A mask of positions is often joined with one of the data before it meets the scores. They are told apart
-by going back through what is done entry by entry to where data comes in that says the same of every query.
+by going back through what is done entry by entry to where the data says the same of every query.
 """
 
 from __future__ import annotations
