@@ -1,14 +1,14 @@
-"""Sinkhorn attention in a window, over the number of tokens: a dense loop, asapc's dense operators, the band.
+"""Sinkhorn attention in a window, over the number of tokens: a dense loop, asapc's dense operators, ours.
 
     python benchmarks/banded.py                                  # B1 H4 D64 W129 T10, N = 512 .. 4096
     python benchmarks/banded.py --tokens 1024 8192 --window 257 --half-steps 21 -o FOLDER
 
-The teacher adds the window to its scores and runs its log-domain loop on all of them; `plan` is given those
-scores; `sinkhorn` has no window and computes another map: it is what the same loop costs on everything.
+The teacher hides its scores outside the window and runs its log-domain loop on all of them; `plan` is given
+those scores; `sinkhorn` has no window and computes another map: it is what the same loop costs on all keys.
 Speed is printed only after parity: in float64 the operator must reproduce the teacher, and in the timed
 dtype it may be at most twice as wrong as the teacher is. Candidates take turns; figures are medians. What
-would take longer than --max-seconds a call, by the time it took at the last shorter length, is left out and
-said so.
+would take longer than --max-seconds a call, by the time it took at the last shorter length, is left out
+and said so.
 
 With -o, banded.json is written there.
 """
@@ -138,8 +138,8 @@ def check_parity(shape: Shape, dtype: torch.dtype, seed: int) -> dict[str, float
     budget = 2 * found["teacher"] + SLACK
     if not (found["float64"] <= EXACT and found["timed"] <= budget):
         raise SystemExit(
-            f"banded.py: the operator does not reproduce the teacher: max error {found['float64']:.2e} in "
-            f"float64 (allowed {EXACT:g}), {found['timed']:.2e} in {dtype} (allowed {budget:.2e})"
+            f"banded.py: the operator does not reproduce the teacher: max error {found['float64']:.2e} "
+            f"in float64 (allowed {EXACT:g}), {found['timed']:.2e} in {dtype} (allowed {budget:.2e})"
         )
     return found
 
