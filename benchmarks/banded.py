@@ -3,8 +3,8 @@
     python benchmarks/banded.py                                  # B1 H4 D64 W129 T10, N = 512 .. 4096
     python benchmarks/banded.py --tokens 1024 8192 --window 257 --half-steps 21 -o FOLDER
 
-The teacher hides its scores outside the window and runs its log-domain loop on all of them; `plan` is given
-those scores; `sinkhorn` has no window and computes another map: it is what the same loop costs on all keys.
+The teacher hides its scores outside the window and runs its log-domain loop on all of them; `plan` is
+given those scores; `sinkhorn` has no window and computes another map: what the loop costs on all keys.
 Speed is printed only after parity: in float64 the operator must reproduce the teacher, and in the timed
 dtype it may be at most twice as wrong as the teacher is. Candidates take turns; figures are medians. What
 would take longer than --max-seconds a call, by the time it took at the last shorter length, is left out

@@ -35,13 +35,19 @@ def is_short(q: Tensor, k: Tensor, half_steps: int) -> bool:
     return few and q.device.type == "cpu"
 
 
-def few_half_steps(q: Tensor, k: Tensor, v: Tensor | None, loop: Loop) -> Tensor:
+def few_half_steps(
+    q: Tensor, k: Tensor, v: Tensor | None, loop: Loop, hidden: Tensor | None = None
+) -> Tensor:
     """A v, or the map A, of the loop from zero on scores without mask or bias, in the log domain.
+
+    hidden: [N, M] bool, True for scores that count as -inf, not all of a row or column.
 
     Uniform marginals are numbers, which the last half-step, a softmax over its side, leaves out:
         f = -logsumexp_j(S + g),  g = -logsumexp_i(S + f),  ..,  A = factor / N softmax_j(S + g)
     """
     scores = (widen(q) * loop.score_multiplier) @ widen(k).transpose(-1, -2)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -math.inf)
     over_keys, shifted = loop.first_side == "row", scores
     for _ in range(loop.half_steps - 1):
         dim = -1 if over_keys else -2
