@@ -48,14 +48,23 @@ def varies(node: Node, axis: int) -> bool:
         return varies(source, axis)
     if node.target is aten.unsqueeze.default and source is not None:
         return _inserted(node, source, axis)
-    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    if pointwise or node.target in _POINTWISE:
+    if _is_pointwise(node):
         return any(varies(operand, axis) for operand in node.all_input_nodes if is_tensor(operand))
     if not depends_on_data(node) and not node.all_input_nodes:
         example = node.meta.get("example")  # a constant: what it holds is what it will hold
         if isinstance(example, torch.Tensor) and all(isinstance(size, int) for size in value.shape):
             return bool((example != example.select(axis, 0).unsqueeze(axis)).any())
     return True
+
+
+def _is_pointwise(node: Node) -> bool:
+    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return tagged or node.target in _POINTWISE
+
+
+def spreads_entries(node: Node) -> bool:
+    """Whether every entry is computed from entries at its own place, or from a number, alone."""
+    return _is_pointwise(node) or node.target in _PLACES
 
 
 def heads_vary(node: Node, heads: int) -> bool:

@@ -26,6 +26,7 @@ from asapc.passes.families import MATCHERS
 from asapc.passes.plan.loops import Loop, find_loops
 from asapc.passes.products import BARRIERS, site_name
 from asapc.passes.regions import Refusal, find_regions, unattended
+from asapc.passes.sinkhorn.band import open_region
 from asapc.passes.site import Place, Site, Unexplained, Unidentified
 
 aten = torch.ops.aten
@@ -164,14 +165,14 @@ def _unless_it_stops(program: Program, site: Site) -> Site | Refusal:
 
 def _record_examples(program: Program) -> None:
     """Note in node.meta["example"] what the outside inputs of every region hold on the example call."""
+    found = [region for regions in find_regions(program.graph).values() for region in regions]
     nodes = {
         source
-        for regions in find_regions(program.graph).values()
-        for region in regions
+        for region in found
         for node in region.inside
         for source in node.all_input_nodes
         if source not in region.inside and source is not region.score.node
-    }
+    } | {source for region in found for source in open_region(region).region.inputs}
 
     class Recorder(torch.fx.Interpreter):
         def run_node(self, n: Node) -> Any:

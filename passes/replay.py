@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.inputs.data import Batch
 from asapc.ir import Convention, PlanConvention, Program, SiteTensors
+from asapc.operators.banded import BandedConvention, in_band
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.cut import Cut, Part, evaluate
@@ -178,10 +179,14 @@ class _Beyond:
         """Growing scales of a Sinkhorn layer's queries, to the first at which a softmax of the scores is
         nearly one-hot, and whether it is."""
         convention = self.site.convention
-        if not isinstance(convention, Convention | PlanConvention):
+        if not isinstance(convention, Convention | PlanConvention | BandedConvention):
             return
         t = self._tensors(sizes, 1.0)
         scores = score_matrix(t.q, t.k, t.keep, None, convention.score_multiplier)
+        if isinstance(convention, BandedConvention):
+            tokens = t.q.shape[2], t.k.shape[2]
+            shown = in_band(tokens[0], tokens[1], convention.low, convention.high, scores)
+            scores = scores.masked_fill(~shown, -math.inf)
         for scale in SHARPER:
             bias = 0.0 if t.bias is None else t.bias
             share = float(torch.softmax(scores * scale + bias, -1).amax(-1).nanmean())

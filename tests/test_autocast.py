@@ -63,6 +63,10 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
         ),
         "sinkhorn, open": (ops.sinkhorn, [q, k, v, None, None, 0.5, 5, True, ATTENTION]),
         "sinkhorn_attention": (ops.sinkhorn_attention, [q, k, keep, bias, 0.5, 5, True, ATTENTION]),
+        "banded_sinkhorn": (ops.banded_sinkhorn, [q, k, v, keep, 0.5, 4, True, ATTENTION, -2, 3]),
+        "banded_sinkhorn_attention": (
+            ops.banded_sinkhorn_attention, [q, k, keep, 0.5, 5, False, ATTENTION, -2, 3]
+        ),
         "asap, source": (ops.asap, [q, k, v, keep, bias, f, None, 0.5, 3, ATTENTION]),
         "asap, target": (ops.asap, [q, k, v, None, None, None, g, 0.5, 2, ATTENTION]),
         "asap, one pass": (ops.asap, [q, k, v, keep, bias, None, g, 0.5, 1, ATTENTION]),

@@ -21,7 +21,7 @@ NEW_ENTRY = '''        Operator(
             convention="asapc.operators.softmax:SoftmaxConvention", plain="it is a toy",
         ),
 '''
-MATCHERS = "(find_lot, find_sinkhorn, find_esp, find_plan)"
+MATCHERS = "(find_lot, find_banded, find_sinkhorn, find_esp, find_plan)"
 IMPORT = "from asapc.passes.site import Find\n"
 NEW_IMPORT = "from asapc.passes.softmax import find_softmax\n"
 

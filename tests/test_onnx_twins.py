@@ -12,7 +12,7 @@ from torch import Tensor
 from asapc.features.clouds import clouds_from
 from asapc.features.gaussian import brenier_matrix, moments
 from asapc.onnx import twins
-from asapc.operators import asap, esp, lot, sinkhorn
+from asapc.operators import asap, banded, esp, lot, sinkhorn
 
 BATCH, HEADS, DIM = 2, 3, 8
 FACTOR = [1.0, 0.0, 1.0, 0.0]
@@ -64,6 +64,21 @@ def test_finite_loops(shape: tuple[int, int], kind: str, half_steps: int, rows_f
         twins.sinkhorn_attention(q, k, keep, bias, *settings),
         sinkhorn.sinkhorn_attention(q, k, keep, bias, *settings),
     )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "biased"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_banded_loops(shape: tuple[int, int], kind: str) -> None:
+    """Windows shorter than padding, and an example without keys."""
+    q, k, v, keep, _ = tensors(*shape, kind)
+    for half_steps, rows_first, low, high in ((1, False, -2, 1), (6, True, -3, 0), (4, False, -50, 50)):
+        settings = (keep, 0.4, half_steps, rows_first, [0.5, 1.0, 0.0, 1.0], low, high)
+        v = torch.where(torch.isnan(v), 0.0, v) if kind == "none" else v
+        close(twins.banded_sinkhorn(q, k, v, *settings), banded.banded_sinkhorn(q, k, v, *settings))
+        close(
+            twins.banded_sinkhorn_attention(q, k, *settings),
+            banded.banded_sinkhorn_attention(q, k, *settings),
+        )
 
 
 def test_a_long_loop_in_float32_keeps_what_float32_keeps() -> None:

@@ -26,7 +26,9 @@ from asapc.passes.match import match
 from asapc.passes.plan.site import PlanSite
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
+from asapc.passes.sinkhorn.banded import BandedSite
 from asapc.passes.sinkhorn.site import AttentionSite
+from asapc.passes.site import Site
 from asapc.program.calls import call_of, operator_calls
 from asapc.program.runner import Runner
 
@@ -423,9 +425,17 @@ def plan_that_replays(
     model: nn.Module, args: tuple[Tensor, ...], *others: tuple[Tensor, ...]
 ) -> PlanSite:
     """What is none of its family is a plan of scores that are given, the same model at every size."""
+    found = site_that_replays(model, args, *others)
+    assert isinstance(found, PlanSite)
+    return found
+
+
+def site_that_replays(
+    model: nn.Module, args: tuple[Tensor, ...], *others: tuple[Tensor, ...]
+) -> Site:
     program = capture(model.eval(), args, {}).programs[0]
     (found,) = match(program)
-    assert isinstance(found, PlanSite)
+    assert isinstance(found, Site)
     lifted = lift(program, [found]).graph
     for inputs in (args, *others):
         with torch.no_grad():
@@ -494,12 +504,13 @@ class Heads(zoo._Projected):
         return self.merge(weights @ v)
 
 
-def test_a_window_wider_than_the_example_is_part_of_the_scores() -> None:
+def test_a_window_wider_than_the_example_is_seen() -> None:
     torch.manual_seed(0)
     args, others = (
         (torch.randn(3, n, 16), torch.ones(3, n, dtype=torch.bool)) for n in (10, 40)
     )
-    plan_that_replays(Window(), args, others)
+    found = site_that_replays(Window(), args, others)
+    assert isinstance(found, BandedSite) and (found.convention.low, found.convention.high) == (-12, 12)
 
 
 @pytest.mark.parametrize("kind", [ByPair, Heads])

@@ -19,3 +19,7 @@ class Loop:
     half_steps: int
     first_side: Side
     output_factor: Sequence[float]
+
+    @property
+    def ends_on_rows(self) -> bool:
+        return (self.first_side == "row") == (self.half_steps % 2 == 1)

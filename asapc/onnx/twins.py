@@ -33,6 +33,7 @@ from asapc.operators import asap as asap_meaning
 from asapc.operators import esp as esp_meaning
 from asapc.operators import lot as lot_meaning
 from asapc.operators import ranks as esp_ranks
+from asapc.operators.banded import in_band, seen_keys
 from asapc.operators.matching import rank_partners
 from asapc.operators.ranks import Clouds as Ranks
 from asapc.operators.sinkhorn import (
@@ -217,6 +218,48 @@ def sinkhorn_attention(
     loop, factor, _ = _sinkhorn_loop(
         q, k, keep, bias, None, None, score_multiplier, half_steps, side, output_factor
     )
+    return (loop.plan() * factor).to(q.dtype)
+
+
+def _banded_loop(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+    low: int,
+    high: int,
+) -> tuple[Loop, float | Tensor]:
+    """The loop on all N x M scores, and the factor of its plan. In a band scalings may spread without
+    end: every half-step is taken in the log domain."""
+    scores = score_matrix(widen(q), widen(clean_values(k, keep)), None, None, score_multiplier)
+    queries, keys = scores.shape[-2:]
+    shown, seen = (make(queries, keys, low, high, scores) for make in (in_band, seen_keys))
+    if keep is not None:
+        shown, seen = shown & keep[:, None, None, :], seen & keep[:, None, :]
+    f, g = initial_duals(scores, None)
+    g = torch.where(seen, g, -math.inf)
+    log_nu = torch.where(seen, _log_uniform(g), -math.inf)
+    side: Side = "row" if rows_first else "column"
+    scores = torch.where(shown, scores, -math.inf)
+    loop = run_loop(scores, f, g, _log_uniform(f), log_nu, half_steps, side, log_steps=half_steps)
+    factor = factor_value(output_factor, queries, keys, keep)
+    return loop, factor.to(scores.dtype) if isinstance(factor, Tensor) else factor
+
+
+def banded_sinkhorn(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *settings: Any
+) -> Tensor:
+    """Arguments and result as operators.banded.banded_sinkhorn."""
+    loop, factor = _banded_loop(q, k, keep, *settings)
+    return (loop.apply(widen(clean_values(v, keep))) * factor).to(v.dtype)
+
+
+def banded_sinkhorn_attention(q: Tensor, k: Tensor, keep: Tensor | None, *settings: Any) -> Tensor:
+    """Arguments and result as operators.banded.banded_sinkhorn_attention."""
+    loop, factor = _banded_loop(q, k, keep, *settings)
     return (loop.plan() * factor).to(q.dtype)
 
 

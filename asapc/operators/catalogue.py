@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SCORES = ("keep", "bias")
 POINTS = ("keep", "query_keep")
+WINDOWS = ("keep",)
 MARGINALS = ("log_mu", "log_nu")
 
 
@@ -38,7 +39,7 @@ class Operator:
 
     name: str
     reference: str
-    operands: tuple[str, str]
+    operands: tuple[str, ...]
     convention: str = ""
     fitted_to: tuple[str, ...] = ()
     size: str = ""
@@ -82,6 +83,10 @@ OPERATORS: Mapping[str, Operator] = {
         Operator(
             "stabilised_sinkhorn", "asapc.operators.stabilised", SCORES,
             plain="the constant in its divisions is kept: products of exp(S) in float64",
+        ),
+        Operator(
+            "banded_sinkhorn", "asapc.operators.banded", WINDOWS,
+            convention="asapc.operators.banded:BandedConvention",
         ),
         Operator("asap", "asapc.operators.asap", SCORES, fitted_to=("sinkhorn",)),
         Operator(

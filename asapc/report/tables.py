@@ -158,6 +158,15 @@ def _plan_text(c: Mapping[str, Any]) -> list[str]:
     return [f"{what} of given scores", first, *rest, *scales, *given]
 
 
+def _banded_text(c: Mapping[str, Any]) -> list[str]:
+    low, high = c.get("band") or (None, None)
+    return [f"window of keys i{_signed(low)} to i{_signed(high)}", *_loop_text(c)]
+
+
+def _signed(offset: Any) -> str:
+    return f"{offset:+d}" if isinstance(offset, int) else f" {offset}"
+
+
 _MARGINALS = {"constant": "constant", "input": "given"}
 
 
@@ -169,7 +178,7 @@ def _settings_text(c: Mapping[str, Any]) -> list[str]:
 
 _CONVENTION_TEXTS = {
     "sinkhorn": _loop_text, "esp_soft": _sliced_text, "esp_hard": _sliced_text, "lot": _glued_text,
-    "plan": _plan_text,
+    "plan": _plan_text, "banded_sinkhorn": _banded_text,
 }  # fmt: skip
 _FLAGS = (("bias", "bias"), ("early stop", "early_stop"))
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,12 +65,13 @@ LONGEST_PROBE = 300  # tokens at which a constant is seen that grows with their 
 PROBE_WORK = 2e7  # entries of all half-steps of such a probe
 SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
+USED_ELSEWHERE = "an intermediate value of the loop is also used elsewhere"
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
 MAXIMA = {aten.amax.default, aten.max.dim, aten.max.default}
 CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
 
 
-class _Region(Experiment):
+class RegionExperiment(Experiment):
     """A region as a function of scores, masks and biases."""
 
     def __init__(self, program: Program, region: Region) -> None:
@@ -81,6 +83,13 @@ class _Region(Experiment):
     def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
         """Of the scores."""
         return self.dims(self.region.score.result, lengths)
+
+    def few_tokens(self) -> dict[Any, int]:
+        """Small, different lengths for every dynamic dimension of the scores."""
+        *batch, queries, keys = self.region.score.result.shape
+        sizes = [(size, PROBE_BATCH) for size in batch]
+        sizes += zip((queries, keys), PROBE_LENGTHS, strict=True)
+        return self.cut.lengths(assigned(sizes))
 
     def attention(
         self, scores: Tensor, inputs: Sequence[Tensor], lengths: dict[Any, int]
@@ -114,16 +123,15 @@ def _examine(
     found = outcome(lambda: _identified(program, region, stops))
     if isinstance(found, str):
         return Unidentified(found)
-    used_outside = _used_outside(region)
-    if used_outside is not None:
-        reason = "an intermediate value of the loop is also used elsewhere"
-        return Unidentified(reason, node=used_outside)
+    elsewhere = used_outside(region)
+    if elsewhere is not None:
+        return Unidentified(USED_ELSEWHERE, node=elsewhere)
     fit, mask, bias, _ = found
     softmax = any(node.target in SOFTMAX for node in region.inside)
     convention = fit.convention
     if convention.half_steps == 1 and convention.first_side == "row" and softmax:
         return Unidentified("not Sinkhorn: rows only")
-    heads = _heads(region)
+    heads = heads_of(region)
     convention = replace(
         convention,
         mask="key" if mask is not None else "none",
@@ -136,17 +144,13 @@ def _examine(
     )  # fmt: skip
 
 
-_Outcome = tuple[Fit, KeyMask | None, ScoreBias | None, list[Tensor]] | str
+Outcome = tuple[Fit, KeyMask | None, ScoreBias | None, list[Tensor]] | str
 
 
-def _identified(program: Program, region: Region, stops: Sequence[Stop]) -> _Outcome:
-    experiment = _Region(program, region)
-    # Small, different lengths for every dynamic dimension of the scores.
-    *batch, queries, keys = region.score.result.shape
-    sizes = [(size, PROBE_BATCH) for size in batch]
-    sizes += zip((queries, keys), PROBE_LENGTHS, strict=True)
-    small = experiment.cut.lengths(assigned(sizes))
-    found = _run_experiments(experiment, region, small)
+def _identified(program: Program, region: Region, stops: Sequence[Stop]) -> Outcome:
+    experiment = RegionExperiment(program, region)
+    small = experiment.few_tokens()
+    found = run_experiments(experiment, region, small)
     if stops and not isinstance(found, str):
         fit, mask, _, neutral = found
         changed = _stopping(program, stops, experiment, fit.convention, mask, neutral, small)
@@ -154,11 +158,15 @@ def _identified(program: Program, region: Region, stops: Sequence[Stop]) -> _Out
     return found
 
 
-def _run_experiments(
-    experiment: _Region, region: Region, lengths: dict[Any, int]
-) -> _Outcome:
+def run_experiments(
+    experiment: RegionExperiment,
+    region: Region,
+    lengths: dict[Any, int],
+    shown: Mapping[Node, float] = MappingProxyType({}),
+) -> Outcome:
     """Identify the loop without masks, then what every input does, then everything together.
 
+    shown: what inputs that only hide entries hold where they do not; what they hide is for the caller.
     Also returns the inputs that hide nothing and add nothing.
     """
     generator = torch.Generator().manual_seed(0)
@@ -170,11 +178,11 @@ def _run_experiments(
 
     roles: list[str] = []
     for node in region.inputs:
-        role = _input_role(experiment, region, node, lengths)
+        role = "band" if node in shown else _input_role(experiment, region, node, lengths)
         if role is None:
             return f"the attention depends on {node.name}, which is neither a mask nor a bias"
         roles.append(role)
-    neutral = _neutral_inputs(experiment, region, roles, lengths, scores(0.1))
+    neutral = _neutral_inputs(experiment, region, roles, lengths, scores(0.1), shown)
     if isinstance(neutral, str):
         return neutral
 
@@ -196,7 +204,7 @@ def _run_experiments(
         spread: float, at: dict[Any, int], rows: float = 0.0, columns: float = 0.0, all: float = 0.0
     ) -> Sample | None:
         size = experiment.size(at)
-        inputs = neutral if at is lengths else _resize(experiment, region, neutral, at)
+        inputs = neutral if at is lengths else resized(experiment, region, neutral, at)
         s = scores(spread / abs(rough), size)
         by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
         s = s + (rows * by_row + columns * by_column + all) / rough
@@ -204,7 +212,7 @@ def _run_experiments(
         if overflown(a):
             return None
         shifted = bool(rows or columns or all)
-        return Sample(_four(s), _four(a), mild=spread <= MILD and not shifted)
+        return Sample(four(s), four(a), mild=spread <= MILD and not shifted)
 
     sizes = _lengths_to_try(experiment, lengths, region)
     large = dims[-2] * dims[-1] > LARGE
@@ -239,9 +247,9 @@ def _run_experiments(
             inputs = list(neutral)
             hides = HIDDEN_SCORE
             polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
-            inputs[index] = _key_pattern(neutral[index], pattern, polarity)
+            inputs[index] = key_pattern(neutral[index], pattern, polarity)
             s = scores(1.0 / abs(rough))
-            a = _four(experiment.attention(s, inputs, lengths))
+            a = four(experiment.attention(s, inputs, lengths))
             if not bool(a.isfinite().all()):
                 return f"masking keys through {node.name} gives NaN or infinity"
             if float(a[..., ~pattern].abs().max()) > 1e-12:
@@ -251,19 +259,19 @@ def _run_experiments(
                 example = node.meta["example"]
                 if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
                     return f"keys masked through {node.name} still receive attention at {MASKED_BELOW:g}"
-            seen = [Sample(_four(s), a, pattern.expand(len(a), keys))]
+            seen = [Sample(four(s), a, pattern.expand(len(a), keys))]
             alone = torch.arange(keys) == keys // 2
             for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
-                inputs[index] = _key_pattern(neutral[index], active, polarity)
+                inputs[index] = key_pattern(neutral[index], active, polarity)
                 s = scores(spread / abs(rough))
-                a = _four(experiment.attention(s, inputs, lengths))
+                a = four(experiment.attention(s, inputs, lengths))
                 if not overflown(a):
-                    seen.append(Sample(_four(s), a, active.expand(len(a), keys)))
+                    seen.append(Sample(four(s), a, active.expand(len(a), keys)))
             masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
             if isinstance(masked, NoFit):
                 return f"with {node.name} as key mask: {masked}"
             fit = masked
-            inputs[index] = _key_pattern(neutral[index], alone & False, polarity)
+            inputs[index] = key_pattern(neutral[index], alone & False, polarity)
             empty = experiment.attention(s, inputs, lengths)
             is_bias = role == "additive" and _adds_more(node)
             mask = KeyMask(
@@ -285,7 +293,7 @@ def overflown(attention: Tensor) -> bool:
 
 
 def _bias_coefficient(
-    experiment: _Region,
+    experiment: RegionExperiment,
     index: int,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
@@ -314,7 +322,7 @@ def _bias_coefficient(
             a = attention(s, strength)
             if bool(a.isfinite().all()):
                 added = strength * coefficient / multiplier * dense
-                seen.append(Sample(_four(s + added), _four(a)))
+                seen.append(Sample(four(s + added), four(a)))
         return convention_error(replace(convention, mask="none"), seen)
 
     measured = identify_multiplier(dense, attention(torch.zeros(dims, dtype=torch.float64), 1.0))
@@ -332,7 +340,7 @@ def _bias_coefficient(
 def _stopping(
     program: Program,
     stops: Sequence[Stop],
-    experiment: _Region,
+    experiment: RegionExperiment,
     convention: Convention,
     mask: KeyMask | None,
     neutral: Sequence[Tensor],
@@ -357,11 +365,11 @@ def _stopping(
     ) -> Iterator[Trial]:
         """only: where the scores are not 0; active: the keys that are not masked."""
         at = {**lengths, **grown}
-        inputs, keep = _resize(experiment, region, neutral, at), None
+        inputs, keep = resized(experiment, region, neutral, at), None
         dims = experiment.size(at)
         if mask is not None and active is not None:
             place = region.inputs.index(mask.node)
-            inputs[place] = _key_pattern(inputs[place], active, mask.true_means_masked)
+            inputs[place] = key_pattern(inputs[place], active, mask.true_means_masked)
         noise = torch.randn(dims, generator=generator, dtype=torch.float64)
         part = torch.zeros(dims, dtype=torch.float64)
         part[only] = noise[only]
@@ -369,9 +377,9 @@ def _stopping(
         for spread in FEW_STOPPED if large or grown else STOPPED_SPREADS:
             s = part * spread / abs(convention.score_multiplier)
             if mask is not None and active is not None:
-                keep = active.expand(len(_four(s)), -1)
+                keep = active.expand(len(four(s)), -1)
             tensors = [experiment.raw(region.score.result, s, at), *inputs]
-            yield Trial(tensors, at, _four(s), keep, smaller)
+            yield Trial(tensors, at, four(s), keep, smaller)
 
     def dilution(part: Tensor, at: dict[Any, int], grown: dict[Any, int]) -> float:
         """How many times smaller a residual is where there are FAR times as many examples, or tokens."""
@@ -380,7 +388,7 @@ def _stopping(
         padded[tuple(slice(0, size) for size in part.shape)] = part
         small, large = (
             residuals([experiment.raw(region.score.result, s / abs(convention.score_multiplier), sizes),
-                       *_resize(experiment, region, neutral, sizes)], sizes)[0]
+                       *resized(experiment, region, neutral, sizes)], sizes)[0]
             for s, sizes in ((part, at), (padded, twice))
         )  # fmt: skip
         doublings = math.log2(small / large) if small > 0 and large > 0 else 0.0
@@ -418,11 +426,11 @@ def without_choice(size: Sequence[int]) -> str | None:
 
 
 def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:
-    return score_multiplier([Sample(_four(scores), _four(attention))])
+    return score_multiplier([Sample(four(scores), four(attention))])
 
 
 def _many_tokens(
-    experiment: _Region,
+    experiment: RegionExperiment,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
     convention: Convention,
@@ -441,15 +449,15 @@ def _many_tokens(
     generator = torch.Generator().manual_seed(5)
     s = torch.randn(experiment.size(at), generator=generator, dtype=torch.float64)
     s = s / abs(convention.score_multiplier)
-    a = experiment.attention(s, _resize(experiment, experiment.region, neutral, at), at)
-    error = convention_error(convention, [Sample(_four(s), _four(a))])
+    a = experiment.attention(s, resized(experiment, experiment.region, neutral, at), at)
+    error = convention_error(convention, [Sample(four(s), four(a))])
     if error <= HELD:
         return None
     return f"another loop where there are {tokens} tokens; relative error {error:.2g}"
 
 
 def _separated(
-    experiment: _Region,
+    experiment: RegionExperiment,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
     samples: Sequence[Sample],
@@ -463,13 +471,13 @@ def _separated(
         if rival is None:
             return fit
         s = units / abs(first.score_multiplier)
-        expected = Sample(_four(s), attention_of(first, _four(s), None))
+        expected = Sample(four(s), attention_of(first, four(s), None))
         if not convention_error(rival, [expected]) > SEPARATES:
             continue
         a = experiment.attention(s, neutral, lengths)
         if not bool(a.isfinite().all()):
             continue
-        tried.append(Sample(_four(s), _four(a), mild=False))
+        tried.append(Sample(four(s), four(a), mild=False))
         found = identify(tried, guesses=guesses)
         if isinstance(found, NoFit):
             return found
@@ -504,7 +512,7 @@ def _describe(failure: NoFit, region: Region, softmax_only: bool) -> str:
 
 
 def _input_role(
-    experiment: _Region, region: Region, node: Node, lengths: dict[Any, int]
+    experiment: RegionExperiment, region: Region, node: Node, lengths: dict[Any, int]
 ) -> str | None:
     """mask (bool), additive (float, may hide keys), bias (float), or None for anything else."""
     queries, keys = experiment.size(lengths)[-2:]
@@ -532,18 +540,19 @@ def _adds_more(node: Node) -> bool:
 
 
 def _neutral_inputs(
-    experiment: _Region,
+    experiment: RegionExperiment,
     region: Region,
     roles: Sequence[str],
     lengths: dict[Any, int],
     scores: Tensor,
+    shown: Mapping[Node, float],
 ) -> list[Tensor] | str:
     """Inputs that hide nothing and add nothing; the polarity of a bool mask is found by trying."""
     neutral: list[Tensor] = []
     for node, role in zip(region.inputs, roles, strict=True):
         shape = experiment.cut.shape_of(node, lengths)
-        dtype = torch.bool if role == "mask" else torch.float64
-        neutral.append(torch.zeros(shape, dtype=dtype))
+        dtype = torch.bool if node.meta["val"].dtype == torch.bool else torch.float64
+        neutral.append(torch.full(shape, shown.get(node, 0.0)).to(dtype))
         example = node.meta.get("example")
         if role in ("mask", "additive") and isinstance(example, Tensor):
             if varies(node, -2):
@@ -551,7 +560,7 @@ def _neutral_inputs(
                     f"the mask {node.name} differs between queries (causal or windowed), or may on other "
                     "data, which has no transport plan with these marginals"
                 )
-            if heads_vary(node, _heads(region)):
+            if heads_vary(node, heads_of(region)):
                 return f"the mask {node.name} differs between heads, or may on other data"
     for index, role in enumerate(roles):
         if role != "mask":
@@ -574,7 +583,7 @@ def _informative(attention: Tensor, scores: Tensor) -> int:
 
 
 def _may_hide(
-    experiment: _Region, index: int, neutral: Sequence[Tensor], lengths: dict[Any, int]
+    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], lengths: dict[Any, int]
 ) -> bool:
     """Whether a low added score hides its key, as in a mask, or is a number like others."""
     example = experiment.region.inputs[index].meta["example"]
@@ -582,14 +591,14 @@ def _may_hide(
         return True
     keys = experiment.size(lengths)[-1]
     inputs, active = list(neutral), torch.arange(keys) % 3 != 1
-    inputs[index] = _key_pattern(neutral[index], active, None)
+    inputs[index] = key_pattern(neutral[index], active, None)
     zero = torch.zeros(experiment.size(lengths), dtype=torch.float64)
     found = experiment.attention(zero, inputs, lengths)
     return not bool((found[..., ~active].abs() > 1e-12).any())
 
 
 def _hides(
-    experiment: _Region,
+    experiment: RegionExperiment,
     index: int,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
@@ -600,14 +609,14 @@ def _hides(
     """The highest added score that hides keys as HIDDEN_SCORE does, which gave `hidden`."""
     for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
         inputs = list(neutral)
-        inputs[index] = _key_pattern(neutral[index], active, None, score)
-        found = _four(experiment.attention(scores, inputs, lengths))
+        inputs[index] = key_pattern(neutral[index], active, None, score)
+        found = four(experiment.attention(scores, inputs, lengths))
         if float((found - hidden).abs().max()) <= STABILISED * float(hidden.abs().max()):
             return score
     return HIDDEN_SCORE
 
 
-def _key_pattern(
+def key_pattern(
     neutral: Tensor, active: Tensor, true_means_masked: bool | None, score: float = HIDDEN_SCORE
 ) -> Tensor:
     """The neutral input with the keys outside `active` hidden."""
@@ -620,7 +629,7 @@ def _key_pattern(
 
 
 def _lengths_to_try(
-    experiment: _Region, lengths: dict[Any, int], region: Region
+    experiment: RegionExperiment, lengths: dict[Any, int], region: Region
 ) -> list[dict[Any, int]]:
     """The probe lengths, and a second set with every dynamic length moved, where there is one."""
     shape = region.score.result.shape
@@ -628,8 +637,8 @@ def _lengths_to_try(
     return [lengths, {**lengths, **moved}] if moved else [lengths]
 
 
-def _resize(
-    experiment: _Region,
+def resized(
+    experiment: RegionExperiment,
     region: Region,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
@@ -641,13 +650,16 @@ def _resize(
     ]
 
 
-def _four(tensor: Tensor) -> Tensor:
+def four(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 4 else tensor[:, None]
 
 
-def _used_outside(region: Region) -> Node | None:
-    """A value of the loop, other than the attention itself, that something else reads."""
-    inside = {*region.inside}
+def used_outside(region: Region, besides: Iterable[Node] = ()) -> Node | None:
+    """A value of the loop, other than the attention itself, that something else reads.
+
+    besides: what may read it besides the region.
+    """
+    inside = {*region.inside, *besides}
     for node in (region.score.node, *region.inside):
         if node is region.attention:
             continue
@@ -673,7 +685,7 @@ def _is_live(node: Node) -> bool:
     return False
 
 
-def _heads(region: Region) -> int:
+def heads_of(region: Region) -> int:
     """H: the second of four dimensions, or what a [B, H, N, D] -> [B*H, N, D] view merged, else 1."""
     shape = region.score.result.shape
     if len(shape) == 4:

@@ -6,6 +6,7 @@ after:  torch.ops.asapc.sinkhorn(q, k, v, keep, bias, ...), or stabilised_sinkho
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -52,13 +53,7 @@ class AttentionSite(Site):
         return (self.score.node,)
 
     def part(self) -> Part:
-        """From the operands of the score product to the map."""
-        shape = self.score.result.shape
-        return Part(
-            (self.score.left, self.score.right, *self.inputs), self.attention,
-            frozenset((self.score.node, *self.inside)), self.value.left_order, shape[0], shape[-2],
-            shape[-1], () if self.mask is None else ((self.mask.node, self.mask.true_means_masked),),
-        )  # fmt: skip
+        return part_of(self.score, self.value, self.attention, self.inside, self.inputs, self.mask)
 
     def lift(self, lifting: Lifting) -> list[Swap]:
         with lifting.before_map(self.value):
@@ -73,6 +68,19 @@ class AttentionSite(Site):
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
             return lifting.put_map(operator, q, k, rest, self.value, shown)
+
+
+def part_of(
+    score: Product, value: Product, attention: Node, inside: Iterable[Node], inputs: Iterable[Node],
+    mask: KeyMask | None,
+) -> Part:  # fmt: skip
+    """From the operands of the score product to the map."""
+    shape = score.result.shape
+    return Part(
+        (score.left, score.right, *inputs), attention, frozenset((score.node, *inside)),
+        value.left_order, shape[0], shape[-2], shape[-1],
+        () if mask is None else ((mask.node, mask.true_means_masked),),
+    )  # fmt: skip
 
 
 def _bias(lifting: Lifting, bias: ScoreBias) -> Node:

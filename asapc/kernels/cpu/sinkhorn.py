@@ -35,13 +35,19 @@ def is_short(q: Tensor, k: Tensor, half_steps: int) -> bool:
     return few and q.device.type == "cpu"
 
 
-def few_half_steps(q: Tensor, k: Tensor, v: Tensor | None, loop: Loop) -> Tensor:
+def few_half_steps(
+    q: Tensor, k: Tensor, v: Tensor | None, loop: Loop, hidden: Tensor | None = None
+) -> Tensor:
     """A v, or the map A, of the loop from zero on scores without mask or bias, in the log domain.
+
+    hidden: [N, M] bool, True for scores that count as -inf, not all of a row or column.
 
     Uniform marginals are numbers, which the last half-step, a softmax over its side, leaves out:
         f = -logsumexp_j(S + g),  g = -logsumexp_i(S + f),  ..,  A = factor / N softmax_j(S + g)
     """
     scores = (widen(q) * loop.score_multiplier) @ widen(k).transpose(-1, -2)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -math.inf)
     over_keys, shifted = loop.first_side == "row", scores
     for _ in range(loop.half_steps - 1):
         dim = -1 if over_keys else -2
@@ -135,7 +141,7 @@ def sinkhorn_loop(
             for start in starts:
                 tile(start, min(start + per_tile, batch * heads))
             return
-        mass = float(factor) / (keys if _ends_on_columns(loop) else queries)
+        mass = float(factor) / (queries if loop.ends_on_rows else keys)
         # One buffer for all heads: fresh pages for each would cost as much as the exponentials.
         kernel = torch.empty((queries, keys), dtype=work_dtype)
         block = _block_rows(kernel, limits)
@@ -149,10 +155,6 @@ def sinkhorn_loop(
 
     each_worker(work, range(0, batch * heads, per_tile), most_workers)
     return out.to(out_dtype)
-
-
-def _ends_on_columns(loop: Loop) -> bool:
-    return (loop.first_side == "column") == (loop.half_steps % 2 == 1)
 
 
 def _block_rows(kernel: Tensor, limits: Thresholds) -> int:
@@ -243,7 +245,7 @@ def _dense_tile(
             None if key_bias is None else key_bias[0],
             loop.half_steps,
             loop.first_side == "row",
-            key_mass if _ends_on_columns(loop) else 1.0 / queries,
+            1.0 / queries if loop.ends_on_rows else key_mass,
             bounded,
             max(1, limits.tile_bytes // (keys * k.element_size())),
         )[None]
@@ -273,7 +275,7 @@ def _dense_tile(
         log_a = log_a + dual
     a = (log_a - log_a.amax(-1, keepdim=True)).exp_()  # exp(f) in the kernel's units, up to gauge
     rows_first = loop.first_side == "row"
-    mass = key_mass if _ends_on_columns(loop) else 1.0 / kernel.shape[1]
+    mass = 1.0 / kernel.shape[1] if loop.ends_on_rows else key_mass
     if len(kernel) == 1:
         values = None if v is None else v[0]
         block = _block_rows(kernel[0], limits)
@@ -424,6 +426,6 @@ def _log_domain_tile(
         f = dual[:, None]
     f, g = run_half_steps(scores, f, g, loop.half_steps, loop.first_side, keep)
     plan = torch.exp(scores + f[..., None] + g[..., None, :])[:, 0]
-    if _ends_on_columns(loop):
+    if not loop.ends_on_rows:
         plan *= key_mass * scores.shape[-1]  # masked keys may have been dropped: nu_j is 1/M still
     return plan if v is None else torch.bmm(plan, v)

@@ -4,6 +4,7 @@ The plain functions in operators/ are the reference, kernels/ their fast twins; 
 which of them runs.
 """
 
+from asapc.kernels.library import banded as banded
 from asapc.kernels.library import child as child
 from asapc.kernels.library import duals as duals
 from asapc.kernels.library import esp as esp

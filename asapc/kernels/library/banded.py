@@ -1,0 +1,47 @@
+"""asapc::banded_sinkhorn and asapc::banded_sinkhorn_attention, which returns the map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from asapc.kernels import dispatch
+from asapc.kernels.cpu import banded as cpu_banded
+from asapc.kernels.cpu import sinkhorn as cpu_sinkhorn
+from asapc.kernels.library.attention import attention
+from asapc.kernels.library.registration import Plain
+from asapc.kernels.loop import Loop
+from asapc.operators.banded import in_band
+
+
+def _banded(
+    plain: Plain,
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Any,
+    low: int,
+    high: int,
+    v: Tensor | None = None,
+) -> Any:
+    name = plain.func.__name__
+    if q.device.type != "cpu" or half_steps < 1:
+        reason = "no half-step" if half_steps < 1 else f"there are no kernels for {q.device.type} devices"
+        dispatch.note_plain(name, q, k, reason)
+        return plain()
+    loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
+    all_paired = keep is None and q.shape[2] == k.shape[2] and low <= 0 <= high
+    if all_paired and cpu_sinkhorn.is_short(q, k, half_steps):
+        dispatch.note(name, q, k, "CPU, log domain", "short: a few calls on all heads take least")
+        hidden = ~in_band(q.shape[2], k.shape[2], low, high, q)
+        return cpu_sinkhorn.few_half_steps(q, k, v, loop, hidden)
+    window = f"windows of {high - low + 1} keys"
+    dispatch.note(name, q, k, "CPU, blocks of a band", f"{window}; log domain where they need it")
+    return cpu_banded.banded_loop(q, k, v, keep, loop, low, high)
+
+
+attention("banded_sinkhorn", _banded)

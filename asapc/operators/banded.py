@@ -1,0 +1,169 @@
+"""The finite loop of operators.sinkhorn on a band of scores: every query sees a window of keys alone.
+
+    S_ij = score_multiplier * q_i . k_j    where low <= j - i <= high,    -inf elsewhere
+    f_i = log mu_i - logsumexp_j(S_ij + g_j),    g_j = log nu_j - logsumexp_i(S_ij + f_i)
+    A_ij = factor * exp(S_ij + f_i + g_j)
+
+A window of W = high - low + 1 keys takes O(T N W) where asapc.kernels.cpu.banded runs; this is the
+meaning, plain PyTorch of N x M scores, any dtype, differentiable.  Source: the block-wise Sinkhorn paper,
+Eqs. 1 and 2, with a band as support.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.ir import Convention, Mask, OutputFactor, Side
+from asapc.operators.c_transforms import log_marginals
+from asapc.operators.sinkhorn import (
+    alternate,
+    attention_map,
+    clean_values,
+    factor_terms,
+    score_matrix,
+    widen,
+)
+
+
+@dataclass(frozen=True)
+class BandedConvention:
+    """The finite loop of a teacher whose query i sees keys i + low .. i + high alone.
+
+    The rest as in ir.Convention. With a key mask, a query whose window has no active key gets nothing.
+    """
+
+    half_steps: int
+    first_side: Side
+    score_multiplier: float
+    low: int
+    high: int
+    output_factor: OutputFactor = field(default_factory=OutputFactor)
+    mask: Mask = "none"
+
+    @property
+    def loop(self) -> Convention:
+        """What it does inside the band."""
+        return Convention(
+            self.half_steps, self.first_side, self.score_multiplier, self.output_factor, self.mask
+        )
+
+    @property
+    def last_side(self) -> Side:
+        return self.loop.last_side
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
+        return {
+            "operator": "banded_sinkhorn",
+            "half_steps": self.half_steps,
+            "first_side": self.first_side,
+            "last_side": self.last_side,
+            "score_multiplier": self.score_multiplier,
+            "band": [self.low, self.high],
+            "output_factor": str(self.output_factor),
+            "output_factor_terms": asdict(self.output_factor),
+            "mask": self.mask,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> BandedConvention:
+        """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
+        low, high = data["band"]
+        return cls(
+            int(data["half_steps"]), data["first_side"], float(data["score_multiplier"]), int(low),
+            int(high), OutputFactor(**data["output_factor_terms"]), data["mask"],
+        )  # fmt: skip
+
+
+def settings_of(convention: BandedConvention) -> dict[str, Any]:
+    """The operator's settings by name."""
+    return {
+        "score_multiplier": convention.score_multiplier, "half_steps": convention.half_steps,
+        "rows_first": convention.first_side == "row", "low": convention.low, "high": convention.high,
+        "output_factor": factor_terms(convention.output_factor),
+    }  # fmt: skip
+
+
+def in_band(queries: int, keys: int, low: int, high: int, like: Tensor) -> Tensor:
+    """[N, M] bool, True where low <= j - i <= high."""
+    i = torch.arange(queries, device=like.device)[:, None]
+    j = torch.arange(keys, device=like.device)[None, :]
+    return (j - i >= low) & (j - i <= high)
+
+
+def seen_keys(queries: int, keys: int, low: int, high: int, like: Tensor) -> Tensor:
+    """[M] bool, True for keys in some query's window: all of them where N = M and low <= 0 <= high."""
+    j = torch.arange(keys, device=like.device)
+    return (j >= low) & (j <= queries - 1 + high) & (low <= high)
+
+
+def banded_map(
+    scores: Tensor,
+    keep: Tensor | None,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+    low: int,
+    high: int,
+) -> Tensor:
+    """The map [B, H, N, M] of scores in units of epsilon, of which those outside the band do not count.
+
+    Every query has mass 1/N and every active key 1/M. A key that no query sees has none; a query with no
+    active key in its window keeps f = 0, and its row of the map is 0.
+    """
+    queries, keys = scores.shape[-2:]
+    shown = in_band(queries, keys, low, high, scores)
+    if keep is not None:
+        shown = shown & keep[:, None, None, :]
+    scores = scores.masked_fill(~shown, -math.inf)
+    log_mu, log_nu = log_marginals(queries, keys, keep, scores)
+    log_nu = torch.where(seen_keys(queries, keys, low, high, scores), log_nu, -math.inf)
+    f = scores.new_zeros(scores.shape[:-1])
+    g = scores.new_zeros((*scores.shape[:-2], keys))
+    g = torch.where(torch.isneginf(log_nu), -math.inf, g)
+    side: Side = "row" if rows_first else "column"
+    f, g = alternate(scores, f, g, half_steps, side, log_mu, log_nu)
+    return attention_map(scores, f, g, output_factor, keep)
+
+
+def banded_sinkhorn_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+    low: int,
+    high: int,
+) -> Tensor:
+    """Dense attention map, [B, H, N, M] in q's dtype.
+
+    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool, True on active keys.
+    """
+    scores = score_matrix(widen(q), widen(clean_values(k, keep)), None, None, score_multiplier)
+    return banded_map(scores, keep, half_steps, rows_first, output_factor, low, high).to(q.dtype)
+
+
+def banded_sinkhorn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+    low: int,
+    high: int,
+) -> Tensor:
+    """A v [B, H, N, E] in v's dtype, of the map of banded_sinkhorn_attention.  v: [B, H, M, E]."""
+    scores = score_matrix(widen(q), widen(clean_values(k, keep)), None, None, score_multiplier)
+    attention = banded_map(scores, keep, half_steps, rows_first, output_factor, low, high)
+    return (attention @ widen(clean_values(v, keep))).to(v.dtype)

@@ -1,0 +1,236 @@
+"""Banded: a finite Sinkhorn loop whose queries see a window of keys, whatever the data holds.
+
+before: q k^T -> [hidden where j - i is outside [low, high], key mask, the loop] -> A v
+after:  torch.ops.asapc.banded_sinkhorn(q, k, v, keep, ..., low, high), or why the loop is none
+
+The loop is identified with everything shown, like any other; then what hides does so, and the region is
+held against operators.banded, at lengths beyond the window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from asapc.formats.limits import fixed_size, limits_of
+from asapc.ir import Program
+from asapc.operators.banded import BandedConvention, banded_map, settings_of
+from asapc.operators.catalogue import OPERATORS
+from asapc.operators.sinkhorn import factor_terms
+from asapc.passes.cut import Part, constant_at
+from asapc.passes.experiment import outcome
+from asapc.passes.lifting import Lifting, Swap
+from asapc.passes.products import KeyMask, Product, same, site_name
+from asapc.passes.regions import Region
+from asapc.passes.sinkhorn.band import Opened, band_of, open_region, shown_value
+from asapc.passes.sinkhorn.match import (
+    USED_ELSEWHERE,
+    RegionExperiment,
+    four,
+    heads_of,
+    key_pattern,
+    resized,
+    run_experiments,
+    used_outside,
+)
+from asapc.passes.sinkhorn.probe import HELD
+from asapc.passes.sinkhorn.site import part_of
+from asapc.passes.site import Found, Place, Site, Unidentified
+
+# Standard deviations of scores in units of epsilon with the band in place, and half-steps times entries
+# beyond which the first must do.
+SPREADS = (1.0, 4.0, 16.0, 64.0)
+WORK = 3e8
+BEYOND = 9  # tokens more than the longer side of the window
+
+
+@dataclass(frozen=True)
+class BandedSite(Site):
+    """A region that is a finite Sinkhorn loop on a band of its scores."""
+
+    convention: BandedConvention
+    score: Product
+    value: Product
+    attention: Node
+    mask: KeyMask | None
+    inside: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+
+    @property
+    def at(self) -> Node:
+        return self.score.node
+
+    def part(self) -> Part:
+        return part_of(self.score, self.value, self.attention, self.inside, self.inputs, self.mask)
+
+    def lift(self, lifting: Lifting) -> list[Swap]:
+        with lifting.before_map(self.value):
+            q, k = lifting.operand(self.score.map), lifting.operand(self.score.keys)
+            rest = {"keep": lifting.keep(self.mask, q), **settings_of(self.convention)}
+            return lifting.put_map(OPERATORS["banded_sinkhorn"], q, k, rest, self.value)
+
+
+def find_banded(program: Program, places: Sequence[Place]) -> Iterator[Found]:
+    """The first region of each place that is such a loop, or why the likeliest is none; nothing of places
+    without a band."""
+    for place in places:
+        first: Unidentified | None = None
+        for region in place.regions:
+            found = _examine(program, region)
+            if isinstance(found, BandedSite):
+                yield place.value.node, found
+                break
+            first = first or found
+        else:
+            if first is not None:
+                yield place.value.node, first
+
+
+def _examine(program: Program, region: Region) -> BandedSite | Unidentified | None:
+    shape = region.score.result.shape
+    if len(shape) not in (3, 4) or not same(shape[-2], shape[-1]):
+        return None  # a band of unequal numbers of tokens leaves some without a partner
+    opened = open_region(region)
+    if not opened.masks:
+        return None
+    band = band_of(program.graph, opened.masks, shape)
+    if band is None or band.low is None or band.high is None:
+        return None
+    low, high = band.low, band.high
+    found = outcome(lambda: _identified(program, opened, low, high))
+    text = f"a window of {high - low + 1} keys"
+    if isinstance(found, str):
+        return Unidentified(f"{text}: {found}")
+    valued = replace(region, inside=opened.valued)  # of the rest, such as a full_like, only sizes count
+    elsewhere = used_outside(valued, besides=region.inside)
+    if elsewhere is not None:
+        return Unidentified(USED_ELSEWHERE, node=elsewhere)
+    convention, mask, error = found
+    inputs = tuple(node for node in opened.region.inputs if node not in opened.masks)
+    return BandedSite(
+        site_name(program, region.value.node), convention, heads_of(region),
+        int(region.score.map.shape[-1]), error, region.score, region.value, region.attention, mask,
+        opened.region.inside, inputs,
+    )  # fmt: skip
+
+
+_Outcome = tuple[BandedConvention, KeyMask | None, float] | str
+
+
+def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outcome:
+    experiment = RegionExperiment(program, opened.region)
+    shown = {}
+    for node in opened.masks:
+        value = shown_value(program.graph, node)
+        if value is None:
+            return f"{node.name} cannot be computed on its own"
+        shown[node] = value
+    found = run_experiments(experiment, opened.region, experiment.few_tokens(), shown)
+    if isinstance(found, str):
+        return found
+    fit, mask, bias, neutral = found
+    if bias is not None:
+        return f"{bias.node.name} is added to its scores, for which there is no operator with a band"
+    if fit.convention.stabiliser is not None:
+        return "a constant in its divisions, for which there is no operator with a band"
+    loop = fit.convention
+    convention = BandedConvention(
+        loop.half_steps, loop.first_side, loop.score_multiplier, low, high, loop.output_factor,
+        "none" if mask is None else "key",
+    )  # fmt: skip
+    trials = _Trials(program, experiment, opened, mask, neutral, convention)
+    wrong = trials.plain() or (trials.masked() if mask is not None else None)
+    return (convention, mask, max(fit.error, trials.error)) if wrong is None else wrong
+
+
+class _Trials:
+    """A region with its band in place, held against the convention."""
+
+    def __init__(
+        self, program: Program, experiment: RegionExperiment, opened: Opened, mask: KeyMask | None,
+        neutral: Sequence[Tensor], convention: BandedConvention,
+    ) -> None:  # fmt: skip
+        self.program, self.experiment, self.opened = program, experiment, opened
+        self.mask, self.neutral, self.convention = mask, neutral, convention
+        self.generator = torch.Generator().manual_seed(8)
+        self.error = 0.0
+
+    def plain(self) -> str | None:
+        """What is wrong where every key is active, None if nothing."""
+        tried = 0
+        for more in (0, 6):
+            at = self._lengths(BEYOND + more)
+            for spread in SPREADS:
+                error = self._error(at, spread, None)
+                tried += error is not None
+                if error is not None and not error <= HELD:
+                    return f"not this loop with its band in place; relative error {error:.2g}"
+                if self._work(at) > WORK:
+                    break
+        return None if tried else "its band gives NaN or infinity on random scores"
+
+    def masked(self) -> str | None:
+        """What is wrong where keys are masked: some, all in the windows of some queries, or all."""
+        at = self._lengths(BEYOND + self.convention.high - self.convention.low)
+        keys = torch.arange(self.experiment.size(at)[-1])
+        for what, active in (
+            ("some keys", keys % 3 != 1), ("the keys of whole windows", keys < len(keys) // 3),
+            ("all keys", keys < 0),
+        ):  # fmt: skip
+            error = self._error(at, 1.0, active)
+            if error is None:
+                return f"with {what} masked it gives NaN or infinity"
+            if not error <= HELD:
+                return f"another loop with {what} masked; relative error {error:.2g}"
+        return None
+
+    def _work(self, at: dict[Any, int]) -> float:
+        return math.prod(self.experiment.size(at)) * self.convention.half_steps
+
+    def _lengths(self, more: int) -> dict[Any, int]:
+        """Sizes with more tokens than either side of the window, where their number is free."""
+        found = self.experiment.few_tokens()
+        tokens = self.experiment.region.score.result.shape[-1]
+        if fixed_size(tokens) is None:
+            (symbol,) = tokens.node.expr.free_symbols
+            longest = limits_of(tokens.node.shape_env.var_to_range, symbol)[1]
+            side = max(-self.convention.low, self.convention.high)
+            found[symbol] = min(side + more, longest)
+        return found
+
+    def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
+        """Relative to the largest entry; None where the region is not finite."""
+        region, convention = self.opened.region, self.convention
+        inputs = resized(self.experiment, region, self.neutral, at)
+        for node in self.opened.masks:
+            value = constant_at(self.program.graph, node, at)
+            if value is None:
+                return None
+            place = region.inputs.index(node)
+            inputs[place] = value.to(inputs[place].dtype)
+        keep = None
+        size = self.experiment.size(at)
+        s = torch.randn(size, generator=self.generator, dtype=torch.float64)
+        s = s * spread / abs(convention.score_multiplier)
+        if self.mask is not None and active is not None:
+            place = region.inputs.index(self.mask.node)
+            inputs[place] = key_pattern(inputs[place], active, self.mask.true_means_masked)
+            keep = active.expand(len(s), -1)
+        theirs = four(self.experiment.attention(s, inputs, at))
+        if not bool(theirs.isfinite().all()):
+            return None
+        ours = banded_map(
+            four(s) * convention.score_multiplier, keep, convention.half_steps,
+            convention.first_side == "row", factor_terms(convention.output_factor), convention.low,
+            convention.high,
+        )  # fmt: skip
+        scale = float(theirs.abs().max()) or 1.0
+        error = float((ours - theirs).abs().max()) / scale
+        self.error = max(self.error, error)
+        return math.inf if error != error else error

@@ -1,0 +1,262 @@
+"""The loop on a band: the operator against closed forms and float64, and the layers that become one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parent))
+import banded_nets as nets
+
+import asapc
+import asapc.kernels.library
+from asapc.errors import InputError
+from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
+from asapc.ir import OutputFactor, Program
+from asapc.kernels.cpu import banded as kernel
+from asapc.operators import banded as reference
+from asapc.operators.banded import BandedConvention
+from asapc.operators.catalogue import convention_from_dict
+from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.capture import capture
+from asapc.passes.match import match
+from asapc.program.runner import Runner
+from asapc.report.tables import convention_text
+
+op, dense = torch.ops.asapc.banded_sinkhorn, torch.ops.asapc.banded_sinkhorn_attention
+UNIT = [1.0, 1.0, 0.0, 0.0]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def problem(b: int, h: int, n: int, m: int, spread: float = 1.0) -> tuple[Tensor, ...]:
+    return spread * random(b, h, n, 8), random(b, h, m, 8, seed=1), random(b, h, m, 3, seed=2)
+
+
+# The operator
+
+
+@pytest.mark.parametrize("rows_first", [True, False], ids=["rows", "columns"])
+def test_a_window_of_everything_is_the_loop_itself(rows_first: bool) -> None:
+    q, k, v = problem(2, 2, 70, 70)
+    loop = (0.3, 6, rows_first, [1.0, 0.0, 1.0, 0.0])
+    expected = torch.ops.asapc.sinkhorn(q, k, v, None, None, *loop)
+    assert torch.allclose(op(q, k, v, None, *loop, -69, 69), expected, atol=1e-5)
+    assert torch.allclose(op(q, k, v, None, *loop, -(2**40), 2**40), expected, atol=1e-5)
+
+
+def test_a_window_of_the_token_itself_is_the_identity() -> None:
+    q, k, v = problem(1, 2, 50, 50, spread=30.0)
+    assert torch.allclose(op(q, k, v, None, 1.0, 7, False, [2.0, 1.0, 0.0, 0.0], 0, 0), 2 * v, atol=1e-5)
+    assert torch.allclose(dense(q, k, None, 1.0, 4, True, UNIT, 0, 0), torch.eye(50).expand(1, 2, 50, 50))
+    # One token further: query i has the mass of key i + 1 alone, the last query none.
+    moved = op(q, k, v, None, 1.0, 3, True, UNIT, 1, 1)
+    assert torch.allclose(moved[:, :, :-1], v[:, :, 1:], atol=1e-5) and not moved[:, :, -1].any()
+
+
+def test_equal_scores_of_one_half_step_are_means_of_windows() -> None:
+    q, k, v = problem(1, 1, 37, 37)
+    found = op(0 * q, k, v, None, 1.0, 1, True, UNIT, -3, 2)
+    expected = torch.stack([v[:, :, max(0, i - 3) : i + 3].mean(2) for i in range(37)], 2)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+BANDS = [(0, 0), (-2, 2), (-5, 0), (0, 9), (-20, 31), (3, 5), (-400, 400), (9, 4), (300, 310)]
+LOOPS = [(1, False), (2, True), (5, False)]
+SIZES = {
+    "one": (1, 1), "few": (5, 5), "tail": (33, 33), "blocks": (150, 150), "cross": (60, 71),
+    "tall": (71, 20),
+}  # fmt: skip
+
+
+def keeps(batch: int, keys: int, masked: bool) -> Tensor | None:
+    """Padding longer than windows, and holes; an example without keys."""
+    if not masked:
+        return None
+    keep = torch.ones(batch, keys, dtype=torch.bool)
+    keep[0, (keys + 1) // 2 :], keep[1, 1::3], keep[2] = False, False, False
+    return keep
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("spread", [1.0, 8.0, 60.0])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_against_float64(size: tuple[int, int], spread: float, masked: bool) -> None:
+    """At most twice as wrong as the reference in its dtype, worst against worst; exact in float64."""
+    q, k, v = problem(3, 2, *size, spread=spread)
+    keep = keeps(3, size[1], masked)
+    if keep is not None:  # what is masked may hold anything
+        k, v = (x.masked_fill(~keep[:, None, :, None], math.nan) for x in (k, v))
+    ours = theirs = exactly = 0.0
+    for (low, high), (half_steps, rows_first) in itertools.product(BANDS, LOOPS):
+        rest = (keep, 0.35, half_steps, rows_first, [1.0, 1.0, 0.0, 0.0], low, high)
+        exact = reference.banded_sinkhorn(q.double(), k.double(), v.double(), *rest)
+        plan = reference.banded_sinkhorn_attention(q.double(), k.double(), *rest)
+        assert bool(exact.isfinite().all())
+        for run, found in ((op, exact), (dense, plan)):
+            tensors = (q, k, v) if run is op else (q, k)
+            meaning = reference.banded_sinkhorn if run is op else reference.banded_sinkhorn_attention
+            ours = max(ours, float((run(*tensors, *rest) - found).abs().max()))
+            theirs = max(theirs, float((meaning(*tensors, *rest) - found).abs().max()))
+            apart = run(*(x.double() for x in tensors), *rest) - found
+            exactly = max(exactly, float(apart.abs().max()))
+    # Scores are sums in another order: their rounding is another draw.
+    largest = 0.35 * float((q @ k.nan_to_num().transpose(-1, -2)).abs().max())
+    assert ours <= 2 * theirs + 1e-6 + largest * 2**-24 and exactly <= 1e-10
+
+
+def test_scalings_that_spread_along_a_sequence_leave_the_linear_domain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In windows that end at the query only one permutation has mass: scalings run apart with every
+    half-step, though no row of scores spans more than 30. The head in which they do is found, alone."""
+    n = 150
+    q, k, v = torch.ones(1, 2, n, 1), random(1, 2, n, 1).clamp(-1, 1), random(1, 2, n, 3)
+    k[:, 0] *= 0.01
+    rest = (None, 15.0, 1000, True, UNIT, -9, 0)
+    heads = []
+    original = kernel._in_log_domain
+
+    def noted(layout: Any, scaled_q: Tensor, keys: Tensor, *others: Any) -> None:
+        heads.append(keys)
+        original(layout, scaled_q, keys, *others)
+
+    monkeypatch.setattr(kernel, "_in_log_domain", noted)
+    found = op(q, k, v, *rest)
+    exact = reference.banded_sinkhorn(q.double(), k.double(), v.double(), *rest)
+    plain = reference.banded_sinkhorn(q, k, v, *rest)
+    assert len(heads) == 1 and torch.equal(heads[0][0], k[0, 1])
+    assert float((found - exact).abs().max()) <= 2 * float((plain - exact).abs().max()) + 1e-6
+
+
+class Largest(TorchDispatchMode):
+    """The most entries of any tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage().nbytes() // value.element_size()
+                self.entries = max(self.entries, storage)
+        return result
+
+
+@pytest.mark.parametrize("spread", [1.0, 300.0], ids=["linear domain", "log domain"])
+def test_memory_is_linear_in_the_tokens(spread: float) -> None:
+    low, high = -20, 20
+    largest = {}
+    for n in (1000, 2000, 4000):
+        q, k, v = problem(1, 1, n, n, spread=spread)
+        with Largest() as seen:
+            kernel.banded_loop(q, k, v, None, kernel.Loop(0.3, 2, "row", UNIT), low, high)
+        largest[n] = seen.entries
+        assert seen.entries <= 3 * (n + 100) * (high - low + 1)
+    assert largest[4000] <= 4.2 * largest[1000]
+
+
+def test_gradients_half_precision_and_empty_tensors() -> None:
+    q, k, v = (x.double().requires_grad_() for x in problem(1, 2, 9, 9))
+    keep = torch.arange(9)[None] < 6
+    rest = (0.4, 3, True, UNIT, -1, 1)
+    assert torch.autograd.gradcheck(lambda *x: op(*x, keep, *rest), (q, k, v))
+    half = op(*(x.detach().to(torch.bfloat16) for x in (q, k, v)), keep, *rest)
+    assert half.dtype == torch.bfloat16
+    assert torch.allclose(half.double(), op(q, k, v, keep, *rest), atol=0.05)
+    q, k, v = problem(0, 2, 5, 5)
+    assert op(q, k, v, None, *rest).shape == (0, 2, 5, 3)
+    q, k, v = problem(1, 2, 5, 0)
+    assert not op(q, k, v, None, *rest).any() and dense(q, k, None, *rest).shape == (1, 2, 5, 0)
+
+
+# Layers
+
+
+def analysed(net: nn.Module, *inputs: Any) -> Analysis:
+    batch = Batch(inputs, {}, None, [0] * len(inputs[0]))
+    return analyse(Teacher(net.eval(), None, "a net", "", False, None), batch)
+
+
+def build(kind: type[nn.Module], *settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(*settings).eval()
+
+
+def alike(net: nn.Module, lifted: Any, *inputs: Tensor) -> None:
+    with torch.no_grad():
+        theirs, ours = net(*inputs), Runner(None, lifted)(Batch(inputs, {}, None, [0]))
+    assert float((ours - theirs).abs().max()) <= 2e-5 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("idiom", nets.IDIOMS)
+def test_a_window_is_recognised_however_it_is_hidden(idiom: str) -> None:
+    """From an example that is shorter than the window, too."""
+    hide, (low, high) = nets.IDIOMS[idiom]
+    net = build(nets.Windowed, hide)
+    analysis = analysed(net, random(2, 4 if idiom == "positions" else 20, 16))
+    (site,) = analysis.sites
+    assert isinstance(site.convention, BandedConvention)
+    expected = BandedConvention(
+        5, "row", site.convention.score_multiplier, low, high, OutputFactor(queries=1)
+    )
+    assert site.convention == expected
+    assert site.convention.score_multiplier == pytest.approx(8**-0.5, rel=1e-6)
+    assert convention_from_dict(json.loads(json.dumps(expected.to_dict()))) == expected
+    for shape, scale in (((3, 33, 16), 1.0), ((1, 130, 16), 4.0), ((2, 3, 16), 1.0)):
+        alike(net, analysis.lifted, scale * random(*shape, seed=3))
+
+
+@pytest.mark.parametrize("other", nets.OTHERS)
+def test_what_is_no_band_is_not_taken_for_one(other: str) -> None:
+    net = build(nets.Windowed, nets.OTHERS[other])
+    program = capture(net, (random(2, 20, 16),), {}).programs[0]
+    assert not any(isinstance(x.convention, BandedConvention) for x in matched(program))
+
+
+def matched(program: Program) -> list[Any]:
+    return [x for x in match(program) if hasattr(x, "convention")]
+
+
+def test_a_mask_of_keys_goes_with_the_window() -> None:
+    """Joined by `&` with a window in a buffer, for lengths up to that of the buffer."""
+    net = build(nets.Padded)
+    padding = torch.arange(30)[None, :] >= torch.tensor([30, 24])[:, None]
+    analysis = analysed(net, random(2, 30, 16), padding)
+    (site,) = analysis.sites
+    assert isinstance(site.convention, BandedConvention)
+    assert (site.convention.low, site.convention.high, site.convention.mask) == (-4, 2, "key")
+    for n in (5, 30, 45):
+        long = torch.arange(n)[None, :] >= torch.tensor([n, max(1, n // 3), 1])[:, None]
+        alike(net, analysis.lifted, random(3, n, 16, seed=n), long)
+    assert "window of keys i-4 to i+2" in convention_text(site.convention.to_dict())
+
+
+def test_somebody_elses_layer_from_end_to_end(tmp_path: Path) -> None:
+    """Compiled, written, loaded without trust, run at other sizes; its recipe cannot ask for a fit."""
+    net = build(nets.LocalAttention)
+    data = [{"hidden_states": random(20, 24, 16, seed=seed)} for seed in range(4)]
+    recipe = {"batch_size": 16, "max_examples": 32, "selection_examples": 16, "operator": "lossless"}
+    _, report = asapc.compile(net, data, recipe=recipe, out=tmp_path / "out", examples=16)
+    (site,) = report.facts["sites"]
+    assert site["operator"] == "banded_sinkhorn" and site["metrics"]["attention_rel_l2"] < 1e-5
+    assert site["convention"]["band"] == [-6, 6]
+    loaded, x = asapc.load(tmp_path / "out"), 4 * random(3, 65, 16, seed=9)
+    with torch.no_grad():
+        assert torch.allclose(loaded(x), net(x), atol=1e-4)
+    with pytest.raises(InputError, match="banded_sinkhorn"):
+        asapc.compile(net, data, recipe=recipe | {"operator": "asap"}, out=tmp_path / "no", examples=16)
