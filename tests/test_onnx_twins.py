@@ -12,7 +12,7 @@ from torch import Tensor
 from asapc.features.clouds import clouds_from
 from asapc.features.gaussian import brenier_matrix, moments
 from asapc.onnx import twins
-from asapc.operators import asap, banded, esp, lot, sinkhorn
+from asapc.operators import asap, banded, esp, lot, plan, sinkhorn
 
 BATCH, HEADS, DIM = 2, 3, 8
 FACTOR = [1.0, 0.0, 1.0, 0.0]
@@ -64,6 +64,26 @@ def test_finite_loops(shape: tuple[int, int], kind: str, half_steps: int, rows_f
         twins.sinkhorn_attention(q, k, keep, bias, *settings),
         sinkhorn.sinkhorn_attention(q, k, keep, bias, *settings),
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("given", ["uniform", "masses", "massless", "absent"])
+def test_plans_of_given_scores(shape: tuple[int, int], given: str) -> None:
+    q, k, *_ = tensors(*shape, "huge")
+    scores, (n, m) = q @ k.transpose(-1, -2), shape
+    log_mu = log_nu = None
+    if given in ("masses", "massless"):
+        log_mu, log_nu = -torch.rand(BATCH, 1, n, dtype=torch.float64), torch.rand(m, dtype=torch.float64)
+        if given == "massless" and min(n, m) > 1:
+            log_mu[1, :, 0], log_nu[-1] = -torch.inf, -torch.inf
+    if given == "absent":
+        scores[0, :, -1], scores[1, ..., 0] = -torch.inf, -torch.inf
+    for log, half_steps, rows_first in ((False, 20, True), (True, 5, False), (True, 1, True)):
+        for rest in ({}, {"by_head": [1.0, 2.0, 0.5]}, {"damping": [0.7, 1.0]}):
+            settings = (0.4, half_steps, rows_first, [0.5, 1.0, -0.5, 0.0], log)
+            arguments = (scores, log_mu, log_nu, *settings)
+            found, meant = (make.plan(*arguments, **rest) for make in (twins, plan))  # type: ignore[operator]
+            close(*((x.clamp(min=-300) if log else x) for x in (found, meant)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "biased"])

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -412,6 +413,14 @@ def test_a_matcher_is_compiled_from_end_to_end(tmp_path: Path) -> None:
     with torch.no_grad():
         (theirs, matches), (ours, ours_matches) = net(*inputs), loaded(*inputs)
     assert torch.allclose(ours, theirs, atol=1e-4) and torch.equal(ours_matches, matches)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    np.savez(tmp_path / "data.npz", **{name: value.numpy() for name, value in data[0].items()})
+    given = ["--data", str(tmp_path / "data.npz"), "--quiet"]
+    assert main(["export", str(tmp_path / "out"), *given]) == 0
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"))
+    feeds = {x.name: value.numpy() for x, value in zip(session.get_inputs(), inputs, strict=True)}
+    exported, exported_matches = (torch.from_numpy(x) for x in session.run(None, feeds))
+    assert torch.allclose(exported, theirs, atol=1e-4) and torch.equal(exported_matches, matches)
 
 
 # Published packages, as they are

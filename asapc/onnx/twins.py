@@ -32,6 +32,7 @@ from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
 from asapc.operators import esp as esp_meaning
 from asapc.operators import lot as lot_meaning
+from asapc.operators import plan as plan_meaning
 from asapc.operators import ranks as esp_ranks
 from asapc.operators.banded import in_band, seen_keys
 from asapc.operators.matching import rank_partners
@@ -261,6 +262,60 @@ def banded_sinkhorn_attention(q: Tensor, k: Tensor, keep: Tensor | None, *settin
     """Arguments and result as operators.banded.banded_sinkhorn_attention."""
     loop, factor = _banded_loop(q, k, keep, *settings)
     return (loop.plan() * factor).to(q.dtype)
+
+
+def plan(
+    scores: Tensor,
+    log_mu: Tensor | None,
+    log_nu: Tensor | None,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+    log: bool = False,
+    by_head: Sequence[float] | None = None,
+    constant: float | None = None,
+    form: str = "plan",
+    kind: str = "clamp",
+    start: str = "plain",
+    shares: bool = False,
+    start_share: bool = False,
+    damping: Sequence[float] | None = None,
+) -> Tensor:
+    """Arguments and result as operators.plan.plan."""
+    if constant is not None:
+        return plan_meaning.plan(
+            scores, log_mu, log_nu, score_multiplier, half_steps, rows_first, output_factor, log, by_head,
+            constant, form, kind, start, shares, start_share,
+        )  # fmt: skip
+    s = plan_meaning.scaled(widen(scores), score_multiplier, by_head)
+    if damping is None:
+        top = s.amax(-1 if rows_first else -2, keepdim=True)
+        s = s - torch.where(top == -math.inf, 0.0, top)
+    f, g = initial_duals(s, None)
+    uniform = log_mu is None and log_nu is None
+    mu, nu = (
+        _log_uniform(dual) if given is None else widen(given)
+        for dual, given in ((f, log_mu), (g, log_nu))
+    )
+    side: Side = "row" if rows_first else "column"
+    if damping is None:
+        # Masses that are given may be tiny: every half-step is taken in the log domain then.
+        loop = run_loop(s, f, g, mu, nu, half_steps, side, log_steps=LOG_STEPS if uniform else half_steps)
+        if not log:
+            factor = factor_value(output_factor, s.shape[-2], s.shape[-1], None)
+            return (loop.plan() * factor).to(scores.dtype)
+        f, g = loop.f + loop.u[..., 0].log(), loop.g + loop.v[..., 0].log()
+    else:
+        for step in range(half_steps):
+            if (step % 2 == 0) == rows_first:
+                f = damping[0] * _closed(mu, log_sum_exp(s + g[..., None, :], -1))
+            else:
+                g = damping[1] * _closed(nu, log_sum_exp(s + f[..., :, None], -2))
+    log_plan = s + f[..., :, None] + g[..., None, :]
+    factor = _count(f) ** output_factor[1] * _count(g) ** (output_factor[2] + output_factor[3])
+    factor = factor * output_factor[0]
+    return (log_plan + factor.log() if log else log_plan.exp() * factor).to(scores.dtype)
 
 
 def asap(
