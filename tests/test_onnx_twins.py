@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import onnx_ir
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from asapc.features.clouds import clouds_from
 from asapc.features.gaussian import brenier_matrix, moments
 from asapc.onnx import twins
+from asapc.onnx.translate import translate
 from asapc.operators import asap, banded, esp, lot, plan, sinkhorn
 
 BATCH, HEADS, DIM = 2, 3, 8
@@ -283,3 +286,23 @@ def test_pivots_of_almost_no_mass(first: bool) -> None:
     single = (q.float(), k.float(), v.float(), None, None, None, pivots.float(), mass.float(), *rest)
     honest = float((lot.lot(*single) - exact).abs().max())
     assert float((twins.lot(*single) - exact).abs().max()) <= 4 * honest + 1e-6
+
+
+class Distances(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return torch.cdist(x, y), torch.cdist(x, y, p=1.0)
+
+
+def test_distances_have_a_translation(tmp_path: Path) -> None:
+    """For many points, too, of which some are the same."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    x = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.cat([x[:, :1], x[:, 5:30] + 1.0], 1)
+    exported = torch.export.export(Distances(), (x, y)).run_decompositions()
+    onnx_ir.save(translate(exported, 18), tmp_path / "distances.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "distances.onnx"))
+    feeds = {given.name: value.numpy() for given, value in zip(session.get_inputs(), (x, y), strict=True)}
+    for found, p in zip(session.run(None, feeds), (2.0, 1.0), strict=True):
+        exact = torch.cdist(x.double(), y.double(), p=p)
+        torch.testing.assert_close(torch.from_numpy(found).double(), exact, rtol=1e-5, atol=1e-6)
+        assert float(found[0, 0, 0]) == 0.0

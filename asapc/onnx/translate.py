@@ -23,7 +23,11 @@ def translate(exported: ExportedProgram, opset: int, plain_attention: bool = Fal
     plain_attention: its scaled_dot_product_attention has scale 1 and nothing but a mask added to it.
     Raises InputError for an operator the exporter does not know.
     """
-    table: dict[Any, Any] = {torch.ops.aten.sort.stable: _stable_sort}
+    table: dict[Any, Any] = {
+        torch.ops.aten.sort.stable: _stable_sort,
+        torch.ops.aten._cdist_forward.default: _distances,
+        torch.ops.aten._euclidean_dist.default: _distances,
+    }
     if plain_attention and opset < ATTENTION_OPSET:
         table[torch.ops.aten.scaled_dot_product_attention.default] = _attention
     levels = {name: logging.getLogger(name).level for name in _NOISY}
@@ -61,6 +65,21 @@ def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: 
 
     length = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
     return op.TopK(x, length, axis=dim, largest=int(descending), sorted=1)
+
+
+def _distances(x: Any, y: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:
+    """|x_i - y_j|_p [.., N, M] one coordinate at a time, which keeps the digits of small ones."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    rows, columns = (op.Constant(value_ints=[axis]) for axis in (-2, -3))
+    apart = op.Sub(op.Unsqueeze(x, rows), op.Unsqueeze(y, columns))
+    last = op.Constant(value_ints=[-1])
+    if p == 2.0:
+        return op.ReduceL2(apart, last, keepdims=0)
+    if p == 1.0:
+        return op.ReduceL1(apart, last, keepdims=0)
+    raise ValueError(f"distances of order {p:g} have no translation")
 
 
 def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, **__: Any) -> Any:
