@@ -15,7 +15,7 @@ from adversary import Law, judge, random_case
 SEEDS = st.integers(0, 2**31)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS)
 def test_no_convention_is_taken_for_another(seed: int) -> None:
     case = random_case(seed, longest=24)  # long ones cost minutes, and are below

@@ -47,15 +47,15 @@ def refused(action: Callable[[], Any], *parts: str) -> str:
     return message
 
 
-def test_a_few_hundred_cases() -> None:
+def test_a_hundred_cases() -> None:
     done = subprocess.run(
-        [sys.executable, FUZZ, "--count", "260", "--seed", "11"],
+        [sys.executable, FUZZ, "--count", "120", "--seed", "11"],
         capture_output=True, text=True, timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "260 cases, 0 failures" in done.stdout
+    assert "120 cases, 0 failures" in done.stdout
 
 
 # --- recipes, gates and grids ---------------------------------------------------------------------
