@@ -488,9 +488,11 @@ class _Writer:
         shape = source.meta["val"].shape
         if _is_shape(node, shape):
             return go_on(source, values)
-        axis, start, stop, step = (*_args(node)[1:], *(0, None, None, 1)[len(_args(node)) - 1:])
+        defaults: tuple[Any, ...] = (None, 0, None, None, 1)
+        _, axis, start, stop, step = _args(node) + defaults[len(_args(node)) :]
         size = shape[axis]
-        if axis % len(shape) >= len(shape) - 2 or not isinstance(size, int):
+        numbers = all(x is None or isinstance(x, int) for x in (start, stop, step))
+        if axis % len(shape) >= len(shape) - 2 or not isinstance(size, int) or not numbers:
             raise _Stuck
         bounds = slice(start, stop, step).indices(size)
         return self._cut(source, axis % len(shape), bounds, values, go_on)

@@ -35,12 +35,10 @@ def sinkhorn(q: Tensor, k: Tensor) -> Tensor:
 
 
 def masked(q: Tensor, k: Tensor, keep: Tensor) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)).masked_fill(~keep[:, None, None, :], -1e9)
-    g = torch.zeros_like(scores[..., :1, :])
-    for _ in range(3):
-        f = -torch.logsumexp(scores + g, -1, keepdim=True)
-        g = -torch.logsumexp(scores + f, -2, keepdim=True).masked_fill(~keep[:, None, None, :], 0.0)
-    return (scores + f + g).exp()
+    weights = (q @ k.transpose(-1, -2)).masked_fill(~keep[:, None, None, :], -math.inf).softmax(-1)
+    for step in range(1, 6):
+        weights = weights / weights.sum(-2 if step % 2 else -1, keepdim=True).clamp(min=1e-30)
+    return weights
 
 
 def softmax(q: Tensor, k: Tensor) -> Tensor:
@@ -159,8 +157,8 @@ class Transformer(nn.Module):
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.start
 
     def map(self, x: Tensor) -> Tensor:
-        q, k = (layer(x).unflatten(-1, (2 * self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k))
-        return self.plan(q, k)
+        heads = (2 * self.heads, -1)
+        return self.plan(*(layer(x).unflatten(-1, heads).transpose(1, 2) for layer in (self.q, self.k)))
 
     def halves(self, a: Tensor) -> tuple[Tensor, Tensor]:
         a = a.view(a.shape[0], self.heads, 2, *a.shape[-2:])
@@ -361,44 +359,22 @@ def test_both_are_replayed() -> None:
     assert torch.allclose(ours, net(x), atol=1e-5)
 
 
-class Net(nn.Module):
-    """A residual stream with both forms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norms = nn.Linear(8, 16), nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
-        self.halves, self.narrow, self.pair = Transformer(), nn.Linear(16, 8), Layer()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        x = x + 4 * self.halves(self.norms[0](x))
-        found: Tensor = self.pair(self.narrow(self.norms[1](x)))
-        return found
-
-
-@pytest.mark.parametrize("operator", ["lossless", "asap"])
-def test_from_end_to_end(operator: str, tmp_path: Path) -> None:
+def test_from_end_to_end(tmp_path: Path) -> None:
     """Written, loaded without trust, and as patches of the live model, at other sizes."""
     torch.manual_seed(0)
-    net = Net().eval()
-    x = torch.randn(80, 9, 8)
-    recipe: dict[str, Any] = {"operator": "lossless", "batch_size": 16}
-    if operator == "asap":
-        recipe = {
-            "operator": "asap", "side": "source", "c_transforms": 2, "features": ["coarse:8"],
-            "batch_size": 16, "max_examples": 48, "selection_examples": 16,
-        }  # fmt: skip
-    _, report = asapc.compile(net, {"x": x}, recipe=recipe, out=tmp_path / "out", examples=16)
-    sites = report.facts["sites"]
-    expected = "sinkhorn" if operator == "lossless" else "asap"
-    assert [(site["name"], site["operator"]) for site in sites] == [
-        ("halves", expected), ("pair", expected), ("pair#2", expected)
-    ]  # fmt: skip
-    loaded = asapc.load(tmp_path / "out")
-    y = torch.randn(3, 13, 8)
+    net, x = nn.Sequential(nn.Linear(8, 8), Layer(heads=1)).eval(), torch.randn(48, 9, 8)
+    recipe = {
+        "operator": "asap", "side": "source", "c_transforms": 2, "features": ["coarse:8"],
+        "batch_size": 16, "max_examples": 16, "selection_examples": 16,
+        "sites": {"1": {"operator": "lossless"}},
+    }  # fmt: skip
+    _, report = asapc.compile(net, {"input": x}, recipe=recipe, out=tmp_path / "out", examples=16)
+    assert {site["name"]: site["operator"] for site in report.facts["sites"]} == {
+        "1": "sinkhorn", "1#2": "asap"
+    }  # fmt: skip
+    loaded, y = asapc.load(tmp_path / "out"), torch.randn(3, 13, 8)
     with torch.no_grad():
         theirs, ours = net(y), loaded(y)
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.1
         patched = asapc.load(tmp_path / "out", model=net)
         assert torch.allclose(patched(y), ours, atol=1e-5)
-    error = float((ours - theirs).norm() / theirs.norm())
-    assert error < (1e-5 if operator == "lossless" else 0.1)

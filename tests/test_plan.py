@@ -191,7 +191,6 @@ FOUND: dict[str, list[PlanConvention]] = {
     "Expanded": [PlanConvention(14, "row", -math.exp(-0.3), OutputFactor(keys=1),
                                 by_head=(1.0, math.exp(0.8)))],
     "Masses": [PlanConvention(10, "column", 1.0, OutputFactor(), False, "input", "input")],
-    "Differences": 2 * [PlanConvention(5, "row", 1.0, OutputFactor(queries=1))],
     "TokensFirst": [PlanConvention(6, "row", 1.0, OutputFactor(keys=1))],
     "Scaled": [
         PlanConvention(12, "column", 1.0, OutputFactor(queries=1),
@@ -249,7 +248,7 @@ def test_a_loop_is_found_wherever_it_stands(name: str) -> None:
         alike(site.convention, expected)
     assert not find_loops(analysis.lifted[0].graph)  # nothing of the loops is left
     replays(net, analysis, *nets.inputs_for(net, batch=5, seed=1))
-    free = name in ("Matcher", "Latents", "Expanded", "Masses", "Differences", "Scaled")
+    free = name in ("Matcher", "Latents", "Expanded", "Masses", "Scaled")
     if free:
         replays(net, analysis, *nets.inputs_for(net, batch=2, tokens=14, seed=2))
 
