@@ -23,7 +23,7 @@ class Matcher(nn.Module):
         column, row = self.bin.expand(b, n, 1), self.bin.expand(b, 1, m)
         corner = self.bin.expand(b, 1, 1)
         scores = torch.cat([torch.cat([scores, column], -1), torch.cat([row, corner], -1)], 1)
-        one = scores.new_ones(())
+        one = torch.tensor(1.0)  # a number that the program holds and the model does not
         norm = -(n * one + m * one).log()
         log_mu = torch.cat([norm.expand(n), (m * one).log()[None] + norm])[None].expand(b, -1)
         log_nu = torch.cat([norm.expand(m), (n * one).log()[None] + norm])[None].expand(b, -1)
