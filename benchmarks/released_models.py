@@ -404,7 +404,7 @@ def repository_rows(folder: Path) -> list[Row]:
         Row("LOTFormer: LRA", module("LOTFormer/LRA", "linear_sinkformer", lot), features(32), (4, 512),
             (3, 200)),
         Row("LOTFormer: retrieval", module("LOTFormer/retrieval", "linear_attention.core",
-            lambda m: Heads(m.LinearSinkAttentionCore(16, 2))), features(32), (4, 512), (3, 200)),
+            lambda m: Heads(m.LotAttentionCore(2, 16))), features(32), (4, 512), (3, 200)),
         Row("LOTFormer: DeiT attention", module("LOTFormer/deit-imagenet", "models.lot_deit",
             lambda m: m.LotAttention(32, 2, 49)), features(32), (8, 51), (3, None)),
         Row("LOTFormer: translation", module(
