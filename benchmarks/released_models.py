@@ -408,6 +408,6 @@ def repository_rows(folder: Path) -> list[Row]:
         Row("LOTFormer: DeiT attention", module("LOTFormer/deit-imagenet", "models.lot_deit",
             lambda m: m.LotAttention(32, 2, 49)), features(32), (8, 51), (3, None)),
         Row("LOTFormer: translation", module(
-            "LOTFormer/fairseq-nmt/lot_fairseq", "lot_multihead_attention",
+            "LOTFormer/fairseq-nmt", "lot_fairseq.lot_multihead_attention",
             lambda m: TokensFirst(m.LotMultiheadAttention(32, 2))), features(32), (4, 256), (3, 100)),
     ]  # fmt: skip
