@@ -81,6 +81,7 @@ STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
 _SEEN = "asapc.seen_hashes"
 _MODEL = "model."  # weights of the model around captured modules
 _LIVE = "live."
+_LIFTED = "lifted_tensor_"  # what torch.export calls a tensor that code makes of numbers
 _DTYPES = {str(dtype).removeprefix("torch."): dtype
            for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
 
@@ -782,6 +783,9 @@ def _weights_for(artifact: Artifact, model: nn.Module) -> list[tuple[Tensor, Ten
         prefix = f"{entry['name']}." if entry["name"] else ""
         weights |= {prefix + name: t for name, t in stored.items() if not name.startswith("asapc_")}
     theirs = tensors_of(model)
+    # Numbers that the code makes of nothing are the program's, not the model's.
+    made = {name for name in weights if name.rpartition(".")[2].startswith(_LIFTED)} - theirs.keys()
+    weights = {name: tensor for name, tensor in weights.items() if name not in made}
     wrong = [
         name for name, tensor in weights.items()
         if name not in theirs or theirs[name].shape != tensor.shape

@@ -444,6 +444,7 @@ class Program:
     dynamic_shapes: as given to torch.export, to capture a rewritten graph again.
     stops:          data-dependent stops that were traced through at their full budget, in order.
     calls:          the calls of modules inside, by nodes of this graph; not of what is made from it.
+    captured:       the program as it was captured, where a pass has rewritten it before matching.
     """
 
     name: str
@@ -453,3 +454,9 @@ class Program:
     dynamic_shapes: Any
     stops: tuple[Stop, ...] = ()
     calls: tuple[ModuleCall, ...] = ()
+    captured: Program | None = None
+
+    @property
+    def untouched(self) -> Program:
+        """As it was captured."""
+        return self.captured or self

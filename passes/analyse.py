@@ -20,8 +20,9 @@ from asapc.ir import AnyConvention, Convention, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
+from asapc.passes.differences import matched_program
 from asapc.passes.lift import lift
-from asapc.passes.match import match, not_the_model
+from asapc.passes.match import not_the_model
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.site import Site as MatchedSite
@@ -177,14 +178,20 @@ def _identified(
     captured = capture(subject, batch.args, batch.kwargs)
     if isinstance(subject, nn.Module):
         captured = _of_one_way(subject, captured, batch, more)
-    outcomes = [match(program) for program in captured.programs]
+    captured, outcomes = _matched(captured)
     if captured.kind == "whole" and isinstance(subject, nn.Module):
         reason = not_the_model(captured.programs[0], outcomes[0])
         if reason is not None:
             alone = capture_modules(subject, batch.args, batch.kwargs, reason)
             if alone.programs:
-                return alone, [match(program) for program in alone.programs]
+                return _matched(alone)
     return captured, outcomes
+
+
+def _matched(captured: Capture) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
+    """What is found in each program, and the programs that it was found in."""
+    found = [matched_program(program) for program in captured.programs]
+    return replace(captured, programs=[program for program, _ in found]), [sites for _, sites in found]
 
 
 def _of_one_way(
@@ -227,5 +234,5 @@ def _whole_replay(
     if teacher.model is not None:
         teachers = Runner(teacher.model)(batch)
     else:
-        teachers = Runner(None, captured.programs)(batch)
+        teachers = Runner(None, captured.untouched)(batch)
     return largest_difference(teachers, Runner(teacher.model, lifted)(batch))

@@ -64,6 +64,11 @@ class Capture:
     reason: str | None = None
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
+    @property
+    def untouched(self) -> list[Program]:
+        """The programs as they were captured, before any was rewritten for matching."""
+        return [program.untouched for program in self.programs]
+
 
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop

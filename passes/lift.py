@@ -23,20 +23,24 @@ from asapc.program.calls import copied
 aten = torch.ops.aten
 # Dead where nothing reads them, though torch keeps them: the loop of a plan with dropout, or with a cast,
 # would stay beside the operator that replaces it.
-_INERT = (aten.dropout.default, aten._assert_tensor_metadata.default)
+INERT = (aten.dropout.default, aten._assert_tensor_metadata.default)
 
 
 def lift(program: Program, sites: Sequence[Site], drop_maps: bool = False) -> Program:
-    """Every matched region becomes one lossless operator call; what it replaces is removed."""
+    """Every matched region becomes one lossless operator call; what it replaces is removed.
+
+    Without sites, the program as it was captured: what was rewritten for their sake is of no use.
+    """
+    program = program if sites else program.untouched
     graph, nodes = copied(program.graph)
     for index, site in enumerate(sites):
         lifting = Lifting(graph, index, site.name, site.heads, nodes, drop_maps)
         for old, new, users in site.lift(lifting):
             old.replace_all_uses_with(new, delete_user_cb=users)
-    graph.graph.eliminate_dead_code(lambda node: node.target not in _INERT and bool(node.is_impure()))
+    graph.graph.eliminate_dead_code(lambda node: node.target not in INERT and bool(node.is_impure()))
     graph.recompile()
     check_graph(graph, "lift", [site.name for site in sites])
-    return replace(program, graph=graph)
+    return replace(program, graph=graph, captured=None)
 
 
 def beside(program: Program, sites: Sequence[Site]) -> Program:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ class Matcher(nn.Module):
         column, row = self.bin.expand(b, n, 1), self.bin.expand(b, 1, m)
         corner = self.bin.expand(b, 1, 1)
         scores = torch.cat([torch.cat([scores, column], -1), torch.cat([row, corner], -1)], 1)
-        one = scores.new_ones(())
+        one = torch.tensor(1.0)  # a number that the program holds and the model does not
         norm = -(n * one + m * one).log()
         log_mu = torch.cat([norm.expand(n), (m * one).log()[None] + norm])[None].expand(b, -1)
         log_nu = torch.cat([norm.expand(m), (n * one).log()[None] + norm])[None].expand(b, -1)
@@ -106,24 +105,6 @@ class Masses(nn.Module):
             g = log_nu - torch.logsumexp(scores + f[..., None], -2)
             f = log_mu - torch.logsumexp(scores + g[..., None, :], -1)
         return (scores + f[..., None] + g[..., None, :]).exp()
-
-
-class Differences(nn.Module):
-    """(A1 - lambda A2) V of two loops: neither plan is multiplied with values by itself."""
-
-    def __init__(self, dim: int = 8) -> None:
-        super().__init__()
-        self.qkv, self.weight = nn.Linear(dim, 5 * dim), nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, other_q, other_k, v = self.qkv(x).chunk(5, -1)
-        maps = []
-        for left, right in ((q, k), (other_q, other_k)):
-            log_a = left @ right.transpose(-1, -2) / math.sqrt(8)
-            for step in range(5):
-                log_a = log_a - log_a.logsumexp(-1 if step % 2 == 0 else -2, keepdim=True)
-            maps.append(log_a.exp())
-        return (maps[0] - self.weight * maps[1]) @ v
 
 
 class TokensFirst(nn.Module):

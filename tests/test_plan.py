@@ -269,7 +269,6 @@ FOUND: dict[str, list[PlanConvention]] = {
     "Expanded": [PlanConvention(14, "row", -math.exp(-0.3), OutputFactor(keys=1),
                                 by_head=(1.0, math.exp(0.8)))],
     "Masses": [PlanConvention(10, "column", 1.0, OutputFactor(), False, "input", "input")],
-    "Differences": 2 * [PlanConvention(5, "row", 1.0, OutputFactor(queries=1))],
     "TokensFirst": [PlanConvention(6, "row", 1.0, OutputFactor(keys=1))],
     "Scaled": [
         PlanConvention(12, "column", 1.0, OutputFactor(queries=1),

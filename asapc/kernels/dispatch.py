@@ -211,7 +211,11 @@ def _cpu_path(
     top = scores.amax(-1)
     low = scores if keep is None else scores.masked_fill(~keep[:, None, None, :], torch.inf)
     reach = float((top - low.amin(-1)).nan_to_num(0.0).amax()) if scores.numel() else 0.0
-    safe = SAFE_ROW_RANGE[dtype]
+    safe, wide = SAFE_ROW_RANGE[dtype], SAFE_ROW_RANGE[torch.float64]
+    if reach > safe and reach <= wide and not path.startswith("streamed"):
+        return f"CPU, {path}, linear domain in float64", (
+            f"{why}; a row of scores spans {reach:.0f}: more than {safe:.0f}, at most {wide:.0f}"
+        )
     if reach > safe:
         return f"CPU, {path}, log domain", f"{why}; a row of scores spans {reach:.0f} > {safe:.0f}"
     return f"CPU, {path}, linear domain", f"{why}; rows of scores span at most {reach:.1f}"

@@ -27,6 +27,7 @@ from asapc.inputs.onnx.module import OnnxModule, value_nodes
 from asapc.inputs.onnx.settings import DOMAIN, OPSETS
 from asapc.onnx.functions import Functions, take_out_calls, traced
 from asapc.onnx.translate import translate
+from asapc.program.calls import WRITTEN
 from asapc.terminal.printed import reason
 
 FUNCTIONS_IR = 8  # the first version of the format that knows model-local functions
@@ -121,7 +122,9 @@ def of_opset(proto: onnx.ModelProto, wanted: int | None) -> onnx.ModelProto:
 
 
 def _is_new(node: Node) -> bool:
-    return node.op in ("call_function", "get_attr") and "val" not in node.meta
+    if node.op not in ("call_function", "get_attr"):
+        return False
+    return "val" not in node.meta or WRITTEN in node.meta
 
 
 def _parts(compiled: GraphModule, has_value: Callable[[Node], bool]) -> list[Part]:

@@ -25,6 +25,7 @@ assert _library is not None
 aten = torch.ops.aten
 
 SITE = "site"  # in the meta of an operator call: the name of the site that it computes
+WRITTEN = "written"  # in the meta of a node that was put in before matching, and was not captured
 SiteFunction = Callable[[SiteTensors, Tensor | None], Tensor]
 
 CALLS: Mapping[Any, tuple[Operator, bool]] = {

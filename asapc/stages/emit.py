@@ -101,7 +101,7 @@ def _emit_onnx(
 ) -> None:
     """model.onnx, if asked for or if the teacher is one: then its file is edited, where that can be."""
     if c.teacher.onnx is not None and c.whole:
-        captured, compiled = c.analysis.capture.programs[0].graph, c.compiled[0].graph
+        captured, compiled = c.analysis.capture.untouched[0].graph, c.compiled[0].graph
         settings = onnx or OnnxSettings()
         write_edited_or_whole(folder, c.teacher, captured, compiled, c.source, settings, progress)
     elif onnx is not None:

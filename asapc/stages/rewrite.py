@@ -43,7 +43,7 @@ class Compilation:
         return {
             "graph": self.compiled,
             "lossless": self.analysis.lifted,
-            "teacher": self.analysis.capture.programs,
+            "teacher": self.analysis.capture.untouched,
         }
 
 

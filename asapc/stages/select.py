@@ -119,7 +119,7 @@ def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
     Padding, branches and early stops that the few examples of the capture did not show would show
     here.
     """
-    untouched = Runner(analysis.model, () if analysis.model else analysis.capture.programs)
+    untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)
     error = largest_difference(
         comparable(untouched(batch)), comparable(Runner(analysis.model, analysis.lifted)(batch))
     )

@@ -260,8 +260,12 @@ def _dense_tile(
         low = scores if masked is None else scores.masked_fill(masked, math.inf)
         high = scores if masked is None else scores.masked_fill(masked, -math.inf)
         row_range = float((high.amax(-1) - low.amin(-1)).max())
-        if not row_range <= SAFE_ROW_RANGE[scores.dtype]:
+        if not row_range <= SAFE_ROW_RANGE[torch.float64]:
             return _log_domain_tile(scores, v, keep, dual, loop, key_mass)
+        if not row_range <= SAFE_ROW_RANGE[scores.dtype]:
+            # What float32 cannot hold, float64 can: far fewer exponentials than logarithms of sums.
+            scores, v = scores.double(), None if v is None else v.double()
+            dual = None if dual is None else dual.double()
     if masked is not None:
         scores.masked_fill_(masked, -math.inf)
     log_a = scores.new_zeros(scores.shape[:2])

@@ -1,0 +1,625 @@
+"""Differences: values are multiplied with each of the maps that are added, not with their sum.
+
+before: (c1 A1 + c2 A2) V
+after:  c1 (A1 V) + c2 (A2 V)
+
+of coefficients that are the same for all keys: numbers, one a head, one a query. A1 and A2 may be heads
+of one map: A [B, 2H, N, M] is seen as [B, H, 2, N, M] and one half is subtracted from the other. Then
+the values are repeated for its heads, and what was done to the map's axes is done to the product's:
+
+before: (A.view(B, H, 2, N, M)[:, :, 0] - c A.view(B, H, 2, N, M)[:, :, 1]) V
+after:  O = A V2;  O.view(B, H, 2, N, E)[:, :, 0] - c O.view(B, H, 2, N, E)[:, :, 1]
+
+Neither map is multiplied with values by itself before, so no operator that never forms it can take its
+place. The sum is split only where that shows a site; the program stays as it was everywhere else.
+Source: Differential Transformer (arXiv 2410.05258), as compared with in ESPFormer, Appendix.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from asapc.ir import Program, Stop
+from asapc.passes.cut import ancestors, is_tensor
+from asapc.passes.lift import INERT
+from asapc.passes.masks import varies
+from asapc.passes.match import match
+from asapc.passes.observe import gives_its_input
+from asapc.passes.plan.loops import find_loops
+from asapc.passes.products import BARRIERS, SORTS, Product, product_of, rank_of, same
+from asapc.passes.regions import Refusal
+from asapc.passes.site import Site
+from asapc.passes.verify import check_graph
+from asapc.program.calls import WRITTEN, copied
+
+aten = torch.ops.aten
+
+Outcomes = list[Site | Refusal]
+
+ROUNDS = 4  # sums of sums that are split
+COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
+RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+}  # fmt: skip
+SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
+PARTS = {
+    aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.chunk.default: 2, aten.unbind.int: 1,
+}  # the place of their axis
+
+
+Pushed = Callable[[Node, Node], Node]
+"""Of a map and values: the product with them, and of all that the map is made of."""
+
+
+class _Stuck(Exception):
+    """A sum that cannot be split: something in it is not linear in the maps, or not of known sizes."""
+
+
+def matched_program(program: Program) -> tuple[Program, Outcomes]:
+    """What is found in a program, and the program it was found in: that which was captured, or one with
+    sums of maps split where that shows sites."""
+    found = match(program)
+    opened = {node: frozenset({total}) for node, total in _sums_of_maps(program, found).items()}
+    tried: dict[Node, frozenset[Node]] = {}
+    for _ in range(ROUNDS):
+        opened = {node: totals for node, totals in opened.items() if _splits(program, node, totals)}
+        if opened == tried:
+            break
+        tried = opened
+        split = _split(program, opened)
+        again = match(split.program)
+        shown = split.shown(again)
+        opened = {
+            node: totals | {
+                total for term in split.terms[node] if term.product not in shown
+                and (total := _total(term.map)) is not None
+            }
+            for node, totals in opened.items()
+        }  # fmt: skip
+    if not tried:
+        return program, found
+    needed: dict[Node, frozenset[Node]] = {}
+    for node, terms in split.terms.items():
+        within = [term.within for term in terms if term.product in shown]
+        if within:
+            needed[node] = frozenset().union(*within)
+    if not needed:
+        return program, found
+    if needed != tried and all(_splits(program, *pair) for pair in needed.items()):
+        split = _split(program, needed)
+        again = match(split.program)
+    return split.program, again
+
+
+# Which products
+
+
+def _sums_of_maps(program: Program, found: Outcomes) -> dict[Node, Node]:
+    """The sum in the map of every product that no family explains, where a loop or a sort enters."""
+    explained = _explained(found)
+    loops = {total for loop in find_loops(program.graph) for total in loop.sums}
+    sums = {}
+    for node in program.graph.graph.nodes:
+        product = product_of(node)
+        if product is None or node in explained:
+            continue
+        total = _total(product.left)
+        if total is None:
+            continue
+        above = ancestors(total, until=BARRIERS)
+        if above & loops or any(source.target in SORTS for source in above):
+            sums[node] = total
+    return sums
+
+
+def _explained(found: Outcomes) -> set[Node]:
+    """Products with values of the sites that know their queries and keys."""
+    outputs = [
+        site.part().output for site in found if isinstance(site, Site) and site.head_dim is not None
+    ]
+    return {node for output in outputs for node in (output, *output.users)}
+
+
+def _total(node: Node) -> Node | None:
+    """The sum that a map is, but for what is done to its axes and coefficients."""
+    current: Node | None = node
+    while current is not None:
+        if _operands(current):
+            return current
+        current = _through(current)
+    return None
+
+
+def _through(node: Node) -> Node | None:
+    """The map that a node scales or lays out anew; None where it does something else to one."""
+    if _is_copy(node) or node.target in RESHAPES or node.target in (
+        aten.permute.default, aten.transpose.int, aten.neg.default, aten.select.int, aten.slice.Tensor
+    ):  # fmt: skip
+        source = _args(node)[0]
+    elif node.target is operator.getitem:
+        parts = _args(node)[0]
+        source = _args(parts)[0] if isinstance(parts, Node) and parts.target in PARTS else None
+    elif node.target in SCALINGS:
+        scaled = _scaled(node)
+        source = None if scaled is None else scaled[0]
+    else:
+        source = None
+    return source if isinstance(source, Node) and is_tensor(source) else None
+
+
+def _args(node: Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def _is_copy(node: Node) -> bool:
+    return node.target in COPIES or gives_its_input(node)
+
+
+def _operands(node: Node) -> list[Node]:
+    """The maps that are added; empty where it is no sum of maps."""
+    if node.target in SUMS:
+        maps = [_args(node)[0], _args(node)[1]]
+    elif node.target in (aten.lerp.Scalar, aten.lerp.Tensor):
+        maps = [_args(node)[0], _args(node)[1]]
+        weight = _args(node)[2]
+        if isinstance(weight, Node) and not all(_is_free(weight, x) for x in maps if isinstance(x, Node)):
+            return []
+    elif node.target is aten.addcmul.default:
+        scaled = _scaled(node, 1)
+        maps = [] if scaled is None else [_args(node)[0], scaled[0]]
+    elif node.target is aten.sum.dim_IntList and _summed_axis(node) is not None:
+        return [_args(node)[0]]
+    else:
+        return []
+    shape = node.meta["val"].shape
+    alike = [x for x in maps if isinstance(x, Node) and is_tensor(x) and _is_shape(x, shape)]
+    return alike if maps and len(alike) == len(maps) else []
+
+
+def _summed_axis(node: Node) -> int | None:
+    """The one axis, from the start, that a sum without `keepdim` takes away, unless a map's own."""
+    source, dims, *rest = _args(node)
+    if not isinstance(source, Node) or not isinstance(dims, (list, tuple)) or len(dims) != 1 or any(rest):
+        return None
+    (axis,) = dims
+    if not isinstance(axis, int) or node.kwargs.get("dtype") is not None:
+        return None
+    axis %= rank_of(source)
+    return axis if axis < rank_of(source) - 2 else None
+
+
+def _scaled(node: Node, first: int = 0) -> tuple[Node, Any, bool] | None:
+    """(map, coefficient, whether the map stands first) of a product of two arguments, the first at
+    `first`; None where no argument is a coefficient."""
+    one, other = _args(node)[first], _args(node)[first + 1]
+    shape = node.meta["val"].shape
+    pairs = [(one, other, True)]
+    if node.target not in (aten.div.Tensor, aten.div.Scalar):
+        pairs.append((other, one, False))
+    for scaled, by, leads in pairs:
+        if not isinstance(scaled, Node) or not is_tensor(scaled) or not _is_shape(scaled, shape):
+            continue
+        if not isinstance(by, Node) or not is_tensor(by) or _is_free(by, scaled):
+            return scaled, by, leads
+    return None
+
+
+def _is_shape(node: Node, shape: Sequence[Any]) -> bool:
+    """Of a map: at least three axes, all of these sizes."""
+    mine = node.meta["val"].shape
+    return len(mine) == len(shape) >= 3 and all(same(a, b) for a, b in zip(mine, shape, strict=True))
+
+
+def _is_free(coefficient: Node, scaled: Node) -> bool:
+    """Whether it is the same for all keys, and made of nothing that the map is made of: a plan is scaled
+    by its potentials, too."""
+    if varies(coefficient, -1):
+        return False
+    shape = scaled.meta["val"].shape[-2:]
+    matrices = {
+        node for node in ancestors(scaled, until=BARRIERS)
+        if is_tensor(node) and rank_of(node) >= 2
+        and all(same(a, b) for a, b in zip(node.meta["val"].shape[-2:], shape, strict=True))
+    }  # fmt: skip
+    return not matrices & ancestors(coefficient, until=BARRIERS)
+
+
+# Splitting
+
+
+@dataclass(frozen=True)
+class _Term:
+    """map: that of the original that is multiplied with values now, by the product `product`.
+    within: the sums of the original that it is a part of."""
+
+    map: Node
+    product: Node
+    within: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A rewritten program, and by the products of the original what became of them."""
+
+    program: Program
+    terms: Mapping[Node, Sequence[_Term]]
+
+    def shown(self, found: Outcomes) -> set[Node]:
+        """The new products that are a site's."""
+        return {term.product for terms in self.terms.values() for term in terms} & _explained(found)
+
+
+def _splits(program: Program, node: Node, totals: frozenset[Node]) -> bool:
+    """Whether a product's sums can be split, into no more work than one product for every map."""
+    try:
+        split = _split(program, {node: totals})
+    except _Stuck:
+        return False
+    maps = 1 + sum(_count(total) - 1 for total in totals)
+    products = {term.product for term in split.terms[node]}
+    return sum(map(_matrices, products)) <= maps * _matrices(node)
+
+
+def _count(total: Node) -> int:
+    """How many maps are added."""
+    axis = _summed_axis(total) if total.target is aten.sum.dim_IntList else None
+    return 2 if axis is None else _hint(_operands(total)[0].meta["val"].shape[axis])
+
+
+def _matrices(node: Node) -> int:
+    """How many are multiplied in the captured example."""
+    count = 1
+    for size in node.meta["val"].shape[:-2]:
+        count *= _hint(size)
+    return count
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _split(program: Program, opened: Mapping[Node, frozenset[Node]]) -> _Split:
+    """The program with these sums split, by the product that they are in.  Raises _Stuck."""
+    graph, nodes = copied(program.graph)
+    places = {node: place for place, node in enumerate(program.graph.graph.nodes)}
+    order = list(nodes.values())
+    terms: dict[Node, Sequence[_Term]] = {}
+    gone: set[Node] = set()
+    became: dict[Node, Node] = {}
+    for node, totals in opened.items():
+        product = product_of(node)
+        assert product is not None
+        writer = _Writer(graph, nodes, product, totals)
+        became[nodes[node]] = writer.write()
+        terms[node] = writer.terms
+        gone |= {nodes[node], *(nodes[source] for source in writer.passed)}
+    for node in reversed(order):
+        if node in gone:
+            for user in [*node.users]:
+                if not user.users and user.target in INERT:
+                    graph.graph.erase_node(user)
+                    gone.add(user)
+            graph.graph.erase_node(node)
+    graph.recompile()
+    check_graph(graph, "differences", [node.name for node in opened])
+    return _Split(_moved(program, graph, nodes, places, gone, became), terms)
+
+
+def _moved(
+    program: Program, graph: GraphModule, nodes: Mapping[Node, Node], places: Mapping[Node, int],
+    gone: set[Node], became: Mapping[Node, Node],
+) -> Program:  # fmt: skip
+    """The program of a rewritten graph, with its stops, and the calls of modules whose tensors are left.
+
+    A call begins where the first of its nodes stands now, or the first after it.
+    """
+    order = {node: place for place, node in enumerate(graph.graph.nodes)}
+    new = {value: key for key, value in nodes.items() if value not in gone}
+    starts, place = [0] * (len(places) + 1), len(order)
+    starts[len(places)] = place
+    originals = list(places)
+    for index in range(len(originals) - 1, -1, -1):
+        copy = nodes.get(originals[index])
+        if copy is not None and copy in new:
+            place = order[copy]
+        elif copy is not None and copy in became:
+            place = order[became[copy]]
+        starts[index] = place
+
+    def now(node: Node) -> Node | None:
+        copy = nodes.get(node)
+        if copy is None or copy not in gone:
+            return copy
+        return became.get(copy)
+
+    calls = []
+    for call in program.calls:
+        inputs, outputs = [now(x) for x in call.inputs], [now(x) for x in call.outputs]
+        kept = tuple(x for x in inputs if x is not None), tuple(x for x in outputs if x is not None)
+        if len(kept[0]) == len(inputs) and len(kept[1]) == len(outputs):
+            calls.append(replace(
+                call, inputs=kept[0], outputs=kept[1], start=starts[call.start], end=starts[call.end]
+            ))  # fmt: skip
+    stops = tuple(Stop(nodes[stop.residual], stop.threshold) for stop in program.stops)
+    return replace(program, graph=graph, stops=stops, calls=tuple(calls), captured=program)
+
+
+class _Writer:
+    """Writes A V in front of what was done to A, for every map A of one product's sums."""
+
+    def __init__(
+        self, graph: GraphModule, nodes: Mapping[Node, Node], product: Product, totals: frozenset[Node]
+    ) -> None:
+        self.graph, self.nodes, self.product, self.totals = graph, nodes, product, totals
+        self.terms: list[_Term] = []
+        self.passed: set[Node] = set()
+        self._parted: set[Node] = set()  # of which parts are taken: the rest is the map's
+        self._known: dict[tuple[Any, str], Node] = {}
+
+    def write(self) -> Node:
+        """What gives the product now, in its place.  Raises _Stuck."""
+        product, node = self.product, self.product.node
+        order = product.left_order
+        if order is not None and list(order) != sorted(order):
+            raise _Stuck
+        with self.before():
+            values = self.nodes[product.right]
+            turned = product.values.order
+            if turned is not None and list(turned) != sorted(turned):
+                values = self.call(aten.permute.default, values, list(turned))
+            leads = [*product.left.meta["val"].shape[:-2]]
+            values = self.spread(values, leads)
+            result = self.pushed(product.left, values, frozenset())
+            back = product.out_order
+            if back is not None and list(back) != sorted(back):
+                inverse = [back.index(axis) for axis in range(len(back))]
+                result = self.call(aten.permute.default, result, inverse)
+        for passed in self.passed:
+            for user in passed.users:
+                if user is not node and user not in self.passed and not _is_inert(user):
+                    raise _Stuck  # a sum that is read otherwise, too
+        for term in self.terms:
+            if any(u not in self.passed and u is not node and not _is_inert(u) for u in term.map.users):
+                raise _Stuck  # a map that is
+        self.nodes[node].replace_all_uses_with(result)
+        return result
+
+    def before(self) -> AbstractContextManager[object]:
+        return self.graph.graph.inserting_before(self.nodes[self.product.node])
+
+    def pushed(self, node: Node, values: Node, within: frozenset[Node]) -> Node:
+        """node @ values, of values with all the axes before the last two that the node has."""
+        def go_on(source: Node, values: Node) -> Node:
+            self.passed.add(node)
+            return self.pushed(source, values, within | ({node} & self.totals))
+
+        if node in self.totals:
+            return self._total(node, values, go_on)
+        source = _through(node)
+        if source is None or (within and node.target in SCALINGS and self._is_whole(node)):
+            return self._map(node, values, within)
+        taken = node.target in (aten.select.int, aten.slice.Tensor, operator.getitem)
+        if taken or node in self._parted:
+            self._parted.add(source)
+        if _is_copy(node):
+            return go_on(source, values)
+        if node.target in SCALINGS:
+            scaled = _scaled(node)
+            assert scaled is not None
+            made = go_on(source, values)
+            pair = [made, self.coefficient(scaled[1])]
+            return self.call(node.target, *(pair if scaled[2] else pair[::-1]))
+        if node.target is aten.neg.default:
+            return self.call(aten.neg.default, go_on(source, values))
+        if node.target is aten.select.int or node.target is operator.getitem:
+            return self._part(node, source, values, go_on)
+        if node.target is aten.slice.Tensor:
+            return self._slice(node, source, values, go_on)
+        if node.target in RESHAPES:
+            return self._reshaped(node, source, values, go_on)
+        return self._permuted(node, source, values, go_on)
+
+    def _map(self, node: Node, values: Node, within: frozenset[Node]) -> Node:
+        if not within or rank_of(node) not in (3, 4):
+            raise _Stuck
+        made = self.call(aten.matmul.default, self.nodes[node], values)
+        self.terms.append(_Term(node, made, within))
+        return made
+
+    def _is_whole(self, node: Node) -> bool:
+        """Whether a scaling is of a map whose heads are taken apart later, and not of one of them."""
+        return node in self._parted and not ancestors(node, until=BARRIERS) & self.totals
+
+    def _total(self, node: Node, values: Node, go_on: Pushed) -> Node:
+        if node.target is aten.sum.dim_IntList:
+            axis = _summed_axis(node)
+            (source,) = _operands(node)
+            assert axis is not None
+            made = go_on(source, self._repeated(values, axis, source.meta["val"].shape[axis]))
+            return self.call(aten.sum.dim_IntList, made, [axis])
+        first, second, *rest = _args(node)
+        if node.target is aten.addcmul.default:
+            scaled = _scaled(node, 1)
+            assert scaled is not None
+            made, by = go_on(scaled[0], values), self.coefficient(scaled[1])
+            pair = (made, by) if scaled[2] else (by, made)
+            return self.call(node.target, go_on(first, values), *pair, **node.kwargs)
+        rest = [self.coefficient(x) for x in rest]
+        return self.call(node.target, go_on(first, values), go_on(second, values), *rest, **node.kwargs)
+
+    def _part(self, node: Node, source: Node, values: Node, go_on: Pushed) -> Node:
+        """x.select(axis, i), x.unbind(axis)[i], x.chunk(n, axis)[i]"""
+        shape = source.meta["val"].shape
+        if node.target is aten.select.int:
+            axis, index = int(_args(node)[1]) % len(shape), int(_args(node)[2])
+            return self._selected(source, axis, index, values, go_on)
+        parts, index = _args(node)[0], int(_args(node)[1])
+        self.passed.add(parts)
+        given = [*_args(parts), *parts.kwargs.values()]
+        place = PARTS[parts.target]
+        axis = int(given[place]) % len(shape) if len(given) > place else 0
+        if parts.target is aten.unbind.int:
+            return self._selected(source, axis, index, values, go_on)
+        sizes = [value.shape[axis] for value in parts.meta["val"]]
+        if axis >= len(shape) - 2 or not all(isinstance(size, int) for size in sizes):
+            raise _Stuck
+        start = sum(sizes[:index])
+        return self._cut(source, axis, (start, start + sizes[index], 1), values, go_on)
+
+    def _selected(self, source: Node, axis: int, index: int, values: Node, go_on: Pushed) -> Node:
+        shape = source.meta["val"].shape
+        if axis >= len(shape) - 2:
+            raise _Stuck
+        made = go_on(source, self._repeated(values, axis, shape[axis]))
+        return self.call(aten.select.int, made, axis, index)
+
+    def _slice(self, node: Node, source: Node, values: Node, go_on: Pushed) -> Node:
+        shape = source.meta["val"].shape
+        if _is_shape(node, shape):
+            return go_on(source, values)
+        defaults: tuple[Any, ...] = (None, 0, None, None, 1)
+        _, axis, start, stop, step = _args(node) + defaults[len(_args(node)) :]
+        size = shape[axis]
+        numbers = all(x is None or isinstance(x, int) for x in (start, stop, step))
+        if axis % len(shape) >= len(shape) - 2 or not isinstance(size, int) or not numbers:
+            raise _Stuck
+        bounds = slice(start, stop, step).indices(size)
+        return self._cut(source, axis % len(shape), bounds, values, go_on)
+
+    def _cut(
+        self, source: Node, axis: int, bounds: tuple[int, int, int], values: Node, go_on: Pushed
+    ) -> Node:
+        """A part of a map's heads: one of several next to each other, or every second or third."""
+        size = source.meta["val"].shape[axis]
+        start, stop, step = bounds
+        length = len(range(start, stop, step))
+        if not isinstance(size, int) or length * (size // length) != size:
+            raise _Stuck
+        count = size // length
+        if step == 1 and start % length == 0:
+            spread = self._repeated(values, axis, count)
+        elif step == count:
+            spread = self._repeated(values, axis + 1, count)
+        else:
+            raise _Stuck
+        made = go_on(source, self.call(aten.flatten.using_ints, spread, axis, axis + 1))
+        return self.call(aten.slice.Tensor, made, axis, start, stop, step)
+
+    def _repeated(self, values: Node, axis: int, count: Any) -> Node:
+        """With a new axis, the same along it."""
+        wider = self.call(aten.unsqueeze.default, values, axis)
+        sizes = [-1] * rank_of(wider)
+        sizes[axis] = self.size(count)
+        return self.call(aten.expand.default, wider, sizes)
+
+    def _reshaped(self, node: Node, source: Node, values: Node, go_on: Pushed) -> Node:
+        """Between the same rows and columns: heads split off, merged, or put in another order."""
+        shape, before = node.meta["val"].shape, source.meta["val"].shape
+        if len(before) < 3 or not all(same(a, b) for a, b in zip(shape[-2:], before[-2:], strict=True)):
+            raise _Stuck
+        given = self.shaped(values, before[:-2])
+        return self.shaped(go_on(source, given), shape[:-2])
+
+    def _permuted(self, node: Node, source: Node, values: Node, go_on: Pushed) -> Node:
+        rank = rank_of(node)
+        if node.target is aten.permute.default:
+            order = [axis % rank for axis in _args(node)[1]]
+        else:
+            order = [*range(rank)]
+            one, other = (axis % rank for axis in _args(node)[1:])
+            order[one], order[other] = other, one
+        if order[-2:] != [rank - 2, rank - 1]:
+            raise _Stuck
+        back = [order.index(axis) for axis in range(rank)]
+        made = go_on(source, self.call(aten.permute.default, values, back))
+        return self.call(aten.permute.default, made, order)
+
+    # Writing
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call of what is there already, if it is; its value is known, as a captured one's."""
+        key = (target, repr((args, kwargs)))
+        if key not in self._known:
+            node = self.graph.graph.call_function(target, args, kwargs)
+            given_args, given_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
+            with torch.no_grad(), enable_python_dispatcher():
+                value = target(*given_args, **given_kwargs)
+            root = self.nodes[self.product.node].meta
+            node.meta = {name: root[name] for name in ("nn_module_stack", "stack_trace") if name in root}
+            node.meta |= {"val": value, WRITTEN: True}
+            self._known[key] = node
+        return self._known[key]
+
+    def coefficient(self, by: Any) -> Any:
+        """One number for all keys, as it multiplies what has no keys any more."""
+        if not isinstance(by, Node):
+            return by
+        node = self.nodes[by]
+        if not is_tensor(by) or not rank_of(by) or same(by.meta["val"].shape[-1], 1):
+            return node
+        return self.call(aten.slice.Tensor, node, -1, 0, 1)
+
+    def spread(self, values: Node, leads: Sequence[Any]) -> Node:
+        """[*leads, M, E] of values that are repeated along some of these axes."""
+        shape = values.meta["val"].shape
+        missing = len(leads) - (len(shape) - 2)
+        sizes: list[Any] = []
+        for axis, lead in enumerate(leads):
+            there = axis >= missing and same(shape[axis - missing], lead)
+            if axis >= missing and not there and not same(shape[axis - missing], 1):
+                raise _Stuck
+            sizes.append(-1 if there else self.size(lead))
+        if all(size == -1 for size in sizes):
+            return values
+        return self.call(aten.expand.default, values, [*sizes, -1, -1])
+
+    def shaped(self, tensor: Node, leads: Sequence[Any]) -> Node:
+        """[*leads, X, Y] of a tensor whose other axes are others."""
+        shape = tensor.meta["val"].shape
+        if len(shape) == len(leads) + 2 and all(same(a, b) for a, b in zip(shape, leads, strict=False)):
+            return tensor
+        sizes: list[Any] = []
+        for lead in leads:
+            size = self._known_size(lead)
+            sizes.append(-1 if size is None else size)
+        if sizes.count(-1) > 1:
+            raise _Stuck
+        last = [
+            size if isinstance(size, int) else self.call(aten.sym_size.int, tensor, axis)
+            for axis, size in ((-2, shape[-2]), (-1, shape[-1]))
+        ]
+        return self.call(aten.reshape.default, tensor, [*sizes, *last])
+
+    def size(self, size: Any) -> Any:
+        found = self._known_size(size)
+        if found is None:
+            raise _Stuck
+        return found
+
+    def _known_size(self, size: Any) -> Any:
+        """A number, or where the graph has one: of the values, or of an input of the program."""
+        if isinstance(size, int):
+            return size
+        right = self.product.right
+        inputs = (node for node in right.graph.nodes if node.op == "placeholder" and is_tensor(node))
+        for node in (right, *inputs):
+            for axis, other in enumerate(node.meta["val"].shape):
+                if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
+                    return self.call(aten.sym_size.int, self.nodes[node], axis)
+        return None
+
+
+def _is_inert(node: Node) -> bool:
+    """Whether nothing reads it: an assertion on a tensor's type, dropout whose result is not used."""
+    return not node.users and node.target in INERT
