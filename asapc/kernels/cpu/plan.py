@@ -35,7 +35,8 @@ def described(scores: Tensor, task: Task) -> tuple[str, str]:
     if is_small(scores):
         return "CPU, matrices side by side", f"{queries} x {keys} entries a matrix"
     if task.stabiliser is not None:
-        return "plain PyTorch", "the constant in its divisions is kept: products of exp(S) in float64"
+        why = "the constant in its divisions is kept; in float64 where scores spread"
+        return "CPU, linear domain", why
     return "CPU, linear domain", "what it cannot hold is computed in the log domain"
 
 
@@ -43,7 +44,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     """[B, H, N, M] in the dtype of the scores, see operators.plan."""
     batch, heads, queries, keys = scores.shape
     small = is_small(scores)
-    if scores.numel() == 0 or task.settings["half_steps"] < 1 or (task.stabiliser and not small):
+    if scores.numel() == 0 or task.settings["half_steps"] < 1:
         return task.plain(scores)
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     given = scores.to(dtype)
@@ -60,7 +61,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     offset = None
     if task.stabiliser is not None and task.stabiliser.start == "tensor":
         offset = _largest(given, task.settings["score_multiplier"]) * task.settings["score_multiplier"]
-    run = _side_by_side if small else _products
+    run = _side_by_side if small else _products if task.stabiliser is None else _stabilised_products
 
     def work(starts: Iterator[int]) -> None:
         for start in starts:
@@ -241,6 +242,48 @@ def _products(
         out += b.log()[:, None]
     else:
         kernel.mul_((a * share)[:, :, None]).mul_(b[:, None])
+    return held
+
+
+def _stabilised_products(
+    given: Tensor, mu: Tensor, nu: Tensor, share: Tensor, task: Task, offset: Tensor | None, out: Tensor
+) -> Tensor:
+    """The same with a constant in the divisions."""
+    settings, stabiliser = task.settings, task.stabiliser
+    assert stabiliser is not None
+    s = given * settings["score_multiplier"]
+    if stabiliser.start == "tensor":
+        s -= offset
+    elif stabiliser.start == "matrix":
+        s -= s.amax((-1, -2), keepdim=True)
+    elif stabiliser.start != "plain":
+        s -= s.amax(-1, keepdim=True)
+    kernel = torch.exp(s, out=out)
+    transposed = kernel.transpose(1, 2)
+    if settings["half_steps"] > 3:
+        transposed = transposed.contiguous()
+    a, b = torch.ones_like(kernel[:, :, 0])[:, None], torch.ones_like(kernel[:, :1])
+    row_mass, column_mass = (
+        x[:, None] if stabiliser.shares else torch.ones_like(x)[:, None] for x in (mu, nu)
+    )
+    if stabiliser.form == "scaling" and stabiliser.start_share:
+        a, b = a / a.shape[-1], b / b.shape[-1]
+    rows_turn = task.rows_first
+    for step in range(settings["half_steps"]):
+        exact = step == 0 and stabiliser.start == "softmax"
+        if rows_turn:
+            _divide(a, torch.bmm(b, transposed), row_mass, stabiliser, exact)
+        else:
+            _divide(b, torch.bmm(a, kernel), column_mass, stabiliser, exact)
+        rows_turn = not rows_turn
+    safe = SAFE_ROW_RANGE[given.dtype]
+    held = (s.amin((-1, -2)) >= -safe) & (s.amax((-1, -2)) <= safe)
+    scaled = a.transpose(1, 2) * share[:, None, None]
+    if settings["log"]:
+        torch.add(s, scaled.log(), out=out)
+        out += b.log()
+    else:
+        kernel.mul_(scaled).mul_(b)
     return held
 
 
