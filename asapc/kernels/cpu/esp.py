@@ -73,9 +73,10 @@ def esp_soft(
         cost = cost_matrix(clouds.q, clouds.k, squared_cost)[0]
         if mean_cost:
             cost /= cost.shape[1]
+        together = max(1, TILE_BYTES // (2 * cost.numel() * cost.element_size()))
         return _stacked_heads(
             clouds.x[0], clouds.y[0], cost, v, rank_matrix(clouds, coupling), tau.to(v.dtype),
-            omega.to(v.dtype), softsort_temperature, REACH[v.dtype],
+            omega.to(v.dtype), softsort_temperature, REACH[v.dtype], together,
         )  # fmt: skip
 
     def banded(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
@@ -354,30 +355,40 @@ def _stacked_heads(
     omega: Tensor,
     temperature: float,
     reach: float,
+    together: int,
 ) -> Tensor:
     """sum_l w_l P_l v [G, N, E], by an online softmax.  x: [G, L, N]; y: [G, L, M]; cost: [G, N, M];
     v: [G, M, E]; ranks: [1, N, M], see operators.ranks.rank_matrix; tau: [G]; omega: [G, L].
+
+    together: slices whose plans are formed at once.
     """
-    tau = -tau.view(-1, 1, 1)
+    heads, queries, keys = cost.size(0), cost.size(1), cost.size(2)
+    tau = -tau.view(-1, 1)
     result = torch.zeros_like(v[:, :1])
     total = torch.zeros_like(tau)
     lowest = total
-    for index in range(x.size(1)):
-        slice_x, slice_y = x[:, index].contiguous(), y[:, index].contiguous()
+    for start in range(0, x.size(1), together):
+        slice_x = x[:, start : start + together].flatten(0, 1)
+        slice_y = y[:, start : start + together].flatten(0, 1)
         a = _soft_rows(torch.sort(slice_x, -1, True)[0], slice_x, temperature, reach)
-        ordered = torch.sort(slice_y, -1, True)[0]
-        b = _soft_rows(ordered, slice_y, temperature, reach)
+        b = _soft_rows(torch.sort(slice_y, -1, True)[0], slice_y, temperature, reach)
         if ranks is not None:
             b = torch.matmul(ranks, b)
-        plan = torch.bmm(a.transpose(1, 2), b)
-        slice_cost = (cost * plan).sum([-2, -1]).view(-1, 1, 1)
-        before = slice_cost if index == 0 else lowest
-        lowest = torch.minimum(before, slice_cost)
+        plan = torch.bmm(a.transpose(1, 2), b).view(heads, -1, queries, keys)
+        slice_cost = (cost.unsqueeze(1) * plan).sum([-2, -1])  # [G, slices]
+        least = slice_cost.amin(1, keepdim=True)
+        before = least if start == 0 else lowest
+        lowest = torch.minimum(before, least)
         kept, weight = torch.exp(tau * (before - lowest)), torch.exp(tau * (slice_cost - lowest))
-        weight = weight * omega[:, index].view(-1, 1, 1)
-        result = result * kept + weight * torch.bmm(plan, v)
-        total = total * kept + weight
-    return result / total
+        weight = weight * omega[:, start : start + together]
+        if plan.size(1) == 1:
+            moved = weight.unsqueeze(2) * torch.bmm(plan[:, 0], v)
+        else:
+            mixed = torch.bmm(weight.unsqueeze(1), plan.view(heads, -1, queries * keys))
+            moved = torch.bmm(mixed.view(heads, queries, keys), v)
+        result = result * kept.unsqueeze(2) + moved
+        total = total * kept + weight.sum(1, keepdim=True)
+    return result / total.unsqueeze(2)
 
 
 def _banded_head(
