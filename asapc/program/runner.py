@@ -94,8 +94,8 @@ class _Limited:
                 raise InputError(
                     f"{where}the program holds for {sizes_text(self.names, self.tensors, self.limits)}",
                     got=f"{name}: {problem}",
-                    help="the code branches on a size, or makes a number of it, and a program has one: keep to "
-                    "such sizes",
+                    help="the code branches on a size, or makes a number of it, and a program "
+                    "has one way: keep to such sizes",
                 )
 
 
