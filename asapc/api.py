@@ -19,7 +19,7 @@ from asapc.errors import FewExamplesWarning, InputError
 from asapc.inputs.data import DataSource, data_of
 from asapc.inputs.load import load_teacher
 from asapc.inputs.recipe import Recipe
-from asapc.inputs.teacher import Teacher
+from asapc.inputs.teacher import Teacher, uncompiled
 from asapc.inputs.weights import fingerprint
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.report import document, markdown, write_report
@@ -152,4 +152,5 @@ def _teacher(model: nn.Module | str) -> Teacher:
         )
     if model.training:
         raise InputError("compile: the model must be in eval mode", help="call model.eval() first")
+    model = uncompiled(model)
     return Teacher(model, None, type(model).__qualname__, fingerprint(model.state_dict()), False, None)

@@ -148,7 +148,7 @@ def analyse(
                 if errors.rounding > TOLERANCE:
                     reason += (
                         f"; there its own code is {errors.rounding:.2g} from itself in float64, as where "
-                        "a mask adds 1e6 to scores or a padded token is set to 1e18"
+                        "a mask adds 1e6 to scores, a padded token is set to 1e18, or numbers are halves"
                     )
                 left.append(LeftAlone(site.name, "kept", reason, worst, *facts, errors.errors))
         lifted.append(lift(program, good, drop_maps))

@@ -93,12 +93,15 @@ def _loops_apart(
     loops: Sequence[Loop], left: Sequence[Place], reasons: dict[Node, Unidentified]
 ) -> list[Loop]:
     """The loops that are refused and belong to no product that is: those have a row of their own. Where
-    nobody knows why such a product is refused, its loop does."""
+    nobody knows why such a product is refused, its loop does; it knows better where its sums are none of
+    rows and columns."""
     apart = []
     for loop in loops:
         around = next((place for place in left if _is_within(loop, place)), None)
         if around is None:
             apart.append(loop)
+        elif loop.axes is None:  # what its sums are over is seen, and no experiment's guess
+            reasons[around.value.node] = reasons[loop.at]
         else:
             reasons.setdefault(around.value.node, reasons[loop.at])
     return apart

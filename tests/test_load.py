@@ -143,6 +143,16 @@ def test_factory_model_can_be_exported(factory: Path) -> None:
     torch.testing.assert_close(program.module()(torch.ones(4, 2)), model(torch.ones(4, 2)))
 
 
+def test_what_torch_compile_returns_is_the_module_in_it(factory: Path) -> None:
+    factory.write_text(
+        factory.read_text() + "\n\ndef compiled():\n    import torch\n"
+        "    return torch.compile(build(), backend='eager')\n"
+    )
+    plain, compiled = (load_teacher(f"{factory}:{name}") for name in ("build", "compiled"))
+    assert type(compiled.model).__name__ == type(plain.model).__name__
+    assert compiled.fingerprint == plain.fingerprint  # names without _orig_mod
+
+
 def test_two_files_with_equally_named_helpers(factory: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -371,6 +371,30 @@ def test_a_loop_that_is_none_is_listed_with_a_reason(name: str) -> None:
     assert left.status == "refused" and REFUSED[name] in left.reason
 
 
+class Slack(nn.Module):
+    """Registration: a row and a column of slack that take part in the sums, and are not normalised."""
+
+    def __init__(self, values: bool) -> None:
+        super().__init__()
+        self.values = values
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        scores = nn.functional.pad(-torch.cdist(a, b), (0, 1, 0, 1))
+        for _ in range(3):
+            rows, slack = scores[:, :-1], scores[:, -1:]
+            scores = torch.cat((rows - rows.logsumexp(2, keepdim=True), slack), 1)
+            columns, slack = scores[:, :, :-1], scores[:, :, -1:]
+            scores = torch.cat((columns - columns.logsumexp(1, keepdim=True), slack), 2)
+        plan = scores[:, :-1, :-1].exp()
+        return plan @ b if self.values else plan
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_a_loop_over_parts_of_its_matrix_is_listed(values: bool) -> None:
+    (left,) = analysed(Slack(values), random(2, 9, 3), random(2, 7, 3, seed=1)).left_alone
+    assert left.status == "refused" and "each of its sums leaves out a row or column" in left.reason
+
+
 def test_a_stop_that_changes_nothing_is_left_out_and_another_is_refused() -> None:
     for threshold, known in ((1e-12, True), (1e-2, False)):
         net = nets.Stopping(threshold).eval()

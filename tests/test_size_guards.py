@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from asapc.errors import InputError
 from asapc.formats.limits import MOST
+from asapc.inputs.data import Batch
 from asapc.passes.capture import capture
 from asapc.program.call import known_of
+from asapc.program.runner import Runner
 
 EXAMPLE = (3, 9)  # examples and tokens
 BRANCHES: dict[str, Callable[[int, int], int]] = {
@@ -129,3 +132,20 @@ def test_sizes_of_nested_inputs_are_found_by_name() -> None:
     known, limits = known_of(values)
     assert limits == {known[1].sizes[1]: (5, 7), known[2].sizes[1]: (11, 11)}
     assert known[0].sizes[1] not in limits
+
+
+class Entropy(nn.Module):
+    """Scores scaled with the logarithm of their number, which a trace holds as a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.transpose(-1, -2) * math.log(x.shape[1])).softmax(-1)
+
+
+def test_a_length_that_became_a_number_is_not_run_at_another() -> None:
+    model = Entropy()
+    x = torch.randn(*EXAMPLE, 4, generator=torch.Generator().manual_seed(0))
+    run = Runner(model, capture(model, (x,), {}).programs)
+    torch.testing.assert_close(run(Batch((x[:2],), {}, None, [0, 1])), model(x[:2]))
+    with pytest.raises(InputError, match="the program holds for x") as caught:
+        run(Batch((x[:, :5],), {}, None, [0, 1, 2]))
+    assert "x: size 1 was captured as 9, and is 5" in str(caught.value)

@@ -15,7 +15,7 @@ from asapc.formats.json_text import parse_json, read_json
 from asapc.formats.limits import MOST
 from asapc.formats.user_code import UserCode, describe
 from asapc.inputs.huggingface import build_pretrained, is_transformers
-from asapc.inputs.teacher import Teacher
+from asapc.inputs.teacher import Teacher, uncompiled
 from asapc.inputs.weights import (
     check_finite,
     fingerprint,
@@ -140,6 +140,7 @@ def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
 def _module_teacher(
     model: nn.Module, source: str, factory: str | None = None, builtin: bool | None = None
 ) -> Teacher:
+    model = uncompiled(model)
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     check_finite(state, {name for name, _ in model.named_parameters()}, source)
     return Teacher(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,3 +28,14 @@ class Teacher:
     builtin: bool
     factory: str | None
     onnx: Path | None = None
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module in what torch.compile(module) returns, which does not call it by its name.
+
+    Compiled modules inside another are called by name, and stay.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # without which nothing was compiled
+    if frames is None or not isinstance(model, frames.OptimizedModule):
+        return model
+    return model.get_submodule("_orig_mod")

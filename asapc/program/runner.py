@@ -34,7 +34,7 @@ class Runner:
         self.model = model
         self.gradients = gradients
         self.graphs: dict[str, nn.Module] = {p.name: p.graph for p in programs}
-        self.limited = [limited for p in programs if (limited := _Limited.of(p)) is not None]
+        self.limited = [_Limited.of(program) for program in programs]
         if model is None and "" not in self.graphs:
             raise ValueError("a program of the whole model, or a model, is needed")
 
@@ -66,7 +66,8 @@ class Runner:
 
 @dataclass(frozen=True)
 class _Limited:
-    """A forward pre-hook of a program that holds for some sizes alone."""
+    """A forward pre-hook of a program that holds for some sizes alone: `x * math.log(x.shape[1])` is
+    traced with a number for the length, and nothing in its graph would fail at another."""
 
     program: Program
     names: tuple[str, ...]
@@ -74,11 +75,10 @@ class _Limited:
     limits: Mapping[str, tuple[int, int]]
 
     @classmethod
-    def of(cls, program: Program) -> _Limited | None:
-        """None where it holds for all sizes that it was not traced with as numbers."""
+    def of(cls, program: Program) -> _Limited:
         nodes = traced_places(program.graph)
         known, limits = known_of([node.meta["val"] for node in nodes])
-        return cls(program, tuple(node.name for node in nodes), known, limits) if limits else None
+        return cls(program, tuple(node.name for node in nodes), known, limits)
 
     def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -94,7 +94,8 @@ class _Limited:
                 raise InputError(
                     f"{where}the program holds for {sizes_text(self.names, self.tensors, self.limits)}",
                     got=f"{name}: {problem}",
-                    help="the code branches on a size, and a program takes one way: keep to such sizes",
+                    help="the code branches on a size, or makes a number of it, and a program "
+                    "has one way: keep to such sizes",
                 )
 
 

@@ -11,7 +11,7 @@ are two side by side. What a loop computes is for experiments to say.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,7 +93,30 @@ def find_loops(graph: GraphModule) -> list[Loop]:
         else:
             why = "its sums are over more than two axes, or over axes that change places on the way"
             loops.append(Loop(tuple(chain), members[0].matrix, None, why))
-    return loops
+    known = {node for loop in loops for node in loop.sums}
+    loops += _of_parts({node: one for node, one in sums.items() if node not in known})
+    order = {node: place for place, node in enumerate(sums)}
+    return sorted(loops, key=lambda loop: order[loop.at])
+
+
+def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
+    """Chains of sums over parts of one matrix, such as all but a slack row and all but a slack column."""
+    whole = {node: replace(one, matrix=_unsliced(one.matrix)) for node, one in sums.items()}
+    why = (
+        "each of its sums leaves out a row or column, which is not normalised itself: its plan is no row "
+        "and column scaling with marginals"
+    )
+    return [
+        Loop(tuple(chain), sums[chain[0]].matrix, None, why) for chain in _chains(whole)
+        if len(chain) > 2 and {sums[node].axis for node in chain} == {-1, -2}
+        and any(whole[node].matrix is not sums[node].matrix for node in chain)
+    ]  # fmt: skip
+
+
+def _unsliced(node: Node) -> Node:
+    while node.target is aten.slice.Tensor:
+        (node,) = node.all_input_nodes[:1]
+    return node
 
 
 def _sum_of(node: Node) -> _Sum | None:
