@@ -38,6 +38,14 @@ def collected_less_often() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_is_kept_is_not_walked_through() -> Iterator[None]:
+    """What outlives a file, mostly modules and caches of torch, is left out of later collections."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def annotations_are_read_once() -> None:
     """torch's reader of .pt2 files evaluates the annotations of a class for every object of it, which is
