@@ -33,9 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def collected_less_often() -> None:
+def collected_less_often() -> Iterator[None]:
     """Traces leave a heap of a gigabyte, which Python walks through again and again."""
     gc.set_threshold(50_000, 20, 20)
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -205,6 +205,17 @@ def test_a_row_that_is_hidden_as_a_whole_is_uniform() -> None:
         assert torch.allclose(plan(s, *rest), plan(flat, *rest), atol=1e-6)
 
 
+def test_columns_that_are_low_as_a_whole_keep_their_digits() -> None:
+    """A mask of -1e4 leaves scores three digits; the duals of 1e4 that undo it leave no fewer."""
+    s = random(2, 1, 9, 9)
+    s[0, ..., 4:] -= 1e4
+    s[1, :, 6:] -= 1e4
+    for rows_first, half_steps in itertools.product((True, False), (1, 2, 7)):
+        rest = (None, None, 1.0, half_steps, rows_first, [1.0, 1.0, 0.0, 0.0])
+        exact = reference.plan(s.double(), *rest)
+        assert float((op(s, *rest) - exact).abs().max()) <= 2e-6 * float(exact.abs().max())
+
+
 def test_absent_rows_and_columns() -> None:
     """All of their scores are -inf: they have nothing, and the others what they have without them."""
     for n, m in ((5, 7), (40, 60)):
