@@ -22,9 +22,9 @@ from scipy.optimize import least_squares
 from torch import Tensor
 
 from asapc.ir import OutputFactor, Side
-from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
+from asapc.operators.c_transforms import log_marginals
 from asapc.passes.experiment import EXACT
-from asapc.passes.sinkhorn.probe import Budget, Plans, factor_of, search_budget
+from asapc.passes.sinkhorn.probe import Budget, Plans, factor_of, loop_plans, search_budget
 
 LEAST, STRAIGHT = 1e-3, 1e-6  # the smallest damping; how far from a line the duals may be
 SEARCHED = 24  # half-steps up to which the damping of the side before the last is searched for
@@ -50,17 +50,7 @@ class Given:
             alike if x is None else x * power
             for x, alike, power in zip((self.log_mu, self.log_nu), uniform, powers, strict=True)
         )
-
-        def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
-            f, g = torch.zeros_like(self.scores[..., 0]), torch.zeros_like(self.scores[..., 0, :])
-            for side in itertools.cycle(_from(first)):
-                if side == "row":
-                    f = damping[0] * close_rows(self.scores, g, log_mu)
-                else:
-                    g = damping[1] * close_columns(self.scores, f, log_nu)
-                yield (torch.exp(self.scores + f[..., None] + g[..., None, :]),)
-
-        return run
+        return loop_plans(self.scores, None, log_mu, log_nu, damping)
 
     def line(self, last: Side, outside: bool) -> tuple[Tensor, Tensor]:
         """Points on a line through 0 whose slope is the damping of the side that comes last."""

@@ -134,12 +134,12 @@ class _Region:
         self.end = Layout.of(end, *(loop.axes if turned else (-2, -1)))
         inside = _made_of(start) & (ancestors(end) | {end})
         self.inside = frozenset(inside | {end})
-        self.guesses = guesses_of(node for node in graph.graph.nodes if node in self.inside)
+        self.ordered = [node for node in graph.graph.nodes if node in self.inside]
+        self.guesses = guesses_of(self.ordered)
         self.given = _given(graph, start, self.inside)
         self.data = [x.node for x in self.given if x.data]
         self.constants = [x.node for x in self.given if not x.data]
         self.cut = Cut(graph, [start, *self.data], (end, *self.constants), self.inside)
-        self.ordered = [node for node in graph.graph.nodes if node in self.inside]
         above = ancestors(*loop.sums, until=BARRIERS)
         self.stops = [
             stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & above

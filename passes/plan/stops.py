@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ FAR = 16.0  # times as many examples, all but one of which are flat
 
 Draw = Callable[[Tensor, dict[Any, int]], tuple[Sequence[Tensor], Observed]]
 """From scores [B, H, N, M] and sizes: what is fed to the region's inputs, and what comes out."""
+
+
+@dataclass(frozen=True)
+class _Trial(Trial):
+    """With what goes into the loop besides scores."""
+
+    observed: Observed | None = None
 
 
 def changed_by_stops(
@@ -38,7 +46,6 @@ def changed_by_stops(
     """
     residuals = residuals_of(program, stops, inputs)
     generator = torch.Generator().manual_seed(4)
-    observed: dict[int, Observed] = {}
 
     def trials(at: dict[Any, int], size: tuple[int, ...], only: slice) -> Iterator[Trial]:
         noise = torch.randn(size, generator=generator, dtype=torch.float64)
@@ -48,14 +55,15 @@ def changed_by_stops(
         smaller = 1.0 if only == slice(None) else FAR**2
         for spread in SPREADS:
             tensors, found = draw(scores * spread, at)
-            trial = Trial(tensors, at, found.scores, None, smaller)
-            observed[id(trial)] = found
-            yield trial
+            yield _Trial(tensors, at, found.scores, None, smaller, found)
+
+    def stopped(trial: Trial, half_steps: int) -> Tensor:
+        assert isinstance(trial, _Trial) and trial.observed is not None
+        return plan(trial.observed, half_steps)
 
     some = [trials(*sizes[0], slice(None))]
     for at, size in sizes[1:]:
         some += [trials(at, size, one) for one in (slice(0, 1), slice(-1, None))]
     return what_a_stop_changes(
-        stops, residuals, inside, half_steps,
-        lambda trial, done: plan(observed[id(trial)], done), itertools.chain(*some),
-    )  # fmt: skip
+        stops, residuals, inside, half_steps, stopped, itertools.chain(*some)
+    )

@@ -319,17 +319,20 @@ def search_budget(
     return Budget(first, half_steps, errors[fits[0]], rivals[0] if rivals else None)
 
 
-def loop_plans(scores: Tensor, keep: Tensor | None, log_mu: Tensor, log_nu: Tensor) -> Plans:
-    """The finite loop on scores [G, H, N, M] from zero duals."""
+def loop_plans(
+    scores: Tensor, keep: Tensor | None, log_mu: Tensor, log_nu: Tensor,
+    damping: tuple[float, float] = (1.0, 1.0),
+) -> Plans:  # fmt: skip
+    """The finite loop on scores [G, H, N, M] from zero duals.  damping: as in operators.plan."""
 
     def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
         f, g = initial_duals(scores, keep)
         rows_turn = first == "row"
         while True:
             if rows_turn:
-                f = close_rows(scores, g, log_mu)
+                f = damping[0] * close_rows(scores, g, log_mu)
             else:
-                g = close_columns(scores, f, log_nu)
+                g = damping[1] * close_columns(scores, f, log_nu)
             yield (torch.exp(scores + f[..., None] + g[..., None, :]),)
             rows_turn = not rows_turn
 

@@ -379,11 +379,11 @@ def _held(low: Tensor, first: Side, second: Side) -> Tensor:
 def _held_damped(low: Tensor, high: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Which matrices with scores between low and high [G] the linear domain holds with these scalings
     [G, N] and [G, M]: no product of three numbers may leave the format."""
-    third = 2 * SAFE_ROW_RANGE[low.dtype] / 3
-    held = (low >= -third) & (high <= third)
+    bound = 2 * SAFE_ROW_RANGE[low.dtype] / 3
+    held = (low >= -bound) & (high <= bound)
     for scaling in (a, b):
         logs = scaling.log()
-        held &= ((logs.abs() <= third) | (scaling == 0)).all(-1)
+        held &= ((logs.abs() <= bound) | (scaling == 0)).all(-1)
     return held
 
 
