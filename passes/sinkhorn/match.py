@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -489,7 +489,7 @@ def _separated(
     )
 
 
-def guesses_of(inside: Iterable[Node]) -> Guesses:
+def guesses_of(inside: Collection[Node]) -> Guesses:
     """Numbers in the region that may keep a division from being one by 0, in order, and what else of the
     ways to do so its operators leave open."""
     found: dict[float, set[str]] = {}
