@@ -117,6 +117,23 @@ class Streams(nn.Module):
         return found
 
 
+class Connections(nn.Module):
+    """The same with DeepSeek-V4's own module."""
+
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        from transformers.models.deepseek_v4 import modeling_deepseek_v4 as released
+
+        self.mix = released.DeepseekV4HyperConnection(released.DeepseekV4Config(hidden_size=dim))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        post, comb, one = self.mix(x[:, :, None] * torch.arange(1.0, 5.0)[:, None])
+        found: Tensor = (post[..., None] * one[..., None, :] + comb.mT @ x[:, :, None]).flatten(2)
+        return found
+
+
 class Matching(nn.Module):
     """pygmtools.sinkhorn, as called by a matcher."""
 
@@ -230,6 +247,11 @@ def matcher(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
     return {"x": normal(b, n, 8, generator=g), "y": normal(b, n - 5, 8, generator=g)}
 
 
+def clouds(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
+    shown, others = (torch.arange(size) < size - 9 * torch.arange(b)[:, None] for size in (n, n - 5))
+    return {**matcher(b, n, g), "shown": shown, "others": others}
+
+
 def masses(b: int, n: int, g: torch.Generator) -> dict[str, Tensor]:
     mu, nu = (normal(b, size, generator=g).softmax(-1) for size in (n, n - 7))
     nu[:, 3] = 0.0
@@ -265,6 +287,8 @@ def own_rows() -> list[Row]:
             images(48, name="pixel_values"), (8, 0), (3, None)),
         Row("transformers SuperGlue transport, 512 keypoints", Transport, scores(), (1, 512), (2, 300)),
         Row("hyper-connections mixer, 8192 tokens", Streams, features(64), (1, 8192), (2, 700)),
+        Row("transformers DeepSeek-V4 hyper-connections, 8192 tokens", Connections, features(64),
+            (1, 8192), (2, 700)),
         Row("pygmtools.sinkhorn", Matching, scores(), (8, 60), (3, 31)),
         Row("Sinkformers text attention", zoo.LogDomainMasked, lambda b, n, g: {
             "x": normal(b, n, 16, generator=g), **words(9, "ids")(b, n, g)}, text, (3, 57)),
@@ -284,6 +308,9 @@ def own_rows() -> list[Row]:
         Row("LOT, learnt masses, factor N (DeiT)", lambda: Pivots(True, False), features(64), (4, 512),
             (3, 200)),
         Row("matcher with a dustbin, log plan", plans.Matcher, matcher, (4, 128), (2, 70)),
+        Row("matcher with padded clouds, log plan", lambda: plans.PaddedMatcher(200), clouds, (4, 128),
+            (2, 70)),
+        Row("kernel of positive features", plans.Products, features(8), (8, 128), (3, 57)),
         Row("mixer of streams", plans.Mixer, lambda b, n, g: {"x": normal(b, n, 4, 8, generator=g)},
             (4, 512), (3, 100)),
         Row("latent queries, cdist costs", plans.Latents, features(8), (8, 256), (3, 40)),

@@ -17,6 +17,7 @@ import linecache
 import logging
 import math
 import operator
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -402,6 +403,11 @@ def reason_of(error: BaseException) -> str:
     said = lines[0][:300] if lines else type(error).__name__
     if any(words in said for words in _DATA_DEPENDENT) or type(error).__name__ in _DATA_DEPENDENT:
         said = "depends on a number of the data"
+    elif (unknown := _UNKNOWN_TYPE.match(said)) is not None:
+        where = "is given" if unknown[1] == "Unsupported input type" else "returns"
+        said = f"it {where} a {unknown[2]}, which is not made of tensors"
+        if unknown[2].endswith("Cache"):
+            said += ": set config.use_cache = False to compile what keeps keys and values between calls"
     for one in reversed(_chain(error)):
         frames = [f for f in traceback.walk_tb(one.__traceback__) if _is_theirs(f[0])]
         if frames:
@@ -420,6 +426,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return found
 
 
+_UNKNOWN_TYPE = re.compile(r"(Unsupported input type|Found) <class '(?:\w+\.)*(\w+)'>")
 _DATA_DEPENDENT = {
     "GuardOnDataDependentSymNode", "DataDependentOutputException", "data-dependent", "_Residual",
     "_Number", "float NaN to integer", ".numpy() is not supported",

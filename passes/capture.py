@@ -45,6 +45,7 @@ from asapc.passes.branches import (
 )
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
+from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Observer
 from asapc.passes.regions import holds_attention
 from asapc.passes.size_guards import keep_to_guards
@@ -222,11 +223,12 @@ def _traced(
     spaces: Sequence[dict[str, Any]],
 ) -> Program:
     """numbers: of the data are those of the example.  spaces: see plain_types."""
+    args, kwargs = pytree.tree_map(_packed, (args, kwargs))
     shapes = _dynamic_shapes(args, kwargs, module.forward)
     observer = Observer()
     answers = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
-    with Trace(answers=answers) as budget, watching, plain, quiet_torch():
+    with Trace(answers=answers) as budget, watching, plain, FreeIndices(), quiet_torch():
         exported = export_graph(module, args, kwargs, shapes)
     keep_to_guards(exported, args, kwargs)
     graph = exported.module(check_guards=False)
@@ -457,13 +459,14 @@ def size_hint(size: int | torch.SymInt) -> Any:
     return Dim.AUTO(min=low or None, max=high if high < MOST else None)
 
 
-class _ProductCounter(TorchDispatchMode):
-    """Counts activation-by-activation products under each module of a stack."""
+class _Counter(TorchDispatchMode):
+    """Counts products of activations, and sums of rows or columns, under each module of a stack."""
 
     def __init__(self, stack: list[str]) -> None:
         super().__init__()
         self.stack = stack
         self.products: dict[str, int] = {}
+        self.sums: dict[str, int] = {}
 
     def __torch_dispatch__(
         self,
@@ -472,20 +475,27 @@ class _ProductCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = func.overloadpacket
-        if name in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+        packet = func.overloadpacket
+        counts = self.products if packet in _PRODUCTS else self.sums if packet in _SUMS else None
+        if counts is not None:
             for module in self.stack:
-                self.products[module] = self.products.get(module, 0) + 1
+                counts[module] = counts.get(module, 0) + 1
         return func(*args, **(kwargs or {}))
+
+    def may_hold_sites(self) -> list[str]:
+        """Modules with two products, q k^T and A v, or with a loop's sums."""
+        names = {*self.products, *self.sums}
+        return [name for name in names if self.products.get(name, 0) > 1 or self.sums.get(name, 0) > 1]
+
+
+_PRODUCTS = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+_SUMS = {torch.ops.aten.sum, torch.ops.aten.logsumexp, torch.ops.aten._softmax, torch.ops.aten.mv}
 
 
 def _capture_modules(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Program], list[tuple[str, str]]]:
-    """Programs of the smallest modules that hold an attention site and can be exported.
-
-    A site needs two activation products, q k^T and A v, so modules with fewer are not tried.
-    """
+    """Programs of the smallest modules that hold a site and can be exported."""
     stack: list[str] = []
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     handles = []
@@ -500,7 +510,7 @@ def _capture_modules(
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    counter = _ProductCounter(stack)
+    counter = _Counter(stack)
     try:
         with counter:
             model(*args, **kwargs)
@@ -512,9 +522,9 @@ def _capture_modules(
     found: list[Program] = []
     failed: dict[str, str] = {}
     # Children come before their parents: longer dotted names first.
-    for name in sorted(counter.products, key=lambda n: (-n.count(".") if n else 1, n)):
+    for name in sorted(counter.may_hold_sites(), key=lambda n: (-n.count(".") if n else 1, n)):
         holds_found = any(p.name == name or p.name.startswith(f"{name}.") for p in found)
-        if not name or counter.products[name] < 2 or holds_found:
+        if not name or holds_found:
             continue
         call_args, call_kwargs = calls[name]
         try:
@@ -537,6 +547,11 @@ def _capture_modules(
 
 def _related(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+
+
+def _packed(value: Any) -> Any:
+    """A part of a larger tensor by itself: its strides would tie sizes to those of the example."""
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 def _detached(values: Any) -> Any:

@@ -226,7 +226,7 @@ class _Beyond:
     ) -> float | None:
         """The relative error; None where the teacher's own code is not finite."""
         tensors = [self._input(node, sizes) for node in self.part.inputs]
-        tensors[0] = tensors[0] * scale
+        tensors[0] = self.site.scaled(tensors[0], scale)
         t = self._tensors(sizes, scale)
         if one_key:
             active = t.k.shape[2] // 2

@@ -241,6 +241,69 @@ class Scaled(nn.Module):
         return a * kernel * b.transpose(-1, -2)
 
 
+class Softened(nn.Module):
+    """A constant on a softmax before it is normalised further: its kernel is no exp(scores)."""
+
+    streams = 4
+
+    def __init__(self, half_steps: int = 12) -> None:
+        super().__init__()
+        self.score = nn.Linear(8, self.streams**2)
+        self.half_steps = half_steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = self.score(x).unflatten(-1, (self.streams, self.streams)).softmax(-1) + 1e-3
+        for step in range(self.half_steps):
+            plan = plan / (plan.sum(-1 if step % 2 else -2, keepdim=True) + 1e-6)
+        return plan
+
+
+class Products(nn.Module):
+    """A kernel of products of positive features, no exponential anywhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = nn.functional.softplus(x)
+        plan = features @ features.transpose(-1, -2)
+        for _ in range(4):
+            plan = plan / plan.sum(-1, keepdim=True)
+            plan = plan / plan.sum(-2, keepdim=True)
+        return plan
+
+
+class PaddedMatcher(nn.Module):
+    """Points of two clouds, some of which are padding; dustbin and masses are written in place."""
+
+    far = 1e12
+
+    def __init__(self, half_steps: int = 10) -> None:
+        super().__init__()
+        self.bin, self.half_steps = nn.Parameter(torch.tensor(1.0)), half_steps
+
+    def masses(self, hidden: Tensor, rest: Tensor, norm: Tensor) -> Tensor:
+        n = hidden.shape[1] - 1
+        logs = torch.empty(hidden.shape)
+        logs[:, :n] = norm[:, None]
+        logs[:, n] = rest.log() + norm
+        logs[hidden] = -self.far
+        return logs
+
+    def forward(self, x: Tensor, y: Tensor, shown: Tensor, others: Tensor) -> Tensor:
+        b, n, m = x.shape[0], x.shape[1], y.shape[1]
+        rows, columns = torch.zeros(b, n + 1, dtype=torch.bool), torch.zeros(b, m + 1, dtype=torch.bool)
+        rows[:, :n], columns[:, :m] = ~shown, ~others
+        scores = torch.cat([x @ y.transpose(1, 2), self.bin.expand(b, n, 1)], -1)
+        scores = torch.cat([scores, self.bin.expand(b, 1, m + 1)], 1)
+        scores = scores.masked_fill(rows[:, :, None] | columns[:, None], -self.far)
+        some, other = shown.float().sum(1), others.float().sum(1)
+        norm = -(some + other).log()
+        log_mu, log_nu = self.masses(rows, other, norm), self.masses(columns, some, norm)
+        u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
+        for _ in range(self.half_steps // 2):
+            u = log_mu - (scores + v[:, None]).logsumexp(2)
+            v = log_nu - (scores + u[:, :, None]).logsumexp(1)
+        return scores + u[:, :, None] + v[:, None] - norm[:, None, None]
+
+
 def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -> tuple[Any, ...]:
     """An example call."""
     generator = torch.Generator().manual_seed(seed)
@@ -250,6 +313,9 @@ def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -
 
     if isinstance(net, Matcher):
         return random(batch, tokens, 8), random(batch, tokens - 2, 8)
+    if isinstance(net, PaddedMatcher):
+        shown = torch.arange(tokens) < torch.tensor([[tokens], [4], [2]])[torch.arange(batch) % 3]
+        return random(batch, tokens, 8), random(batch, tokens - 1, 8), shown, shown[:, 1:]
     if isinstance(net, Mixer):
         return (random(batch, tokens, net.streams, 8),)
     if isinstance(net, Masses):

@@ -149,3 +149,32 @@ def test_a_length_that_became_a_number_is_not_run_at_another() -> None:
     with pytest.raises(InputError, match="the program holds for x") as caught:
         run(Batch((x[:, :5],), {}, None, [0, 1, 2]))
     assert "x: size 1 was captured as 9, and is 5" in str(caught.value)
+
+
+class Places(nn.Module):
+    """A dustbin that is written where the tokens end."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        n, m = x.shape[1], x.shape[2]
+        z = torch.zeros(x.shape[0], n + 1, 2, n + 2)
+        z[:, n] = x.sum((1, 2))[:, None, None]
+        z[..., n] += 3.0
+        z[0, :n, 1, n + 1] = x[0, :, 0]
+        z[..., 0, n] = z[..., 1, n + 1] * 2
+        z[:, -1] *= 0.5
+        z[:, n - 1, 1, m] = 7.0
+        return z, z[:, None, n, :, 1:], z[n - n]
+
+
+def test_a_place_that_is_a_size_leaves_it_free() -> None:
+    (program,) = capture(Places(), (torch.randn(*EXAMPLE, 4),), {}).programs
+    for batch, tokens in ((3, 9), (2, 5), (6, 30)):
+        x = torch.randn(batch, tokens, 4)
+        for expected, found in zip(Places()(x), program.graph(x), strict=True):
+            assert torch.equal(expected, found)
+
+
+def test_a_part_of_a_larger_tensor_ties_no_size_to_the_example() -> None:
+    whole = torch.randn(EXAMPLE[0], EXAMPLE[1] + 1, 4)
+    (program,) = capture(Places(), (whole[:, 1:],), {}).programs
+    assert allowed(program) == ((0, MOST), (0, MOST))

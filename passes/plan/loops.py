@@ -99,6 +99,15 @@ def find_loops(graph: GraphModule) -> list[Loop]:
     return sorted(loops, key=lambda loop: order[loop.at])
 
 
+def behind_softmax(loop: Loop) -> Loop | None:
+    """The rest of a loop that begins with a softmax, which may be a kernel of its own."""
+    first, *rest = loop.sums
+    if first.target not in SOFTMAXES or len(rest) < 2:
+        return None
+    second = _sum_of(rest[0])
+    return None if second is None else replace(loop, sums=tuple(rest), matrix=second.matrix)
+
+
 def _of_parts(sums: Mapping[Node, _Sum]) -> list[Loop]:
     """Chains of sums over parts of one matrix, such as all but a slack row and all but a slack column."""
     whole = {node: replace(one, matrix=_unsliced(one.matrix)) for node, one in sums.items()}

@@ -34,7 +34,7 @@ from asapc.passes.cut import (
 )
 from asapc.passes.experiment import STABILISED, NoFit, outcome
 from asapc.passes.plan.damped import Pair
-from asapc.passes.plan.loops import Loop, borders
+from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
 from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error, plan_of
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.plan.stops import changed_by_stops
@@ -63,6 +63,7 @@ STEPS = {
     aten.exp.default, *VIEWS,
 }  # fmt: skip
 MANY_EXAMPLES = 32
+MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
 
@@ -80,15 +81,30 @@ def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
         reason = f"a loop of rows and columns: {found.why}"
         return Unidentified(reason, frozenset(loop.sums), found.at)
     nearest: _Failure | None = None
-    tried = itertools.product(found.starts, found.ends)
-    for start, end in sorted(tried, key=lambda pair: _likeliness(found.starts, found.ends, *pair)):
-        result = outcome(partial(_site, program, loop, start, end))
+    for part, start, end, kernel in _tried(program, loop, found):
+        result = outcome(partial(_site, program, part, start, end, kernel))
         if isinstance(result, PlanSite):
             return _past_exp(result)
         failure = _Failure(0, result) if isinstance(result, str) else result
         nearest = failure if nearest is None or failure.reached > nearest.reached else nearest
     assert nearest is not None
     return Unidentified(f"a loop of rows and columns: {nearest.reason}", frozenset(loop.sums), loop.at)
+
+
+def _tried(
+    program: Program, loop: Loop, found: Borders
+) -> Iterator[tuple[Loop, Node, Node, bool]]:
+    """What may be scores and plan, the likeliest first; then what may be exp(scores) and plan."""
+    pairs = _by_likeliness(found)
+    yield from ((loop, start, end, False) for start, end in pairs)
+    yield from ((loop, start, end, True) for start, end in pairs if start in found.starts[:MOST_KERNELS])
+    rest = behind_softmax(loop)
+    if rest is not None:
+        found = borders(program.graph, rest)
+        yield from (
+            (rest, start, end, True) for start, end in _by_likeliness(found)
+            if start in found.starts[:MOST_KERNELS]
+        )  # fmt: skip
 
 
 def _past_exp(site: PlanSite) -> PlanSite:
@@ -102,9 +118,13 @@ def _past_exp(site: PlanSite) -> PlanSite:
     return replace(site, end=later, inside=site.inside | {users[0]}, convention=convention)
 
 
-def _likeliness(starts: Sequence[Node], ends: Sequence[Node], start: Node, end: Node) -> tuple[int, int]:
-    """Near the loop first, on either side."""
-    return starts.index(start) + ends.index(end), starts.index(start)
+def _by_likeliness(found: Borders) -> list[tuple[Node, Node]]:
+    """Starts and ends; near the loop first, on either side."""
+    starts, ends = found.starts, found.ends
+    return sorted(
+        itertools.product(starts, ends),
+        key=lambda pair: (starts.index(pair[0]) + ends.index(pair[1]), starts.index(pair[0])),
+    )
 
 
 @dataclass(frozen=True)
@@ -124,11 +144,17 @@ class _Given:
 
 
 class _Region:
-    """Everything between a start and an end, as a function of the scores and of what else enters."""
+    """Everything between a start and an end, as a function of the scores and of what else enters.
 
-    def __init__(self, program: Program, loop: Loop, start: Node, end: Node) -> None:
+    kernel: whether the start holds exp(scores), as where a constant is added to a softmax.
+    """
+
+    def __init__(
+        self, program: Program, loop: Loop, start: Node, end: Node, kernel: bool = False
+    ) -> None:
         graph = program.graph
         assert loop.axes is not None
+        self.kernel = kernel
         turned = rank_of(end) == rank_of(start)
         self.start = Layout.of(start, *loop.axes)
         self.end = Layout.of(end, *(loop.axes if turned else (-2, -1)))
@@ -149,11 +175,16 @@ class _Region:
         self, scores: Tensor, given: Mapping[Node, Tensor], lengths: dict[Any, int]
     ) -> tuple[Tensor, dict[Node, Tensor]]:
         """What leaves [B, H, N, M] for scores [B, H, N, M], and what every input held."""
-        start, end = self.start, self.end
-        raw = start.raw(scores, self.cut.shape_of(start.tensor.node, lengths))
+        end = self.end
+        raw = self.raw(scores, lengths)
         made, *constants = self.cut.run_all([raw, *(given[node] for node in self.data)], lengths)
         out = end.matrices(made.double()).reshape(scores.shape)
         return out, {**given, **dict(zip(self.constants, constants, strict=True))}
+
+    def raw(self, scores: Tensor, lengths: dict[Any, int]) -> Tensor:
+        """What the start holds for scores [B, H, N, M]."""
+        given = scores.exp() if self.kernel else scores
+        return self.start.raw(given, self.cut.shape_of(self.start.tensor.node, lengths))
 
     def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
         """[B, H, N, M] of the scores."""
@@ -445,13 +476,14 @@ class _Trials:
     ) -> tuple[list[Tensor], Observed]:
         """What is fed to the region's inputs for scores in units of epsilon, and what was observed."""
         scores, given = scores / abs(self.rough), self.draw(lengths)
-        shape = self.region.cut.shape_of(self.region.start.tensor.node, lengths)
         found, _ = self.observe(scores, lengths, given=given)
-        return [self.region.start.raw(scores, shape), *(given[node] for node in self.region.data)], found
+        return [self.region.raw(scores, lengths), *(given[node] for node in self.region.data)], found
 
 
-def _site(program: Program, loop: Loop, start: Node, end: Node) -> PlanSite | _Failure:
-    region = _Region(program, loop, start, end)
+def _site(
+    program: Program, loop: Loop, start: Node, end: Node, kernel: bool
+) -> PlanSite | _Failure:
+    region = _Region(program, loop, start, end, kernel)
     if sizes_of(region.end.tensor, region.start.tensor) is None:
         return _Failure(0, "its plan has sizes that its scores do not show")
     roles = _roles(region)
@@ -615,5 +647,5 @@ def _made(program: Program, region: _Region, fit: PlanFit, trials: _Trials) -> P
     return PlanSite(
         site_name(program, end), convention, region.start.heads or 1, None, fit.error, region.start,
         region.end, region.inside, roles.log_mu, roles.log_nu,
-        tuple(zip(trials.biases, trials.coefficients, strict=True)),
+        tuple(zip(trials.biases, trials.coefficients, strict=True)), region.kernel,
     )  # fmt: skip

@@ -121,7 +121,7 @@ class MarginalInput:
 class PlanSite(Site):
     """A loop on scores that are given.
 
-    biases: what is added to the scores, and how often.
+    biases: what is added to the scores, and how often.  kernel: whether the start holds exp(scores).
     """
 
     convention: PlanConvention
@@ -131,6 +131,10 @@ class PlanSite(Site):
     log_mu: MarginalInput | None
     log_nu: MarginalInput | None
     biases: tuple[tuple[Node, float], ...]
+    kernel: bool = False
+
+    def scaled(self, given: Tensor, scale: float) -> Tensor:
+        return given**scale if self.kernel else given * scale
 
     def weighed(self, output: Tensor) -> Tensor:
         """Logarithms below LEAST_LOG count as that: such an entry is nothing, whatever it is."""
@@ -156,6 +160,8 @@ class PlanSite(Site):
         start, end = self.start.tensor, self.end.tensor
         with lifting.before(end.node):
             scores = lifting.nodes[start.node]
+            if self.kernel:
+                scores = lifting.call(aten.log.default, scores)
             for node, coefficient in self.biases:
                 bias = lifting.nodes[node]
                 if coefficient != 1.0:

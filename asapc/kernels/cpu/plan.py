@@ -53,8 +53,9 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         given = reference.scaled(given, 1.0, task.settings["by_head"])
     given = given.reshape(-1, queries, keys)
     balanced = task.settings["damping"] is None
-    mu = _masses(task.log_mu, (batch, heads, queries), given, balanced)
-    nu = _masses(task.log_nu, (batch, heads, keys), given, balanced)
+    mu, lost_rows = _masses(task.log_mu, (batch, heads, queries), given, balanced)
+    nu, lost_columns = _masses(task.log_nu, (batch, heads, keys), given, balanced)
+    lost = (lost_rows | lost_columns) & task.settings["log"]
     share = _share(scores, task).to(dtype)
     out = torch.empty_like(given, memory_format=torch.contiguous_format)
     size = queries * keys * given.element_size()
@@ -67,8 +68,10 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     def work(starts: Iterator[int]) -> None:
         for start in starts:
             part = slice(start, start + per_tile)
-            own_mu, own_nu, own_share = (x if len(x) == 1 else x[part] for x in (mu, nu, share))
-            held = run(given[part], own_mu, own_nu, own_share, task, offset, out[part])
+            own_mu, own_nu, own_share, own_lost = (
+                x if len(x) == 1 else x[part] for x in (mu, nu, share, lost)
+            )
+            held = run(given[part], own_mu, own_nu, own_share, task, offset, out[part]) & ~own_lost
             if not bool(held.all()):
                 _in_log_domain(given, scores.shape[:2], task, out, start + (~held).nonzero().squeeze(1))
 
@@ -76,16 +79,20 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     return out.view(scores.shape).to(scores.dtype)
 
 
-def _masses(logs: Tensor | None, shape: Sequence[int], like: Tensor, balanced: bool) -> Tensor:
-    """Marginals [G, X] of every matrix, or [1, X] where all have the same, of total 1 where balanced."""
+def _masses(
+    logs: Tensor | None, shape: Sequence[int], like: Tensor, balanced: bool
+) -> tuple[Tensor, Tensor]:
+    """Marginals [G, X] of every matrix, or [1, X] where all have the same, of total 1 where balanced.
+    And which matrices have a token whose mass is lost, [G or 1] bool: exp(-1e12) of padding is 0."""
     tokens = shape[-1]
     if logs is None:
-        return like.new_full((1, tokens), 1.0 / tokens)
+        return like.new_full((1, tokens), 1.0 / tokens), like.new_zeros(1, dtype=torch.bool)
     logs = logs.to(like.dtype)
     shared = logs.numel() == tokens
     rows = logs.reshape(1, tokens) if shared else logs.broadcast_to(shape).reshape(-1, tokens)
     # The other side's total is gauge; the last side's is put back.
-    return torch.softmax(rows, -1) if balanced else rows.exp()
+    mass = torch.softmax(rows, -1) if balanced else rows.exp()
+    return mass, ((mass == 0) & (rows > -torch.inf)).any(-1)
 
 
 def _share(scores: Tensor, task: Task) -> Tensor:
