@@ -129,8 +129,9 @@ class Connections(nn.Module):
             nn.init.normal_(parameter, std=0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        post, comb, one = self.mix(x[:, :, None] * torch.arange(1.0, 5.0)[:, None])
-        found: Tensor = (post[..., None] * one[..., None, :] + comb.mT @ x[:, :, None]).flatten(2)
+        streams = x[:, :, None] * torch.arange(1.0, 5.0)[:, None]
+        post, comb, one = self.mix(streams)
+        found: Tensor = (post[..., None] * one[..., None, :] + comb.mT @ streams).flatten(2)
         return found
 
 

@@ -238,6 +238,27 @@ def test_absent_rows_and_columns() -> None:
         assert torch.allclose(op(s[:1], *rest)[:, :, present], alone, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 9, 7), (3, 2, 40, 30)], ids=str)
+@pytest.mark.parametrize("far", [-1e12, -200.0])
+@pytest.mark.parametrize("damping", [None, [0.7, 0.9]])
+def test_masses_that_are_lost_are_not_lost_in_a_log_plan(
+    shape: tuple[int, ...], far: float, damping: Any
+) -> None:
+    """A float32 mass of exp(-200) is 0. Its row of log P is what the loop makes of -200."""
+    b, _, n, m = shape
+    scores = random(*shape)
+    log_mu, log_nu = random(b, 1, n, seed=1).log_softmax(-1), random(b, 1, m, seed=2).log_softmax(-1)
+    log_mu[0, :, -2:], log_nu[0, :, 0], log_nu[1, :, 3] = far, far, far
+    scores[0, :, -2:], scores[0, ..., 0] = far, far
+    settings = (1.0, 7, False, PLAIN, True, None, None, "plan", "clamp", "plain", False, False, damping)
+    expected = reference.plan(scores.double(), log_mu.double(), log_nu.double(), *settings)
+    found = op(scores, log_mu, log_nu, *settings)
+    near = expected > -1e6
+    assert bool((near == (found > -1e6)).all()) and bool(found.isfinite().all())
+    torch.testing.assert_close(found[near].double(), expected[near], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found[~near].double(), expected[~near], rtol=1e-5, atol=0.0)
+
+
 def test_memory_layout_and_heads_do_not_matter() -> None:
     s = random(3, 20, 17, 2).permute(0, 3, 1, 2)
     by_head = [1.0, 2.5]

@@ -17,6 +17,7 @@ far for what has left K at the lower end of the format to be without effect.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,9 +54,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
         given = reference.scaled(given, 1.0, task.settings["by_head"])
     given = given.reshape(-1, queries, keys)
     balanced = task.settings["damping"] is None
-    mu, lost_rows = _masses(task.log_mu, (batch, heads, queries), given, balanced)
-    nu, lost_columns = _masses(task.log_nu, (batch, heads, keys), given, balanced)
-    lost = (lost_rows | lost_columns) & task.settings["log"]
+    mu = Masses.of(task.log_mu, (batch, heads, queries), given, balanced)
+    nu = Masses.of(task.log_nu, (batch, heads, keys), given, balanced)
     share = _share(scores, task).to(dtype)
     out = torch.empty_like(given, memory_format=torch.contiguous_format)
     size = queries * keys * given.element_size()
@@ -68,10 +68,12 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     def work(starts: Iterator[int]) -> None:
         for start in starts:
             part = slice(start, start + per_tile)
-            own_mu, own_nu, own_share, own_lost = (
-                x if len(x) == 1 else x[part] for x in (mu, nu, share, lost)
-            )
-            held = run(given[part], own_mu, own_nu, own_share, task, offset, out[part]) & ~own_lost
+            own_share = share if len(share) == 1 else share[part]
+            sides = mu.part(part), nu.part(part)
+            held = run(given[part], *sides, own_share, task, offset, out[part])
+            if task.settings["log"] and (small or not balanced):
+                for lost in (side.lost() for side in sides):
+                    held = held if lost is None else held & ~lost.any(-1)
             if not bool(held.all()):
                 _in_log_domain(given, scores.shape[:2], task, out, start + (~held).nonzero().squeeze(1))
 
@@ -79,20 +81,39 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     return out.view(scores.shape).to(scores.dtype)
 
 
-def _masses(
-    logs: Tensor | None, shape: Sequence[int], like: Tensor, balanced: bool
-) -> tuple[Tensor, Tensor]:
-    """Marginals [G, X] of every matrix, or [1, X] where all have the same, of total 1 where balanced.
-    And which matrices have a token whose mass is lost, [G or 1] bool: exp(-1e12) of padding is 0."""
-    tokens = shape[-1]
-    if logs is None:
-        return like.new_full((1, tokens), 1.0 / tokens), like.new_zeros(1, dtype=torch.bool)
-    logs = logs.to(like.dtype)
-    shared = logs.numel() == tokens
-    rows = logs.reshape(1, tokens) if shared else logs.broadcast_to(shape).reshape(-1, tokens)
-    # The other side's total is gauge; the last side's is put back.
-    mass = torch.softmax(rows, -1) if balanced else rows.exp()
-    return mass, ((mass == 0) & (rows > -torch.inf)).any(-1)
+@dataclass(frozen=True)
+class Masses:
+    """One side's marginals [G, X] of every matrix, or [1, X] where all have the same.
+
+    logs: as they were given, None where they are uniform.
+    """
+
+    mass: Tensor
+    logs: Tensor | None = None
+
+    @classmethod
+    def of(cls, logs: Tensor | None, shape: Sequence[int], like: Tensor, balanced: bool) -> Masses:
+        """Of total 1 where balanced: the other side's total is gauge, the last side's is put back."""
+        tokens = shape[-1]
+        if logs is None:
+            return cls(like.new_full((1, tokens), 1.0 / tokens))
+        logs = logs.to(like.dtype)
+        shared = logs.numel() == tokens
+        rows = logs.reshape(1, tokens) if shared else logs.broadcast_to(shape).reshape(-1, tokens)
+        return cls(torch.softmax(rows, -1) if balanced else rows.exp(), rows)
+
+    def part(self, which: slice) -> Masses:
+        if len(self.mass) == 1:
+            return self
+        return Masses(self.mass[which], None if self.logs is None else self.logs[which])
+
+    def lost(self) -> Tensor | None:
+        """Tokens whose mass is 0, but not its logarithm, as of padding that has -1e12; None if there are
+        none."""
+        if self.logs is None:
+            return None
+        lost = (self.mass == 0) & (self.logs > -torch.inf)
+        return lost if bool(lost.any()) else None
 
 
 def _share(scores: Tensor, task: Task) -> Tensor:
@@ -135,7 +156,7 @@ def _in_log_domain(
 
 
 def _side_by_side(
-    given: Tensor, mu: Tensor, nu: Tensor, share: Tensor, task: Task, offset: Tensor | None, out: Tensor
+    given: Tensor, mu: Masses, nu: Masses, share: Tensor, task: Task, offset: Tensor | None, out: Tensor
 ) -> Tensor:
     """Small matrices [G, N, M] at once, into `out`; which of them the linear domain holds, [G] bool."""
     settings, stabiliser = task.settings, task.stabiliser
@@ -154,7 +175,7 @@ def _side_by_side(
         s -= _finite(s.amax(0 if start == "column" else 1, keepdim=True))
     kernel = s.exp()
     a, b = torch.ones_like(kernel[:, 0]), torch.ones_like(kernel[0])
-    row_mass, column_mass = mu.t(), nu.t()  # [N, 1 or G], [M, 1 or G]
+    row_mass, column_mass = mu.mass.t(), nu.mass.t()  # [N, 1 or G], [M, 1 or G]
     if stabiliser is not None:
         if not stabiliser.shares:
             row_mass, column_mass = torch.ones_like(row_mass), torch.ones_like(column_mass)
@@ -187,7 +208,7 @@ def _side_by_side(
         return (low >= -safe) & (s.amax((0, 1)) <= safe)
     if settings["damping"]:
         return _held_damped(low, s.amax((0, 1)), a.t(), b.t())
-    sides = ((a.t(), mu, s.amax(1).t()), (b.t(), nu, s.amax(0).t()))
+    sides = ((a.t(), mu.mass, s.amax(1).t()), (b.t(), nu.mass, s.amax(0).t()))
     return _held(low, *(sides if settings["rows_first"] else sides[::-1]))
 
 
@@ -226,7 +247,7 @@ def _divide(scaling: Tensor, sums: Tensor, mass: Tensor, stabiliser: Stabiliser,
 
 
 def _products(
-    given: Tensor, mu: Tensor, nu: Tensor, share: Tensor, task: Task, _offset: Tensor | None, out: Tensor
+    given: Tensor, mu: Masses, nu: Masses, share: Tensor, task: Task, _offset: Tensor | None, out: Tensor
 ) -> Tensor:
     """Matrices [G, N, M] one after the other, into `out`; which of them the linear domain holds, [G]."""
     settings = task.settings
@@ -236,27 +257,55 @@ def _products(
         s -= _finite(s.amax(-1 if rows_first else -2, keepdim=True))
     kernel = torch.exp(s, out=out)
     if len(kernel) == 1:
-        a, b = _scale_one(kernel[0], mu[0], nu[0], half_steps, rows_first, task.damping)
+        a, b = _scale_one(kernel[0], mu.mass[0], nu.mass[0], half_steps, rows_first, task.damping)
         a, b = a[None], b[None]
     else:
-        a, b = _scale_many(kernel, mu, nu, half_steps, rows_first, task.damping)
+        a, b = _scale_many(kernel, mu.mass, nu.mass, half_steps, rows_first, task.damping)
     low = s.amin((-1, -2))
     if settings["damping"]:
         held = _held_damped(low, s.amax((-1, -2)), a, b)
     else:
-        sides = ((a, mu, s.amax(-1)), (b, nu, s.amax(-2)))
+        deep = not bool((low >= -SAFE_ROW_RANGE[low.dtype]).all())  # the largest tell what is lost
+        tops = (s.amax(-1), s.amax(-2)) if deep else (None, None)
+        sides = ((a, mu.mass, tops[0]), (b, nu.mass, tops[1]))
         held = _held(low, *(sides if rows_first else sides[::-1]))
     share = share[:, None]
     if settings["log"]:
-        torch.add(s, (a.log() + torch.log(share))[:, :, None], out=out)
-        out += b.log()[:, None]
+        log_a, log_b = a.log(), b.log()
+        if not settings["damping"]:
+            log_a, log_b, known = _with_lost(s, log_a, log_b, mu, nu)
+            held = held & known
+        torch.add(s, (log_a + torch.log(share))[:, :, None], out=out)
+        out += log_b[:, None]
     else:
         kernel.mul_((a * share)[:, :, None]).mul_(b[:, None])
     return held
 
 
+def _with_lost(
+    s: Tensor, log_a: Tensor, log_b: Tensor, mu: Masses, nu: Masses
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logarithms of the scalings [G, N] and [G, M] with those of tokens whose mass is lost, by a
+    half-step in the log domain; and of which matrices they are known, [G or 1] bool.
+
+    A token of -1e12 takes no part in the sums of others. Its own dual is what the last half-step of its
+    side gives, up to what the other duals have moved since: nothing, beside 1e12.
+    """
+    known = torch.ones(1, dtype=torch.bool, device=s.device)
+    columns, rows = nu.lost(), mu.lost()
+    if columns is not None:
+        assert nu.logs is not None
+        log_b = torch.where(columns, nu.logs - (s + log_a[:, :, None]).logsumexp(1), log_b)
+        known = known & ~(columns & (nu.logs > FAR)).any(-1) & ~log_b.isnan().any(-1)
+    if rows is not None:
+        assert mu.logs is not None
+        log_a = torch.where(rows, mu.logs - (s + log_b[:, None]).logsumexp(2), log_a)
+        known = known & ~(rows & (mu.logs > FAR)).any(-1) & ~log_a.isnan().any(-1)
+    return log_a, log_b, known
+
+
 def _stabilised_products(
-    given: Tensor, mu: Tensor, nu: Tensor, share: Tensor, task: Task, offset: Tensor | None, out: Tensor
+    given: Tensor, mu: Masses, nu: Masses, share: Tensor, task: Task, offset: Tensor | None, out: Tensor
 ) -> Tensor:
     """The same with a constant in the divisions."""
     settings, stabiliser = task.settings, task.stabiliser
@@ -274,7 +323,7 @@ def _stabilised_products(
         transposed = transposed.contiguous()
     a, b = torch.ones_like(kernel[:, :, 0])[:, None], torch.ones_like(kernel[:, :1])
     row_mass, column_mass = (
-        x[:, None] if stabiliser.shares else torch.ones_like(x)[:, None] for x in (mu, nu)
+        x[:, None] if stabiliser.shares else torch.ones_like(x)[:, None] for x in (mu.mass, nu.mass)
     )
     if stabiliser.form == "scaling" and stabiliser.start_share:
         a, b = a / a.shape[-1], b / b.shape[-1]
@@ -359,8 +408,9 @@ def _scale_many(
     return a[:, 0], b[:, 0]
 
 
-Side = tuple[Tensor, Tensor, Tensor]
-"""Scaling [G, X], masses [G or 1, X], the largest log K of every token [G, X]."""
+Side = tuple[Tensor, Tensor, Tensor | None]
+"""Scaling [G, X], masses [G or 1, X], the largest log K of every token [G, X]; None where no log K of any
+matrix is below the safe range."""
 
 
 def _held(low: Tensor, first: Side, second: Side) -> Tensor:
@@ -375,6 +425,8 @@ def _held(low: Tensor, first: Side, second: Side) -> Tensor:
     """
     safe = SAFE_ROW_RANGE[low.dtype]
     (a, mass, first_tops), (b, other_mass, tops) = first, second
+    if first_tops is None or tops is None:
+        return _divided(a, mass, mass == 0) & _divided(b, other_mass, other_mass == 0)
     absent = (mass == 0) | (first_tops == -torch.inf)
     other_absent = (other_mass == 0) | (tops == -torch.inf)
     finite = _divided(a, mass, absent) & _divided(b, other_mass, other_absent)
