@@ -117,6 +117,23 @@ class Streams(nn.Module):
         return found
 
 
+class Apart(nn.Module):
+    """K (b V) scaled by a: code that never forms its plan."""
+
+    def __init__(self, dim: int = 64, half_steps: int = 10) -> None:
+        super().__init__()
+        self.qkv, self.half_steps = nn.Linear(dim, 3 * dim), half_steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        kernel = torch.exp(q @ k.mT / x.shape[-1] ** 0.5)
+        b = torch.ones_like(kernel[..., 0, :])
+        for _ in range(self.half_steps // 2):
+            a = 1 / (kernel @ b[..., None])[..., 0]
+            b = 1 / (kernel.mT @ a[..., None])[..., 0]
+        return a[..., None] * (kernel @ (b[..., None] * v))
+
+
 class Connections(nn.Module):
     """The same with DeepSeek-V4's own module."""
 
@@ -311,6 +328,7 @@ def own_rows() -> list[Row]:
         Row("matcher with a dustbin, log plan", plans.Matcher, matcher, (4, 128), (2, 70)),
         Row("matcher with padded clouds, log plan", lambda: plans.PaddedMatcher(200), clouds, (4, 128),
             (2, 70)),
+        Row("scalings applied apart", Apart, features(64), text, (3, 57)),
         Row("kernel of positive features", plans.Products, features(8), (8, 128), (3, 57)),
         Row("mixer of streams", plans.Mixer, lambda b, n, g: {"x": normal(b, n, 4, 8, generator=g)},
             (4, 512), (3, 100)),

@@ -482,11 +482,6 @@ class _Counter(TorchDispatchMode):
                 counts[module] = counts.get(module, 0) + 1
         return func(*args, **(kwargs or {}))
 
-    def may_hold_sites(self) -> list[str]:
-        """Modules with two products, q k^T and A v, or with a loop's sums."""
-        names = {*self.products, *self.sums}
-        return [name for name in names if self.products.get(name, 0) > 1 or self.sums.get(name, 0) > 1]
-
 
 _PRODUCTS = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 _SUMS = {torch.ops.aten.sum, torch.ops.aten.logsumexp, torch.ops.aten._softmax, torch.ops.aten.mv}
@@ -521,10 +516,13 @@ def _capture_modules(
     modules = dict(model.named_modules())
     found: list[Program] = []
     failed: dict[str, str] = {}
-    # Children come before their parents: longer dotted names first.
-    for name in sorted(counter.may_hold_sites(), key=lambda n: (-n.count(".") if n else 1, n)):
-        holds_found = any(p.name == name or p.name.startswith(f"{name}.") for p in found)
-        if not name or holds_found:
+    # Children come before their parents: longer dotted names first. A loop by itself is taken only where
+    # no attention around it is: with its products it is worth more.
+    deepest = sorted((name for name in modules if name), key=lambda name: (-name.count("."), name))
+    attention = [name for name in deepest if counter.products.get(name, 0) > 1]
+    loops = [name for name in deepest if counter.sums.get(name, 0) > 1]
+    for name in dict.fromkeys((*attention, *loops)):
+        if any(_related(name, program.name) for program in found):
             continue
         call_args, call_kwargs = calls[name]
         try:

@@ -20,15 +20,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
-from asapc.ir import Program, Stop
+from asapc.ir import Program
 from asapc.passes.cut import ancestors, is_tensor
 from asapc.passes.lift import INERT
 from asapc.passes.masks import varies
@@ -37,9 +35,11 @@ from asapc.passes.observe import gives_its_input
 from asapc.passes.plan.loops import find_loops
 from asapc.passes.products import BARRIERS, SORTS, Product, product_of, rank_of, same
 from asapc.passes.regions import Refusal
+from asapc.passes.scalings import joined_program
 from asapc.passes.site import Site
 from asapc.passes.verify import check_graph
-from asapc.program.calls import WRITTEN, copied
+from asapc.passes.written import moved, written
+from asapc.program.calls import copied
 
 aten = torch.ops.aten
 
@@ -68,8 +68,13 @@ class _Stuck(Exception):
 
 def matched_program(program: Program) -> tuple[Program, Outcomes]:
     """What is found in a program, and the program it was found in: that which was captured, or one with
-    sums of maps split where that shows sites."""
+    sums of maps split, or scalings joined with their maps, where that shows sites."""
     found = match(program)
+    joined = joined_program(program)
+    if joined is not None:
+        again = match(joined)
+        if _sites(again) > _sites(found):
+            program, found = joined, again
     opened = {node: frozenset({total}) for node, total in _sums_of_maps(program, found).items()}
     tried: dict[Node, frozenset[Node]] = {}
     for _ in range(ROUNDS):
@@ -100,6 +105,10 @@ def matched_program(program: Program) -> tuple[Program, Outcomes]:
         split = _split(program, needed)
         again = match(split.program)
     return split.program, again
+
+
+def _sites(found: Outcomes) -> int:
+    return sum(isinstance(one, Site) for one in found)
 
 
 # Which products
@@ -292,7 +301,6 @@ def _hint(size: Any) -> int:
 def _split(program: Program, opened: Mapping[Node, frozenset[Node]]) -> _Split:
     """The program with these sums split, by the product that they are in.  Raises _Stuck."""
     graph, nodes = copied(program.graph)
-    places = {node: place for place, node in enumerate(program.graph.graph.nodes)}
     order = list(nodes.values())
     terms: dict[Node, Sequence[_Term]] = {}
     gone: set[Node] = set()
@@ -313,46 +321,7 @@ def _split(program: Program, opened: Mapping[Node, frozenset[Node]]) -> _Split:
             graph.graph.erase_node(node)
     graph.recompile()
     check_graph(graph, "differences", [node.name for node in opened])
-    return _Split(_moved(program, graph, nodes, places, gone, became), terms)
-
-
-def _moved(
-    program: Program, graph: GraphModule, nodes: Mapping[Node, Node], places: Mapping[Node, int],
-    gone: set[Node], became: Mapping[Node, Node],
-) -> Program:  # fmt: skip
-    """The program of a rewritten graph, with its stops, and the calls of modules whose tensors are left.
-
-    A call begins where the first of its nodes stands now, or the first after it.
-    """
-    order = {node: place for place, node in enumerate(graph.graph.nodes)}
-    new = {value: key for key, value in nodes.items() if value not in gone}
-    starts, place = [0] * (len(places) + 1), len(order)
-    starts[len(places)] = place
-    originals = list(places)
-    for index in range(len(originals) - 1, -1, -1):
-        copy = nodes.get(originals[index])
-        if copy is not None and copy in new:
-            place = order[copy]
-        elif copy is not None and copy in became:
-            place = order[became[copy]]
-        starts[index] = place
-
-    def now(node: Node) -> Node | None:
-        copy = nodes.get(node)
-        if copy is None or copy not in gone:
-            return copy
-        return became.get(copy)
-
-    calls = []
-    for call in program.calls:
-        inputs, outputs = [now(x) for x in call.inputs], [now(x) for x in call.outputs]
-        kept = tuple(x for x in inputs if x is not None), tuple(x for x in outputs if x is not None)
-        if len(kept[0]) == len(inputs) and len(kept[1]) == len(outputs):
-            calls.append(replace(
-                call, inputs=kept[0], outputs=kept[1], start=starts[call.start], end=starts[call.end]
-            ))  # fmt: skip
-    stops = tuple(Stop(nodes[stop.residual], stop.threshold) for stop in program.stops)
-    return replace(program, graph=graph, stops=stops, calls=tuple(calls), captured=program)
+    return _Split(moved(program, graph, nodes, gone, became), terms)
 
 
 class _Writer:
@@ -551,14 +520,7 @@ class _Writer:
         """A call of what is there already, if it is; its value is known, as a captured one's."""
         key = (target, repr((args, kwargs)))
         if key not in self._known:
-            node = self.graph.graph.call_function(target, args, kwargs)
-            given_args, given_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-            with torch.no_grad(), enable_python_dispatcher():
-                value = target(*given_args, **given_kwargs)
-            root = self.nodes[self.product.node].meta
-            node.meta = {name: root[name] for name in ("nn_module_stack", "stack_trace") if name in root}
-            node.meta |= {"val": value, WRITTEN: True}
-            self._known[key] = node
+            self._known[key] = written(self.graph, self.nodes[self.product.node], target, *args, **kwargs)
         return self._known[key]
 
     def coefficient(self, by: Any) -> Any:

@@ -162,7 +162,7 @@ class Places(nn.Module):
         z[0, :n, 1, n + 1] = x[0, :, 0]
         z[..., 0, n] = z[..., 1, n + 1] * 2
         z[:, -1] *= 0.5
-        z[:, n - 1, 1, m] = 7.0
+        z[:, n - 1, 1, m - 2] = 7.0
         return z, z[:, None, n, :, 1:], z[n - n]
 
 

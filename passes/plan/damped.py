@@ -119,15 +119,19 @@ def _tried(
     for half_steps in range(2, SEARCHED + 1):
         first = _from(last)[(half_steps - 1) % 2]
 
-        def missed(x: Any, first: Side = first, at: int = half_steps - 1) -> Any:
-            loops = (o.loop(*with_other(float(x[0])))(first) for o in observed)
+        def missed(
+            x: Any, given: Sequence[Given] = observed[:1], first: Side = first, at: int = half_steps - 1
+        ) -> Any:
+            loops = (o.loop(*with_other(float(x[0])))(first) for o in given)
             ours = [next(itertools.islice(loop, at, None))[0] for loop in loops]
             return torch.cat([
-                (x / x.sum() - plan / plan.sum()).flatten() for x, plan in zip(ours, plans, strict=True)
+                (x / x.sum() - o.plan / o.plan.sum()).flatten() for x, o in zip(ours, given, strict=True)
             ]).numpy()  # fmt: skip
 
+        # Searched for on one observation, and held against the others where it explains that.
         found = least_squares(missed, [0.5], bounds=([LEAST], [1.0]), xtol=1e-15, ftol=1e-15, gtol=1e-15)
-        error = float(abs(found.fun).max() / max(float((plan / plan.sum()).max()) for plan in plans))
+        left = found.fun if abs(found.fun).max() > STRAIGHT else missed(found.x, observed)
+        error = float(abs(left).max() / max(float((plan / plan.sum()).max()) for plan in plans))
         yield Damped(*with_other(float(found.x[0])), Budget(first, half_steps, error))
 
 

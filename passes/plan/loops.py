@@ -40,7 +40,7 @@ STEPS = {  # of one value, entry by entry: what is done to a sum before it divid
     aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.unsqueeze.default,
     aten.squeeze.dim,
     aten.expand.default, aten.expand_as.default, aten.where.self, aten.masked_fill.Scalar,
-    aten.squeeze.default, aten.squeeze.dims, *VIEWS,
+    aten.squeeze.default, aten.squeeze.dims, aten.select.int, *VIEWS,
 }  # fmt: skip
 MOST_ENDS = 8  # tensors that are tried as scores, and as plans
 

@@ -1,0 +1,104 @@
+"""Scalings: a plan whose scalings are applied apart is one matrix again.
+
+before: a * (K @ (b * V)), or (K @ (b * V)) / (K @ b)
+after:  (a * K * b) @ V
+
+Code that scales K = exp(S) as optimal transport is taught never forms the plan, so that nothing in its
+graph is one. Scalings are joined where a loop of sums has made them, and only if that shows a site.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from asapc.ir import Program
+from asapc.passes.cut import ancestors, is_tensor
+from asapc.passes.lift import INERT
+from asapc.passes.plan.loops import find_loops
+from asapc.passes.products import BARRIERS, product_of, rank_of, same
+from asapc.passes.verify import check_graph
+from asapc.passes.written import moved, written
+from asapc.program.calls import copied
+
+aten = torch.ops.aten
+
+SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """scaled: a * (K @ (b * V)).  product: K @ (b * V).  inner: b * V.  rows, columns: a and b."""
+
+    scaled: Node
+    product: Node
+    inner: Node
+    rows: Node
+    columns: Node
+    kernel: Node
+    values: Node
+
+
+def joined_program(program: Program) -> Program | None:
+    """The program with scalings put into the maps that they are of; None where there are none."""
+    sums = frozenset(total for loop in find_loops(program.graph) for total in loop.sums)
+    found = [apart for node in program.graph.graph.nodes if (apart := _apart(node, sums)) is not None]
+    if not found:
+        return None
+    graph, nodes = copied(program.graph)
+    gone: set[Node] = set()
+    became: dict[Node, Node] = {}
+    for apart in found:
+        scaled, product, inner = nodes[apart.scaled], nodes[apart.product], nodes[apart.inner]
+        with graph.graph.inserting_before(scaled):
+            columns = written(graph, product, aten.transpose.int, nodes[apart.columns], -2, -1)
+            plan = written(graph, product, inner.target, nodes[apart.kernel], columns)
+            plan = written(graph, product, scaled.target, plan, nodes[apart.rows])
+            result = written(graph, product, aten.matmul.default, plan, nodes[apart.values])
+        scaled.replace_all_uses_with(result)
+        became[scaled] = result
+        for node in (scaled, product, inner):
+            for user in [*node.users]:
+                if not user.users and user.target in INERT:
+                    graph.graph.erase_node(user)
+                    gone.add(user)
+            if not node.users:
+                graph.graph.erase_node(node)
+                gone.add(node)
+    graph.recompile()
+    check_graph(graph, "scalings", [apart.product.name for apart in found])
+    return moved(program, graph, nodes, gone, became)
+
+
+def _apart(node: Node, sums: frozenset[Node]) -> _Apart | None:
+    """Where a matrix multiplies rows that are scaled, and the product's rows are scaled again, by what a
+    loop has made."""
+    product = product_of(node)
+    if product is None or same(node.meta["val"].shape[-1], 1):
+        return None
+    orders = (product.left_order, product.values.order, product.out_order)
+    if any(order is not None and list(order) != sorted(order) for order in orders):
+        return None
+    users = [user for user in node.users if user.users or user.target not in INERT]
+    inner = _scaled(product.right, sums)
+    outer = _scaled(users[0], sums) if len(users) == 1 else None
+    if inner is None or outer is None or outer[0] is not node:
+        return None
+    return _Apart(users[0], node, product.right, outer[1], inner[1], product.left, inner[0])
+
+
+def _scaled(node: Node, sums: frozenset[Node]) -> tuple[Node, Node] | None:
+    """(what is scaled, the scaling) where every row has a number that a loop has made."""
+    if node.target not in SCALINGS:
+        return None
+    one, other = node.args[:2]
+    for what, by in [(one, other)] if node.target is aten.div.Tensor else [(one, other), (other, one)]:
+        if not isinstance(what, Node) or not isinstance(by, Node) or not is_tensor(by):
+            continue
+        if rank_of(by) != rank_of(node) or not same(by.meta["val"].shape[-1], 1):
+            continue
+        if not sums.isdisjoint({by, *ancestors(by, until=BARRIERS)}):
+            return what, by
+    return None
