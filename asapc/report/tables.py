@@ -446,7 +446,7 @@ def fit_text(site: Mapping[str, Any]) -> str:
 
 
 def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """The fit of every site."""
+    """The fit of every site, where any was."""
     rows = tuple(
         (
             str(site.get("name")),
@@ -462,7 +462,8 @@ def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
     )
     columns = ("site", "predicted", "fit", "examples|", "tokens|", "R2 in-sample|", "cond|", "s|")
     title = f"Calibration of {summary.get('model')}, {summary.get('order')}"
-    return [Table(title, columns, rows), *warnings_table(summary["warnings"])]
+    fits = [Table(title, columns, rows)] if rows else []
+    return [*fits, *warnings_table(summary["warnings"])]
 
 
 def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
