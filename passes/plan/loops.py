@@ -215,7 +215,9 @@ def _chains(sums: Mapping[Node, _Sum]) -> list[list[Node]]:
         return sizes[first, second]
 
     for node in sums:  # in the order of the graph
-        before = [other for other in _sums_above(node, sums) if alike(node, other)]
+        before = [other for other in _sums_above(node, sums) if other in group and alike(node, other)]
+        if len({group[other] for other in before if len(members[group[other]]) > 1}) > 1:
+            continue  # a sum of what several loops have made, as of the product of their plans
         mine = min((group[other] for other in before), default=len(members))
         for number in {group[other] for other in before} - {mine}:
             for other in members.pop(number):

@@ -162,7 +162,7 @@ class _Region:
         self.inside = frozenset(inside | {end})
         self.ordered = [node for node in graph.graph.nodes if node in self.inside]
         self.guesses = guesses_of(self.ordered)
-        self.given = _given(graph, start, self.inside)
+        self.given = _given(graph, self.start, self.inside)
         self.data = [x.node for x in self.given if x.data]
         self.constants = [x.node for x in self.given if not x.data]
         self.cut = Cut(graph, [start, *self.data], (end, *self.constants), self.inside)
@@ -240,9 +240,9 @@ def _free(size: Any) -> Any:
     return symbol if (size.node.expr - symbol).is_number else None
 
 
-def _given(graph: GraphModule, start: Node, inside: frozenset[Node]) -> list[_Given]:
+def _given(graph: GraphModule, scores: Layout, inside: frozenset[Node]) -> list[_Given]:
     """What enters beside the scores, by the tensor that it is made of."""
-    data = data_dependent(graph)
+    data, start = data_dependent(graph), scores.tensor.node
     found: dict[Node, bool] = {}
     for node in graph.graph.nodes:
         if node not in inside:
@@ -250,20 +250,24 @@ def _given(graph: GraphModule, start: Node, inside: frozenset[Node]) -> list[_Gi
         for source in node.all_input_nodes:
             if source in inside or source is start or not is_tensor(source):
                 continue
-            root = _root(source, start)
+            root = _root(source, scores)
             if root in data or not _is_one_number(root):
                 found.setdefault(root, root in data)
     return [_Given(node, is_data) for node, is_data in found.items()]
 
 
-def _root(node: Node, start: Node) -> Node:
-    """The tensor that a node repeats or scales."""
+def _root(node: Node, scores: Layout) -> Node:
+    """The tensor that a node repeats or scales; the last one on the way to it that can still be added to
+    scores or be a marginal of theirs, where there is one."""
+    path = [node]
     while node.target in STEPS:
         varying = [n for n in node.all_input_nodes if is_tensor(n) and not _is_one_number(n)]
-        if len(varying) != 1 or varying[0] is start:
-            return node
+        if len(varying) != 1 or varying[0] is scores.tensor.node:
+            break
         node = varying[0]
-    return node
+        path.append(node)
+    fitting = (n for n in reversed(path) if _is_matrix(n, scores) or _sides(n, scores))
+    return next(fitting, node)
 
 
 def _is_one_number(node: Node) -> bool:
@@ -309,11 +313,11 @@ def _roles(region: _Region) -> list[_Roles] | str:
     options: list[list[tuple[str, MarginalInput] | None]] = []
     for given in region.given:
         value = given.node.meta["val"]
-        if _is_matrix(given.node, region):
+        if _is_matrix(given.node, region.start):
             if not value.is_floating_point():
                 return _enters(given.node, "a mask in every half-step: hide scores before the loop")
             continue
-        found = _sides(given, region) if value.is_floating_point() else []
+        found = _sides(given.node, region.start, given.data) if value.is_floating_point() else []
         if given.data and not found:
             return _enters(given.node, "neither a marginal nor a bias")
         options.append([*([] if given.data else [None]), *found])
@@ -332,9 +336,9 @@ def _enters(node: Node, what: str) -> str:
     return f"its plan depends on {node.name}, which is {what}"
 
 
-def _is_matrix(node: Node, region: _Region) -> bool:
+def _is_matrix(node: Node, start: Layout) -> bool:
     """Whether it has rows and columns, and broadcasts to the scores."""
-    shape, scores = node.meta["val"].shape, region.start.tensor.node.meta["val"].shape
+    shape, scores = node.meta["val"].shape, start.tensor.node.meta["val"].shape
     if len(shape) < 2 or len(shape) > len(scores):
         return False
     return all(
@@ -343,12 +347,12 @@ def _is_matrix(node: Node, region: _Region) -> bool:
     )
 
 
-def _sides(given: _Given, region: _Region) -> list[tuple[str, MarginalInput] | None]:
+def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[str, MarginalInput] | None]:
     """The marginals that a tensor may be."""
-    shape = [*given.node.meta["val"].shape]
-    rank, leads = len(shape), rank_of(region.start.tensor.node) - 2
+    shape = [*node.meta["val"].shape]
+    rank, leads = len(shape), rank_of(start.tensor.node) - 2
     found: list[tuple[str, MarginalInput] | None] = []
-    for side, tokens in (("log_mu", region.start.queries), ("log_nu", region.start.keys)):
+    for side, tokens in (("log_mu", start.queries), ("log_nu", start.keys)):
         drop: int | None = None
         if rank and same(shape[-1], tokens):
             one = rank == leads + 2 and isinstance(shape[-2], int) and shape[-2] == 1
@@ -358,14 +362,16 @@ def _sides(given: _Given, region: _Region) -> list[tuple[str, MarginalInput] | N
         else:
             continue
         before = rank - 1 - (drop is not None)
-        if before and not (leads == 1 or region.start.kept):
+        if before and not (leads == 1 or start.kept):
             continue
         if before > leads:
             continue
-        per_head = leads == 2 and before == 1 and same(shape[0], region.start.heads)
-        by_example = before == 1 and (leads == 1 or same(shape[0], region.start.tensor.shape[0]))
+        per_head = leads == 2 and before == 1 and same(shape[0], start.heads)
+        by_example = before == 1 and (same(shape[0], 1) or same(shape[0], start.tensor.shape[0]))
+        if before == 1 and leads == 1 and not by_example:
+            continue
         found += [
-            (side, MarginalInput(given.node, logarithm, drop, heads, not given.data))
+            (side, MarginalInput(node, logarithm, drop, heads, not data))
             for heads in [*([True] if by_example else []), *([False] if per_head or before != 1 else [])]
             for logarithm in (True, False)
         ]
@@ -381,7 +387,7 @@ class _Trials:
     def __init__(self, region: _Region, roles: _Roles, log: bool) -> None:
         self.region, self.roles, self.log = region, roles, log
         self.generator = torch.Generator().manual_seed(0)
-        self.biases = [x.node for x in region.given if _is_matrix(x.node, region)]
+        self.biases = [x.node for x in region.given if _is_matrix(x.node, region.start)]
         self.rough = 1.0
         self.coefficients: list[float] = [0.0] * len(self.biases)
         self.by_head: Tensor | None = None
