@@ -304,6 +304,37 @@ class PaddedMatcher(nn.Module):
         return scores + u[:, :, None] + v[:, None] - norm[:, None, None]
 
 
+class Bridged(nn.Module):
+    """Tokens to pivots to tokens, some of which cost more; heads merged into the batch, masses of theirs,
+    and a division by the rows of both plans' product."""
+
+    heads, pivots = 2, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pivot = nn.Parameter(torch.randn(self.heads, self.pivots, 4))
+        self.logits = nn.Parameter(torch.randn(self.heads, self.pivots))
+
+    def plan(self, scores: Tensor, log_mu: Tensor, log_nu: Tensor) -> Tensor:
+        f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+        for _ in range(2):
+            f = log_mu - (scores + g[..., None, :]).logsumexp(-1)
+            g = log_nu - (scores + f[..., None]).logsumexp(-2)
+        return (scores + f[..., None] + g[..., None, :]).exp()
+
+    def forward(self, x: Tensor, cost: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q = x.unflatten(-1, (self.heads, -1)).transpose(1, 2).reshape(b * self.heads, n, -1)
+        z = self.pivot[None].expand(b, -1, -1, -1).reshape(b * self.heads, self.pivots, -1)
+        mass = self.logits.log_softmax(-1)[None].expand(b, -1, -1).reshape(b * self.heads, self.pivots)
+        even = torch.zeros_like(q[..., 0]) - torch.ones_like(q[0, :, 0]).sum().log()
+        there = self.plan(q @ z.mT, even, mass)
+        back = self.plan(z @ q.mT - cost.repeat_interleave(self.heads, 0)[:, None], mass, even)
+        y = there @ (back @ q)
+        y = y / (there @ (back @ torch.ones_like(q[..., :1]))).clamp_min(1e-6)
+        return y.reshape(b, self.heads, n, -1).transpose(1, 2).flatten(2)
+
+
 def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -> tuple[Any, ...]:
     """An example call."""
     generator = torch.Generator().manual_seed(seed)
@@ -316,6 +347,8 @@ def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -
     if isinstance(net, PaddedMatcher):
         shown = torch.arange(tokens) < torch.tensor([[tokens], [4], [2]])[torch.arange(batch) % 3]
         return random(batch, tokens, 8), random(batch, tokens - 1, 8), shown, shown[:, 1:]
+    if isinstance(net, Bridged):
+        return random(batch, tokens, 8), random(batch, tokens).square()
     if isinstance(net, Mixer):
         return (random(batch, tokens, net.streams, 8),)
     if isinstance(net, Masses):

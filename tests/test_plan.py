@@ -313,6 +313,10 @@ FOUND: dict[str, list[PlanConvention]] = {
                        stabiliser=Stabiliser("plan", "add", 1e-6)),
     ],
     "Products": [PlanConvention(8, "row", 1.0, OutputFactor(queries=1))],
+    "Bridged": [
+        PlanConvention(4, "row", 1.0, OutputFactor(), target_marginal="constant"),
+        PlanConvention(4, "row", 1.0, OutputFactor(), source_marginal="constant"),
+    ],
     "PaddedMatcher": [PlanConvention(10, "row", 1.0, OutputFactor(), True, "input", "input")],
 }  # fmt: skip
 DAMPED = {
