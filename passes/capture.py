@@ -484,7 +484,11 @@ class _Counter(TorchDispatchMode):
 
 
 _PRODUCTS = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}
-_SUMS = {torch.ops.aten.sum, torch.ops.aten.logsumexp, torch.ops.aten._softmax, torch.ops.aten.mv}
+_SUMS = {
+    torch.ops.aten.sum, torch.ops.aten.mean, torch.ops.aten.logsumexp, torch.ops.aten._softmax,
+    torch.ops.aten._log_softmax, torch.ops.aten.linalg_vector_norm, torch.ops.aten.norm,
+    torch.ops.aten.mv,
+}  # fmt: skip
 
 
 def _capture_modules(

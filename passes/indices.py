@@ -29,7 +29,11 @@ class FreeIndices(TorchFunctionMode):
             if func is Tensor.__getitem__:
                 return part
             value = args[2]
-            return part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
+            if not isinstance(value, Tensor):
+                return part.fill_(value)
+            while value.dim() > part.dim() and value.shape[0] == 1:
+                value = value[0]  # as indexing does, and copy_ does not
+            return part.copy_(value)
         return func(*args, **(kwargs or {}))
 
 

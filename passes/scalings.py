@@ -10,6 +10,7 @@ graph is one. Scalings are joined where a loop of sums has made them, and only i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -30,7 +31,8 @@ SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
 
 @dataclass(frozen=True)
 class _Apart:
-    """scaled: a * (K @ (b * V)).  product: K @ (b * V).  inner: b * V.  rows, columns: a and b."""
+    """scaled: a * (K @ (b * V)).  product: K @ (b * V).  inner: b * V.  rows, columns: a and b.
+    kernel: K, or where `turned` what it is the transpose of."""
 
     scaled: Node
     product: Node
@@ -38,6 +40,7 @@ class _Apart:
     rows: Node
     columns: Node
     kernel: Node
+    turned: bool
     values: Node
 
 
@@ -50,13 +53,24 @@ def joined_program(program: Program) -> Program | None:
     graph, nodes = copied(program.graph)
     gone: set[Node] = set()
     became: dict[Node, Node] = {}
+
+    def now(node: Node) -> Node:
+        return became.get(nodes[node], nodes[node])
+
     for apart in found:
         scaled, product, inner = nodes[apart.scaled], nodes[apart.product], nodes[apart.inner]
+
+        def write(target: Any, *args: Any, root: Node = product) -> Node:
+            return written(graph, root, target, *args)
+
         with graph.graph.inserting_before(scaled):
-            columns = written(graph, product, aten.transpose.int, nodes[apart.columns], -2, -1)
-            plan = written(graph, product, inner.target, nodes[apart.kernel], columns)
-            plan = written(graph, product, scaled.target, plan, nodes[apart.rows])
-            result = written(graph, product, aten.matmul.default, plan, nodes[apart.values])
+            # What was a row of numbers for the keys lies along them now.
+            along, across = (apart.rows, apart.columns) if apart.turned else (apart.columns, apart.rows)
+            first, second = (scaled, inner) if apart.turned else (inner, scaled)
+            plan = write(first.target, now(apart.kernel), write(aten.transpose.int, now(along), -2, -1))
+            plan = write(second.target, plan, now(across))
+            plan = write(aten.transpose.int, plan, -2, -1) if apart.turned else plan
+            result = write(aten.matmul.default, plan, now(apart.values))
         scaled.replace_all_uses_with(result)
         became[scaled] = result
         for node in (scaled, product, inner):
@@ -86,7 +100,27 @@ def _apart(node: Node, sums: frozenset[Node]) -> _Apart | None:
     outer = _scaled(users[0], sums) if len(users) == 1 else None
     if inner is None or outer is None or outer[0] is not node:
         return None
-    return _Apart(users[0], node, product.right, outer[1], inner[1], product.left, inner[0])
+    kernel, rank = product.left, rank_of(product.left)
+    turned = kernel.target is aten.transpose.int and (
+        {int(axis) % rank for axis in _axes(kernel)} == {rank - 2, rank - 1}
+    )
+    if turned:
+        (kernel,) = kernel.all_input_nodes
+    # The products with scalings must be of the kernel's own sizes and numbers.
+    leads = kernel.meta["val"].shape[:-2]
+    for scaling in (inner[1], outer[1]):
+        if len(scaling.meta["val"].shape) != len(leads) + 2 or not all(
+            same(one, other) or same(one, 1)
+            for one, other in zip(scaling.meta["val"].shape[:-2], leads, strict=True)
+        ):
+            return None
+    if len({x.meta["val"].dtype for x in (kernel, node, inner[0], inner[1], outer[1])}) > 1:
+        return None
+    return _Apart(users[0], node, product.right, outer[1], inner[1], kernel, turned, inner[0])
+
+
+def _axes(node: Node) -> tuple[Any, ...]:
+    return node.args[1:]
 
 
 def _scaled(node: Node, sums: frozenset[Node]) -> tuple[Node, Node] | None:
@@ -97,6 +131,10 @@ def _scaled(node: Node, sums: frozenset[Node]) -> tuple[Node, Node] | None:
     for what, by in [(one, other)] if node.target is aten.div.Tensor else [(one, other), (other, one)]:
         if not isinstance(what, Node) or not isinstance(by, Node) or not is_tensor(by):
             continue
+        if not is_tensor(what) or rank_of(what) < 2 or rank_of(node) < 2:
+            continue
+        if not same(what.meta["val"].shape[-2], node.meta["val"].shape[-2]):
+            continue  # values that are repeated along the tokens
         if rank_of(by) != rank_of(node) or not same(by.meta["val"].shape[-1], 1):
             continue
         if not sums.isdisjoint({by, *ancestors(by, until=BARRIERS)}):

@@ -259,6 +259,56 @@ def test_masses_that_are_lost_are_not_lost_in_a_log_plan(
     torch.testing.assert_close(found[~near].double(), expected[~near], rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_a_side_that_is_never_closed_has_no_dual(rows_first: bool) -> None:
+    scores, lost = random(1, 1, 30, 30), random(1, 1, 30, seed=1).log_softmax(-1)
+    lost[..., :5] = -1e12
+    marginals = (None, lost) if rows_first else (lost, None)
+    settings = (1.0, 1, rows_first, PLAIN, True)
+    expected = reference.plan(scores.double(), *marginals, *settings)
+    torch.testing.assert_close(op(scores, *marginals, *settings).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("log_mass", [-95.0, -103.5, -105.0, -1e12])
+@pytest.mark.parametrize("tokens", [8, 30])
+def test_a_log_plan_keeps_the_digits_of_masses_that_have_none(log_mass: float, tokens: int) -> None:
+    scores = random(2, 1, tokens, tokens)
+    log_nu = torch.full((2, 1, tokens), -3.0)
+    log_nu[..., 0] = log_mass
+    settings = (None, log_nu, 1.0, 4, True, PLAIN, True)
+    expected = reference.plan(scores.double(), None, log_nu.double(), *settings[2:])
+    torch.testing.assert_close(op(scores, *settings).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2, 300), (2, 1, 30, 1), (3, 1, 10, 60)], ids=str)
+@pytest.mark.parametrize("kind", ["clamp", "add"])
+def test_many_half_steps_between_few_rows_and_many_columns(shape: tuple[int, ...], kind: str) -> None:
+    """Each scaling by itself grows by M / N in a half-step; only their product stays what it is."""
+    settings = (1.0, 100, False, PLAIN, False, None, 1e-6, "plan", kind)
+    scores = random(*shape)
+    expected = reference.plan(scores.double(), None, None, *settings)
+    found = op(scores, None, None, *settings).double()
+    assert bool(expected.isfinite().all())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * float(expected.max()))
+
+
+class Shifted(nn.Module):
+    """A kernel that is positive on small data alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = x @ x.transpose(-1, -2) / 16 + 1
+        for _ in range(4):
+            plan = plan / plan.sum(-1, keepdim=True)
+            plan = plan / plan.sum(-2, keepdim=True)
+        return plan
+
+
+def test_a_kernel_that_may_be_negative_is_none() -> None:
+    analysis = analysed(Shifted(), random(3, 10, 16) / 4)
+    (left,) = analysis.left_alone
+    assert left.status == "refused" and not analysis.sites
+
+
 def test_memory_layout_and_heads_do_not_matter() -> None:
     s = random(3, 20, 17, 2).permute(0, 3, 1, 2)
     by_head = [1.0, 2.5]

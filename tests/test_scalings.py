@@ -48,6 +48,34 @@ class Returned(Vectors):
         return super().out(a, kernel, b, v), a, b
 
 
+class Turned(Vectors):
+    """From keys to queries: the transposed kernel is multiplied."""
+
+    def out(self, a: Tensor, kernel: Tensor, b: Tensor, v: Tensor) -> Any:
+        return b[..., None] * (kernel.mT @ (a[..., None] * v))
+
+
+class Twice(nn.Module):
+    """What one layer gives is another's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Vectors()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return self.layer(q, k, self.layer(k, q, v))
+
+
+class Widened(Vectors):
+    def out(self, a: Tensor, kernel: Tensor, b: Tensor, v: Tensor) -> Any:
+        return a[..., None] * (kernel @ (b[..., None] * v.round().long()))
+
+
+class Repeated(Vectors):
+    def out(self, a: Tensor, kernel: Tensor, b: Tensor, v: Tensor) -> Any:
+        return a[..., None] * (kernel @ (b[..., None] * v.mean(1, keepdim=True)))
+
+
 class Sums(nn.Module):
     """Marginals of 1/N, in the letters of einsum."""
 
@@ -92,6 +120,19 @@ def test_an_attention_whose_scalings_are_applied_apart(kind: Any, half_steps: in
     for given in (inputs(3, 10), inputs(5, 10, 3.0), inputs(2, 33)):
         if kind is Sums and given[0].shape[1] != 10:
             continue  # 1 / N is a number of its trace
+        with torch.no_grad():
+            assert largest_difference(model(*given), lifted.graph(*given)) < 5e-6
+
+
+@pytest.mark.parametrize("kind", [Turned, Twice, Widened, Repeated])
+def test_whatever_is_joined_is_what_it_was(kind: Any) -> None:
+    """Values of another type, or one for all keys, stay apart; the others are sites."""
+    model = kind().eval()
+    rewritten, found = matched_program(capture(model, inputs(3, 10), {}).programs[0])
+    sites = [one for one in found if isinstance(one, Site)]
+    assert len(sites) == {Turned: 1, Twice: 2}.get(kind, 0)
+    lifted = lift(rewritten, sites)
+    for given in (inputs(3, 10), inputs(2, 33, 2.0)):
         with torch.no_grad():
             assert largest_difference(model(*given), lifted.graph(*given)) < 5e-6
 

@@ -35,6 +35,7 @@ from asapc.passes.cut import (
 from asapc.passes.experiment import STABILISED, NoFit, outcome
 from asapc.passes.plan.damped import Pair
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
+from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error, plan_of
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.plan.stops import changed_by_stops
@@ -95,16 +96,18 @@ def _tried(
     program: Program, loop: Loop, found: Borders
 ) -> Iterator[tuple[Loop, Node, Node, bool]]:
     """What may be scores and plan, the likeliest first; then what may be exp(scores) and plan."""
-    pairs = _by_likeliness(found)
-    yield from ((loop, start, end, False) for start, end in pairs)
-    yield from ((loop, start, end, True) for start, end in pairs if start in found.starts[:MOST_KERNELS])
+    yield from ((loop, start, end, False) for start, end in _by_likeliness(found))
+    yield from ((loop, start, end, True) for start, end in _kernels(found))
     rest = behind_softmax(loop)
     if rest is not None:
-        found = borders(program.graph, rest)
-        yield from (
-            (rest, start, end, True) for start, end in _by_likeliness(found)
-            if start in found.starts[:MOST_KERNELS]
-        )  # fmt: skip
+        kernels = _kernels(borders(program.graph, rest))
+        yield from ((rest, start, end, True) for start, end in kernels)
+
+
+def _kernels(found: Borders) -> list[tuple[Node, Node]]:
+    """Those that can be kernels: nowhere negative, and near the loop."""
+    near = [start for start in found.starts[:MOST_KERNELS] if is_positive(start)]
+    return [(start, end) for start, end in _by_likeliness(found) if start in near]
 
 
 def _past_exp(site: PlanSite) -> PlanSite:

@@ -71,6 +71,8 @@ def plan(scores: Tensor, task: Task) -> Tensor:
             own_share = share if len(share) == 1 else share[part]
             sides = mu.part(part), nu.part(part)
             held = run(given[part], *sides, own_share, task, offset, out[part])
+            if task.settings["log"]:  # of a share that is 0 or infinite, nothing is left to add
+                held = held & own_share.isfinite() & (own_share != 0)
             if task.settings["log"] and (small or not balanced):
                 for lost in (side.lost() for side in sides):
                     held = held if lost is None else held & ~lost.any(-1)
@@ -108,11 +110,12 @@ class Masses:
         return Masses(self.mass[which], None if self.logs is None else self.logs[which])
 
     def lost(self) -> Tensor | None:
-        """Tokens whose mass is 0, but not its logarithm, as of padding that has -1e12; None if there are
-        none."""
+        """Tokens whose mass is too small for its digits, but has a logarithm, as padding's -1e12; None if
+        there are none."""
         if self.logs is None:
             return None
-        lost = (self.mass == 0) & (self.logs > -torch.inf)
+        tiny = torch.finfo(self.mass.dtype).tiny
+        lost = (self.mass < tiny) & (self.logs > -torch.inf)
         return lost if bool(lost.any()) else None
 
 
@@ -181,6 +184,7 @@ def _side_by_side(
             row_mass, column_mass = torch.ones_like(row_mass), torch.ones_like(column_mass)
         if stabiliser.form == "scaling" and stabiliser.start_share:
             a, b = a / len(a), b / len(b)
+    gauge = _gauge(task, len(a), len(b))
     # Made once: a view takes the interpreter as long as an operator on a few thousand numbers does.
     terms, a_rows = torch.empty_like(kernel), a[:, None]
     sums_a, sums_b = torch.empty_like(a), torch.empty_like(b)
@@ -197,6 +201,9 @@ def _side_by_side(
             _close(mass, sums, power, scaling)
         else:
             _divide(scaling, sums, mass, stabiliser, exact=step == 0 and start == "softmax")
+            if step and rows_turn and gauge != 1.0:
+                a *= gauge
+                b /= gauge
         rows_turn = not rows_turn
     if settings["log"]:
         out.copy_((s + a.log()[:, None] + b.log() + torch.log(share)).permute(2, 0, 1))
@@ -205,7 +212,7 @@ def _side_by_side(
     low = s.amin((0, 1))
     if stabiliser is not None:
         safe = SAFE_ROW_RANGE[given.dtype]
-        return (low >= -safe) & (s.amax((0, 1)) <= safe)
+        return (low >= -safe) & (s.amax((0, 1)) <= safe) & _are_finite(a.t()) & _are_finite(b.t())
     if settings["damping"]:
         return _held_damped(low, s.amax((0, 1)), a.t(), b.t())
     sides = ((a.t(), mu.mass, s.amax(1).t()), (b.t(), nu.mass, s.amax(0).t()))
@@ -246,6 +253,21 @@ def _divide(scaling: Tensor, sums: Tensor, mass: Tensor, stabiliser: Stabiliser,
         torch.div(mass, sums, out=scaling)
 
 
+def _gauge(task: Task, queries: int, keys: int) -> float:
+    """What a is multiplied by, and b divided by, after every row half-step but the first.
+
+    Where rows and columns of another number are all brought to 1, each half-step multiplies its scaling
+    by N / M or M / N, and a hundred of them overflow. Their product stays what it is.
+    """
+    stabiliser = task.stabiliser
+    grows = stabiliser is not None and stabiliser.form == "plan" and not stabiliser.shares
+    return keys / queries if grows and queries and keys else 1.0
+
+
+def _are_finite(scaling: Tensor) -> Tensor:
+    return scaling.isfinite().all(-1)
+
+
 def _products(
     given: Tensor, mu: Masses, nu: Masses, share: Tensor, task: Task, _offset: Tensor | None, out: Tensor
 ) -> Tensor:
@@ -273,7 +295,8 @@ def _products(
     if settings["log"]:
         log_a, log_b = a.log(), b.log()
         if not settings["damping"]:
-            log_a, log_b, known = _with_lost(s, log_a, log_b, mu, nu)
+            closed = half_steps > 1 or rows_first, half_steps > 1 or not rows_first
+            log_a, log_b, known = _with_lost(s, log_a, log_b, mu, nu, closed)
             held = held & known
         torch.add(s, (log_a + torch.log(share))[:, :, None], out=out)
         out += log_b[:, None]
@@ -283,24 +306,25 @@ def _products(
 
 
 def _with_lost(
-    s: Tensor, log_a: Tensor, log_b: Tensor, mu: Masses, nu: Masses
+    s: Tensor, log_a: Tensor, log_b: Tensor, mu: Masses, nu: Masses, closed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logarithms of the scalings [G, N] and [G, M] with those of tokens whose mass is lost, by a
     half-step in the log domain; and of which matrices they are known, [G or 1] bool.
 
     A token of -1e12 takes no part in the sums of others. Its own dual is what the last half-step of its
-    side gives, up to what the other duals have moved since: nothing, beside 1e12.
+    side gives, up to what the other duals have moved since: nothing, beside 1e12. A side that was not
+    closed, of rows and of columns, has none.
     """
     known = torch.ones(1, dtype=torch.bool, device=s.device)
-    columns, rows = nu.lost(), mu.lost()
+    rows, columns = (side.lost() if done else None for side, done in zip((mu, nu), closed, strict=True))
     if columns is not None:
         assert nu.logs is not None
         log_b = torch.where(columns, nu.logs - (s + log_a[:, :, None]).logsumexp(1), log_b)
-        known = known & ~(columns & (nu.logs > FAR)).any(-1) & ~log_b.isnan().any(-1)
+        known = known & ~(columns & ((nu.logs > FAR) | ~log_b.isfinite())).any(-1)
     if rows is not None:
         assert mu.logs is not None
         log_a = torch.where(rows, mu.logs - (s + log_b[:, None]).logsumexp(2), log_a)
-        known = known & ~(rows & (mu.logs > FAR)).any(-1) & ~log_a.isnan().any(-1)
+        known = known & ~(rows & ((mu.logs > FAR) | ~log_a.isfinite())).any(-1)
     return log_a, log_b, known
 
 
@@ -327,16 +351,20 @@ def _stabilised_products(
     )
     if stabiliser.form == "scaling" and stabiliser.start_share:
         a, b = a / a.shape[-1], b / b.shape[-1]
-    rows_turn = task.rows_first
+    rows_turn, gauge = task.rows_first, _gauge(task, a.shape[-1], b.shape[-1])
     for step in range(settings["half_steps"]):
         exact = step == 0 and stabiliser.start == "softmax"
         if rows_turn:
             _divide(a, torch.bmm(b, transposed), row_mass, stabiliser, exact)
+            if step and gauge != 1.0:
+                a *= gauge
+                b /= gauge
         else:
             _divide(b, torch.bmm(a, kernel), column_mass, stabiliser, exact)
         rows_turn = not rows_turn
     safe = SAFE_ROW_RANGE[given.dtype]
     held = (s.amin((-1, -2)) >= -safe) & (s.amax((-1, -2)) <= safe)
+    held &= _are_finite(a[:, 0]) & _are_finite(b[:, 0])
     scaled = a.transpose(1, 2) * share[:, None, None]
     if settings["log"]:
         torch.add(s, scaled.log(), out=out)
