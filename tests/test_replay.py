@@ -209,7 +209,7 @@ class Guarded(While):
 
 @pytest.mark.parametrize("guard", ["number", "tensor", "isnan"])
 def test_a_guard_does_not_end_the_loop(guard: str) -> None:
-    """Taken for a loop that goes on while the residual is large, it once cut twelve iterations to one."""
+    """Taken for a loop that goes on while the residual is large, it once cut a loop to one iteration."""
     found = outcome_of(Guarded(guard))
     assert isinstance(found, Refusal) and "compared with an unknown number" in found.reason
 
