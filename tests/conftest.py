@@ -81,8 +81,8 @@ def analyses(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def operators_of_onnx_are_listed_once() -> None:
-    """torch's exporter parses the sources of all its operators anew for every graph, which is most of what
-    a small one takes. Each gets a registry of its own: custom operators are added to it."""
+    """torch's exporter parses the sources of all its operators anew for every graph, which is most of
+    what a small one takes. Each gets a registry of its own: custom operators are added to it."""
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
     except ImportError:
