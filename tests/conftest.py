@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import types
@@ -76,3 +77,25 @@ def analyses(request: pytest.FixtureRequest) -> Iterator[None]:
     sys.path.pop(0)
     with analysed_once():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_of_onnx_are_listed_once() -> None:
+    """torch's exporter parses the sources of all its operators anew for every graph, which is most of
+    what a small one takes. Each gets a registry of its own: custom operators are added to it."""
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+    except ImportError:
+        return
+    known: dict[tuple[Any, ...], ONNXRegistry] = {}
+    listed = ONNXRegistry.from_torchlib.__func__  # type: ignore[attr-defined]
+
+    def from_torchlib(kind: type[ONNXRegistry], *version: Any, **named: Any) -> ONNXRegistry:
+        key = (kind, version, tuple(named.items()))
+        if key not in known:
+            known[key] = listed(kind, *version, **named)
+        registry = copy.copy(known[key])
+        registry.functions = {target: [*made] for target, made in known[key].functions.items()}
+        return registry
+
+    ONNXRegistry.from_torchlib = classmethod(from_torchlib)  # type: ignore[method-assign, assignment]

@@ -12,7 +12,7 @@ class Matcher(nn.Module):
     """Two images' descriptors, a learnt dustbin, potentials in the log domain; the log plan is returned,
     and so is each point's best match (the style of matchers)."""
 
-    def __init__(self, half_steps: int = 24, dim: int = 8) -> None:
+    def __init__(self, half_steps: int = 10, dim: int = 8) -> None:
         super().__init__()
         self.project, self.bin = nn.Linear(dim, dim), nn.Parameter(torch.tensor(0.7))
         self.half_steps = half_steps

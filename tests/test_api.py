@@ -21,7 +21,7 @@ FEW = {"batch_size": 16, "max_examples": 48, "selection_examples": 16}
 def text_model() -> nn.Module:
     torch.manual_seed(0)
     return SinkformerText(
-        vocab_size=40, seq_len=12, d_model=16, n_layers=1, n_heads=2, d_ff=16, num_classes=3, max_iter=8
+        vocab_size=40, seq_len=12, d_model=16, n_layers=1, n_heads=2, d_ff=16, num_classes=3, max_iter=4
     ).eval()
 
 

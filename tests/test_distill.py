@@ -423,7 +423,7 @@ def test_another_recipe_needs_another_fit(
 
 TEXT = {
     "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
-    "num_classes": 3, "max_iter": 8,
+    "num_classes": 3, "max_iter": 4,
 }  # fmt: skip
 
 

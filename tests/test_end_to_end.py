@@ -28,7 +28,7 @@ ASAP = (
 )
 TEXT = {
     "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
-    "num_classes": 3, "max_iter": 8,
+    "num_classes": 3, "max_iter": 4,
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_inspect_json_names_every_field(work: Path, capsys: pytest.CaptureFixtur
     assert (site["status"], site["heads"], site["head_dim"]) == ("matched", 2, 8)
     assert site["replay_error"] < 1e-5
     convention = site["convention"]
-    assert convention["half_steps"] == 8
+    assert convention["half_steps"] == 4
     assert (convention["first_side"], convention["last_side"]) == ("row", "column")
     assert convention["score_multiplier"] == pytest.approx(8**-0.5)
     assert (convention["output_factor"], convention["mask"]) == ("N", "key")
@@ -254,7 +254,7 @@ from attention_zoo import NumpyMaps, Mixed, Softmax
 
 def per_module():
     torch.manual_seed(3)
-    return NumpyMaps(half_steps=8)
+    return NumpyMaps(half_steps=4)
 
 def mixed():
     torch.manual_seed(3)
@@ -296,10 +296,10 @@ def test_capture_per_module_goes_the_whole_way(
     finally:
         sys.path.pop(0)
     torch.manual_seed(3)
-    teacher = NumpyMaps(half_steps=8).eval()
+    teacher = NumpyMaps(half_steps=4).eval()
     x = torch.from_numpy(np.load(data)["x"][:6])
     with torch.no_grad():
-        own = asapc.load(out, model=lambda: NumpyMaps(half_steps=8), stage="lossless")(x)
+        own = asapc.load(out, model=lambda: NumpyMaps(half_steps=4), stage="lossless")(x)
         exact = teacher(x)
     assert float((own[0] - exact[0]).abs().max()) < 1e-5
     assert isinstance(own[1][0], np.ndarray)

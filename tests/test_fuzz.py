@@ -49,13 +49,13 @@ def refused(action: Callable[[], Any], *parts: str) -> str:
 
 def test_a_hundred_cases() -> None:
     done = subprocess.run(
-        [sys.executable, FUZZ, "--count", "120", "--seed", "11"],
+        [sys.executable, FUZZ, "--count", "100", "--seed", "11"],
         capture_output=True, text=True, timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "120 cases, 0 failures" in done.stdout
+    assert "100 cases, 0 failures" in done.stdout
 
 
 # --- recipes, gates and grids ---------------------------------------------------------------------
@@ -217,11 +217,15 @@ def test_an_npy_header_that_lies(tmp_path: Path, header: str, version: bytes) ->
     refused(lambda: open_data(npz(tmp_path / "x.npz", header, version=version), None))
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_bomb(tmp_path: Path, method: int) -> None:
+# 512 MB, of which the size is refused; of the others any size is, since numpy does not write them.
+@pytest.mark.parametrize(
+    ("method", "count"),
+    [(zipfile.ZIP_DEFLATED, 2**26), (zipfile.ZIP_BZIP2, 2**23), (zipfile.ZIP_LZMA, 2**23)],
+)
+def test_a_bomb(tmp_path: Path, method: int, count: int) -> None:
     path = tmp_path / "x.npz"
     buffer = io.BytesIO()
-    np.save(buffer, np.zeros(2**26, np.int64))  # 512 MB
+    np.save(buffer, np.zeros(count, np.int64))
     with zipfile.ZipFile(path, "w", method) as archive:
         archive.writestr("x.npy", buffer.getvalue())
     del buffer

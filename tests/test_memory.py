@@ -32,7 +32,7 @@ from asapc.memory import MemoryLimit, current, peak
 from asapc.inputs.recipe import Recipe
 
 torch.set_num_threads(1)
-convention = Convention(8, "row", 0.25, OutputFactor(queries=1), "none", False, False)
+convention = Convention(4, "row", 0.25, OutputFactor(queries=1), "none", False, False)
 recipe = Recipe.from_dict({"features": ["coarse:8"], "c_transforms": 3, "side": "source"})
 statistics = SiteStatistics("site", convention, transform_plan(convention, 3, "source"), recipe)
 
@@ -48,7 +48,7 @@ step(1)
 room = int(sys.argv[1])
 limit = current() + room
 size = 64 if room == 0 else MemoryLimit(limit).batch_size(step, 64)
-for _ in range(3):
+for _ in range(2):
     step(size)
 print(json.dumps({"size": size, "limit": limit, "peak": peak()}))
 """

@@ -30,7 +30,7 @@ from asapc.program.monitor import ScoreRange, attach, score_bound
 
 TEXT = {
     "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 16,
-    "num_classes": 3, "max_iter": 8,
+    "num_classes": 3, "max_iter": 4,
 }  # fmt: skip
 RECIPE = {"operator": "asap", "side": "target", "c_transforms": 1, "features": ["coarse:4"],
           "batch_size": 16, "max_examples": 64}  # fmt: skip
@@ -283,7 +283,7 @@ from attention_zoo import NumpyMaps
 
 def per_module():
     torch.manual_seed(3)
-    return NumpyMaps(half_steps=8)
+    return NumpyMaps(half_steps=4)
 """
 
 
@@ -302,7 +302,7 @@ def test_the_users_own_module_is_monitored_in_place(tmp_path: Path) -> None:
         from attention_zoo import NumpyMaps
     finally:
         sys.path.pop(0)
-    built = NumpyMaps(half_steps=8)
+    built = NumpyMaps(half_steps=4)
     loaded = asapc.load(out, model=built)
     assert loaded is built and type(loaded) is NumpyMaps
     quiet = list(loaded.state_dict())

@@ -317,7 +317,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
         q[..., :2], k[..., :2], v, keep, None, None, TAU, False, True, 1.0, "monotone", "shared"
     ),
     "esp_soft": lambda q, k, v, keep: OPS.esp_soft(
-        q, k, v, keep, None, None, TAU, 0.1, True, False, 1.0, "monotone"
+        q[..., :2], k[..., :2], v, keep, None, None, TAU, 0.1, True, False, 1.0, "monotone"
     ),
 }
 

@@ -342,7 +342,7 @@ def test_a_file_may_ask_for_no_other_constant() -> None:
 # The family
 
 FOUND: dict[str, list[PlanConvention]] = {
-    "Matcher": [PlanConvention(24, "row", 1.0, OutputFactor(), True, "constant", "constant")],
+    "Matcher": [PlanConvention(10, "row", 1.0, OutputFactor(), True, "constant", "constant")],
     "Mixer": [PlanConvention(12, "column", 1.0, OutputFactor(queries=1))],
     "NormalisedMixer": [
         PlanConvention(12, "column", 1.0, OutputFactor(queries=1),
@@ -557,7 +557,7 @@ class Matching(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         from transformers.models.superglue.modeling_superglue import log_optimal_transport
 
-        found: Tensor = log_optimal_transport(scores, self.bin, iterations=30)
+        found: Tensor = log_optimal_transport(scores, self.bin, iterations=12)
         return found
 
 
@@ -567,7 +567,7 @@ def test_superglues_transport() -> None:
     analysis = analysed(net, 3 * random(3, 7, 9))
     (site,) = analysis.sites
     assert isinstance(site.convention, PlanConvention)
-    alike(site.convention, PlanConvention(60, "row", 1.0, OutputFactor(), True, "constant", "constant"))
+    alike(site.convention, PlanConvention(24, "row", 1.0, OutputFactor(), True, "constant", "constant"))
     replays(net, analysis, random(2, 12, 9, seed=1))
 
 

@@ -144,7 +144,7 @@ def test_constants_made_in_forward_are_promoted() -> None:
 class While(nn.Module):
     """Ends on a residual, or after `most` iterations; looks at it as `how` says."""
 
-    def __init__(self, threshold: float, how: str = "item", most: int = 12) -> None:
+    def __init__(self, threshold: float, how: str = "item", most: int = 7) -> None:
         super().__init__()
         self.threshold, self.how, self.most = threshold, how, most
 
@@ -178,7 +178,7 @@ def test_a_stop_that_changes_nothing_is_reproduced(how: str) -> None:
     found = outcome_of(While(1e-13, how))
     assert isinstance(found, AttentionSite), found
     c = found.convention
-    assert (c.half_steps, c.first_side, c.early_stop) == (24, "column", True)
+    assert (c.half_steps, c.first_side, c.early_stop) == (14, "column", True)
 
 
 @pytest.mark.parametrize("how", ["item", "tensor", "reversed"])
@@ -209,7 +209,7 @@ class Guarded(While):
 
 @pytest.mark.parametrize("guard", ["number", "tensor", "isnan"])
 def test_a_guard_does_not_end_the_loop(guard: str) -> None:
-    """Taken for a loop that goes on while the residual is large, it once cut twelve iterations to one."""
+    """Taken for a loop that goes on while the residual is large, it once cut a loop to one iteration."""
     found = outcome_of(Guarded(guard))
     assert isinstance(found, Refusal) and "compared with an unknown number" in found.reason
 
@@ -222,7 +222,7 @@ class Logged(While):
 
 def test_a_number_that_is_only_kept_does_no_harm() -> None:
     found = outcome_of(Logged(1e-13))
-    assert isinstance(found, AttentionSite) and found.convention.half_steps == 24
+    assert isinstance(found, AttentionSite) and found.convention.half_steps == 14
 
 
 class StoppingGlue(zoo.Glued):

@@ -82,7 +82,8 @@ def identify_damping(observed: Sequence[Given], most: int) -> Damped | None:
     """The unbalanced loop that comes nearest, None if no damping explains the side that comes last."""
     best: Damped | None = None
     sides: tuple[Side, ...] = ("row", "column")
-    for last, outside in itertools.product(sides, (False, True)):
+    marginals = any(x is not None for o in observed for x in (o.log_mu, o.log_nu))
+    for last, outside in itertools.product(sides, (False, True) if marginals else (False,)):
         points = [o.line(last, outside) for o in observed]
         damping = _slope(torch.cat([x for x, _ in points]), torch.cat([y for _, y in points]))
         for found in () if damping is None else _tried(observed, last, damping, outside, most):
