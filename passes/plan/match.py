@@ -64,6 +64,7 @@ STEPS = {
     aten.exp.default, *VIEWS,
 }  # fmt: skip
 MANY_EXAMPLES = 32
+MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
@@ -82,8 +83,9 @@ def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
         reason = f"a loop of rows and columns: {found.why}"
         return Unidentified(reason, frozenset(loop.sums), found.at)
     nearest: _Failure | None = None
-    for part, start, end, kernel in _tried(program, loop, found):
-        result = outcome(partial(_site, program, part, start, end, kernel))
+    for number, (part, start, end, kernel) in enumerate(_tried(program, loop, found)):
+        damped = number < MOST_DAMPED
+        result = outcome(partial(_site, program, part, start, end, kernel, damped))
         if isinstance(result, PlanSite):
             return _past_exp(result)
         failure = _Failure(0, result) if isinstance(result, str) else result
@@ -490,7 +492,7 @@ class _Trials:
 
 
 def _site(
-    program: Program, loop: Loop, start: Node, end: Node, kernel: bool
+    program: Program, loop: Loop, start: Node, end: Node, kernel: bool, damped: bool
 ) -> PlanSite | _Failure:
     region = _Region(program, loop, start, end, kernel)
     if sizes_of(region.end.tensor, region.start.tensor) is None:
@@ -501,7 +503,7 @@ def _site(
     lengths = region.lengths()
     failures = []
     for role in roles:
-        found = _identified(region, role, lengths)
+        found = _identified(region, role, lengths, damped)
         if isinstance(found, _Failure):
             failures.append(found)
             continue
@@ -513,7 +515,7 @@ def _site(
 
 
 def _identified(
-    region: _Region, roles: _Roles, lengths: dict[Any, int]
+    region: _Region, roles: _Roles, lengths: dict[Any, int], damped: bool
 ) -> tuple[PlanFit, _Trials] | _Failure:
     size = region.size(lengths)
     trials = _Trials(region, roles, False)
@@ -529,7 +531,7 @@ def _identified(
         return _Failure(2, str(unknown))
     if roles.nodes:  # which role is right is seen on a few mild scores
         few = [o for spread in (1.0, 3.0) if (o := trials.at(spread, lengths)) is not None]
-        sketch = identify_plan(few, most=TRIED)
+        sketch = identify_plan(few, most=TRIED, damped=damped)
         if isinstance(sketch, NoFit):
             return _Failure(3, str(sketch))
     longer = region.lengths(5)
@@ -540,7 +542,7 @@ def _identified(
         drawn += [trials.at(1.0, lengths, rows=offset), trials.at(1.0, lengths, columns=offset),
                   trials.at(1.0, lengths, all=offset)]  # fmt: skip
     observed = [o for o in drawn if o is not None]
-    fit = identify_plan(observed, region.guesses)
+    fit = identify_plan(observed, region.guesses, damped=damped)
     if isinstance(fit, PlanFit) and fit.rival is not None:
         fit = _separated(trials, lengths, observed, fit)
     if isinstance(fit, NoFit):

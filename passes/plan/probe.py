@@ -85,14 +85,18 @@ class PlanFit:
 
 
 def identify_plan(
-    observed: Sequence[Observed], guesses: Guesses = NO_GUESS, most: int = MAX_HALF_STEPS
-) -> PlanFit | NoFit:
-    """The convention that reproduces everything, or why none does; the mildest scores come first."""
+    observed: Sequence[Observed], guesses: Guesses = NO_GUESS, most: int = MAX_HALF_STEPS,
+    damped: bool = True,
+) -> PlanFit | NoFit:  # fmt: skip
+    """The convention that reproduces everything, or why none does; the mildest scores come first.
+
+    damped: whether an unbalanced loop is looked for where no balanced one is found, which takes long.
+    """
     if any(x is not None for o in observed for x in (o.log_mu, o.log_nu)):
-        return _with_marginals(observed, most)
+        return _with_marginals(observed, most, damped)
     found = identify([o.sample for o in observed], guesses=guesses)
     if isinstance(found, NoFit):
-        return _damped(observed, most) or found
+        return (_damped(observed, most) if damped else None) or found
     conventions = [
         None if loop is None else PlanConvention(
             loop.half_steps, loop.first_side, loop.score_multiplier, loop.output_factor,
@@ -104,7 +108,7 @@ def identify_plan(
     return PlanFit(conventions[0], found.error, conventions[1])
 
 
-def _with_marginals(observed: Sequence[Observed], most: int) -> PlanFit | NoFit:
+def _with_marginals(observed: Sequence[Observed], most: int, damped: bool) -> PlanFit | NoFit:
     mild = [o for o in observed if o.mild] or list(observed)
     multiplier = score_multiplier([o.sample for o in mild])
     if isinstance(multiplier, NoFit):
@@ -112,7 +116,7 @@ def _with_marginals(observed: Sequence[Observed], most: int) -> PlanFit | NoFit:
     mildest = mild[: max(1, len(mild) // 2)]
     at_mild = _budget(mildest, multiplier, most)
     if not at_mild.error <= STABILISED:
-        return _damped(observed, most) or NoFit(
+        return (_damped(observed, most) if damped else None) or NoFit(
             f"not a finite Sinkhorn loop of at most {most} half-steps with these marginals (best: "
             f"{at_mild.half_steps} half-steps, {at_mild.first_side}s first)", at_mild.error,
         )  # fmt: skip
