@@ -38,7 +38,7 @@ from asapc.passes.regions import Refusal
 from asapc.passes.scalings import joined_program
 from asapc.passes.site import Site
 from asapc.passes.verify import check_graph
-from asapc.passes.written import moved, written
+from asapc.passes.written import erased, moved, written
 from asapc.program.calls import copied
 
 aten = torch.ops.aten
@@ -314,11 +314,7 @@ def _split(program: Program, opened: Mapping[Node, frozenset[Node]]) -> _Split:
         gone |= {nodes[node], *(nodes[source] for source in writer.passed)}
     for node in reversed(order):
         if node in gone:
-            for user in [*node.users]:
-                if not user.users and user.target in INERT:
-                    graph.graph.erase_node(user)
-                    gone.add(user)
-            graph.graph.erase_node(node)
+            gone |= erased(graph, node)
     graph.recompile()
     check_graph(graph, "differences", [node.name for node in opened])
     return _Split(moved(program, graph, nodes, gone, became), terms)

@@ -21,7 +21,7 @@ from asapc.passes.lift import INERT
 from asapc.passes.plan.loops import find_loops
 from asapc.passes.products import BARRIERS, product_of, rank_of, same
 from asapc.passes.verify import check_graph
-from asapc.passes.written import moved, written
+from asapc.passes.written import erased, moved, written
 from asapc.program.calls import copied
 
 aten = torch.ops.aten
@@ -74,13 +74,8 @@ def joined_program(program: Program) -> Program | None:
         scaled.replace_all_uses_with(result)
         became[scaled] = result
         for node in (scaled, product, inner):
-            for user in [*node.users]:
-                if not user.users and user.target in INERT:
-                    graph.graph.erase_node(user)
-                    gone.add(user)
-            if not node.users:
-                graph.graph.erase_node(node)
-                gone.add(node)
+            if all(not user.users and user.target in INERT for user in node.users):
+                gone |= erased(graph, node)
     graph.recompile()
     check_graph(graph, "scalings", [apart.product.name for apart in found])
     return moved(program, graph, nodes, gone, became)

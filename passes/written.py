@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from asapc.ir import Program, Stop
+from asapc.passes.lift import INERT
 from asapc.program.calls import WRITTEN
 
 
@@ -25,6 +26,15 @@ def written(graph: GraphModule, root: Node, target: Any, *args: Any, **kwargs: A
     node.meta = {name: root.meta[name] for name in kept if name in root.meta}
     node.meta |= {"val": value, WRITTEN: True}
     return node
+
+
+def erased(graph: GraphModule, node: Node) -> set[Node]:
+    """What is taken out with a node: the node, and users of it that give nothing."""
+    gone = {user for user in node.users if not user.users and user.target in INERT}
+    for user in gone:
+        graph.graph.erase_node(user)
+    graph.graph.erase_node(node)
+    return gone | {node}
 
 
 def moved(

@@ -49,30 +49,33 @@ DEEPEST = 60  # nodes on the way to what a tensor is made of
 
 def is_positive(node: Node) -> bool:
     """Whether no entry can be below 0."""
-    return least(node) >= 0.0
+    return _least(node, {}) >= 0.0
 
 
-def least(value: Any, depth: int = 0) -> float:
-    """A number that no entry is below; -inf where nothing is known."""
+def _least(value: Any, known: dict[Node, float], depth: int = 0) -> float:
+    """A number that no entry is below; -inf where nothing is known.  known: of nodes asked for before."""
     if isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, Node) or not is_tensor(value) or depth > DEEPEST:
         return -math.inf
-    if value.meta["val"].dtype == torch.bool:
+    if value not in known:
+        known[value] = _bound(value, lambda other: _least(other, known, depth + 1))
+    return known[value]
+
+
+def _bound(node: Node, of: Callable[[Any], float]) -> float:
+    """From those of what it is made of."""
+    target, args = node.target, node.args
+    if node.meta["val"].dtype == torch.bool:
         return 0.0
-
-    def of(other: Any) -> float:
-        return least(other, depth + 1)
-
-    target, args = value.target, value.args
-    if value.kwargs.get("alpha", 1) != 1:
+    if node.kwargs.get("alpha", 1) != 1:
         return -math.inf
     if target in _LEAST:
         return _LEAST[target]
     if target in _KEEPS:
         return of(args[0])
     if target in _CLOSED:
-        given = value.all_input_nodes
+        given = node.all_input_nodes
         numbers = [x for x in args if isinstance(x, (int, float))] if target is aten.div.Tensor else []
         return 0.0 if min(map(of, [*given, *numbers])) >= 0.0 else -math.inf
     rule = _RULES.get(target)
@@ -83,12 +86,14 @@ def _product(of: Callable[[Any], float], args: Any) -> float:
     one, other = args[:2]
     if one is other and isinstance(one, Node):
         return 0.0
-    low, high = sorted((of(one), of(other)))
-    if isinstance(one, (int, float)) or isinstance(other, (int, float)):
-        number = float(one if isinstance(one, (int, float)) else other)
-        bound = of(other if isinstance(one, (int, float)) else one)
-        return bound * number if number > 0 else 0.0 if number == 0 else -math.inf
-    return low * high if low >= 0.0 else -math.inf
+    if isinstance(one, (int, float)):
+        one, other = other, one
+    low, factor = of(one), of(other)
+    if isinstance(other, (int, float)) and factor == 0.0:
+        return 0.0
+    if isinstance(other, (int, float)) and factor > 0.0:
+        return low * factor
+    return low * factor if low >= 0.0 and factor >= 0.0 else -math.inf
 
 
 def _power(of: Callable[[Any], float], args: Any) -> float:

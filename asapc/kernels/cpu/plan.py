@@ -73,8 +73,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
             held = run(given[part], *sides, own_share, task, offset, out[part])
             if task.settings["log"]:  # of a share that is 0 or infinite, nothing is left to add
                 held = held & own_share.isfinite() & (own_share != 0)
-            if task.settings["log"] and (small or not balanced):
-                for lost in (side.lost() for side in sides):
+                for lost in (side.lost() for side in sides if small or not balanced):
                     held = held if lost is None else held & ~lost.any(-1)
             if not bool(held.all()):
                 _in_log_domain(given, scores.shape[:2], task, out, start + (~held).nonzero().squeeze(1))
