@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line(results[-1]), file=told, flush=True)
         # After every row: a run that is cut short leaves what it has measured.
         known = {**before, **{found["name"]: found for found in results}}
-        kept = [known[row.name] for row in rows if row.name in known]
+        kept = [known[name] for name in dict.fromkeys([*(row.name for row in rows), *known]) if name in known]
         document = {"environment": environment(cpu=True), "rows": kept}
         title = f"Untouched models, forced lossless, float32, {torch.get_num_threads()} threads"
         text = "\n".join([f"### {title}", "", HEAD, *map(line, kept)])

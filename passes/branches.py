@@ -417,10 +417,14 @@ def reason_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what it came from."""
+    """An error and what it came from, but for what a caller of the capture was handling already."""
+    caught = error.__traceback__
+    callers = [] if caught is None else [f for f, _ in traceback.walk_stack(caught.tb_frame.f_back)]
     found: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in found:
+        if following.__traceback__ is not None and following.__traceback__.tb_frame in callers:
+            break
         found.append(following)
         following = following.__cause__ or following.__context__
     return found
