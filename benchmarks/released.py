@@ -246,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line(results[-1]), file=told, flush=True)
         # After every row: a run that is cut short leaves what it has measured.
         known = {**before, **{found["name"]: found for found in results}}
-        kept = [known[name] for name in dict.fromkeys([*(row.name for row in rows), *known]) if name in known]
+        order = dict.fromkeys([*(row.name for row in rows), *known])
+        kept = [known[name] for name in order if name in known]
         document = {"environment": environment(cpu=True), "rows": kept}
         title = f"Untouched models, forced lossless, float32, {torch.get_num_threads()} threads"
         text = "\n".join([f"### {title}", "", HEAD, *map(line, kept)])

@@ -6,6 +6,7 @@ choosing and looks at what comes back.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ SHAPE_ONLY = {
     aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
     aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
+MOST_STEPS = 64  # of what a mask is made of, up to which two are compared
 HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -72,6 +74,28 @@ class Cut:
     def lengths(self, assigned: dict[Any, int] | None = None) -> dict[Any, int]:
         return {**self.symbols, **(assigned or {})}
 
+    def fingerprint(self) -> str:
+        """The same for cuts that compute the same of inputs of the same sizes: operator by operator, with
+        the same constants. The layers of a model are such cuts."""
+        numbers: dict[Node, int] = {}
+        digest = hashlib.sha256()
+
+        def number(node: Node) -> str:
+            return f"%{numbers[node]}"
+
+        given = [*self.inputs, *self.masks, *self.shells, *self.sizes]
+        for place, node in enumerate(self.module.graph.nodes):
+            numbers[node] = place
+            if node.op == "placeholder":
+                said: object = _described(given[place].meta["val"])
+            elif node.op == "get_attr":
+                said = _held(operator.attrgetter(str(node.target))(self.module))
+            else:
+                given_to_it = torch.fx.node.map_arg((node.args, node.kwargs), number)
+                said = (node.op, str(node.target), given_to_it)
+            digest.update(f"{said}\n".encode())
+        return digest.hexdigest()
+
     def run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Tensor:
         """The output for inputs and masks in their own layouts."""
         result: Tensor = self._run(tensors, lengths)
@@ -87,6 +111,36 @@ class Cut:
         shells = [torch.zeros(self.shape_of(x, lengths), dtype=torch.float64) for x in self.shells]
         with torch.no_grad():
             return self.module(*tensors, *shells, *sizes)
+
+
+def made_alike(node: Node) -> object:
+    """The same for nodes that are computed alike from the same, as masks that every layer makes anew;
+    the node itself where that is long to say."""
+    above = ancestors(node)
+    if len(above) > MOST_STEPS:
+        return node
+    names: dict[Node, str] = {}
+    said: list[str] = []
+    for current in node.graph.nodes:
+        if current in above:
+            made = torch.fx.node.map_arg((current.args, current.kwargs), names.__getitem__)
+            called = current.op == "call_function"
+            names[current] = f"%{len(said)}" if called else f"{current.op} {current.target}"
+            said.append(f"{current.target} {made}")
+    return tuple(said)
+
+
+def _described(value: Any) -> str:
+    """What a cut may depend on of a tensor or size that is given to it."""
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else str(value)
+
+
+def _held(value: Any) -> str:
+    """The content of a constant."""
+    if not isinstance(value, Tensor):
+        return f"{type(value).__name__} {id(value)}"
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return f"{_described(value)} {hashlib.sha256(raw.numpy().tobytes()).hexdigest()}"
 
 
 def separate(output: Node, inputs: Sequence[Node]) -> tuple[set[Node], list[Node]] | None:

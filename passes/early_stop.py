@@ -89,9 +89,13 @@ Residuals = Callable[[Sequence[Tensor], dict[Any, int]], list[float]]
 
 def residuals_of(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Residuals:
     """inputs: the scores and what else enters the region."""
-    residuals = tuple(stop.residual for stop in stops)
-    cut = Cut(program.graph, inputs, residuals, descendants(inputs[:1]) & ancestors(*residuals))
+    cut = residuals_cut(program, stops, inputs)
     return lambda tensors, lengths: [float(value) for value in cut.run_all(tensors, lengths)]
+
+
+def residuals_cut(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Cut:
+    residuals = tuple(stop.residual for stop in stops)
+    return Cut(program.graph, inputs, residuals, descendants(inputs[:1]) & ancestors(*residuals))
 
 
 def what_a_stop_changes(

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from asapc.formats.limits import limits_of
 from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
-from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, is_tensor
-from asapc.passes.early_stop import Trial, residuals_of, what_a_stop_changes
+from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, is_tensor, made_alike
+from asapc.passes.early_stop import Trial, residuals_cut, residuals_of, what_a_stop_changes
 from asapc.passes.experiment import STABILISED, Experiment, NoFit, assigned, outcome
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, site_name
@@ -100,10 +100,11 @@ class RegionExperiment(Experiment):
 
 def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     """The first region of each place that is a finite loop, or why the likeliest is none."""
+    known: dict[object, Known] = {}
     for place in places:
         first: Unidentified | None = None
         for region in place.regions:
-            found = _examine(program, region, place.stops)
+            found = _examine(program, region, place.stops, known)
             if isinstance(found, AttentionSite):
                 yield place.value.node, found
                 break
@@ -114,13 +115,13 @@ def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
 
 
 def _examine(
-    program: Program, region: Region, stops: Sequence[Stop]
+    program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known]
 ) -> AttentionSite | Unidentified:
-    """Run the experiments on one region.  stops: of its loop."""
+    """Run the experiments on one region.  stops: of its loop.  known: of the regions before."""
     shape = region.score.result.shape
     if len(shape) not in (3, 4):
         return Unidentified(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
-    found = outcome(lambda: _identified(program, region, stops))
+    found = outcome(lambda: _identified(program, region, stops, known))
     if isinstance(found, str):
         return Unidentified(found)
     elsewhere = used_outside(region)
@@ -147,8 +148,47 @@ def _examine(
 Outcome = tuple[Fit, KeyMask | None, ScoreBias | None, list[Tensor]] | str
 
 
-def _identified(program: Program, region: Region, stops: Sequence[Stop]) -> Outcome:
+Known = tuple[Region, Outcome]
+"""What was found in a region."""
+
+
+def _identified(
+    program: Program, region: Region, stops: Sequence[Stop], known: dict[object, Known]
+) -> Outcome:
+    """What experiments say of a region, or have said of another that computes the same: the layers of a
+    model are examined once, and every one of them is replayed."""
     experiment = RegionExperiment(program, region)
+    alike = _seen_by_experiments(program, experiment, stops)
+    if alike not in known:
+        known[alike] = region, _examined(program, experiment, stops)
+    other, found = known[alike]
+    if isinstance(found, str):
+        return found
+    fit, mask, bias, neutral = found
+    places = {node: place for place, node in enumerate(other.inputs)}
+    if mask is not None:
+        mask = replace(mask, node=region.inputs[places[mask.node]])
+    if bias is not None:
+        bias = replace(bias, node=region.inputs[places[bias.node]])
+    return fit, mask, bias, neutral
+
+
+def _seen_by_experiments(
+    program: Program, experiment: RegionExperiment, stops: Sequence[Stop]
+) -> object:
+    """All that decides what is found in a region: the same of two regions where one says it of both."""
+    region = experiment.region
+    entering = [region.score.node, *region.inputs]
+    residuals = residuals_cut(program, stops, entering).fingerprint() if stops else None
+    return (
+        experiment.cut.fingerprint(), residuals, tuple(stop.threshold for stop in stops),
+        region.score.result.order, region.value.left_order, heads_of(region),
+        tuple(made_alike(node) for node in region.inputs),
+    )  # fmt: skip
+
+
+def _examined(program: Program, experiment: RegionExperiment, stops: Sequence[Stop]) -> Outcome:
+    region = experiment.region
     small = experiment.few_tokens()
     found = run_experiments(experiment, region, small)
     if stops and not isinstance(found, str):
