@@ -34,7 +34,7 @@ SCALES = {"queries / 4": 0.25, "as given, in float64": 1.0, "queries x 4": 4.0}
 SHARPER = tuple(float(1 << power) for power in range(4, 13))
 ONE_HOT = 0.9  # mean largest entry of a softmax of the scores at which rows are nearly one-hot
 EXAMPLES = 2  # of each batch, beyond the data
-ENTRIES = 1 << 21  # of a map beyond the data: of larger ones, one example
+ENTRIES = 1 << 18  # of a map beyond the data: of larger ones, one example
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Select: the cheapest candidate of every site inside the budget, proven on the whole model.
 
-    measure   every candidate's errors and price at its site, and what the model does with it alone there
+    measure   every candidate's errors and price at its site; where both will do, what the model does with
+              it alone there
     solve     the cheapest set whose damages add up to the budget (passes.solve)
     verify    the whole model with that set; while it exceeds the budget, tighten and solve again, then
               turn the most damaging sites back, one by one: to the lossless operator, at last the teacher
@@ -60,6 +61,7 @@ from asapc.terminal.progress import Progress
 WORTHWHILE = 1.1  # an approximation must be this much cheaper than the exact operator to be picked
 TIGHTENED = 0.8  # of the budget that a set exceeded, or of what it was predicted to use
 MAX_ROUNDS = 8  # of solving again, before sites are turned back one by one
+EXCEEDS = "exceeds the budget"
 SLOWER_MODEL = "the whole model is slower than the teacher with it"
 MAP_EXAMPLES = 128  # attention maps are compared on so many examples; outputs on all
 
@@ -127,10 +129,10 @@ def select(
         else:
             sites.append(_opened(index, site, site_recipe, recipe, calibration))
     largest, first = _measure_sites(analysis, sites, batches, progress)
-    model = WholeModel(analysis, batches, recipe)
-    _measure_alone(model, sites, progress)
     shapes = _measure_prices(analysis, sites, first, recipe, progress) if batches else {}
     _rule_out(sites, recipe.objective, analysis.drop_maps)
+    model = WholeModel(analysis, batches, recipe)
+    _measure_alone(model, sites, progress)
     rounds: list[dict[str, Any]] = []
     picked = _solved(model, sites, recipe, rounds)
     if picked and not all(opened.forced for opened in sites):
@@ -279,16 +281,19 @@ def compiled_programs(
 
 
 def _measure_alone(model: WholeModel, sites: Sequence[OpenSite], progress: Progress) -> None:
-    """What the model does with one approximation alone, where the budget asks."""
+    """What the model does with one approximation alone, where the budget asks: a pass over the selection
+    split for each, which those that are out already are spared."""
     asking = [
         (opened, t) for opened in sites for t in opened.tried
-        if t.approximate and not opened.forced
-        and (model.limits or set(opened.budget) - {"attention_rel_l2"})
+        if t.approximate and not opened.forced and not t.verdict
+        and (model.limits or _of_model(opened.budget))
         and not _excess(t.errors, _of_site(opened.budget))
     ]  # fmt: skip
     for opened, t in progress.track(asking, "one site at a time", len(asking)) if asking else ():
         assert t.candidate.replacement is not None
         t.alone = model.measure({opened.index: t.candidate.replacement})
+        beyond = _excess(t.alone, _of_model(opened.budget))
+        t.verdict = f"{EXCEEDS}: with this site alone {beyond}" if beyond else ""
 
 
 def _measure_prices(
@@ -351,6 +356,10 @@ def _of_site(budget: Mapping[str, float]) -> dict[str, float]:
     return {k: v for k, v in budget.items() if k == "attention_rel_l2"}
 
 
+def _of_model(budget: Mapping[str, float]) -> dict[str, float]:
+    return {k: v for k, v in budget.items() if k != "attention_rel_l2"}
+
+
 def _excess(metrics: Mapping[str, float], budget: Mapping[str, float]) -> str:
     """The first limit that is not kept, in words; empty where all are."""
     for key, limit in budget.items():
@@ -362,7 +371,7 @@ def _excess(metrics: Mapping[str, float], budget: Mapping[str, float]) -> str:
 
 
 def _rule_out(sites: Sequence[OpenSite], objective: str, drop_maps: bool) -> None:
-    """Verdicts on candidates that cannot be chosen, whatever the other sites become.
+    """Verdicts on candidates that cannot be chosen, whatever the model does with them.
 
     drop_maps: the teacher's own code is no choice, since it computes the maps that are to be dropped.
     """
@@ -374,14 +383,10 @@ def _rule_out(sites: Sequence[OpenSite], objective: str, drop_maps: bool) -> Non
             assert tried.price is not None
             slower = tried.price.slower_than(opened.teacher)
             if tried.approximate:
-                tried.verdict = _excess(tried.errors, _of_site(opened.budget))
-                if not tried.verdict and set(opened.budget) - {"attention_rel_l2"}:
-                    limits = {k: v for k, v in opened.budget.items() if k != "attention_rel_l2"}
-                    beyond = _excess(tried.alone, limits)
-                    tried.verdict = f"with this site alone {beyond}" if beyond else ""
-                if tried.verdict:
-                    tried.verdict = f"exceeds the budget: {tried.verdict}"
-                elif opened.teacher is not None and slower is not None:
+                beyond = _excess(tried.errors, _of_site(opened.budget))
+                if beyond:
+                    tried.verdict = f"{EXCEEDS}: {beyond}"
+                elif slower is not None:
                     tried.verdict = _slower(slower)
                 else:
                     tried.verdict = _hardly_cheaper(tried, exact, objective)
@@ -625,7 +630,7 @@ def _reason(opened: OpenSite, tried: Tried) -> str:
 
 
 def _lost(tried: Tried) -> str:
-    if tried.verdict.startswith("exceeds the budget"):
+    if tried.verdict.startswith(EXCEEDS):
         return tried.verdict
     if tried.verdict:
         return "not enough faster"
