@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 MEASURED_EXAMPLES = 512  # by a report or a study, at most, unless told otherwise
+MAP_EXAMPLES = 128  # of these, on which attention maps are compared; outputs are compared on all
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
 from asapc.measure.differences import tensor_outputs
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
 from asapc.measure.timing import interleaved_medians
-from asapc.metrics import MEASURED_EXAMPLES, METRICS
+from asapc.metrics import MAP_EXAMPLES, MEASURED_EXAMPLES, METRICS
 from asapc.operators.sinkhorn import clean_values, sinkhorn
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.candidates import DISTILLED
@@ -61,7 +61,6 @@ from asapc.stages.calibrate import (
 )
 from asapc.terminal.progress import Progress
 
-MAP_EXAMPLES = 64  # on which attention maps are compared; outputs are compared on all
 MAX_ROWS = 4096  # of a block
 GRID_KEYS = (
     "operator", "features", "side", "c_transforms", "fit", "coefficients", "ridge", "ridge_mode",

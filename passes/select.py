@@ -34,8 +34,8 @@ from asapc.inputs.recipe import DEFAULT_BUDGET, Recipe
 from asapc.ir import Convention, Distilled, Program, SiteTensors
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
-from asapc.measure.timing import interleaved_medians
-from asapc.metrics import BUDGET_BOUNDS
+from asapc.measure.timing import ENOUGH, interleaved_medians
+from asapc.metrics import BUDGET_BOUNDS, MAP_EXAMPLES
 from asapc.operators.catalogue import TEACHER
 from asapc.operators.sinkhorn import clean_values
 from asapc.passes.analyse import Analysis, Site
@@ -63,7 +63,6 @@ TIGHTENED = 0.8  # of the budget that a set exceeded, or of what it was predicte
 MAX_ROUNDS = 8  # of solving again, before sites are turned back one by one
 EXCEEDS = "exceeds the budget"
 SLOWER_MODEL = "the whole model is slower than the teacher with it"
-MAP_EXAMPLES = 128  # attention maps are compared on so many examples; outputs on all
 
 
 @dataclass
@@ -585,7 +584,7 @@ def _faster_than_teacher(
         "compiled": compiled_programs(analysis, kept, replacements),
     }
     calls = {name: partial(Runner(analysis.model, variant), batch) for name, variant in programs.items()}
-    times = interleaved_medians(calls, repeats=5, warmup=1)
+    times = interleaved_medians(calls, repeats=5, warmup=1, enough=ENOUGH)
     rounds[-1]["whole_model"] = {f"{name}_ms": found["median_ms"] for name, found in times.items()}
     slower = times["compiled"]["q1"] > times["teacher"]["q3"]
     if slower:

@@ -194,6 +194,21 @@ def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
     assert again["sites"] == found["sites"]
 
 
+def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everywhere, _ = report(work / "out")
+    assert "map_examples" not in everywhere["model"]
+    monkeypatch.setattr(evaluate, "MAP_EXAMPLES", 1)  # the first batch
+    found, _ = report(work / "out")
+    model, batch = found["model"], found["model"]["batch"]
+    assert model["map_examples"] == batch < model["examples"] == everywhere["model"]["examples"]
+    assert model["output_rmse"] == pytest.approx(everywhere["model"]["output_rmse"], rel=1e-6)
+    assert [b["examples"] for b in found["by_length"]] == [b["examples"] for b in everywhere["by_length"]]
+    counted = [sum(b["examples"] for b in site["by_length"]) for site in found["sites"]]
+    assert counted == [batch] * len(counted)
+
+
 def test_a_site_left_to_the_teacher_has_no_error(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

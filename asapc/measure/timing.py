@@ -5,6 +5,7 @@ all of them alike.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from asapc.memory import current, forget_peak, give_back, peak
 
 MAX_ROUNDS = 10_000
+FEWEST = 3  # rounds, however long each takes
+ENOUGH = 10.0  # seconds of rounds of a whole model: a few long calls are as steady as many short ones
 
 
 def interleaved_medians(
@@ -19,12 +22,14 @@ def interleaved_medians(
     repeats: int = 10,
     warmup: int = 2,
     min_time: float = 0.0,
+    enough: float = math.inf,
 ) -> dict[str, dict[str, float]]:
     """Median and quartiles of one call's wall time: name -> {"median_ms", "q1", "q3"}, all in ms.
 
     Rounds go through every function once, starting one further each round.  There are at least
-    `repeats` rounds, and more until `min_time` seconds have passed (at most MAX_ROUNDS).
-    Accelerator work is waited for around each call; `warmup` rounds are not counted.
+    `repeats` rounds, and more until `min_time` seconds have passed (at most MAX_ROUNDS), but no more
+    than FEWEST once `enough` seconds have.  Accelerator work is waited for around each call; `warmup`
+    rounds are not counted, and end with the first after `enough` seconds.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}")
@@ -33,16 +38,23 @@ def interleaved_medians(
     if not names:
         return {}
     wait = _synchronizer()
+    start = time.perf_counter()
     for _ in range(warmup):
         for name in names:
             functions[name]()
-    wait()
+        wait()
+        if time.perf_counter() - start >= enough:
+            break
     collecting = gc.isenabled()
     gc.disable()  # a collection would be charged to whoever happens to run
     try:
         start = time.perf_counter()
         rounds = 0
-        while rounds < repeats or (time.perf_counter() - start < min_time and rounds < MAX_ROUNDS):
+        while rounds < MAX_ROUNDS:
+            passed = time.perf_counter() - start
+            wanted = min(FEWEST, repeats) if passed >= enough else repeats
+            if rounds >= wanted and passed >= min_time:
+                break
             turn = rounds % len(names)
             for name in names[turn:] + names[:turn]:
                 wait()

@@ -69,7 +69,8 @@ class ModelReport(Measured, Record):
     data: str | None = optional()
     sizes: str | None = optional()
     values: Mapping[str, Any] = rest(
-        {metric.key: metric.schema() for metric in of("model")} | {"examples": COUNT, "batch": COUNT}
+        {metric.key: metric.schema() for metric in of("model")}
+        | {"examples": COUNT, "map_examples": COUNT, "batch": COUNT}
     )
     confidence: Intervals = field(default_factory=dict)
     confidence_level: Annotated[float, {"exclusiveMinimum": 0, "exclusiveMaximum": 1}] = 0.95

@@ -30,9 +30,10 @@ from asapc.kernels.thresholds import key_of, without_cache
 from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
-from asapc.metrics import MEASURED_EXAMPLES
+from asapc.metrics import MAP_EXAMPLES, MEASURED_EXAMPLES
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.audit import SoftToHard, soft_sites
+from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner, Tap
 from asapc.report.document import REPORT_FORMAT, Report
 from asapc.report.site_metrics import (
@@ -58,7 +59,8 @@ def report(
     remote_code: bool = False,
     progress: Progress,
 ) -> Report:
-    """Fidelity and speed on up to `examples` examples that calibration and selection have not seen.
+    """Fidelity and speed on up to `examples` examples that calibration and selection have not seen: of
+    the outputs on all of them, of the sites and the lossless model on the first MAP_EXAMPLES or so.
 
     Its pictures are a few attention maps of every site. No gate is set. Raises InputError if what the
     artefact has seen belongs to the gate split, or nothing is left to measure on.
@@ -71,26 +73,31 @@ def report(
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
     tap = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)
+    called = [o.site for program in artifact.programs["graph"] for o in operator_calls(program.graph)]
+    compiled = Tap(surrounding, artifact.programs["graph"], called)
     outputs, lossless = OutputFidelity(), OutputFidelity()
     sites = [SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
     audit = _audit(artifact, surrounding)
     unseen = Unseen(artifact, source)
-    measured = 0
+    measured = mapped = 0
     first: Batch | None = None
     batches = source.batches(recipe.batch_size, select=unseen.select, limit=examples)
     for batch in progress.track(batches, "measuring fidelity", None):
         first = first or batch
-        teacher_out = runners["teacher"](batch)
-        lossless_out, tensors = tap(batch)
-        outputs.update(
-            comparable(teacher_out), comparable(runners["graph"](batch)), batch.labels,
-            _lengths(tensors, len(batch)), batch.numbers,
-        )  # fmt: skip
+        teacher_out = comparable(runners["teacher"](batch))
+        compiled_out, tensors = compiled(batch)
+        with_maps = mapped < MAP_EXAMPLES
+        if with_maps or not called:  # sites that are left as they were tell no lengths
+            lossless_out, tensors = tap(batch)
+            lossless.update(teacher_out, comparable(lossless_out), batch.labels)
+        lengths = _lengths(tensors, len(batch))
+        outputs.update(teacher_out, comparable(compiled_out), batch.labels, lengths, batch.numbers)
         if measured == 0 and source.labels is not None and outputs.classes is not None:
             check_labels(source.labels, outputs.classes, range(len(source.labels)), source.source)
-        lossless.update(comparable(teacher_out), comparable(lossless_out), batch.labels)
-        for site, seen in zip(sites, tensors, strict=True):
-            site.update(seen)
+        if with_maps:
+            for site, seen in zip(sites, tensors, strict=True):
+                site.update(seen)
+            mapped += len(batch)
         if audit is not None:
             audit.update(batch)
         measured += len(batch)
@@ -114,6 +121,7 @@ def report(
             "data": source.source,
             **({"sizes": artifact.manifest["sizes"]} if artifact.manifest.get("sizes") else {}),
             "examples": measured,
+            **({"map_examples": mapped} if mapped < measured else {}),
             "batch": len(first),
             **outputs.metrics(),
             "lossless_max_abs_error": exact["max_abs_error"],

@@ -26,7 +26,7 @@ from asapc.kernels.thresholds import (
     without_cache,
 )
 from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
-from asapc.measure.timing import interleaved_medians
+from asapc.measure.timing import ENOUGH, interleaved_medians
 from asapc.metrics import METRICS
 from asapc.operators.catalogue import TEACHER, convention_from_dict
 from asapc.operators.sinkhorn import clean_values
@@ -41,7 +41,7 @@ def time_model(
     runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7
 ) -> dict[str, float]:
     calls: dict[str, Any] = {stage: partial(runner, batch) for stage, runner in runners.items()}
-    times = interleaved_medians(calls, repeats=repeats)
+    times = interleaved_medians(calls, repeats=repeats, enough=ENOUGH)
     return _ratios(times["teacher"], times["lossless"], times["graph"])
 
 
