@@ -106,7 +106,9 @@ def inspect(
     def body(run: Session) -> None:
         from asapc.report.tables import inspect_tables
 
-        result = commands.inspect_model(model, data, weights, kwargs, trust, trust_remote_code)
+        result = commands.inspect_model(
+            model, data, weights, kwargs, trust, trust_remote_code, run.progress
+        )
         run.show(result, inspect_tables)
         if not result["sites"]:
             raise nothing_found()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from asapc.errors import InputError
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.session import Session
+from asapc.terminal.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from asapc.calibration.stored import Calibration
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def inspect_model(
     model: str, data: str | None, weights: str | None, kwargs: str | None, trust: bool = False,
-    remote_code: bool = False,
+    remote_code: bool = False, progress: Progress = SILENT,
 ) -> dict[str, Any]:  # fmt: skip
     """The dictionary of `asapc inspect --json`."""
     from asapc.inputs.load import load_teacher
@@ -30,7 +31,7 @@ def inspect_model(
     )
     from asapc import pipeline
 
-    return pipeline.inspect(teacher, data).to_dict()
+    return pipeline.inspect(teacher, data, progress).to_dict()
 
 
 def calibrate_model(

@@ -42,13 +42,15 @@ from asapc.stages.emit import emit, verify_written
 from asapc.stages.export import write_verified
 from asapc.stages.rewrite import rewrite
 from asapc.stages.select import calibration_of, choose
-from asapc.terminal.progress import Progress
+from asapc.terminal.progress import SILENT, Progress
 from asapc.training.refresh import RefreshSettings, train
 
 
-def inspect(teacher: Teacher, data: str | None = None) -> Inspection:
+def inspect(
+    teacher: Teacher, data: str | None = None, progress: Progress = SILENT
+) -> Inspection:
     """Every attention region with its convention, or the reason it is left alone."""
-    return Inspection.of(teacher, analyse_example(teacher, data))
+    return Inspection.of(teacher, analyse_example(teacher, data, progress))
 
 
 def calibrate(
@@ -71,7 +73,7 @@ def calibrate(
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
-    analysis, _ = analyse_teacher(teacher, source, recipe.drop_attention_maps)
+    analysis, _ = analyse_teacher(teacher, source, progress, recipe.drop_attention_maps)
     require_sites(analysis, progress)
     plan = plan_fits(analysis, source, recipe, sequential, max_memory)
     with unfinished(out, plan.fingerprints(teacher, analysis, source), restart) as aside:
@@ -114,7 +116,7 @@ def compile(
     data = data or recorded_data(calibration.data, calibration_path, "compile")
     check_replaceable(out, _paths(data))
     source = open_data(data, forward_signature(teacher))
-    analysis, example = analyse_teacher(teacher, source, recipe.drop_attention_maps)
+    analysis, example = analyse_teacher(teacher, source, progress, recipe.drop_attention_maps)
     require_sites(analysis, progress)
     chosen = choose(analysis, recipe, calibration, source, progress)
     compilation = rewrite(teacher, source, recipe, calibration, analysis, chosen, example)

@@ -154,7 +154,7 @@ def study(
     check_replaceable(out, [path for path in (teacher.source, data, test) if path is not None])
     signature = forward_signature(teacher)
     source = open_data(data, signature)
-    analysis, _ = analyse_teacher(teacher, source, drop_maps=True)
+    analysis, _ = analyse_teacher(teacher, source, progress, drop_maps=True)
     _check_loops(analysis)
     require_sites(analysis, progress)
     _check_cut_short(grid, analysis)

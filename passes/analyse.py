@@ -27,6 +27,7 @@ from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, replay
 from asapc.passes.site import Site as MatchedSite
 from asapc.program.runner import Runner
+from asapc.terminal.progress import SILENT, Progress
 
 OUTPUT_TOLERANCE = 1e-3  # the whole model's outputs, relative to max(1, largest entry)
 
@@ -100,7 +101,11 @@ class Analysis:
 
 
 def analyse(
-    teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = ()
+    teacher: Teacher,
+    batch: Batch,
+    drop_maps: bool = False,
+    more: Iterable[Batch] = (),
+    progress: Progress = SILENT,
 ) -> Analysis:
     """Everything that is known about a teacher before data is streamed through it.
 
@@ -112,7 +117,7 @@ def analyse(
     subject: nn.Module | ExportedProgram
     subject = teacher.model if teacher.model is not None else _program(teacher)
     more = list(more)
-    captured, outcomes = _identified(subject, batch, more)
+    captured, outcomes = _identified(subject, batch, more, progress)
     if teacher.onnx is not None:
         from asapc.inputs.onnx.check import check_import
         from asapc.inputs.onnx.module import OnnxModule
@@ -133,7 +138,7 @@ def analyse(
                 left.append(LeftAlone(outcome.name, "refused", outcome.reason))
             else:
                 matched[-1].append(outcome)
-    replayed = replay(teacher.model, captured.programs, matched, [batch, *more])
+    replayed = replay(teacher.model, captured.programs, matched, [batch, *more], progress)
     for program, its_sites in zip(captured.programs, matched, strict=True):
         good = []
         for site in its_sites:
@@ -170,27 +175,32 @@ def analyse(
 
 
 def _identified(
-    subject: nn.Module | ExportedProgram, batch: Batch, more: Sequence[Batch]
+    subject: nn.Module | ExportedProgram, batch: Batch, more: Sequence[Batch], progress: Progress
 ) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
     """The programs, and what was found in each. A loop that stays as it is, and may end early, is not
     what the program of the whole model holds: its attention is captured by module then. So it is where
     the code branches on data, and other data takes the other way."""
-    captured = capture(subject, batch.args, batch.kwargs)
-    if isinstance(subject, nn.Module):
-        captured = _of_one_way(subject, captured, batch, more)
-    captured, outcomes = _matched(captured)
+    with progress.phase("tracing the model"):
+        captured = capture(subject, batch.args, batch.kwargs)
+        if isinstance(subject, nn.Module):
+            captured = _of_one_way(subject, captured, batch, more)
+    captured, outcomes = _matched(captured, progress)
     if captured.kind == "whole" and isinstance(subject, nn.Module):
         reason = not_the_model(captured.programs[0], outcomes[0])
         if reason is not None:
-            alone = capture_modules(subject, batch.args, batch.kwargs, reason)
+            with progress.phase("tracing its modules"):
+                alone = capture_modules(subject, batch.args, batch.kwargs, reason)
             if alone.programs:
-                return _matched(alone)
+                return _matched(alone, progress)
     return captured, outcomes
 
 
-def _matched(captured: Capture) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
+def _matched(
+    captured: Capture, progress: Progress
+) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
     """What is found in each program, and the programs that it was found in."""
-    found = [matched_program(program) for program in captured.programs]
+    with progress.phase("matching its layers"):
+        found = [matched_program(program) for program in captured.programs]
     return replace(captured, programs=[program for program, _ in found]), [sites for _, sites in found]
 
 

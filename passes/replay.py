@@ -28,6 +28,7 @@ from asapc.passes.lift import beside
 from asapc.passes.site import Site
 from asapc.program.calls import SiteFunction, copied, site_function
 from asapc.program.runner import Runner, Tap
+from asapc.terminal.progress import SILENT, Progress
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry
 SCALES = {"queries / 4": 0.25, "as given, in float64": 1.0, "queries x 4": 4.0}
@@ -61,7 +62,8 @@ def replay(
     model: nn.Module | None,
     programs: Sequence[Program],
     matched: Sequence[Sequence[Site]],
-    batches: Iterable[Batch],
+    batches: Sequence[Batch],
+    progress: Progress = SILENT,
 ) -> dict[str, Replay]:
     """Every matched site by name.  matched: the sites of each program."""
     sites = {site.name: (program, site) for program, its_sites in zip(programs, matched, strict=True)
@@ -76,23 +78,27 @@ def replay(
     tap = Tap(model, lifted, list(sites))
     kernels = {name: site_function(lifted, name) for name in sites}
     references = {name: site_function(lifted, name, plain=True) for name in sites}
-    for batch in batches:
-        theirs = teacher(batch)
-        seen = dict(zip(sites, tap(batch)[1], strict=True))
-        for name, (program, site) in sites.items():
-            values, t = theirs[name], seen[name]
-            expected = _canonical(values[parts[name].output], parts[name])
-            with torch.no_grad():
-                ours = kernels[name](t, _values(site, t, expected))
-            found[name].note("the data", _difference(site, ours.reshape(expected.shape), expected))
-            beyond = _Beyond(program, site, parts[name], values, t, references[name])
-            if not found[name].errors["the data"] <= TOLERANCE:
-                found[name].rounding = max(found[name].rounding, beyond.rounding(expected))
-            sizes = name, *(values[node].shape for node in parts[name].inputs)
-            if sizes not in changed:
-                changed.add(sizes)
-                for tried, error in beyond.errors():
-                    found[name].note(tried, error)
+
+    def observed() -> Iterator[tuple[str, dict[Node, Tensor], SiteTensors]]:
+        for batch in batches:
+            theirs = teacher(batch)
+            seen = tap(batch)[1]
+            yield from ((name, theirs[name], t) for name, t in zip(sites, seen, strict=True))
+
+    for name, values, t in progress.track(observed(), "replaying", len(batches) * len(sites)):
+        program, site = sites[name]
+        expected = _canonical(values[parts[name].output], parts[name])
+        with torch.no_grad():
+            ours = kernels[name](t, _values(site, t, expected))
+        found[name].note("the data", _difference(site, ours.reshape(expected.shape), expected))
+        beyond = _Beyond(program, site, parts[name], values, t, references[name])
+        if not found[name].errors["the data"] <= TOLERANCE:
+            found[name].rounding = max(found[name].rounding, beyond.rounding(expected))
+        sizes = name, *(values[node].shape for node in parts[name].inputs)
+        if sizes not in changed:
+            changed.add(sizes)
+            for tried, error in beyond.errors():
+                found[name].note(tried, error)
     return found
 
 

@@ -21,6 +21,7 @@ from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
 from asapc.passes.analyse import Analysis
 from asapc.stages import analyse as stage
+from asapc.terminal.progress import SILENT, Progress
 
 MOST = 8  # analyses that are kept: each holds a model and its graphs
 
@@ -30,17 +31,18 @@ def analysed_once() -> Iterator[None]:
     true, known = stage.analyse, dict[str, Analysis]()
 
     def analyse(
-        teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = ()
-    ) -> Analysis:
+        teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = (),
+        progress: Progress = SILENT,
+    ) -> Analysis:  # fmt: skip
         more, origin = list(more), _origin(teacher)
         if origin is None:
-            return true(teacher, batch, drop_maps, more)
+            return true(teacher, batch, drop_maps, more, progress)
         hashes: list[Any] = [given.hashes for given in (batch, *more)]
         key = repr((teacher.fingerprint, origin, drop_maps, hashes))
         if key not in known:
             if len(known) == MOST:
                 del known[next(iter(known))]
-            known[key] = true(teacher, batch, drop_maps, more)
+            known[key] = true(teacher, batch, drop_maps, more, progress)
         return known[key]
 
     trace, traced = artifact._exported, dict[int, tuple[Program, ExportedProgram]]()

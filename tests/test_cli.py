@@ -218,7 +218,7 @@ def test_inspect_prints_the_dictionary_as_it_is(
         ("m.py:build",),
         {"weights": "w.pt", "kwargs": "{}", "trust": False, "remote_code": False},
     )  # fmt: skip
-    assert calls["inspect"] == (("TEACHER", "d.npz"), {})
+    assert calls["inspect"][0][:2] == ("TEACHER", "d.npz")
 
 
 def test_refusals_and_their_reasons_are_printed(

@@ -64,6 +64,39 @@ def test_plain_lines_carry_counts_and_no_control_characters() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_what_is_left_is_estimated() -> None:
+    stream = io.StringIO()
+    progress = PlainProgress(stream, interval=0.0)
+    clock = iter([0.0, 30.0, 40.0, 41.0, 42.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asapc.terminal.progress.time.monotonic", lambda: next(clock))
+        list(progress.track("abc", "replaying", 3))
+    assert stream.getvalue().splitlines() == [
+        "replaying: 1/3, about 60 s left", "replaying: 2/3, about 20 s left", "replaying: 3/3",
+        "replaying: 3/3, 42.0 s",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [1.5, 2.5])
+def test_a_phase_is_told_of_if_it_took_long(seconds: float) -> None:
+    stream = io.StringIO()
+    clock = iter([10.0, 10.0 + seconds])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asapc.terminal.progress.time.monotonic", lambda: next(clock))
+        with PlainProgress(stream).phase("tracing the model"):
+            pass
+    assert stream.getvalue() == ("tracing the model: 2.5 s\n" if seconds > 2 else "")
+
+
+def test_a_phase_that_fails_gives_the_terminal_back(progress: Progress) -> None:
+    with pytest.raises(KeyError), progress.phase("tracing the model"):
+        raise KeyError
+    assert list(progress.track([1], "again")) == [1]
+    if isinstance(progress, RichProgress):
+        text = progress.console.file.getvalue()  # type: ignore[attr-defined]
+        assert "tracing the model" in text and text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
 def test_rich_notes_are_not_markup_and_the_cursor_comes_back() -> None:
     stream = Terminal()
     progress = RichProgress(stream)

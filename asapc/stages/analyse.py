@@ -59,18 +59,18 @@ def _entry(site: Site | LeftAlone) -> dict[str, Any]:
     }
 
 
-def analyse_example(teacher: Teacher, data: str | None) -> Analysis:
+def analyse_example(teacher: Teacher, data: str | None, progress: Progress) -> Analysis:
     """Analyse a teacher on the first examples of its data, or on made-up ones where it is built in."""
     example, *more = _examples_of(teacher, data)
-    return analyse(teacher, example, more=more)
+    return analyse(teacher, example, more=more, progress=progress)
 
 
 def analyse_teacher(
-    teacher: Teacher, source: DataSource, drop_maps: bool = False
+    teacher: Teacher, source: DataSource, progress: Progress, drop_maps: bool = False
 ) -> tuple[Analysis, Batch]:
     """Analyse a teacher on its data; also gives the example batch that it was captured on."""
     example, *more = first_batches(source)
-    return analyse(teacher, example, drop_maps, more), example
+    return analyse(teacher, example, drop_maps, more, progress), example
 
 
 def require_sites(analysis: Analysis, progress: Progress) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from asapc.terminal.printed import escaped
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichBars
 
 Item = TypeVar("Item")
+
+LONG = 2.0  # seconds: a phase that took less is not worth a line afterwards
 
 
 class Progress:
@@ -28,8 +31,15 @@ class Progress:
         """Yield the items of `iterable`, showing how many of `total` (default: its len) passed."""
         yield from iterable
 
+    def phase(self, label: str) -> AbstractContextManager[None]:
+        """Show that something of unknown length is going on."""
+        return nullcontext()
+
     def note(self, text: str) -> None:
         """Say one line."""
+
+
+SILENT = Progress()
 
 
 class PlainProgress(Progress):
@@ -52,8 +62,16 @@ class PlainProgress(Progress):
             now = time.monotonic()
             if now - last >= self.interval:
                 last = now
-                self.note(f"{label}: {done}{of_total}")
+                self.note(f"{label}: {done}{of_total}{_left(now - start, done, total)}")
         self.note(f"{label}: {done}{of_total}, {time.monotonic() - start:.1f} s")
+
+    @contextmanager
+    def phase(self, label: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        took = time.monotonic() - start
+        if took >= LONG:
+            self.note(f"{label}: {took:.1f} s")
 
     def note(self, text: str) -> None:
         print(escaped(text), file=self.stream, flush=True)
@@ -72,20 +90,30 @@ class RichProgress(Progress):
     def track(
         self, iterable: Iterable[Item], label: str, total: int | None = None
     ) -> Iterator[Item]:
-        from rich.markup import escape
-
-        bars = self._open()
-        task = bars.add_task(escape(escaped(label)), total=_length(iterable, total))
-        try:
+        with self._bar(label, _length(iterable, total)) as advance:
             for item in iterable:
                 yield item
-                bars.advance(task)
-        finally:  # also when the consumer stops early or is interrupted: the cursor must come back
-            bars.remove_task(task)
-            self._close()
+                advance()
+
+    @contextmanager
+    def phase(self, label: str) -> Iterator[None]:
+        with self._bar(label, None):
+            yield
 
     def note(self, text: str) -> None:
         self.console.print(escaped(text), markup=False, soft_wrap=True)
+
+    @contextmanager
+    def _bar(self, label: str, total: int | None) -> Iterator[Callable[[], None]]:
+        from rich.markup import escape
+
+        bars = self._open()
+        task = bars.add_task(escape(escaped(label)), total=total)
+        try:
+            yield lambda: bars.advance(task)
+        finally:  # also when the consumer stops early or is interrupted: the cursor must come back
+            bars.remove_task(task)
+            self._close()
 
     def _open(self) -> RichBars:
         from rich import progress
@@ -96,6 +124,7 @@ class RichProgress(Progress):
                 progress.BarColumn(),
                 progress.MofNCompleteColumn(),
                 progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
                 console=self.console,
                 transient=True,
             )
@@ -124,3 +153,9 @@ def _length(iterable: Iterable[Item], total: int | None) -> int | None:
     if total is not None:
         return total
     return len(iterable) if isinstance(iterable, Sized) else None
+
+
+def _left(passed: float, done: int, total: int | None) -> str:
+    """", about 40 s left", where that is known and more than a moment."""
+    seconds = 0.0 if total is None else passed / done * (total - done)
+    return f", about {seconds:.0f} s left" if seconds >= LONG else ""
