@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import sys
 import types
 import typing
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # sizes of traces: 1,000 terms are soon forgotten
 
 LONGEST = (
     "test_end_to_end.py", "test_match.py", "test_onnx_out.py", "test_distill.py", "test_replay.py",
@@ -99,3 +102,26 @@ def operators_of_onnx_are_listed_once() -> None:
         return registry
 
     ONNXRegistry.from_torchlib = classmethod(from_torchlib)  # type: ignore[method-assign, assignment]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bodies_of_onnx_functions_are_traced_once() -> None:
+    """Of calls that differ in nothing but their tensors, by all that decides what a body is."""
+    try:
+        import onnx_ir
+    except ImportError:
+        return
+    from asapc.onnx.functions import _Call
+
+    known: dict[tuple[Any, ...], Any] = {}
+    made = _Call.function
+
+    def function(call: _Call, name: str, opset: int) -> onnx_ir.Function:
+        key = call.name, call.settings, call.layout, opset
+        if key not in known:
+            known[key] = onnx_ir.to_proto(made(call, name, opset))
+        body = onnx_ir.from_proto(known[key])
+        body.name = name
+        return body
+
+    _Call.function = function  # type: ignore[method-assign]
