@@ -117,7 +117,7 @@ def stream(
     try:
         fitted = _taken_up(pending, examples, aside, progress)
         waiting = [p for p in pending if p.key not in fitted]
-        _prepare(waiting, examples.sample(), observe)
+        _prepare(waiting, examples.sample(), observe, progress)
         clock = _Clock()
         for batch in progress.track(examples.batches(), label, examples.count):
             behind = [p for p in waiting if p.done <= number]
@@ -165,17 +165,22 @@ def _hold_out(pending: Sequence[Pending], batch: Batch, observe: Observe) -> Non
             p.collector.hold_out(tensors[p.site])
 
 
-def _prepare(pending: Sequence[Pending], sample: Iterable[Batch], observe: Observe) -> None:
+def _prepare(
+    pending: Sequence[Pending], sample: Iterable[Batch], observe: Observe, progress: Progress
+) -> None:
     """Slices and pivots of every candidate, from the examples of the sample that have one shape."""
     if all(p.done > 0 or isinstance(p.collector, Distiller) for p in pending):
         return
     seen: list[list[SiteTensors]] = []
-    for batch in sample:
-        tensors = observe(batch)
-        if seen and _layout(tensors) != _layout(seen[0]):
-            break
-        seen.append([replace(t, bias=None) for t in tensors])  # which may be large, and has no part
-    for p in pending if seen else ():
+    with progress.phase("sampling"):
+        for batch in sample:
+            tensors = observe(batch)
+            if seen and _layout(tensors) != _layout(seen[0]):
+                break
+            seen.append([replace(t, bias=None) for t in tensors])  # which may be large, and has no part
+    if not seen:
+        return
+    for p in progress.track(pending, "slices and pivots"):
         joined = _joined([tensors[p.site] for tensors in seen])
         check_finite(p.name, joined)
         p.collector.prepare(joined)
