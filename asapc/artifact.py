@@ -50,7 +50,6 @@ from asapc.inputs.recipe import Recipe
 from asapc.inputs.weights import read_safetensors
 from asapc.ir import Convention, Program
 from asapc.operators.catalogue import convention_from_dict
-from asapc.passes.capture import export_graph
 from asapc.passes.patches import CompiledModule
 from asapc.program.call import (
     Call,
@@ -70,6 +69,7 @@ from asapc.program.call import (
 from asapc.program.calls import attribute, name_calls, sites_of
 from asapc.program.code import GraphCode, flat_graph, tensors_of, traced_inputs
 from asapc.program.compiled import OPERATORS, CompiledModel, Inside, Operators, site_line
+from asapc.program.exported import exported_program
 from asapc.program.live import Patch, install, operator_name, prepared, warn_left
 from asapc.program.monitor import attach
 from asapc.terminal.printed import reason
@@ -326,7 +326,7 @@ def _finish(
 
 def _exported(program: Program) -> ExportedProgram:
     """For a file, which names no types: outputs in plain containers."""
-    exported = export_graph(program.graph, program.args, program.kwargs, program.dynamic_shapes)
+    exported = exported_program(program)
     signature = exported.module_call_graph[0].signature
     assert signature is not None
     signature.out_spec = plain_spec(signature.out_spec)

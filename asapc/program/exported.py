@@ -1,0 +1,179 @@
+"""A program as torch.export has it, for a file: assembled from the graph, not traced again.
+
+before: a graph whose parameters are attributes, some of whose nodes were put in by a rewrite
+after:  an ExportedProgram whose parameters are inputs
+
+A trace costs milliseconds a node, and a teacher's loop has thousands. What a graph lacks of one is what
+the nodes of a rewrite return, which is asked of their operators on the fake tensors of the trace.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._export.verifier import TrainingIRVerifier
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram, ExportGraphSignature
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymBoolArgument,
+    SymFloatArgument,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from asapc.ir import Program
+
+PREFIX = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.CONSTANT_TENSOR: "c"}
+SYMBOLS = {torch.SymInt: SymIntArgument, torch.SymFloat: SymFloatArgument, torch.SymBool: SymBoolArgument}
+
+
+def exported_program(program: Program) -> ExportedProgram:
+    """The program itself, with the sizes that it holds for."""
+    module = program.graph
+    mode = next(
+        node.meta["val"].fake_mode for node in module.graph.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+    )  # fmt: skip
+    lifted = _Lifted(module, mode)
+    with torch.no_grad():
+        for node in module.graph.nodes:
+            lifted.take(node)
+    ranges = mode.shape_env.var_to_range
+    symbols = _symbols(node.meta.get("val") for node in lifted.graph.nodes)
+    in_spec, out_spec, names = _layout(program)
+    signature = ModuleCallSignature(
+        inputs=[], outputs=[], in_spec=in_spec, out_spec=out_spec, forward_arg_names=names
+    )
+    return ExportedProgram(
+        root=module,
+        graph=lifted.graph,
+        graph_signature=ExportGraphSignature(
+            [spec for _, spec in lifted.held] + lifted.given, lifted.returned
+        ),
+        state_dict={
+            str(spec.target): tensor for tensor, spec in lifted.held if _is_state(spec)
+        },
+        range_constraints={symbol: ranges[symbol] for symbol in symbols if symbol in ranges},
+        module_call_graph=[ModuleCallEntry(fqn="", signature=signature)],
+        example_inputs=(program.args, program.kwargs),
+        constants={str(spec.target): tensor for tensor, spec in lifted.held if not _is_state(spec)},
+        verifiers=[TrainingIRVerifier],
+    )
+
+
+def _layout(program: Program) -> tuple[pytree.TreeSpec, pytree.TreeSpec, list[str]]:
+    """Containers of the inputs and of the outputs, and the names of the arguments."""
+    graph = program.graph.graph
+    known = getattr(graph._codegen, "pytree_info", None)
+    if known is not None:
+        return known.in_spec, known.out_spec, [name for name in known.orig_args if name != "self"]
+    (returned,) = graph.output_node().args
+    return (
+        pytree.tree_structure((program.args, program.kwargs)), pytree.tree_structure(returned),
+        [str(node.target) for node in graph.find_nodes(op="placeholder")],
+    )  # fmt: skip
+
+
+class _Lifted:
+    """The new graph, node by node.
+
+    held: parameters, buffers and constants, with what a signature says of them; given, returned: what it
+    says of the inputs and outputs of the model.
+    """
+
+    def __init__(self, module: GraphModule, mode: FakeTensorMode) -> None:
+        self.module, self.mode = module, mode
+        self.graph = Graph()
+        self.held: list[tuple[Tensor, InputSpec]] = []
+        self.given: list[InputSpec] = []
+        self.returned: list[OutputSpec] = []
+        self._nodes: dict[Node, Node] = {}
+        self._attributes: dict[str, Node] = {}
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._buffers = dict(module.named_buffers(remove_duplicate=False))
+        for node in module.graph.nodes:  # inputs of the graph come first, those of the model last
+            if node.op == "get_attr":
+                self._hold(node)
+
+    def take(self, node: Node) -> None:
+        if node.op == "get_attr" and str(node.target) in self._attributes:
+            self._nodes[node] = self._attributes[str(node.target)]
+            return
+        new = self.graph.node_copy(node, self._nodes.__getitem__)
+        new.meta = dict(node.meta)
+        self._nodes[node] = new
+        if node.op == "placeholder":
+            self.given.append(InputSpec(InputKind.USER_INPUT, _argument(new), None))
+        elif node.op == "output":
+            new.args = (tuple(pytree.tree_leaves(new.args[0])),)
+            self.returned = [
+                OutputSpec(OutputKind.USER_OUTPUT, _argument(value), None) for value in new.args[0]
+            ]
+        elif node.op == "call_function" and "val" not in new.meta:
+            args, kwargs = map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+            with self.mode:
+                new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _hold(self, node: Node) -> None:
+        target = str(node.target)
+        value = operator.attrgetter(target)(self.module)
+        if target in self._attributes or not isinstance(value, Tensor):
+            return
+        kind = self._kind(target)
+        new = self.graph.placeholder(f"{PREFIX[kind]}_{target.replace('.', '_')}")
+        held = value.detach() if kind is InputKind.CONSTANT_TENSOR else value
+        new.meta["val"] = node.meta["val"] if "val" in node.meta else self.mode.from_tensor(held)
+        self._attributes[target] = new
+        persistent = None if kind is not InputKind.BUFFER else self._is_persistent(target)
+        self.held.append((value, InputSpec(kind, TensorArgument(new.name), target, persistent)))
+
+    def _kind(self, target: str) -> InputKind:
+        if target in self._parameters:
+            return InputKind.PARAMETER
+        return InputKind.BUFFER if target in self._buffers else InputKind.CONSTANT_TENSOR
+
+    def _is_persistent(self, target: str) -> bool:
+        path, _, leaf = target.rpartition(".")
+        inner: nn.Module = self.module.get_submodule(path)
+        return leaf not in inner._non_persistent_buffers_set
+
+
+def _is_state(spec: InputSpec) -> bool:
+    return spec.kind is InputKind.PARAMETER or (spec.kind is InputKind.BUFFER and bool(spec.persistent))
+
+
+def _argument(value: Any) -> Any:
+    """What a signature says of an input or an output."""
+    if not isinstance(value, Node):
+        return ConstantArgument("", value)
+    held = value.meta.get("val")
+    if isinstance(held, Tensor):
+        return TensorArgument(value.name)
+    for kind, said in SYMBOLS.items():
+        if isinstance(held, kind):
+            return said(value.name)
+    return ConstantArgument(value.name, held)
+
+
+def _symbols(values: Iterable[Any]) -> set[Any]:
+    """Of all sizes of all values."""
+    found: set[Any] = set()
+    for value in pytree.tree_leaves(list(values)):
+        sizes = [*value.shape] if isinstance(value, Tensor) else [value]
+        for size in sizes:
+            if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+                found |= set(size.node.expr.free_symbols)
+    return found

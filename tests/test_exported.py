@@ -1,0 +1,111 @@
+"""Programs for files, assembled without a trace, against what a trace of the same graph gives."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+sys.path.insert(0, str(Path(__file__).parent))
+import attention_zoo as zoo
+
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
+from asapc.inputs.pt2 import load_program, save_program
+from asapc.ir import Program
+from asapc.passes.capture import capture, export_graph
+from asapc.passes.differences import matched_program
+from asapc.passes.lift import lift
+from asapc.passes.regions import Refusal
+from asapc.program.exported import exported_program
+
+
+class Held(nn.Module):
+    """Whatever a graph may hold and return: tied and unused parameters, buffers of both kinds, constants,
+    an input that is returned, one that is None, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.unused = (nn.Linear(4, 4) for _ in range(3))
+        self.other.weight = self.one.weight
+        self.register_buffer("kept", torch.randn(4))
+        self.register_buffer("passing", torch.randn(4), persistent=False)
+        self.plain = torch.randn(4)
+
+    def forward(self, x: Tensor, *, y: Tensor | None = None, count: int = 3) -> dict[str, Any]:
+        z = self.one(x) + self.other(x) + self.kept + self.passing + self.plain + torch.tensor([2.0])
+        return {"z": z * count, "x": x, "y": y, "pair": (z.sum(-1), count), "tokens": x.shape[1]}
+
+
+def programs() -> dict[str, Program]:
+    torch.manual_seed(0)
+    found = {}
+    for name in ("LogDomainMasked", "Biased", "SlicedSoft"):
+        model = getattr(zoo, name)().eval()
+        (program,) = capture(model, zoo.inputs_for(model), {}).programs
+        program, sites = matched_program(program)
+        found[name] = program
+        found[f"{name}, lifted"] = lift(program, [s for s in sites if not isinstance(s, Refusal)], False)
+    x = torch.randn(2, 5, 4)
+    (found["whatever"],) = capture(Held().eval(), (x,), {"y": None, "count": 3}).programs
+    return found
+
+
+PROGRAMS = programs()
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request: pytest.FixtureRequest) -> Program:
+    return PROGRAMS[request.param]
+
+
+def spec(exported: ExportedProgram) -> list[Any]:
+    """What a signature says of inputs that are used, and of outputs, names of values left aside."""
+    unused = {node.name for node in exported.graph.nodes if node.op == "placeholder" and not node.users}
+    signature = exported.graph_signature
+    given = [
+        (s.kind, s.target, s.persistent, type(s.arg)) for s in signature.input_specs
+        if s.target is None or s.arg.name not in unused
+    ]  # fmt: skip
+    return [given, [(s.kind, s.target, type(s.arg)) for s in signature.output_specs]]
+
+
+def test_it_is_what_a_trace_gives(program: Program) -> None:
+    traced = export_graph(program.graph, program.args, program.kwargs, program.dynamic_shapes)
+    made = exported_program(program)
+    assert made.range_constraints == traced.range_constraints
+    assert made.call_spec == traced.call_spec
+    assert [node.target for node in made.graph.nodes if node.op == "call_function"] == [
+        node.target for node in program.graph.graph.nodes if node.op == "call_function"
+    ]
+    (given, returned), (traced_given, traced_returned) = spec(made), spec(traced)
+    assert returned == traced_returned
+    # A trace makes buffers of constants that a graph holds: what they are is known from the capture.
+    assert [(target, kind) for _, target, _, kind in given] == [
+        (target, kind) for _, target, _, kind in traced_given
+    ]
+
+
+def test_it_is_written_and_read(program: Program, tmp_path: Path) -> None:
+    made = exported_program(program)
+    save_program(made, tmp_path / "program.pt2")
+    read = load_program(tmp_path / "program.pt2", made.state_dict)
+    assert read.range_constraints == made.range_constraints
+    for module in (made, read):
+        found = module.module(check_guards=False)(*program.args, **program.kwargs)
+        expected = program.graph(*program.args, **program.kwargs)
+        torch.testing.assert_close(
+            pytree.tree_leaves(found), pytree.tree_leaves(expected), rtol=0, atol=0
+        )
+        assert pytree.tree_structure(found) == pytree.tree_structure(expected)
+
+
+def test_sizes_of_every_value_are_known(program: Program) -> None:
+    """Those of a rewrite's calls, too, which nobody has traced."""
+    for node in exported_program(program).graph.nodes:
+        assert "val" in node.meta or node.op == "output", node
