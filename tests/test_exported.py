@@ -109,3 +109,18 @@ def test_sizes_of_every_value_are_known(program: Program) -> None:
     """Those of a rewrite's calls, too, which nobody has traced."""
     for node in exported_program(program).graph.nodes:
         assert "val" in node.meta or node.op == "output", node
+
+
+def test_sizes_of_what_a_rewrite_puts_in_are_numbers() -> None:
+    (program,) = capture(Held().eval(), (torch.randn(2, 5, 4),), {"y": None, "count": 3}).programs
+    program.graph.register_parameter("fitted", nn.Parameter(torch.randn(3, 4)))
+    graph = program.graph.graph
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    with graph.inserting_before(output):
+        fitted = graph.get_attr("fitted")
+        total = graph.call_function(torch.ops.aten.sum.default, (fitted,))
+        output.args = ((*output.args[0][:-1], total),)  # type: ignore[index]
+    made = exported_program(program)
+    (held,) = (node for node in made.graph.nodes if node.target == "p_fitted")
+    assert all(isinstance(size, int) for size in held.meta["val"].shape)
+    assert made.state_dict["fitted"] is program.graph.fitted

@@ -4,7 +4,8 @@ before: a graph whose parameters are attributes, some of whose nodes were put in
 after:  an ExportedProgram whose parameters are inputs
 
 A trace costs milliseconds a node, and a teacher's loop has thousands. What a graph lacks of one is what
-the nodes of a rewrite return, which is asked of their operators on the fake tensors of the trace.
+the nodes of a rewrite return, and what follows from them: their operators are asked, on the fake tensors
+of the capture.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def exported_program(program: Program) -> ExportedProgram:
         if isinstance(node.meta.get("val"), Tensor)
     )  # fmt: skip
     lifted = _Lifted(module, mode)
-    with torch.no_grad():
+    with torch.no_grad(), mode.shape_env.suppress_guards():
         for node in module.graph.nodes:
             lifted.take(node)
     ranges = mode.shape_env.var_to_range
@@ -101,6 +102,7 @@ class _Lifted:
         self.given: list[InputSpec] = []
         self.returned: list[OutputSpec] = []
         self._nodes: dict[Node, Node] = {}
+        self._made: set[Node] = set()
         self._attributes: dict[str, Node] = {}
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self._buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -122,10 +124,18 @@ class _Lifted:
             self.returned = [
                 OutputSpec(OutputKind.USER_OUTPUT, _argument(value), None) for value in new.args[0]
             ]
-        elif node.op == "call_function" and "val" not in new.meta:
+        elif node.op == "call_function" and self._is_new(new):
             args, kwargs = map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
             with self.mode:
                 new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
+            self._made.add(new)
+
+    def _is_new(self, node: Node) -> bool:
+        """Whether what a node returns is not that of the capture, strides included."""
+        if "val" not in node.meta:
+            return True
+        plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+        return plain and any(source in self._made for source in node.all_input_nodes)
 
     def _hold(self, node: Node) -> None:
         target = str(node.target)
@@ -135,10 +145,14 @@ class _Lifted:
         kind = self._kind(target)
         new = self.graph.placeholder(f"{PREFIX[kind]}_{target.replace('.', '_')}")
         held = value.detach() if kind is InputKind.CONSTANT_TENSOR else value
-        new.meta["val"] = node.meta["val"] if "val" in node.meta else self.mode.from_tensor(held)
+        new.meta["val"] = node.meta["val"] if "val" in node.meta else self._fake(held)
         self._attributes[target] = new
         persistent = None if kind is not InputKind.BUFFER else self._is_persistent(target)
         self.held.append((value, InputSpec(kind, TensorArgument(new.name), target, persistent)))
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """Of a rewrite's coefficients, whose sizes are numbers."""
+        return self.mode.from_tensor(tensor, static_shapes=True)
 
     def _kind(self, target: str) -> InputKind:
         if target in self._parameters:

@@ -1,0 +1,127 @@
+"""What each command takes on a model of real size, next to the teacher's own forward passes.
+
+    python benchmarks/real_size.py                       # a Sinkformer of ViT-B's size, T = 20 and 40
+    python benchmarks/real_size.py --depth 2 --images 8  # a first look
+
+The model is built in, its weights and images are random: 12 layers, 12 heads, d = 768, N = 197. Every
+command is a process of its own, timed with its imports; its peak memory is the system's. The teacher is
+loaded and run on as many images as calibrate fits on, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from attention import environment, write_results
+from safetensors.torch import save_file
+
+from asapc.models.vit import SinkformerViT
+
+SHAPE: dict[str, Any] = {
+    "image_size": 224, "patch_size": 16, "num_classes": 1000, "dim": 768, "heads": 12, "mlp_dim": 3072,
+}  # fmt: skip
+BATCH = 8
+SPLITS = 3  # times as many images: the calibration split is the larger part, and each command has its own
+TEACHER = """
+import sys, numpy, torch, asapc
+from asapc.inputs.load import load_teacher
+model = load_teacher(sys.argv[1]).model.eval()
+images = torch.from_numpy(numpy.load(sys.argv[2])["img"][: int(sys.argv[3])])
+with torch.no_grad():
+    for batch in images.split(int(sys.argv[4])):
+        model(batch)
+"""
+
+
+MEASURED = """
+import resource, sys
+sys.argv = sys.argv[1:]
+{}
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+def written(folder: Path, depth: int, half_steps: int, images: int) -> tuple[Path, Path]:
+    """A teacher and its data."""
+    torch.manual_seed(0)
+    config = {**SHAPE, "depth": depth, "max_iter": half_steps}
+    teacher = folder / "teacher"
+    teacher.mkdir(parents=True)
+    save_file(SinkformerViT(**config).state_dict(), teacher / "model.safetensors")
+    (teacher / "config.json").write_text(json.dumps({"architecture": "sinkformer-vit", **config}))
+    random = np.random.default_rng(0)
+    data = folder / "images.npz"
+    np.savez(data, img=random.standard_normal((SPLITS * images, 3, 224, 224), dtype=np.float32))
+    (folder / "recipe.yaml").write_text(f"max_examples: {images}\nbatch_size: {BATCH}\n")
+    return teacher, data
+
+
+def taken(*arguments: object) -> dict[str, float]:
+    """Seconds and peak MiB of a process."""
+    start = time.perf_counter()
+    command = [sys.executable, "-c", MEASURED.format(arguments[0]), *map(str, arguments[1:])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        raise SystemExit(f"real_size.py: {' '.join(command[2:])[:200]}\n{done.stderr[-2000:]}")
+    return {"seconds": seconds, "mib": int(done.stderr.splitlines()[-1]) / 1024}
+
+
+ASAPC = "from asapc.cli import main\nstatus = main(sys.argv[1:])\nassert status == 0, status"
+
+
+def measured(depth: int, half_steps: int, images: int) -> dict[str, dict[str, float]]:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        teacher, data = written(folder, depth, half_steps, images)
+        calibration, out = folder / "calibration", folder / "out"
+        quiet = ("--quiet",)
+        commands: dict[str, tuple[object, ...]] = {
+            "teacher alone": (TEACHER, "teacher", teacher, data, images, BATCH),
+            "inspect": (ASAPC, "asapc", "inspect", teacher, *quiet),
+            "calibrate": (ASAPC, "asapc", "calibrate", teacher, "--data", data, "-o", calibration,
+                          "--recipe", folder / "recipe.yaml", *quiet),
+            "compile": (ASAPC, "asapc", "compile", teacher, "--calibration", calibration, "-o", out,
+                        *quiet),
+            "report": (ASAPC, "asapc", "report", out, "--examples", images, *quiet),
+        }  # fmt: skip
+        found = {}
+        for name, command in commands.items():
+            found[name] = taken(*command)
+            seconds = found[name]["seconds"]
+            print(f"T = {half_steps}, {name}: {seconds:.1f} s", file=sys.stderr, flush=True)
+        return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--half-steps", type=int, nargs="+", default=[20, 40])
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("-o", "--out", type=Path, help="folder for real_size.{json,md}")
+    options = parser.parse_args(arguments)
+    found = {T: measured(options.depth, T, options.images) for T in options.half_steps}
+    title = f"Sinkformer, {options.depth} layers, d = 768, N = 197, {options.images} images"
+    head = " | ".join(f"T = {T} | memory" for T in found)
+    lines = [f"### {title}", "", f"| command | {head} |", "|---|" + "---:|---:|" * len(found)]
+    for name in next(iter(found.values())):
+        cells = [f"{by[name]['seconds']:.0f} s | {by[name]['mib']:.0f} MiB" for by in found.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    print("\n".join(lines))
+    document = {"environment": environment(cpu=True), "commands": found}
+    write_results(options.out, "real_size", document, "\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
