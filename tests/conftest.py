@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_env  # noqa: F401  before any test file: some import triton by way of torch
 import pytest
 
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # sizes of traces: 1,000 terms are soon forgotten
