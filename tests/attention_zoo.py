@@ -78,7 +78,7 @@ class LogDomainMasked(_Projected):
 class NumpyMaps(nn.Module):
     """Attention maps converted to numpy inside forward: only its modules can be captured."""
 
-    def __init__(self, half_steps: int = 5) -> None:
+    def __init__(self, half_steps: int = 3) -> None:
         super().__init__()
         self.attention = LogDomainPlain(half_steps)
         self.second = LogDomainPlain(half_steps)
@@ -95,7 +95,7 @@ class NumpyMaps(nn.Module):
 class LogDomainPlain(_Projected):
     """Log domain, no mask, merged heads, maps returned."""
 
-    def __init__(self, half_steps: int = 5, epsilon: float = 0.5) -> None:
+    def __init__(self, half_steps: int = 3, epsilon: float = 0.5) -> None:
         super().__init__()
         self.sink = SinkhornDistance(epsilon, half_steps)
 
@@ -470,7 +470,7 @@ class SlicedByNorm(SlicedSoft):
 class Glued(_Projected):
     """Published style: potentials, learnt pivots and masses, both plans formed, then the values."""
 
-    half_steps, epsilon = 5, 0.5
+    half_steps, epsilon = 3, 0.5
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,7 +499,7 @@ class Glued(_Projected):
 class GluedMasked(Glued):
     """Padding by masses (True means active); pivots shared by the heads' code through einsum."""
 
-    half_steps = 6
+    half_steps = 4
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         q, k, v = self.split(x)

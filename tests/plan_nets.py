@@ -12,7 +12,7 @@ class Matcher(nn.Module):
     """Two images' descriptors, a learnt dustbin, potentials in the log domain; the log plan is returned,
     and so is each point's best match (the style of matchers)."""
 
-    def __init__(self, half_steps: int = 10, dim: int = 8) -> None:
+    def __init__(self, half_steps: int = 6, dim: int = 8) -> None:
         super().__init__()
         self.project, self.bin = nn.Linear(dim, dim), nn.Parameter(torch.tensor(0.7))
         self.half_steps = half_steps
@@ -40,7 +40,7 @@ class Matcher(nn.Module):
 class Mixer(nn.Module):
     """Streams mixed by a doubly-stochastic matrix a token: n x n by softmax over both axes."""
 
-    def __init__(self, streams: int = 4, half_steps: int = 12, dim: int = 8) -> None:
+    def __init__(self, streams: int = 4, half_steps: int = 6, dim: int = 8) -> None:
         super().__init__()
         self.streams, self.half_steps = streams, half_steps
         self.to_mix = nn.Linear(dim * streams, streams * streams)
@@ -66,7 +66,7 @@ class NormalisedMixer(Mixer):
 class Latents(nn.Module):
     """Learnt queries, squared distances as costs, one learnt epsilon a head, duals in cost units."""
 
-    def __init__(self, latents: int = 6, dim: int = 8, heads: int = 2, iterations: int = 7) -> None:
+    def __init__(self, latents: int = 6, dim: int = 8, heads: int = 2, iterations: int = 3) -> None:
         super().__init__()
         self.q, self.kv = nn.Parameter(torch.randn(latents, dim)), nn.Linear(dim, 2 * dim)
         self.log_epsilon = nn.Parameter(torch.linspace(0.3, -0.5, heads))
@@ -101,7 +101,7 @@ class Masses(nn.Module):
     def forward(self, scores: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
         log_mu, log_nu = mu.log(), nu.log()
         f, g = torch.zeros_like(mu), torch.zeros_like(nu)
-        for _ in range(5):
+        for _ in range(3):
             g = log_nu - torch.logsumexp(scores + f[..., None], -2)
             f = log_mu - torch.logsumexp(scores + g[..., None, :], -1)
         return (scores + f[..., None] + g[..., None, :]).exp()
@@ -116,7 +116,7 @@ class TokensFirst(nn.Module):
 
     def forward(self, pairs: Tensor) -> Tensor:
         scores = 3 * self.net(pairs)
-        for step in range(6):
+        for step in range(4):
             scores = scores - scores.logsumexp(1 if step % 2 else 2, keepdim=True)
         return scores.exp()
 
@@ -140,7 +140,7 @@ class Damped(nn.Module):
     """Unbalanced: every update is damped.  unit: masses of 1, not of 1/N.  outside: of the damped sum."""
 
     def __init__(
-        self, rows: float = 0.8, columns: float = 0.8, half_steps: int = 10, unit: bool = True,
+        self, rows: float = 0.8, columns: float = 0.8, half_steps: int = 6, unit: bool = True,
         outside: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -169,7 +169,7 @@ class Damped(nn.Module):
 class Unbalanced(nn.Module):
     """The same in the exp domain, from scalings of 1/N and 1/M."""
 
-    rows, columns, half_steps = 2 / 3, 2 / 3, 8
+    rows, columns, half_steps = 2 / 3, 2 / 3, 6
 
     def forward(self, scores: Tensor) -> Tensor:
         kernel = scores.exp()
@@ -190,10 +190,10 @@ class Stopping(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
-        for step in range(30):
+        for step in range(12):
             g = -torch.logsumexp(scores + f[..., None], -2)
             f = -torch.logsumexp(scores + g[..., None, :], -1)
-            if step % 10 == 0:
+            if step % 5 == 0:
                 sums = (scores + f[..., None] + g[..., None, :]).exp().sum(-2)
                 if (sums - scores.shape[-2] / scores.shape[-1]).norm().item() < self.threshold:
                     break
@@ -235,7 +235,7 @@ class Scaled(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         kernel = torch.exp(scores)
         a = torch.ones_like(kernel[..., :1])
-        for _ in range(6):
+        for _ in range(3):
             b = 1.0 / (kernel.transpose(-1, -2) @ a + 1e-8)
             a = 1.0 / (kernel @ b + 1e-8)
         return a * kernel * b.transpose(-1, -2)
@@ -246,7 +246,7 @@ class Softened(nn.Module):
 
     streams = 4
 
-    def __init__(self, half_steps: int = 12) -> None:
+    def __init__(self, half_steps: int = 6) -> None:
         super().__init__()
         self.score = nn.Linear(8, self.streams**2)
         self.half_steps = half_steps
@@ -264,7 +264,7 @@ class Products(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = nn.functional.softplus(x)
         plan = features @ features.transpose(-1, -2)
-        for _ in range(4):
+        for _ in range(3):
             plan = plan / plan.sum(-1, keepdim=True)
             plan = plan / plan.sum(-2, keepdim=True)
         return plan
@@ -275,7 +275,7 @@ class PaddedMatcher(nn.Module):
 
     far = 1e12
 
-    def __init__(self, half_steps: int = 10) -> None:
+    def __init__(self, half_steps: int = 6) -> None:
         super().__init__()
         self.bin, self.half_steps = nn.Parameter(torch.tensor(1.0)), half_steps
 
