@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import sys
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import gpu_env  # noqa: F401  before any test file: some import triton by way of torch
@@ -75,10 +73,8 @@ def analyses(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.path.name not in ANALYSED_ONCE:
         yield
         return
-    sys.path.insert(0, str(Path(__file__).parent))
     from known_analyses import analysed_once
 
-    sys.path.pop(0)
     with analysed_once():
         yield
 

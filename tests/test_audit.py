@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import esp_net
 import pytest
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-import esp_net
 
 from asapc.artifact import Artifact, read_artifact
 from asapc.cli import main

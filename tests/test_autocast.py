@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_text import KEYWORDS
+from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.inputs.data import Batch

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
+import banded_nets as nets
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).parent))
-import banded_nets as nets
 
 import asapc
 import asapc.kernels.library

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import drop_in_nets
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,11 +44,6 @@ from asapc.program.code import GraphCode, flat_graph
 from asapc.program.compiled import CompiledModel, Inside, OwnCodeWarning
 from asapc.stages.analyse import forward_signature
 from asapc.terminal.progress import make_progress
-
-sys.path.insert(0, str(Path(__file__).parent))
-import drop_in_nets
-
-sys.path.pop(0)
 
 RECIPE = {
     "operator": "asap", "side": "target", "c_transforms": 1, "features": ["coarse:4"], "batch_size": 16,

@@ -290,11 +290,8 @@ def test_capture_per_module_goes_the_whole_way(
     report = run_json(capsys, "report", out, "--model", model)
     assert [site["operator"] for site in report["sites"]] == ["asap", "asap"]
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        from attention_zoo import NumpyMaps
-    finally:
-        sys.path.pop(0)
+    from attention_zoo import NumpyMaps
+
     torch.manual_seed(3)
     teacher = NumpyMaps(half_steps=4).eval()
     x = torch.from_numpy(np.load(data)["x"][:6])

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_text import KEYWORDS, write_data, write_teacher
 
 import asapc
 from asapc.calibration.collect import SiteStatistics, finish
 from asapc.calibration.enough import EXAMPLES, ROWS, shortages
 from asapc.calibration.stored import SiteCalibration, SiteDistillation
+from asapc.cli import main
 from asapc.errors import FewExamplesWarning
 from asapc.features.predictor import transform_plan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, Distilled, SiteTensors
 from asapc.models import SinkformerText
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_text import KEYWORDS, write_data, write_teacher
-
-from asapc.cli import main
 
 HEADS = 3
 

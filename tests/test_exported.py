@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
-
-sys.path.insert(0, str(Path(__file__).parent))
-import attention_zoo as zoo
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.inputs.pt2 import load_program, save_program

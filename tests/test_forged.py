@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from junk import JUNK, places, survives, with_junk
+from safetensors.torch import load_file, save_file
 from small_text import write_data, write_teacher
+from torch import Tensor
 
 from asapc import pipeline
 from asapc.calibration.collect import SiteStatistics, finish

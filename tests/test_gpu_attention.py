@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gpu_env import DEVICE
+from torch import Tensor
 
 triton = pytest.importorskip("triton")
 

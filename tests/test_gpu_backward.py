@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gpu_env import DEVICE
+from torch import Tensor
 
 pytest.importorskip("triton")
 

@@ -16,13 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import browser
+import page_report
 import pytest
 import torch
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parent))
-import browser
-import page_report
 
 from asapc.report import html as rendering
 from asapc.report import write_report

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-import attention_zoo as zoo
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.errors import BranchError, InputError

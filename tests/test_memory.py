@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_text import write_data, write_teacher
 
 from asapc.errors import InputError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sys
 import warnings
 from pathlib import Path
 
@@ -21,6 +20,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 import onnx
 import onnx_ir
+import small_text
 from onnx import numpy_helper
 
 from asapc.errors import InputError
@@ -30,11 +30,6 @@ from asapc.inputs.onnx.settings import DOMAIN, read_record
 from asapc.inputs.onnx.verify import first_difference
 from asapc.onnx import edit, export
 from asapc.passes.capture import capture
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_text
-
-sys.path.pop(0)
 
 # Of one family of features: the exporter takes seconds for most, and test_onnx_out.py goes through them.
 RECIPE = "operator: asap\nfeatures: ['norm']\nside: target\nc_transforms: 1\n"

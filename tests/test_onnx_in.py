@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import numpy as np
 import onnx
 import pytest
@@ -42,10 +43,6 @@ from asapc.models.lot import LOTFormerText
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.capture import capture
 
-sys.path.insert(0, str(Path(__file__).parent))
-import attention_zoo as zoo
-
-sys.path.pop(0)
 pytest.importorskip("onnxruntime")
 
 TEXT = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ pytest.importorskip("onnxscript")
 import onnx
 import onnx_ir
 import onnxruntime
+import small_text
 from onnx import numpy_helper
 
 from asapc.inputs.onnx import verify as verifying
@@ -36,11 +36,6 @@ from asapc.onnx import export as exporting
 from asapc.onnx.export import write_onnx
 from asapc.onnx.half import in_half, rounding
 from asapc.terminal.progress import make_progress
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_text
-
-sys.path.pop(0)
 
 QUIET = make_progress(quiet=True)
 RECIPES = {

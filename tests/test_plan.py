@@ -6,17 +6,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plan_nets as nets
 import pytest
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-import plan_nets as nets
 
 import asapc
 import asapc.kernels.library

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import esp_net
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-import esp_net
 
 import asapc
 import asapc.kernels.library

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
+import attention_zoo as zoo
 import pytest
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-import attention_zoo as zoo
 
 from asapc.errors import InputError
 from asapc.inputs.data import Batch

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_text import write_data, write_teacher
 
 from asapc import pipeline

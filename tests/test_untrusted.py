@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attention_zoo
 import numpy as np
 import onnx
 import pytest
@@ -46,11 +47,6 @@ from asapc.memory import current, give_back, peak
 from asapc.models import SinkformerText, SinkformerViT
 from asapc.terminal.printed import escaped
 from asapc.terminal.progress import PlainProgress
-
-sys.path.insert(0, str(Path(__file__).parent))
-import attention_zoo
-
-sys.path.pop(0)
 
 ROOT = Path(__file__).parents[1]
 
