@@ -13,12 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.export import ExportedProgram
-
-from asapc import artifact
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
-from asapc.ir import Program
 from asapc.passes.analyse import Analysis
 from asapc.stages import analyse as stage
 from asapc.terminal.progress import SILENT, Progress
@@ -45,25 +41,11 @@ def analysed_once() -> Iterator[None]:
             known[key] = true(teacher, batch, drop_maps, more, progress)
         return known[key]
 
-    trace, traced = artifact._exported, dict[int, tuple[Program, ExportedProgram]]()
-
-    def exported(program: Program) -> ExportedProgram:
-        """What is written of a teacher is traced again for every artefact: here once an analysis."""
-        kept = {id(its) for analysis in known.values()
-                for its in (*analysis.capture.programs, *analysis.lifted)}  # fmt: skip
-        for left in traced.keys() - kept:
-            del traced[left]
-        if id(program) not in kept:
-            return trace(program)
-        if id(program) not in traced:
-            traced[id(program)] = program, trace(program)
-        return traced[id(program)][1]
-
-    stage.analyse, artifact._exported = analyse, exported
+    stage.analyse = analyse
     try:
         yield
     finally:
-        stage.analyse, artifact._exported = true, trace
+        stage.analyse = true
 
 
 def _origin(teacher: Teacher) -> list[Any] | None:
