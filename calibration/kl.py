@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy  # its packages load where they are used first, not with every command
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
 from asapc.features.clouds import Clouds
@@ -372,7 +372,7 @@ def _minimise(objective: KlObjective, start: Tensor, max_iterations: int) -> _En
     while iterations < max_iterations and not done(best):
         left = max_iterations - iterations
         if dense:
-            result = minimize(
+            result = scipy.optimize.minimize(
                 value,
                 z,
                 method="trust-exact",
@@ -387,7 +387,7 @@ def _minimise(objective: KlObjective, start: Tensor, max_iterations: int) -> _En
             )
         else:
             # Its gtol bounds the largest entry; ftol = 0 leaves the gradient as the only verdict.
-            result = minimize(
+            result = scipy.optimize.minimize(
                 value,
                 z,
                 method="L-BFGS-B",

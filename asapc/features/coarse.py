@@ -56,9 +56,10 @@ def kmeans(rows: np.ndarray, count: int, generator: np.random.Generator) -> np.n
     if len(distinct) <= count:
         filler = np.repeat(distinct[:1] if len(distinct) else np.zeros((1, rows.shape[1])), count, 0)
         return np.concatenate([distinct, filler])[:count]
-    from scipy.cluster.vq import kmeans2  # for fitting only: a compiled model does without SciPy
+    import scipy  # for fitting only: a compiled model does without SciPy
 
-    centres, _ = kmeans2(rows, count, iter=20, minit="++", missing="warn", seed=generator)
+    kmeans = scipy.cluster.vq.kmeans2
+    centres, _ = kmeans(rows, count, iter=20, minit="++", missing="warn", seed=generator)
     return np.asarray(centres)
 
 

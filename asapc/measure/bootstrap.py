@@ -24,8 +24,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import scipy  # its packages load where they are used first, not with every command
 from numpy.typing import NDArray
-from scipy.stats import binomtest, norm
 from torch import Tensor
 
 LEVEL = 0.95
@@ -77,7 +77,7 @@ def share(hits: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
     count = len(hits)
     if count == 0:
         return None
-    exact = binomtest(int(hits.sum()), count).proportion_ci(level, method="exact")
+    exact = scipy.stats.binomtest(int(hits.sum()), count).proportion_ci(level, method="exact")
     low, high = _percentiles(hits.double(), level, seed)
     return min(low, float(exact.low)), max(high, float(exact.high))
 
@@ -96,7 +96,7 @@ def difference(
         return None
     only = [int((first & ~second).sum()), int((second & ~first).sum())]
     shares = [n / count for n in only]
-    limits = [binomtest(n, count).proportion_ci(level, method="exact") for n in only]
+    limits = [scipy.stats.binomtest(n, count).proportion_ci(level, method="exact") for n in only]
     # Two shares of one sample are negatively correlated: an example is in one of them at most.
     spread = math.prod(p * (1 - p) for p in shares)
     correlation = -math.prod(shares) / math.sqrt(spread) if spread > 0 else 0.0
@@ -138,10 +138,10 @@ def _bca(drawn: Values, estimate: float, influence: Values, level: float) -> Int
     acceleration = float((skewed**3).sum()) / (6 * float((skewed**2).sum()) ** 1.5)
     # Ties count half, so that a symmetric distribution on few values has no bias.
     under = ((drawn < estimate).mean() + (drawn <= estimate).mean()) / 2
-    bias = float(norm.ppf(np.clip(under, 1 / len(drawn), 1 - 1 / len(drawn))))
+    bias = float(scipy.stats.norm.ppf(np.clip(under, 1 / len(drawn), 1 - 1 / len(drawn))))
     ends = []
     for tail in ((1 - level) / 2, (1 + level) / 2):
-        shifted = bias + float(norm.ppf(tail))
+        shifted = bias + float(scipy.stats.norm.ppf(tail))
         moved = bias + shifted / max(1 - acceleration * shifted, 1e-3)
-        ends.append(float(np.quantile(drawn, float(norm.cdf(moved)))))
+        ends.append(float(np.quantile(drawn, float(scipy.stats.norm.cdf(moved)))))
     return ends[0], ends[1]

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
+import scipy  # its packages load where they are used first, not with every command
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from asapc.ir import Coupling, EspConvention, Ties
@@ -312,7 +312,7 @@ def _temperature(
     scanned = [residual(float(t)) for t in TEMPERATURES]
     best = int(np.argmin(scanned))
     low, high = TEMPERATURES[max(best - 1, 0)], TEMPERATURES[min(best + 1, len(TEMPERATURES) - 1)]
-    found = minimize_scalar(
+    found = scipy.optimize.minimize_scalar(
         lambda power: residual(10.0**power), bounds=(math.log10(low), math.log10(high)),
         method="bounded", options={"xatol": 1e-11, "maxiter": 80},
     )  # fmt: skip

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import scipy  # its packages load where they are used first, not with every command
 import torch
-from scipy.optimize import least_squares
 from torch import Tensor
 
 from asapc.ir import OutputFactor, Side
@@ -130,7 +130,9 @@ def _tried(
             ]).numpy()  # fmt: skip
 
         # Searched for on one observation, and held against the others where it explains that.
-        found = least_squares(missed, [0.5], bounds=([LEAST], [1.0]), xtol=1e-15, ftol=1e-15, gtol=1e-15)
+        found = scipy.optimize.least_squares(
+            missed, [0.5], bounds=([LEAST], [1.0]), xtol=1e-15, ftol=1e-15, gtol=1e-15
+        )
         left = found.fun if abs(found.fun).max() > STRAIGHT else missed(found.x, observed)
         error = float(abs(left).max() / max(float((plan / plan.sum()).max()) for plan in plans))
         yield Damped(*with_other(float(found.x[0])), Budget(first, half_steps, error))
