@@ -290,9 +290,9 @@ FACTOR = [1.0, 1.0, 0.0, 0.0]
 
 
 def predicted(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
-    features, weights = "gaussian sliced:3 lse rank_displacement:3", torch.ones(2, 10)
+    features, weights = "gaussian sliced:2 lse rank_displacement:2", torch.ones(2, 8)
     dual = OPS.dual(
-        q, k, keep, None, [THETA, THETA], weights, features, "source", 0.5, 5, True
+        q, k, keep, None, [THETA[:2], THETA[:2]], weights, features, "source", 0.5, 5, True
     )  # fmt: skip
     return OPS.asap(q, k, v, keep, None, dual, None, 0.5, 3, FACTOR)
 
@@ -306,8 +306,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
     "lot, unmasked": lambda q, k, v, keep: OPS.lot(
         q, k, v, None, None, None, PIVOTS, MASS, 0.5, 0.4, 5, True, 4, False, FACTOR
     ),
-    # Every slice is traced by itself: two are as good as many.
-    "esp_hard": lambda q, k, v, keep: OPS.esp_hard(q, k, v, keep, keep, THETA[:2], TAU, False, True, 1.0),
+    # Every slice is traced by itself: one, and two, are as good as many.
+    "esp_hard": lambda q, k, v, keep: OPS.esp_hard(q, k, v, keep, keep, THETA[:1], TAU, False, True, 1.0),
     "esp_hard, fewer keys": lambda q, k, v, keep: OPS.esp_hard(
         q[..., :2], k[..., :2], v, keep, None, None, TAU, False, True, 1.0, "monotone", "shared"
     ),

@@ -706,8 +706,12 @@ def _gathered(
     def by_token(order: Tensor, of_ranks: Tensor) -> Tensor:
         return of_ranks.new_empty(order.shape).scatter_(-1, order, of_ranks.expand(order.shape))
 
-    def few(index: int) -> tuple[Tensor, Tensor]:
+    if coupling == "monotone" and not clouds.one_to_one():
+        first, second, mass = esp_ranks.monotone_pairs(clouds)
+    else:
         ranks, shares = rank_partners(clouds, coupling)
+
+    def few(index: int) -> tuple[Tensor, Tensor]:
         order_x, order_y = (order[:, :, index] for order in orders)
         total: Any = 0.0
         moved: Any = 0.0
@@ -725,7 +729,6 @@ def _gathered(
         return total, moved
 
     def stairs(index: int) -> tuple[Tensor, Tensor]:
-        first, second, mass = esp_ranks.monotone_pairs(clouds)
         order_x, order_y = (order[:, :, index] for order in orders)
         shape = (*order_x.shape[:2], -1)
         queries, keys = (
