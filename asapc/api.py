@@ -25,7 +25,7 @@ from asapc.metrics import MEASURED_EXAMPLES
 from asapc.report import document, markdown, write_report
 from asapc.report.gates import parse_gates
 from asapc.report.tables import headline
-from asapc.stages.analyse import forward_signature
+from asapc.stages.analyse import analysed_once, forward_signature
 from asapc.terminal.progress import make_progress
 
 
@@ -122,8 +122,11 @@ def compile(
         else:
             artifact = Path(out)
             calibration = artifact.with_name(f"{artifact.name}.calibration")
-        pipeline.calibrate(teacher, source, calibration, parsed, progress)
-        manifest = pipeline.compile(teacher, calibration, artifact, parsed, source, progress)
+        analyse = analysed_once()
+        pipeline.calibrate(teacher, source, calibration, parsed, progress, analyse=analyse)
+        manifest = pipeline.compile(
+            teacher, calibration, artifact, parsed, source, progress, analyse=analyse
+        )
         for warning in manifest["warnings"]:
             warnings.warn(warning["text"], FewExamplesWarning, stacklevel=2)
         manifest = read_manifest(artifact)

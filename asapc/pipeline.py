@@ -31,6 +31,7 @@ from asapc.report.baseline import Baseline, compare
 from asapc.report.evaluate import bench as bench
 from asapc.report.gates import Gate, gate_result
 from asapc.stages.analyse import (
+    Analyse,
     Inspection,
     analyse_example,
     analyse_teacher,
@@ -62,6 +63,7 @@ def calibrate(
     sequential: bool = False,
     restart: bool = False,
     max_memory: int | None = None,
+    analyse: Analyse = analyse_teacher,
 ) -> Calibration:
     """Fit every candidate of every site: of those that predict a dual from statistics alone, of those
     that are distilled from a sample of the site's activations.
@@ -70,10 +72,11 @@ def calibrate(
     with another model, recipe or other data is refused. After a faulty example, data in which it
     is mended is accepted: calibration goes on from what was done before it, as far as the data still
     begins with that. restart: begin anew. sequential, max_memory: see stages.calibrate.plan_fits.
+    analyse: of a call that compiles too, and need not analyse twice.
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
-    analysis, _ = analyse_teacher(teacher, source, progress, recipe.drop_attention_maps)
+    analysis, _ = analyse(teacher, source, progress, recipe.drop_attention_maps)
     require_sites(analysis, progress)
     plan = plan_fits(analysis, source, recipe, sequential, max_memory)
     with unfinished(out, plan.fingerprints(teacher, analysis, source), restart) as aside:
@@ -102,11 +105,12 @@ def compile(
     data: str | DataSource | None,
     progress: Progress,
     onnx: OnnxSettings | None = None,
+    analyse: Analyse = analyse_teacher,
 ) -> dict[str, Any]:
     """Select an operator per site, rewrite, verify, write the artefact; returns its manifest.
 
     onnx: write OUT/model.onnx too, verified on examples that calibration and selection have not seen;
-    where that fails nothing is written at all.
+    where that fails nothing is written at all. analyse: see calibrate.
     """
     check_replaceable(out, [calibration_path, teacher.source, *_paths(data)])
     if onnx is not None:
@@ -116,7 +120,7 @@ def compile(
     data = data or recorded_data(calibration.data, calibration_path, "compile")
     check_replaceable(out, _paths(data))
     source = open_data(data, forward_signature(teacher))
-    analysis, example = analyse_teacher(teacher, source, progress, recipe.drop_attention_maps)
+    analysis, example = analyse(teacher, source, progress, recipe.drop_attention_maps)
     require_sites(analysis, progress)
     chosen = choose(analysis, recipe, calibration, source, progress)
     compilation = rewrite(teacher, source, recipe, calibration, analysis, chosen, example)

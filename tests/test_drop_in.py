@@ -42,7 +42,7 @@ from asapc.program import live
 from asapc.program.call import Call, described, known_of, parameters_of, rebuilt
 from asapc.program.code import GraphCode, flat_graph
 from asapc.program.compiled import CompiledModel, Inside, OwnCodeWarning
-from asapc.stages.analyse import forward_signature
+from asapc.stages.analyse import analysed_once, forward_signature
 from asapc.terminal.progress import make_progress
 
 RECIPE = {
@@ -76,8 +76,9 @@ def compiled(
 ) -> Path:
     teacher, own, quiet = _teacher(model), Recipe.from_dict(recipe), make_progress(quiet=True)
     source = data_of(data, forward_signature(teacher))
-    pipeline.calibrate(teacher, source, folder / "calib", own, quiet)
-    pipeline.compile(teacher, folder / "calib", folder / "out", own, source, quiet)
+    analyse = analysed_once()
+    pipeline.calibrate(teacher, source, folder / "calib", own, quiet, analyse=analyse)
+    pipeline.compile(teacher, folder / "calib", folder / "out", own, source, quiet, analyse=analyse)
     return folder / "out"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect as inspection
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,24 @@ def analyse_teacher(
     """Analyse a teacher on its data; also gives the example batch that it was captured on."""
     example, *more = first_batches(source)
     return analyse(teacher, example, drop_maps, more, progress), example
+
+
+Analyse = Callable[[Teacher, DataSource, Progress, bool], tuple[Analysis, Batch]]
+
+
+def analysed_once() -> Analyse:
+    """analyse_teacher, for stages that one call runs on the same teacher, data and drop_maps: the first
+    to need the analysis makes it."""
+    known: list[tuple[Analysis, Batch]] = []
+
+    def once(
+        teacher: Teacher, source: DataSource, progress: Progress, drop_maps: bool
+    ) -> tuple[Analysis, Batch]:
+        if not known:
+            known.append(analyse_teacher(teacher, source, progress, drop_maps))
+        return known[0]
+
+    return once
 
 
 def require_sites(analysis: Analysis, progress: Progress) -> None:
