@@ -166,7 +166,7 @@ def calibrate(
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
 
-    return session.run(body, json=json, quiet=quiet, debug=debug)
+    return session.run(body, json=json, quiet=quiet, debug=debug, processes=True)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asapc.errors import InputError
 from asapc.metrics import MEASURED_EXAMPLES
+from asapc.processes import joined
 from asapc.session import Session
 from asapc.terminal.progress import SILENT, Progress
 
@@ -62,9 +63,10 @@ def calibrate_model(
     )
     from asapc import pipeline
 
-    calibration = pipeline.calibrate(
-        teacher, data, out, resolved, run.progress, sequential, restart, limit
-    )
+    with joined() as processes:
+        calibration = pipeline.calibrate(
+            teacher, data, out, resolved, run.progress, sequential, restart, limit, processes=processes
+        )
     return _calibration_summary(calibration, model, out)
 
 

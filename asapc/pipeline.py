@@ -26,6 +26,7 @@ from asapc.inputs.onnx.settings import OnnxSettings, require_extra
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.metrics import MEASURED_EXAMPLES
+from asapc.processes import ALONE, Processes
 from asapc.report import Report, evaluate
 from asapc.report.baseline import Baseline, compare
 from asapc.report.evaluate import bench as bench
@@ -64,6 +65,7 @@ def calibrate(
     restart: bool = False,
     max_memory: int | None = None,
     analyse: Analyse = analyse_teacher,
+    processes: Processes = ALONE,
 ) -> Calibration:
     """Fit every candidate of every site: of those that predict a dual from statistics alone, of those
     that are distilled from a sample of the site's activations.
@@ -72,15 +74,17 @@ def calibrate(
     with another model, recipe or other data is refused. After a faulty example, data in which it
     is mended is accepted: calibration goes on from what was done before it, as far as the data still
     begins with that. restart: begin anew. sequential, max_memory: see stages.calibrate.plan_fits.
-    analyse: of a call that compiles too, and need not analyse twice.
+    analyse: of a call that compiles too, and need not analyse twice.  processes: share the batches, come
+    to the same fits, and the first one writes them.
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
     analysis, _ = analyse(teacher, source, progress, recipe.drop_attention_maps)
     require_sites(analysis, progress)
-    plan = plan_fits(analysis, source, recipe, sequential, max_memory)
-    with unfinished(out, plan.fingerprints(teacher, analysis, source), restart) as aside:
-        sites, seen = fit(analysis, source, plan, aside, progress)
+    plan = plan_fits(analysis, source, recipe, sequential, max_memory, processes)
+    fingerprints = plan.fingerprints(teacher, analysis, source, processes)
+    with unfinished(out, fingerprints, restart, processes) as aside:
+        sites, seen = fit(analysis, source, plan, aside, progress, processes)
         calibration = Calibration(
             teacher=teacher.fingerprint,
             recipe=recipe.to_dict(),
@@ -91,7 +95,8 @@ def calibrate(
             seen_hashes=tuple(seen),
             warnings=tell_shortages(sites, None, progress),
         )
-        save_calibration(out, calibration)
+        if processes.first:
+            save_calibration(out, calibration)
     if plan.limit is not None:
         tell_memory(plan.limit, plan.size, progress)
     return calibration

@@ -12,13 +12,15 @@ import io
 import logging
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from asapc.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_OK, AsapcError
+from asapc.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_OK, AsapcError, InputError
+from asapc.processes import rank_and_size
 from asapc.terminal.hints import command_line
 from asapc.terminal.printed import escaped, reason
 from asapc.terminal.progress import Progress, make_progress
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EXIT_INTERRUPTED = 130
+LATER = 5.0  # seconds
 FILE_TROUBLE = {
     errno.ENOSPC: "free some space, or write to another folder",
     errno.EDQUOT: "free some space, or write to another folder",
@@ -41,16 +44,22 @@ FILE_TROUBLE = {
 
 @dataclass(frozen=True)
 class Session:
-    """json: machine output; quiet: no progress, no notes; debug: tracebacks."""
+    """json: machine output; quiet: no progress, no notes; debug: tracebacks.
+
+    speaks: for all processes that torchrun started with this one, where there are several.
+    """
 
     json: bool
     quiet: bool
     debug: bool
     progress: Progress
     results: TextIO
+    speaks: bool = True
 
     def show(self, result: T, tables: Callable[[T], list[Table]]) -> None:
         """Print a command's result: JSON, or its tables."""
+        if not self.speaks:
+            return
         if self.json:
             from asapc.report.text import json_text
 
@@ -71,13 +80,30 @@ class Session:
         self.note(f"next: {command_line(command, *arguments, **options)}")
 
 
-def run(body: Callable[[Session], int | None], *, json: bool, quiet: bool, debug: bool) -> int:
-    """Run a command's body and return the exit code; a failure is one message on stderr."""
+def run(
+    body: Callable[[Session], int | None],
+    *,
+    json: bool,
+    quiet: bool,
+    debug: bool,
+    processes: bool = False,
+) -> int:
+    """Run a command's body and return the exit code; a failure is one message on stderr.
+
+    processes: several, started by torchrun, may run it together.
+    """
     if debug:
         logging.getLogger("asapc").setLevel(logging.DEBUG)  # what torch logs of a trace is shown
+    rank, size = rank_and_size()
+    quiet = quiet or rank > 0
     try:
+        if size > 1 and not processes:
+            raise InputError(
+                "this command runs in one process", got=f"{size}, started by torchrun",
+                help="start it without torchrun; `asapc calibrate` shares its work among processes",
+            )  # fmt: skip
         with _stdout_for_results() as results, _warnings(quiet=quiet, debug=debug):
-            session = Session(json, quiet, debug, make_progress(quiet=quiet), results)
+            session = Session(json, quiet, debug, make_progress(quiet=quiet), results, rank == 0)
             return body(session) or EXIT_OK
     except KeyboardInterrupt:
         return _fail("asapc: interrupted; earlier output is untouched", EXIT_INTERRUPTED, debug)
@@ -110,6 +136,13 @@ def _internal(error: Exception) -> str:
 
 
 def _fail(message: str, code: int, debug: bool) -> int:
+    rank, size = rank_and_size()
+    if rank > 0:
+        if code == EXIT_INTERRUPTED:
+            return code
+        # The first process fails with what is wrong for all, and torchrun ends the others meanwhile.
+        time.sleep(LATER)
+        message = message.replace("asapc: ", f"asapc: rank {rank} of {size}: ", 1)
     if debug:
         complain(traceback.format_exc())
     complain(message)

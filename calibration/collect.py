@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from asapc.calibration.checked import tensor_of
+from asapc.calibration.kept import Kept
 from asapc.calibration.kl import KlPiece, fit_kl
 from asapc.calibration.least_squares import Fit, NormalEquations
 from asapc.calibration.stored import FitQuality, SiteCalibration
@@ -22,6 +23,7 @@ from asapc.features.clouds import Budget, PredictedSide, clouds_of
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
+from asapc.processes import Part, apart, together
 from asapc.program.monitor import ScoreRange
 
 # Score entries per piece of a batch: 8 MB of float64, so that the teacher's loop runs in cache.
@@ -69,6 +71,11 @@ class SiteStatistics:
             for dual in self.duals:
                 dual.prepare(sample)
 
+    def prepare_as(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take slices and pivots that another process has made, as state() gives them."""
+        for dual in self.duals:
+            dual.parameters = dual.parameters_of(tensors, None, None)
+
     def add(self, teacher: TeacherDuals) -> None:
         """Add one piece of a batch, with the teacher's duals on it; after prepare."""
         for dual in self.duals:
@@ -81,7 +88,51 @@ class SiteStatistics:
     def keep_at_most(self, size: int) -> None:
         """Bytes of activations for a KL fit, of all duals; examples beyond them only enter its start."""
         for dual in self.duals:
-            dual.keeps = min(KL_BYTES, size // len(self.duals))
+            dual.kept.limit = min(KL_BYTES, size // len(self.duals))
+
+    def end_batch(self) -> None:
+        """After the last piece of a batch."""
+        for dual in self.duals:
+            dual.kept.end_batch()
+
+    def part(self) -> Part:
+        """All that was collected, for another process; gather takes it."""
+        tensors, facts = self.state()
+        kept = {dual.side: dual.kept.part() for dual in self.duals}
+        return (
+            {**tensors, **together((f"kept {side}", part) for side, (part, _) in kept.items())},
+            {**facts, "kept": {side: its for side, (_, its) in kept.items()}},
+        )
+
+    def gather(self, parts: Sequence[Part]) -> None:
+        """Hold what one process would have collected from batches that were dealt to several in turn.
+
+        parts: theirs, in the order of ranks.
+        """
+        one = SiteStatistics(self.name, self.convention, self.plan, self.recipe)
+        self.examples, self.seconds, self.range, self._intercepts = 0, 0.0, ScoreRange(), []
+        for dual in self.duals:
+            dual.equations = None
+            its = [(apart(tensors, f"kept {dual.side}"), facts["kept"][dual.side])
+                   for tensors, facts in parts]  # fmt: skip
+            dual.kept.take_turns(its, KlPiece.of)
+        for tensors, facts in parts:
+            one.restore(tensors, facts)
+            self.seconds += one.seconds
+            if one.examples:
+                self._add(one)
+
+    def _add(self, other: SiteStatistics) -> None:
+        """Its sums."""
+        self.examples += other.examples
+        self.range = self.range.joined(other.range)
+        self._intercepts += other._intercepts
+        for dual, its in zip(self.duals, other.duals, strict=True):
+            dual.parameters = its.parameters
+            assert its.equations is not None
+            dual.equations = (
+                its.equations if dual.equations is None else dual.equations.merge(its.equations)
+            )
 
     @property
     def additive(self) -> bool:
@@ -177,10 +228,7 @@ class _DualStatistics:
         self.budget: Budget = plan.budget(convention, side)
         self.parameters: tuple[Tensor | None, ...] | None = None
         self.equations: NormalEquations | None = None
-        self.kl: list[KlPiece] = []
-        self.kl_examples = 0
-        self._kl_bytes = 0
-        self.keeps = KL_BYTES
+        self.kept = Kept[KlPiece](KL_BYTES)
 
     def prepare(self, tensors: SiteTensors) -> None:
         if self.parameters is not None:
@@ -218,22 +266,23 @@ class _DualStatistics:
         rows = int(clouds.x_keep.sum()) if clouds.x_keep is not None else x.shape[0] * x.shape[2]
         self.equations.add(x, y, rows)
         if self.recipe.fit == "kl":
-            self._keep_for_kl(KlPiece(x, clouds, teacher.mass(self.budget.half_steps, self.side)))
-
-    def _keep_for_kl(self, piece: KlPiece) -> None:
-        size = sum(
-            t.numel() * t.element_size() for t in (piece.columns, piece.clouds.x, piece.clouds.y)
-        )
-        if self._kl_bytes + size <= self.keeps:
-            self.kl.append(piece)
-            self.kl_examples += piece.columns.shape[0]
-            self._kl_bytes += size
+            self.kept.add(KlPiece(x, clouds, teacher.mass(self.budget.half_steps, self.side)))
 
     def restored(
         self, tensors: Mapping[str, Tensor], heads: int | None, head_dim: int | None
     ) -> tuple[tuple[Tensor | None, ...], NormalEquations]:
         """Parameters and equations as SiteStatistics.state() wrote them.  Raises InputError."""
-        parameters = tuple(
+        parameters = self.parameters_of(tensors, heads, head_dim)
+        groups = heads if self.recipe.coefficients == "per_head" else 1
+        columns = total_width(self.features, head_dim, None)
+        names = {f"{self.side}.{name}": name for name in ("gram", "moment", "energy", "tokens")}
+        found = {name: tensors[full] for full, name in names.items() if full in tensors}
+        return parameters, NormalEquations.from_tensors(found, groups, columns)
+
+    def parameters_of(
+        self, tensors: Mapping[str, Tensor], heads: int | None, head_dim: int | None
+    ) -> tuple[Tensor | None, ...]:
+        return tuple(
             tensor_of(
                 tensors,
                 f"{self.side}.parameter.{index}",
@@ -242,11 +291,6 @@ class _DualStatistics:
             if feature.has_parameter else None
             for index, feature in enumerate(self.features)
         )  # fmt: skip
-        groups = heads if self.recipe.coefficients == "per_head" else 1
-        columns = total_width(self.features, head_dim, None)
-        names = {f"{self.side}.{name}": name for name in ("gram", "moment", "energy", "tokens")}
-        found = {name: tensors[full] for full, name in names.items() if full in tensors}
-        return parameters, NormalEquations.from_tensors(found, groups, columns)
 
     def predictor(self, coefficients: Tensor) -> DualPredictor:
         assert self.parameters is not None
@@ -358,7 +402,7 @@ def _solve(duals: Sequence[_DualStatistics]) -> DualFit:
 
 def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, start: Fit) -> DualFit:
     recipe = duals[0].recipe
-    pieces = [piece for dual in duals for piece in dual.kl]
+    pieces = [piece for dual in duals for piece in dual.kept.pieces]
     # A map weighs its mass, 1, in this objective; in the least squares it weighs its rows.
     maps = sum(piece.columns.shape[0] * piece.columns.shape[1] for piece in pieces)
     direct = recipe.ridge_mode == "direct"
@@ -376,7 +420,7 @@ def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, sta
         iterations=kl.iterations,
         gradient_norm=kl.gradient_norm,
         converged=kl.converged,
-        kl_examples=sum(dual.kl_examples for dual in duals),
+        kl_examples=sum(dual.kept.examples for dual in duals),
     )
     return DualFit(kl.coefficients, quality)
 

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asapc.calibration.collect import check_finite, pieces
+from asapc.calibration.kept import Kept
 from asapc.calibration.stored import SiteDistillation
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
@@ -39,6 +40,7 @@ from asapc.ir import Convention, Coupling, Distilled, SiteTensors, Ties
 from asapc.operators.matching import match, ranked
 from asapc.operators.ranks import clouds_of
 from asapc.operators.sinkhorn import clean_values
+from asapc.processes import Part
 from asapc.program.apply import apply_distilled, apply_lossless
 from asapc.program.calls import times_share
 
@@ -72,37 +74,22 @@ class _Piece:
     def __len__(self) -> int:
         return self.target.shape[0]
 
-    @property
-    def bytes(self) -> int:
+    def all_tensors(self) -> dict[str, Tensor | None]:
         t = self.tensors
-        kept = (t.q, t.k, t.v, t.keep, self.target)
-        return sum(x.numel() * x.element_size() for x in kept if x is not None)
+        return {"q": t.q, "k": t.k, "v": t.v, "keep": t.keep, "target": self.target}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> _Piece:
+        """Inverse of all_tensors."""
+        q, k, v, keep = (tensors.get(name) for name in ("q", "k", "v", "keep"))
+        assert q is not None and k is not None
+        return cls(SiteTensors(q, k, keep, None, None, v), tensors["target"])
 
     def error(self, student: Distilled) -> Tensor:
         """|student - target|^2 / |target|^2 of every head and example: [B, H]."""
         out = apply_distilled(student, self.tensors, self.tensors.v)
         scale = self.target.square().sum((-2, -1)).clamp(min=torch.finfo(out.dtype).tiny)
         return (out - self.target).square().sum((-2, -1)) / scale
-
-
-@dataclass
-class _Kept:
-    """Pieces up to a number of bytes."""
-
-    limit: int
-    pieces: list[_Piece] = field(default_factory=list)
-    bytes: int = 0
-    full: bool = False
-
-    @property
-    def examples(self) -> int:
-        return sum(map(len, self.pieces))
-
-    def add(self, piece: _Piece) -> None:
-        self.full = self.full or bool(self.pieces and self.bytes + piece.bytes > self.limit)
-        if not self.full:
-            self.pieces.append(piece)
-            self.bytes += piece.bytes
 
 
 class Distiller:
@@ -116,7 +103,7 @@ class Distiller:
         self.convention = convention
         self.recipe = recipe
         self.seconds = 0.0
-        self._kept, self._held_out = _Kept(KEPT_BYTES), _Kept(HELD_OUT_BYTES)
+        self._kept, self._held_out = Kept[_Piece](KEPT_BYTES), Kept[_Piece](HELD_OUT_BYTES)
 
     def keep_at_most(self, size: int) -> None:
         """Bytes of activations, an eighth of them to stop by."""
@@ -141,7 +128,7 @@ class Distiller:
         """As SiteStatistics: one piece of a batch."""
         self.update(teacher.tensors)
 
-    def _add(self, kept: _Kept, tensors: SiteTensors) -> None:
+    def _add(self, kept: Kept[_Piece], tensors: SiteTensors) -> None:
         start = time.perf_counter()
         check_finite(self.name, tensors)
         for part in pieces(tensors):
@@ -150,6 +137,20 @@ class Distiller:
             for few in _split(part, self._minibatch(part)):
                 kept.add(self._piece(few))
         self.seconds += time.perf_counter() - start
+
+    def end_batch(self) -> None:
+        """As SiteStatistics."""
+        self._kept.end_batch()
+
+    def part(self) -> Part:
+        """As SiteStatistics: the activations."""
+        tensors, facts = self._kept.part()
+        return tensors, {"kept": facts, "seconds": self.seconds}
+
+    def gather(self, parts: Sequence[Part]) -> None:
+        """As SiteStatistics."""
+        self._kept.take_turns([(tensors, facts["kept"]) for tensors, facts in parts], _Piece.of)
+        self.seconds = sum(facts["seconds"] for _, facts in parts)
 
     def _minibatch(self, t: SiteTensors) -> int:
         _, heads, queries, _ = t.q.shape

@@ -17,7 +17,7 @@ optimiser, which compares objectives, at gradients far above the tolerance.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,18 @@ class KlPiece:
     columns: Tensor
     clouds: Clouds
     mass: Tensor
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def all_tensors(self) -> dict[str, Tensor | None]:
+        return {"columns": self.columns, "mass": self.mass, **vars(self.clouds)}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> KlPiece:
+        """Inverse of all_tensors."""
+        clouds = {name: x for name, x in tensors.items() if name not in ("columns", "mass")}
+        return cls(tensors["columns"], Clouds(**clouds), tensors["mass"])
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.ir import SiteTensors
+from asapc.processes import ALONE, Processes, apart, together
 from asapc.terminal.progress import Progress
 
 ASIDE_EVERY = 15.0  # seconds between two times that statistics are put aside
@@ -104,10 +105,12 @@ def stream(
     aside: Aside,
     progress: Progress,
     label: str,
+    processes: Processes = ALONE,
 ) -> tuple[dict[str, AnySiteCalibration], list[int]]:
     """Fits by Pending.key, and the hashes of the examples used, held-out ones included.
 
     observe: what every site sees on a batch.  label: of the progress bar.
+    processes: among which `examples` are dealt out; all of them come to the same, which the first makes.
     """
     waiting: list[Pending] = []
     seen: list[int] = []
@@ -115,9 +118,9 @@ def stream(
     number, torn = 0, False
     reading = examples.read()
     try:
-        fitted = _taken_up(pending, examples, aside, progress)
+        fitted = _shared(_taken_up(pending, examples, aside, progress), processes)
         waiting = [p for p in pending if p.key not in fitted]
-        _prepare(waiting, examples.sample(), observe, progress)
+        _prepare(waiting, examples.sample(), observe, progress, processes)
         clock = _Clock()
         for batch in progress.track(examples.batches(), label, examples.count):
             behind = [p for p in waiting if p.done <= number]
@@ -133,21 +136,50 @@ def stream(
             if behind and clock.due():
                 _put_aside(waiting, aside, number, len(seen), reading)
                 clock.restart()
-        if not seen:
-            return {}, []
         whole = reading.then()
-        for batch in examples.held_out():
+        for batch in examples.held_out() if processes.first else ():
             _hold_out(waiting, batch, observe)
             held_out.extend(batch.hashes)
             whole.add(batch)
+        seen = _gathered(waiting, seen, processes)
+        if not seen:
+            return {}, []
     except InputError:  # of an example: what came before it need not be done again
         if not torn:
             _put_aside(waiting, aside, number, len(seen), reading)
-        if aside.keys():
+        if aside.keys() and processes.alone:
             aside.release("data")
             progress.note(_KEPT)
         raise
-    return fitted | _fits(waiting, aside, progress, whole), [*seen, *held_out]
+    made = _fits(waiting, aside, progress, whole) if processes.first else {}
+    return fitted | _shared(made, processes), [*seen, *held_out]
+
+
+def _shared(
+    fitted: Mapping[str, AnySiteCalibration], processes: Processes
+) -> dict[str, AnySiteCalibration]:
+    """The first process's fits, in all of them."""
+    if processes.alone:
+        return dict(fitted)
+    tensors = together((key, fit_tensors(key, fit)) for key, fit in fitted.items())
+    facts = {key: {**fit_document(fit), "seconds": fit.fit_seconds} for key, fit in fitted.items()}
+    tensors, facts = processes.from_first((tensors, facts))
+    return {
+        key: fit_from(key, its, apart(tensors, key), float(its["seconds"]))
+        for key, its in facts.items()
+    }  # fmt: skip
+
+
+def _gathered(pending: Sequence[Pending], seen: list[int], processes: Processes) -> list[int]:
+    """The examples of all processes, and in the first one what all of them have collected."""
+    if processes.alone:
+        return seen
+    for p in pending:
+        parts = list(processes.gathered(p.collector.part()))
+        if parts:
+            p.collector.gather(parts)
+    parts = processes.exchanged(({}, seen))
+    return [content for _, hashes in parts for content in hashes]
 
 
 def _check(pending: Sequence[Pending], tensors: Sequence[SiteTensors], batch: Batch) -> None:
@@ -166,10 +198,17 @@ def _hold_out(pending: Sequence[Pending], batch: Batch, observe: Observe) -> Non
 
 
 def _prepare(
-    pending: Sequence[Pending], sample: Iterable[Batch], observe: Observe, progress: Progress
+    pending: Sequence[Pending],
+    sample: Iterable[Batch],
+    observe: Observe,
+    progress: Progress,
+    processes: Processes,
 ) -> None:
-    """Slices and pivots of every candidate, from the examples of the sample that have one shape."""
-    if all(p.done > 0 or isinstance(p.collector, Distiller) for p in pending):
+    """Slices and pivots of every candidate, from the examples of the sample that have one shape.
+
+    Every process makes those of its share of the sites."""
+    ready = all(p.done > 0 or isinstance(p.collector, Distiller) for p in pending)
+    if processes.least(ready):
         return
     seen: list[list[SiteTensors]] = []
     with progress.phase("sampling"):
@@ -180,10 +219,23 @@ def _prepare(
             seen.append([replace(t, bias=None) for t in tensors])  # which may be large, and has no part
     if not seen:
         return
-    for p in progress.track(pending, "slices and pivots"):
+    for p in progress.track(list(processes.share(pending)), "slices and pivots"):
         joined = _joined([tensors[p.site] for tensors in seen])
         check_finite(p.name, joined)
         p.collector.prepare(joined)
+    if not processes.alone:
+        _exchange_parameters(pending, processes)
+
+
+def _exchange_parameters(pending: Sequence[Pending], processes: Processes) -> None:
+    """Slices and pivots, so that every process has all."""
+    own = {p.key: p.collector.state()[0] for p in processes.share(pending)
+           if isinstance(p.collector, SiteStatistics)}  # fmt: skip
+    parts = processes.exchanged((together(own.items()), list(own)))
+    made = {key: apart(tensors, key) for tensors, keys in parts for key in keys}
+    for p in pending:
+        if isinstance(p.collector, SiteStatistics):
+            p.collector.prepare_as(made[p.key])
 
 
 def _layout(tensors: Sequence[SiteTensors]) -> list[Any]:
@@ -214,6 +266,7 @@ def take_in(pending: Sequence[Pending], tensors: Sequence[SiteTensors]) -> None:
                     with _timed(p.collector):
                         p.collector.add(duals)
         for p in candidates:
+            p.collector.end_batch()
             p.done += 1
 
 

@@ -28,6 +28,7 @@ from asapc.memory import MemoryLimit, format_size, give_back
 from asapc.passes.analyse import Analysis
 from asapc.passes.candidates import DISTILLED, fits_needed
 from asapc.passes.rewrite import rewritten_programs
+from asapc.processes import ALONE, Processes
 from asapc.program.runner import Tap
 from asapc.terminal.progress import Progress
 
@@ -59,7 +60,9 @@ class Plan:
         sites = sorted({pending.site for pending in self.pending})
         return [[site] for site in sites] if self.sequential else [sites] if sites else []
 
-    def fingerprints(self, teacher: Teacher, analysis: Analysis, source: DataSource) -> dict[str, str]:
+    def fingerprints(
+        self, teacher: Teacher, analysis: Analysis, source: DataSource, processes: Processes
+    ) -> dict[str, str]:
         """What the fits are made from: those of an earlier run are good where these are the same."""
         most = None if self.limit is None else self.limit.limit
         conventions = [[site.name, site.convention.to_dict()] for site in analysis.sites]
@@ -68,11 +71,17 @@ class Plan:
             "data": source.fingerprint,
             "recipe": digest({**self.recipe.to_dict(), "order": self.order, "max_memory": most}),
             "code": code_digest(),
+            **({} if processes.alone else {"number of processes": str(processes.size)}),
         }
 
 
 def plan_fits(
-    analysis: Analysis, source: DataSource, recipe: Recipe, sequential: bool, max_memory: int | None
+    analysis: Analysis,
+    source: DataSource,
+    recipe: Recipe,
+    sequential: bool,
+    max_memory: int | None,
+    processes: Processes = ALONE,
 ) -> Plan:
     """sequential: see Plan.  max_memory: bytes that the process may hold; batches get smaller, and fits
     that keep activations keep fewer, until that holds, which is tried by running the model."""
@@ -87,12 +96,17 @@ def plan_fits(
     limit = None if max_memory is None else MemoryLimit(max_memory)
     size = recipe.batch_size
     if limit is not None and pending:
-        size = _within(limit, analysis, pending, source, recipe)
+        size = processes.least(_within(limit, analysis, pending, source, recipe))
     return Plan(recipe, pending, sequential, size, limit)
 
 
 def fit(
-    analysis: Analysis, source: DataSource, plan: Plan, aside: Aside, progress: Progress
+    analysis: Analysis,
+    source: DataSource,
+    plan: Plan,
+    aside: Aside,
+    progress: Progress,
+    processes: Processes = ALONE,
 ) -> tuple[dict[str, tuple[AnySiteCalibration, ...]], list[int]]:
     """The fits of every site, in the order of its candidates, and the hashes of the examples used."""
     fitted: dict[str, dict[int, AnySiteCalibration]] = {}
@@ -104,11 +118,12 @@ def fit(
         waiting = [p for p in plan.pending if p.site in sites]
         fits, seen = stream(
             waiting,
-            examples_of_fit(source, plan.recipe, plan.size, waiting, behind),
+            examples_of_fit(source, plan.recipe, plan.size, waiting, behind, processes),
             partial(_observed, tap, plan.limit),
             aside,
             progress,
             f"calibrating {analysis.sites[sites[0]].name}" if plan.sequential else "calibrating",
+            processes,
         )
         if not seen:
             raise InputError(
@@ -125,14 +140,14 @@ def fit(
 
 @contextlib.contextmanager
 def unfinished(
-    out: str | Path, fingerprints: Mapping[str, str], restart: bool
+    out: str | Path, fingerprints: Mapping[str, str], restart: bool, processes: Processes = ALONE
 ) -> Iterator[Shards]:
     """Where a calibration that is cut short leaves its work, which is gone when it ends well.
 
     An earlier run is continued where its fingerprints are these, and refused where they are not.
-    restart: begin anew.
+    restart: begin anew.  processes: each has its own place.
     """
-    shards = Shards.beside(out, fingerprints)
+    shards = Shards.beside(out if processes.first else f"{out}.{processes.rank}", fingerprints)
     if restart:
         shards.discard()
     with shards.open() as aside:
@@ -232,16 +247,21 @@ def _within(
 
 
 def examples_of_fit(
-    source: DataSource, recipe: Recipe, size: int, pending: Sequence[Pending], behind: str = ""
+    source: DataSource,
+    recipe: Recipe,
+    size: int,
+    pending: Sequence[Pending],
+    behind: str = "",
+    processes: Processes = ALONE,
 ) -> Examples:
-    """The calibration split, and the selection split where anything is distilled."""
+    """A process's share of the calibration split, and the selection split where anything is distilled."""
     distilled = any(isinstance(p.collector, Distiller) for p in pending)
     return Examples(
         sample=partial(calibration_batches, source, size, min(SAMPLE_EXAMPLES, recipe.max_examples)),
-        batches=partial(calibration_batches, source, size, recipe.max_examples),
+        batches=lambda: processes.share(calibration_batches(source, size, recipe.max_examples)),
         held_out=partial(selection_batches, source, size, recipe.selection_examples)
         if distilled else tuple,
-        count=_batch_count(source, recipe, size),
+        count=_batch_count(source, recipe, size * processes.size),
         behind=behind,
     )  # fmt: skip
 

@@ -1,0 +1,164 @@
+"""Several processes of one command, as torchrun starts them: who takes what, and how it comes together.
+
+Each has the model and reads all of the data; batches are dealt out in turn. What they exchange are
+tensors and JSON, never pickles, in the order of their ranks, so that no result depends on who came
+first. It lies in CPU memory and goes by gloo, also where the model runs on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asapc.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+Part = tuple[dict[str, "Tensor"], Any]  # tensors, and what JSON can hold
+
+LONGEST = timedelta(days=7)  # that one waits for another: the first may distil for hours
+
+
+@dataclass(frozen=True)
+class Processes:
+    """One of `size`, by its rank; the first one writes and speaks for all."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def share(self, items: Iterable[T]) -> Iterator[T]:
+        """Every size-th item, from the rank-th on."""
+        return itertools.islice(items, self.rank, None, self.size)
+
+    def gathered(self, part: Part) -> Iterator[Part]:
+        """What every process gives, its own included, in the order of ranks, one at a time; nothing in
+        the others."""
+        if not self.first:
+            _send(part, 0)
+            return
+        yield part
+        for rank in range(1, self.size):
+            yield _received(rank)
+
+    def from_first(self, part: Part | None) -> Part:
+        """What the first process gives, in all of them."""
+        if not self.first:
+            return _received(0)
+        assert part is not None
+        for rank in range(1, self.size):
+            _send(part, rank)
+        return part
+
+    def exchanged(self, part: Part) -> list[Part]:
+        """What every process gives, in the order of ranks, in all of them."""
+        parts = list(self.gathered(part))
+        return [self.from_first(parts[rank] if parts else None) for rank in range(self.size)]
+
+    def least(self, number: int) -> int:
+        """The least that any of them gives."""
+        return number if self.alone else min(int(found) for _, found in self.exchanged(({}, number)))
+
+
+ALONE = Processes()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """The rank of this process and how many there are, as torchrun has said."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not all(os.environ.get(name) for name in names):
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Processes]:
+    """This process among those that torchrun started with it, connected while this is open."""
+    rank, size = rank_and_size()
+    if size == 1:
+        yield ALONE
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=LONGEST)
+    try:
+        yield Processes(rank, size)
+        dist.barrier()  # nobody leaves while another still sends
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _still_there(rank: int) -> Iterator[None]:
+    """Raises InputError where the connection to that process is lost."""
+    try:
+        yield
+    except RuntimeError as error:  # of gloo, which has no class of its own
+        raise InputError(
+            "every process must go on to the end", got=f"rank {rank} has ended",
+            help="its own message, if it had any, says why; the same command goes on from what was done",
+        ) from error  # fmt: skip
+
+
+def _send(part: Part, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    content = torch.frombuffer(bytearray(_packed(part)), dtype=torch.uint8)
+    with _still_there(rank):
+        dist.send(torch.tensor([content.numel()]), rank)
+        dist.send(content, rank)
+
+
+def _received(rank: int) -> Part:
+    import torch
+    import torch.distributed as dist
+
+    size = torch.zeros(1, dtype=torch.int64)
+    with _still_there(rank):
+        dist.recv(size, rank)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(content, rank)
+    return _unpacked(content.numpy().tobytes())
+
+
+def _packed(part: Part) -> bytes:
+    from safetensors.torch import save
+
+    tensors, facts = part
+    text = json.dumps(facts).encode()
+    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return len(text).to_bytes(8, "little") + text + save(whole)
+
+
+def _unpacked(content: bytes) -> Part:
+    from safetensors.torch import load
+
+    end = 8 + int.from_bytes(content[:8], "little")
+    return load(content[end:]), json.loads(content[8:end])
+
+
+def together(parts: Iterable[tuple[str, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    """Tensors of several things in one mapping, each name behind that of its thing; see apart."""
+    return {f"{thing}/{name}": tensor for thing, tensors in parts for name, tensor in tensors.items()}
+
+
+def apart(tensors: Mapping[str, Tensor], thing: str) -> dict[str, Tensor]:
+    """Those of one thing, under their own names."""
+    start = f"{thing}/"
+    return {name[len(start) :]: x for name, x in tensors.items() if name.startswith(start)}

@@ -1,0 +1,263 @@
+"""Several processes of one command: what they exchange, and the same fits as one process makes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_text import write_data, write_teacher
+
+from asapc.calibration import stream
+from asapc.calibration.kept import Kept
+from asapc.calibration.kl import KlPiece
+from asapc.cli import main
+from asapc.features.clouds import Clouds
+from asapc.processes import ALONE, Processes, apart, joined, together
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
+RECIPES = {
+    "least squares": {"features": ["coarse:4", "sliced:2", "lse"]},
+    "both duals": {"operator": "asap", "c_transforms": 0, "side": "both", "features": ["norm", "lse"],
+                   "coefficients": "pooled"},
+    "shared": {"operator": "asap", "coefficients": "shared", "features": ["coarse:4"]},
+    "KL": {"operator": "asap", "fit": "kl", "features": ["coarse:4"]},
+    "distilled": {"operator": "lot", "pivots": 4},
+}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun tells each of them."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def in_processes(size: int, work: Callable[[], Any]) -> list[Any]:
+    """What `work` gives in each of so many processes, in the order of ranks."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    ends = [context.Pipe(duplex=False) for _ in range(size)]
+
+    def one(rank: int) -> None:
+        os.environ.update(environment(rank, size, port))
+        torch.set_num_threads(1)
+        ends[rank][1].send(work())
+
+    children = [context.Process(target=one, args=(rank,)) for rank in range(size)]
+    for child in children:
+        child.start()
+    try:
+        found = [
+            mine.recv() if mine in wait([mine, child.sentinel], 120) else None
+            for child, (mine, _) in zip(children, ends, strict=True)
+        ]
+    finally:
+        for child in children:
+            child.join(10)
+            child.kill()
+    return found
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    write_teacher(folder / "teacher")
+    write_data(folder / "data.npz")
+    return folder
+
+
+def calibrated(work: Path, recipe: dict[str, Any], out: Path, *options: str) -> int:
+    path = out.with_suffix(".yaml")
+    path.write_text(json.dumps({"batch_size": 5, "max_examples": 48, "selection_examples": 16, **recipe}))
+    return main(["calibrate", str(work / "teacher"), "--data", str(work / "data.npz"), "-o", str(out),
+                 "--recipe", str(path), *options])  # fmt: skip
+
+
+def assert_same(out: Path, reference: Path) -> None:
+    """Coefficients alike to the last digit of float32, everything else alike."""
+    found, wanted = (load_file(next(folder.glob("*.safetensors"))) for folder in (out, reference))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if tensor.is_floating_point():
+            scale = float(tensor.abs().max())
+            torch.testing.assert_close(found[name], tensor, rtol=2e-7, atol=2e-7 * scale, msg=name)
+        else:
+            assert sorted(found[name].flatten().tolist()) == sorted(tensor.flatten().tolist())
+    left = sorted(path.name for path in out.parent.glob(f".{out.name}*"))
+    assert left == []
+
+
+def test_what_is_exchanged() -> None:
+    def work() -> Any:
+        with joined() as processes:
+            mine = {"x": torch.full((2,), processes.rank), "none": torch.zeros(0, 3)}
+            parts = list(processes.gathered((mine, processes.rank)))
+            first = processes.from_first(({"y": torch.ones(())}, "é") if processes.first else None)
+            every = processes.exchanged(({}, [processes.rank] * processes.rank))
+            return (
+                [(tensors["x"].tolist(), facts) for tensors, facts in parts], first[1],
+                [facts for _, facts in every], processes.least(3 - processes.rank),
+                list(processes.share("abcdefg")),
+            )  # fmt: skip
+
+    found = in_processes(3, work)
+    assert found[0][0] == [([0, 0], 0), ([1, 1], 1), ([2, 2], 2)] and found[1][0] == found[2][0] == []
+    assert {one[1] for one in found} == {"é"}
+    assert all(one[2] == [[], [1], [2, 2]] and one[3] == 1 for one in found)
+    assert [one[4] for one in found] == [["a", "d", "g"], ["b", "e"], ["c", "f"]]
+
+
+def test_alone_nothing_is_exchanged() -> None:
+    with joined() as processes:
+        assert processes is ALONE and processes.exchanged(({}, 1)) == [({}, 1)]
+        assert list(processes.share([1, 2])) == [1, 2] and processes.least(3) == 3
+
+
+def test_names_are_kept_apart() -> None:
+    one, other = {"a": torch.zeros(1)}, {"a": torch.ones(1), "b/c": torch.ones(2)}
+    whole = together([("1", one), ("11", other)])
+    assert apart(whole, "1").keys() == {"a"} and apart(whole, "11").keys() == {"a", "b/c"}
+
+
+@pytest.mark.parametrize("limit", [10**6, 900, 1])
+def test_what_is_kept_is_what_one_process_keeps(limit: int) -> None:
+    def piece(number: int) -> KlPiece:
+        x = torch.full((2, 1, 3, 2), float(number))
+        return KlPiece(x, Clouds(x, x, y_keep=torch.ones(2, 3, dtype=torch.bool)), x[..., 0])
+
+    def kept(batches: Iterator[int] | range) -> Kept[KlPiece]:
+        found = Kept[KlPiece](limit)
+        for batch in batches:
+            found.add(piece(10 * batch))
+            if batch % 2:
+                found.add(piece(10 * batch + 1))
+            found.end_batch()
+        return found
+
+    whole = kept(range(5))
+    parts = [kept(Processes(rank, 2).share(range(5))).part() for rank in range(2)]
+    found = Kept[KlPiece](limit)
+    found.take_turns(parts, KlPiece.of)
+    assert [p.columns[0, 0, 0, 0] for p in found.pieces] == [p.columns[0, 0, 0, 0] for p in whole.pieces]
+    assert found.pieces[0].clouds.bias is None and found.pieces[0].clouds.y_keep is not None
+    assert (found.bytes, found.full, found.examples) == (whole.bytes, whole.full, whole.examples)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("least squares", 4), *((name, 2) for name in RECIPES)], ids=str
+)
+def test_the_same_fits(work: Path, tmp_path: Path, name: str, size: int) -> None:
+    assert calibrated(work, RECIPES[name], tmp_path / "one", "--quiet") == 0
+    assert in_processes(size, lambda: calibrated(work, RECIPES[name], tmp_path / "all", "--quiet")) == (
+        [0] * size
+    )
+    assert_same(tmp_path / "all", tmp_path / "one")
+
+
+def test_layer_by_layer(work: Path, tmp_path: Path) -> None:
+    recipe = {"operator": "asap", "features": ["norm", "lse"]}
+    assert calibrated(work, recipe, tmp_path / "one", "--quiet", "--sequential") == 0
+    command = lambda: calibrated(work, recipe, tmp_path / "all", "--quiet", "--sequential")  # noqa: E731
+    assert in_processes(2, command) == [0, 0]
+    assert_same(tmp_path / "all", tmp_path / "one")
+
+
+def test_more_processes_than_batches(work: Path, tmp_path: Path) -> None:
+    recipe = {**RECIPES["KL"], "batch_size": 48}
+    assert calibrated(work, recipe, tmp_path / "one", "--quiet") == 0
+    assert in_processes(2, lambda: calibrated(work, recipe, tmp_path / "all", "--quiet")) == [0, 0]
+    assert_same(tmp_path / "all", tmp_path / "one")
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "asapc"]
+
+
+def test_torchrun_ends_with_one_message(work: Path, tmp_path: Path) -> None:
+    """Of what is wrong for all of them."""
+    arrays = dict(np.load(work / "data.npz"))
+    broken = {**arrays, "inputs": arrays["inputs"].copy()}
+    broken["inputs"][:, 0] = 10**6  # no such token
+    np.savez(tmp_path / "broken.npz", **broken)
+    command = ["calibrate", str(work / "teacher"), "--data", str(tmp_path / "broken.npz"), "-o",
+               str(tmp_path / "out"), "--quiet"]  # fmt: skip
+    done = subprocess.run(
+        [*TORCHRUN, *command], capture_output=True, text=True, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert len([line for line in done.stderr.splitlines() if line.startswith("asapc: ")]) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_commands_run_alone(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.environ.update(environment(0, 2, free_port()))
+    try:
+        assert main(["inspect", str(work / "teacher")]) == 2
+    finally:
+        for name in environment(0, 2, 0):
+            del os.environ[name]
+    assert "this command runs in one process, got 2, started by torchrun" in capsys.readouterr().err
+
+
+def test_a_killed_process_ends_all_and_the_next_call_goes_on(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "ASIDE_EVERY", 0.0)
+    monkeypatch.setattr(stream, "ASIDE_SHARE", 1e9)
+    recipe, true = RECIPES["least squares"], stream.take_in
+    assert calibrated(work, recipe, tmp_path / "one", "--quiet") == 0
+
+    def cut_short() -> int:
+        batches = 0
+
+        def take_in(*given: Any) -> None:
+            nonlocal batches
+            true(*given)
+            batches += 1
+            if batches == 3 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        stream.take_in = take_in
+        with (tmp_path / f"messages.{os.environ['RANK']}").open("w") as file, redirect_stderr(file):
+            return calibrated(work, recipe, tmp_path / "all", "--quiet")
+
+    assert in_processes(2, cut_short) == [2, None]
+    message = (tmp_path / "messages.0").read_text()
+    assert message.startswith("asapc: every process must go on to the end, got rank 1 has ended")
+    assert not (tmp_path / "all").exists()
+
+    def again() -> int:
+        batches = 0
+
+        def take_in(*given: Any) -> None:
+            nonlocal batches
+            true(*given)
+            batches += 1
+
+        stream.take_in = take_in
+        assert calibrated(work, recipe, tmp_path / "all", "--quiet") == 0
+        return batches
+
+    assert in_processes(2, again) == [0, 3]  # of 5 each: the first had put all aside, the second two
+    assert_same(tmp_path / "all", tmp_path / "one")
