@@ -309,9 +309,7 @@ def fit_lot(
 ) -> _Fit:
     """Pivots and masses by Adam, a cosine schedule, the best look at the held-out examples kept."""
     random = np.random.default_rng(seed)
-    pivots = torch.stack(
-        [torch.from_numpy(kmeans(rows, count, random)).float() for rows in _tokens(train, random)]
-    )
+    pivots = kmeans(_tokens(train, random), count, random).float()
     spread = pivots.flatten(1).std(1).clamp(min=torch.finfo(pivots.dtype).tiny)[:, None, None]
     scaled, logits = (pivots / spread).requires_grad_(), torch.zeros(pivots.shape[:2])
     logits.requires_grad_()
@@ -344,17 +342,15 @@ def fit_lot(
     return _Fit(final, errors, tuple(kept.tolist()))
 
 
-def _tokens(pieces: Sequence[_Piece], random: np.random.Generator) -> Iterator[np.ndarray]:
-    """Of each head, up to SAMPLE_POINTS of its queries and active keys, [n, D] float64."""
-    for head in range(pieces[0].target.shape[1]):
-        rows = []
-        for piece in pieces:
-            t = piece.tensors
-            keys = t.k[:, head]
-            rows += [t.q[:, head].flatten(0, 1), keys.flatten(0, 1) if t.keep is None else keys[t.keep]]
-        points = torch.cat(rows)
-        chosen = random.permutation(len(points))[:SAMPLE_POINTS]
-        yield points[torch.from_numpy(chosen)].double().numpy()
+def _tokens(pieces: Sequence[_Piece], random: np.random.Generator) -> Tensor:
+    """Of each head, up to SAMPLE_POINTS of its queries and active keys, [H, n, D] float64."""
+    rows = []
+    for t in (piece.tensors for piece in pieces):
+        q, k = t.q.transpose(0, 1), t.k.transpose(0, 1)
+        rows += [q.flatten(1, 2), k.flatten(1, 2) if t.keep is None else k[:, t.keep]]
+    points = torch.cat(rows, 1)
+    chosen = random.permutation(points.shape[1])[:SAMPLE_POINTS]
+    return points[:, torch.from_numpy(chosen)].double()
 
 
 def _mean_errors(student: Distilled, pieces: Sequence[_Piece]) -> Tensor:
@@ -387,7 +383,7 @@ def _directions(
     """Unit vectors [H, count, D], principal ones first, then normal ones of the same covariance; and
     the root mean square norm of each head's tokens [H]."""
     directions, norms = [], []
-    for rows in _tokens(pieces, random):
+    for rows in _tokens(pieces, random).numpy():
         centred = rows - rows.mean(0)
         values, vectors = np.linalg.eigh(centred.T @ centred / len(rows))  # ascending
         scale = np.sqrt(np.maximum(values, values[-1] * 1e-6))

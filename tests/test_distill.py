@@ -270,7 +270,8 @@ def test_every_head_keeps_its_own_best_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_activations_are_kept_up_to_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = distill._Piece(site(), apply_lossless(RELEASED, site(), site().v)).bytes
+    piece = distill._Piece(site(), apply_lossless(RELEASED, site(), site().v))
+    one = sum(x.nbytes for x in piece.all_tensors().values() if x is not None)
     monkeypatch.setattr(distill, "KEPT_BYTES", int(2.5 * one))
     monkeypatch.setattr(distill, "HELD_OUT_BYTES", 1)  # one piece is always kept
     monkeypatch.setattr(distill, "STEPS", 2)
@@ -525,7 +526,7 @@ def test_maps_that_are_returned_are_distilled_ones(work: Path) -> None:
     for found in maps:
         assert found.shape == (3, 2, 12, 12) and not bool(found[1:, :, :, 6:].any())
         mass = torch.tensor([[12.0], [6.0], [6.0]]).expand(3, 2)
-        torch.testing.assert_close(found.sum((-2, -1)), mass, rtol=0.02, atol=0)
+        torch.testing.assert_close(found.sum((-2, -1)), mass, rtol=0.05, atol=0)
 
 
 def test_sequential_fits_behind_what_is_distilled(work: Path) -> None:

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from asapc.features.clouds import Budget, Clouds
 
-SAMPLE_POINTS = 8192  # a head's pivots come from at most so many points
+SAMPLE_POINTS = 4096  # a head's pivots come from at most so many points
+ITERATIONS = 20  # of Lloyd's
 
 
 def parameter(sample: Clouds, count: int, kind: str, seed: int) -> Tensor:
@@ -38,29 +39,47 @@ def parameter(sample: Clouds, count: int, kind: str, seed: int) -> Tensor:
 
     With fewer distinct points than pivots, the surplus ones repeat the first.
     """
-    heads, dim = sample.y.shape[1], sample.y.shape[3]
-    pivots = torch.zeros(heads, count, dim)
-    for head in range(heads):
-        points = sample.y[:, head]
-        points = points.flatten(0, 1) if sample.y_keep is None else points[sample.y_keep]
-        generator = np.random.default_rng(seed)
-        chosen = generator.permutation(len(points))[:SAMPLE_POINTS]
-        rows = points[torch.from_numpy(chosen)].double().cpu().numpy()
-        pivots[head] = torch.from_numpy(kmeans(rows, count, generator)).float()
-    return pivots
+    points = sample.y.transpose(0, 1).cpu()
+    points = points.flatten(1, 2) if sample.y_keep is None else points[:, sample.y_keep.cpu()]
+    generator = np.random.default_rng(seed)
+    chosen = generator.permutation(points.shape[1])[:SAMPLE_POINTS]
+    return kmeans(points[:, torch.from_numpy(chosen)].double(), count, generator).float()
 
 
-def kmeans(rows: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """`count` centres of the rows; the distinct rows and copies of the first where these are fewer."""
-    distinct = np.unique(rows, axis=0)
-    if len(distinct) <= count:
-        filler = np.repeat(distinct[:1] if len(distinct) else np.zeros((1, rows.shape[1])), count, 0)
-        return np.concatenate([distinct, filler])[:count]
-    import scipy  # for fitting only: a compiled model does without SciPy
+def kmeans(points: Tensor, count: int, generator: np.random.Generator) -> Tensor:
+    """`count` centres of the points of each head: [H, count, D] of float64 [H, n, D].
 
-    kmeans = scipy.cluster.vq.kmeans2
-    centres, _ = kmeans(rows, count, iter=20, minit="++", missing="warn", seed=generator)
-    return np.asarray(centres)
+    The distinct points and copies of the first where these are fewer, 0 where there are none.
+
+    k-means++ and Lloyd's iteration on all heads at once: a large model has hundreds.
+    """
+    heads, size, dim = points.shape
+    if size == 0:
+        return points.new_zeros(heads, count, dim)
+    rows = torch.arange(heads)
+    chosen = torch.from_numpy(generator.integers(size, size=(1, heads)))
+    least = points.new_full((heads, size), math.inf)
+    while True:
+        least = torch.minimum(least, (points - points[rows, chosen[-1], None]).square().sum(-1))
+        if len(chosen) == count:
+            break
+        ends = least.cumsum(-1)
+        drawn = torch.from_numpy(generator.random((heads, 1))) * ends[:, -1:]
+        place = torch.searchsorted(ends, drawn, right=True)[:, 0].clamp(max=size - 1)
+        chosen = torch.cat([chosen, torch.where(ends[:, -1] > 0, place, chosen[0])[None]])
+    centres = points[rows[:, None], chosen.T]
+    for _ in range(ITERATIONS):
+        products = torch.baddbmm(
+            centres.square().sum(-1)[:, None], points, centres.transpose(1, 2), alpha=-2
+        )
+        nearest = torch.zeros_like(products).scatter_(2, products.argmin(2, keepdim=True), 1.0)
+        sizes = nearest.sum(1)[..., None]
+        means = nearest.transpose(1, 2) @ points / sizes.clamp(min=1)
+        moved = torch.where(sizes > 0, means, centres)
+        if bool((moved == centres).all()):
+            break
+        centres = moved
+    return centres
 
 
 def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
