@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +40,29 @@ class Held(nn.Module):
         return {"z": z * count, "x": x, "y": y, "pair": (z.sum(-1), count), "tokens": x.shape[1]}
 
 
-def programs() -> dict[str, Program]:
+MODELS = ("LogDomainMasked", "Biased", "SlicedSoft", "whatever")
+
+
+@functools.cache
+def programs(name: str) -> list[Program]:
+    """As it was matched, and lifted."""
     torch.manual_seed(0)
-    found = {}
-    for name in ("LogDomainMasked", "Biased", "SlicedSoft"):
-        model = getattr(zoo, name)().eval()
-        (program,) = capture(model, zoo.inputs_for(model), {}).programs
-        program, sites = matched_program(program)
-        found[name] = program
-        found[f"{name}, lifted"] = lift(program, [s for s in sites if not isinstance(s, Refusal)], False)
-    x = torch.randn(2, 5, 4)
-    (found["whatever"],) = capture(Held().eval(), (x,), {"y": None, "count": 3}).programs
-    return found
+    if name == "whatever":
+        x = torch.randn(2, 5, 4)
+        return capture(Held().eval(), (x,), {"y": None, "count": 3}).programs
+    model = getattr(zoo, name)().eval()
+    (program,) = capture(model, zoo.inputs_for(model), {}).programs
+    program, sites = matched_program(program)
+    return [program, lift(program, [s for s in sites if not isinstance(s, Refusal)], False)]
 
 
-PROGRAMS = programs()
+NAMED = [(name, stage) for name in MODELS for stage in (0, 1) if (name, stage) != ("whatever", 1)]
 
 
-@pytest.fixture(params=PROGRAMS)
+@pytest.fixture(params=NAMED, ids=str)
 def program(request: pytest.FixtureRequest) -> Program:
-    return PROGRAMS[request.param]
+    name, stage = request.param
+    return programs(name)[stage]
 
 
 def spec(exported: ExportedProgram) -> list[Any]:
