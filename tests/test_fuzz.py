@@ -1,4 +1,4 @@
-"""Hostile files and places: the known attacks one by one, and a few hundred of benchmarks/fuzz.py."""
+"""Hostile files and places: the known attacks one by one, and some of those of benchmarks/fuzz.py."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def refused(action: Callable[[], Any], *parts: str) -> str:
     return message
 
 
-def test_a_hundred_cases() -> None:
+def test_sixty_cases() -> None:
     done = subprocess.run(
-        [sys.executable, FUZZ, "--count", "100", "--seed", "11"],
+        [sys.executable, FUZZ, "--count", "60", "--seed", "11"],
         capture_output=True, text=True, timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "100 cases, 0 failures" in done.stdout
+    assert "60 cases, 0 failures" in done.stdout
 
 
 # --- recipes, gates and grids ---------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from small_text import write_data, write_teacher
 
-from asapc.calibration import stream
+from asapc.calibration import distill, stream
 from asapc.calibration.kept import Kept
 from asapc.calibration.kl import KlPiece
 from asapc.cli import main
@@ -167,7 +167,10 @@ def test_what_is_kept_is_what_one_process_keeps(limit: int) -> None:
 @pytest.mark.parametrize(
     ("name", "size"), [("least squares", 4), *((name, 2) for name in RECIPES)], ids=str
 )
-def test_the_same_fits(work: Path, tmp_path: Path, name: str, size: int) -> None:
+def test_the_same_fits(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int
+) -> None:
+    monkeypatch.setattr(distill, "STEPS", 30)
     assert calibrated(work, RECIPES[name], tmp_path / "one", "--quiet") == 0
     assert in_processes(size, lambda: calibrated(work, RECIPES[name], tmp_path / "all", "--quiet")) == (
         [0] * size

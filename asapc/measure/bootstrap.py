@@ -24,8 +24,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import scipy  # its packages load where they are used first, not with every command
 from numpy.typing import NDArray
+from scipy.special import betaincinv, ndtr, ndtri  # scipy.stats takes a second to import
 from torch import Tensor
 
 LEVEL = 0.95
@@ -77,9 +77,9 @@ def share(hits: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
     count = len(hits)
     if count == 0:
         return None
-    exact = scipy.stats.binomtest(int(hits.sum()), count).proportion_ci(level, method="exact")
+    exact = _clopper_pearson(int(hits.sum()), count, level)
     low, high = _percentiles(hits.double(), level, seed)
-    return min(low, float(exact.low)), max(high, float(exact.high))
+    return min(low, exact[0]), max(high, exact[1])
 
 
 def difference(
@@ -96,7 +96,7 @@ def difference(
         return None
     only = [int((first & ~second).sum()), int((second & ~first).sum())]
     shares = [n / count for n in only]
-    limits = [scipy.stats.binomtest(n, count).proportion_ci(level, method="exact") for n in only]
+    limits = [_clopper_pearson(n, count, level) for n in only]
     # Two shares of one sample are negatively correlated: an example is in one of them at most.
     spread = math.prod(p * (1 - p) for p in shares)
     correlation = -math.prod(shares) / math.sqrt(spread) if spread > 0 else 0.0
@@ -105,10 +105,18 @@ def difference(
         return math.sqrt(max(0.0, a * a + b * b - 2 * correlation * a * b))
 
     apart = shares[0] - shares[1]
-    below = away(shares[0] - limits[0].low, limits[1].high - shares[1])
-    above = away(limits[0].high - shares[0], shares[1] - limits[1].low)
+    below = away(shares[0] - limits[0][0], limits[1][1] - shares[1])
+    above = away(limits[0][1] - shares[0], shares[1] - limits[1][0])
     low, high = _percentiles(first.double() - second.double(), level, seed)
     return max(-1.0, min(low, apart - below)), min(1.0, max(high, apart + above))
+
+
+def _clopper_pearson(hits: int, count: int, level: float) -> Interval:
+    """Of a share: its ends are quantiles of beta distributions."""
+    tail = (1 - level) / 2
+    low = 0.0 if hits == 0 else float(betaincinv(hits, count - hits + 1, tail))
+    high = 1.0 if hits == count else float(betaincinv(hits + 1, count - hits, 1 - tail))
+    return low, high
 
 
 def _resampled_sums(columns: Values, seed: int) -> Values:
@@ -138,10 +146,10 @@ def _bca(drawn: Values, estimate: float, influence: Values, level: float) -> Int
     acceleration = float((skewed**3).sum()) / (6 * float((skewed**2).sum()) ** 1.5)
     # Ties count half, so that a symmetric distribution on few values has no bias.
     under = ((drawn < estimate).mean() + (drawn <= estimate).mean()) / 2
-    bias = float(scipy.stats.norm.ppf(np.clip(under, 1 / len(drawn), 1 - 1 / len(drawn))))
+    bias = float(ndtri(np.clip(under, 1 / len(drawn), 1 - 1 / len(drawn))))
     ends = []
     for tail in ((1 - level) / 2, (1 + level) / 2):
-        shifted = bias + float(scipy.stats.norm.ppf(tail))
+        shifted = bias + float(ndtri(tail))
         moved = bias + shifted / max(1 - acceleration * shifted, 1e-3)
-        ends.append(float(np.quantile(drawn, float(scipy.stats.norm.cdf(moved)))))
+        ends.append(float(np.quantile(drawn, float(ndtr(moved)))))
     return ends[0], ends[1]
