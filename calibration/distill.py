@@ -185,7 +185,7 @@ class Distiller:
         square = all(p.tensors.q.shape[2] == p.tensors.k.shape[2] for p in train)
         if self.recipe.operator == "lot":
             place = lot_maker(self.name, self.convention, square)
-            fit = fit_lot(train, held_out, place, self.recipe.pivots, self.recipe.seed)
+            fit = fit_lot(train, held_out, place, self.recipe.pivots, self.recipe.seed, STEPS)
         else:
             place = esp_maker(self.name, self.convention, square)
             fit = fit_slices(train, held_out, place, self.recipe.slices, self.recipe.seed)
