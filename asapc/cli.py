@@ -409,6 +409,9 @@ def report(
         str | None, typer.Option(metavar="FILE", help="Write the checks here too, as JUnit XML.")
     ] = None,
     examples: Annotated[int, typer.Option(min=1, help="Examples measured, at most.")] = MEASURED_EXAMPLES,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Without certificates and pictures of attention.")
+    ] = False,
     model: OptionalModel = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
@@ -430,8 +433,8 @@ def report(
 
         result = commands.report_artifact(
             run, artifact, data, gate, model, weights, kwargs, examples,
-            baseline=baseline, max_regression=max_regression or (), junit=junit, trust=trust,
-            remote_code=trust_remote_code,
+            baseline=baseline, max_regression=max_regression or (), junit=junit, fast=fast,
+            trust=trust, remote_code=trust_remote_code,
         )  # fmt: skip
         run.show(result, report_tables)
         _note_unverified(run, artifact, data)

@@ -113,6 +113,7 @@ def report_artifact(
     baseline: str | None = None,
     max_regression: Sequence[str] = (),
     junit: str | None = None,
+    fast: bool = False,
     trust: bool = False,
     remote_code: bool = False,
 ) -> Report:
@@ -132,7 +133,7 @@ def report_artifact(
 
     result = pipeline.report(
         artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
-        examples=examples, trust=trust, remote_code=remote_code, progress=run.progress,
+        examples=examples, fast=fast, trust=trust, remote_code=remote_code, progress=run.progress,
     )  # fmt: skip
     write_report(artifact, result, run.note)
     if junit is not None:

@@ -156,13 +156,17 @@ def report(
     weights: str | None = None,
     kwargs: str | None = None,
     examples: int = MEASURED_EXAMPLES,
+    fast: bool = False,
     trust: bool = False,
     remote_code: bool = False,
     progress: Progress,
 ) -> Report:
-    """Measure on unseen examples, compare with the baseline, check the limits."""
+    """Measure on unseen examples, compare with the baseline, check the limits.
+
+    fast: without certificates and pictures.
+    """
     measured = evaluate.report(
-        artifact_path, data, model=model, weights=weights, kwargs=kwargs, examples=examples,
+        artifact_path, data, model=model, weights=weights, kwargs=kwargs, examples=examples, fast=fast,
         trust=trust, remote_code=remote_code, progress=progress,
     )  # fmt: skip
     comparison = None if baseline is None else compare(measured, baseline)

@@ -322,11 +322,15 @@ def check_finite(name: str, tensors: SiteTensors, numbers: Sequence[int] = ()) -
             )
 
 
-def pieces(tensors: SiteTensors) -> list[SiteTensors]:
-    """Examples with an active key, a few at a time so that their score matrices stay in cache."""
-    _, heads, queries, _ = tensors.q.shape
+def pieces(tensors: SiteTensors, every: bool = False) -> list[SiteTensors]:
+    """Examples with an active key, a few at a time so that their score matrices stay in cache.
+
+    every: those without one, too.
+    """
+    batch, heads, queries, _ = tensors.q.shape
     size = max(1, _PIECE // max(1, heads * queries * tensors.k.shape[2]))
-    return [_select(tensors, part) for part in _active_examples(tensors).split(size) if len(part)]
+    chosen = torch.arange(batch, device=tensors.q.device) if every else _active_examples(tensors)
+    return [_select(tensors, part) for part in chosen.split(size) if len(part)]
 
 
 def _active_examples(tensors: SiteTensors) -> Tensor:

@@ -37,6 +37,12 @@ class TeacherDuals:
         """f [B, H, N] and g [B, H, M] after `half_steps` half-steps; g is -inf on masked keys."""
         return self._history[half_steps]
 
+    def attention(self) -> Tensor:
+        """The teacher's map [B, H, N, M], rows of about 1, float32; 0 where there is no active key."""
+        f, g = self.after(self.convention.half_steps)
+        plan = torch.exp(self.scores + f[..., :, None] + g[..., None, :])
+        return (plan * self.scores.shape[-2]).float()
+
     @cached_property
     def range(self) -> ScoreRange:
         """Of the scores, and of the bound that a monitor watches."""

@@ -658,3 +658,25 @@ def test_damaged_folders_are_one_clear_message(saved, tmp_path, damage):
     with pytest.raises(InputError, match=rule) as caught:
         load_calibration(folder)
     assert "asapc calibrate" in str(caught.value)
+
+
+@pytest.mark.parametrize("half_steps", [1, 6])
+@pytest.mark.parametrize("first", ["row", "column"])
+@pytest.mark.parametrize("spread", [1.0, 300.0], ids=["linear domain", "log domain"])
+def test_the_map_of_the_duals_is_the_references(half_steps, first, spread):
+    """Padded, with an example that has no active key, and a bias."""
+    convention = Convention(half_steps, first, 0.5, mask="key", bias=True)
+    tensors = site_tensors(batch=3, masked=True)
+    keep = tensors.keep.clone()
+    keep[1] = False
+    tensors = dataclasses.replace(
+        tensors, q=spread * tensors.q, keep=keep, bias=torch.randn(1, 2, 9, 9)
+    )
+    found = TeacherDuals(tensors, convention).attention()
+    exact = sinkhorn_attention(
+        tensors.q.double(), tensors.k.double(), keep, tensors.bias.double(), 0.5, half_steps,
+        first == "row", [1.0, 1.0, 0.0, 0.0],
+    )  # fmt: skip
+    assert found.dtype == torch.float32 and not bool(found[1].any())
+    active = [0, 2]
+    torch.testing.assert_close(found[active], exact.float()[active], rtol=1e-5, atol=1e-6)

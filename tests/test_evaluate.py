@@ -192,6 +192,12 @@ def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
     again, _ = report(work / "out")
     assert again["model"]["confidence"] == model["confidence"]
     assert again["sites"] == found["sites"]
+    fast, pictures = report(work / "out", fast=True)
+    for site, whole in zip(fast["sites"], found["sites"], strict=True):
+        proven = {"row_bound", "dual_stability", "contraction_bound", "r2", "condition_number"}
+        assert site["certificates"] == [] and not pictures
+        assert whole["metrics"].keys() - site["metrics"].keys() <= proven
+        assert site["metrics"].items() <= whole["metrics"].items()
 
 
 def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(

@@ -330,7 +330,7 @@ class SiteCertificates:
         """Add one batch. Examples without an active key are passed over."""
         with torch.no_grad():
             for piece in pieces(tensors):
-                self._add(piece)
+                self.add(TeacherDuals(piece, self.convention))
 
     def metrics(self) -> dict[str, float]:
         """The largest bounds of the site over all its examples, see asapc.metrics."""
@@ -348,8 +348,9 @@ class SiteCertificates:
         """The metric is the paper's: a source dual and three c-transforms."""
         return self.plan is not None and self.plan.side == "source" and self.plan.c_transforms == 3
 
-    def _add(self, t: SiteTensors) -> None:
-        teacher = TeacherDuals(t, self.convention)
+    def add(self, teacher: TeacherDuals) -> None:
+        """Add a few examples, all of which have an active key, with the teacher's duals on them."""
+        t = teacher.tensors
         predicted = [None if p is None else p(t).double() for p in (self.source, self.key)]
         bound = contraction_bound(teacher.scores, t.keep)
         self.contraction = max(self.contraction, _largest(bound))

@@ -55,6 +55,7 @@ def report(
     weights: str | None = None,
     kwargs: str | None = None,
     examples: int = MEASURED_EXAMPLES,
+    fast: bool = False,
     trust: bool = False,
     remote_code: bool = False,
     progress: Progress,
@@ -62,7 +63,8 @@ def report(
     """Fidelity and speed on up to `examples` examples that calibration and selection have not seen: of
     the outputs on all of them, of the sites and the lossless model on the first MAP_EXAMPLES or so.
 
-    Its pictures are a few attention maps of every site. No gate is set. Raises InputError if what the
+    Its pictures are a few attention maps of every site. fast: without those, and without certificates. No
+    gate is set. Raises InputError if what the
     artefact has seen belongs to the gate split, or nothing is left to measure on.
     """
     artifact = read_artifact(artifact_path, trust=trust)
@@ -76,7 +78,7 @@ def report(
     called = [o.site for program in artifact.programs["graph"] for o in operator_calls(program.graph)]
     compiled = Tap(surrounding, artifact.programs["graph"], called)
     outputs, lossless = OutputFidelity(), OutputFidelity()
-    sites = [SiteFidelity(artifact, i) for i in range(len(artifact.manifest["sites"]))]
+    sites = [SiteFidelity(artifact, i, fast) for i in range(len(artifact.manifest["sites"]))]
     audit = _audit(artifact, surrounding)
     unseen = Unseen(artifact, source)
     measured = mapped = 0
@@ -144,7 +146,8 @@ def report(
         "environment": environment(),
     }
     found = Report.from_json(document, str(artifact.folder))  # some of it is from the artefact's files
-    return replace(found, pictures=tuple(site.pictures.result() for site in sites))
+    collectors = (site.pictures for site in sites)
+    return replace(found, pictures=tuple(own.result() for own in collectors if own is not None))
 
 
 class Unseen:

@@ -10,8 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asapc.artifact import Artifact, Stage
+from asapc.calibration.collect import pieces
+from asapc.calibration.teacher import TeacherDuals
 from asapc.features.predictor import transform_plan
 from asapc.formats.records import json_fields
 from asapc.inputs.data import Batch
@@ -142,11 +145,12 @@ class SiteFidelity:
     A site that selection left as it was is its teacher: nothing is run, and its errors are zero.
     """
 
-    def __init__(self, artifact: Artifact, index: int) -> None:
+    def __init__(self, artifact: Artifact, index: int, fast: bool = False) -> None:
+        """fast: without certificates and pictures."""
         self.entry = artifact.manifest["sites"][index]
         self.convention = convention_from_dict(self.entry["convention"])
         self.attention, self.output = AttentionFidelity(), TensorFidelity()
-        self.pictures = PictureCollector(str(self.entry["name"]))
+        self.pictures = None if fast else PictureCollector(str(self.entry["name"]))
         self.certificates: SiteCertificates | None = None
         if _is_untouched(self.entry):
             return
@@ -157,7 +161,7 @@ class SiteFidelity:
         self.teacher_site = site_function(
             artifact.programs["lossless"], name, unit=True, plain=True
         )
-        if isinstance(self.convention, Convention):
+        if isinstance(self.convention, Convention) and not fast:
             source, key = predicted_duals(*compiled)
             plan = None
             if source is not None or key is not None:
@@ -168,15 +172,31 @@ class SiteFidelity:
         if _is_untouched(self.entry):
             return
         with torch.no_grad():
-            teacher, compiled = self.teacher_site(t, None), self.compiled_site(t, None)
-            self.attention.update(teacher, compiled, t.keep, t.query_keep)
-            self.pictures.update(teacher, compiled, t.keep, t.query_keep)
-            # Where the model returns the map itself, the keys stand in for the values.
-            if not isinstance(self.convention, PlanConvention):  # which has no values, nor keys
-                values = clean_values(t.k if t.v is None else t.v, t.keep)
-                self.output.update(teacher @ values, compiled @ values)
+            if isinstance(self.convention, Convention) and self.convention.stabiliser is None:
+                for piece in pieces(t, every=True):
+                    duals = TeacherDuals(piece, self.convention)
+                    self._compare(piece, duals.attention())
+                    if self.certificates is None:
+                        continue
+                    if piece.keep is None or bool(piece.keep.any(-1).all()):
+                        self.certificates.add(duals)
+                    else:
+                        self.certificates.update(piece)
+                return
+            self._compare(t, self.teacher_site(t, None))
             if self.certificates is not None:
                 self.certificates.update(t)
+
+    def _compare(self, t: SiteTensors, teacher: Tensor) -> None:
+        """What the compiled site makes of it, with the teacher's map."""
+        compiled = self.compiled_site(t, None)
+        self.attention.update(teacher, compiled, t.keep, t.query_keep)
+        if self.pictures is not None:
+            self.pictures.update(teacher, compiled, t.keep, t.query_keep)
+        # Where the model returns the map itself, the keys stand in for the values.
+        if not isinstance(self.convention, PlanConvention):  # which has no values, nor keys
+            values = clean_values(t.k if t.v is None else t.v, t.keep)
+            self.output.update(teacher @ values, compiled @ values)
 
     def result(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {
