@@ -94,6 +94,7 @@ def calibrate(
             order=plan.order,
             seen_hashes=tuple(seen),
             warnings=tell_shortages(sites, None, progress),
+            replayed=analysis.replayed.to_json(),
         )
         if processes.first:
             save_calibration(out, calibration)
@@ -125,7 +126,9 @@ def compile(
     data = data or recorded_data(calibration.data, calibration_path, "compile")
     check_replaceable(out, _paths(data))
     source = open_data(data, forward_signature(teacher))
-    analysis, example = analyse(teacher, source, progress, recipe.drop_attention_maps)
+    analysis, example = analyse(
+        teacher, source, progress, recipe.drop_attention_maps, calibration.replayed
+    )
     require_sites(analysis, progress)
     chosen = choose(analysis, recipe, calibration, source, progress)
     compilation = rewrite(teacher, source, recipe, calibration, analysis, chosen, example)

@@ -129,7 +129,8 @@ class Calibration:
     teacher: its fingerprint; recipe: as a mapping; capture: "whole" or "module";
     data: where the examples came from, see formats.places; order: "parallel" fits every site behind the
     teacher's own layers, "sequential" behind the already amortised ones; seen_hashes: 64-bit content
-    hashes of the examples used; warnings: what calibration.enough has to say, as JSON types.
+    hashes of the examples used; warnings: what calibration.enough has to say, as JSON types; replayed:
+    what replay found, likewise, which compile takes over (passes.replay.Replayed).
     """
 
     teacher: str
@@ -140,6 +141,7 @@ class Calibration:
     order: str = "parallel"
     seen_hashes: tuple[int, ...] = field(default=())
     warnings: Sequence[Mapping[str, Any]] = ()
+    replayed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fit_seconds(self) -> float:
@@ -173,6 +175,7 @@ def save_calibration(folder: str | Path, calibration: Calibration) -> None:
         "order": calibration.order,
         "recipe": dict(calibration.recipe),
         "warnings": [dict(warning) for warning in calibration.warnings],
+        "replayed": dict(calibration.replayed),
         "sites": sites,
     }
     with replace_folder(folder) as partial:
@@ -222,6 +225,7 @@ def _load(place: Path) -> Calibration:
             order=_one_of(document["order"], "parallel", "sequential"),
             seen_hashes=tuple(h & (2**64 - 1) for h in _hashes(tensors)),
             warnings=tuple(dict(warning) for warning in document.get("warnings", ())),
+            replayed=_is(dict, document.get("replayed", {})),
         )
     except InputError as error:
         raise InputError(

@@ -6,16 +6,21 @@ is, with the error it would have had.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from asapc.calibration.reading import Reading
+from asapc.calibration.shards import code_digest
 from asapc.errors import BranchError, VerificationError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
+from asapc.inputs.weights import fingerprint
 from asapc.ir import AnyConvention, Convention, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.branches import held_branches
@@ -24,7 +29,7 @@ from asapc.passes.differences import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.match import not_the_model
 from asapc.passes.regions import Refusal
-from asapc.passes.replay import TOLERANCE, replay
+from asapc.passes.replay import TOLERANCE, Replayed, replay
 from asapc.passes.site import Site as MatchedSite
 from asapc.program.runner import Runner
 from asapc.terminal.progress import SILENT, Progress
@@ -74,6 +79,7 @@ class Analysis:
     lifted: parallel to capture.programs, an operator call for each of `sites`.
     matched: the regions behind `sites`, of each program.
     output_error: untouched teacher against the lossless rewrite on the batch (relative).
+    replayed: what was found at the sites, also at those that do not replay.
     """
 
     model: nn.Module | None
@@ -84,6 +90,7 @@ class Analysis:
     left_alone: list[LeftAlone]
     regions: list[str]
     output_error: float
+    replayed: Replayed
     drop_maps: bool = False
 
     @property
@@ -106,10 +113,12 @@ def analyse(
     drop_maps: bool = False,
     more: Iterable[Batch] = (),
     progress: Progress = SILENT,
+    known: Replayed | None = None,
 ) -> Analysis:
     """Everything that is known about a teacher before data is streamed through it.
 
-    batch: what it is captured on; more: what its sites are replayed on besides.
+    batch: what it is captured on; more: what its sites are replayed on besides.  known: of an earlier
+    analysis, which is not done again where graphs, weights, examples and code are the same.
     Raises InputError if the model cannot be run or captured, VerificationError if an ONNX file was not
     understood as onnxruntime does, or if the lossless rewrite does not reproduce the untouched model
     although every site replays.
@@ -138,11 +147,15 @@ def analyse(
                 left.append(LeftAlone(outcome.name, "refused", outcome.reason))
             else:
                 matched[-1].append(outcome)
-    replayed = replay(teacher.model, captured.programs, matched, [batch, *more], progress)
+    of = _digest(teacher, captured, [batch, *more])
+    names = {site.name for its_sites in matched for site in its_sites}
+    if known is None or known.of != of or known.sites.keys() != names:
+        batches = [batch, *more]
+        known = Replayed(of, replay(teacher.model, captured.programs, matched, batches, progress))
     for program, its_sites in zip(captured.programs, matched, strict=True):
         good = []
         for site in its_sites:
-            errors = replayed[site.name]
+            errors = known.sites[site.name]
             tried, worst = errors.worst
             facts = (site.convention, site.heads, site.head_dim)
             if worst <= TOLERANCE:
@@ -171,7 +184,24 @@ def analyse(
                 help="a data-dependent branch or early stop of the model takes another way than the "
                 "captured graph; raise its stopping threshold, or export that part as its own module",
             )
-    return Analysis(teacher.model, captured, lifted, regions_of, sites, left, regions, error, drop_maps)
+    return Analysis(
+        teacher.model, captured, lifted, regions_of, sites, left, regions, error, known, drop_maps
+    )
+
+
+def _digest(teacher: Teacher, captured: Capture, batches: Sequence[Batch]) -> str:
+    """Of all that replay depends on: what the graphs compute, on what, and this code."""
+    reading = Reading(json.dumps([teacher.fingerprint, code_digest()]))
+    digest = hashlib.sha256()
+    for batch in batches:
+        reading.add(batch)
+    digest.update(reading.digest.encode())
+    for program in captured.programs:
+        constants = dict(program.graph.named_buffers())
+        constants |= {name: x for name, x in vars(program.graph).items() if isinstance(x, Tensor)}
+        text = json.dumps([program.name, program.graph.code, fingerprint(constants)])
+        digest.update(text.encode(errors="backslashreplace"))
+    return digest.hexdigest()
 
 
 def _identified(

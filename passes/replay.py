@@ -58,6 +58,50 @@ class Replay:
         return max(self.errors.items(), key=lambda pair: pair[1])
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What was found at every site.  of: a digest of all that it depends on."""
+
+    of: str
+    sites: Mapping[str, Replay]
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers that are not finite as None."""
+        return {"of": self.of, "sites": {name: _plain(found) for name, found in self.sites.items()}}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Replayed | None:
+        """Inverse of to_json; None for anything else."""
+        try:
+            sites = {
+                str(name): Replay(
+                    {str(tried): _number(error) for tried, error in found["errors"].items()},
+                    _number(found["rounding"]),
+                )
+                for name, found in document["sites"].items()
+            }
+            return cls(str(document["of"]), sites)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return None
+
+
+def _plain(found: Replay) -> dict[str, Any]:
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "errors": {tried: number(error) for tried, error in found.errors.items()},
+        "rounding": number(found.rounding),
+    }
+
+
+def _number(value: Any) -> float:
+    """Raises TypeError or ValueError for what is no error."""
+    if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+        raise ValueError(value)
+    return math.inf if value is None else float(value)
+
+
 def replay(
     model: nn.Module | None,
     programs: Sequence[Program],

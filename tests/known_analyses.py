@@ -16,6 +16,7 @@ from typing import Any
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis
+from asapc.passes.replay import Replayed
 from asapc.stages import analyse as stage
 from asapc.terminal.progress import SILENT, Progress
 
@@ -28,7 +29,7 @@ def analysed_once() -> Iterator[None]:
 
     def analyse(
         teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = (),
-        progress: Progress = SILENT,
+        progress: Progress = SILENT, replayed: Replayed | None = None,
     ) -> Analysis:  # fmt: skip
         more, origin = list(more), _origin(teacher)
         if origin is None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import attention_zoo as zoo
 import pytest
 import torch
+from small_text import write_data, write_teacher
 from torch import Tensor, nn
 
+from asapc.cli import main
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.measure.differences import largest_difference
+from asapc.passes import analyse as analysing
 from asapc.passes.analyse import analyse
 from asapc.passes.capture import capture
 from asapc.passes.esp.site import EspSite
@@ -21,7 +26,7 @@ from asapc.passes.lift import lift
 from asapc.passes.match import match
 from asapc.passes.plan.site import PlanSite
 from asapc.passes.regions import Refusal
-from asapc.passes.replay import TOLERANCE, replay
+from asapc.passes.replay import TOLERANCE, Replay, Replayed, replay
 from asapc.passes.sinkhorn.banded import BandedSite
 from asapc.passes.sinkhorn.site import AttentionSite
 from asapc.passes.site import Site
@@ -577,3 +582,49 @@ class Threshold(Diluted):
 def test_other_ways_to_decide_are_refused(model: nn.Module, reason: str) -> None:
     found = outcome_of(model)
     assert isinstance(found, Refusal) and reason in found.reason
+
+
+# What calibrate has replayed, compile takes over
+
+
+def test_replay_is_not_done_again_where_nothing_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is where the calibration is of other code, or says nothing that makes sense."""
+    write_teacher(tmp_path / "teacher", n_layers=2)
+    write_data(tmp_path / "data.npz", 160)
+    calibration, recipe = tmp_path / "calib", tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"operator": "sinkhorn", "max_examples": 16}))
+    given = ["calibrate", tmp_path / "teacher", "--data", tmp_path / "data.npz", "-o", calibration]
+    assert main([*map(str, given), "--recipe", str(recipe), "--quiet"]) == 0
+    true, done = analysing.replay, list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        done.append(1)
+        return true(*arguments)
+
+    monkeypatch.setattr(analysing, "replay", counted)
+
+    def compiled() -> dict[str, Any]:
+        done.clear()
+        out = tmp_path / "out"
+        command = ["compile", tmp_path / "teacher", "--calibration", calibration, "-o", out, "--quiet"]
+        assert main(list(map(str, command))) == 0
+        sites = json.loads((out / "manifest.json").read_text())["sites"]
+        return {site["name"]: site["replay"] for site in sites}
+
+    taken_over = compiled()
+    assert done == [] and all("queries x 4" in tried for tried in taken_over.values())
+    path = calibration / "calibration.json"
+    document = json.loads(path.read_text())
+    known = document["replayed"]
+    words = {name: {"errors": {"the data": "small"}, "rounding": 0} for name in taken_over}
+    others = ({"of": "0"}, {"sites": {}}, {"sites": [1]}, {"sites": words})
+    for other in ({}, *({**known, **changed} for changed in others)):
+        path.write_text(json.dumps({**document, "replayed": other}))
+        assert compiled() == taken_over and done == [1]
+
+
+def test_errors_without_a_number_come_back() -> None:
+    found = Replayed("x", {"a": Replay({"the data": 1e-7, "queries x 4": math.inf}, 0.5)})
+    assert Replayed.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found

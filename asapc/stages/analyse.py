@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect as inspection
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from asapc.inputs.data import Batch, DataSource, open_data
 from asapc.inputs.load import example_inputs
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, LeftAlone, Site, analyse
+from asapc.passes.replay import Replayed
 from asapc.terminal.progress import Progress
 
 EXAMPLE_BATCH = 4  # examples a model is captured and replayed on
@@ -67,14 +68,22 @@ def analyse_example(teacher: Teacher, data: str | None, progress: Progress) -> A
 
 
 def analyse_teacher(
-    teacher: Teacher, source: DataSource, progress: Progress, drop_maps: bool = False
+    teacher: Teacher,
+    source: DataSource,
+    progress: Progress,
+    drop_maps: bool = False,
+    replayed: Mapping[str, Any] | None = None,
 ) -> tuple[Analysis, Batch]:
-    """Analyse a teacher on its data; also gives the example batch that it was captured on."""
+    """Analyse a teacher on its data; also gives the example batch that it was captured on.
+
+    replayed: what a calibration knows of replay, which is not done again where all is as it was.
+    """
     example, *more = first_batches(source)
-    return analyse(teacher, example, drop_maps, more, progress), example
+    known = None if replayed is None else Replayed.from_json(replayed)
+    return analyse(teacher, example, drop_maps, more, progress, known), example
 
 
-Analyse = Callable[[Teacher, DataSource, Progress, bool], tuple[Analysis, Batch]]
+Analyse = Callable[..., tuple[Analysis, Batch]]
 
 
 def analysed_once() -> Analyse:
@@ -82,11 +91,9 @@ def analysed_once() -> Analyse:
     to need the analysis makes it."""
     known: list[tuple[Analysis, Batch]] = []
 
-    def once(
-        teacher: Teacher, source: DataSource, progress: Progress, drop_maps: bool
-    ) -> tuple[Analysis, Batch]:
+    def once(*given: Any) -> tuple[Analysis, Batch]:
         if not known:
-            known.append(analyse_teacher(teacher, source, progress, drop_maps))
+            known.append(analyse_teacher(*given))
         return known[0]
 
     return once
