@@ -1,7 +1,7 @@
 """What `asapc calibrate` gains on several processes of one thread each, next to one of them.
 
     python benchmarks/processes.py                 # a text Sinkformer, N = 256, T = 20; 1 and 2 processes
-    python benchmarks/processes.py --processes 4 --examples 4096
+    python benchmarks/processes.py --processes 4 --examples 8192
 
 The model is built in, its weights and tokens are random. The fits are compared before anything is timed:
 those of several processes are those of one. Imports, analysis and reading, which every process does,
@@ -71,7 +71,7 @@ def check_same(folder: Path, processes: int) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--examples", type=int, default=2048)
+    parser.add_argument("--examples", type=int, default=4096)
     parser.add_argument("-o", "--out", type=Path, help="folder for processes.{json,md}")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as place:
