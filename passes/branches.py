@@ -397,6 +397,19 @@ def text_of(place: Place) -> str:
     return f"`{code[:80]}` ({where})" if code else where
 
 
+def spoken(node: Node) -> str:
+    """A value as its author knows it: an input's name, or the model's line that computes it."""
+    if node.op == "placeholder":
+        return node.name
+    trace = str(node.meta.get("stack_trace") or "")
+    places = [(file, int(line)) for file, line in _FRAME.findall(trace)]
+    theirs = [place for place in places if not place[0].startswith(("<", *_NOT_THE_USERS))]
+    return text_of(theirs[-1]) if theirs else node.name
+
+
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+
+
 def reason_of(error: BaseException) -> str:
     """What torch.export says of a failure in one line, after the user's own line that it failed at."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.ir import EspConvention, Program
+from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     ancestors,
     constant_at,
@@ -121,7 +122,7 @@ def _examine(
     likely: Sequence[EspConvention],
 ) -> EspSite | str:
     if len(masks) > 1:
-        return f"two masks enter the sorts ({masks[0].name} and {masks[1].name})"
+        return f"two masks enter the sorts ({spoken(masks[0])} and {spoken(masks[1])})"
     clouds = [Canonical(node) for node in pair]
     experiment = Experiment(program.graph, clouds, value.map, between, masks)
     sizes = [experiment.lengths(clouds, shift) for shift in (0, LONGER)]
@@ -164,7 +165,7 @@ def _examine(
         error = max(error, error_of(convention, fit.slices, seen, fit.weights))
         if not error <= STABILISED:
             return (
-                f"with {masks[0].name} as mask: padded tokens are not simply left out of the sorts; "
+                f"with {spoken(masks[0])} as mask: padded tokens are not simply left out of the sorts; "
                 f"relative error {error:.2g}"
             )
         mask = KeyMask(masks[0], trial.hidden, rank_of(value.left) == 3 and rank_of(masks[0]) == 3)

@@ -22,6 +22,7 @@ from asapc.ir import LotConvention, OutputFactor, Program
 from asapc.operators.lot import by_example
 from asapc.operators.lot import lot as lot_reference
 from asapc.operators.sinkhorn import factor_terms, factor_value
+from asapc.passes.branches import spoken
 from asapc.passes.cut import PROBE_BATCH, ancestors, data_dependent, descendants, is_tensor, separate
 from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, assigned, outcome, snapped
 from asapc.passes.lot.half import Half
@@ -203,7 +204,8 @@ def _examine(program: Program, candidate: _Candidate) -> LotSite | str:
     for name, side in zip(SIDES, candidate.sides, strict=True):
         for half in side[:1]:
             if len(half.masks) > 1:
-                return f"two masks enter the {name} plan ({half.masks[0].name} and {half.masks[1].name})"
+                one, other = map(spoken, half.masks[:2])
+                return f"two masks enter the {name} plan ({one} and {other})"
     masked = any(half.masks for side in candidate.sides for half in side[:1])
     reason = ""
     for hidden in (True, False) if masked else (True,):
@@ -304,8 +306,9 @@ def _glued(
             weight = _padding_weight(whole, candidate)
         if weight and masks[1] is not None:
             return (
-                f"the layer's own code gives keys that {masks[1].name} masks {weight:.0%} of the weight "
-                "they have without it: the loop moves mass back to what is only a low or a high score"
+                f"the layer's own code gives keys that {spoken(masks[1])} masks {weight:.0%} of the "
+                "weight they have without it: the loop moves mass back to what is only a low or a high "
+                "score"
             )
         return f"not the glued plan of its two halves; relative error {error:.2g}"
     mask, query_mask = (

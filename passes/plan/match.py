@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.formats.limits import limits_of
 from asapc.ir import Program
+from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     PROBE_BATCH,
     PROBE_LENGTHS,
@@ -338,7 +339,7 @@ def _roles(region: _Region) -> list[_Roles] | str:
 
 
 def _enters(node: Node, what: str) -> str:
-    return f"its plan depends on {node.name}, which is {what}"
+    return f"its plan depends on {spoken(node)}, which is {what}"
 
 
 def _is_matrix(node: Node, start: Layout) -> bool:

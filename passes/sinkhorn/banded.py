@@ -23,6 +23,7 @@ from asapc.ir import Program
 from asapc.operators.banded import BandedConvention, banded_map, settings_of
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.sinkhorn import factor_terms
+from asapc.passes.branches import spoken
 from asapc.passes.cut import Part, constant_at
 from asapc.passes.experiment import outcome
 from asapc.passes.lifting import Lifting, Swap
@@ -136,7 +137,7 @@ def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outco
         return found
     fit, mask, bias, neutral = found
     if bias is not None:
-        return f"{bias.node.name} is added to its scores, for which there is no operator with a band"
+        return f"{spoken(bias.node)} is added to its scores, for which there is no operator with a band"
     if fit.convention.stabiliser is not None:
         return "a constant in its divisions, for which there is no operator with a band"
     loop = fit.convention

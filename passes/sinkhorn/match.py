@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from asapc.formats.limits import limits_of
 from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
+from asapc.passes.branches import spoken
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, is_tensor, made_alike
 from asapc.passes.early_stop import Trial, residuals_cut, residuals_of, what_a_stop_changes
 from asapc.passes.experiment import STABILISED, Experiment, NoFit, assigned, outcome
@@ -220,7 +221,7 @@ def run_experiments(
     for node in region.inputs:
         role = "band" if node in shown else _input_role(experiment, region, node, lengths)
         if role is None:
-            return f"the attention depends on {node.name}, which is neither a mask nor a bias"
+            return f"the attention depends on {spoken(node)}, which is neither a mask nor a bias"
         roles.append(role)
     neutral = _neutral_inputs(experiment, region, roles, lengths, scores(0.1), shown)
     if isinstance(neutral, str):
@@ -282,7 +283,7 @@ def run_experiments(
             role = "bias"
         if role in ("mask", "additive"):
             if mask is not None:
-                return f"two masks enter the scores ({mask.node.name} and {node.name})"
+                return f"two masks enter the scores ({spoken(mask.node)} and {spoken(node)})"
             pattern = torch.arange(keys) % 3 != 1  # True: active
             inputs = list(neutral)
             hides = HIDDEN_SCORE
@@ -291,14 +292,15 @@ def run_experiments(
             s = scores(1.0 / abs(rough))
             a = four(experiment.attention(s, inputs, lengths))
             if not bool(a.isfinite().all()):
-                return f"masking keys through {node.name} gives NaN or infinity"
+                return f"masking keys through {spoken(node)} gives NaN or infinity"
             if float(a[..., ~pattern].abs().max()) > 1e-12:
-                return f"keys masked through {node.name} still receive attention"
+                return f"keys masked through {spoken(node)} still receive attention"
             if polarity is None:
                 hides = _hides(experiment, index, neutral, lengths, pattern, s, a)
                 example = node.meta["example"]
                 if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
-                    return f"keys masked through {node.name} still receive attention at {MASKED_BELOW:g}"
+                    told = f"keys masked through {spoken(node)} still receive attention"
+                    return f"{told} at {MASKED_BELOW:g}"
             seen = [Sample(four(s), a, pattern.expand(len(a), keys))]
             alone = torch.arange(keys) == keys // 2
             for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
@@ -309,7 +311,7 @@ def run_experiments(
                     seen.append(Sample(four(s), a, active.expand(len(a), keys)))
             masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
             if isinstance(masked, NoFit):
-                return f"with {node.name} as key mask: {masked}"
+                return f"with {spoken(node)} as key mask: {masked}"
             fit = masked
             inputs[index] = key_pattern(neutral[index], alone & False, polarity)
             empty = experiment.attention(s, inputs, lengths)
@@ -319,7 +321,7 @@ def run_experiments(
             )
         if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
             if bias is not None:
-                return f"two biases enter the scores ({bias.node.name} and {node.name})"
+                return f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})"
             coefficient = _bias_coefficient(experiment, index, neutral, lengths, fit.convention)
             if isinstance(coefficient, NoFit):
                 return _describe(coefficient, region, False)
@@ -597,11 +599,11 @@ def _neutral_inputs(
         if role in ("mask", "additive") and isinstance(example, Tensor):
             if varies(node, -2):
                 return (
-                    f"the mask {node.name} differs between queries (causal or windowed), or may on other "
-                    "data, which has no transport plan with these marginals"
+                    f"the mask {spoken(node)} differs between queries (causal or windowed), or may on "
+                    "other data, which has no transport plan with these marginals"
                 )
             if heads_vary(node, heads_of(region)):
-                return f"the mask {node.name} differs between heads, or may on other data"
+                return f"the mask {spoken(node)} differs between heads, or may on other data"
     for index, role in enumerate(roles):
         if role != "mask":
             continue
