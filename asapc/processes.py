@@ -29,10 +29,14 @@ LONGEST = timedelta(days=7)  # that one waits for another: the first may distil 
 
 @dataclass(frozen=True)
 class Processes:
-    """One of `size`, by its rank; the first one writes and speaks for all."""
+    """One of `size`, by its rank; the first one writes and speaks for all.
+
+    group: of torch.distributed, None for the default one.
+    """
 
     rank: int = 0
     size: int = 1
+    group: Any = None
 
     @property
     def first(self) -> bool:
@@ -50,19 +54,19 @@ class Processes:
         """What every process gives, its own included, in the order of ranks, one at a time; nothing in
         the others."""
         if not self.first:
-            _send(part, 0)
+            _send(part, 0, self.group)
             return
         yield part
         for rank in range(1, self.size):
-            yield _received(rank)
+            yield _received(rank, self.group)
 
     def from_first(self, part: Part | None) -> Part:
         """What the first process gives, in all of them."""
         if not self.first:
-            return _received(0)
+            return _received(0, self.group)
         assert part is not None
         for rank in range(1, self.size):
-            _send(part, rank)
+            _send(part, rank, self.group)
         return part
 
     def exchanged(self, part: Part) -> list[Part]:
@@ -88,19 +92,26 @@ def rank_and_size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def joined() -> Iterator[Processes]:
-    """This process among those that torchrun started with it, connected while this is open."""
+    """This process among those that torchrun started with it, connected while this is open.
+
+    Where the model's own code has connected them already, they get a group of their own.
+    """
     rank, size = rank_and_size()
     if size == 1:
         yield ALONE
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=LONGEST)
+    group = None
+    if dist.is_initialized():
+        group = dist.new_group(backend="gloo", timeout=LONGEST)
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=LONGEST)
     try:
-        yield Processes(rank, size)
-        dist.barrier()  # nobody leaves while another still sends
+        yield Processes(rank, size, group)
+        dist.barrier(group)  # nobody leaves while another still sends
     finally:
-        dist.destroy_process_group()
+        dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager
@@ -115,25 +126,25 @@ def _still_there(rank: int) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def _send(part: Part, rank: int) -> None:
+def _send(part: Part, rank: int, group: Any) -> None:
     import torch
     import torch.distributed as dist
 
     content = torch.frombuffer(bytearray(_packed(part)), dtype=torch.uint8)
     with _still_there(rank):
-        dist.send(torch.tensor([content.numel()]), rank)
-        dist.send(content, rank)
+        dist.send(torch.tensor([content.numel()]), rank, group)
+        dist.send(content, rank, group)
 
 
-def _received(rank: int) -> Part:
+def _received(rank: int, group: Any) -> Part:
     import torch
     import torch.distributed as dist
 
     size = torch.zeros(1, dtype=torch.int64)
     with _still_there(rank):
-        dist.recv(size, rank)
+        dist.recv(size, rank, group)
         content = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(content, rank)
+        dist.recv(content, rank, group)
     return _unpacked(content.numpy().tobytes())
 
 

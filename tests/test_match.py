@@ -82,7 +82,7 @@ REFUSED = {
     "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
     "Softmax": "not Sinkhorn: rows only",
     "Fused": "not Sinkhorn: rows only",
-    "Gated": "neither a mask nor a bias",
+    "Gated": "log_a = log_a * torch.sigmoid(v.mean((-1, -2)))[..., None, None]` (attention_zoo.py, line ",
 }
 
 

@@ -128,6 +128,18 @@ def test_what_is_exchanged() -> None:
     assert [one[4] for one in found] == [["a", "d", "g"], ["b", "e"], ["c", "f"]]
 
 
+def test_a_group_of_its_own_where_the_models_code_has_one() -> None:
+    def work() -> Any:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        with joined() as processes:
+            found = [facts for _, facts in processes.exchanged(({}, processes.rank))]
+        return found, dist.is_initialized(), dist.get_world_size()
+
+    assert in_processes(2, work) == [([0, 1], True, 2)] * 2
+
+
 def test_alone_nothing_is_exchanged() -> None:
     with joined() as processes:
         assert processes is ALONE and processes.exchanged(({}, 1)) == [({}, 1)]
