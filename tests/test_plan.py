@@ -604,6 +604,51 @@ def test_hyper_connections(log_domain: bool) -> None:
     replays(net, analysis, random(5, 13, 8, seed=1))
 
 
+class Matched(nn.Module):
+    """A matcher by pygmtools, which reads the sizes of every example from tensors, beside attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Pairing(), OneMap()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+class Pairing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        import pygmtools
+
+        plan = pygmtools.sinkhorn(self.lin(x) @ x.transpose(1, 2), max_iter=6, backend="pytorch")
+        found: Tensor = plan @ x
+        return found
+
+
+class OneMap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.lin(x) @ x.transpose(1, 2)
+        for step in range(6):
+            scores = scores.log_softmax(-1 - step % 2)
+        return scores.exp() @ x
+
+
+def test_sizes_that_are_data_are_one_refused_row_and_not_the_end() -> None:
+    pytest.importorskip("pygmtools")
+    analysis = analysed(Matched().eval(), random(3, 10, 8))
+    assert [site.name for site in analysis.sites] == ["second"]
+    (left,) = analysis.left_alone
+    assert left.name == "first" and "`row_mask[b, :nrows[b], 0] = 1`" in left.reason
+    assert "pytorch_backend.py, line" in left.reason
+
+
 class Cached(nn.Module):
     """A model that is called with a cache, whose mixers are the package's own modules."""
 
