@@ -10,8 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -317,59 +316,29 @@ def test_little_work_takes_few_workers(most: int) -> None:
     assert sorted(start for own in workers_at_work for start in own) == list(range(9))
 
 
-def _without_torchscript(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A second copy of asapc.kernels.cpu's module, as it is where nothing is scripted."""
-    monkeypatch.setattr(workers, "without_gil", lambda function: function)
-    found = find_spec(f"asapc.kernels.cpu.{name}")
-    assert found is not None and found.origin is not None and found.loader is not None
-    spec = spec_from_file_location(f"plain_{name}", found.origin)
-    assert spec is not None and spec.loader is not None
-    plain = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, plain)  # dataclasses look their module up
-    spec.loader.exec_module(plain)
-    return plain
+@pytest.mark.parametrize("bytes_of_one", [0, 1, workers.TILE_BYTES, workers.TILE_BYTES + 1])
+@pytest.mark.parametrize("heads", [0, 1, 7])
+def test_every_head_is_in_one_group_and_large_ones_are_alone(heads: int, bytes_of_one: int) -> None:
+    threads: list[str] = []
+    done: list[range] = []
 
+    def work(parts: Iterator[slice]) -> None:
+        for part in parts:
+            assert not torch.is_grad_enabled()
+            threads.append(threading.current_thread().name)
+            done.append(range(heads)[part])
 
-SCRIPTED = {
-    "coarse": ["_coarse"],
-    "esp": ["_matched_heads", "_stacked_heads", "_banded_slice"],
-    "gaussian": ["_beta"],
-    "lot": ["_loop", "_sweep", "_open_shifted"],
-}
-
-
-@pytest.mark.skipif(
-    sys.version_info >= (3, 14) or torch.version.hip is not None, reason="no TorchScript here"
-)
-@pytest.mark.parametrize("name", SCRIPTED)
-def test_what_gains_by_it_runs_without_the_interpreter_lock(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A function that TorchScript refuses would run, slower, without a word."""
-    scripted, plain = import_module(f"asapc.kernels.cpu.{name}"), _without_torchscript(name, monkeypatch)
-    for function in SCRIPTED[name]:
-        assert isinstance(getattr(scripted, function), torch.jit.ScriptFunction), function
-        assert isinstance(getattr(plain, function), FunctionType), function
-
-
-def test_python_without_torchscript_runs_functions_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def double(x: Tensor) -> Tensor:
-        return 2 * x
-
-    def refuse(function: object) -> None:
-        raise RuntimeError("not here")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "version_info", (3, 14, 0))
-        assert workers.without_gil(double) is double
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.jit, "script", refuse)
-        assert workers.without_gil(double) is double
-    with monkeypatch.context() as patch:
-        patch.delattr(torch.jit, "script")
-        assert workers.without_gil(double) is double
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        workers.each_group(work, heads, bytes_of_one)
+    finally:
+        torch.set_num_threads(before)
+    assert sorted(head for some in done for head in some) == list(range(heads))
+    large = bytes_of_one > workers.TILE_BYTES
+    most = 1 if large else 3 if bytes_of_one == workers.TILE_BYTES else heads
+    assert max(map(len, done), default=0) == min(most, heads)
+    assert all(name.startswith("asapc") for name in threads) == ((large and heads > 1) or not heads)
 
 
 def _small_call(name: str, module: ModuleType, masked: bool) -> list[Tensor]:
@@ -381,7 +350,8 @@ def _small_call(name: str, module: ModuleType, masked: bool) -> list[Tensor]:
     pivots, mass = torch.randn(2, 7, 5, generator=draw), torch.full((2, 7), 1 / 7)
     clouds = Clouds(q, k, None, keep)
     if name == "coarse":
-        return list(module.dual_and_mass(clouds, pivots, Budget(5, False), True))
+        column, mass = module.dual_and_mass(clouds, pivots, Budget(5, False), True)
+        return [column - column.mean(-1, keepdim=True), mass]  # a dual has its gauge
     if name == "gaussian":
         return [module.beta(clouds)]
     if name == "lot":
@@ -396,15 +366,16 @@ def _small_call(name: str, module: ModuleType, masked: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", SCRIPTED)
-def test_without_torchscript_the_results_are_the_same(
+@pytest.mark.parametrize("name", ["coarse", "esp", "gaussian", "lot"])
+def test_results_do_not_depend_on_how_many_heads_are_done_together(
     name: str, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = import_module(f"asapc.kernels.cpu.{name}")
-    plain = _without_torchscript(name, monkeypatch)
-    for one, other in zip(
-        _small_call(name, usual, masked), _small_call(name, plain, masked), strict=True
-    ):
+    module = import_module(f"asapc.kernels.cpu.{name}")
+    together = _small_call(name, module, masked)
+    monkeypatch.setattr(workers, "TILE_BYTES", 1)
+    if name == "lot":
+        monkeypatch.setattr(module, "_layout", lambda *_: 1)
+    for one, other in zip(together, _small_call(name, module, masked), strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 

@@ -177,7 +177,7 @@ PATHS = {
     "examples stacked": ((5, 4, 60, 50, 8, 8, 4), 2, "heads stacked"),
     "heads of one example": ((5, 4, 1300, 1500, 4, 4, 32), 2, "heads stacked"),
     "one head": ((5, 1, 5000, 4500, 4, 4, 32), 1, "one head a tile"),
-    "shared head": ((1, 1, 5000, 4500, 4, 4, 16), 2, "threads share a head"),
+    "one head alone": ((1, 1, 5000, 4500, 4, 4, 16), 2, "one head a tile"),
 }
 # The span of a token's scores, and what float32 inputs run in.
 DOMAINS = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asapc.features import coarse
 from asapc.features.clouds import Budget, Clouds
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker, without_gil
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_group
 
 
 def dual_and_mass(
@@ -32,27 +32,20 @@ def dual_and_mass(
     count = pivots.shape[1]
     z = pivots.to(x).repeat(batch, 1, 1)
     largest = max(queries, others) * max(count, dim) * x.element_size()
-    group = max(1, min(TILE_BYTES // max(1, largest), -(-batch * heads // torch.get_num_threads())))
 
-    def work(starts: Iterator[int]) -> None:
-        for start in starts:
-            part = slice(start, min(start + group, batch * heads))
+    def work(parts: Iterator[slice]) -> None:
+        for part in parts:
             example = torch.arange(part.start, part.stop) // heads
             x_keep = None if clouds.x_keep is None else clouds.x_keep[example]
             y_keep = None if clouds.y_keep is None else clouds.y_keep[example]
             arguments = x[part], y[part], z[part], x_keep, y_keep
-            tile_column, tile_mass, safe = _group(*arguments, budget, want_mass)
-            if not safe and x.dtype == torch.float32:  # float64 holds eight times the range
-                arguments = x[part].double(), y[part].double(), z[part].double(), x_keep, y_keep
-                tile_column, tile_mass, safe = _group(*arguments, budget, want_mass)
-            if not safe:
-                tile_column, tile_mass = _log_domain(*arguments, budget)
+            tile_column, tile_mass = _group(*arguments, budget, want_mass)
             column[part] = tile_column
-            if mass is not None:
+            if mass is not None and tile_mass is not None:
                 mass[part] = tile_mass
 
     if column.numel():
-        each_worker(work, range(0, batch * heads, group))
+        each_group(work, batch * heads, largest)
     shape = (batch, heads, queries)
     return column.view(shape), None if mass is None else mass.view(batch, heads, others)
 
@@ -70,12 +63,37 @@ def _group(
     y_keep: Tensor | None,
     budget: Budget,
     want_mass: bool,
-) -> tuple[Tensor, Tensor, bool]:
-    result: tuple[Tensor, Tensor, bool] = _coarse(
-        x, y, z, x_keep, y_keep, budget.half_steps, budget.starts_on_x, want_mass,
-        SAFE_ROW_RANGE[x.dtype],
-    )  # fmt: skip
-    return result
+) -> tuple[Tensor, Tensor | None]:
+    """G heads: column [G, N], and mass [G, M] if it is wanted."""
+    settings = budget.half_steps, budget.starts_on_x, want_mass, SAFE_ROW_RANGE[x.dtype]
+    column, mass, fits = _coarse(x, y, z, x_keep, y_keep, *settings)
+    if fits is None:
+        return column, mass
+    column = x.new_empty(x.shape[:2])
+    mass = y.new_empty(y.shape[:2]) if want_mass else None
+    for some, compute in ((fits, _group), (~fits, _wide)):
+        if some.any():
+            x_some, y_some = (None if keep is None else keep[some] for keep in (x_keep, y_keep))
+            found = compute(x[some], y[some], z[some], x_some, y_some, budget, want_mass)
+            column[some] = found[0].to(x.dtype)
+            if mass is not None and found[1] is not None:
+                mass[some] = found[1].to(x.dtype)
+    return column, mass
+
+
+def _wide(
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    x_keep: Tensor | None,
+    y_keep: Tensor | None,
+    budget: Budget,
+    want_mass: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """_group of heads whose scores the linear domain does not hold at their dtype."""
+    if x.dtype == torch.float32:  # float64 holds eight times the range
+        return _group(x.double(), y.double(), z.double(), x_keep, y_keep, budget, want_mass)
+    return _log_domain(x, y, z, x_keep, y_keep, budget)
 
 
 def _log_domain(
@@ -94,7 +112,6 @@ def _log_domain(
     return torch.cat(columns), torch.cat(masses)
 
 
-@without_gil
 def _coarse(
     x: Tensor,
     y: Tensor,
@@ -105,8 +122,9 @@ def _coarse(
     starts_on_x: bool,
     want_mass: bool,
     safe_range: float,
-) -> tuple[Tensor, Tensor, bool]:
-    """G heads: column [G, N], mass [G, M], and whether the linear domain held their scores.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """G heads: column [G, N], mass [G, M] if it is wanted, and None if the linear domain held their
+    scores; otherwise which heads it would have held [G], and nothing else that could be used.
 
     x: [G, N, D]; y: [G, M, D]; z: [G, R, D]; x_keep: [G, N]; y_keep: [G, M].
     """
@@ -144,8 +162,9 @@ def _coarse(
     top = torch.zeros_like(half_norms).unsqueeze(-1)
     if not bool((2.0 * reach <= safe_range).item()):
         top = scores.amax(-1, keepdim=True)
-        if not bool(((top - scores.amin(-1, keepdim=True)).max() <= safe_range).item()):
-            return half_norms, counts, False
+        fits = (top - scores.amin(-1, keepdim=True)).amax((1, 2)) <= safe_range
+        if not bool(fits.all()):
+            return half_norms, None, fits
         scores.sub_(top)
     kernel = scores.exp_()
     # What has no mass takes part in no product, and its total must not be 0: it would divide.
@@ -181,9 +200,9 @@ def _coarse(
     if half_steps > 0:
         column = column + a.squeeze(1).log() - top.squeeze(-1)
     if not want_mass:
-        return column, counts, True
+        return column, None, None
     masses = b * torch.bmm(a, kernel)  # b (K' a): 1 where one more half-step would change nothing
     total = (masses * counts).sum(-1, keepdim=True)
     scale = active / torch.where(total > 0, total, torch.ones_like(total))
     masses = masses * scale * (mass_x / float(queries))
-    return column, torch.bmm(member, masses.transpose(1, 2)).squeeze(-1), True
+    return column, torch.bmm(member, masses.transpose(1, 2)).squeeze(-1), None

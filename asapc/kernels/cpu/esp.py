@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from asapc.ir import Coupling, Ties
-from asapc.kernels.cpu.workers import TILE_BYTES, each_worker, without_gil
+from asapc.kernels.cpu.workers import TILE_BYTES, each_group
 from asapc.operators import esp as reference
 from asapc.operators.esp import REACH
 from asapc.operators.matching import (
@@ -83,8 +84,7 @@ def esp_soft(
         args = (softsort_temperature, squared_cost, mean_cost, coupling)
         return _banded_head(clouds, v[0], float(tau), omega[0].tolist(), *args)[None]
 
-    core = stacked if _is_stacked(q, k) else banded
-    size = 2 * _plan_bytes(q, k)
+    core, size = (stacked, 2 * _plan_bytes(q, k)) if _is_stacked(q, k) else (banded, None)
     weighing = inverse_temperature, slice_weight
     out = _by_heads(q, k, v, keep, query_keep, slices, *weighing, size, core)
     return out.mul_(output_factor).to(v.dtype)
@@ -164,7 +164,7 @@ def _by_heads(
     slices: Tensor | None,
     tau: Tensor,
     slice_weight: Tensor | None,
-    head_bytes: int,
+    head_bytes: int | None,
     core: Core,
 ) -> Tensor:
     """core on tiles of heads, their active tokens alone: [B, H, N, E] in the dtype of the computation."""
@@ -183,33 +183,35 @@ def _by_heads(
         q, k, v, result = (t.reshape(1, -1, *t.shape[2:]) for t in (q, k, v, out))
         tau, omega = tau.repeat(batch), omega.repeat(batch, 1)
         slices = None if slices is None else slices.repeat(batch, 1, 1)
-    examples, heads = q.shape[:2]
-    group = min(TILE_BYTES // max(1, head_bytes), -(-examples * heads // torch.get_num_threads()))
-    group = max(1, min(group, heads))
-    tiles = -(-heads // group)
-
-    def work(starts: Iterator[int]) -> None:
-        for start in starts:
-            example, tile = divmod(start, tiles)
-            part = slice(tile * group, (tile + 1) * group)
-            tile_q, tile_k, tile_v = (t[example, part] for t in (q, k, v))
-            rows, columns = _active(query_keep, example), _active(keep, example)
-            if rows is not None:
-                tile_q = tile_q[:, rows]
-            if columns is not None:
-                tile_k, tile_v = tile_k[:, columns], tile_v[:, columns]
-            if 0 in (tile_q.numel(), tile_k.numel()):
-                continue
-            tile_slices = None if slices is None else slices[part]
-            clouds = clouds_of(tile_q[None], tile_k[None], None, None, tile_slices)
-            moved = core(clouds, tile_v, tau[part], omega[part])
-            if rows is None:
-                result[example, part] = moved
-            else:
-                result[example, part].index_copy_(1, rows, moved)
-
-    each_worker(work, range(examples * tiles))
+    for example in range(len(q)):
+        rows, columns = _active(query_keep, example), _active(keep, example)
+        one_q, one_k, one_v, moved = q[example], k[example], v[example], result[example]
+        if rows is not None:
+            one_q = one_q[:, rows]
+        if columns is not None:
+            one_k, one_v = one_k[:, columns], one_v[:, columns]
+        if 0 in (one_q.numel(), one_k.numel()):
+            continue
+        found = moved if rows is None else torch.empty_like(moved[:, : len(rows)])
+        cloud = one_q, one_k, one_v, slices, tau, omega
+        each_group(partial(_some_heads, core, cloud, found), q.shape[1], head_bytes, tiles=2)
+        if rows is not None:
+            moved.index_copy_(1, rows, found)
     return out
+
+
+def _some_heads(
+    core: Core,
+    cloud: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor],
+    found: Tensor,
+    parts: Iterator[slice],
+) -> None:
+    """core on parts of the heads of one example, written to found [H, N, E]."""
+    q, k, v, slices, tau, omega = cloud
+    for part in parts:
+        some_slices = None if slices is None else slices[part]
+        clouds = clouds_of(q[None, part], k[None, part], None, None, some_slices)
+        found[part] = core(clouds, v[part], tau[part], omega[part])
 
 
 def _active(keep: Tensor | None, example: int) -> Tensor | None:
@@ -267,7 +269,6 @@ def _tied_heads(
     return gather_sum(matching, v[None], weights[..., None].expand(clouds.x.shape))[0]
 
 
-@without_gil
 def _distances(q: Tensor, k: Tensor, keys: Tensor, squared: bool, together: int) -> Tensor:
     """|q_i - k[keys_li]| [G, L, N], or its square.  q: [G, N, D]; k: [G, M, D]; keys: [G, L, N].
 
@@ -284,7 +285,6 @@ def _distances(q: Tensor, k: Tensor, keys: Tensor, squared: bool, together: int)
     return out if squared else out.sqrt_()
 
 
-@without_gil
 def _matched_heads(
     q: Tensor,
     k: Tensor,
@@ -337,14 +337,12 @@ def _matched_heads(
     return out.view(q.size(0), q.size(1), v.size(2))
 
 
-@without_gil
 def _soft_rows(rows: Tensor, x: Tensor, temperature: float, reach: float) -> Tensor:
     """Rows of SoftSort: softmax_i(max(-(rows_r - x_i)^2 / temperature, -reach)) [..., R, N]."""
     logits = (rows.unsqueeze(-1) - x.unsqueeze(-2)).square_().div_(-temperature)
     return torch.softmax(logits.clamp_(min=-reach), -1)
 
 
-@without_gil
 def _stacked_heads(
     x: Tensor,
     y: Tensor,
@@ -429,13 +427,14 @@ def _banded_head(
     return result.div_(total)
 
 
-@without_gil
-def _within(x: Tensor, most: Tensor, least: Tensor) -> tuple[int, int]:
-    """The range of x [N], in descending order, that lies between two numbers."""
-    return int((x > most).sum()), int((x >= least).sum())
+def _within(x: Tensor, most: Tensor, least: Tensor) -> Iterator[tuple[int, int]]:
+    """The ranges of x [N], in descending order, that lie between pairs of numbers [P]."""
+    ascending = -x
+    first = torch.searchsorted(ascending, -most)
+    end = torch.searchsorted(ascending, -least, right=True)
+    return zip(first.tolist(), end.tolist(), strict=True)
 
 
-@without_gil
 def _banded_slice(
     x: Tensor,
     y: Tensor,
@@ -454,18 +453,20 @@ def _banded_slice(
     its rows are not 0, low and end: [N].
     """
     out = torch.zeros([x.size(0), v.size(1)], dtype=v.dtype)
-    total = 0.0
     width = (reach * temperature) ** 0.5
-    for start in range(0, x.size(0), block):
-        rows = x[start : start + block]
-        first, last = int(low[start]), int(end[start + rows.size(0) - 1])
-        met = y[first:last]
-        i, i_end = _within(x, rows[0] + width, rows[-1] - width)
-        j, j_end = _within(y, met[0] + width, met[-1] - width)
-        a = _soft_rows(rows, x[i:i_end], temperature, reach)
-        b = _soft_rows(met, y[j:j_end], temperature, reach)
+    starts = torch.arange(0, len(x), block)
+    ends = (starts + block).clamp_(max=len(x))
+    first, last = low[starts], end[ends - 1]  # of the keys that a block of queries meets
+    near = _within(x, x[starts] + width, x[ends - 1] - width)
+    met = _within(y, y[first] + width, y[last - 1] - width)
+    blocks = zip(starts.tolist(), ends.tolist(), first.tolist(), last.tolist(), near, met, strict=True)
+    totals = []
+    for start, stop, key, key_end, (i, i_end), (j, j_end) in blocks:
+        rows = slice(start, stop)
+        a = _soft_rows(x[rows], x[i:i_end], temperature, reach)
+        b = _soft_rows(y[key:key_end], y[j:j_end], temperature, reach)
         if ranks is not None:
-            b = torch.mm(ranks[start : start + block, first:last], b)
-        total += float(torch.mm(a, cost[i:i_end, j:j_end]).mul_(b).sum(dtype=torch.float64))
-        out[i:i_end] += torch.mm(a.t(), torch.mm(b, v[j:j_end]))
-    return total, out
+            b = ranks[rows, key:key_end] @ b
+        totals.append((a @ cost[i:i_end, j:j_end]).mul_(b).sum(dtype=torch.float64))
+        out[i:i_end].addmm_(a.t(), b @ v[j:j_end])
+    return float(torch.stack(totals).sum()), out

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asapc.features import gaussian
 from asapc.features.clouds import Budget, Clouds
-from asapc.kernels.cpu.workers import TILE_BYTES, each_worker, without_gil
+from asapc.kernels.cpu.workers import each_group
 
 
 def contribution(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
@@ -23,11 +23,9 @@ def beta(clouds: Clouds) -> Tensor:
     x, y = clouds.x.flatten(0, 1), clouds.y.flatten(0, 1)
     out = x.new_empty(batch * heads, queries)
     largest = max(queries, clouds.y.shape[2], dim) * dim * x.element_size()
-    group = max(1, min(TILE_BYTES // max(1, largest), -(-batch * heads // torch.get_num_threads())))
 
-    def work(starts: Iterator[int]) -> None:
-        for start in starts:
-            part = slice(start, min(start + group, batch * heads))
+    def work(parts: Iterator[slice]) -> None:
+        for part in parts:
             example = torch.arange(part.start, part.stop) // heads
             x_keep = None if clouds.x_keep is None else clouds.x_keep[example]
             y_keep = None if clouds.y_keep is None else clouds.y_keep[example]
@@ -41,11 +39,10 @@ def beta(clouds: Clouds) -> Tensor:
             out[part] = potential
 
     if out.numel():
-        each_worker(work, range(0, batch * heads, group))
+        each_group(work, batch * heads, largest, tiles=2)
     return out.view(batch, heads, queries)
 
 
-@without_gil
 def _beta(
     x: Tensor,
     y: Tensor,

@@ -3,30 +3,28 @@
 K = exp(S) [N, R] is formed once per side of a head; a sweep over its blocks, which stay in cache, does a
 half-step of the tokens, the half-step of the pivots after it and, the last time, the product with the
 values. Padded tokens are left out. Heads too small to fill the cache are stacked into one tile, those of
-several examples with their padded tokens, as zeros; where there are fewer heads than threads, the
-threads share the tokens of each.
+several examples with their padded tokens, as zeros; torch's own threads share each operation.
 
 What a loop runs in is decided by its scores before they are exponentiated: float32 as they are, float32
 less each token's largest, the same in float64, and beyond that the log domain of the reference; pivots
 of little mass, by which the scalings are divided, leave less room for the scores. Extra memory is one K
-and one row of scalings per thread.
+and one row of scalings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker, without_gil
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker
 from asapc.kernels.thresholds import thresholds
 from asapc.operators import lot as reference
 
-SHARED_TOKENS = 2048  # per thread; fewer are not worth meeting after every sweep
 SHORT = 1 << 16  # entries of all plans times half-steps: up to here few calls take less than tiles
 FEW = 6  # half-steps, too, up to which they do
 LEAST_MASS = 1e-30  # of a pivot, by which float32 can be divided
@@ -34,8 +32,6 @@ SPARE_RANGE = 8.0  # a mass of exp(-8) fits beside scores of the whole SAFE_ROW_
 
 # The tokens of an example that take part: all (None), the first so many, or those at these places.
 Chosen = int | Tensor | None
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -71,16 +67,39 @@ class Tile:
     tokens_first: bool
 
 
-@dataclass
-class Workspace:
-    """Of one thread, or of all of them where they share a head.
+@dataclass(frozen=True)
+class Block:
+    """Some tokens of a tile, views made once: each takes the interpreter as long as an operator does.
 
-    block: tokens at a time; shared: whether threads share a head; kept: memory for K. Fresh pages for
-    every head would cost as much as the exponentials.
+    x: [G, n, D]; bias: [G, n, 1|R]; absent, a: [G, 1, n]; kernel: [G, n, R]; values, out: [G, n, E].
     """
 
+    x: Tensor
+    bias: Tensor | None
+    absent: Tensor | None
+    kernel: Tensor
+    a: Tensor
+    values: Tensor | None
+    out: Tensor | None
+
+    def form_scores(self, z: Tensor) -> None:
+        torch.bmm(self.x, z, out=self.kernel)
+        if self.bias is not None:
+            self.kernel.add_(self.bias)
+
+    def exponentiate(self) -> None:
+        """exp of what the kernel holds, 0 on padded tokens."""
+        self.kernel.exp_()
+        if self.absent is not None:
+            self.kernel.mul_(1.0 - self.absent.transpose(1, 2))
+
+
+@dataclass
+class Workspace:
+    """block: tokens at a time; kept: memory for K. Fresh pages for every tile would cost as much as the
+    exponentials."""
+
     block: int
-    shared: bool
     kept: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def kernel(self, heads: int, tokens: int, pivots: int, dtype: torch.dtype) -> Tensor:
@@ -91,6 +110,7 @@ class Workspace:
         return self.kept[dtype][:size].view(heads, tokens, pivots)
 
 
+@torch.no_grad()
 def lot(
     q: Tensor,
     k: Tensor,
@@ -148,13 +168,13 @@ def lot(
     if pivot_weight is not None:
         factor = factor * pivot_weight.to(dtype)[None, :, :, None]
 
-    group, shared = _layout(q, k, pivots, keep is not None or query_keep is not None)
+    group = _layout(q, k, pivots, keep is not None or query_keep is not None)
     block = max(64, _tile_bytes(q, k) // (pivots.shape[1] * out.element_size()))
     some_keys = _chosen(None if group > heads else keep, batch)
     some_queries = _chosen(None if group > heads else query_keep, batch)
 
     def work(starts: Iterator[int]) -> None:
-        space = Workspace(block, shared)
+        space = Workspace(block)
         for start in starts:
             stop = min(start + group, batch * heads)
             span = Heads(
@@ -179,11 +199,10 @@ def lot(
                 _spread(tile, mixed, target[:, :chosen], space)
 
     starts = range(0, batch * heads, group)
-    if shared:
-        with torch.no_grad():
-            work(iter(starts))
-    else:
+    if group == 1:  # long operations, one head a thread
         each_worker(work, starts)
+    else:  # short ones, which torch's threads share: threads of our own would wait for the interpreter
+        work(iter(starts))
     return out.to(v.dtype)
 
 
@@ -299,13 +318,11 @@ def describe(
     unmasked = keep is None and query_keep is None and key_bias is None
     if unmasked and _is_short(q, k, pivot_mass, *half_steps):
         return "CPU, all heads at once, log domain", "short: a few calls on all heads take least"
-    group, shared = _layout(q, k, pivots, keep is not None or query_keep is not None)
+    group = _layout(q, k, pivots, keep is not None or query_keep is not None)
     dtype = reference.work_dtype(q)
     tokens, size = max(q.shape[2], k.shape[2]), dtype.itemsize
     kept = f"a head's K takes {tokens * pivots.shape[1] * size / 2**20:.2f} MiB"
-    if shared:
-        layout, why = "threads share a head", f"fewer heads than threads, {tokens} tokens"
-    elif group == 1:
+    if group == 1:
         layout, why = "one head a tile", f"{kept}: two would leave no room in a private cache"
     else:
         layout, why = "heads stacked", f"{kept}, several fit a private cache"
@@ -331,21 +348,23 @@ def describe(
     return f"CPU, {layout}, {domain}", f"{why}; {found}"
 
 
-def _layout(q: Tensor, k: Tensor, pivots: Tensor, padded: bool) -> tuple[int, bool]:
-    """Heads in a tile (whole examples, or equal parts of one) and whether threads share a head."""
+def _layout(q: Tensor, k: Tensor, pivots: Tensor, padded: bool) -> int:
+    """Heads in a tile: whole examples, or equal parts of one."""
     batch, heads, queries, _ = q.shape
-    threads, tokens = torch.get_num_threads(), max(queries, k.shape[2])
+    tokens = max(queries, k.shape[2])
     # A tile's K stays in cache from sweep to sweep; its tokens pass by once.
     of_one = tokens * pivots.shape[1] * reference.work_dtype(q).itemsize
     tile_bytes = _tile_bytes(q, k)
-    most = min(tile_bytes // of_one, -(-batch * heads // threads))
+    if of_one > tile_bytes:
+        return 1
+    most = min(torch.get_num_threads() * tile_bytes // of_one, batch * heads)
     if most < heads:
         group = max(count for count in range(1, max(1, most) + 1) if heads % count == 0)
     elif padded and 2 * heads * of_one >= tile_bytes:
         group = heads  # the padded tokens of one example can be left out, those of several cannot
     else:
         group = most // heads * heads
-    return group, batch * heads < threads and tokens >= threads * SHARED_TOKENS
+    return group
 
 
 def _tile_bytes(q: Tensor, k: Tensor) -> int:
@@ -497,220 +516,148 @@ def _linear(
     sweeps = _sweeps(tile.half_steps, tile.tokens_first)
     if mixed is not None and sweeps[-1][1]:
         sweeps.append((False, False))  # the output needs the last b
-    absent = None if tile.absent is None else tile.absent.to(dtype)
-    loop = _shared_loop if space.shared else _loop
-    fits, result = loop(
-        tile.x, tile.bias, absent, z, kernel, sigma, count, values, mixed, out, sweeps, shifted,
-        safe, space.block,
-    )  # fmt: skip
-    return result if fits else None
+    blocks = _blocks(tile, kernel, values, out, space.block)
+    return _loop(blocks, z, sigma, count, values, mixed, sweeps, shifted, safe)
 
 
-def _shared_loop(
-    x: Tensor, bias: Tensor | None, absent: Tensor | None, z: Tensor, kernel: Tensor,
-    sigma: Tensor, count: Tensor, values: Tensor | None, mixed: Tensor | None, out: Tensor | None,
-    sweeps: list[tuple[bool, bool]], shifted: bool, safe: float, block: int,
-) -> tuple[bool, Tensor]:  # fmt: skip
-    """_loop with the tokens of every sweep shared out to all threads."""
-    a, b, density = _start(x, z, sigma, count)
-    inputs, result = (x, bias, absent, z, kernel, a), b
-    if shifted:
-        if not all(_each(x.shape[1], block, _open_shifted, *inputs, safe, block)):
-            return False, result
-        _top_to_scaling(a, absent)
-    for index, (closes_tokens, closes_pivots) in enumerate(sweeps):
-        opens, last = index == 0 and not shifted, index == len(sweeps) - 1
-        weights = b.transpose(1, 2) * mixed if last and mixed is not None else None
-        parts = _each(
-            x.shape[1], block, _sweep, *inputs, b, values if last else None, weights, out, opens,
-            closes_tokens, closes_pivots, safe, block,
-        )  # fmt: skip
-        if not all(fits for fits, _, _ in parts):
-            return False, result
-        if closes_pivots:
-            b, density = _close_pivots(torch.stack([total for _, total, _ in parts]).sum(0), sigma, count)
-        result = torch.stack([gathered for _, _, gathered in parts]).sum(0)
-    return True, result if values is None else _over_mass(result, density, sigma)
+def _blocks(
+    tile: Tile, kernel: Tensor, values: Tensor | None, out: Tensor | None, size: int
+) -> list[Block]:
+    """All tokens, `size` at a time."""
+    groups, tokens, _ = kernel.shape
+    if tokens == 0:
+        return []
+    a = kernel.new_ones((groups, 1, tokens))
+    absent = None if tile.absent is None else tile.absent.to(kernel.dtype)
+
+    def parts(x: Tensor | None, axis: int = 1) -> Sequence[Tensor | None]:
+        return [None] * -(-tokens // size) if x is None else x.split(size, axis)
+
+    return [
+        Block(x.to(kernel.dtype), bias, mask, part, scaling, value, moved)
+        for x, bias, mask, part, scaling, value, moved in zip(
+            tile.x.split(size, 1), parts(tile.bias), parts(absent, 2), kernel.split(size, 1),
+            a.split(size, 2), parts(values), parts(out), strict=True,
+        )
+    ]  # fmt: skip
 
 
-def _each(tokens: int, block: int, work: Callable[..., Result], *arguments: Any) -> list[Result]:
-    """Results of work(*arguments, start, stop) over all tokens, in their order."""
-    size = max(block, -(-tokens // torch.get_num_threads()))
-    results: dict[int, Result] = {}
-
-    def run(starts: Iterator[int]) -> None:
-        for start in starts:
-            results[start] = work(*arguments, start, min(start + size, tokens))
-
-    each_worker(run, range(0, max(1, tokens), size))
-    return [results[start] for start in sorted(results)]
-
-
-@without_gil
-def _start(x: Tensor, z: Tensor, sigma: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """a [G, 1, N], b [G, 1, R] and b / sigma of zero duals."""
-    a = torch.ones((x.size(0), 1, x.size(1)), dtype=z.dtype)
-    return a, count * (sigma > 0), count / sigma
-
-
-@without_gil
-def _top_to_scaling(a: Tensor, absent: Tensor | None) -> None:
+def _top_to_scaling(blocks: Sequence[Block]) -> None:
     """a = exp(top) in place, up to gauge and 0 on padded tokens: zero duals on K = exp(S - top)."""
-    if absent is not None:
-        a.masked_fill_(absent > 0, -float("inf"))
-    if a.size(2) > 0:
-        top = a.amax(-1, keepdim=True)
-        a.sub_(top.masked_fill_(top == -float("inf"), 0.0)).exp_()
+    for block in blocks:
+        if block.absent is not None:
+            block.a.masked_fill_(block.absent > 0, -float("inf"))
+    if not blocks:
+        return
+    highest = torch.stack([block.a.amax(-1, keepdim=True) for block in blocks]).amax(0)
+    highest.masked_fill_(highest == -float("inf"), 0.0)
+    for block in blocks:
+        block.a.sub_(highest).exp_()
 
 
-@without_gil
 def _close_pivots(total: Tensor, sigma: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """b and b / sigma from K'a [G, 1, R], which is 0 only without any token."""
     density = count / total.masked_fill_(count == 0, 1.0)
     return density * sigma, density
 
 
-@without_gil
-def _over_mass(gathered: Tensor, density: Tensor, sigma: Tensor) -> Tensor:
-    """diag(b / sigma) K' diag(a) v, 0 for a pivot without mass.  gathered: [G, R, E]."""
-    return gathered * density.masked_fill(sigma <= 0, 0.0).transpose(1, 2)
+def _open_shifted(blocks: Sequence[Block], z: Tensor, safe: float) -> bool:
+    """K = exp(S - top), 0 on padded tokens, and a = top, a token's largest score.
 
-
-@without_gil
-def _open_shifted(
-    x: Tensor,
-    bias: Tensor | None,
-    absent: Tensor | None,
-    z: Tensor,
-    kernel: Tensor,
-    a: Tensor,
-    safe: float,
-    block: int,
-    first: int,
-    end: int,
-) -> bool:
-    """K = exp(S - top) [G, N, R], 0 on padded tokens, and a = top [G, 1, N] of tokens first .. end.
-
-    top: a token's largest score.  False, early, where a token's scores span more than `safe`.
+    False, early, where a token's scores span more than `safe`.
     """
-    for start in range(first, end, block):
-        stop = min(start + block, end)
-        part = kernel[:, start:stop]
-        torch.bmm(x[:, start:stop].to(z.dtype), z, out=part)
-        if bias is not None:
-            part += bias[:, start:stop]
-        top = part.amax(-1, keepdim=True)
-        if not bool(((top - part.amin(-1, keepdim=True)).max() <= safe).item()):
+    for block in blocks:
+        block.form_scores(z)
+        top = block.kernel.amax(-1, keepdim=True)
+        if not bool((top - block.kernel.amin(-1, keepdim=True)).max() <= safe):
             return False
-        part.sub_(top).exp_()
-        if absent is not None:
-            part.mul_(1.0 - absent[:, :, start:stop].transpose(1, 2))
-        a[:, :, start:stop] = top.transpose(1, 2)
+        block.kernel.sub_(top)
+        block.exponentiate()
+        block.a.copy_(top.transpose(1, 2))
     return True
 
 
-@without_gil
 def _sweep(
-    x: Tensor,
-    bias: Tensor | None,
-    absent: Tensor | None,
+    blocks: Sequence[Block],
     z: Tensor,
-    kernel: Tensor,
-    a: Tensor,
     b: Tensor,
-    values: Tensor | None,
+    total: Tensor,
+    gathered: Tensor | None,
     weights: Tensor | None,
-    out: Tensor | None,
     opens: bool,
     closes_tokens: bool,
     closes_pivots: bool,
     safe: float,
-    block: int,
-    first: int,
-    end: int,
-) -> tuple[bool, Tensor, Tensor]:
-    """One pass over tokens first .. end, `block` at a time:
+) -> bool:
+    """One pass over all tokens, a block at a time:
 
         K = exp(S)           if it `opens`; ends at once, with False, where |S| > safe / 2
         a = 1 / K b          if it closes tokens
-        K'a                  [G, 1, R], returned if it closes pivots
-        K' diag(a) values    [G, R, E], returned
-        diag(a) K weights    to out [G, N, E]
+        K'a                  added to total [G, 1, R] if it closes pivots
+        K' diag(a) values    added to gathered [G, R, E], if it is given
+        diag(a) K weights    to the blocks' out, if weights are given
 
-    K is spent where it meets values or weights.  kernel: [G, N, R]; a: [G, 1, N]; b: [G, 1, R].
+    K is spent where it meets values or weights.  b: [G, 1, R].
     """
-    total = torch.zeros_like(b)
-    gathered = total
-    if values is not None:
-        gathered = b.new_zeros((b.size(0), b.size(2), values.size(2)))
-    for start in range(first, end, block):
-        stop = min(start + block, end)
-        part = kernel[:, start:stop]
+    for block in blocks:
+        kernel, a = block.kernel, block.a
         if opens:
-            torch.bmm(x[:, start:stop].to(z.dtype), z, out=part)
-            if bias is not None:
-                part += bias[:, start:stop]
-            low, high = torch.aminmax(part)
-            if not bool((torch.maximum(high, -low) <= safe * 0.5).item()):
-                return False, total, gathered
-            part.exp_()
-            if absent is not None:
-                part.mul_(1.0 - absent[:, :, start:stop].transpose(1, 2))
-        a_part = a[:, :, start:stop]
+            block.form_scores(z)
+            low, high = torch.aminmax(kernel)
+            if not bool(torch.maximum(high, -low) <= safe * 0.5):
+                return False
+            block.exponentiate()
         if closes_tokens:
-            torch.bmm(b, part.transpose(1, 2), out=a_part)
-            if absent is not None:  # a padded token's total is 0, which would divide
-                a_part.add_(absent[:, :, start:stop])
-            a_part.reciprocal_()
+            torch.bmm(b, kernel.transpose(1, 2), out=a)
+            if block.absent is not None:  # a padded token's total is 0, which would divide
+                a.add_(block.absent)
+            a.reciprocal_()
         if closes_pivots:
-            total.baddbmm_(a_part, part)
-        if values is not None:
-            part.mul_(a_part.transpose(1, 2))
-            gathered.baddbmm_(part.transpose(1, 2), values[:, start:stop].to(z.dtype))
-        if weights is not None and out is not None:
-            part.mul_(a_part.transpose(1, 2))
-            if out.dtype == part.dtype:
-                torch.bmm(part, weights, out=out[:, start:stop])
+            total.baddbmm_(a, kernel)
+        if gathered is not None or weights is not None:
+            kernel.mul_(a.transpose(1, 2))
+        if gathered is not None and block.values is not None:
+            gathered.baddbmm_(kernel.transpose(1, 2), block.values.to(z.dtype))
+        if weights is not None and block.out is not None:
+            if block.out.dtype == kernel.dtype:
+                torch.bmm(kernel, weights, out=block.out)
             else:
-                out[:, start:stop] = torch.bmm(part, weights)
-    return True, total, gathered
+                block.out.copy_(torch.bmm(kernel, weights))
+    return True
 
 
-@without_gil
 def _loop(
-    x: Tensor,
-    bias: Tensor | None,
-    absent: Tensor | None,
+    blocks: Sequence[Block],
     z: Tensor,
-    kernel: Tensor,
     sigma: Tensor,
     count: Tensor,
     values: Tensor | None,
     mixed: Tensor | None,
-    out: Tensor | None,
-    sweeps: list[tuple[bool, bool]],
+    sweeps: Sequence[tuple[bool, bool]],
     shifted: bool,
     safe: float,
-    block: int,
-) -> tuple[bool, Tensor]:
-    """All sweeps, and what the last one gathered; False where the scores do not fit."""
-    tokens = x.size(1)
-    a, b, density = _start(x, z, sigma, count)
-    result = b
+) -> Tensor | None:
+    """All sweeps, and what the last one gathered; None where the scores do not fit."""
+    b, density = count * (sigma > 0), count / sigma  # zero duals
+    total = torch.empty_like(b)
+    gathered = None
     if shifted:
-        if not _open_shifted(x, bias, absent, z, kernel, a, safe, block, 0, tokens):
-            return False, result
-        _top_to_scaling(a, absent)
-    for index in range(len(sweeps)):
-        closes_tokens, closes_pivots = sweeps[index]
+        if not _open_shifted(blocks, z, safe):
+            return None
+        _top_to_scaling(blocks)
+    for index, (closes_tokens, closes_pivots) in enumerate(sweeps):
         opens, last = index == 0 and not shifted, index == len(sweeps) - 1
+        if last and values is not None:
+            gathered = b.new_zeros((len(z), z.shape[2], values.shape[2]))
         weights = b.transpose(1, 2) * mixed if last and mixed is not None else None
-        fits, total, result = _sweep(
-            x, bias, absent, z, kernel, a, b, values if last else None, weights, out, opens,
-            closes_tokens, closes_pivots, safe, block, 0, tokens,
-        )  # fmt: skip
-        if not fits:
-            return False, result
+        total.zero_()
+        if not _sweep(
+            blocks, z, b, total, gathered, weights, opens, closes_tokens, closes_pivots, safe
+        ):
+            return None
         if closes_pivots:
             b, density = _close_pivots(total, sigma, count)
-    return True, result if values is None else _over_mass(result, density, sigma)
+    if gathered is None:
+        return b
+    # diag(b / sigma) K' diag(a) v, 0 for a pivot without mass
+    return gathered * density.masked_fill(sigma <= 0, 0.0).transpose(1, 2)

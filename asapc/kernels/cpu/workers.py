@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, TypeVar
 
 import torch
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 TILE_BYTES = 1 << 19  # the size of a tile: half of a 1 MiB private cache
 
@@ -57,6 +52,30 @@ def each_worker(
         pass
 
 
+def each_group(
+    work: Callable[[Iterator[slice]], None], heads: int, bytes_of_one: int | None, tiles: int = 1
+) -> None:
+    """Call work(groups of heads to do), without gradients.
+
+    Where one head fills its tiles, or bytes_of_one is None, each worker does one at a time. Smaller ones
+    are done together, as many as fill those of every thread, and torch's threads share each operation:
+    in dozens of short operations, threads of our own would mostly wait for the interpreter lock.
+    """
+    threads, tile_bytes, group = torch.get_num_threads(), tiles * TILE_BYTES, 1
+    if bytes_of_one is not None and bytes_of_one <= tile_bytes:
+        group = threads * tile_bytes // max(1, bytes_of_one)
+
+    def of(starts: Iterator[int]) -> Iterator[slice]:
+        return (slice(start, min(start + group, heads)) for start in starts)
+
+    starts = range(0, heads, group)
+    if group == 1:
+        each_worker(lambda some: work(of(some)), starts)
+        return
+    with torch.no_grad():
+        work(of(iter(starts)))
+
+
 @cache
 def _workers(process: int, count: int) -> ThreadPoolExecutor:
     """`count` threads whose torch operators run serially; one pool per process, fork or not.
@@ -77,23 +96,3 @@ def _workers(process: int, count: int) -> ThreadPoolExecutor:
     ready.wait()
     torch.set_num_threads(count)
     return pool
-
-
-def without_gil(function: Function) -> Function:
-    """TorchScript runs a function without the interpreter lock; other Pythons run it as it is.
-
-    For functions of dozens of calls of some ten microseconds each, in which the interpreter takes 5 to
-    25 % of the time on one thread, and threads wait for one another's. A loop whose views are made
-    before it begins needs none of this: see sinkhorn.py and streaming.py. Deprecated in torch, and from
-    Python 3.14 not supported: there functions run as they are, which a test holds to the same results.
-    """
-    if sys.version_info >= (3, 14):
-        return function
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("ignore", FutureWarning)
-            scripted: Function = torch.jit.script(function)
-    except (AttributeError, RuntimeError, NotImplementedError, OSError):  # none, or no source, here
-        return function
-    return scripted
