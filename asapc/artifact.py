@@ -625,6 +625,7 @@ def load(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     *,
     stage: Stage = "graph",
+    sequence_group: Any = None,
     trust: bool = False,
 ) -> nn.Module:
     """The compiled model, with the teacher's call signature and output structure, in evaluation mode.
@@ -638,15 +639,23 @@ def load(
            A model that is refused is left as it was, its weights and earlier patches included. Where
            every site keeps the teacher's own code nothing is patched, with a warning.
     stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
+    sequence_group: a process group of torch.distributed whose processes share every sequence, each its
+           queries: all of them call the model with the same tensors, and get the same outputs. Forward
+           only, without model=.  See asapc.program.sequence.
     trust: the folder is your own: its programs may call operators that SECURITY.md does not list.
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.program.monitor.
     Raises InputError.
     """
+    if sequence_group is not None and model is not None:
+        raise InputError(
+            "sequence_group= runs the program of the whole model", got="model= as well",
+            help="drop model=: the artefact has the weights",
+        )  # fmt: skip
     patches = model is not None and stage == "graph"  # patches are separate programs
     artifact = read_artifact(out, () if patches else (stage,), trust=trust)
     if model is None:
         if artifact.capture == "whole":
-            return _rebuilt(artifact, stage)
+            return _rebuilt(artifact, stage, sequence_group)
         raise InputError(
             f"{out}: was captured per module and needs the model around it",
             help="asapc.load(OUT, model=factory), with the factory the teacher was built by",
@@ -675,7 +684,7 @@ def _both(captured: Tensors, program: Tensors) -> Tensors:
     return replace(captured, sizes=tuple(q if isinstance(q, int) else p for p, q in pairs))
 
 
-def _rebuilt(artifact: Artifact, stage: Stage) -> CompiledModel:
+def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> CompiledModel:
     """The whole model of a stage, from the artefact alone."""
     manifest = artifact.manifest
     graph = artifact.programs[stage][0].graph
@@ -702,11 +711,30 @@ def _rebuilt(artifact: Artifact, stage: Stage) -> CompiledModel:
     lines = [site_line(site) for site in manifest["sites"]] if stage == "graph" else [f"stage: {stage}"]
     graph.add_module(OPERATORS, Operators({renamed[n]: t for n, t in fitted.items()}, lines))
     weights = [p.dtype for p in graph.parameters() if p.is_floating_point()]
-    code = GraphCode(flat, weights[0] if weights else torch.float32)
-    model = CompiledModel(graph, code, call, str(manifest["teacher"]["source"]), lines)
+    dtype, source = weights[0] if weights else torch.float32, str(manifest["teacher"]["source"])
+    if sequence_group is not None:
+        from asapc.program.sequence import SequenceCode, token_axes  # torch.distributed is large
+
+        _warn_whole(manifest["sites"] if stage == "graph" else ())
+        return CompiledModel(
+            graph, SequenceCode(flat, dtype, sequence_group, token_axes(call)), call, source, lines
+        )
+    code = GraphCode(flat, dtype)
+    model = CompiledModel(graph, code, call, source, lines)
     if stage == "graph":
         attach(model, [(code, manifest["programs"][0]["calls"][stage])], manifest["sites"])
     return model
+
+
+def _warn_whole(sites: Sequence[Mapping[str, Any]]) -> None:
+    """What a sequence group does not share out: right, and no faster than one process."""
+    from asapc.program.sharded_sites import SITES
+
+    alone = [f"{site['name']} ({site['operator']})" for site in sites if site["operator"] not in SITES]
+    if alone:
+        warnings.warn(
+            f"asapc.load: every process computes these sites whole: {', '.join(alone)}", stacklevel=4
+        )
 
 
 def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:

@@ -120,6 +120,11 @@ class Feature:
         """Of what `parameter` makes."""
         return FAMILIES[self.family].shape(heads, dim, self.count)
 
+    @property
+    def by_head(self) -> bool:
+        """Whether every head has a parameter of its own, along the first axis."""
+        return self.has_parameter and self.parameter_shape(-1, None)[0] == -1
+
     def width(self, clouds: Clouds) -> int:
         """Number of columns F."""
         width = self.columns_of(clouds.x.shape[3], clouds.x.shape[2])

@@ -67,8 +67,12 @@ class GraphCode:
 
     def _made(self, place: tuple[torch.dtype, torch.device]) -> Callable[..., Any]:
         if place not in self._functions:
-            self._functions[place] = _function(_moved(self.graph, self.dtype, *place))
+            self._functions[place] = self.runnable(_moved(self.graph, self.dtype, *place))
         return self._functions[place]
+
+    def runnable(self, graph: Graph) -> Callable[..., Any]:
+        """What is called with the module and the tensors of a call."""
+        return _function(graph)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "place": self._current[0], "nodes": _encoded(self.graph)}

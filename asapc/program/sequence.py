@@ -1,0 +1,460 @@
+"""Sequence parallelism: a compiled graph in which every process computes the tokens that are its own.
+
+    ids [B, N]  ->  cut along N  ->  embedding, linear, norm, ..: on the own tokens
+                ->  sinkhorn, asap: on the own queries, see sharded_sites
+                ->  mean, sum, max over tokens: of the own, then of all processes
+                ->  outputs: gathered
+
+What is cut and what is whole is found out as the graph runs, from one rule an operator. An operator
+without a rule, or one that mixes tokens, takes whole tensors, gathered, and computes the same in every
+process: that is always right, and costs its memory and time.
+
+torch.distributed.tensor has rules of this kind too, but refuses most views of an axis that does not
+divide evenly, and needs a strategy for each of our operators.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from asapc.program.call import Call
+from asapc.program.code import GraphCode
+from asapc.program.sharded_sites import QUERIES, SITES
+from asapc.program.shards import Group, Shard, whole
+
+Bound = dict[str, Any]
+"""The arguments of an operator by the names of its schema."""
+
+Rule = Callable[[Any, Bound], Any]
+"""(operator, arguments) -> a shard or what holds some, or NotImplemented where it takes whole tensors."""
+
+
+class SequenceCode(GraphCode):
+    """A GraphCode that runs on this process's tokens; called with, and giving, whole tensors.
+
+    cut: by tensor of the call, the axis of its tokens, or None.
+    """
+
+    def __init__(
+        self, graph: Graph, dtype: torch.dtype, handle: Any, cut: Sequence[int | None]
+    ) -> None:
+        self.group, self.cut = Group.of(handle), tuple(cut)
+        super().__init__(graph, dtype)
+
+    def runnable(self, graph: Graph) -> Callable[..., tuple[Any, ...]]:
+        return _Run(graph, self.group, self.cut)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceCode:
+        return SequenceCode(copy.deepcopy(self.graph, memo), self.dtype, self.group.handle, self.cut)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model on a sequence group belongs to its processes: load it in each of them")
+
+
+def token_axes(call: Call) -> list[int | None]:
+    """Of every tensor of a call, its first axis after the batch whose size is free."""
+    return [
+        next((axis for axis, size in enumerate(like.sizes) if axis and isinstance(size, str)), None)
+        for like in call.tensors
+    ]
+
+
+class _Run:
+    """A graph, node by node; what nobody needs any more is let go."""
+
+    def __init__(self, graph: Graph, group: Group, cut: Sequence[int | None]) -> None:
+        self.graph, self.group, self.cut = graph, group, cut
+        last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
+        self.over: dict[Node, list[Node]] = {}
+        for node, user in last.items():
+            self.over.setdefault(user, []).append(node)
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, *flat: Any) -> tuple[Any, ...]:
+        values: dict[Node, Any] = {}
+        inputs = iter(zip(flat, self.cut, strict=True))
+        sizes = {x.shape[axis] for x, axis in zip(flat, self.cut, strict=True) if axis is not None}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                given, axis = next(inputs)
+                values[node] = given if axis is None else Shard.of(given, axis, self.group)
+            elif node.op == "get_attr":
+                values[node] = _attribute(module, str(node.target))
+            elif node.op == "output":
+                return tuple(
+                    whole(value) for value in torch.fx.node.map_arg(node.args[0], lambda n: values[n])
+                )
+            else:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+                values[node] = self._called(node.target, args, kwargs, sizes)
+            for over in self.over.get(node, ()):
+                values.pop(over, None)
+        raise ValueError("the graph has no output")
+
+    def _called(self, target: Any, args: Any, kwargs: Any, sizes: Set[int]) -> Any:
+        if not isinstance(target, torch._ops.OpOverload):
+            return target(*args, **kwargs)  # of Python, on numbers and tuples
+        namespace, _, name = target._schema.name.partition("::")
+        bound = _bound(target, args, kwargs)
+        if namespace == "asapc" and name in SITES:
+            q = bound["q"]
+            if not isinstance(q, Shard) or q.axis != QUERIES:
+                bound["q"] = Shard.of(whole(q), QUERIES, self.group)
+            return SITES[name](**bound)
+        if any(isinstance(leaf, Shard) for leaf in pytree.tree_leaves(bound)):
+            rule = RULES.get(name) or (_pointwise if torch.Tag.pointwise in target.tags else None)
+            found = NotImplemented if rule is None else rule(target, bound)
+            if found is not NotImplemented:
+                return found
+        result = _call(target, pytree.tree_map(whole, bound))
+        axis = _token_axis(result, sizes) if name in _MADE else None
+        return result if axis is None else Shard.of(result, axis, self.group)
+
+
+_MADE = ("arange", "zeros", "ones", "full")
+
+
+def _token_axis(made: Tensor, sizes: Set[int]) -> int | None:
+    """Where positions, or what else is made from sizes alone, may have a place for every token: to cut
+    is always right."""
+    axes = range(min(1, made.dim() - 1), made.dim())
+    return next((axis for axis in axes if made.shape[axis] in sizes), None)
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
+    """Every argument that is given, or has a default, by its name."""
+    found: Bound = {}
+    for index, argument in enumerate(target._schema.arguments):
+        if index < len(args) and not argument.kwarg_only:
+            found[argument.name] = args[index]
+        elif argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def _call(target: Any, bound: Bound) -> Any:
+    positional = [a.name for a in target._schema.arguments if not a.kwarg_only]
+    named = {name: value for name, value in bound.items() if name not in positional}
+    return target(*(bound[name] for name in positional if name in bound), **named)
+
+
+def _on_local(target: Any, bound: Bound) -> Any:
+    """The operator on what this process has."""
+    return _call(target, pytree.tree_map(lambda x: x.local if isinstance(x, Shard) else x, bound))
+
+
+def _only_shard(bound: Bound) -> Shard | None:
+    """The one shard among the arguments; None where there are more."""
+    shards = [leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Shard)]
+    return shards[0] if len(shards) == 1 else None
+
+
+def _first(bound: Bound) -> Any:
+    return next(iter(bound.values()))
+
+
+def _pointwise(target: Any, bound: Bound) -> Any:
+    """Broadcast: what is whole is cut where the shards are; shards along two axes are gathered."""
+    leaves = [leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Tensor | Shard)]
+    shards = [leaf for leaf in leaves if isinstance(leaf, Shard)]
+    first = max(shards, key=lambda shard: shard.size)
+    axis, size = first.from_end, first.size
+    if any((shard.from_end, shard.size) != (axis, size) for shard in shards):
+        return NotImplemented
+    if any(leaf.shape[axis] not in (1, size) for leaf in leaves if len(leaf.shape) >= -axis):
+        return NotImplemented
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() >= -axis and leaf.shape[axis] == size > 1:
+            return Shard.of(leaf, axis, first.group).local
+        return leaf.local if isinstance(leaf, Shard) else leaf
+
+    result = _call(target, pytree.tree_map(cut, bound))
+    return first.like(result, axis)
+
+
+def _same_place(target: Any, bound: Bound) -> Any:
+    """The token axis stays where it is, and every token is by itself."""
+    x = _first(bound)
+    if not isinstance(x, Shard) or _only_shard(bound) is not x:
+        return NotImplemented
+    return x.like(_on_local(target, bound))
+
+
+def _fresh(target: Any, bound: Bound) -> Any:
+    """x.new_zeros(sizes): whole sizes, of which nothing is x's."""
+    return _on_local(target, bound)
+
+
+def _size(target: Any, bound: Bound) -> Any:
+    return _first(bound).shape[bound["dim"]]
+
+
+def _features(count: Callable[[Bound], int]) -> Rule:
+    """Something of the last axes of each token.  count: how many those are."""
+
+    def rule(target: Any, bound: Bound) -> Any:
+        x = _first(bound)
+        if not isinstance(x, Shard) or _only_shard(bound) is not x or -x.from_end <= count(bound):
+            return NotImplemented
+        result = _on_local(target, bound)
+        if isinstance(result, tuple):  # native_layer_norm: the mean and deviation of a token, too
+            return tuple(x.like(part) if part.dim() > x.axis else part for part in result)
+        return x.like(result)
+
+    return rule
+
+
+def _embedding(target: Any, bound: Bound) -> Any:
+    ids = bound["indices"]
+    if not isinstance(ids, Shard) or _only_shard(bound) is not ids:
+        return NotImplemented
+    return ids.like(_on_local(target, bound))
+
+
+def _dims(x: Shard, bound: Bound) -> list[int]:
+    """The axes that an operator is along; all of them where it does not say."""
+    dim = bound.get("dim", bound.get("dims"))
+    dims = [dim] if isinstance(dim, int) else list(dim or range(len(x.shape)))
+    return [d % len(x.shape) for d in dims]
+
+
+def _along(target: Any, bound: Bound) -> Any:
+    """softmax, cumsum, sort: along one axis, which no other token has a part in unless it is theirs."""
+    x = _first(bound)
+    if not isinstance(x, Shard) or x.axis in _dims(x, bound):
+        return NotImplemented
+    return pytree.tree_map_only(Tensor, x.like, _on_local(target, bound))
+
+
+def _reduction(join: Callable[[Shard, Tensor], Tensor] | None) -> Rule:
+    """A reduction.  join: of what each process has of its own tokens; None: over whole ones alone."""
+
+    def rule(target: Any, bound: Bound) -> Any:
+        x = _first(bound)
+        if not isinstance(x, Shard):
+            return NotImplemented
+        dims = _dims(x, bound)
+        if x.axis in dims:
+            if join is None or x.size < x.group.processes:  # a process without a token has no maximum
+                return NotImplemented
+            return join(x, _on_local(target, bound))
+        before = 0 if bound.get("keepdim") else sum(d < x.axis for d in dims)
+        result = _on_local(target, bound)
+        return pytree.tree_map_only(Tensor, lambda part: x.like(part, x.axis - before), result)
+
+    return rule
+
+
+def _joined_mean(x: Shard, own: Tensor) -> Tensor:
+    share = x.local.shape[x.axis] / x.size
+    return x.group.summed(own * share)
+
+
+def _transposed(target: Any, bound: Bound) -> Any:
+    x = _first(bound)
+    order = list(range(len(x.shape)))
+    if "dims" in bound:
+        order = [d % len(order) for d in bound["dims"]]
+    elif "dim0" in bound:
+        one, other = bound["dim0"], bound["dim1"]
+        order[one], order[other] = order[other], order[one]
+    else:
+        order.reverse()  # aten.t
+    return x.like(_on_local(target, bound), order.index(x.axis))
+
+
+def _unsqueezed(target: Any, bound: Bound) -> Any:
+    x = _first(bound)
+    at = bound["dim"] % (len(x.shape) + 1)
+    return x.like(_on_local(target, bound), x.axis + (at <= x.axis))
+
+
+def _squeezed(target: Any, bound: Bound) -> Any:
+    x = _first(bound)
+    dims = [d for d in _dims(x, bound) if x.shape[d] == 1]
+    if x.axis in dims:
+        return NotImplemented
+    local = x.local
+    for d in sorted(dims, reverse=True):
+        local = local.squeeze(d)
+    return x.like(local, x.axis - sum(d < x.axis for d in dims))
+
+
+def _selected(target: Any, bound: Bound) -> Any:
+    """One place of an axis.  Of the tokens, such as [CLS], the process that has it gives it to all."""
+    x = _first(bound)
+    dim = bound["dim"] % len(x.shape)
+    if dim != x.axis:
+        return x.like(_on_local(target, bound), x.axis - (dim < x.axis))
+    index, share = bound["index"] % x.size, x.group.share(x.size)
+    owner = next(r for r in range(x.group.processes) if index < x.group.share(x.size, r).stop)
+    shape = [size for axis, size in enumerate(x.shape) if axis != dim]
+    own = x.local.select(dim, index - share.start) if owner == x.group.rank else x.local.new_empty(shape)
+    return x.group.all_of(own)[owner]
+
+
+def _sliced(target: Any, bound: Bound) -> Any:
+    x = _first(bound)
+    dim, size = bound.get("dim", 0) % len(x.shape), x.size
+    if dim == x.axis:
+        start, end = (bound.get(name) for name in ("start", "end"))
+        if bound.get("step", 1) != 1 or start not in (None, 0) or (end is not None and end < size):
+            return NotImplemented
+        return x
+    return x.like(_on_local(target, bound))
+
+
+def _divided(target: Any, bound: Bound) -> Any:
+    """split, chunk, unbind along another axis than the tokens'."""
+    x = _first(bound)
+    dim = bound.get("dim", 0) % len(x.shape)
+    if dim == x.axis:
+        return NotImplemented
+    axis = x.axis - (target._schema.name == "aten::unbind" and dim < x.axis)
+    return [x.like(part, axis) for part in _on_local(target, bound)]
+
+
+def _concatenated(target: Any, bound: Bound) -> Any:
+    parts = bound["tensors"]
+    first = next(part for part in parts if isinstance(part, Shard))
+    stacks = target._schema.name == "aten::stack"
+    dim = bound.get("dim", 0) % (len(first.shape) + stacks)
+    if not stacks and dim == first.axis:  # a [CLS] before the tokens: cut anew
+        return Shard.of(_call(target, pytree.tree_map(whole, bound)), dim, first.group)
+    if any(isinstance(p, Shard) and (p.axis, p.size) != (first.axis, first.size) for p in parts):
+        return NotImplemented
+    shards = [p if isinstance(p, Shard) else Shard.of(p, first.axis, first.group) for p in parts]
+    result = _call(target, {**bound, "tensors": [shard.local for shard in shards]})
+    return first.like(result, first.axis + (stacks and dim <= first.axis))
+
+
+def _expanded(target: Any, bound: Bound) -> Any:
+    x = _first(bound)
+    sizes = list(bound["size"])
+    axis = len(sizes) + x.from_end
+    if sizes[axis] not in (-1, x.size):
+        return NotImplemented
+    sizes[axis] = -1
+    return x.like(x.local.expand(sizes), axis)
+
+
+def _expanded_as(target: Any, bound: Bound) -> Any:
+    x, other = bound["self"], bound["other"]
+    if not isinstance(other, Shard) or isinstance(x, Shard):
+        return NotImplemented
+    return Shard.of(x.expand(other.shape), other.axis, other.group)
+
+
+def _repeated(target: Any, bound: Bound) -> Any:
+    x = _first(bound)
+    axis = len(bound["repeats"]) + x.from_end
+    return NotImplemented if bound["repeats"][axis] != 1 else x.like(_on_local(target, bound), axis)
+
+
+def _viewed(target: Any, bound: Bound) -> Any:
+    """A view that leaves the tokens an axis of their own, with as much before it as before."""
+    x = _first(bound)
+    sizes = _new_shape(x, target, bound)
+    before = math.prod(x.shape[: x.axis])
+    for axis, size in enumerate(sizes):
+        if size == x.size and math.prod(sizes[:axis]) == before:
+            sizes[axis] = x.local.shape[x.axis]
+            return x.like(x.local.reshape(sizes), axis)
+    return NotImplemented
+
+
+def _new_shape(x: Shard, target: Any, bound: Bound) -> list[int]:
+    """Of the whole tensor after view, reshape, flatten or unflatten."""
+    whole_shape = torch.empty(x.shape, device="meta")
+    return list(_call(target, {**bound, next(iter(bound)): whole_shape}).shape)
+
+
+def _multiplied(target: Any, bound: Bound) -> Any:
+    """Rows of the left factor are tokens, and see all of the right one; or both have them as a batch."""
+    left, right = bound["self"], bound["mat2" if "mat2" in bound else "other"]
+    if not isinstance(left, Shard) or min(len(left.shape), len(right.shape)) < 2:
+        return NotImplemented
+    if left.from_end == -2:
+        return left.like(_with(target, bound, left.local, whole(right)), -2)
+    if left.from_end == -1 or not isinstance(right, Shard):
+        return NotImplemented
+    if (left.from_end, left.size) != (right.from_end, right.size):
+        return NotImplemented
+    return left.like(_with(target, bound, left.local, right.local), left.from_end)
+
+
+def _with(target: Any, bound: Bound, *factors: Tensor) -> Tensor:
+    found: Tensor = _call(target, dict(zip(bound, factors, strict=True)))
+    return found
+
+
+def _attended(target: Any, bound: Bound) -> Any:
+    """Softmax attention of the own queries, keys and values gathered."""
+    q: Any = bound["query"]
+    mask: Any = bound.get("attn_mask")
+    if not isinstance(q, Shard) or q.from_end != -2 or bound.get("is_causal"):
+        return NotImplemented
+    if not (isinstance(mask, Shard) and mask.from_end == -2):
+        mask = whole(mask)
+        if mask is not None and mask.shape[-2] != 1:
+            mask = Shard.of(mask, -2, q.group)
+    local = {"key": whole(bound["key"]), "value": whole(bound["value"]), "attn_mask": mask}
+    return q.like(_on_local(target, {**bound, **local}))
+
+
+def _named(rule: Rule, *names: str) -> Iterator[tuple[str, Rule]]:
+    return ((name, rule) for name in names)
+
+
+RULES: dict[str, Rule] = dict((
+    *_named(_size, "sym_size"),
+    *_named(_same_place, "contiguous", "clone", "to", "_to_copy", "alias", "detach", "dropout",
+            "zeros_like", "ones_like", "full_like", "type_as", "float"),
+    *_named(_fresh, "new_zeros", "new_ones", "new_full", "new_empty"),
+    *_named(_features(lambda bound: 1), "linear"),
+    *_named(_features(lambda bound: len(bound["normalized_shape"])), "layer_norm", "rms_norm",
+            "native_layer_norm"),
+    *_named(_embedding, "embedding"),
+    *_named(_along, "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "sort", "topk",
+            "argsort", "glu"),
+    *_named(_reduction(lambda x, own: x.group.summed(own)), "sum"),
+    *_named(_reduction(_joined_mean), "mean"),
+    *_named(_reduction(lambda x, own: x.group.all_of(own).amax(0)), "amax"),
+    *_named(_reduction(lambda x, own: x.group.all_of(own).amin(0)), "amin"),
+    *_named(_reduction(lambda x, own: x.group.all_of(own).any(0)), "any"),
+    *_named(_reduction(lambda x, own: x.group.all_of(own).all(0)), "all"),
+    *_named(_reduction(None), "var", "std", "argmax", "argmin", "max", "min", "logsumexp", "prod",
+            "linalg_vector_norm", "norm"),
+    *_named(_transposed, "transpose", "permute", "t"),
+    *_named(_unsqueezed, "unsqueeze"),
+    *_named(_squeezed, "squeeze"),
+    *_named(_selected, "select"),
+    *_named(_sliced, "slice"),
+    *_named(_divided, "split", "split_with_sizes", "chunk", "unbind"),
+    *_named(_concatenated, "cat", "concat", "stack"),
+    *_named(_expanded, "expand"),
+    *_named(_expanded_as, "expand_as"),
+    *_named(_repeated, "repeat"),
+    *_named(_viewed, "view", "reshape", "_unsafe_view", "flatten", "unflatten"),
+    *_named(_multiplied, "matmul", "bmm", "mm"),
+    *_named(_attended, "scaled_dot_product_attention"),
+))  # fmt: skip
+"""By operator of torch, without its namespace and overload."""
