@@ -19,11 +19,11 @@ from torch import Tensor
 
 from asapc.features import feature_list
 from asapc.operators.asap import dual, dual_and_row_mass, first_c_transform, open_dual
-from asapc.operators.c_transforms import close_rows, log_marginals
+from asapc.operators.c_transforms import log_marginals
 from asapc.operators.sinkhorn import clean_values, factor_value, open_empty, widen
 from asapc.program.shards import Group, Shard, whole
 
-BLOCK_BYTES = 1 << 24  # of scores that are formed at once
+BLOCK_BYTES = 1 << 22  # of scores that are formed at once: they pass through a cache several times
 QUERIES = 2  # the axis of queries, and of keys, in what an operator is given
 
 
@@ -117,7 +117,8 @@ def _loop(
     for some in _head_groups(q.shape[1], q.group):
         queries, keys = q.local[:, some], _heads(k, some)
         queries, opened, own_bias = open_empty(queries, keep, _heads(bias, some))
-        scores = _Scores(widen(queries) * score_multiplier, widen(keys), opened, widen(own_bias))
+        keys = clean_values(keys, opened)
+        scores = _Scores(widen(queries) * score_multiplier, widen(keys), widen(own_bias))
         loop = _Loop(scores, q.shape[2], q.group, opened)
         loop.start(
             None if local_f is None else open_dual(local_f[:, some], keep),
@@ -162,10 +163,11 @@ def _heads(x: Any, some: slice) -> Any:
 
 
 class _Scores:
-    """S [B, H, n, M] of some queries, formed a block of rows at a time, -inf on masked keys."""
+    """S [B, H, n, M] of some queries, formed a block of rows at a time; those of masked keys meet a
+    dual of -inf."""
 
-    def __init__(self, q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None) -> None:
-        self.q, self.k, self.keep, self.bias = q, k, keep, bias
+    def __init__(self, q: Tensor, k: Tensor, bias: Tensor | None) -> None:
+        self.q, self.k, self.bias = q, k, bias
         of_one = max(1, q.shape[0] * q.shape[1] * k.shape[2] * q.element_size())
         self.rows = [
             slice(start, min(start + max(1, BLOCK_BYTES // of_one), q.shape[2]))
@@ -177,8 +179,6 @@ class _Scores:
             scores = self.q[:, :, rows] @ self.k.transpose(-1, -2)
             if self.bias is not None:
                 scores += self.bias if self.bias.shape[-2] == 1 else self.bias[..., rows, :]
-            if self.keep is not None:
-                scores.masked_fill_(~self.keep[:, None, None, :], -math.inf)
             yield rows, scores
 
 
@@ -213,7 +213,8 @@ class _Loop:
         total = torch.full_like(self.g, -math.inf) if closes_columns else None
         for rows, scores in self.scores.blocks():
             if closes_rows:
-                self.f[..., rows] = close_rows(scores, self.g, self.log_mu)
+                seen = torch.logsumexp(scores + self.g[..., None, :], -1)
+                self.f[..., rows] = torch.where(torch.isneginf(seen), 0.0, self.log_mu - seen)
             if total is not None:
                 scores += self.f[..., rows, None]
                 total = torch.logaddexp(total, torch.logsumexp(scores, -2))
