@@ -108,7 +108,7 @@ def test_a_pattern_must_match_a_site() -> None:
     ("text", "message"),
     [
         ("c_transform: 3", r"unknown key 'c_transform'(.|\n)*did you mean 'c_transforms'"),
-        ("operator: lots", "operator must be auto or lossless or sinkhorn or asap or esp_hard or lot"),
+        ("operator: lots", "operator must be auto or lossless or sinkhorn or asap or lot or esp_hard"),
         ("operator: [asap]", "operator must be"),
         ("c_transforms: 51", f"c_transforms must be an integer from 0 to {MAX_C_TRANSFORMS}, got 51"),
         ("c_transforms: -1", "c_transforms must be"),

@@ -1,6 +1,6 @@
 """A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
 
-    operator: auto            # auto | lossless | sinkhorn | asap | esp_hard | lot
+    operator: auto            # auto | lossless | sinkhorn | asap | lot | esp_hard
     side: target              # target | source: whose dual is predicted; both: an ablation
     c_transforms: 1           # at most; the site's convention decides the parity. 0 with side: both
     features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
@@ -56,9 +56,10 @@ from asapc.inputs.settings import (
     parse,
 )
 from asapc.metrics import BUDGET_BOUNDS
-from asapc.operators.catalogue import OPERATORS
+from asapc.operators.catalogue import KINDS, OPERATORS, REPLACEMENTS
 
-OperatorName = Literal["auto", "lossless", "sinkhorn", "asap", "esp_hard", "lot"]
+_ASKED_FOR = dict.fromkeys(itertools.chain(*REPLACEMENTS.values()))  # each once, in order
+OPERATOR_NAMES = ("auto", "lossless", KINDS[0], *_ASKED_FOR)
 Fit = Literal["ls", "kl"]
 RidgeMode = Literal["risk", "direct"]
 Coefficients = Literal["per_head", "pooled", "shared"]
@@ -92,7 +93,7 @@ BUDGET_TYPES: Mapping[str, Any] = {
 }
 # Of the keys in a file. Where _COMPOUND has a parser, the type is for the schema alone.
 _OWN_TYPES: Mapping[str, Any] = {
-    "operator": OperatorName,
+    "operator": Literal.__getitem__(OPERATOR_NAMES),
     "side": RecipeSide,
     "c_transforms": integer(0, MAX_C_TRANSFORMS),
     "features": list_of(str, 1),
@@ -148,7 +149,7 @@ class Recipe:
     sites:               glob pattern on site names -> overrides, later patterns win.
     """
 
-    operator: OperatorName = "auto"
+    operator: str = "auto"
     side: RecipeSide = "target"
     c_transforms: int = 1
     features: tuple[str, ...] = ("coarse:32",)
