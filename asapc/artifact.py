@@ -641,7 +641,7 @@ def load(
     stage: "graph" is the compiled model, "lossless" and "teacher" what it was compared with.
     sequence_group: a process group of torch.distributed whose processes share every sequence, each its
            queries: all of them call the model with the same tensors, and get the same outputs. Forward
-           only, without model=.  See asapc.program.sequence.
+           only, without model= and without a monitor.  See asapc.program.sequence.
     trust: the folder is your own: its programs may call operators that SECURITY.md does not list.
     The compiled model has enable_monitor(), disable_monitor() and monitor, see asapc.program.monitor.
     Raises InputError.
