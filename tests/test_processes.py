@@ -88,8 +88,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calibrated(work: Path, recipe: dict[str, Any], out: Path, *options: str) -> int:
-    path = out.with_suffix(".yaml")
-    path.write_text(json.dumps({"batch_size": 5, "max_examples": 48, "selection_examples": 16, **recipe}))
+    path, part = out.with_suffix(".yaml"), out.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({"batch_size": 5, "max_examples": 48, "selection_examples": 16, **recipe}))
+    part.replace(path)  # in one step: another process may be reading it
     return main(["calibrate", str(work / "teacher"), "--data", str(work / "data.npz"), "-o", str(out),
                  "--recipe", str(path), *options])  # fmt: skip
 

@@ -372,6 +372,8 @@ def _repeated(target: Any, bound: Bound) -> Any:
 def _viewed(target: Any, bound: Bound) -> Any:
     """A view that leaves the tokens an axis of their own, with as much before it as before."""
     x = _first(bound)
+    if "dtype" in bound:  # other numbers in the same memory
+        return NotImplemented
     sizes = _new_shape(x, target, bound)
     before = math.prod(x.shape[: x.axis])
     for axis, size in enumerate(sizes):

@@ -157,9 +157,9 @@ def _head_groups(heads: int, group: Group) -> Iterator[slice]:
 
 def _heads(x: Any, some: slice) -> Any:
     """Some heads [B, h, ..] of all tokens."""
-    if x is None or (x.shape[1] == 1 and not isinstance(x, Shard)):
-        return x
-    return x.like(x.local[:, some]).whole() if isinstance(x, Shard) else x[:, some]
+    if isinstance(x, Shard):
+        return x.whole()[:, some] if x.axis == 1 else x.like(x.local[:, some]).whole()
+    return x if x is None or x.shape[1] == 1 else x[:, some]
 
 
 class _Scores:
