@@ -36,11 +36,13 @@ from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.ir import SiteTensors
+from asapc.memory import give_back
 from asapc.processes import ALONE, Processes, apart, together
 from asapc.terminal.progress import Progress
 
 ASIDE_EVERY = 15.0  # seconds between two times that statistics are put aside
 ASIDE_SHARE = 0.05  # of the run's time, at most, goes into that
+SAMPLE_BYTES = 1 << 28  # queries and keys of all sites that slices and pivots are made from
 _KEPT = "what was calibrated before is kept: mend the data, and the same command goes on from there"
 
 Collector = SiteStatistics | Distiller
@@ -204,25 +206,32 @@ def _prepare(
     progress: Progress,
     processes: Processes,
 ) -> None:
-    """Slices and pivots of every candidate, from the examples of the sample that have one shape.
+    """Slices and pivots of every candidate, from the examples of the sample that have one shape, as many
+    as SAMPLE_BYTES hold.
 
     Every process makes those of its share of the sites."""
     ready = all(p.done > 0 or isinstance(p.collector, Distiller) for p in pending)
     if processes.least(ready):
         return
     seen: list[list[SiteTensors]] = []
+    held = 0
     with progress.phase("sampling"):
         for batch in sample:
             tensors = observe(batch)
             if seen and _layout(tensors) != _layout(seen[0]):
                 break
-            seen.append([replace(t, bias=None) for t in tensors])  # which may be large, and has no part
+            seen.append([replace(t, bias=None, v=None) for t in tensors])  # what is large and has no part
+            size = sum(t.q.nbytes + t.k.nbytes for t in tensors)
+            held += size
+            if held + size > SAMPLE_BYTES:
+                break
     if not seen:
         return
     for p in progress.track(list(processes.share(pending)), "slices and pivots"):
         joined = _joined([tensors[p.site] for tensors in seen])
         check_finite(p.name, joined)
         p.collector.prepare(joined)
+        give_back()
     if not processes.alone:
         _exchange_parameters(pending, processes)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import io
 import itertools
 import math
 import os
@@ -40,6 +39,7 @@ MAX_UNPACKED = 1 << 28  # bytes; of larger data, at most MAX_RATIO times the fil
 MAX_RATIO = 200
 
 _PIECE = 256  # examples: a selection copies, so never a whole file at once
+_PIECE_BYTES = 1 << 24  # of them, where examples are large
 
 DATA_GRAMMAR = (
     "give an .npz or .safetensors file with one array per argument of forward (and optional "
@@ -152,12 +152,18 @@ class ArrayData(DataSource):
         for name in sorted(arrays):
             tensor = arrays[name]
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.numpy().tobytes())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self.fingerprint = digest.hexdigest()
+        self._piece = _piece(sum(tensor.nbytes for tensor in inputs.values()), self.examples)
 
     def _batches(self) -> Iterator[Batch]:
-        for start in range(0, len(self._all), _PIECE):
-            yield rows(self._all, range(start, min(start + _PIECE, len(self._all))))
+        for start in range(0, len(self._all), self._piece):
+            yield rows(self._all, range(start, min(start + self._piece, len(self._all))))
+
+
+def _piece(size: int, examples: int) -> int:
+    """How many of so many examples, of so many bytes together, to look at at once."""
+    return max(1, min(_PIECE, _PIECE_BYTES * examples // max(1, size)))
 
 
 class CallableData(DataSource):
@@ -290,7 +296,8 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
         if not path.is_file():
             raise InputError(f"{spec}: no such data file", help="check the path")
         arrays = _read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
-        return ArrayData(spec, _validated(signature.renamed(arrays), signature, spec), signature)
+        tensors = _validated(signature.renamed(arrays), signature, spec, own=True)
+        return ArrayData(spec, tensors, signature)
     if ":" in spec:
         return CallableData(spec, signature)
     if path.suffix == ".npy":
@@ -420,24 +427,26 @@ def _read_npy(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path
 ) -> np.ndarray[Any, Any]:
     """One array, whose declared shape must be the size of what follows it."""
-    content = io.BytesIO(archive.read(info))
-    version = np.lib.format.read_magic(content)
-    if version not in ((1, 0), (2, 0)):  # 3.0 is for names of fields, which no array of numbers has
-        raise ValueError(f"version {version} of the .npy format")
-    read = np.lib.format.read_array_header_1_0
-    shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(content)
-    if dtype.hasobject:
-        raise InputError(
-            f"{path}: arrays must hold numbers",
-            got="Python objects (a pickle, which is never run)",
-            help="convert them to numeric arrays, padded to one length, and save again",
-        )
-    declared = math.prod(shape) * dtype.itemsize
-    stored = info.file_size - content.tell()
-    if min(shape, default=0) < 0 or declared != stored:
-        raise ValueError(f"an array of {declared} bytes declared, {stored} stored")
-    content.seek(0)
-    return np.lib.format.read_array(content, allow_pickle=False)
+    with archive.open(info) as content:
+        version = np.lib.format.read_magic(content)
+        if version not in ((1, 0), (2, 0)):  # 3.0 is for names of fields, which numbers do not have
+            raise ValueError(f"version {version} of the .npy format")
+        read = np.lib.format.read_array_header_1_0
+        shape, _, dtype = (
+            read if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )(content)  # fmt: skip
+        if dtype.hasobject:
+            raise InputError(
+                f"{path}: arrays must hold numbers",
+                got="Python objects (a pickle, which is never run)",
+                help="convert them to numeric arrays, padded to one length, and save again",
+            )
+        declared = math.prod(shape) * dtype.itemsize
+        stored = info.file_size - content.tell()
+        if min(shape, default=0) < 0 or declared != stored:
+            raise ValueError(f"an array of {declared} bytes declared, {stored} stored")
+    with archive.open(info) as content:  # read piece by piece: it is never there twice
+        return np.lib.format.read_array(content, allow_pickle=False)
 
 
 def _broken_npz(path: Path, error: Exception) -> InputError:
@@ -449,15 +458,20 @@ def _broken_npz(path: Path, error: Exception) -> InputError:
 
 
 def _validated(
-    arrays: Mapping[str, np.ndarray[Any, Any] | Tensor], signature: Signature, place: str
+    arrays: Mapping[str, np.ndarray[Any, Any] | Tensor],
+    signature: Signature,
+    place: str,
+    own: bool = False,
 ) -> dict[str, Tensor]:
+    """own: nobody else holds the arrays, so none is copied that is already as it should be."""
     if not arrays:
         raise _empty(place)
     # names first: a wrong file shows by its names, before anything is said about its contents
     signature.bind((), {name: None for name in arrays if name != "labels"}, place)
     tensors = {
-        name: _input(value, name, place, 0) for name, value in arrays.items() if name != "labels"
-    }
+        name: _input(value, name, place, 0, own)
+        for name, value in arrays.items() if name != "labels"
+    }  # fmt: skip
     if "labels" in arrays:
         tensors["labels"] = _labels(arrays["labels"], place)
     _check_lengths(tensors, place)
@@ -468,8 +482,8 @@ def _is_array(value: object) -> bool:
     return isinstance(value, (Tensor, np.ndarray))
 
 
-def _tensor(value: object, name: str, place: str) -> Tensor:
-    """An array as a tensor on the CPU, its dtype unchanged."""
+def _tensor(value: object, name: str, place: str, own: bool = False) -> Tensor:
+    """An array as a tensor on the CPU, its dtype unchanged; a copy, unless it is our own."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     array = np.asarray(value)
@@ -482,20 +496,21 @@ def _tensor(value: object, name: str, place: str) -> Tensor:
     if array.dtype.kind == "u":
         array = array.astype(np.int64)
     native = array.dtype.newbyteorder("=")
+    if own:
+        return torch.from_numpy(np.require(array, native, ["C", "W"]))
     return torch.from_numpy(np.array(array, dtype=native, order="C"))
 
 
-def _input(value: object, name: str, place: str, first: int) -> Tensor:
+def _input(value: object, name: str, place: str, first: int, own: bool = False) -> Tensor:
     """An input array [B, ...] in its canonical dtype, finite.  first: examples before it."""
-    tensor = _tensor(value, name, place)
+    tensor = _tensor(value, name, place, own)
     if tensor.is_complex():
         raise InputError(f"{place}: {name} must hold real numbers", got=f"dtype {tensor.dtype}")
     if tensor.is_floating_point():
         if tensor.dtype not in (torch.float64, torch.float16):
             tensor = tensor.float()
-        bad = ~torch.isfinite(tensor)
-        if bad.any():
-            example = int(bad.reshape(len(bad), -1).any(dim=1).nonzero()[0]) if bad.dim() else 0
+        example = _first_bad(tensor)
+        if example is not None:
             kind = (
                 "NaN" if torch.isnan(tensor[example] if tensor.dim() else tensor).any() else "inf"
             )
@@ -507,6 +522,19 @@ def _input(value: object, name: str, place: str, first: int) -> Tensor:
     elif tensor.dtype != torch.bool:
         tensor = tensor.long()
     return tensor
+
+
+def _first_bad(tensor: Tensor) -> int | None:
+    """The first example [...] with a number that is not finite."""
+    if not tensor.dim():
+        return None if bool(tensor.isfinite()) else 0
+    first = 0
+    for piece in tensor.split(_piece(tensor.nbytes, len(tensor))):  # what is compared takes memory too
+        bad = ~torch.isfinite(piece)
+        if bad.any():
+            return first + int(bad.reshape(len(bad), -1).any(dim=1).nonzero()[0])
+        first += len(piece)
+    return None
 
 
 def _labels(value: object, place: str) -> Tensor:
@@ -582,6 +610,18 @@ def rows(batch: Batch, index: list[int] | range) -> Batch:
         labels=pick(batch.labels),
         hashes=[batch.hashes[i] for i in index],
         numbers=[batch.numbers[i] for i in index] if batch.numbers else [],
+    )
+
+
+def own(batch: Batch) -> Batch:
+    """The same in memory of its own: a view keeps all of what it is a part of."""
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return replace(
+        batch,
+        args=tuple(copied(value) for value in batch.args),
+        kwargs={name: copied(value) for name, value in batch.kwargs.items()},
     )
 
 

@@ -19,10 +19,10 @@ from asapc.inputs.teacher import Teacher, uncompiled
 from asapc.inputs.weights import (
     check_finite,
     fingerprint,
-    fitting,
     load_weights,
     read_safetensors,
     read_state_dict,
+    take_weights,
 )
 from asapc.models import ARCHITECTURES
 from asapc.terminal.hints import command_line
@@ -198,16 +198,18 @@ def _folder_teacher(
     _check_loops(config, len(state), config_path)
     try:
         with torch.device("meta"):  # sizes without memory: the weights show which are real
-            skeleton = ARCHITECTURES[name](**config)
-        fitting(skeleton, state, str(folder))
-        model = ARCHITECTURES[name](**config)
+            model = ARCHITECTURES[name](**config)
+        whole = take_weights(model, state, str(folder))
+        if not whole:
+            model = ARCHITECTURES[name](**config)
     except InputError:
         raise
     except Exception as error:  # whatever a constructor makes of a wrong value
         raise InputError(
             f"{config_path} must hold the arguments of {name}", got=describe(error)
         ) from error
-    load_weights(model, state, str(folder))
+    if not whole:
+        load_weights(model, state, str(folder))
     return _module_teacher(model, str(folder))
 
 

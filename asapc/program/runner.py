@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -105,22 +105,38 @@ class Tap:
     def __init__(
         self, model: nn.Module | None, lifted: Sequence[Program], sites: Sequence[str]
     ) -> None:
-        self._seen: dict[str, SiteTensors] = {}
-        self._sites = tuple(sites)
+        self._see: See = _unseen
+        self.sites = tuple(sites)
         programs = [replace(program, graph=tapped(program, self._record)) for program in lifted]
         self._run = Runner(model, programs)
 
     def __call__(self, batch: Batch) -> tuple[Any, list[SiteTensors]]:
         """(the model's output, one SiteTensors per site)."""
-        self._seen.clear()
-        output = self._run(batch)
-        return output, [self._seen[site] for site in self._sites]
+        seen: dict[str, SiteTensors] = {}
+        output = self.watch(batch, seen.__setitem__)
+        return output, [seen[site] for site in self.sites]
+
+    def watch(self, batch: Batch, see: See) -> Any:
+        """The model's output; every site is seen as it is met, and nothing is kept."""
+        self._see = see
+        try:
+            return self._run(batch)
+        finally:
+            self._see = _unseen
 
     def _record(self, site: str, q: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
         seen = SiteTensors.of_scores(q) if k is None else SiteTensors(q, k)
         names = [field.name for field in fields(SiteTensors)][2:-1]  # all that are tensors
         rest: dict[str, Any] = dict(zip(names, others, strict=True))
-        self._seen[site] = replace(seen, **rest)
+        with torch.autocast(q.device.type, enabled=False):  # the model's own is not the watcher's
+            self._see(site, replace(seen, **rest))
+
+
+See = Callable[[str, SiteTensors], None]
+
+
+def _unseen(site: str, seen: SiteTensors) -> None:
+    """Between two runs nobody watches."""
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ report() measures both for the report and its gates; bench() times the models an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from asapc.kernels.thresholds import key_of, without_cache
 from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
+from asapc.memory import give_back
 from asapc.metrics import MAP_EXAMPLES, MEASURED_EXAMPLES
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.audit import SoftToHard, soft_sites
@@ -78,7 +80,9 @@ def report(
     called = [o.site for program in artifact.programs["graph"] for o in operator_calls(program.graph)]
     compiled = Tap(surrounding, artifact.programs["graph"], called)
     outputs, lossless = OutputFidelity(), OutputFidelity()
-    sites = [SiteFidelity(artifact, i, fast) for i in range(len(artifact.manifest["sites"]))]
+    sites = {
+        name: SiteFidelity(artifact, index, fast) for index, name in enumerate(artifact.site_names)
+    }
     audit = _audit(artifact, surrounding)
     unseen = Unseen(artifact, source)
     measured = mapped = 0
@@ -87,18 +91,18 @@ def report(
     for batch in progress.track(batches, "measuring fidelity", None):
         first = first or batch
         teacher_out = comparable(runners["teacher"](batch))
-        compiled_out, tensors = compiled(batch)
+        lengths = _Lengths(len(batch))
+        compiled_out = comparable(compiled.watch(batch, lengths.see))
         with_maps = mapped < MAP_EXAMPLES
         if with_maps or not called:  # sites that are left as they were tell no lengths
-            lossless_out, tensors = tap(batch)
-            lossless.update(teacher_out, comparable(lossless_out), batch.labels)
-        lengths = _lengths(tensors, len(batch))
-        outputs.update(teacher_out, comparable(compiled_out), batch.labels, lengths, batch.numbers)
+            see = partial(_met, sites, lengths) if with_maps else lengths.see
+            lossless_out = comparable(tap.watch(batch, see))
+            lossless.update(teacher_out, lossless_out, batch.labels)
+        outputs.update(teacher_out, compiled_out, batch.labels, lengths.found(), batch.numbers)
+        give_back()
         if measured == 0 and source.labels is not None and outputs.classes is not None:
             check_labels(source.labels, outputs.classes, range(len(source.labels)), source.source)
         if with_maps:
-            for site, seen in zip(sites, tensors, strict=True):
-                site.update(seen)
             mapped += len(batch)
         if audit is not None:
             audit.update(batch)
@@ -106,7 +110,7 @@ def report(
     if first is None:
         raise unseen.nothing()
     progress.note("measuring latency")
-    timed = time_model(runners, first)
+    timed = time_model(runners, first, warmup=0)  # they have just run
     fit_seconds = artifact.fit_seconds
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
     fitted = any(entry["fit"] is not None for entry in artifact.manifest["sites"])
@@ -134,7 +138,7 @@ def report(
             "confidence": outputs.confidence(),
             "confidence_level": LEVEL,
         },
-        "sites": [site.result() for site in sites],
+        "sites": [site.result() for site in sites.values()],
         "by_length": outputs.by_length(),
         "refused": artifact.manifest["refused"],
         "warnings": artifact.manifest.get("warnings", []),
@@ -146,7 +150,7 @@ def report(
         "environment": environment(),
     }
     found = Report.from_json(document, str(artifact.folder))  # some of it is from the artefact's files
-    collectors = (site.pictures for site in sites)
+    collectors = (site.pictures for site in sites.values())
     return replace(found, pictures=tuple(own.result() for own in collectors if own is not None))
 
 
@@ -203,16 +207,36 @@ def _data_of(artifact: Artifact) -> list[str]:
     return [places.found(str(entry["data"]), artifact.folder) for entry in entries if "data" in entry]
 
 
-def _lengths(sites: Sequence[SiteTensors], examples: int) -> Tensor | None:
-    """Active keys of each example, at the first site with a mask: [B]; all keys where none has one.
+class _Lengths:
+    """Active keys of each example, at the first site with a mask; all keys where none has one.
 
-    None if no site's first axis counts the examples.
+    Of sites alone whose first axis counts the examples.
     """
-    per_example = [t for t in sites if len(t.q) == examples]
-    for t in per_example:
-        if t.keep is not None and len(t.keep) == examples:
-            return t.keep.sum(-1)
-    return torch.full((examples,), per_example[0].k.shape[2]) if per_example else None
+
+    def __init__(self, examples: int) -> None:
+        self._examples = examples
+        self._masked: Tensor | None = None
+        self._full: Tensor | None = None
+
+    def see(self, site: str, t: SiteTensors) -> None:
+        if len(t.q) != self._examples:
+            return
+        if self._full is None:
+            self._full = torch.full((self._examples,), t.k.shape[2])
+        if self._masked is None and t.keep is not None and len(t.keep) == self._examples:
+            self._masked = t.keep.sum(-1)
+
+    def found(self) -> Tensor | None:
+        """[B]; None if no site has told."""
+        return self._full if self._masked is None else self._masked
+
+
+def _met(
+    sites: Mapping[str, SiteFidelity], lengths: _Lengths, name: str, t: SiteTensors
+) -> None:
+    lengths.see(name, t)
+    sites[name].update(t)
+    give_back()
 
 
 def bench(

@@ -41,10 +41,10 @@ from asapc.report.pictures import PictureCollector
 
 
 def time_model(
-    runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7
+    runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7, warmup: int = 2
 ) -> dict[str, float]:
     calls: dict[str, Any] = {stage: partial(runner, batch) for stage, runner in runners.items()}
-    times = interleaved_medians(calls, repeats=repeats, enough=ENOUGH)
+    times = interleaved_medians(calls, repeats=repeats, warmup=warmup, enough=ENOUGH)
     return _ratios(times["teacher"], times["lossless"], times["graph"])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from asapc.artifact import signature_of
 from asapc.errors import InputError, NoSiteError, nothing_found
-from asapc.inputs.data import Batch, DataSource, open_data
+from asapc.inputs.data import Batch, DataSource, open_data, own
 from asapc.inputs.load import example_inputs
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, LeftAlone, Site, analyse
@@ -138,7 +138,7 @@ def _examples_of(teacher: Teacher, data: str | None) -> list[Batch]:
 
 def first_batches(source: DataSource) -> list[Batch]:
     """What a model is captured on, and what its sites are replayed on besides."""
-    found = list(itertools.islice(source.batches(EXAMPLE_BATCH), REPLAYED_BATCHES))
+    found = [own(b) for b in itertools.islice(source.batches(EXAMPLE_BATCH), REPLAYED_BATCHES)]
     if not found:
         raise InputError(f"{source.source}: the data must hold examples", got="none")
     return found

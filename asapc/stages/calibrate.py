@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def fit(
         fits, seen = stream(
             waiting,
             examples_of_fit(source, plan.recipe, plan.size, waiting, behind, processes),
-            partial(_observed, tap, plan.limit),
+            partial(_observed, tap, any(isinstance(p.collector, Distiller) for p in waiting)),
             aside,
             progress,
             f"calibrating {analysis.sites[sites[0]].name}" if plan.sequential else "calibrating",
@@ -217,10 +217,18 @@ def _behind_fitted(
     )
 
 
-def _observed(tap: Tap, limit: MemoryLimit | None, batch: Batch) -> list[SiteTensors]:
-    if limit is not None:
-        give_back()
-    return tap(batch)[1]
+def _observed(tap: Tap, with_values: bool, batch: Batch) -> list[SiteTensors]:
+    """What every site sees.  with_values: a fit needs them."""
+    seen: dict[str, SiteTensors] = {}
+
+    def see(site: str, t: SiteTensors) -> None:
+        if not with_values:  # as views they would keep the values, too
+            t = replace(t, q=t.q.clone(), k=t.k.clone(), v=None)
+        seen[site] = t
+        give_back()  # what is kept lies between what is not
+
+    tap.watch(batch, see)
+    return [seen[site] for site in tap.sites]
 
 
 def _within(
