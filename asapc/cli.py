@@ -16,6 +16,7 @@ import typer
 from asapc import commands, session
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text, nothing_found
 from asapc.metrics import MEASURED_EXAMPLES
+from asapc.processes import joined
 from asapc.session import EXIT_INTERRUPTED, Session
 from asapc.terminal.hints import command_line
 
@@ -45,6 +46,9 @@ Weights = Annotated[
     str | None, typer.Option(metavar="FILE", help="A factory's weights: .safetensors, .pt, .pth.")
 ]
 Kwargs = Annotated[str | None, typer.Option(metavar="JSON", help="A factory's keyword arguments.")]
+MaxMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Most the process may hold, such as 2GiB.")
+]
 OptionalModel = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="The teacher, where OUT cannot rebuild it."),
@@ -134,9 +138,7 @@ def calibrate(
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew where an earlier run was cut short.")
     ] = False,
-    max_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most the process may hold, such as 2GiB.")
-    ] = None,
+    max_memory: MaxMemory = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
@@ -203,14 +205,15 @@ def study(
         teacher = load_teacher(
             model, weights=weights, kwargs=kwargs, trust=trust, remote_code=trust_remote_code
         )
-        result = run_study(
-            teacher, data, blocks, out, run.progress,
-            test=test, max_test_examples=examples, batch_size=batch_size,
-        )  # fmt: skip
+        with joined() as processes:
+            result = run_study(
+                teacher, data, blocks, out, run.progress,
+                test=test, max_test_examples=examples, batch_size=batch_size, processes=processes,
+            )  # fmt: skip
         run.show(result, study_tables)
         run.note(f"wrote {out}: study.json, study.csv, study.md")
 
-    return session.run(body, json=json, quiet=quiet, debug=debug)
+    return session.run(body, json=json, quiet=quiet, debug=debug, processes=True)
 
 
 @app.command()
@@ -228,6 +231,7 @@ def compile(
     ] = None,
     opset: Opset = None,
     tolerance: Tolerance = None,
+    max_memory: MaxMemory = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
     trust: Trust = False,
@@ -253,8 +257,8 @@ def compile(
 
         onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
         manifest = commands.compile_model(
-            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx, trust=trust,
-            remote_code=trust_remote_code,
+            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx,
+            max_memory=max_memory, trust=trust, remote_code=trust_remote_code,
         )  # fmt: skip
         record = read_record(Path(out))
         run.show({**manifest, **({} if record is None else {"onnx_file": record})}, compile_tables)
@@ -369,10 +373,11 @@ def refresh(
         from asapc.inputs.onnx.settings import MODEL
 
         has_onnx = (Path(artifact) / MODEL).exists()
-        entry = pipeline.refresh(
-            artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs, trust=trust,
-            remote_code=trust_remote_code, progress=run.progress,
-        )  # fmt: skip
+        with joined() as processes:
+            entry = pipeline.refresh(
+                artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs, trust=trust,
+                remote_code=trust_remote_code, progress=run.progress, processes=processes,
+            )  # fmt: skip
         written = out or artifact
         run.show({"artifact": written, **entry}, refresh_tables)
         if has_onnx:
@@ -384,7 +389,7 @@ def refresh(
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
 
-    return session.run(body, json=json, quiet=quiet, debug=debug)
+    return session.run(body, json=json, quiet=quiet, debug=debug, processes=True)
 
 
 @app.command()
@@ -412,6 +417,7 @@ def report(
     fast: Annotated[
         bool, typer.Option("--fast", help="Without certificates and pictures of attention.")
     ] = False,
+    max_memory: MaxMemory = None,
     model: OptionalModel = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
@@ -434,7 +440,7 @@ def report(
         result = commands.report_artifact(
             run, artifact, data, gate, model, weights, kwargs, examples,
             baseline=baseline, max_regression=max_regression or (), junit=junit, fast=fast,
-            trust=trust, remote_code=trust_remote_code,
+            max_memory=max_memory, trust=trust, remote_code=trust_remote_code,
         )  # fmt: skip
         run.show(result, report_tables)
         _note_unverified(run, artifact, data)
@@ -444,10 +450,11 @@ def report(
             run.note(f"wrote {page}: open it in a browser")
         if result.gate.passed:
             return 0
-        session.complain(f"asapc: {failure_text(result.gate)}")
+        if run.speaks:
+            session.complain(f"asapc: {failure_text(result.gate)}")
         return EXIT_GATE_FAILED
 
-    return session.run(body, json=json, quiet=quiet, debug=debug)
+    return session.run(body, json=json, quiet=quiet, debug=debug, processes=True)
 
 
 @app.command()

@@ -53,9 +53,7 @@ def calibrate_model(
     from asapc.inputs.recipe import load_recipe
 
     resolved = load_recipe(recipe)
-    from asapc.memory import parse_size
-
-    limit = None if max_memory is None else parse_size(max_memory)
+    limit = _size(max_memory)
     from asapc.inputs.load import load_teacher
 
     teacher = load_teacher(
@@ -80,6 +78,7 @@ def compile_model(
     weights: str | None = None,
     kwargs: str | None = None,
     onnx: OnnxSettings | None = None,
+    max_memory: str | None = None,
     trust: bool = False,
     remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -90,6 +89,7 @@ def compile_model(
     from asapc.inputs.recipe import load_recipe
 
     resolved = None if recipe is None else load_recipe(recipe)
+    limit = _size(max_memory)
     from asapc.inputs.load import load_teacher
 
     teacher = load_teacher(
@@ -97,7 +97,9 @@ def compile_model(
     )
     from asapc import pipeline
 
-    return pipeline.compile(teacher, calibration, out, resolved, data, run.progress, onnx)
+    return pipeline.compile(
+        teacher, calibration, out, resolved, data, run.progress, onnx, max_memory=limit
+    )
 
 
 def report_artifact(
@@ -114,6 +116,7 @@ def report_artifact(
     max_regression: Sequence[str] = (),
     junit: str | None = None,
     fast: bool = False,
+    max_memory: str | None = None,
     trust: bool = False,
     remote_code: bool = False,
 ) -> Report:
@@ -127,18 +130,28 @@ def report_artifact(
     if baseline is None and max_regression:
         raise InputError("--max-regression needs a --baseline to compare with")
     earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
+    limit = _size(max_memory)
     if junit is not None:
         make_parent(junit)  # before minutes of measuring, not after
     from asapc import pipeline
 
-    result = pipeline.report(
-        artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
-        examples=examples, fast=fast, trust=trust, remote_code=remote_code, progress=run.progress,
-    )  # fmt: skip
-    write_report(artifact, result, run.note)
-    if junit is not None:
-        replace_file(junit, junit_text(result))
+    with joined() as processes:
+        result = pipeline.report(
+            artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
+            examples=examples, fast=fast, max_memory=limit, trust=trust, remote_code=remote_code,
+            progress=run.progress, processes=processes,
+        )  # fmt: skip
+        if processes.first:
+            write_report(artifact, result, run.note)
+            if junit is not None:
+                replace_file(junit, junit_text(result))
     return result
+
+
+def _size(max_memory: str | None) -> int | None:
+    from asapc.memory import parse_size
+
+    return None if max_memory is None else parse_size(max_memory)
 
 
 def _calibration_summary(calibration: Calibration, model: str, out: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How much memory a run may take, what it has taken, and how large its pieces may be.
 
-    asapc calibrate --max-memory 2GiB
+    asapc calibrate --max-memory 2GiB    (and compile, and report)
 
 The interpreter, torch and the model are there before the first batch: what is left of the limit is
 shared between what a batch needs at once and what is kept for a fit.
@@ -96,6 +96,15 @@ class MemoryLimit:
         """The most this process has taken since it began."""
         self._highest = max(self._highest, peak())
         return self._highest
+
+    def told(self, size: int) -> str:
+        """How much of what is allowed was taken.  size: of the batches."""
+        most = self.peak()
+        kept = "" if most <= self.limit else ": more than allowed, later batches were larger"
+        return (
+            f"{format_size(most)} of {format_size(self.limit)} memory taken at most, "
+            f"in batches of {size}{kept}"
+        )
 
     def batch_size(self, run: Callable[[int], object], most: int, share: float = 0.5) -> int:
         """The largest batch, at most `most`, that takes no more than a share of what is left.

@@ -25,6 +25,7 @@ from asapc.inputs.data import DataSource, open_data, recorded_data
 from asapc.inputs.onnx.settings import OnnxSettings, require_extra
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
+from asapc.memory import MemoryLimit
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.processes import ALONE, Processes
 from asapc.report import Report, evaluate
@@ -39,7 +40,7 @@ from asapc.stages.analyse import (
     forward_signature,
     require_sites,
 )
-from asapc.stages.calibrate import fit, plan_fits, tell_memory, tell_shortages, unfinished
+from asapc.stages.calibrate import fit, plan_fits, tell_shortages, unfinished
 from asapc.stages.emit import emit, verify_written
 from asapc.stages.export import write_verified
 from asapc.stages.rewrite import rewrite
@@ -99,7 +100,7 @@ def calibrate(
         if processes.first:
             save_calibration(out, calibration)
     if plan.limit is not None:
-        tell_memory(plan.limit, plan.size, progress)
+        progress.note(plan.limit.told(plan.size))
     return calibration
 
 
@@ -112,11 +113,13 @@ def compile(
     progress: Progress,
     onnx: OnnxSettings | None = None,
     analyse: Analyse = analyse_teacher,
+    max_memory: int | None = None,
 ) -> dict[str, Any]:
     """Select an operator per site, rewrite, verify, write the artefact; returns its manifest.
 
     onnx: write OUT/model.onnx too, verified on examples that calibration and selection have not seen;
-    where that fails nothing is written at all. analyse: see calibrate.
+    where that fails nothing is written at all. analyse: see calibrate.  max_memory: bytes that the
+    process may hold while it selects; batches get smaller until that holds.
     """
     check_replaceable(out, [calibration_path, teacher.source, *_paths(data)])
     if onnx is not None:
@@ -130,7 +133,8 @@ def compile(
         teacher, source, progress, recipe.drop_attention_maps, calibration.replayed
     )
     require_sites(analysis, progress)
-    chosen = choose(analysis, recipe, calibration, source, progress)
+    limit = None if max_memory is None else MemoryLimit(max_memory)
+    chosen = choose(analysis, recipe, calibration, source, progress, limit)
     compilation = rewrite(teacher, source, recipe, calibration, analysis, chosen, example)
     return emit(compilation, out, onnx, progress)
 
@@ -160,17 +164,20 @@ def report(
     kwargs: str | None = None,
     examples: int = MEASURED_EXAMPLES,
     fast: bool = False,
+    max_memory: int | None = None,
     trust: bool = False,
     remote_code: bool = False,
     progress: Progress,
+    processes: Processes = ALONE,
 ) -> Report:
     """Measure on unseen examples, compare with the baseline, check the limits.
 
-    fast: without certificates and pictures.
+    fast: without certificates and pictures.  max_memory, processes: see evaluate.report.
     """
     measured = evaluate.report(
         artifact_path, data, model=model, weights=weights, kwargs=kwargs, examples=examples, fast=fast,
-        trust=trust, remote_code=remote_code, progress=progress,
+        max_memory=max_memory, trust=trust, remote_code=remote_code, progress=progress,
+        processes=processes,
     )  # fmt: skip
     comparison = None if baseline is None else compare(measured, baseline)
     return replace(measured, gate=gate_result(measured, limits, comparison))
@@ -188,15 +195,22 @@ def refresh(
     trust: bool = False,
     remote_code: bool = False,
     progress: Progress,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
-    """Train a compiled artefact for a few epochs and write it again; returns its refresh entry."""
+    """Train a compiled artefact for a few epochs and write it again; returns its refresh entry.
+
+    processes: share every batch; the first one writes.
+    """
     target = artifact_path if out is None else out
     check_replaceable(target, _paths(data))
     artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
     source = open_data(data, artifact.signature())
+    if not processes.first:
+        trained = train(artifact, surrounding, source, settings, progress, processes)
+        return dict(trained.manifest["refresh"])
     with replace_folder(target) as folder:
-        trained = train(artifact, surrounding, source, settings, progress)
+        trained = train(artifact, surrounding, source, settings, progress, processes)
         manifest = places_moved(trained.manifest, artifact.folder, target)
         write_refreshed(folder, artifact, manifest, trained.weights, trained.seen_hashes, trained.edit)
         verify_written(folder, surrounding, {"graph": artifact.programs["graph"]}, trained.example)

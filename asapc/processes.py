@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -74,6 +74,33 @@ class Processes:
         parts = list(self.gathered(part))
         return [self.from_first(parts[rank] if parts else None) for rank in range(self.size)]
 
+    def dealt(
+        self, items: Iterable[T], make: Callable[[T], Part]
+    ) -> Iterator[tuple[T, Part]]:
+        """Every item in order with what `make` gives for it, in all of them; each makes every size-th."""
+        if self.alone:
+            yield from ((item, make(item)) for item in items)
+            return
+        left = iter(items)
+        while group := list(itertools.islice(left, self.size)):
+            mine = make(group[self.rank]) if self.rank < len(group) else ({}, None)
+            yield from zip(group, self.exchanged(mine), strict=False)
+
+    def summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Their sums over all processes, in float64: the same numbers in every process."""
+        if self.alone:
+            return list(tensors)
+        import torch
+        import torch.distributed as dist
+
+        if not tensors:
+            return []
+        flat = torch.cat([tensor.detach().cpu().double().flatten() for tensor in tensors])
+        with _still_there(None):
+            dist.all_reduce(flat, group=self.group)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.reshape(x.shape).to(x) for part, x in zip(parts, tensors, strict=True)]
+
     def least(self, number: int) -> int:
         """The least that any of them gives."""
         return number if self.alone else min(int(found) for _, found in self.exchanged(({}, number)))
@@ -115,13 +142,14 @@ def joined() -> Iterator[Processes]:
 
 
 @contextlib.contextmanager
-def _still_there(rank: int) -> Iterator[None]:
-    """Raises InputError where the connection to that process is lost."""
+def _still_there(rank: int | None) -> Iterator[None]:
+    """Raises InputError where the connection to that process, or to one of all, is lost."""
     try:
         yield
     except RuntimeError as error:  # of gloo, which has no class of its own
         raise InputError(
-            "every process must go on to the end", got=f"rank {rank} has ended",
+            "every process must go on to the end",
+            got="one has ended" if rank is None else f"rank {rank} has ended",
             help="its own message, if it had any, says why; the same command goes on from what was done",
         ) from error  # fmt: skip
 

@@ -100,7 +100,7 @@ def run(
         if size > 1 and not processes:
             raise InputError(
                 "this command runs in one process", got=f"{size}, started by torchrun",
-                help="start it without torchrun; `asapc calibrate` shares its work among processes",
+                help="start it without torchrun; calibrate, report, study and refresh share their work",
             )  # fmt: skip
         with _stdout_for_results() as results, _warnings(quiet=quiet, debug=debug):
             session = Session(json, quiet, debug, make_progress(quiet=quiet), results, rank == 0)

@@ -47,6 +47,7 @@ from asapc.operators.sinkhorn import clean_values, sinkhorn
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.candidates import DISTILLED
 from asapc.passes.rewrite import rewritten_programs, shortened_programs
+from asapc.processes import ALONE, Part, Processes
 from asapc.program.apply import apply_lossless, apply_replacement, predict
 from asapc.program.runner import Runner, Tap
 from asapc.report.site_metrics import environment
@@ -146,10 +147,12 @@ def study(
     test: str | None = None,
     max_test_examples: int = MEASURED_EXAMPLES,
     batch_size: int = 32,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """Fit and measure every row; writes study.json, study.csv and study.md into `out`.
 
     test: data to measure on; without it, the part of `data` that calibration never sees.
+    processes: share the batches of the fits, and the rows; the first one writes.
     """
     check_replaceable(out, [path for path in (teacher.source, data, test) if path is not None])
     signature = forward_signature(teacher)
@@ -158,7 +161,9 @@ def study(
     _check_loops(analysis)
     require_sites(analysis, progress)
     _check_cut_short(grid, analysis)
-    bench = _Bench(analysis, source, test, signature, max_test_examples, grid, batch_size, progress)
+    bench = _Bench(
+        analysis, source, test, signature, max_test_examples, grid, batch_size, progress, processes
+    )
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     for number, block in enumerate(grid, 1):
@@ -173,8 +178,9 @@ def study(
             "rows": mark_pareto(rows),
             "environment": environment(),
         }
-        with replace_folder(out) as folder:
-            _write(folder, result)
+        if processes.first:
+            with replace_folder(out) as folder:
+                _write(folder, result)
     return result
 
 
@@ -217,7 +223,9 @@ class _Bench:
         grid: Sequence[Sequence[Row]],
         batch_size: int,
         progress: Progress,
+        processes: Processes,
     ) -> None:
+        self.processes = processes
         self.analysis = analysis
         self.source = source
         self.batch_size = batch_size
@@ -292,15 +300,16 @@ class _Bench:
         fitted = self._fit([row for row in rows if row.recipe and row not in distilled], label)
         for row in distilled:  # alone: each keeps its activations
             fitted |= self._fit([row], label)
-        results = []
-        for row in self.progress.track(rows, f"{label}: measuring", len(rows)):
-            start = dict.fromkeys(COLUMNS)
+
+        def measure(row: Row) -> Part:
+            start = {**dict.fromkeys(COLUMNS), **row.describe()}
             if row.recipe is None:
                 assert row.half_steps is not None
-                results.append({**start, **row.describe(), **self._cut_short(row.half_steps)})
-            else:
-                results.append({**start, **row.describe(), **self._measure(*fitted[id(row)])})
-        return results
+                return {}, {**start, **self._cut_short(row.half_steps)}
+            return {}, {**start, **self._measure(*fitted[id(row)])}
+
+        tracked = self.progress.track(rows, f"{label}: measuring", len(rows))
+        return [found for _, (_, found) in self.processes.dealt(tracked, measure)]
 
     def _fit(
         self, rows: Sequence[Row], label: str
@@ -324,8 +333,12 @@ class _Bench:
             for place, site in enumerate(self.analysis.sites)
         ]
         fits, _ = stream(
-            pending, examples_of_fit(self.source, recipes[0], self.batch_size, pending),
+            pending,
+            examples_of_fit(
+                self.source, recipes[0], self.batch_size, pending, processes=self.processes
+            ),
             lambda batch: self.tap(batch)[1], Nowhere(), self.progress, f"{label}: calibrating",
+            self.processes,
         )  # fmt: skip
         if not fits:
             raise InputError(f"{self.source.source}: the calibration split needs examples", got="none")

@@ -2,6 +2,8 @@
 
     python benchmarks/real_size.py                       # a Sinkformer of ViT-B's size, T = 20 and 40
     python benchmarks/real_size.py --depth 2 --images 8  # a first look
+    python benchmarks/real_size.py --half-steps 20 40 --commands "teacher alone" inspect
+    python benchmarks/real_size.py --layers 6 12 24      # capture and matching, by depth
 
 The model is built in, its weights and images are random: 12 layers, 12 heads, d = 768, N = 197. Every
 command is a process of its own, timed with its imports; its peak memory is the system's. The teacher is
@@ -50,6 +52,35 @@ sys.argv = sys.argv[1:]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 """
 
+ANALYSED = """
+import json, sys, time
+from asapc.inputs.load import load_teacher
+from asapc.passes.capture import capture
+from asapc.passes.differences import matched_program
+teacher = load_teacher(sys.argv[1])
+inputs = teacher.model.example_inputs(4)
+def seconds(call):
+    start = time.perf_counter()
+    return call(), time.perf_counter() - start
+_, once = seconds(lambda: teacher.model(**inputs))
+captured, capturing = seconds(lambda: capture(teacher.model, (), inputs))
+found, matching = seconds(lambda: [matched_program(program) for program in captured.programs])
+assert sum(len(sites) for _, sites in found) == int(sys.argv[2])
+print(json.dumps({"forward": once, "capture": capturing, "matching": matching}))
+"""
+
+
+def by_depth(depths: Sequence[int], half_steps: int) -> dict[int, dict[str, float]]:
+    """Seconds of one forward pass, of capture (with its runs of the model) and of matching."""
+    found = {}
+    for depth in depths:
+        with tempfile.TemporaryDirectory() as place:
+            teacher, _ = written(Path(place), depth, half_steps, 1)
+            command = [sys.executable, "-c", ANALYSED, str(teacher), str(depth)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found[depth] = json.loads(done.stdout)
+    return found
+
 
 def written(folder: Path, depth: int, half_steps: int, images: int) -> tuple[Path, Path]:
     """A teacher and its data."""
@@ -80,7 +111,9 @@ def taken(*arguments: object) -> dict[str, float]:
 ASAPC = "from asapc.cli import main\nstatus = main(sys.argv[1:])\nassert status == 0, status"
 
 
-def measured(depth: int, half_steps: int, images: int) -> dict[str, dict[str, float]]:
+def measured(
+    depth: int, half_steps: int, images: int, asked: Sequence[str] | None
+) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         teacher, data = written(folder, depth, half_steps, images)
@@ -97,10 +130,24 @@ def measured(depth: int, half_steps: int, images: int) -> dict[str, dict[str, fl
         }  # fmt: skip
         found = {}
         for name, command in commands.items():
+            if asked is not None and name not in asked:
+                continue
             found[name] = taken(*command)
             seconds = found[name]["seconds"]
             print(f"T = {half_steps}, {name}: {seconds:.1f} s", file=sys.stderr, flush=True)
         return found
+
+
+def show_depths(found: dict[int, dict[str, float]], options: argparse.Namespace) -> int:
+    lines = [f"### By depth, T = {options.half_steps[0]}, 4 images", ""]
+    lines += ["| layers | one forward pass | capture | a layer | matching |", "|---:|---:|---:|---:|---:|"]
+    for depth, s in found.items():
+        lines.append(f"| {depth} | {s['forward']:.1f} s | {s['capture']:.1f} s | "
+                     f"{s['capture'] / depth:.2f} s | {s['matching']:.1f} s |")  # fmt: skip
+    print("\n".join(lines))
+    document = {"environment": environment(cpu=True), "by_depth": found}
+    write_results(options.out, "real_size_depth", document, "\n".join(lines))
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,9 +155,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--half-steps", type=int, nargs="+", default=[20, 40])
     parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--commands", nargs="+", help="only these")
+    parser.add_argument("--layers", type=int, nargs="+", help="only capture and matching, at such depths")
     parser.add_argument("-o", "--out", type=Path, help="folder for real_size.{json,md}")
     options = parser.parse_args(arguments)
-    found = {T: measured(options.depth, T, options.images) for T in options.half_steps}
+    if options.layers:
+        return show_depths(by_depth(options.layers, options.half_steps[0]), options)
+    found = {T: measured(options.depth, T, options.images, options.commands) for T in options.half_steps}
     title = f"Sinkformer, {options.depth} layers, d = 768, N = 197, {options.images} images"
     head = " | ".join(f"T = {T} | memory" for T in found)
     lines = [f"### {title}", "", f"| command | {head} |", "|---|" + "---:|---:|" * len(found)]

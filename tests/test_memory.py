@@ -158,23 +158,27 @@ def test_what_is_kept_is_shared() -> None:
     assert limit.kept(1, MIB) == MIB
 
 
-def test_a_calibration_keeps_its_limit(tmp_path: Path) -> None:
-    """The whole command, seen from outside. One batch of the recipe's size would take more."""
+def test_commands_keep_their_limit(tmp_path: Path) -> None:
+    """Whole commands, seen from outside. One batch of the recipe's size would take more."""
     write_teacher(tmp_path / "teacher", seq_len=256)
     write_data(tmp_path / "data.npz", tokens=256)
     (tmp_path / "recipe.yaml").write_text(
         "{batch_size: 128, max_examples: 64, fit: kl, features: [norm]}"
     )
-    arguments = ["calibrate", "teacher", "--data", "data.npz", "-o", "out", "--recipe", "recipe.yaml"]
     code = (
         "import sys; from asapc.cli import main; from asapc.memory import peak;"
         "code = main(sys.argv[1:]); print(peak()); sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, "--max-memory", "740MiB"], cwd=tmp_path,
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) <= 740 * MIB
-    batch = re.search(r"of 740 MiB memory taken at most, in batches of (\d+)", done.stderr)
-    assert batch is not None and 1 <= int(batch[1]) < 128
+    for arguments in (
+        ["calibrate", "teacher", "--data", "data.npz", "-o", "calib", "--recipe", "recipe.yaml"],
+        ["compile", "teacher", "--calibration", "calib", "-o", "out"],
+        ["report", "out", "--fast"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, "--max-memory", "740MiB"], cwd=tmp_path,
+            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=400,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout.split()[-1]) <= 740 * MIB
+        batch = re.search(r"of 740 MiB memory taken at most, in batches of (\d+)", done.stderr)
+        assert batch is not None and 1 <= int(batch[1]) < 128

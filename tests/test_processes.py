@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -204,6 +205,98 @@ def test_more_processes_than_batches(work: Path, tmp_path: Path) -> None:
     assert calibrated(work, recipe, tmp_path / "one", "--quiet") == 0
     assert in_processes(2, lambda: calibrated(work, recipe, tmp_path / "all", "--quiet")) == [0, 0]
     assert_same(tmp_path / "all", tmp_path / "one")
+
+
+@pytest.fixture(scope="module")
+def compiled(work: Path) -> Path:
+    """LOT is distilled from little, so that outputs differ visibly."""
+    recipe = {"operator": "asap", "features": ["norm"], "batch_size": 5}
+    assert calibrated(work, recipe, work / "calibration", "--quiet") == 0
+    compile_it = ["compile", str(work / "teacher"), "--calibration", str(work / "calibration")]
+    assert main([*compile_it, "-o", str(work / "compiled"), "--quiet"]) == 0
+    return work / "compiled"
+
+
+def without_times(value: Any) -> Any:
+    """A report without what is measured with a clock, numbers to nine digits."""
+    if isinstance(value, dict):
+        timed = ("latency", "speedup", "fit_seconds", "break_even", "environment", "seconds", "generated")
+        return {k: without_times(v) for k, v in value.items() if not k.startswith(timed)}
+    if isinstance(value, list):
+        return [without_times(v) for v in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_report(compiled: Path, tmp_path: Path, size: int) -> None:
+    reports = []
+    for count in (1, size):
+        out = tmp_path / f"out.{count}"
+        shutil.copytree(compiled, out)
+        run = lambda out=out: main(["report", str(out), "--quiet"])  # noqa: E731
+        assert run() == 0 if count == 1 else in_processes(count, run) == [0] * count
+        reports.append(json.loads((out / "report.json").read_text()))
+        assert (out / "junit.xml").is_file()
+    one, several = map(without_times, reports)
+    assert several == one and one["model"]["output_rel_l2"] > 1e-4
+    assert len(one["sites"]) > 1 and one["model"]["examples"] > size
+
+
+def test_a_gate_fails_in_all_with_one_message(compiled: Path, tmp_path: Path) -> None:
+    shutil.copytree(compiled, tmp_path / "out")
+    (tmp_path / "gate.yaml").write_text("output_rel_l2: {max: 1.0e-12}\n")
+
+    def run() -> int:
+        with (tmp_path / f"messages.{os.environ['RANK']}").open("w") as file, redirect_stderr(file):
+            gate = str(tmp_path / "gate.yaml")
+            return main(["report", str(tmp_path / "out"), "--gate", gate, "--fast", "--quiet"])
+
+    assert in_processes(2, run) == [1, 1]
+    said = [(tmp_path / f"messages.{rank}").read_text() for rank in (0, 1)]
+    assert "output_rel_l2" in said[0] and said[1] == ""
+
+
+def test_the_same_study(work: Path, tmp_path: Path) -> None:
+    grid = tmp_path / "grid.yaml"
+    block = "{features: [[norm], [lse], [coarse:4]], max_examples: 32}"
+    grid.write_text(f"blocks: [{block}, {{half_steps: 3}}]")
+    rows = []
+    for count in (1, 2):
+        out = tmp_path / f"study.{count}"
+        run = lambda out=out: main(  # noqa: E731
+            ["study", str(work / "teacher"), "--data", str(work / "data.npz"), "--grid", str(grid),
+             "-o", str(out), "--batch-size", "8", "--quiet"]
+        )  # fmt: skip
+        assert run() == 0 if count == 1 else in_processes(count, run) == [0] * count
+        rows.append(json.loads((out / "study.json").read_text())["rows"])
+    assert len(rows[0]) == 4
+    for one, other in zip(*rows, strict=True):
+        assert other["features"] == one["features"]
+        for key in ("attention_rel_l2", "output_rel_l2", "prediction_agreement"):
+            assert other[key] == pytest.approx(one[key], rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_training(compiled: Path, work: Path, tmp_path: Path, size: int) -> None:
+    weights, entries = [], []
+    for count in (1, size):
+        out = tmp_path / f"out.{count}"
+        run = lambda out=out: main(  # noqa: E731
+            ["refresh", str(compiled), "--data", str(work / "data.npz"), "--distil", "--epochs", "2",
+             "--batch-size", "7", "-o", str(out), "--quiet"]
+        )  # fmt: skip
+        assert run() == 0 if count == 1 else in_processes(count, run) == [0] * count
+        weights.append(load_file(out / "model.safetensors"))
+        entries.append(json.loads((out / "manifest.json").read_text())["refresh"])
+    assert entries[0]["best_epoch"] > 0 and entries[1]["parameters"] == entries[0]["parameters"]
+    assert entries[1]["after"]["loss"] == pytest.approx(entries[0]["after"]["loss"], rel=1e-3)
+    before, moved = load_file(compiled / "model.safetensors"), 0
+    for name, one in weights[0].items():
+        other = weights[1][name]
+        if one.is_floating_point():
+            torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-4, msg=name)
+        moved += name not in before or not torch.equal(before[name], one)
+    assert moved > 2
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "asapc"]

@@ -9,7 +9,7 @@ report() measures both for the report and its gates; bench() times the models an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,15 @@ from asapc.kernels.thresholds import key_of, without_cache
 from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
-from asapc.memory import give_back
+from asapc.memory import MemoryLimit, give_back
 from asapc.metrics import MAP_EXAMPLES, MEASURED_EXAMPLES
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.audit import SoftToHard, soft_sites
+from asapc.processes import ALONE, Part, Processes, apart, together
 from asapc.program.calls import operator_calls
 from asapc.program.runner import Runner, Tap
 from asapc.report.document import REPORT_FORMAT, Report
+from asapc.report.pictures import SitePictures
 from asapc.report.site_metrics import (
     SiteFidelity,
     environment,
@@ -58,16 +60,19 @@ def report(
     kwargs: str | None = None,
     examples: int = MEASURED_EXAMPLES,
     fast: bool = False,
+    max_memory: int | None = None,
     trust: bool = False,
     remote_code: bool = False,
     progress: Progress,
+    processes: Processes = ALONE,
 ) -> Report:
     """Fidelity and speed on up to `examples` examples that calibration and selection have not seen: of
     the outputs on all of them, of the sites and the lossless model on the first MAP_EXAMPLES or so.
 
     Its pictures are a few attention maps of every site. fast: without those, and without certificates. No
-    gate is set. Raises InputError if what the
-    artefact has seen belongs to the gate split, or nothing is left to measure on.
+    gate is set.  max_memory: bytes that the process may hold; batches get smaller until that holds.
+    processes: share the models' batches, and the sites; the first one times.  Raises InputError if what
+    the artefact has seen belongs to the gate split, or nothing is left to measure on.
     """
     artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
@@ -75,30 +80,32 @@ def report(
         data or recorded_data(artifact.manifest["data"], artifact.folder, "report"), artifact.signature()
     )
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
-    runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
-    tap = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)
-    called = [o.site for program in artifact.programs["graph"] for o in operator_calls(program.graph)]
-    compiled = Tap(surrounding, artifact.programs["graph"], called)
+    models = _Models(artifact, surrounding)
+    size = recipe.batch_size
+    limit = None if max_memory is None else MemoryLimit(max_memory)
+    if limit is not None:
+        size = processes.least(_within(limit, models, artifact, fast, source, size))
     outputs, lossless = OutputFidelity(), OutputFidelity()
     sites = {
         name: SiteFidelity(artifact, index, fast) for index, name in enumerate(artifact.site_names)
     }
-    audit = _audit(artifact, surrounding)
+    own = dict(processes.share(sites.items()))
+    audit = _audit(artifact, surrounding) if processes.first else None
     unseen = Unseen(artifact, source)
     measured = mapped = 0
     first: Batch | None = None
-    batches = source.batches(recipe.batch_size, select=unseen.select, limit=examples)
-    for batch in progress.track(batches, "measuring fidelity", None):
+    batches = source.batches(size, select=unseen.select, limit=examples)
+    batches = progress.track(batches, "measuring fidelity", None)
+    for batch, (found, _) in processes.dealt(batches, models.outputs):
         first = first or batch
-        teacher_out = comparable(runners["teacher"](batch))
         lengths = _Lengths(len(batch))
-        compiled_out = comparable(compiled.watch(batch, lengths.see))
         with_maps = mapped < MAP_EXAMPLES
-        if with_maps or not called:  # sites that are left as they were tell no lengths
-            see = partial(_met, sites, lengths) if with_maps else lengths.see
-            lossless_out = comparable(tap.watch(batch, see))
-            lossless.update(teacher_out, lossless_out, batch.labels)
-        outputs.update(teacher_out, compiled_out, batch.labels, lengths.found(), batch.numbers)
+        if with_maps or not models.called:  # sites that are left as they were tell no lengths
+            see = partial(_met, own, lengths) if with_maps else lengths.see
+            lossless_out = comparable(models.lossless.watch(batch, see))
+            lossless.update(found["teacher"], lossless_out, batch.labels)
+        told = lengths.found() if "lengths" not in found else found["lengths"]
+        outputs.update(found["teacher"], found["compiled"], batch.labels, told, batch.numbers)
         give_back()
         if measured == 0 and source.labels is not None and outputs.classes is not None:
             check_labels(source.labels, outputs.classes, range(len(source.labels)), source.source)
@@ -109,8 +116,14 @@ def report(
         measured += len(batch)
     if first is None:
         raise unseen.nothing()
-    progress.note("measuring latency")
-    timed = time_model(runners, first, warmup=0)  # they have just run
+    results, pictures = _of_all(own, list(sites), processes)
+    timed: dict[str, float] = {}
+    if processes.first:
+        progress.note("measuring latency")
+        timed = time_model(models.runners, first, warmup=0)  # they have just run
+    timed = processes.from_first(({}, timed))[1]
+    if limit is not None:
+        progress.note(limit.told(size))
     fit_seconds = artifact.fit_seconds
     saved = (timed["latency_teacher_ms"] - timed["latency_compiled_ms"]) / 1e3
     fitted = any(entry["fit"] is not None for entry in artifact.manifest["sites"])
@@ -138,7 +151,7 @@ def report(
             "confidence": outputs.confidence(),
             "confidence_level": LEVEL,
         },
-        "sites": [site.result() for site in sites.values()],
+        "sites": results,
         "by_length": outputs.by_length(),
         "refused": artifact.manifest["refused"],
         "warnings": artifact.manifest.get("warnings", []),
@@ -149,9 +162,77 @@ def report(
         **({} if onnx is None else {"onnx": onnx}),
         "environment": environment(),
     }
-    found = Report.from_json(document, str(artifact.folder))  # some of it is from the artefact's files
-    collectors = (site.pictures for site in sites.values())
-    return replace(found, pictures=tuple(own.result() for own in collectors if own is not None))
+    document = processes.from_first(({}, document))[1]
+    checked = Report.from_json(document, str(artifact.folder))  # some of it is from the artefact's files
+    return replace(checked, pictures=pictures)
+
+
+class _Models:
+    """The teacher, the lossless and the compiled model of an artefact."""
+
+    def __init__(self, artifact: Artifact, surrounding: nn.Module | None) -> None:
+        programs = artifact.programs
+        self.runners = {stage: Runner(surrounding, parts) for stage, parts in programs.items()}
+        self.lossless = Tap(surrounding, programs["lossless"], artifact.site_names)
+        self.called = [o.site for program in programs["graph"] for o in operator_calls(program.graph)]
+        self._compiled = Tap(surrounding, programs["graph"], self.called)
+
+    def outputs(self, batch: Batch) -> Part:
+        """What teacher and compiled model give, and the lengths that a compiled site tells."""
+        lengths = _Lengths(len(batch))
+        found = {
+            "teacher": _only(self.runners["teacher"](batch)),
+            "compiled": _only(self._compiled.watch(batch, lengths.see)),
+        }
+        told = lengths.found()
+        return found if told is None else {**found, "lengths": told}, None
+
+
+def _only(output: Any) -> Tensor:
+    """What two models are compared by.  Raises ValueError where there is no tensor."""
+    found = comparable(output)
+    if not found:
+        raise ValueError("the outputs must hold float tensors, at least one")
+    return found[0]
+
+
+def _within(
+    limit: MemoryLimit,
+    models: _Models,
+    artifact: Artifact,
+    fast: bool,
+    source: DataSource,
+    most: int,
+) -> int:
+    """The batch that fits into the limit, by trying."""
+
+    def step(examples: int) -> None:
+        batch = next(source.batches(examples))
+        models.outputs(batch)
+        sites = {name: SiteFidelity(artifact, i, fast) for i, name in enumerate(artifact.site_names)}
+        models.lossless.watch(batch, partial(_met, sites, _Lengths(len(batch))))
+
+    step(1)  # what is loaded on a first call is not a batch's
+    return limit.batch_size(step, most)
+
+
+def _of_all(
+    own: Mapping[str, SiteFidelity], names: Sequence[str], processes: Processes
+) -> tuple[list[dict[str, Any]], tuple[SitePictures, ...]]:
+    """Results and pictures of the sites in this order, wherever they were measured."""
+    drawn = {name: site.pictures.result() for name, site in own.items() if site.pictures is not None}
+    results = {name: site.result() for name, site in own.items()}
+    if not processes.alone:
+        made = {name: pictures.part() for name, pictures in drawn.items()}
+        tensors = together((name, its) for name, (its, _) in made.items())
+        facts = {name: its for name, (_, its) in made.items()}
+        for parts, (its_results, its_facts) in processes.exchanged((tensors, [results, facts])):
+            results |= its_results
+            drawn |= {
+                name: SitePictures.from_part((apart(parts, name), its))
+                for name, its in its_facts.items()
+            }
+    return [results[name] for name in names], tuple(drawn[name] for name in names if name in drawn)
 
 
 class Unseen:
@@ -235,8 +316,9 @@ def _met(
     sites: Mapping[str, SiteFidelity], lengths: _Lengths, name: str, t: SiteTensors
 ) -> None:
     lengths.see(name, t)
-    sites[name].update(t)
-    give_back()
+    if name in sites:
+        sites[name].update(t)
+        give_back()
 
 
 def bench(

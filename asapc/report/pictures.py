@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from asapc.processes import Part
+
 EXAMPLES = 3
 CELLS = 64  # a side of a map, at most: finer is not seen on a page
 
@@ -37,6 +39,31 @@ class SitePictures:
 
     name: str
     pairs: list[MapPair] = field(default_factory=list)
+
+    def part(self) -> Part:
+        """What another process makes the same of, see from_part."""
+        tensors: dict[str, Tensor] = {}
+        for number, pair in enumerate(self.pairs):
+            tensors |= {
+                f"{number}.maps.0": pair.teacher, f"{number}.maps.1": pair.compiled,
+                **{f"{number}.rows.{i}": x for i, x in enumerate(pair.row_sums)},
+                **{f"{number}.columns.{i}": x for i, x in enumerate(pair.column_sums)},
+            }  # fmt: skip
+        facts = [[pair.example, pair.head, pair.active, pair.error] for pair in self.pairs]
+        return tensors, [self.name, facts]
+
+    @classmethod
+    def from_part(cls, part: Part) -> SitePictures:
+        tensors, (name, facts) = part
+
+        def two(number: int, what: str) -> tuple[Tensor, Tensor]:
+            return tensors[f"{number}.{what}.0"], tensors[f"{number}.{what}.1"]
+
+        return cls(name, [
+            MapPair(example, head, active, *two(number, "maps"), two(number, "rows"),
+                    two(number, "columns"), error)
+            for number, (example, head, active, error) in enumerate(facts)
+        ])  # fmt: skip
 
 
 class PictureCollector:

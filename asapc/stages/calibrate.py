@@ -24,7 +24,7 @@ from asapc.inputs.data import Batch, DataSource, split_of
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Program, SiteTensors
-from asapc.memory import MemoryLimit, format_size, give_back
+from asapc.memory import MemoryLimit, give_back
 from asapc.passes.analyse import Analysis
 from asapc.passes.candidates import DISTILLED, fits_needed
 from asapc.passes.rewrite import rewritten_programs
@@ -170,16 +170,6 @@ def tell_shortages(
     for shortage in found:
         progress.note(f"warning: {shortage.text}")
     return [shortage.to_dict() for shortage in found]
-
-
-def tell_memory(limit: MemoryLimit, size: int, progress: Progress) -> None:
-    """How much of the memory that is allowed was taken."""
-    most = limit.peak()
-    kept = "" if most <= limit.limit else ": more than allowed, later batches were larger"
-    progress.note(
-        f"{format_size(most)} of {format_size(limit.limit)} memory taken at most, "
-        f"in batches of {size}{kept}"
-    )
 
 
 def site_collector(name: str, convention: Convention, recipe: Recipe) -> Collector | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from asapc.errors import InputError, VerificationError
 from asapc.inputs.data import Batch, DataSource
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
+from asapc.ir import Convention
 from asapc.measure.differences import comparable, largest_difference
+from asapc.memory import MemoryLimit, give_back
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis
 from asapc.passes.audit import settle_exact_sorting
 from asapc.passes.candidates import Choice, fits_needed
@@ -26,7 +28,8 @@ from asapc.passes.select import (
     select,
     turned_back,
 )
-from asapc.program.runner import Runner
+from asapc.program.apply import apply_lossless
+from asapc.program.runner import Runner, Tap
 from asapc.stages.calibrate import selection_batches
 from asapc.terminal.progress import Progress
 
@@ -64,9 +67,14 @@ def choose(
     calibration: Calibration,
     source: DataSource,
     progress: Progress,
+    limit: MemoryLimit | None = None,
 ) -> Chosen:
-    """Raises VerificationError where the lossless rewrite is another model on these examples."""
+    """Raises VerificationError where the lossless rewrite is another model on these examples.
+
+    limit: batches get smaller until they fit."""
     recipe.check_patterns(analysis.names)
+    if limit is not None:
+        recipe = replace(recipe, batch_size=_within(limit, analysis, source, recipe.batch_size))
     batches = list(selection_batches(source, recipe.batch_size, recipe.selection_examples))
     if batches:
         _verify_lossless(analysis, batches[0])
@@ -79,7 +87,26 @@ def choose(
     selection = select(analysis, recipe, calibration, batches, progress)
     choices, switch = _settled(analysis, selection.choices, batches, recipe)
     hashes = [content for batch in batches for content in batch.hashes]
+    if limit is not None:
+        progress.note(limit.told(recipe.batch_size))
     return Chosen(choices, hashes, selection.trail, switch)
+
+
+def _within(limit: MemoryLimit, analysis: Analysis, source: DataSource, most: int) -> int:
+    """The batch that fits into the limit, by trying."""
+    untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)
+    tap = Tap(analysis.model, analysis.lifted, analysis.names)
+
+    def step(examples: int) -> None:
+        batch = next(source.batches(examples))
+        untouched(batch)
+        for site, t in zip(analysis.sites, tap(batch)[1], strict=True):
+            if isinstance(site.convention, Convention):
+                apply_lossless(site.convention, t, None)  # its map, as it is compared
+        give_back()
+
+    step(1)  # what is loaded on a first call is not a batch's
+    return limit.batch_size(step, most)
 
 
 def _needs_selection(analysis: Analysis, recipe: Recipe) -> bool:

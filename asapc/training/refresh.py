@@ -31,6 +31,8 @@ from asapc.ir import Program
 from asapc.measure.class_scores import are_probabilities, log_probabilities
 from asapc.operators.catalogue import TEACHER, by_name
 from asapc.passes.rewrite import harden
+from asapc.processes import ALONE, Processes
+from asapc.processes import Part as Shared
 from asapc.program.calls import CALLS, DUAL_SETTINGS, operator_calls
 from asapc.program.runner import Runner
 from asapc.terminal.progress import Progress
@@ -128,12 +130,14 @@ def train(
     source: DataSource,
     settings: RefreshSettings,
     progress: Progress,
+    processes: Processes = ALONE,
 ) -> Refreshed:
     """Train on the calibration split; keep the epoch with the lowest loss on the selection split.
 
     model: the model around captured modules, whose own weights stay as they are. The gate split is
     not read. Trains the artefact's compiled programs in place. An annealed model is measured with its
-    sorts exact throughout, as it will run.
+    sorts exact throughout, as it will run.  processes: have the same weights all the while, and share
+    the examples of every step.
     """
     check_settings(settings)
     programs = artifact.programs["graph"]
@@ -146,13 +150,17 @@ def train(
     example = rows(selection[0], range(min(len(selection[0]), settings.batch_size)))
     leaf = scores_leaf(teacher(example))
 
-    measured = _with_teacher(teacher, selection, leaf, settings, "teacher, selection", progress)
+    measured = _with_teacher(
+        teacher, selection, leaf, settings, "teacher, selection", progress, processes
+    )
     probabilities = all(are_probabilities(p.teacher) for p in measured if p.teacher is not None)
     outputs = "probabilities" if probabilities else "logits"
     progress.note(f"the model returns {outputs}")
     parts = [Part(batch, None) for batch in training]
     if settings.mode == "distil":
-        parts = _with_teacher(teacher, training, leaf, settings, "teacher, training", progress)
+        parts = _with_teacher(
+            teacher, training, leaf, settings, "teacher, training", progress, processes
+        )
     else:
         _check_labels([*training, *selection], measured, source.source)
 
@@ -164,7 +172,9 @@ def train(
         names = choose_parameters(programs, leaf, settings.patterns)
         trained = _parameters(programs, model, names)
     progress.note(f"training {len(trained)} tensors on {_count(training)} examples")
-    before, best = fit(compiled, objective, parts, measured, trained, settings, progress, annealing)
+    before, best = fit(
+        compiled, objective, parts, measured, trained, settings, progress, annealing, processes
+    )
     if best.epoch == 0:
         progress.note("no epoch lowered the loss on the selection split: the weights are unchanged")
     entry: dict[str, Any] = {
@@ -183,7 +193,7 @@ def train(
         "after": best.metrics,
     }
     if annealing is not None:
-        soft = evaluate(teacher, objective, measured, settings.batch_size)
+        soft = evaluate(teacher, objective, measured, settings.batch_size, processes)
         entry["anneal"] = {
             "gamma": settings.gamma, "from": annealing.temperatures(), "to": LOWEST,
         }  # fmt: skip
@@ -437,6 +447,7 @@ def fit(
     settings: RefreshSettings,
     progress: Progress,
     annealing: Annealing | None = None,
+    processes: Processes = ALONE,
 ) -> tuple[dict[str, float], Best]:
     """(metrics before, best epoch); leaves the best epoch's weights in place.
 
@@ -450,7 +461,7 @@ def fit(
     measured = runner
     if annealing is not None:
         measured = annealing.hard(runner.model)
-    before = evaluate(measured, objective, selection, settings.batch_size)
+    before = evaluate(measured, objective, selection, settings.batch_size, processes)
     _require_finite(before["loss"], tensors, "before training", settings)
     best = Best(0, before, _copies(tensors))
     steps = _steps([part.batch for part in training], settings.batch_size)
@@ -461,20 +472,11 @@ def fit(
         for number, part in enumerate(shuffled, (epoch - 1) * steps):
             if annealing is not None:
                 annealing.step(number)
-            scores = objective.scores(runner(part.batch))
-            if not scores.requires_grad:
-                labels = ", ".join(parameter.label for parameter in trained)
-                raise InputError(
-                    "refresh: the class scores must be differentiable in what is trained",
-                    got=f"no gradient through {labels}"[:300],
-                    help="the model may compute them outside of torch, or without gradients",
-                )
-            loss = objective.loss(scores, part)
-            _require_finite(float(loss.detach()), tensors, f"in epoch {epoch}", settings)
             optimiser.zero_grad()
-            loss.backward()
+            loss = _gradient(runner, objective, part, trained, processes)
+            _require_finite(loss, tensors, f"in epoch {epoch}", settings)
             optimiser.step()
-        metrics = evaluate(measured, objective, selection, settings.batch_size)
+        metrics = evaluate(measured, objective, selection, settings.batch_size, processes)
         _require_finite(metrics["loss"], tensors, f"after epoch {epoch}", settings)
         progress.note(f"epoch {epoch}: {_line(metrics)} (before: {_line(before)})")
         if metrics["loss"] < best.metrics["loss"]:
@@ -491,15 +493,56 @@ def fit(
     return before, best
 
 
+def _gradient(
+    runner: Runner,
+    objective: Objective,
+    part: Part,
+    trained: Sequence[Trained],
+    processes: Processes,
+) -> float:
+    """The loss on a batch, whose gradient is left in the tensors; every process has taken its share."""
+    tensors = [parameter.tensor for parameter in trained]
+    share = list(processes.share(range(len(part.batch))))
+    loss = torch.zeros(())
+    if share:
+        own = part if processes.alone else _rows(part, share)
+        scores = objective.scores(runner(own.batch))
+        if not scores.requires_grad:
+            labels = ", ".join(parameter.label for parameter in trained)
+            raise InputError(
+                "refresh: the class scores must be differentiable in what is trained",
+                got=f"no gradient through {labels}"[:300],
+                help="the model may compute them outside of torch, or without gradients",
+            )
+        loss = objective.loss(scores, own) * (len(share) / len(part.batch))
+        loss.backward()
+    if processes.alone:
+        return float(loss.detach())
+    reached = torch.tensor([float(tensor.grad is not None) for tensor in tensors])
+    own_part = [torch.zeros_like(x) if x.grad is None else x.grad for x in tensors]
+    total, reached, *summed = processes.summed([loss, reached, *own_part])
+    for tensor, gradient, there in zip(tensors, summed, reached.tolist(), strict=True):
+        tensor.grad = gradient if there else None
+    return float(total)
+
+
 def evaluate(
-    runner: Runner, objective: Objective, parts: Sequence[Part], batch_size: int
+    runner: Runner,
+    objective: Objective,
+    parts: Sequence[Part],
+    batch_size: int,
+    processes: Processes = ALONE,
 ) -> dict[str, float]:
     """Loss, agreement with the teacher's predictions and, where there are labels, accuracy."""
     count = labelled = right = agreed = 0
     total = 0.0
+
+    def scored(part: Part) -> Shared:
+        return {"scores": objective.scores(runner(part.batch))}, None
+
     with torch.no_grad():
-        for part in _slices(parts, batch_size):
-            scores = objective.scores(runner(part.batch))
+        for part, (found, _) in processes.dealt(_slices(parts, batch_size), scored):
+            scores = found["scores"]
             total += float(objective.loss(scores, part)) * len(part.batch)
             count += len(part.batch)
             predicted = log_probabilities(scores, objective.probabilities).argmax(-1)
@@ -588,11 +631,16 @@ def _with_teacher(
     settings: RefreshSettings,
     label: str,
     progress: Progress,
+    processes: Processes,
 ) -> list[Part]:
     """The examples with the teacher's class scores, which are needed in every epoch."""
     pieces = list(_slices([Part(batch, None) for batch in batches], settings.batch_size))
+
+    def scored(piece: Part) -> Shared:
+        return {"scores": pytree.tree_leaves(teacher(piece.batch))[leaf]}, None
+
     scores = [
-        pytree.tree_leaves(teacher(piece.batch))[leaf] for piece in progress.track(pieces, label)
+        found["scores"] for _, (found, _) in processes.dealt(progress.track(pieces, label), scored)
     ]
     split = iter(torch.cat(scores).split([len(batch) for batch in batches]))
     return [Part(batch, next(split)) for batch in batches]
