@@ -4,8 +4,10 @@
     python benchmarks/real_size.py --depth 2 --images 8  # a first look
     python benchmarks/real_size.py --half-steps 20 40 --commands "teacher alone" inspect
     python benchmarks/real_size.py --layers 6 12 24      # capture and matching, by depth
+    python benchmarks/real_size.py --text --half-steps 20  # a text teacher, a report on 500 examples
 
-The model is built in, its weights and images are random: 12 layers, 12 heads, d = 768, N = 197. Every
+The model is built in, its weights and images are random: 12 layers, 12 heads, d = 768, N = 197. With
+--text: 3 layers, 8 heads, d = 256, N = 256, padded, calibrated by the default recipe. Every
 command is a process of its own, timed with its imports; its peak memory is the system's. The teacher is
 loaded and run on as many images as calibrate fits on, in a process of its own.
 """
@@ -27,20 +29,27 @@ import torch
 from attention import environment, write_results
 from safetensors.torch import save_file
 
+from asapc.models import ARCHITECTURES
 from asapc.models.vit import SinkformerViT
 
 SHAPE: dict[str, Any] = {
     "image_size": 224, "patch_size": 16, "num_classes": 1000, "dim": 768, "heads": 12, "mlp_dim": 3072,
 }  # fmt: skip
+TEXT: dict[str, Any] = {
+    "vocab_size": 1000, "seq_len": 256, "d_model": 256, "n_layers": 3, "n_heads": 8, "d_ff": 256,
+    "num_classes": 2,
+}  # fmt: skip
+TEXT_EXAMPLES, GATE_SHARE = 500, 7  # one of so many examples is for the gate
 BATCH = 8
 SPLITS = 3  # times as many images: the calibration split is the larger part, and each command has its own
 TEACHER = """
 import sys, numpy, torch, asapc
 from asapc.inputs.load import load_teacher
 model = load_teacher(sys.argv[1]).model.eval()
-images = torch.from_numpy(numpy.load(sys.argv[2])["img"][: int(sys.argv[3])])
+(inputs,) = numpy.load(sys.argv[2]).values()
+inputs = torch.from_numpy(inputs[: int(sys.argv[3])])
 with torch.no_grad():
-    for batch in images.split(int(sys.argv[4])):
+    for batch in inputs.split(int(sys.argv[4])):
         model(batch)
 """
 
@@ -102,8 +111,27 @@ def written(folder: Path, depth: int, half_steps: int, images: int) -> tuple[Pat
     (teacher / "config.json").write_text(json.dumps({"architecture": "sinkformer-vit", **config}))
     random = np.random.default_rng(0)
     data = folder / "images.npz"
-    np.savez(data, img=random.standard_normal((SPLITS * images, 3, 224, 224), dtype=np.float32))
+    for path, count in ((data, SPLITS * images), (folder / "unseen.npz", images)):
+        np.savez(path, img=random.standard_normal((count, 3, 224, 224), dtype=np.float32))
     (folder / "recipe.yaml").write_text(f"max_examples: {images}\nbatch_size: {BATCH}\n")
+    return teacher, data
+
+
+def written_text(folder: Path, half_steps: int) -> tuple[Path, Path]:
+    """A text teacher and its data, reviews of 64 to 256 tokens."""
+    torch.manual_seed(0)
+    config = {**TEXT, "max_iter": half_steps}
+    teacher = folder / "teacher"
+    teacher.mkdir(parents=True)
+    save_file(ARCHITECTURES["sinkformer-text"](**config).state_dict(), teacher / "model.safetensors")
+    (teacher / "config.json").write_text(json.dumps({"architecture": "sinkformer-text", **config}))
+    random = np.random.default_rng(0)
+    count, tokens = GATE_SHARE * TEXT_EXAMPLES + TEXT_EXAMPLES, TEXT["seq_len"]
+    lengths = random.integers(tokens // 4, tokens + 1, (count, 1))
+    ids = random.integers(1, TEXT["vocab_size"], (count, tokens))
+    data = folder / "reviews.npz"
+    np.savez(data, inputs=np.where(np.arange(tokens) < lengths, ids, 0))
+    (folder / "recipe.yaml").write_text("batch_size: 32\n")
     return teacher, data
 
 
@@ -122,21 +150,27 @@ ASAPC = "from asapc.cli import main\nstatus = main(sys.argv[1:])\nassert status 
 
 
 def measured(
-    depth: int, half_steps: int, images: int, asked: Sequence[str] | None
+    depth: int, half_steps: int, images: int, asked: Sequence[str] | None, text: bool
 ) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        teacher, data = written(folder, depth, half_steps, images)
+        folder, batch = Path(place), 32 if text else BATCH
+        if text:
+            teacher, data = written_text(folder, half_steps)
+        else:
+            teacher, data = written(folder, depth, half_steps, images)
+        unseen = () if text else ("--data", folder / "unseen.npz")
         calibration, out = folder / "calibration", folder / "out"
         quiet = ("--quiet",)
         commands: dict[str, tuple[object, ...]] = {
-            "teacher alone": (TEACHER, "teacher", teacher, data, images, BATCH),
+            "teacher alone": (TEACHER, "teacher", teacher, data, images, batch),
             "inspect": (ASAPC, "asapc", "inspect", teacher, *quiet),
             "calibrate": (ASAPC, "asapc", "calibrate", teacher, "--data", data, "-o", calibration,
                           "--recipe", folder / "recipe.yaml", *quiet),
             "compile": (ASAPC, "asapc", "compile", teacher, "--calibration", calibration, "-o", out,
                         *quiet),
-            "report": (ASAPC, "asapc", "report", out, "--examples", images, *quiet),
+            "report": (ASAPC, "asapc", "report", out, *unseen, "--examples", images, *quiet),
+            "report --fast": (ASAPC, "asapc", "report", out, *unseen, "--examples", images,
+                              "--fast", *quiet),
         }  # fmt: skip
         found = {}
         for name, command in commands.items():
@@ -167,13 +201,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--half-steps", type=int, nargs="+", default=[20, 40])
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--commands", nargs="+", help="only these")
+    parser.add_argument("--text", action="store_true", help="a text teacher instead")
     parser.add_argument("--layers", type=int, nargs="+", help="only capture and matching, at such depths")
     parser.add_argument("-o", "--out", type=Path, help="folder for real_size.{json,md}")
     options = parser.parse_args(arguments)
     if options.layers:
         return show_depths(by_depth(options.layers, options.half_steps[0]), options)
-    found = {T: measured(options.depth, T, options.images, options.commands) for T in options.half_steps}
-    title = f"Sinkformer, {options.depth} layers, d = 768, N = 197, {options.images} images"
+    images = TEXT_EXAMPLES if options.text else options.images
+    found = {
+        T: measured(options.depth, T, images, options.commands, options.text)
+        for T in options.half_steps
+    }
+    title = f"Sinkformer, {options.depth} layers, d = 768, N = 197, {images} images"
+    if options.text:
+        title = f"Text Sinkformer, 3 layers, d = 256, N = 256 padded, {images} examples"
     head = " | ".join(f"T = {T} | memory" for T in found)
     lines = [f"### {title}", "", f"| command | {head} |", "|---|" + "---:|---:|" * len(found)]
     for name in next(iter(found.values())):
@@ -181,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     print("\n".join(lines))
     document = {"environment": environment(cpu=True), "commands": found}
-    write_results(options.out, "real_size", document, "\n".join(lines))
+    name = "real_size_text" if options.text else "real_size"
+    write_results(options.out, name, document, "\n".join(lines))
     return 0
 
 
