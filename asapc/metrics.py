@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 MEASURED_EXAMPLES = 512  # by a report or a study, at most, unless told otherwise
 MAP_EXAMPLES = 128  # of these, on which attention maps are compared; outputs are compared on all
+MAP_ENTRIES = 2**27  # of them, in all layers together: a report of a large model compares fewer examples
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.ir import SiteTensors
-from asapc.measure.timing import extra_bytes, interleaved_medians
+from asapc.measure.timing import ENOUGH, extra_bytes, interleaved_medians
 
 Shape = tuple[int, int]  # examples, tokens
 Apply = Callable[[SiteTensors, Tensor | None], Any]
@@ -114,7 +114,7 @@ def prices(
             with _fitting(shape):
                 tensors = resized(t, shape)
                 bound = {name: partial(f, tensors, tensors.v) for name, f in calls.items()}
-                times = interleaved_medians(bound, repeats=repeats, warmup=1)
+                times = interleaved_medians(bound, repeats=repeats, warmup=1, enough=ENOUGH)
             for name, found in times.items():
                 for key, into in taken[name].items():
                     into[shape] = found[key]

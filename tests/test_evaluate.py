@@ -200,12 +200,13 @@ def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
         assert site["metrics"].items() <= whole["metrics"].items()
 
 
+@pytest.mark.parametrize("limit", ["MAP_EXAMPLES", "MAP_ENTRIES"])
 def test_maps_are_compared_on_the_first_examples_and_outputs_on_all(
-    work: Path, monkeypatch: pytest.MonkeyPatch
+    work: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     everywhere, _ = report(work / "out")
     assert "map_examples" not in everywhere["model"]
-    monkeypatch.setattr(evaluate, "MAP_EXAMPLES", 1)  # the first batch
+    monkeypatch.setattr(evaluate, limit, 1)  # the first batch
     found, _ = report(work / "out")
     model, batch = found["model"], found["model"]["batch"]
     assert model["map_examples"] == batch < model["examples"] == everywhere["model"]["examples"]

@@ -121,6 +121,8 @@ class Tap:
         self._see = see
         try:
             return self._run(batch)
+        except _OfWatcherError as wrapped:
+            raise wrapped.error from wrapped.error.__cause__
         finally:
             self._see = _unseen
 
@@ -128,8 +130,19 @@ class Tap:
         seen = SiteTensors.of_scores(q) if k is None else SiteTensors(q, k)
         names = [field.name for field in fields(SiteTensors)][2:-1]  # all that are tensors
         rest: dict[str, Any] = dict(zip(names, others, strict=True))
-        with torch.autocast(q.device.type, enabled=False):  # the model's own is not the watcher's
-            self._see(site, replace(seen, **rest))
+        try:
+            with torch.autocast(q.device.type, enabled=False):  # the model's own is not the watcher's
+                self._see(site, replace(seen, **rest))
+        except Exception as error:  # which is no fault of the model or its data
+            raise _OfWatcherError(error) from error
+
+
+class _OfWatcherError(BaseException):
+    """Not an Exception, so that neither the runner nor the model takes it for one of the model's."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
 See = Callable[[str, SiteTensors], None]

@@ -32,7 +32,7 @@ from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
 from asapc.memory import MemoryLimit, give_back
-from asapc.metrics import MAP_EXAMPLES, MEASURED_EXAMPLES
+from asapc.metrics import MAP_ENTRIES, MAP_EXAMPLES, MEASURED_EXAMPLES
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.audit import SoftToHard, soft_sites
 from asapc.processes import ALONE, Part, Processes, apart, together
@@ -67,7 +67,8 @@ def report(
     processes: Processes = ALONE,
 ) -> Report:
     """Fidelity and speed on up to `examples` examples that calibration and selection have not seen: of
-    the outputs on all of them, of the sites and the lossless model on the first MAP_EXAMPLES or so.
+    the outputs on all of them, of the sites and the lossless model on the first MAP_EXAMPLES or so,
+    fewer where their maps have more than MAP_ENTRIES entries.
 
     Its pictures are a few attention maps of every site. fast: without those, and without certificates. No
     gate is set.  max_memory: bytes that the process may hold; batches get smaller until that holds.
@@ -92,6 +93,7 @@ def report(
     own = dict(processes.share(sites.items()))
     audit = _audit(artifact, surrounding) if processes.first else None
     unseen = Unseen(artifact, source)
+    maps = _Maps(own)
     measured = mapped = 0
     first: Batch | None = None
     batches = source.batches(size, select=unseen.select, limit=examples)
@@ -99,9 +101,9 @@ def report(
     for batch, (found, _) in processes.dealt(batches, models.outputs):
         first = first or batch
         lengths = _Lengths(len(batch))
-        with_maps = mapped < MAP_EXAMPLES
+        with_maps = mapped < MAP_EXAMPLES and maps.entries < MAP_ENTRIES
         if with_maps or not models.called:  # sites that are left as they were tell no lengths
-            see = partial(_met, own, lengths) if with_maps else lengths.see
+            see = partial(maps.see, lengths) if with_maps else lengths.see
             lossless_out = comparable(models.lossless.watch(batch, see))
             lossless.update(found["teacher"], lossless_out, batch.labels)
         told = lengths.found() if "lengths" not in found else found["lengths"]
@@ -210,7 +212,7 @@ def _within(
         batch = next(source.batches(examples))
         models.outputs(batch)
         sites = {name: SiteFidelity(artifact, i, fast) for i, name in enumerate(artifact.site_names)}
-        models.lossless.watch(batch, partial(_met, sites, _Lengths(len(batch))))
+        models.lossless.watch(batch, partial(_Maps(sites).see, _Lengths(len(batch))))
 
     step(1)  # what is loaded on a first call is not a batch's
     return limit.batch_size(step, most)
@@ -312,13 +314,19 @@ class _Lengths:
         return self._full if self._masked is None else self._masked
 
 
-def _met(
-    sites: Mapping[str, SiteFidelity], lengths: _Lengths, name: str, t: SiteTensors
-) -> None:
-    lengths.see(name, t)
-    if name in sites:
-        sites[name].update(t)
-        give_back()
+class _Maps:
+    """Shows every site what it sees.  entries: of all maps so far, also of sites that others compare."""
+
+    def __init__(self, sites: Mapping[str, SiteFidelity]) -> None:
+        self._sites = sites
+        self.entries = 0
+
+    def see(self, lengths: _Lengths, name: str, t: SiteTensors) -> None:
+        lengths.see(name, t)
+        self.entries += t.q.shape[:3].numel() * t.k.shape[2]
+        if name in self._sites:
+            self._sites[name].update(t)
+            give_back()
 
 
 def bench(
