@@ -528,6 +528,8 @@ def _first_bad(tensor: Tensor) -> int | None:
     """The first example [...] with a number that is not finite."""
     if not tensor.dim():
         return None if bool(tensor.isfinite()) else 0
+    if not tensor.numel():  # a file may promise 10^12 examples of no number each
+        return None
     first = 0
     for piece in tensor.split(_piece(tensor.nbytes, len(tensor))):  # what is compared takes memory too
         bad = ~torch.isfinite(piece)
