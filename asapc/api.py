@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from asapc import pipeline
 from asapc.artifact import load, read_manifest
+from asapc.device import CPU, chosen_device, running_on
 from asapc.errors import FewExamplesWarning, InputError
 from asapc.inputs.data import DataSource, data_of
 from asapc.inputs.load import load_teacher
@@ -70,6 +72,7 @@ def compile(
     gates: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     examples: int = MEASURED_EXAMPLES,
+    device: str | None = None,
     quiet: bool = True,
 ) -> Compiled:
     """Compile a trained model and measure what that did, on examples it was not fitted on.
@@ -83,6 +86,8 @@ def compile(
     out:      keep the artefact in this folder, for asapc.load, and OUT.calibration beside it, from
               which a run that is cut short goes on. Without it both live in a temporary folder.
     examples: measured for the report, at most.
+    device:   to calibrate, select and measure on, as with --device; unless told, where the module is. The
+              compiled model is there too.
     The compiled model is a patched copy of `model`, of its class and with its layers, see
     asapc.program.live; a CompiledModel where the model came without its code, or its attention is not
     called as a module. Where nothing is faster than the teacher's own code it is a copy with nothing
@@ -108,6 +113,32 @@ def compile(
     >>> logits.shape
     torch.Size([5, 3])
     """
+    home = _home(model)
+    there = home if isinstance(model, nn.Module) else chosen_device("auto")
+    place = there if device is None else chosen_device(device)
+    with running_on(CPU, [model if isinstance(model, nn.Module) else None]):
+        compiled = _compiled(model, data, budget, recipe, gates, out, examples, place, quiet)
+    compiled.model.to(home)
+    return compiled
+
+
+def _home(model: nn.Module | str) -> torch.device:
+    """Where a module's weights are, and where it is to be when it is compiled."""
+    weights = model.state_dict().values() if isinstance(model, nn.Module) else ()
+    return next((tensor.device for tensor in weights), CPU)
+
+
+def _compiled(
+    model: nn.Module | str,
+    data: str | DataSource | Mapping[str, Any] | Iterable[object],
+    budget: Mapping[str, float] | None,
+    recipe: Recipe | Mapping[str, Any] | None,
+    gates: Mapping[str, Any] | None,
+    out: str | Path | None,
+    examples: int,
+    device: torch.device,
+    quiet: bool,
+) -> Compiled:
     progress = make_progress(quiet=quiet)
     teacher = _teacher(model)
     source = data_of(data, forward_signature(teacher))
@@ -123,16 +154,17 @@ def compile(
             artifact = Path(out)
             calibration = artifact.with_name(f"{artifact.name}.calibration")
         analyse = analysed_once()
-        pipeline.calibrate(teacher, source, calibration, parsed, progress, analyse=analyse)
+        pipeline.calibrate(teacher, source, calibration, parsed, progress, analyse=analyse, device=device)
         manifest = pipeline.compile(
-            teacher, calibration, artifact, parsed, source, progress, analyse=analyse
+            teacher, calibration, artifact, parsed, source, progress, analyse=analyse, device=device
         )
         for warning in manifest["warnings"]:
             warnings.warn(warning["text"], FewExamplesWarning, stacklevel=2)
         manifest = read_manifest(artifact)
         around = copy.deepcopy(teacher.model) if manifest["capture"] == "module" else None
         measured = pipeline.report(
-            artifact, source, limits, model=around, examples=examples, trust=True, progress=progress
+            artifact, source, limits, model=around, examples=examples, trust=True, progress=progress,
+            device=device,
         )
         report = MeasuredReport(measured)
         if out is not None:

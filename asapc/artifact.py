@@ -26,6 +26,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -40,6 +41,7 @@ from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 import asapc.kernels.library as _library  # registers torch.ops.asapc, which the programs call
+from asapc.device import running_on
 from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.atomic import read_whole
@@ -116,6 +118,13 @@ class Artifact:
     def site_names(self) -> list[str]:
         """Of the manifest's sites, in order."""
         return [str(site["name"]) for site in self.manifest["sites"]]
+
+    def running_on(
+        self, device: torch.device, surrounding: nn.Module | None
+    ) -> AbstractContextManager[None]:
+        """All programs, and the model around them, on the device for a while (asapc.device)."""
+        graphs = [program.graph for parts in self.programs.values() for program in parts]
+        return running_on(device, [surrounding, *graphs])
 
     def signature(self) -> inspect.Signature:
         """The arguments the model was captured with, for reading data."""

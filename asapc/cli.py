@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from asapc import commands, session
+from asapc.commands import AUTO
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text, nothing_found
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.processes import joined
@@ -84,6 +85,12 @@ RemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Code in a transformers folder MODEL may run: it is yours."),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="DEVICE", help="auto, cpu, cuda, or cuda:1; auto takes a GPU if there is one."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
@@ -97,6 +104,7 @@ def inspect(
     kwargs: Kwargs = None,
     trust: Trust = False,
     trust_remote_code: RemoteCode = False,
+    device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -111,7 +119,7 @@ def inspect(
         from asapc.report.tables import inspect_tables
 
         result = commands.inspect_model(
-            model, data, weights, kwargs, trust, trust_remote_code, run.progress
+            model, data, weights, kwargs, trust, trust_remote_code, run.progress, device
         )
         run.show(result, inspect_tables)
         if not result["sites"]:
@@ -143,6 +151,7 @@ def calibrate(
     kwargs: Kwargs = None,
     trust: Trust = False,
     trust_remote_code: RemoteCode = False,
+    device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -154,7 +163,7 @@ def calibrate(
 
         summary = commands.calibrate_model(
             run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory, trust,
-            trust_remote_code,
+            trust_remote_code, device,
         )  # fmt: skip
         run.show(summary, calibration_tables)
         if not summary["sites"]:
@@ -188,6 +197,7 @@ def study(
     kwargs: Kwargs = None,
     trust: Trust = False,
     trust_remote_code: RemoteCode = False,
+    device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -195,9 +205,11 @@ def study(
     """Fit and measure a grid of ways to amortise one model, side by side."""
 
     def body(run: Session) -> None:
+        from asapc.device import chosen_device
         from asapc.study import load_grid
 
         blocks = load_grid(grid)
+        place = chosen_device(device)
         from asapc.inputs.load import load_teacher
         from asapc.report.tables import study_tables
         from asapc.study import study as run_study
@@ -209,6 +221,7 @@ def study(
             result = run_study(
                 teacher, data, blocks, out, run.progress,
                 test=test, max_test_examples=examples, batch_size=batch_size, processes=processes,
+                device=place,
             )  # fmt: skip
         run.show(result, study_tables)
         run.note(f"wrote {out}: study.json, study.csv, study.md")
@@ -236,6 +249,7 @@ def compile(
     kwargs: Kwargs = None,
     trust: Trust = False,
     trust_remote_code: RemoteCode = False,
+    device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -258,7 +272,7 @@ def compile(
         onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
         manifest = commands.compile_model(
             run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx,
-            max_memory=max_memory, trust=trust, remote_code=trust_remote_code,
+            max_memory=max_memory, trust=trust, remote_code=trust_remote_code, device=device,
         )  # fmt: skip
         record = read_record(Path(out))
         run.show({**manifest, **({} if record is None else {"onnx_file": record})}, compile_tables)
@@ -346,6 +360,7 @@ def refresh(
     kwargs: Kwargs = None,
     trust: Trust = False,
     trust_remote_code: RemoteCode = False,
+    device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -363,6 +378,7 @@ def refresh(
                 help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
             )
         from asapc import pipeline
+        from asapc.device import chosen_device
         from asapc.report.tables import refresh_tables
         from asapc.training.refresh import RefreshSettings
 
@@ -377,6 +393,7 @@ def refresh(
             entry = pipeline.refresh(
                 artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs, trust=trust,
                 remote_code=trust_remote_code, progress=run.progress, processes=processes,
+                device=chosen_device(device),
             )  # fmt: skip
         written = out or artifact
         run.show({"artifact": written, **entry}, refresh_tables)
@@ -423,6 +440,7 @@ def report(
     kwargs: Kwargs = None,
     trust: Trust = False,
     trust_remote_code: RemoteCode = False,
+    device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -440,7 +458,7 @@ def report(
         result = commands.report_artifact(
             run, artifact, data, gate, model, weights, kwargs, examples,
             baseline=baseline, max_regression=max_regression or (), junit=junit, fast=fast,
-            max_memory=max_memory, trust=trust, remote_code=trust_remote_code,
+            max_memory=max_memory, trust=trust, remote_code=trust_remote_code, device=device,
         )  # fmt: skip
         run.show(result, report_tables)
         _note_unverified(run, artifact, data)
@@ -477,6 +495,7 @@ def bench(
     kwargs: Kwargs = None,
     trust: Trust = False,
     trust_remote_code: RemoteCode = False,
+    device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -485,6 +504,7 @@ def bench(
 
     def body(run: Session) -> None:
         from asapc import pipeline
+        from asapc.device import chosen_device
         from asapc.report.tables import bench_tables
 
         result = pipeline.bench(
@@ -499,6 +519,7 @@ def bench(
             trust=trust,
             remote_code=trust_remote_code,
             progress=run.progress,
+            device=chosen_device(device),
         )
         run.show(result, bench_tables)
         _note_unverified(run, artifact, data)
@@ -511,6 +532,7 @@ def demo(
     out: Annotated[
         str, typer.Option("--out", "-o", metavar="FOLDER", help="Folder to work in.")
     ] = "asapc-demo",
+    device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -520,7 +542,7 @@ def demo(
     def body(run: Session) -> None:
         from asapc.demo import run_demo
 
-        run_demo(run, out)
+        run_demo(run, out, device)
 
     return session.run(body, json=json, quiet=quiet, debug=debug)
 

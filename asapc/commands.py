@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from asapc.inputs.onnx.settings import OnnxSettings
     from asapc.report import Report
 
+AUTO = "auto"  # of --device
+
 
 def inspect_model(
     model: str, data: str | None, weights: str | None, kwargs: str | None, trust: bool = False,
-    remote_code: bool = False, progress: Progress = SILENT,
+    remote_code: bool = False, progress: Progress = SILENT, device: str = AUTO,
 ) -> dict[str, Any]:  # fmt: skip
     """The dictionary of `asapc inspect --json`."""
+    from asapc.device import chosen_device
+
+    place = chosen_device(device)
     from asapc.inputs.load import load_teacher
 
     teacher = load_teacher(
@@ -32,7 +37,7 @@ def inspect_model(
     )
     from asapc import pipeline
 
-    return pipeline.inspect(teacher, data, progress).to_dict()
+    return pipeline.inspect(teacher, data, progress, place).to_dict()
 
 
 def calibrate_model(
@@ -48,12 +53,16 @@ def calibrate_model(
     max_memory: str | None = None,
     trust: bool = False,
     remote_code: bool = False,
+    device: str = AUTO,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
     from asapc.inputs.recipe import load_recipe
 
     resolved = load_recipe(recipe)
     limit = _size(max_memory)
+    from asapc.device import chosen_device
+
+    place = chosen_device(device)
     from asapc.inputs.load import load_teacher
 
     teacher = load_teacher(
@@ -63,7 +72,8 @@ def calibrate_model(
 
     with joined() as processes:
         calibration = pipeline.calibrate(
-            teacher, data, out, resolved, run.progress, sequential, restart, limit, processes=processes
+            teacher, data, out, resolved, run.progress, sequential, restart, limit,
+            processes=processes, device=place,
         )
     return _calibration_summary(calibration, model, out)
 
@@ -81,6 +91,7 @@ def compile_model(
     max_memory: str | None = None,
     trust: bool = False,
     remote_code: bool = False,
+    device: str = AUTO,
 ) -> dict[str, Any]:
     """Compile and return the manifest.  Without a recipe, the calibration's is used.
 
@@ -90,6 +101,9 @@ def compile_model(
 
     resolved = None if recipe is None else load_recipe(recipe)
     limit = _size(max_memory)
+    from asapc.device import chosen_device
+
+    place = chosen_device(device)
     from asapc.inputs.load import load_teacher
 
     teacher = load_teacher(
@@ -98,7 +112,7 @@ def compile_model(
     from asapc import pipeline
 
     return pipeline.compile(
-        teacher, calibration, out, resolved, data, run.progress, onnx, max_memory=limit
+        teacher, calibration, out, resolved, data, run.progress, onnx, max_memory=limit, device=place
     )
 
 
@@ -119,6 +133,7 @@ def report_artifact(
     max_memory: str | None = None,
     trust: bool = False,
     remote_code: bool = False,
+    device: str = AUTO,
 ) -> Report:
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
     from asapc.formats.atomic import make_parent, replace_file
@@ -131,6 +146,9 @@ def report_artifact(
         raise InputError("--max-regression needs a --baseline to compare with")
     earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
     limit = _size(max_memory)
+    from asapc.device import chosen_device
+
+    place = chosen_device(device)
     if junit is not None:
         make_parent(junit)  # before minutes of measuring, not after
     from asapc import pipeline
@@ -139,7 +157,7 @@ def report_artifact(
         result = pipeline.report(
             artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
             examples=examples, fast=fast, max_memory=limit, trust=trust, remote_code=remote_code,
-            progress=run.progress, processes=processes,
+            progress=run.progress, processes=processes, device=place,
         )  # fmt: skip
         if processes.first:
             write_report(artifact, result, run.note)

@@ -32,7 +32,7 @@ RECIPES = {
 }
 
 
-def run_demo(run: Session, out: str) -> dict[str, Any]:
+def run_demo(run: Session, out: str, device: str = commands.AUTO) -> dict[str, Any]:
     """Inspect, calibrate, compile and report in folder `out`; returns what --json prints.
 
     The model is compiled twice: with the loop kept exactly, and with the loop removed, so that the
@@ -56,13 +56,13 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
 
     step(
         command_line("inspect", teacher),
-        partial(commands.inspect_model, teacher, None, None, None),
+        partial(commands.inspect_model, teacher, None, None, None, device=device),
         inspect_tables,
     )
     recipe = str(folder / "asap.yaml")
     step(
         command_line("calibrate", teacher, data=data, o=calibration, recipe=recipe),
-        partial(commands.calibrate_model, run, teacher, data, calibration, recipe),
+        partial(commands.calibrate_model, run, teacher, data, calibration, recipe, device=device),
         calibration_tables,
     )
     reports = {}
@@ -72,12 +72,14 @@ def run_demo(run: Session, out: str) -> dict[str, Any]:
             command_line(
                 "compile", teacher, calibration=calibration, o=artifact, recipe=recipe, data=data
             ),
-            partial(commands.compile_model, run, teacher, calibration, artifact, recipe, data),
+            partial(
+                commands.compile_model, run, teacher, calibration, artifact, recipe, data, device=device
+            ),
             compile_tables,
         )
         reports[name] = step(
             command_line("report", artifact, data=data),
-            partial(commands.report_artifact, run, artifact, data),
+            partial(commands.report_artifact, run, artifact, data, device=device),
             report_tables if name == "asap" else lambda _: [],
         )
     comparison = side_by_side(reports["lossless"], reports["asap"])

@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from asapc.artifact import places_moved, read_artifact, surrounding_model, write_refreshed
 from asapc.calibration.stored import Calibration, save_calibration
+from asapc.device import CPU
 from asapc.formats import places
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.inputs.data import DataSource, open_data, recorded_data
@@ -46,14 +48,17 @@ from asapc.stages.export import write_verified
 from asapc.stages.rewrite import rewrite
 from asapc.stages.select import calibration_of, choose
 from asapc.terminal.progress import SILENT, Progress
-from asapc.training.refresh import RefreshSettings, train
+from asapc.training.refresh import Refreshed, RefreshSettings, put_weights, train
 
 
 def inspect(
-    teacher: Teacher, data: str | None = None, progress: Progress = SILENT
+    teacher: Teacher,
+    data: str | None = None,
+    progress: Progress = SILENT,
+    device: torch.device = CPU,
 ) -> Inspection:
     """Every attention region with its convention, or the reason it is left alone."""
-    return Inspection.of(teacher, analyse_example(teacher, data, progress))
+    return Inspection.of(teacher, analyse_example(teacher, data, progress, device))
 
 
 def calibrate(
@@ -67,6 +72,7 @@ def calibrate(
     max_memory: int | None = None,
     analyse: Analyse = analyse_teacher,
     processes: Processes = ALONE,
+    device: torch.device = CPU,
 ) -> Calibration:
     """Fit every candidate of every site: of those that predict a dual from statistics alone, of those
     that are distilled from a sample of the site's activations.
@@ -76,16 +82,19 @@ def calibrate(
     is mended is accepted: calibration goes on from what was done before it, as far as the data still
     begins with that. restart: begin anew. sequential, max_memory: see stages.calibrate.plan_fits.
     analyse: of a call that compiles too, and need not analyse twice.  processes: share the batches, come
-    to the same fits, and the first one writes them.
+    to the same fits, and the first one writes them.  device: see asapc.device.
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
-    analysis, _ = analyse(teacher, source, progress, recipe.drop_attention_maps)
+    analysis, _ = analyse(teacher, source, progress, recipe.drop_attention_maps, device=device)
     require_sites(analysis, progress)
-    plan = plan_fits(analysis, source, recipe, sequential, max_memory, processes)
+    source = source.on(device)
+    with analysis.running_on(device):
+        plan = plan_fits(analysis, source, recipe, sequential, max_memory, processes)
     fingerprints = plan.fingerprints(teacher, analysis, source, processes)
     with unfinished(out, fingerprints, restart, processes) as aside:
-        sites, seen = fit(analysis, source, plan, aside, progress, processes)
+        with analysis.running_on(device):
+            sites, seen = fit(analysis, source, plan, aside, progress, processes)
         calibration = Calibration(
             teacher=teacher.fingerprint,
             recipe=recipe.to_dict(),
@@ -114,12 +123,14 @@ def compile(
     onnx: OnnxSettings | None = None,
     analyse: Analyse = analyse_teacher,
     max_memory: int | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Select an operator per site, rewrite, verify, write the artefact; returns its manifest.
 
     onnx: write OUT/model.onnx too, verified on examples that calibration and selection have not seen;
     where that fails nothing is written at all. analyse: see calibrate.  max_memory: bytes that the
-    process may hold while it selects; batches get smaller until that holds.
+    process may hold while it selects; batches get smaller until that holds.  device: to select on, at the
+    speeds there; what is written runs on any.
     """
     check_replaceable(out, [calibration_path, teacher.source, *_paths(data)])
     if onnx is not None:
@@ -130,11 +141,12 @@ def compile(
     check_replaceable(out, _paths(data))
     source = open_data(data, forward_signature(teacher))
     analysis, example = analyse(
-        teacher, source, progress, recipe.drop_attention_maps, calibration.replayed
+        teacher, source, progress, recipe.drop_attention_maps, calibration.replayed, device=device
     )
     require_sites(analysis, progress)
     limit = None if max_memory is None else MemoryLimit(max_memory)
-    chosen = choose(analysis, recipe, calibration, source, progress, limit)
+    with analysis.running_on(device):
+        chosen = choose(analysis, recipe, calibration, source.on(device), progress, limit)
     compilation = rewrite(teacher, source, recipe, calibration, analysis, chosen, example)
     return emit(compilation, out, onnx, progress)
 
@@ -169,15 +181,16 @@ def report(
     remote_code: bool = False,
     progress: Progress,
     processes: Processes = ALONE,
+    device: torch.device = CPU,
 ) -> Report:
     """Measure on unseen examples, compare with the baseline, check the limits.
 
-    fast: without certificates and pictures.  max_memory, processes: see evaluate.report.
+    fast: without certificates and pictures.  max_memory, processes, device: see evaluate.report.
     """
     measured = evaluate.report(
         artifact_path, data, model=model, weights=weights, kwargs=kwargs, examples=examples, fast=fast,
         max_memory=max_memory, trust=trust, remote_code=remote_code, progress=progress,
-        processes=processes,
+        processes=processes, device=device,
     )  # fmt: skip
     comparison = None if baseline is None else compare(measured, baseline)
     return replace(measured, gate=gate_result(measured, limits, comparison))
@@ -196,21 +209,28 @@ def refresh(
     remote_code: bool = False,
     progress: Progress,
     processes: Processes = ALONE,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Train a compiled artefact for a few epochs and write it again; returns its refresh entry.
 
-    processes: share every batch; the first one writes.
+    processes: share every batch; the first one writes.  device: to train on.
     """
     target = artifact_path if out is None else out
     check_replaceable(target, _paths(data))
     artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
-    source = open_data(data, artifact.signature())
+    source = open_data(data, artifact.signature()).on(device)
+
+    def there() -> Refreshed:
+        with artifact.running_on(device, surrounding):
+            trained = train(artifact, surrounding, source, settings, progress, processes)
+        put_weights(artifact.programs["graph"], trained.weights)
+        return trained
+
     if not processes.first:
-        trained = train(artifact, surrounding, source, settings, progress, processes)
-        return dict(trained.manifest["refresh"])
+        return dict(there().manifest["refresh"])
     with replace_folder(target) as folder:
-        trained = train(artifact, surrounding, source, settings, progress, processes)
+        trained = there()
         manifest = places_moved(trained.manifest, artifact.folder, target)
         write_refreshed(folder, artifact, manifest, trained.weights, trained.seen_hashes, trained.edit)
         verify_written(folder, surrounding, {"graph": artifact.programs["graph"]}, trained.example)

@@ -117,6 +117,11 @@ def rank_and_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def local_rank() -> int:
+    """The rank among the processes of this machine, as torchrun has said; 0 without it."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[Processes]:
     """This process among those that torchrun started with it, connected while this is open.

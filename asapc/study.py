@@ -30,6 +30,7 @@ from torch import Tensor
 
 from asapc.calibration.stored import AnySiteCalibration, SiteCalibration
 from asapc.calibration.stream import Collector, Nowhere, Pending, stream
+from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.features.predictor import Amortised
 from asapc.formats.atomic import check_replaceable, replace_folder
@@ -148,35 +149,57 @@ def study(
     max_test_examples: int = MEASURED_EXAMPLES,
     batch_size: int = 32,
     processes: Processes = ALONE,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Fit and measure every row; writes study.json, study.csv and study.md into `out`.
 
     test: data to measure on; without it, the part of `data` that calibration never sees.
-    processes: share the batches of the fits, and the rows; the first one writes.
+    processes: share the batches of the fits, and the rows; the first one writes.  device: to fit and
+    measure on.
     """
     check_replaceable(out, [path for path in (teacher.source, data, test) if path is not None])
     signature = forward_signature(teacher)
     source = open_data(data, signature)
-    analysis, _ = analyse_teacher(teacher, source, progress, drop_maps=True)
+    analysis, _ = analyse_teacher(teacher, source, progress, drop_maps=True, device=device)
     _check_loops(analysis)
     require_sites(analysis, progress)
     _check_cut_short(grid, analysis)
+    with analysis.running_on(device):
+        return _studied(
+            analysis, source.on(device), teacher.source, grid, out, progress,
+            None if test is None else open_data(test, signature).on(device),
+            max_test_examples, batch_size, processes,
+        )  # fmt: skip
+
+
+def _studied(
+    analysis: Analysis,
+    source: DataSource,
+    model: str,
+    grid: Sequence[Sequence[Row]],
+    out: str | Path,
+    progress: Progress,
+    test: DataSource | None,
+    max_test_examples: int,
+    batch_size: int,
+    processes: Processes,
+) -> dict[str, Any]:
     bench = _Bench(
-        analysis, source, test, signature, max_test_examples, grid, batch_size, progress, processes
+        analysis, source, test, max_test_examples, grid, batch_size, progress, processes
     )
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     for number, block in enumerate(grid, 1):
         rows += bench.block(block, f"block {number}/{len(grid)}")
         result = {
-            "model": teacher.source,
+            "model": model,
             "sites": [site.name for site in analysis.sites],
             "examples": bench.examples,
             "map_examples": min(MAP_EXAMPLES, bench.examples),
             "batch": batch_size,
             "baseline": bench.baseline,
             "rows": mark_pareto(rows),
-            "environment": environment(),
+            "environment": environment(source.device),
         }
         if processes.first:
             with replace_folder(out) as folder:
@@ -217,8 +240,7 @@ class _Bench:
         self,
         analysis: Analysis,
         source: DataSource,
-        test: str | None,
-        signature: Any,
+        test: DataSource | None,
         max_test_examples: int,
         grid: Sequence[Sequence[Row]],
         batch_size: int,
@@ -232,7 +254,7 @@ class _Bench:
         self.progress = progress
         self.tap = Tap(analysis.model, analysis.lifted, analysis.names)
         self.batches, self.teacher_out, self.seen = self._test(
-            test, signature, max_test_examples, grid
+            test, max_test_examples, grid
         )
         self.examples = sum(len(batch) for batch in self.batches)
         fidelity = OutputFidelity()
@@ -244,10 +266,10 @@ class _Bench:
         }
 
     def _test(
-        self, test: str | None, signature: Any, limit: int, grid: Sequence[Sequence[Row]]
+        self, test: DataSource | None, limit: int, grid: Sequence[Sequence[Row]]
     ) -> tuple[list[Batch], list[Any], list[list[SiteTensors]]]:
         """Batches, the lossless outputs, and what the sites see on the first MAP_EXAMPLES examples."""
-        source = self.source if test is None else open_data(test, signature)
+        source = self.source if test is None else test
         fitted = set() if test is None else self._fitted_on(grid)
 
         def select(content: int) -> bool:
@@ -352,12 +374,13 @@ class _Bench:
         self, replacements: Sequence[Amortised | Distilled], facts: dict[str, Any]
     ) -> dict[str, Any]:
         sites = self.analysis.sites
+        there = [moved(replacement, self.source.device) for replacement in replacements]
         per_site = [
             {
                 **self._maps(site, index, lambda c, t, v, a=a: apply_replacement(c, _in_units(a), t, v)),
                 **self._times(site.loop, a, self.seen[0][index]),
             }
-            for index, (site, a) in enumerate(zip(sites, replacements, strict=True))
+            for index, (site, a) in enumerate(zip(sites, there, strict=True))
         ]
         chosen = dict(zip(self.analysis.names, replacements, strict=True))
         programs = rewritten_programs(self.analysis.lifted, chosen)

@@ -33,6 +33,7 @@ from asapc.calibration.collect import check_finite, pieces
 from asapc.calibration.kept import Kept
 from asapc.calibration.stored import SiteDistillation
 from asapc.calibration.teacher import TeacherDuals
+from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.features.coarse import kmeans
 from asapc.inputs.recipe import Recipe
@@ -309,9 +310,10 @@ def fit_lot(
 ) -> _Fit:
     """Pivots and masses by Adam, a cosine schedule, the best look at the held-out examples kept."""
     random = np.random.default_rng(seed)
-    pivots = kmeans(_tokens(train, random), count, random).float()
+    device = train[0].target.device
+    pivots = moved(kmeans(_tokens(train, random), count, random).float(), device)
     spread = pivots.flatten(1).std(1).clamp(min=torch.finfo(pivots.dtype).tiny)[:, None, None]
-    scaled, logits = (pivots / spread).requires_grad_(), torch.zeros(pivots.shape[:2])
+    scaled, logits = (pivots / spread).requires_grad_(), pivots.new_zeros(pivots.shape[:2])
     logits.requires_grad_()
 
     def student() -> Distilled:
@@ -338,25 +340,26 @@ def fit_lot(
         stale = 0 if bool(better.any()) else stale + 1
         if stale == PATIENCE:
             break
-    final = make(best[0] * spread, torch.softmax(best[1], -1))
+    final = moved(make(best[0] * spread, torch.softmax(best[1], -1)), CPU)
     return _Fit(final, errors, tuple(kept.tolist()))
 
 
 def _tokens(pieces: Sequence[_Piece], random: np.random.Generator) -> Tensor:
-    """Of each head, up to SAMPLE_POINTS of its queries and active keys, [H, n, D] float64."""
+    """Of each head, up to SAMPLE_POINTS of its queries and active keys, [H, n, D] float64 on the CPU."""
     rows = []
     for t in (piece.tensors for piece in pieces):
         q, k = t.q.transpose(0, 1), t.k.transpose(0, 1)
         rows += [q.flatten(1, 2), k.flatten(1, 2) if t.keep is None else k[:, t.keep]]
     points = torch.cat(rows, 1)
     chosen = random.permutation(points.shape[1])[:SAMPLE_POINTS]
-    return points[:, torch.from_numpy(chosen)].double()
+    return moved(points[:, moved(torch.from_numpy(chosen), points.device)].double(), CPU)
 
 
 def _mean_errors(student: Distilled, pieces: Sequence[_Piece]) -> Tensor:
-    """Mean squared relative error of each head, [H] float64."""
+    """Mean squared relative error of each head, [H] float64 on the CPU."""
+    there = moved(student, pieces[0].target.device)
     with torch.no_grad():
-        return torch.cat([piece.error(student) for piece in pieces]).double().mean(0)
+        return moved(torch.cat([piece.error(there) for piece in pieces]).double().mean(0), CPU)
 
 
 def fit_slices(
@@ -405,14 +408,16 @@ def _products(
     moment, examples = torch.zeros(heads, count, dtype=torch.float64), 0
     for index in random.permutation(len(pieces)):
         piece = pieces[index]
-        rows = torch.from_numpy(random.permutation(piece.target.shape[2])[:SLICE_ROWS])
+        order = random.permutation(piece.target.shape[2])[:SLICE_ROWS]
+        rows = moved(torch.from_numpy(order), piece.target.device)
         singles = zip(_split(piece.tensors, 1), piece.target[:, :, rows].split(1), strict=True)
         for t, target in singles:
-            outputs = _single_plans(t, candidates, rows, make).flatten(2)  # [H, C, rows * E]
+            single = _single_plans(t, moved(candidates, rows.device), rows, make)
+            outputs = single.flatten(2)  # [H, C, rows * E]
             y = target[0].flatten(1)[..., None]
             scale = y.square().sum(1, keepdim=True).clamp(min=torch.finfo(y.dtype).tiny)
-            gram += (outputs @ outputs.transpose(1, 2) / scale).double()
-            moment += (outputs @ y / scale)[..., 0].double()
+            gram += moved((outputs @ outputs.transpose(1, 2) / scale).double(), CPU)
+            moment += moved((outputs @ y / scale)[..., 0].double(), CPU)
         examples += len(piece)
         if examples >= SLICE_EXAMPLES:
             break
@@ -431,7 +436,7 @@ def _single_plans(t: SiteTensors, slices: Tensor, rows: Tensor, make: Maker) -> 
         met = table[keys[..., rows]]
         share = None if matching.shares is None else matching.shares[index][..., rows, None]
         result = result + (met if share is None else met * share)
-    single = make(slices, torch.zeros(len(slices)))
+    single = make(slices, slices.new_zeros(len(slices)))
     result = result * single.settings["output_factor"]
     return (times_share(result, t.keep) if single.share else result)[0]
 

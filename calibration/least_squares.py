@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asapc.calibration.checked import check_tensor, tensor_of
+from asapc.device import CPU, moved
 from asapc.errors import InputError
 
 # A target whose root mean square is below this (units of epsilon) varies by rounding only.
@@ -65,13 +66,13 @@ class NormalEquations:
         heads, features = x.shape[1], x.shape[3]
         if features != self.features or self.groups not in (1, heads):
             raise ValueError(f"expected [B, {self.groups}, N, {self.features}], got {x.shape}")
-        x, y = (values.detach().to("cpu", torch.float64) for values in (x, y))
+        x, y = (values.detach().double() for values in (x, y))
         for example, target in zip(x, y, strict=True):  # [H, N, F], [H, N]
             rows = example.reshape(self.groups, -1, features)
             targets = target.reshape(self.groups, -1)
-            self.gram += rows.transpose(1, 2) @ rows
-            self.moment += (rows.transpose(1, 2) @ targets[..., None])[..., 0]
-            self.energy += targets.square().sum(-1)
+            self.gram += moved(rows.transpose(1, 2) @ rows, CPU)
+            self.moment += moved((rows.transpose(1, 2) @ targets[..., None])[..., 0], CPU)
+            self.energy += moved(targets.square().sum(-1), CPU)
         count = x.shape[0] * x.shape[2] if points is None else points
         self.tokens += count * (heads // self.groups)
 

@@ -59,7 +59,7 @@ class TeacherDuals:
 
     def intercept(self, half_steps: int) -> Tensor:
         """mean f + mean g over points with mass in cost coordinates, which centring drops: [B, H]."""
-        total = torch.zeros(self.scores.shape[:2], dtype=torch.float64)
+        total = self.scores.new_zeros(self.scores.shape[:2])
         for index, side in enumerate(("source", "target")):
             clouds = clouds_of(self._wide(), self.convention.score_multiplier, side)  # type: ignore[arg-type]
             dual = self.after(half_steps)[index]

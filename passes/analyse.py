@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from asapc.calibration.reading import Reading
 from asapc.calibration.shards import code_digest
+from asapc.device import CPU, running_on
 from asapc.errors import BranchError, VerificationError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
@@ -98,6 +101,11 @@ class Analysis:
         """Of the sites, in order."""
         return [site.name for site in self.sites]
 
+    def running_on(self, device: torch.device) -> AbstractContextManager[None]:
+        """The model and its programs on the device for a while (asapc.device)."""
+        programs = [*self.capture.programs, *self.capture.untouched, *self.lifted]
+        return running_on(device, [self.model, *(program.graph for program in programs)])
+
     def lifted_without(self, sites: Collection[str]) -> list[Program]:
         """The lifted programs with these sites left as the teacher has them; attention maps that were
         dropped elsewhere stay."""
@@ -114,11 +122,13 @@ def analyse(
     more: Iterable[Batch] = (),
     progress: Progress = SILENT,
     known: Replayed | None = None,
+    device: torch.device = CPU,
 ) -> Analysis:
     """Everything that is known about a teacher before data is streamed through it.
 
     batch: what it is captured on; more: what its sites are replayed on besides.  known: of an earlier
-    analysis, which is not done again where graphs, weights, examples and code are the same.
+    analysis, which is not done again where graphs, weights, examples, code and device are the same.
+    device: to replay on; everything else is done on the CPU.
     Raises InputError if the model cannot be run or captured, VerificationError if an ONNX file was not
     understood as onnxruntime does, or if the lossless rewrite does not reproduce the untouched model
     although every site replays.
@@ -147,11 +157,13 @@ def analyse(
                 left.append(LeftAlone(outcome.name, "refused", outcome.reason))
             else:
                 matched[-1].append(outcome)
-    of = _digest(teacher, captured, [batch, *more])
+    of = _digest(teacher, captured, [batch, *more], device)
     names = {site.name for its_sites in matched for site in its_sites}
     if known is None or known.of != of or known.sites.keys() != names:
-        batches = [batch, *more]
-        known = Replayed(of, replay(teacher.model, captured.programs, matched, batches, progress))
+        graphs = [program.graph for program in captured.programs]
+        with running_on(device, [teacher.model, *graphs]):
+            batches = [given.on(device) for given in (batch, *more)]
+            known = Replayed(of, replay(teacher.model, captured.programs, matched, batches, progress))
     for program, its_sites in zip(captured.programs, matched, strict=True):
         good = []
         for site in its_sites:
@@ -174,9 +186,12 @@ def analyse(
     for name, why in captured.skipped:
         regions.append(name)
         left.append(LeftAlone(name, "refused", f"cannot be captured by torch.export: {why}"))
-    error = 0.0
+    found_all = Analysis(
+        teacher.model, captured, lifted, regions_of, sites, left, regions, 0.0, known, drop_maps
+    )
     if sites and not drop_maps:
-        error = _whole_replay(teacher, captured, lifted, batch)
+        with found_all.running_on(device):
+            error = _whole_replay(found_all, batch.on(device))
         if not error <= OUTPUT_TOLERANCE:
             raise VerificationError(
                 "the lossless rewrite reproduces the untouched model's outputs",
@@ -184,14 +199,15 @@ def analyse(
                 help="a data-dependent branch or early stop of the model takes another way than the "
                 "captured graph; raise its stopping threshold, or export that part as its own module",
             )
-    return Analysis(
-        teacher.model, captured, lifted, regions_of, sites, left, regions, error, known, drop_maps
-    )
+        found_all.output_error = error
+    return found_all
 
 
-def _digest(teacher: Teacher, captured: Capture, batches: Sequence[Batch]) -> str:
-    """Of all that replay depends on: what the graphs compute, on what, and this code."""
-    reading = Reading(json.dumps([teacher.fingerprint, code_digest()]))
+def _digest(
+    teacher: Teacher, captured: Capture, batches: Sequence[Batch], device: torch.device
+) -> str:
+    """Of all that replay depends on: what the graphs compute, on what, where, and this code."""
+    reading = Reading(json.dumps([teacher.fingerprint, code_digest(), device.type]))
     digest = hashlib.sha256()
     for batch in batches:
         reading.add(batch)
@@ -268,11 +284,6 @@ def _program(teacher: Teacher) -> ExportedProgram:
     return teacher.program
 
 
-def _whole_replay(
-    teacher: Teacher, captured: Capture, lifted: Sequence[Program], batch: Batch
-) -> float:
-    if teacher.model is not None:
-        teachers = Runner(teacher.model)(batch)
-    else:
-        teachers = Runner(None, captured.untouched)(batch)
-    return largest_difference(teachers, Runner(teacher.model, lifted)(batch))
+def _whole_replay(analysis: Analysis, batch: Batch) -> float:
+    untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)
+    return largest_difference(untouched(batch), Runner(analysis.model, analysis.lifted)(batch))

@@ -108,7 +108,10 @@ class Cut:
 
     def _run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Any:
         sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
-        shells = [torch.zeros(self.shape_of(x, lengths), dtype=torch.float64) for x in self.shells]
+        shells = [
+            torch.zeros(self.shape_of(x, lengths), dtype=torch.float64, device=tensors[0].device)
+            for x in self.shells
+        ]
         with torch.no_grad():
             return self.module(*tensors, *shells, *sizes)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from asapc.device import settle
 from asapc.inputs.data import Batch
 from asapc.ir import Convention, PlanConvention, Program, SiteTensors
 from asapc.operators.banded import BandedConvention, in_band
@@ -117,6 +118,8 @@ def replay(
     if not sites:
         return found
     lifted = [beside(program, its_sites) for program, its_sites in zip(programs, matched, strict=True)]
+    for program in lifted:
+        settle(program.graph, batches[0].device)  # a site's own tensors
     parts = {name: site.part() for name, (_, site) in sites.items()}
     teacher = _Observer(model, programs, matched, parts)
     tap = Tap(model, lifted, list(sites))
@@ -284,7 +287,7 @@ class _Beyond:
         t = self._tensors(sizes, scale)
         if one_key:
             active = t.k.shape[2] // 2
-            only = torch.zeros(t.k.shape[0], t.k.shape[2], dtype=torch.bool)
+            only = torch.zeros(t.k.shape[0], t.k.shape[2], dtype=torch.bool, device=t.k.device)
             only[:, active] = True
             t = replace(t, keep=only, query_keep=None if t.query_keep is None else only)
             hidden = dict(self.part.masks)
@@ -371,7 +374,7 @@ def _multiples(size: torch.SymInt) -> int:
 
 def _all_but(mask: Tensor, active: int, hidden: bool | None) -> Tensor:
     """The mask with every key but one hidden."""
-    others = torch.arange(mask.shape[-1]) != active
+    others = torch.arange(mask.shape[-1], device=mask.device) != active
     if hidden is None:
         shown = torch.where(mask <= MASKED_BELOW, 0.0, mask)
         return torch.where(others, HIDDEN_SCORE, shown)

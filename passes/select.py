@@ -27,6 +27,7 @@ from torch import Tensor
 
 from asapc.calibration.collect import pieces
 from asapc.calibration.stored import Calibration
+from asapc.device import CPU, described, moved
 from asapc.errors import InputError
 from asapc.features.predictor import Amortised
 from asapc.inputs.data import Batch
@@ -148,6 +149,7 @@ def select(
         "budget": {key: recipe.budget[key] for key in recipe.budget if key in held},
         "examples": sum(map(len, batches)),
         "seconds": time.perf_counter() - start,
+        "device": described(batches[0].device if batches else CPU),
         "shapes": [list(shape) for shape in dict.fromkeys(chain.from_iterable(shapes.values()))],
         "sites": [_trail(opened, opened.tried[i]) for opened, i in zip(sites, picked, strict=True)],
         "rounds": rounds,
@@ -216,7 +218,7 @@ def _compare(
     with torch.no_grad():
         exact = apply_lossless(convention, t, None)
         for entry in tried:
-            replacement = entry.candidate.replacement
+            replacement = moved(entry.candidate.replacement, t.q.device)
             assert isinstance(replacement, Amortised | Distilled)
             approximate = apply_replacement(convention, replacement, t, None)
             attention, output = maps[id(entry)]
@@ -322,7 +324,7 @@ def _measure_prices(
         t = first[opened.index]
         shapes[opened.index] = shapes_of(t, recipe.shapes, batch)
         _check_one_length(opened, t, shapes[opened.index])
-        calls = _calls(analysis, opened)
+        calls = _calls(analysis, opened, t.q.device)
         layout = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in vars(t).values())
         key = (repr(opened.site.convention.to_dict()), layout, *calls)
         if key not in known:
@@ -346,11 +348,11 @@ def _check_one_length(opened: OpenSite, t: SiteTensors, shapes: Sequence[Shape])
             )
 
 
-def _calls(analysis: Analysis, opened: OpenSite) -> dict[str, Apply]:
+def _calls(analysis: Analysis, opened: OpenSite, device: torch.device) -> dict[str, Apply]:
     lifted, name = analysis.lifted, opened.site.name
     calls: dict[str, Apply] = {TEACHER: site_function(lifted, name, plain=True)}
     for tried in opened.tried:
-        replacement = tried.candidate.replacement
+        replacement = moved(tried.candidate.replacement, device)
         if replacement is None:
             calls[tried.candidate.label] = site_function(lifted, name)
         else:

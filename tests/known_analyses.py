@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from asapc.device import CPU
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis
@@ -29,17 +32,17 @@ def analysed_once() -> Iterator[None]:
 
     def analyse(
         teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = (),
-        progress: Progress = SILENT, replayed: Replayed | None = None,
+        progress: Progress = SILENT, replayed: Replayed | None = None, device: torch.device = CPU,
     ) -> Analysis:  # fmt: skip
         more, origin = list(more), _origin(teacher)
         if origin is None:
-            return true(teacher, batch, drop_maps, more, progress)
+            return true(teacher, batch, drop_maps, more, progress, device=device)
         hashes: list[Any] = [given.hashes for given in (batch, *more)]
-        key = repr((teacher.fingerprint, origin, drop_maps, hashes))
+        key = repr((teacher.fingerprint, origin, drop_maps, hashes, device))
         if key not in known:
             if len(known) == MOST:
                 del known[next(iter(known))]
-            known[key] = true(teacher, batch, drop_maps, more, progress)
+            known[key] = true(teacher, batch, drop_maps, more, progress, device=device)
         return known[key]
 
     stage.analyse = analyse

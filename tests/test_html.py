@@ -513,3 +513,14 @@ def test_without_the_extra_there_is_a_note_and_no_stale_page(missing: str, tmp_p
     )
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["junit.xml", "report.json", "report.md"]
+
+
+def test_operators_chosen_for_another_device_are_said_to_be(tmp_path: Path) -> None:
+    document = page_report.full_report()
+    document["environment"]["device"] = "NVIDIA H100"
+    told = "chosen by their speeds on cpu, and this was measured on NVIDIA H100"
+    for device, expected in (("cpu", True), ("NVIDIA H100", False)):
+        document["selection"]["device"] = device
+        write_report(tmp_path, page_report.typed(document))
+        assert (told in (tmp_path / "report.html").read_text()) is expected
+        assert (told in (tmp_path / "report.md").read_text()) is expected

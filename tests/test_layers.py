@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 LAYERS = [  # the lowest first
-    "terminal", "errors", "memory", "processes", "formats", "ir", "metrics",
+    "terminal", "errors", "memory", "processes", "device", "formats", "ir", "metrics",
     "features", "operators", "kernels", "models",
     "inputs", "program", "measure", "calibration", "passes", "artifact",
     "onnx", "training", "report",

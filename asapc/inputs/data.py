@@ -6,6 +6,7 @@ disjoint whatever the order of the data, and an example met twice lands in the s
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import itertools
@@ -18,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from asapc.device import CPU, moved
 from asapc.errors import InputError, check_text
 from asapc.formats import places
 from asapc.formats.names import identifier
@@ -72,6 +74,15 @@ class Batch:
     def __len__(self) -> int:
         return len(self.hashes)
 
+    def on(self, device: torch.device) -> Batch:
+        """With args and kwargs on the device; labels stay, what they are compared with comes to them."""
+        return replace(self, args=moved(self.args, device), kwargs=moved(self.kwargs, device))
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are; the CPU where it has none."""
+        return next((tensor.device for tensor in self.tensors()), CPU)
+
     def tensors(self) -> list[Tensor]:
         """Those among args and kwargs, in order."""
         given = pytree.tree_leaves((self.args, self.kwargs))
@@ -86,6 +97,7 @@ class DataSource(ABC):
     examples:    how many, None when unknown.
     fingerprint: sha256 of the arrays, or of a callable's name and source file, wherever that lies.
     labels:      of all examples, None where there are none, or they are known only batch by batch.
+    device:      where batches are brought.
     """
 
     source: str
@@ -93,6 +105,13 @@ class DataSource(ABC):
     examples: int | None
     fingerprint: str
     labels: Tensor | None = None
+    device: torch.device = CPU
+
+    def on(self, device: torch.device) -> Self:
+        """The same data, in batches on the device."""
+        there = copy.copy(self)
+        there.device = device
+        return there
 
     @abstractmethod
     def _batches(self) -> Iterator[Batch]:
@@ -106,6 +125,10 @@ class DataSource(ABC):
         Examples of different shapes never share a batch.  Nothing is yielded when none passes.
         Raises InputError for unusable data.
         """
+        for batch in self._cut(batch_size, select, limit):
+            yield batch.on(self.device)
+
+    def _cut(self, batch_size: int, select: Select | None, limit: int | None) -> Iterator[Batch]:
         pending: Batch | None = None
         left = limit
         for batch in self._batches():

@@ -43,6 +43,22 @@ def data_fault(
     )
 
 
+def device_fault(error: Exception) -> InputError | None:
+    """What only a GPU says: that its memory is full, or that a kernel met an index beyond its table,
+    after which no kernel of the process runs, so that the example cannot be looked for."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return InputError(
+            "a batch must fit into the GPU's memory", got=str(error).splitlines()[0][:200],
+            help="set a smaller batch_size in the recipe, or use --device cpu",
+        )  # fmt: skip
+    if "device-side assert" in str(error):
+        return InputError(
+            RULE, got="a device-side assert, as of an index beyond its table",
+            help="run it again with --device cpu, which names the example",
+        )  # fmt: skip
+    return None
+
+
 def argument_names(module: nn.Module) -> list[str]:
     """Of forward's positional arguments, as far as it says them."""
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from asapc.device import CPU, settle
 from asapc.errors import InputError
 from asapc.inputs.data import Batch
-from asapc.inputs.faults import CAUSES, argument_names, data_fault
+from asapc.inputs.faults import CAUSES, argument_names, data_fault, device_fault
 from asapc.ir import Program, SiteTensors
 from asapc.program.call import Tensors, known_of, other_size, sizes_text
 from asapc.program.calls import tapped
@@ -24,7 +25,8 @@ class Runner:
     """Calls a model on batches: as it is, or with the programs' graphs in place.
 
     A whole-model program (name "") is called itself.  Programs of modules are put into `model` for
-    the length of a call and taken out again: the user's model object is left as it was.
+    the length of a call and taken out again: the user's model object is left as it was.  What a rewrite
+    has put into a graph is brought to where the batch is; the model is there (asapc.device).
     gradients: outputs can be differentiated, where the caller has not switched that off.
     """
 
@@ -35,6 +37,7 @@ class Runner:
         self.gradients = gradients
         self.graphs: dict[str, nn.Module] = {p.name: p.graph for p in programs}
         self.limited = [_Limited.of(program) for program in programs]
+        self._device = CPU
         if model is None and "" not in self.graphs:
             raise ValueError("a program of the whole model, or a model, is needed")
 
@@ -43,6 +46,9 @@ class Runner:
         try:
             return self._call(batch)
         except CAUSES as error:
+            lost = device_fault(error)
+            if lost is not None:
+                raise lost from error
             called = self.graphs.get("") or self.model
             assert called is not None
             fault = data_fault(error, batch, self._call, argument_names(called))
@@ -51,6 +57,11 @@ class Runner:
             raise fault from error
 
     def _call(self, batch: Batch) -> Any:
+        device = batch.device
+        if device != self._device:
+            for graph in self.graphs.values():
+                settle(graph, device)
+            self._device = device
         grad = torch.set_grad_enabled(self.gradients and torch.is_grad_enabled())
         with grad, contextlib.ExitStack() as stack:
             for limited in self.limited:

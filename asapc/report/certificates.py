@@ -169,7 +169,7 @@ def measured_contraction(block: Block, g: Tensor, seed: int = 0) -> Tensor:
         return found
 
     generator = torch.Generator().manual_seed(seed)
-    change = torch.randn(g.shape, generator=generator, dtype=torch.float64)
+    change = torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.device)
     image = iterate(g)
     worst = g.new_zeros(g.shape[:2])
     for size in (*[NEAR] * POWER_STEPS, FAR):

@@ -233,6 +233,7 @@ class Trail(Record):
     budget: Numbers = field(default_factory=dict)
     examples: int | None = None
     seconds: Annotated[Number, ERROR] = None
+    device: str | None = optional()
     shapes: tuple[tuple[int, ...], ...] = ()
     sites: tuple[TriedSite, ...] = ()
     rounds: tuple[Round, ...] = ()
@@ -442,3 +443,15 @@ class Report(Record):
     environment: Mapping[str, Any] = field(default_factory=dict)
     gate: GateReport = GateReport()
     pictures: tuple[Any, ...] = apart()  # SitePictures, which need torch
+
+    @property
+    def chosen_elsewhere(self) -> str:
+        """In a sentence, where operators were chosen by the speeds of another device; else empty."""
+        chosen = None if self.selection is None else self.selection.device
+        measured = self.environment.get("device")
+        if not chosen or not measured or chosen == measured:
+            return ""
+        return (
+            f"operators were chosen by their speeds on {chosen}, and this was measured on {measured}: "
+            "`asapc compile` there may choose others"
+        )

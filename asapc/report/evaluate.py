@@ -10,6 +10,7 @@ report() measures both for the report and its gates; bench() times the models an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from asapc.artifact import Artifact, read_artifact, surrounding_model
+from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.yaml_file import read_yaml_mapping
@@ -65,6 +67,7 @@ def report(
     remote_code: bool = False,
     progress: Progress,
     processes: Processes = ALONE,
+    device: torch.device = CPU,
 ) -> Report:
     """Fidelity and speed on up to `examples` examples that calibration and selection have not seen: of
     the outputs on all of them, of the sites and the lossless model on the first MAP_EXAMPLES or so,
@@ -72,15 +75,31 @@ def report(
 
     Its pictures are a few attention maps of every site. fast: without those, and without certificates. No
     gate is set.  max_memory: bytes that the process may hold; batches get smaller until that holds.
-    processes: share the models' batches, and the sites; the first one times.  Raises InputError if what
-    the artefact has seen belongs to the gate split, or nothing is left to measure on.
+    processes: share the models' batches, and the sites; the first one times.  device: to measure on.
+    Raises InputError if what the artefact has seen belongs to the gate split, or nothing is left to
+    measure on.
     """
     artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
-    source = open_data(
-        data or recorded_data(artifact.manifest["data"], artifact.folder, "report"), artifact.signature()
-    )
-    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
+    data = data or recorded_data(artifact.manifest["data"], artifact.folder, "report")
+    source = open_data(data, artifact.signature()).on(device)
+    with artifact.running_on(device, surrounding):
+        return _measured(
+            artifact, surrounding, source, examples, fast, max_memory, progress, processes
+        )
+
+
+def _measured(
+    artifact: Artifact,
+    surrounding: nn.Module | None,
+    source: DataSource,
+    examples: int,
+    fast: bool,
+    max_memory: int | None,
+    progress: Progress,
+    processes: Processes,
+) -> Report:
+    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact.folder}/recipe.yaml")
     models = _Models(artifact, surrounding)
     size = recipe.batch_size
     limit = None if max_memory is None else MemoryLimit(max_memory)
@@ -104,7 +123,7 @@ def report(
         with_maps = mapped < MAP_EXAMPLES and maps.entries < MAP_ENTRIES
         if with_maps or not models.called:  # sites that are left as they were tell no lengths
             see = partial(maps.see, lengths) if with_maps else lengths.see
-            lossless_out = comparable(models.lossless.watch(batch, see))
+            lossless_out = _only(models.lossless.watch(batch, see))
             lossless.update(found["teacher"], lossless_out, batch.labels)
         told = lengths.found() if "lengths" not in found else found["lengths"]
         outputs.update(found["teacher"], found["compiled"], batch.labels, told, batch.numbers)
@@ -162,7 +181,7 @@ def report(
         **({} if audit is None else {"soft_to_hard": audit.result(first)}),
         **{key: artifact.manifest[key] for key in ("refresh",) if key in artifact.manifest},
         **({} if onnx is None else {"onnx": onnx}),
-        "environment": environment(),
+        "environment": environment(source.device),
     }
     document = processes.from_first(({}, document))[1]
     checked = Report.from_json(document, str(artifact.folder))  # some of it is from the artefact's files
@@ -195,7 +214,7 @@ def _only(output: Any) -> Tensor:
     found = comparable(output)
     if not found:
         raise ValueError("the outputs must hold float tensors, at least one")
-    return found[0]
+    return moved(found[0], CPU)
 
 
 def _within(
@@ -311,7 +330,7 @@ class _Lengths:
 
     def found(self) -> Tensor | None:
         """[B]; None if no site has told."""
-        return self._full if self._masked is None else self._masked
+        return self._full if self._masked is None else moved(self._masked, CPU)
 
 
 class _Maps:
@@ -342,6 +361,7 @@ def bench(
     trust: bool = False,
     remote_code: bool = False,
     progress: Progress,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Median latencies of teacher, lossless and compiled: the whole model and every site.
 
@@ -349,18 +369,29 @@ def bench(
     a verified model.onnx, it is timed under ONNX Runtime with its teacher too.
     explain: also which kernels each compiled site runs, and why. tune: True measures tile sizes for
     every site first and keeps the best in the tuning cache; False leaves that cache aside.
+    device: to time on.
     """
-    if tune is False:
-        with without_cache():
-            return bench(artifact_path, data, model=model, weights=weights, kwargs=kwargs,
-                         repeats=repeats, explain=explain, trust=trust, remote_code=remote_code,
-                         progress=progress)  # fmt: skip
     artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
-    source = open_data(
-        data or recorded_data(artifact.manifest["data"], artifact.folder, "bench"), artifact.signature()
-    )
-    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact_path}/recipe.yaml")
+    data = data or recorded_data(artifact.manifest["data"], artifact.folder, "bench")
+    source = open_data(data, artifact.signature()).on(device)
+    with ExitStack() as stack:
+        stack.enter_context(artifact.running_on(device, surrounding))
+        if tune is False:
+            stack.enter_context(without_cache())
+        return _timed(artifact, surrounding, source, repeats, explain, bool(tune), progress)
+
+
+def _timed(
+    artifact: Artifact,
+    surrounding: nn.Module | None,
+    source: DataSource,
+    repeats: int,
+    explain: bool,
+    tune: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact.folder}/recipe.yaml")
     batch = next(source.batches(recipe.batch_size))
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
     _, tensors = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)(batch)
@@ -393,7 +424,7 @@ def bench(
         "model": {"source": artifact.manifest["teacher"]["source"], "batch": len(batch), **whole},
         **onnx,
         "sites": sites,
-        "environment": environment(),
+        "environment": environment(source.device),
     }
 
 

@@ -191,7 +191,7 @@ def page(report: Report) -> Page:
         sentence=sentence,
         failures=[(check.verdict, _check_text(check)) for check in failed[:FAILURES]],
         more_failures=max(0, len(failed) - FAILURES),
-        warnings=[warning.text for warning in report.warnings],
+        warnings=[text for text in (*(w.text for w in report.warnings), report.chosen_elsewhere) if text],
         tiles=_tiles(model, sites),
         times=_times(model),
         basis=_basis(report),

@@ -15,6 +15,7 @@ from torch import Tensor
 from asapc.artifact import Artifact, Stage
 from asapc.calibration.collect import pieces
 from asapc.calibration.teacher import TeacherDuals
+from asapc.device import CPU, described
 from asapc.features.predictor import transform_plan
 from asapc.formats.records import json_fields
 from asapc.inputs.data import Batch
@@ -226,7 +227,8 @@ class SiteFidelity:
         }
 
 
-def environment() -> dict[str, Any]:
+def environment(device: torch.device = CPU) -> dict[str, Any]:
+    """What a measurement was made on.  device: where the models ran."""
     return {
         "asapc": _version(),
         "torch": torch.__version__,
@@ -234,7 +236,7 @@ def environment() -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": "cpu",
+        "device": described(device),
     }
 
 

@@ -217,6 +217,7 @@ def report_tables(report: Report) -> list[Table]:
     tables += exported_tables(report)
     rows = [(f"examples, {name}", _cell(value)) for name, value in report.splits.items()]
     rows += [(str(key), _cell(value)) for key, value in report.environment.items()]
+    rows += [("note", report.chosen_elsewhere)] if report.chosen_elsewhere else []
     if rows:
         tables.append(Table("Environment", ("", ""), tuple(rows)))
     return tables

@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from asapc.artifact import signature_of
+from asapc.device import CPU
 from asapc.errors import InputError, NoSiteError, nothing_found
 from asapc.inputs.data import Batch, DataSource, open_data, own
 from asapc.inputs.load import example_inputs
@@ -61,10 +64,12 @@ def _entry(site: Site | LeftAlone) -> dict[str, Any]:
     }
 
 
-def analyse_example(teacher: Teacher, data: str | None, progress: Progress) -> Analysis:
+def analyse_example(
+    teacher: Teacher, data: str | None, progress: Progress, device: torch.device = CPU
+) -> Analysis:
     """Analyse a teacher on the first examples of its data, or on made-up ones where it is built in."""
     example, *more = _examples_of(teacher, data)
-    return analyse(teacher, example, more=more, progress=progress)
+    return analyse(teacher, example, more=more, progress=progress, device=device)
 
 
 def analyse_teacher(
@@ -73,6 +78,7 @@ def analyse_teacher(
     progress: Progress,
     drop_maps: bool = False,
     replayed: Mapping[str, Any] | None = None,
+    device: torch.device = CPU,
 ) -> tuple[Analysis, Batch]:
     """Analyse a teacher on its data; also gives the example batch that it was captured on.
 
@@ -80,7 +86,7 @@ def analyse_teacher(
     """
     example, *more = first_batches(source)
     known = None if replayed is None else Replayed.from_json(replayed)
-    return analyse(teacher, example, drop_maps, more, progress, known), example
+    return analyse(teacher, example, drop_maps, more, progress, known, device), example
 
 
 Analyse = Callable[..., tuple[Analysis, Batch]]
@@ -91,9 +97,9 @@ def analysed_once() -> Analyse:
     to need the analysis makes it."""
     known: list[tuple[Analysis, Batch]] = []
 
-    def once(*given: Any) -> tuple[Analysis, Batch]:
+    def once(*given: Any, **named: Any) -> tuple[Analysis, Batch]:
         if not known:
-            known.append(analyse_teacher(*given))
+            known.append(analyse_teacher(*given, **named))
         return known[0]
 
     return once

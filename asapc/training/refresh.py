@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from asapc.artifact import Artifact
+from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.formats import places
 from asapc.inputs.data import Batch, DataSource, Split, rows, split_of
@@ -118,9 +120,9 @@ class Objective:
         log_q = log_probabilities(scores, self.probabilities)
         if self.mode == "labels":
             assert part.batch.labels is not None
-            return torch.nn.functional.nll_loss(log_q, part.batch.labels)
+            return torch.nn.functional.nll_loss(log_q, part.batch.labels.to(log_q.device))
         assert part.teacher is not None
-        log_p = log_probabilities(part.teacher, self.probabilities)
+        log_p = log_probabilities(moved(part.teacher, scores.device), self.probabilities)
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
 
@@ -207,11 +209,20 @@ def train(
     hashes = {hash for batch in (*training, *selection) for hash in batch.hashes}
     return Refreshed(
         _manifest(artifact, entry, {(parameter.program, parameter.name) for parameter in trained}),
-        {(parameter.program, parameter.name): parameter.tensor.detach() for parameter in trained},
+        {(p.program, p.name): moved(p.tensor.detach(), CPU) for p in trained},
         artifact.seen_hashes | hashes,
-        example,
+        example.on(CPU),
         None if annealing is None else harden,
     )
+
+
+def put_weights(
+    programs: Sequence[Program], weights: Mapping[tuple[int, str], Tensor]
+) -> None:
+    """Trained weights into the programs, which may have been trained as copies on another device."""
+    with torch.no_grad():
+        for (number, name), tensor in weights.items():
+            operator.attrgetter(name)(programs[number].graph).copy_(tensor)
 
 
 def check_settings(settings: RefreshSettings) -> None:
@@ -538,7 +549,7 @@ def evaluate(
     total = 0.0
 
     def scored(part: Part) -> Shared:
-        return {"scores": objective.scores(runner(part.batch))}, None
+        return {"scores": moved(objective.scores(runner(part.batch)), CPU)}, None
 
     with torch.no_grad():
         for part, (found, _) in processes.dealt(_slices(parts, batch_size), scored):
@@ -637,7 +648,7 @@ def _with_teacher(
     pieces = list(_slices([Part(batch, None) for batch in batches], settings.batch_size))
 
     def scored(piece: Part) -> Shared:
-        return {"scores": pytree.tree_leaves(teacher(piece.batch))[leaf]}, None
+        return {"scores": moved(pytree.tree_leaves(teacher(piece.batch))[leaf], CPU)}, None
 
     scores = [
         found["scores"] for _, (found, _) in processes.dealt(progress.track(pieces, label), scored)

@@ -1,0 +1,180 @@
+"""Which device a model runs on, and the model there for a while.
+
+    asapc calibrate MODEL --data DATA --device cuda
+
+A model is captured, matched and written on the CPU: what is found and written does not depend on the
+device. It is replayed, calibrated, priced and measured on the device, where its weights lie meanwhile.
+Data is brought there batch by batch (`DataSource.device`), and what is computed is where the data is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+
+from asapc.errors import InputError
+from asapc.processes import local_rank
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+GRAMMAR = "auto, cpu, cuda, or cuda:1 for the second GPU"
+_NAME = re.compile(r"(cpu|cuda)(?::(\d{1,4}))?")
+
+
+def chosen_device(text: str) -> torch.device:
+    """The device of that name; "auto" takes a GPU where there is one.
+
+    Processes that torchrun has started take one each, in turn, where it is not said which.  Raises
+    InputError for another name, and for a device that is not there.
+    """
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text == "auto":
+        text = "cuda" if there else "cpu"
+    name = _NAME.fullmatch(text)
+    if name is None or (name[1] == "cpu" and name[2] is not None):
+        raise InputError(f"--device must be {GRAMMAR}", got=repr(text))
+    if name[1] == "cpu":
+        return CPU
+    if not there:
+        raise InputError(
+            f"--device {text} must be a device of this machine",
+            got="no GPU that torch can use",
+            help="torch.cuda.is_available() says why not; leave out --device to run on the CPU",
+        )
+    index = local_rank() % there if name[2] is None else int(name[2])
+    if index >= there:
+        raise InputError(
+            f"--device {text} must be a device of this machine",
+            got=f"{there} GPU{'s' * (there > 1)}, counted from 0",
+        )
+    return torch.device("cuda", index)
+
+
+def described(device: torch.device) -> str:
+    """The device's name for reports: "cpu", or what the GPU is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def moved(given: T, device: torch.device) -> T:
+    """A tensor, or nested data classes, tuples, lists and mappings, with the tensors on the device."""
+    there: T = _moved(given, device)
+    return there
+
+
+def _moved(given: Any, device: torch.device) -> Any:
+    if isinstance(given, Tensor):
+        return given if given.device == device else given.to(device)
+    if isinstance(given, Mapping):
+        return {name: _moved(value, device) for name, value in given.items()}
+    if isinstance(given, tuple | list):
+        items = [_moved(value, device) for value in given]
+        return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)
+    if is_dataclass(given) and not isinstance(given, type):
+        own = {field.name: getattr(given, field.name) for field in fields(given) if field.init}
+        there = {name: _moved(value, device) for name, value in own.items()}
+        return replace(given, **{name: x for name, x in there.items() if x is not own[name]})
+    return given
+
+
+@contextlib.contextmanager
+def running_on(device: torch.device, modules: Iterable[nn.Module | None]) -> Iterator[None]:
+    """The modules' weights on the device for a while, the very same tensors as before afterwards.
+
+    What modules share they share there too. The devices that a captured graph names follow.
+    """
+    visit = _Visit(device)
+    with contextlib.ExitStack() as stack:
+        stack.callback(visit.undo)
+        if device.type == "cuda" and torch.cuda.is_available():
+            stack.enter_context(torch.cuda.device(device))  # where Triton launches
+        for module in modules:
+            if module is not None:
+                visit.move(module)
+        yield
+
+
+def settle(graph: nn.Module, device: torch.device) -> None:
+    """Bring what a rewrite has put into a graph, a fit's coefficients say, to the device."""
+    _Visit(device).move(graph)
+
+
+class _Visit:
+    """Moves modules, and remembers how they were."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._there: dict[int, tuple[Tensor, Tensor]] = {}  # by the original's id: it, and its copy
+        self._undo: list[Any] = []
+
+    def move(self, module: nn.Module) -> None:
+        for part in module.modules():
+            for name, parameter in list(part._parameters.items()):
+                if parameter is not None and parameter.device != self.device:
+                    self._put(part, name, parameter, self._copy(parameter))
+            for name, buffer in list(part._buffers.items()):
+                if buffer is not None and buffer.device != self.device:
+                    self._put(part, name, buffer, self._copy(buffer))
+            for name, value in list(vars(part).items()):
+                if isinstance(value, Tensor) and value.device != self.device:
+                    self._put(part, name, value, self._copy(value))
+            if isinstance(part, GraphModule):
+                self._rename(part)
+
+    def undo(self) -> None:
+        """Everything as it was; what came last is undone first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _put(self, part: nn.Module, name: str, before: Tensor, after: Tensor) -> None:
+        setattr(part, name, after)
+
+        def back() -> None:
+            if name in part._parameters and not isinstance(before, nn.Parameter):
+                part._buffers[name] = before  # training has made it a parameter
+                del part._parameters[name]
+            else:
+                setattr(part, name, before)
+
+        self._undo.append(back)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        known = self._there.get(id(tensor))
+        if known is None:
+            copy = tensor.detach().to(self.device)
+            if isinstance(tensor, nn.Parameter):
+                copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+            known = self._there[id(tensor)] = (tensor, copy)
+            self._there[id(copy)] = known  # a module that two others share
+        return known[1]
+
+    def _rename(self, graph: GraphModule) -> None:
+        """The devices in the arguments of a graph's calls."""
+
+        def other(value: Any) -> Any:
+            return self.device if isinstance(value, torch.device) else value
+
+        changed = []
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = map_aggregate(node.args, other), map_aggregate(node.kwargs, other)
+                if args != node.args or kwargs != node.kwargs:
+                    changed.append((node, node.args, node.kwargs))
+                    node.args, node.kwargs = args, kwargs
+        if not changed:
+            return
+        graph.recompile()
+
+        def back() -> None:
+            for node, args, kwargs in changed:
+                node.args, node.kwargs = args, kwargs
+            graph.recompile()
+
+        self._undo.append(back)

@@ -1,0 +1,294 @@
+"""--device: the whole way with the models on another device, and what is written is the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from second_device import OnGpu, one_gpu
+from small_text import write_data, write_teacher
+from torch import nn
+
+import asapc
+from asapc.calibration import distill
+from asapc.cli import main
+from asapc.device import CPU, chosen_device, moved, running_on
+from asapc.errors import EXIT_BAD_INPUT, InputError
+from asapc.inputs.data import Batch
+from asapc.models import ARCHITECTURES, SinkformerText
+from asapc.program.runner import Runner
+
+TINY = {"n_layers": 1, "max_iter": 4}
+SMALL = {
+    "batch_size": 32, "max_examples": 32, "selection_examples": 16,
+    "features": ["coarse:4", "sliced:2", "lse"],
+}  # fmt: skip
+RECIPES: dict[str, dict[str, Any]] = {
+    "asap": {"operator": "asap"},
+    "keys' dual": {"operator": "asap", "side": "target", "c_transforms": 1, "features": ["gaussian"]},
+    "both duals": {"operator": "asap", "side": "both", "c_transforms": 0},
+    "KL": {"operator": "asap", "fit": "kl"},
+    "lot": {"operator": "lot", "pivots": 4},
+    "esp_hard": {"operator": "esp_hard", "slices": 4},
+    "auto": {"budget": {"attention_rel_l2": 9.0}, "features": ["lse"]},
+}
+MEASURED = ("asap", "lot", "auto")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gpu(monkeypatch)
+    monkeypatch.setattr(distill, "STEPS", 10)  # what runs there runs slowly
+    monkeypatch.setattr(distill, "CANDIDATES", 8)
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def coefficients(calibration: Path) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in load_file(calibration / "calibration.safetensors").items()
+            if "coefficients" in name}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_whole_way(tmp_path: Path, gpu: None, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = write_teacher(tmp_path / "teacher", **TINY)
+    data = write_data(tmp_path / "data.npz", 80)
+    (tmp_path / "r.yaml").write_text(json.dumps({**SMALL, **RECIPES[name]}))
+    fits = {}
+    for device in ("cpu", "cuda"):
+        calibration, out = tmp_path / f"{device}-calibration", tmp_path / device
+        common = ("--device", device, "--quiet")
+        assert run("calibrate", teacher, "--data", data, "-o", calibration, "--recipe",
+                   tmp_path / "r.yaml", *common) == 0, capsys.readouterr().err  # fmt: skip
+        assert run("compile", teacher, "--calibration", calibration, "-o", out, *common) == 0, (
+            capsys.readouterr().err
+        )
+        fits[device] = coefficients(calibration)
+        place = "cpu" if device == "cpu" else "one GPU"
+        assert json.loads((out / "selection.json").read_text())["device"] == place
+        if name not in MEASURED:
+            continue
+        assert run("report", out, *common) == 0, capsys.readouterr().err
+        assert run("bench", out, "--repeats", 1, *common) == 0, capsys.readouterr().err
+        assert json.loads((out / "report.json").read_text())["environment"]["device"] == place
+    for key, own in fits["cpu"].items():
+        assert torch.allclose(own, fits["cuda"][key], rtol=1e-3, atol=1e-5), key
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    timed = ("selection.json", "report.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name not in timed}  # fmt: skip
+
+
+def test_what_is_written_tells_of_no_device(tmp_path: Path, gpu: None) -> None:
+    """The lossless model, which has no fit that could round otherwise: byte for byte."""
+    teacher = write_teacher(tmp_path / "teacher", **TINY)
+    data = write_data(tmp_path / "data.npz", 80)
+    (tmp_path / "r.yaml").write_text("operator: lossless\n")
+    written = []
+    for device in ("cpu", "cuda"):
+        calibration, out = tmp_path / "calibration", tmp_path / "out"
+        for command, *rest in (
+            ("calibrate", teacher, "--data", data, "-o", calibration, "--recipe", tmp_path / "r.yaml"),
+            ("compile", teacher, "--calibration", calibration, "-o", out),
+        ):
+            assert run(command, *rest, "--device", device, "--quiet") == 0
+        written.append(files_of(out))
+    assert written[0].keys() == written[1].keys()
+    different = [name for name, content in written[0].items() if content != written[1][name]]
+    assert different in ([], ["manifest.json"])  # which tells the largest error of the replay
+    first, second = (json.loads(files["manifest.json"]) for files in written)
+    for manifest in (first, second):
+        for site in manifest["sites"]:
+            del site["replay"], site["replay_error"]
+    assert first == second
+
+
+@pytest.mark.parametrize("extra", [("--distil",), ("--labels",)])
+def test_refresh(tmp_path: Path, gpu: None, extra: tuple[str, ...]) -> None:
+    teacher = write_teacher(tmp_path / "teacher", **TINY)
+    data = write_data(tmp_path / "data.npz", 80)
+    (tmp_path / "r.yaml").write_text(json.dumps({**SMALL, **RECIPES["asap"]}))
+    calibration, out = tmp_path / "calibration", tmp_path / "out"
+    assert run("calibrate", teacher, "--data", data, "-o", calibration, "--recipe",
+               tmp_path / "r.yaml", "--quiet") == 0  # fmt: skip
+    assert run("compile", teacher, "--calibration", calibration, "-o", out, "--quiet") == 0
+    entries = []
+    for device in ("cpu", "cuda"):
+        again = tmp_path / device
+        assert run("refresh", out, "--data", data, *extra, "--epochs", 2, "--learning-rate", 1e-3,
+                   "-o", again, "--device", device, "--quiet") == 0  # fmt: skip
+        entries.append(json.loads((again / "manifest.json").read_text())["refresh"])
+    assert entries[0]["best_epoch"] == entries[1]["best_epoch"]
+    for name, value in entries[0]["after"].items():
+        assert value == pytest.approx(entries[1]["after"][name], rel=1e-3, abs=1e-4)
+
+
+def test_a_study(tmp_path: Path, gpu: None) -> None:
+    teacher = write_teacher(tmp_path / "teacher", **TINY)
+    data = write_data(tmp_path / "data.npz", 80)
+    (tmp_path / "grid.yaml").write_text(
+        "blocks:\n  - {features: [[coarse:4], [gaussian, lse]], max_examples: 32}\n"
+        "  - {operator: lot, pivots: 4, max_examples: 32}\n  - {half_steps: 3}\n"
+    )
+    rows = {}
+    for device in ("cpu", "cuda"):
+        assert run("study", teacher, "--data", data, "--grid", tmp_path / "grid.yaml", "-o",
+                   tmp_path / device, "--device", device, "--quiet") == 0  # fmt: skip
+        study = json.loads((tmp_path / device / "study.json").read_text())
+        rows[device] = sorted(row["attention_rel_l2"] for row in study["rows"])
+    assert rows["cpu"] == pytest.approx(rows["cuda"], rel=1e-2)
+
+
+IMAGES = {
+    "image_size": 8, "patch_size": 4, "channels": 1, "num_classes": 3, "dim": 16, "heads": 2, "depth": 1,
+    "mlp_dim": 16,
+}  # fmt: skip
+WORDS = {
+    "vocab_size": 40, "seq_len": 12, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16,
+    "num_classes": 3, "n_pivots": 4,
+}  # fmt: skip
+BUILT_IN = {
+    "sinkformer-vit": IMAGES, "espformer-vit": {**IMAGES, "dim_head": 4}, "lotformer-text": WORDS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", BUILT_IN)
+def test_other_teachers(
+    tmp_path: Path, gpu: None, architecture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keywords: dict[str, Any] = BUILT_IN[architecture]
+    torch.manual_seed(0)
+    model = ARCHITECTURES[architecture](**keywords)
+    (tmp_path / "teacher").mkdir()
+    save_file(model.state_dict(), tmp_path / "teacher" / "model.safetensors")
+    (tmp_path / "teacher" / "config.json").write_text(
+        json.dumps({"architecture": architecture, **keywords})
+    )
+    if keywords is WORDS:
+        write_data(tmp_path / "data.npz", 80, labels=False)
+    else:
+        images = np.random.default_rng(0).standard_normal((80, 1, 8, 8)).astype(np.float32)
+        np.savez(tmp_path / "data.npz", img=images)
+    (tmp_path / "r.yaml").write_text("batch_size: 16\nmax_examples: 32\nfeatures: [lse]\n")
+    calibration, out, data = tmp_path / "calibration", tmp_path / "out", tmp_path / "data.npz"
+    for command, *rest in (
+        ("calibrate", tmp_path / "teacher", "--data", data, "-o", calibration, "--recipe",
+         tmp_path / "r.yaml"),
+        ("compile", tmp_path / "teacher", "--calibration", calibration, "-o", out),
+        ("report", out),
+        ("bench", out, "--repeats", 1),
+    ):  # fmt: skip
+        assert run(command, *rest, "--device", "cuda", "--quiet") == 0, capsys.readouterr().err
+
+
+def test_a_model_on_the_gpu_stays_there(gpu: None) -> None:
+    torch.manual_seed(0)
+    model = SinkformerText(
+        vocab_size=40, seq_len=12, d_model=16, n_layers=1, n_heads=2, d_ff=16, num_classes=3, max_iter=4
+    ).eval()
+    tokens = torch.randint(1, 40, (80, 12))
+    with running_on(chosen_device("cuda"), [model]):
+        there = list(model.parameters())
+        compiled, report = asapc.compile(
+            model, {"inputs": tokens}, recipe={**SMALL, **RECIPES["asap"]}, examples=8
+        )
+        assert all(isinstance(x, OnGpu) for x in there)
+        assert all(x is y for x, y in zip(there, model.parameters(), strict=True))
+        assert all(isinstance(x, OnGpu) for x in compiled.state_dict().values())
+        few = moved(tokens[:4], there[0].device)
+        exact, own = model(few), compiled(few)
+        assert exact[0].shape == own[0].shape
+    assert report.facts["environment"]["device"] == "one GPU"
+    assert not any(isinstance(x, OnGpu) for x in model.state_dict().values())
+
+
+class Shared(nn.Module):
+    """Two layers of one weight, and a mask that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.mask = torch.eye(3)
+        self.rnn = nn.GRU(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) @ self.mask)  # type: ignore[no-any-return]
+
+
+def test_weights_come_back_as_they_were(gpu: None) -> None:
+    model = Shared()
+    before = {name: id(x) for name, x in model.named_parameters(remove_duplicate=False)}
+    with pytest.raises(KeyError), running_on(chosen_device("cuda:0"), [model, None, model.first]):
+        assert model.second.weight is model.first.weight
+        assert all(x is y for x, y in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
+        x = moved(torch.ones(2, 3), torch.device("cuda", 0))
+        assert isinstance(model(x), OnGpu)
+        raise KeyError
+    assert {name: id(x) for name, x in model.named_parameters(remove_duplicate=False)} == before
+    assert model(torch.ones(2, 3)).device == CPU and not isinstance(model.mask, OnGpu)
+    assert all(x is y for x, y in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("error", "told"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "set a smaller batch_size"),
+    (RuntimeError("CUDA error: device-side assert triggered\nmore"), "--device cpu, which names"),
+])  # fmt: skip
+def test_what_a_gpu_says_is_one_clear_message(error: RuntimeError, told: str) -> None:
+    class Failing(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            raise error
+
+    model = Failing()
+    with pytest.raises(InputError, match=told):
+        Runner(model)(Batch((torch.ones(4, 2),), {}, None, [0, 1, 2, 3]))
+    assert model.calls == 1  # nothing runs after an assert
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("gpu", "--device must be auto, cpu, cuda"), ("cuda:x", "--device must be"), ("cpu:1", "must be"),
+    ("", "must be"), ("cuda", "no GPU that torch can use"), ("cuda:1", "no GPU that torch can use"),
+])  # fmt: skip
+def test_a_device_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    """Before the model is looked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("inspect", "not_there", "--device", text) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert told in error and "not_there" not in error
+
+
+def test_which_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen_device("auto") == chosen_device("cuda") == torch.device("cuda", 0)
+    with pytest.raises(InputError, match="1 GPU, counted from 0"):
+        chosen_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert chosen_device("cuda:1") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")  # of four processes on two GPUs
+    assert chosen_device("auto") == torch.device("cuda", 1)
+    assert chosen_device("cpu") == CPU
+
+
+def test_the_second_device_refuses_what_a_gpu_refuses(gpu: None) -> None:
+    there = torch.device("cuda", 0)
+    with running_on(there, []):
+        x = torch.ones(3).to(there)
+        assert float((x + torch.arange(3, device=there)).sum()) == 6
+        with pytest.raises(RuntimeError, match="one device"):
+            x + torch.ones(3)
+        with pytest.raises(TypeError, match="numpy"):
+            x.numpy()
+
