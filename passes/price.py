@@ -121,7 +121,7 @@ def prices(
         if memory:
             tensors = resized(t, max(shapes, key=lambda shape: shape[0] * shape[1] ** 2))
             for name, f in calls.items():
-                held = extra_bytes(partial(f, tensors, tensors.v))
+                held = extra_bytes(partial(f, tensors, tensors.v), t.q.device.type)
                 mib[name] = None if held is None else held / 2**20
     return {
         name: Price(timing["median_ms"], timing["q1"], timing["q3"], mib[name])

@@ -2,6 +2,7 @@ import gc
 import time
 
 import pytest
+import torch
 
 from asapc.measure.timing import interleaved_medians
 
@@ -64,3 +65,27 @@ def test_nothing_to_time_is_an_empty_result() -> None:
 def test_senseless_counts_are_refused(repeats: int, warmup: int) -> None:
     with pytest.raises(ValueError, match="repeats must be >= 1"):
         interleaved_medians({"a": lambda: None}, repeats=repeats, warmup=warmup)
+
+
+def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From an idle stream to the end of what was started: the wait is part of neither."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 3.0
+
+    for name, value in {
+        "is_available": lambda: True, "is_initialized": lambda: True, "Event": Event,
+        "synchronize": lambda: log.append("wait"),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    found = interleaved_medians({"a": lambda: log.append("call")}, repeats=2, warmup=1)
+    assert found["a"]["median_ms"] == 3.0
+    assert log == ["wait", "event", "call", "event", "wait"] * 3

@@ -28,8 +28,9 @@ def interleaved_medians(
 
     Rounds go through every function once, starting one further each round.  There are at least
     `repeats` rounds, and more until `min_time` seconds have passed (at most MAX_ROUNDS), but no more
-    than FEWEST once `enough` seconds have.  Accelerator work is waited for around each call; `warmup`
-    rounds are not counted; the first is enough where it takes a tenth of `enough`.
+    than FEWEST once `enough` seconds have.  Where this process uses a GPU, calls are timed by its events,
+    from an idle stream to its end.  `warmup` rounds are not counted; the first is enough where it takes a
+    tenth of `enough`.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}")
@@ -37,12 +38,11 @@ def interleaved_medians(
     samples: dict[str, list[float]] = {name: [] for name in names}
     if not names:
         return {}
-    wait = _synchronizer()
+    timed = _timed_by_events if _uses_gpu() else _timed
     start = time.perf_counter()
     for _ in range(warmup):
         for name in names:
-            functions[name]()
-        wait()
+            timed(functions[name])
         if time.perf_counter() - start >= enough / 10:
             break
     collecting = gc.isenabled()
@@ -57,11 +57,7 @@ def interleaved_medians(
                 break
             turn = rounds % len(names)
             for name in names[turn:] + names[:turn]:
-                wait()
-                before = time.perf_counter()
-                functions[name]()
-                wait()
-                samples[name].append((time.perf_counter() - before) * 1e3)
+                samples[name].append(timed(functions[name]))
             rounds += 1
     finally:
         if collecting:
@@ -69,18 +65,44 @@ def interleaved_medians(
     return {name: _quartiles(values) for name, values in samples.items()}
 
 
-def extra_bytes(function: Callable[[], Any]) -> int | None:
+def _timed(function: Callable[[], Any]) -> float:
+    """Milliseconds of one call."""
+    before = time.perf_counter()
+    function()
+    return (time.perf_counter() - before) * 1e3
+
+
+def _timed_by_events(function: Callable[[], Any]) -> float:
+    """Milliseconds between two events of the current GPU; what runs on the CPU is in between, too."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _uses_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def extra_bytes(function: Callable[[], Any], device: str = "cpu") -> int | None:
     """Bytes at the peak of one call over what was held before it, what it returns included.
 
-    On an accelerator by its allocator's statistics. On the CPU by the process's own peak, all threads
+    device: its kind. On a GPU by its allocator's statistics. On the CPU by the process's own peak, all threads
     included, after the C allocator has given back what it kept from earlier calls. A first call is not
     counted, so neither is scratch that a kernel keeps. None where that cannot be read (Linux tells).
     """
-    import torch
-
     function()  # whatever is loaded or cached on a first call is not the call's
     gc.collect()
-    if torch.cuda.is_available():
+    if device == "cuda":
+        import torch
+
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -105,11 +127,3 @@ def _quartiles(values: list[float]) -> dict[str, float]:
         return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
     return {"median_ms": at(0.5), "q1": at(0.25), "q3": at(0.75)}
-
-
-def _synchronizer() -> Callable[[], None]:
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.synchronize
-    return lambda: None
