@@ -95,7 +95,7 @@ def extra_bytes(function: Callable[[], Any], device: str = "cpu") -> int | None:
     """Bytes at the peak of one call over what was held before it, what it returns included.
 
     device: its kind. On a GPU by its allocator's statistics. On the CPU by the process's own peak, all
-    threads included, after the C allocator has given back what it kept from earlier calls. A first call is
+    threads included, after the C allocator has given back what it kept of earlier calls. A first call is
     not counted, so neither is scratch that a kernel keeps. None where that cannot be read (Linux tells).
     """
     function()  # whatever is loaded or cached on a first call is not the call's
