@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asapc.api import compile as compile
     from asapc.artifact import load as load
+    from asapc.program.graphed import graphed as graphed
 
-__all__ = ["compile", "load"]
+__all__ = ["compile", "graphed", "load"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from asapc.api import compile
 
         return compile
+    if name == "graphed":
+        from asapc.program.graphed import graphed
+
+        return graphed
     raise AttributeError(f"module 'asapc' has no attribute {name!r}")

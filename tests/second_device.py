@@ -16,6 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 aten = torch.ops.aten
+# What waits for the GPU, beside copies from and to it and indices that are masks.
+WAITING = (
+    "_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount", "repeat_interleave", "_linalg_check_errors", "_linalg_eigh",
+    "_linalg_svd", "linalg_eig",
+)  # fmt: skip
 
 
 class OnGpu(Tensor):
@@ -60,6 +66,33 @@ class OnGpu(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+
+class NeverWaiting(TorchDispatchMode):
+    """Refuses what makes the host wait for the GPU; inside, the GPU is there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _waits(func, args, kwargs):
+            raise RuntimeError(f"{func} waits for the GPU")
+        return _run(func, args, kwargs)
+
+
+def _waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    given: list[Tensor] = []
+    for x in (*args, *kwargs.values()):
+        _inner(x, given)
+    there = [isinstance(x, OnGpu) for x in given]
+    if func is aten._to_copy.default and kwargs.get("device") is not None:
+        return any(there) != _is_gpu(kwargs["device"])
+    if not any(there):
+        return False
+    if func is aten.copy_.default:
+        return there[0] != there[1]
+    masks = any(x.dtype == torch.bool for x in given[1:])
+    if func in (aten.index.Tensor, aten.index_put_.default, aten._unsafe_index.Tensor):
+        return masks or not all(there)
+    return func._schema.name.removeprefix("aten::") in WAITING
 
 
 class _Device(TorchDispatchMode):

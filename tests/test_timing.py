@@ -35,7 +35,7 @@ def test_min_time_adds_rounds_beyond_repeats() -> None:
     assert len(calls) > 1
 
 
-@pytest.mark.parametrize(("enough", "rounds"), [(0.0, 3), (1e9, 20)])
+@pytest.mark.parametrize(("enough", "rounds"), [(0.0, 1), (1e9, 20)])
 def test_calls_that_take_long_are_not_repeated_as_often(enough: float, rounds: int) -> None:
     calls: list[int] = []
     interleaved_medians({"a": lambda: calls.append(0)}, repeats=20, warmup=5, enough=enough)
@@ -89,3 +89,18 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     found = interleaved_medians({"a": lambda: log.append("call")}, repeats=2, warmup=1)
     assert found["a"]["median_ms"] == 3.0
     assert log == ["wait", "event", "call", "event", "wait"] * 3
+
+
+def test_rounds_of_seconds_are_few() -> None:
+    """One where it takes more than half of `enough`, else as many as take that long."""
+    calls: list[int] = []
+
+    def slow() -> None:
+        calls.append(0)
+        time.sleep(0.02)
+
+    interleaved_medians({"a": slow}, repeats=20, warmup=0, enough=0.035)
+    assert len(calls) == 1
+    calls.clear()
+    interleaved_medians({"a": slow}, repeats=20, warmup=0, enough=0.08)
+    assert 3 <= len(calls) <= 5

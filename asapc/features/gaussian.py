@@ -27,7 +27,7 @@ MatrixOf = Callable[[Tensor, Tensor], Tensor]  # two covariances to A
 
 JITTER = 1e-6  # share of the trace added to Sy, which may be singular
 STEPS = 30  # Newton-Schulz steps at most; scaled ones take 7 to 12
-TRACED_STEPS = 14
+BLIND_STEPS = {torch.float32: 14, torch.float64: 18}  # always taken where values are not looked at
 CONVERGED = {torch.float32: 1e-4, torch.float64: 1e-10}  # largest entry of Z Y - I
 
 
@@ -99,14 +99,15 @@ def square_root(matrix: Tensor, floor: float = 0.0) -> Tensor:
     y, z = matrix / norm, eye.expand_as(matrix)
     low = (floor / norm).detach() if floor > 0 else torch.ones_like(norm)  # 1: no scaling
     tolerance = CONVERGED[matrix.dtype]
-    # A traced graph cannot look at its values: it takes as many steps as converge in float32.
+    # A traced graph cannot look at its values, and a GPU is not waited for: as many steps as converge.
     traced = torch.compiler.is_compiling()
+    blind = traced or matrix.is_cuda
     error = torch.full_like(norm, torch.inf)
-    for _ in range(TRACED_STEPS if traced else STEPS):
+    for _ in range(BLIND_STEPS[matrix.dtype] if blind else STEPS):
         product = z @ y
         error = (product - eye).abs().amax((-2, -1), keepdim=True)
         done = error <= tolerance
-        if not traced and bool(done.all()):
+        if not blind and bool(done.all()):
             return y * norm.sqrt()
         scale, low = newton_schulz_scale(low)
         step = (3 * eye - scale * product) / 2 * scale.sqrt()
@@ -114,7 +115,7 @@ def square_root(matrix: Tensor, floor: float = 0.0) -> Tensor:
             step = torch.where(done, eye, step)
         y, z = y @ step, step @ z
     root = y * norm.sqrt()
-    return root if traced else torch.where(error <= tolerance, root, _eigen_root(matrix))
+    return root if blind else torch.where(error <= tolerance, root, _eigen_root(matrix))
 
 
 def newton_schulz_scale(low: Tensor) -> tuple[Tensor, Tensor]:

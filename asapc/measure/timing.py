@@ -13,7 +13,7 @@ from typing import Any
 from asapc.memory import current, forget_peak, give_back, peak
 
 MAX_ROUNDS = 10_000
-FEWEST = 3  # rounds, however long each takes
+FEWEST = 3  # rounds of calls of a few seconds
 ENOUGH = 10.0  # seconds of rounds of a whole model: a few long calls are as steady as many short ones
 
 
@@ -28,9 +28,9 @@ def interleaved_medians(
 
     Rounds go through every function once, starting one further each round.  There are at least
     `repeats` rounds, and more until `min_time` seconds have passed (at most MAX_ROUNDS), but no more
-    than FEWEST once `enough` seconds have.  Where this process uses a GPU, calls are timed by its events,
-    from an idle stream to its end.  `warmup` rounds are not counted; the first is enough where it takes a
-    tenth of `enough`.
+    than FEWEST once `enough` seconds have, and one where it takes more than half of that.  Where this
+    process uses a GPU, calls are timed by its events, from an idle stream to its end.  `warmup` rounds
+    are not counted; the first is enough where it takes a tenth of `enough`.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}")
@@ -53,6 +53,7 @@ def interleaved_medians(
         while rounds < MAX_ROUNDS:
             passed = time.perf_counter() - start
             wanted = min(FEWEST, repeats) if passed >= enough else repeats
+            wanted = 1 if rounds and 2 * passed > enough * rounds else wanted
             if rounds >= wanted and passed >= min_time:
                 break
             turn = rounds % len(names)

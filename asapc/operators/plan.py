@@ -83,7 +83,7 @@ def plan(
             s = s - top.masked_fill(~top.isfinite(), 0.0)
         f, g = plan_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
         log_plan = s + f[..., :, None] + g[..., None, :]
-        result = log_plan + torch.log(log_plan.new_tensor(factor)) if log else log_plan.exp() * factor
+        result = log_plan + torch.log(log_plan.new_full((), factor)) if log else log_plan.exp() * factor
         return result.to(scores.dtype)
     if log_mu is not None or log_nu is not None or damping is not None:
         raise ValueError("a constant in the divisions is known with balanced, uniform marginals alone")
@@ -106,7 +106,12 @@ def scaled(scores: Tensor, score_multiplier: float, by_head: Sequence[float] | N
     """S [B, H, N, M] in units of epsilon."""
     if by_head is None:
         return scores * score_multiplier
-    return scores * (scores.new_tensor(by_head) * score_multiplier)[:, None, None]
+    return scores * (of_heads(by_head, scores) * score_multiplier)[:, None, None]
+
+
+def of_heads(by_head: Sequence[float], like: Tensor) -> Tensor:
+    """[H] on the device of `like`, made by fills: a copy from the host would be waited for."""
+    return torch.stack([like.new_full((), value) for value in by_head])
 
 
 def settings_of(convention: PlanConvention) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asapc.kernels.gpu.tiles import finite_or_zero, strides_of
 from asapc.kernels.plan import Task, is_small
+from asapc.operators.plan import of_heads
 
 ENTRIES = 2048  # of a program's tile, padding included
 STARTS = {"plain": 0, "row": 1, "matrix": 2, "softmax": 3}
@@ -41,7 +42,7 @@ def plan(scores: Tensor, task: Task) -> Tensor:
     log_mu = None if task.log_mu is None else task.log_mu.broadcast_to(batch, heads, queries)
     log_nu = None if task.log_nu is None else task.log_nu.broadcast_to(batch, heads, keys)
     by_head = task.settings["by_head"]
-    scales = None if by_head is None else scores.new_tensor(by_head, dtype=torch.float32)
+    scales = None if by_head is None else of_heads(by_head, scores).float()
     stabiliser = task.stabiliser
     shares = stabiliser is not None and stabiliser.shares
     block_n, block_m = (triton.next_power_of_2(size) for size in (queries, keys))

@@ -1,0 +1,93 @@
+"""A model as one CUDA graph: no Python and no launches between its kernels, for inputs of fixed shapes.
+
+    run = asapc.graphed(model, tokens)     # on the GPU
+    logits, maps = run(other_tokens)
+
+A compiled model of short sequences is a chain of launches, each as long as its kernel. A graph is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from asapc.errors import InputError
+
+WARM_UP = 3  # calls that compile kernels and make workspaces, before the capture
+
+
+def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """model(*args, **kwargs) as a function of other tensors of the same shapes, without gradients.
+
+    args, kwargs: an example call; what is no tensor in it is kept as it is. Outputs are new tensors, as
+    the model's are. The weights are those of the model, also after they are changed in place; it is to be
+    in eval mode.  Raises InputError where the model or a tensor is not on a GPU, for a model in training,
+    and, from the function, for a call of another layout, shape, dtype or device.
+    """
+    leaves, layout = pytree.tree_flatten((args, kwargs))
+    held = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    _check(model, [leaf for leaf in held if isinstance(leaf, Tensor)])
+    given, named = pytree.tree_unflatten(held, layout)
+
+    def call() -> Any:
+        with torch.no_grad():
+            return model(*given, **named)
+
+    with torch.cuda.device(next(leaf for leaf in held if isinstance(leaf, Tensor)).device):
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP):
+                call()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = call()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own, own_layout = pytree.tree_flatten((args, kwargs))
+        if own_layout != layout:
+            raise InputError("a graphed model is called as in its example", got="other arguments")
+        for place, (into, value) in enumerate(zip(held, own, strict=True)):
+            problem = _other(into, value)
+            if problem is not None:
+                raise InputError(
+                    "a graphed model takes what its example had", got=f"argument {place}: {problem}",
+                    help="make another with asapc.graphed for it, or call the model itself",
+                )  # fmt: skip
+        for into, value in zip(held, own, strict=True):
+            if isinstance(into, Tensor):
+                into.copy_(value)
+        graph.replay()
+        return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
+
+    return run
+
+
+def _check(model: nn.Module, given: list[Tensor]) -> None:
+    places = [*model.parameters(), *model.buffers(), *given]
+    elsewhere = next((x.device for x in places if x.device.type != "cuda"), None)
+    if elsewhere is not None or not given:
+        raise InputError(
+            "a CUDA graph needs the model and its inputs on a GPU",
+            got="no tensor in the call" if elsewhere is None else f"a tensor on {elsewhere}",
+            help='move both: model.to("cuda"), inputs.to("cuda")',
+        )
+    if model.training:
+        raise InputError("a graphed model must be in eval mode", help="call model.eval() first")
+
+
+def _other(held: Any, value: Any) -> str | None:
+    """What is not as in the example, in words."""
+    if not isinstance(held, Tensor) or not isinstance(value, Tensor):
+        same = type(held) is type(value) and held == value
+        return None if same else f"{value!r:.80} where it was {held!r:.80}"
+    for what in ("shape", "dtype", "device"):
+        was, now = getattr(held, what), getattr(value, what)
+        if was != now:
+            return f"{what} {list(now) if what == 'shape' else now}, where it was {was}"
+    return None
