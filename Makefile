@@ -1,7 +1,7 @@
 # make demo   install into .venv and run the demo
 # make test   install into .venv with the test tools and run the tests
 # make lint   ruff on the sources, mypy on the installed package
-# make gpu-check   GPU parity and speed, without installing anything
+# make gpu-check   GPU parity, the demo and speed, into benchmarks/results/gpu
 
 PYTHON ?= python3
 VENV := .venv
@@ -51,10 +51,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
-# On a machine with a GPU, torch, triton and pytest, nothing installed: parity, then speed.
-GPU_RESULTS ?= build/gpu-check
+# On a machine with a GPU, torch, triton and pytest; nothing is fetched. At most eight minutes.
+GPU_RESULTS ?= benchmarks/results/gpu
 gpu-check:
-	PYTHONPATH=. $(PYTHON) -m pytest -q -p no:cacheprovider tests/test_gpu_attention.py \
-		tests/test_gpu_features.py tests/test_gpu_backward.py
-	PYTHONPATH=. $(PYTHON) benchmarks/attention.py --batch 1 --dtype bfloat16 --head-dim 64 \
-		--tokens 128 512 1024 2048 4096 8192 --max-memory 60 -o $(GPU_RESULTS)
+	$(PYTHON) benchmarks/gpu_check.py -o $(GPU_RESULTS)

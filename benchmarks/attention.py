@@ -158,7 +158,7 @@ def predicted(p: Problem, features: str, side: str, half_steps: int) -> Tensor:
         BOTH: [p.key_pivots if side == "source" else p.query_pivots],
     }
     columns = {SLICED: 32, COARSE: 1, BOTH: 4}[features]
-    coefficients = torch.full((1, columns), 0.5, dtype=torch.float32)
+    coefficients = torch.full((1, columns), 0.5, device=p.q.device)
     return torch.ops.asapc.dual(
         p.q, p.k, None, None, parameters[features], coefficients, features, side, p.scale,
         half_steps, side == "source",
@@ -167,7 +167,7 @@ def predicted(p: Problem, features: str, side: str, half_steps: int) -> Tensor:
 
 def key_c_transform(p: Problem, features: str, pivots: Tensor) -> Tensor:
     """One c-transform from a predicted target dual, rows rescaled: `side: target, c_transforms: 1`."""
-    coefficients = torch.full((1, 1), 0.5, dtype=torch.float32)
+    coefficients = torch.full((1, 1), 0.5, device=p.q.device)
     dual, mass = torch.ops.asapc.dual_and_row_mass(
         p.q, p.k, None, None, [pivots], coefficients, features, p.scale, p.half_steps, False
     )
@@ -301,9 +301,14 @@ def floor_flops(name: str, shape: Shape) -> float | None:
     return scores * (4 * shape.head_dim + 2 * half_steps)
 
 
+def device_of(options: argparse.Namespace) -> str:
+    there = torch.cuda.is_available() and not options.cpu
+    return f"cuda:{torch.cuda.current_device()}" if there else "cpu"
+
+
 def product_rate(dtype: torch.dtype, device: str) -> float:
     """Floating-point operations a second of one large matrix product."""
-    size = 4096 if device == "cuda" else 1024
+    size = 1024 if device == "cpu" else 4096
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     times = interleaved_medians({"product": lambda: a @ b}, repeats=5)
     return 2.0 * size**3 / times["product"]["median_ms"] * 1e3
@@ -329,7 +334,7 @@ def extra_mib(function: Callable[[], Any], device: torch.device) -> float | None
 def memory_of(name: str, shape: Shape, options: argparse.Namespace) -> float | None:
     """extra_mib of one candidate in this process, which has run it on a few tokens only."""
     dtype = getattr(torch, options.dtype)
-    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
+    device = device_of(options)
     few = Shape(shape.batch, shape.heads, 64, shape.head_dim, shape.half_steps)
     for own in (few, shape):
         problem = make_problem(own, dtype, device, options.spread, options.seed, False).to(dtype)
@@ -338,7 +343,10 @@ def memory_of(name: str, shape: Shape, options: argparse.Namespace) -> float | N
 
 
 def memory_elsewhere(name: str, shape: Shape, options: argparse.Namespace) -> float | None:
-    """memory_of in a new process: an allocator serves a later call, unseen, from what is free."""
+    """memory_of in a new process: the C allocator serves a later call, unseen, from what is free. A GPU's
+    counts what it serves."""
+    if torch.cuda.is_available() and not options.cpu:
+        return memory_of(name, shape, options)
     command = [
         sys.executable, __file__, "--batch", str(shape.batch), "--heads", str(shape.heads),
         "--tokens", str(shape.tokens), "--head-dim", str(shape.head_dim),
@@ -353,7 +361,7 @@ def memory_elsewhere(name: str, shape: Shape, options: argparse.Namespace) -> fl
 def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """Errors, times, ratios and memory of every candidate at one shape."""
     dtype = getattr(torch, options.dtype)
-    device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
+    device = device_of(options)
     check = make_problem(shape.for_parity(), dtype, device, options.spread, options.seed, True)
     errors = check_parity(check, dtype)
     del check

@@ -152,3 +152,23 @@ def test_torch_compile_takes_it_whole(name: str) -> None:
             found = compiled(*given)
         pairs = zip(*(pytree.tree_leaves(x) for x in (found, expected)), strict=True)
         assert all(torch.allclose(own, exact, rtol=1e-3, atol=1e-4) for own, exact in pairs)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_operator_agrees_with_the_cpu(name: str, dtype: torch.dtype) -> None:
+    """At most four times as wrong as the CPU's own kernels in that dtype, against float64 there."""
+    operator, arguments = CALLS[name]
+
+    def at(wanted: torch.dtype) -> list[Any]:
+        return [x.to(wanted) if is_float(x) else x for x in arguments]
+
+    # Numbers that dtype holds, so that all of them are given the same.
+    exact = operator(*[x.double() if is_float(x) else x for x in at(dtype)])
+    honest, own = operator(*at(dtype)), operator(*on(at(dtype), torch.device("cuda")))
+    for true, rough, found in zip(*(pytree.tree_leaves(x) for x in (exact, honest, own)), strict=True):
+        shown = true.isfinite()
+        error, allowed = ((x.cpu().double() - true)[shown].abs().amax() for x in (found, rough))
+        step = torch.finfo(dtype).eps * max(1.0, float(true[shown].abs().amax()))
+        assert float(error) <= 4 * float(allowed) + 4 * step

@@ -83,8 +83,10 @@ def plan(
             s = s - top.masked_fill(~top.isfinite(), 0.0)
         f, g = plan_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
         log_plan = s + f[..., :, None] + g[..., None, :]
-        result = log_plan + torch.log(log_plan.new_full((), factor)) if log else log_plan.exp() * factor
-        return result.to(scores.dtype)
+        if not log:
+            return (log_plan.exp() * factor).to(scores.dtype)
+        filled: Any = factor  # a mask alone makes it a tensor
+        return (log_plan + torch.log(log_plan.new_full((), filled))).to(scores.dtype)
     if log_mu is not None or log_nu is not None or damping is not None:
         raise ValueError("a constant in the divisions is known with balanced, uniform marginals alone")
     stabiliser = Stabiliser.of(form, kind, constant, start, shares, start_share)

@@ -1,0 +1,149 @@
+"""All that is to be known of a GPU, in one run of at most eight minutes: parity, the demo, speed.
+
+    make gpu-check                          # on a machine with a GPU; writes benchmarks/results/gpu
+
+Needs Python 3.12, torch 2.11 and triton 3.6 or newer, with what `pip install asapc` brings; nothing is
+fetched: the package is installed from this checkout into a folder of its own. Every step is a process
+with a limit, and a step that fails or runs out of time does not take the others along: gpu_check.json
+says which did, and the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ("attention", "features", "backward", "plan", "stream")
+TAIL = 1500  # characters of what a step printed
+
+
+@dataclass(frozen=True)
+class Step:
+    """minutes: at most.  arguments: of this Python."""
+
+    name: str
+    minutes: float
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    name: str
+    seconds: float
+    outcome: str
+    tail: str
+
+
+def attention(name: str, minutes: float, out: Path, *arguments: str) -> Step:
+    script = str(ROOT / "benchmarks" / "attention.py")
+    return Step(name, minutes, (script, *arguments, "--max-memory", "45", "-o", str(out / name)))
+
+
+def steps(out: Path) -> list[Step]:
+    """In the order of what is to be known first."""
+    tests = [str(ROOT / "tests" / f"test_gpu_{name}.py") for name in TESTS]
+    tests.append(str(ROOT / "tests" / "test_graphed.py"))
+    bf16, tokens = ("--dtype", "bfloat16"), ("512", "1024", "2048", "4096", "8192", "16384")
+    one = ("--batch", "1", "--heads", "8")
+    return [
+        Step("parity", 3.0, ("-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", *tests)),
+        attention("bf16_D64", 1.5, out, *bf16, *one, "--head-dim", "64", "--tokens", *tokens),
+        Step("demo", 1.5, ("-m", "asapc", "demo", "--device", "cuda", "-o", str(out / "digits"))),
+        attention("compiled", 1.5, out, *bf16, *one, "--head-dim", "64", "--tokens", "512", "4096",
+                  "--compile"),
+        attention("fp32_D64", 1.0, out, *one, "--head-dim", "64", "--tokens", "512", "2048", "4096"),
+        attention("paper_C2", 1.0, out, *one, "--head-dim", "64", "--tokens", "4000", "8000"),
+        attention("bf16_D128", 1.0, out, *bf16, *one, "--head-dim", "128", "--tokens", "512", "4096"),
+        attention("bf16_64_heads", 1.0, out, *bf16, "--batch", "8", "--heads", "8", "--head-dim", "64",
+                  "--tokens", "512", "2048", "4096"),
+    ]  # fmt: skip
+
+
+def installed(into: Path) -> dict[str, str]:
+    """The environment in which this checkout's package is found."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps",
+         "--no-build-isolation", "--target", str(into), str(ROOT)],
+        check=True,
+    )  # fmt: skip
+    path = [str(into), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def taken(step: Step, left: float, environment: Mapping[str, str], folder: Path) -> Done:
+    """left: seconds of the whole run."""
+    limit = min(60 * step.minutes, left)
+    if limit < 10:
+        return Done(step.name, 0.0, "no time left", "")
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, *step.arguments], env=dict(environment), cwd=folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit, check=False,
+        )  # fmt: skip
+        outcome, said = "done" if done.returncode == 0 else f"exit {done.returncode}", done.stdout
+    except subprocess.TimeoutExpired as late:
+        outcome = f"not done in {limit:.0f} s"
+        said = (late.stdout or b"").decode(errors="replace")  # bytes, whatever was asked for
+    return Done(step.name, time.monotonic() - start, outcome, said[-TAIL:])
+
+
+def gathered(out: Path, done: Sequence[Done], device: str) -> None:
+    """One file of numbers and one to read, of all the steps that left theirs in `out`."""
+    found: dict[str, Any] = {}
+    texts = [f"# Measured on {device}", ""]
+    texts += ["| step | seconds | outcome |", "|---|---:|---|"]
+    texts += [f"| {step.name} | {step.seconds:.0f} | {step.outcome} |" for step in done]
+    for step in done:
+        place = out / step.name
+        if (place / "attention.json").exists():
+            found[step.name] = json.loads((place / "attention.json").read_text())
+            texts += ["", f"## {step.name}", "", (place / "attention.md").read_text()]
+    report = out / "digits" / "asap" / "report.json"
+    if report.exists():
+        found["demo"] = json.loads(report.read_text())
+    document = {"device": device, "steps": [asdict(step) for step in done], "results": found}
+    (out / "gpu_check.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "gpu_check.md").write_text("\n".join(texts) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--only", nargs="+", help="these steps")
+    parser.add_argument("-o", "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
+    options = parser.parse_args()
+    end = time.monotonic() + 60 * options.minutes
+    import torch
+
+    if not torch.cuda.is_available():
+        print("gpu_check.py: torch.cuda.is_available() is false: a GPU is needed", file=sys.stderr)
+        return 2
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    done: list[Done] = []
+    with tempfile.TemporaryDirectory() as place:
+        environment = installed(Path(place) / "site")
+        for step in steps(out):
+            if options.only and step.name not in options.only:
+                continue
+            done.append(taken(step, end - time.monotonic(), environment, Path(place)))
+            last = done[-1]
+            print(f"{last.name}: {last.outcome}, {last.seconds:.0f} s\n{last.tail}\n", flush=True)
+            gathered(out, done, torch.cuda.get_device_name())  # the next may be the last
+    print((out / "gpu_check.md").read_text())
+    return int(any(step.outcome != "done" for step in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

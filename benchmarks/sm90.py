@@ -1,0 +1,187 @@
+"""Every Triton kernel compiled for sm_90, on a machine without a GPU: registers, spills, shared memory.
+
+    python benchmarks/sm90.py -o benchmarks/results/sm90      # a few minutes on two cores
+
+The host code runs on CPU tensors as it would on a GPU's; each launch compiles its kernel by ptxas, which
+Triton ships, and is not made. What a kernel computes the interpreter tests; how fast it is no compiler
+tells, but one that spills registers is slow, and one that needs more shared memory than there is fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from attention import write_results
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from asapc.kernels.gpu import backward, dual, plan, sinkhorn
+from asapc.kernels.loop import Loop
+from asapc.kernels.plan import Task
+
+SHARED_LIMIT = 227 * 1024  # bytes that a block of an H100 may have
+DTYPES = (torch.float32, torch.bfloat16)
+DIMS = (32, 64, 128)
+TOKENS = (65, 128, 1000)
+FACTOR = [1.0, 1.0, 0.0, 0.0]
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Built:
+    """case: of the call.  kernel: its name.  spilled: bytes of a thread's stack."""
+
+    case: str
+    kernel: str
+    warps: int
+    registers: int
+    spilled: int
+    shared: int
+
+
+class Sm90:
+    """Stands for a driver: what is asked of one before a launch."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """(registers of a thread, bytes of its stack)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    if found is None:
+        raise SystemExit(f"sm90.py: cuobjdump tells no usage: {told[:300]}")
+    return int(found[1]), int(found[2])
+
+
+class Compiling:
+    """In place of launches: compiles, and keeps what came of it."""
+
+    def __init__(self) -> None:
+        self.case = ""
+        self.built: list[Built] = []
+        self._known: set[int] = set()
+
+    def launch(self, kernel: JITFunction[Any], grid: Any) -> Callable[..., Any]:
+        def compiled(*args: Any, **kwargs: Any) -> None:
+            made = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            if id(made) in self._known:
+                return
+            self._known.add(id(made))
+            registers, spilled = usage(made.asm["cubin"])
+            self.built.append(
+                Built(self.case, made.metadata.name, made.metadata.num_warps, registers, spilled,
+                      made.metadata.shared)
+            )  # fmt: skip
+
+        return compiled
+
+
+def points(tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(1, 2, tokens, dim, dtype=dtype)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A name, and host code that launches kernels."""
+    for dtype in DTYPES:
+        for dim in DIMS:
+            for tokens in TOKENS:
+                q = k = v = points(tokens, dim, dtype)
+                keep = torch.ones(1, tokens, dtype=torch.bool)
+                bias = torch.zeros(1, 2, tokens, tokens, dtype=dtype)
+                name = f"{str(dtype).removeprefix('torch.')} N{tokens} D{dim}"
+                given_to = {"": (None, None), " masked": (keep, None), " bias": (keep, bias)}
+                for what, given in given_to.items():
+                    for side, steps in (("row", 4), ("column", 4)):
+                        loop = Loop(0.125, steps, side, FACTOR)  # type: ignore[arg-type]
+                        yield f"loop {name}{what} {side}", partial(
+                            sinkhorn.sinkhorn_loop, q, k, v, *given, None, loop
+                        )
+                loop = Loop(0.125, 4, "row", FACTOR)
+                yield f"gradients {name}", partial(
+                    backward.sinkhorn_backward, v, q, k, v, keep, None, None, loop
+                )
+                for features in ("coarse:32", "gaussian", "sliced:32"):
+                    parameters = {
+                        "coarse:32": [torch.zeros(2, 32, dim)], "gaussian": [],
+                        "sliced:32": [torch.zeros(32, dim)],
+                    }[features]  # fmt: skip
+                    width = {"coarse:32": 1, "gaussian": 3, "sliced:32": 32}[features]
+                    yield f"dual {features} {name}", partial(
+                        dual.dual, q, k, keep, None, parameters, torch.ones(2, width), features, "source",
+                        0.125, 5, True,
+                    )  # fmt: skip
+    task = Task.of(None, None, score_multiplier=1.0, half_steps=5, rows_first=True, output_factor=FACTOR)
+    for dtype in DTYPES:
+        yield f"plan {dtype}", partial(plan.plan, torch.zeros(64, 1, 4, 4, dtype=dtype), task)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("-o", "--out", type=Path, help="folder for sm90.{json,md}")
+    options = parser.parse_args()
+    driver.set_active(Sm90())
+    compiling = Compiling()
+    JITFunction.__getitem__ = lambda kernel, grid: compiling.launch(kernel, grid)  # type: ignore
+    failed = {}
+    for name, call in cases():
+        if options.only not in name:
+            continue
+        compiling.case = name
+        try:
+            call()
+        except Exception as error:  # of the compiler: every kernel is tried
+            failed[name] = f"{type(error).__name__}: {error}"[:500]
+            print(f"{name}: {failed[name]}", file=sys.stderr, flush=True)
+    return shown(compiling.built, failed, options.out)
+
+
+def shown(built: list[Built], failed: dict[str, str], out: Path | None) -> int:
+    """The table, a row a kernel; 1 where one does not compile, spills or does not fit."""
+    bad = [b for b in built if b.spilled or b.shared > SHARED_LIMIT]
+    kernels = sorted({b.kernel for b in built})
+    lines = [f"### Triton {triton.__version__}, sm_90: {len(built)} kernels, {len(failed)} failed", ""]
+    lines += ["| kernel | variants | registers | spilling | shared memory |", "|---|---:|---:|---:|---:|"]
+    for kernel in kernels:
+        own = [b for b in built if b.kernel == kernel]
+        registers = [b.registers for b in own]
+        lines.append(
+            f"| `{kernel}` | {len(own)} | {min(registers)} to {max(registers)} | "
+            f"{sum(b.spilled > 0 for b in own)} | at most {max(b.shared for b in own) / 1024:.0f} KiB |"
+        )
+    lines += ["", *(f"- {b.kernel}, {b.case}: {b.spilled} bytes spilled, {b.shared} shared" for b in bad)]
+    print("\n".join(lines))
+    document = {"triton": triton.__version__, "built": [asdict(b) for b in built], "failed": failed}
+    write_results(out, "sm90", json.loads(json.dumps(document)), "\n".join(lines))
+    return int(bool(failed or bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The kit for a machine with a GPU, as far as it runs without one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from second_device import GPU, one_gpu
+
+from asapc.device import running_on
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import attention  # noqa: E402
+import gpu_check  # noqa: E402
+
+
+def test_a_step_that_fails_or_hangs_takes_no_other_along(tmp_path: Path) -> None:
+    made = [
+        gpu_check.taken(gpu_check.Step(name, 1.0 / 5, ("-c", code)), left, os.environ, tmp_path)
+        for name, code, left in (
+            ("good", "print('fine')", 60.0),
+            ("broken", "print('why'); raise SystemExit(3)", 60.0),
+            ("hangs", "print('on its way', flush=True); import time; time.sleep(60)", 60.0),
+            ("late", "pass", 5.0),
+        )
+    ]
+    assert [step.outcome for step in made] == ["done", "exit 3", "not done in 12 s", "no time left"]
+    assert "why" in made[1].tail and "on its way" in made[2].tail
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "attention.json").write_text('{"rows": 1}')
+    (tmp_path / "good" / "attention.md").write_text("### a table")
+    gpu_check.gathered(tmp_path, made, "a GPU")
+    document = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert document["results"] == {"good": {"rows": 1}} and len(document["steps"]) == 4
+    text = (tmp_path / "gpu_check.md").read_text()
+    assert "### a table" in text and "| broken | 0 | exit 3 |" in text
+
+
+def test_every_step_names_what_there_is(tmp_path: Path) -> None:
+    for step in gpu_check.steps(tmp_path):
+        for argument in step.arguments:
+            if argument.endswith(".py"):
+                assert Path(argument).exists()
+    assert sum(step.minutes for step in gpu_check.steps(tmp_path)) >= 8  # limits, not what is taken
+
+
+def test_the_package_installs_without_a_network(tmp_path: Path) -> None:
+    environment = gpu_check.installed(tmp_path / "site")
+    code = "import asapc.passes, asapc.calibration, asapc; print(asapc.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, text=True,
+                          capture_output=True, check=True)  # fmt: skip
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_benchmark_of_attention_mixes_no_devices(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    one_gpu(monkeypatch)
+    monkeypatch.setattr(attention, "find_spec", lambda _: None)
+    options = argparse.Namespace(
+        dtype=dtype, cpu=False, spread=1.0, seed=0, compile=False, max_memory=1.0, repeats=1
+    )
+    monkeypatch.setattr(attention, "product_rate", lambda *_: 1e9)
+    with running_on(GPU, []), torch.no_grad():
+        found = attention.measure(attention.Shape(1, 2, 20, 8, 4), options)
+    assert not found["skipped"] and attention.SOFTMAX in found["rows"]
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "-o", str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main() == 2
