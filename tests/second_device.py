@@ -157,7 +157,8 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, value in {
         "_lazy_init": lambda: None, "is_available": lambda: True, "device_count": lambda: 1,
-        "device": lambda _: _Device(), "current_device": lambda: 0, "get_device_name": lambda _: "one GPU",
+        "device": lambda _: _Device(), "current_device": lambda: 0,
+        "get_device_name": lambda _: "one GPU",
         "synchronize": lambda: None, "reset_peak_memory_stats": lambda: None,
         "memory_allocated": lambda: 0, "max_memory_allocated": lambda: 0,
     }.items():  # fmt: skip

@@ -249,3 +249,31 @@ def test_a_gradient_of_the_bias_is_the_meanings(gpu_chosen: list[str]) -> None:
     exact = meaning.sinkhorn(q, q, q, None, bias, SCALE, 4, True, [1.0, 1.0, 0.0, 0.0])
     (expected,) = torch.autograd.grad(exact.square().sum(), bias)
     torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("spread", "safe"), [(1.0, True), (400.0, False)])
+def test_slopes_on_one_orbit_are_those_of_every_half_step(
+    monkeypatch: pytest.MonkeyPatch, spread: float, safe: bool
+) -> None:
+    """A product of rank 2 T over one plan, and an exponential a half-step where duals move too far."""
+    case = Case((2, 2, 33, 40, 16, 16), masked=True, spread=spread)
+    q, k, v, keep, bias = case.given()
+    loop, told = Loop(SCALE, 9, "row", [1.0, 1.0, 0.0, 0.0]), list[Tensor]()
+    true = backward.orbit_of
+
+    def noted(*given: Tensor) -> backward.Orbit:
+        orbit = true(*given)
+        told.append(orbit.safe)
+        return orbit
+
+    def never(*given: Tensor) -> backward.Orbit:
+        return true(*given)._replace(safe=torch.zeros_like(told[0]))
+
+    grad = upstream(*case.q.shape[:3], 16).to(DEVICE)
+    found = []
+    for orbit in (noted, never):
+        monkeypatch.setattr(backward, "orbit_of", orbit)
+        found.append(backward.sinkhorn_backward(grad, q, k, v, keep, bias, None, loop)[:3])
+    assert len(told) == 2 and all(bool(flags[0].any()) == safe for flags in told)
+    for own, each in zip(*found, strict=True):
+        assert torch.allclose(own, each, rtol=1e-4, atol=1e-5 * float(each.abs().max()))

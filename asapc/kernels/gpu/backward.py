@@ -9,6 +9,13 @@ duals around one half-step and P = exp(S + f + g) is the plan it closed,
 and the sums of these over i or j are the gradient of the other dual, which the half-step before it
 takes on. The duals' gradients alone run through the chain; with all of them known, one pass over the
 tiles sums every half-step's slopes at once into dq, and one into dk and dv.
+
+The plans of all half-steps are one plan with its rows and columns scaled,
+
+    P_t = P exp(f_t - f) exp(g_t - g)       the transport orbit: block-wise paper, Proposition 6
+
+so that such a pass takes one exponential an entry and a product of rank 2 T. Where duals move too far for
+float32, it takes an exponential a half-step.
 """
 
 from __future__ import annotations
@@ -39,6 +46,9 @@ from asapc.kernels.gpu.tiles import (
 )
 from asapc.kernels.loop import Loop
 
+RANK_STEP = tl.constexpr(16)  # of an orbit's rank: what a product takes at once
+REACH = 40.0  # of the duals' moves: a plan's entry of 1e-8 stays far from the end of float32's range
+
 
 class Inputs(NamedTuple):
     """What scores are made of.  q: [B, H, N, D]; k: [B, H, M, D]; shapes as in operators/."""
@@ -68,6 +78,15 @@ class Terms(NamedTuple):
     g: Tensor
     row: Tensor
     column: Tensor
+
+
+class Orbit(NamedTuple):
+    """The terms' slopes over the first one's plan, x y': x [B, H, X, R], y [B, H, Y, R], float32, the
+    rank padded with zeros; safe: [B, H] int8, whether float32 holds them."""
+
+    x: Tensor
+    y: Tensor
+    safe: Tensor
 
 
 class Gradients(NamedTuple):
@@ -160,6 +179,23 @@ def sinkhorn_backward(
     return _given(dq), _given(dk), _given(dv), grad_dual
 
 
+def orbit_of(dual_x: Tensor, dual_y: Tensor, coef_x: Tensor, coef_y: Tensor) -> Orbit:
+    """sum_t (a_i + b_j) exp(f_i - f0_i + g_j - g0_j) of the terms [T, B, H, X or Y], factored."""
+    moved_x, moved_y = (_finite(dual - dual[:1]) for dual in (dual_x, dual_y))  # masked: -inf - (-inf)
+    middle = (moved_x.amax(-1, keepdim=True) + moved_x.amin(-1, keepdim=True)) / 2  # a gauge of its own
+    moved_x, moved_y = moved_x - middle, moved_y + middle
+    reach = (moved_x.abs().amax(-1) + moved_y.abs().amax(-1)).amax(0)  # [B, H]
+    x, y = (moved.clamp(-REACH, REACH).exp() for moved in (moved_x, moved_y))
+    sides = [torch.cat([coef_x * x, x]), torch.cat([y, coef_y * y])]
+    more = -2 * len(dual_x) % RANK_STEP.value
+    laid = [torch.nn.functional.pad(side.permute(1, 2, 3, 0), (0, more)) for side in sides]
+    return Orbit(laid[0].contiguous(), laid[1].contiguous(), (reach <= REACH).to(torch.int8))
+
+
+def _finite(values: Tensor) -> Tensor:
+    return torch.where(values.isfinite(), values, 0.0)
+
+
 def zero_duals(inputs: Inputs) -> tuple[Tensor, Tensor]:
     shapes = inputs.q.shape[:3], inputs.k.shape[:3]
     f, g = (torch.zeros(shape, dtype=torch.float32, device=inputs.q.device) for shape in shapes)
@@ -235,12 +271,16 @@ def _slopes(
     wide = max(dim, value_dim) > (128 if half else 64)
     block_x = block_of(count_x, 32 if wide else 64)
     block_y = block_of(y.shape[2], 32)
+    x_dual, y_dual, x_coef, y_coef = (t.contiguous() for t in (dual_x, dual_y, coef_x, coef_y))
+    several = len(terms.f) > 1 and y.shape[2] > 0
+    orbit = orbit_of(x_dual, y_dual, x_coef, y_coef) if several else None
     block_d, block_e = block_of(dim, 128 if half else 32), block_of(value_dim, 128 if half_values else 32)
     _slope_sums[(batch * heads * triton.cdiv(count_x, block_x),)](
         x, y, u_x, u_y, keep, bias,
-        *(t.contiguous() for t in (dual_x, dual_y, coef_x, coef_y)),
+        x_dual, y_dual, x_coef, y_coef, *(orbit or (None, None, None)),
         factors, dx, du, total,
         heads, count_x, y.shape[2], dim, value_dim, len(terms.f), dual_x[0].numel(), dual_y[0].numel(),
+        0 if orbit is None else orbit.x.shape[3],
         *x.stride(), *y.stride(), *strides_of(u_x, 4), *strides_of(u_y, 4), *strides_of(keep, 2),
         *strides_of(bias, 4),
         score_multiplier,
@@ -250,6 +290,7 @@ def _slopes(
         HAS_BIAS=bias is not None,
         HAS_OUTPUT=output is not None,
         HAS_FACTORS=factors is not None,
+        SEVERAL=several,
         WANT_POINTS=points,
         WANT_VALUES=du is not None,
         WANT_SUMS=sums,
@@ -287,6 +328,9 @@ def _slope_sums(
     p_dual_y: tl.tensor,
     p_coef_x: tl.tensor,
     p_coef_y: tl.tensor,
+    p_orbit_x: tl.tensor,
+    p_orbit_y: tl.tensor,
+    p_safe: tl.tensor,
     p_factors: tl.tensor,
     p_dx: tl.tensor,
     p_du: tl.tensor,
@@ -299,6 +343,7 @@ def _slope_sums(
     terms: tl.tensor,
     step_x: tl.tensor,
     step_y: tl.tensor,
+    rank: tl.tensor,
     stride_xb: tl.tensor,
     stride_xh: tl.tensor,
     stride_xn: tl.tensor,
@@ -328,6 +373,7 @@ def _slope_sums(
     HAS_BIAS: tl.constexpr,
     HAS_OUTPUT: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
+    SEVERAL: tl.constexpr,
     WANT_POINTS: tl.constexpr,
     WANT_VALUES: tl.constexpr,
     WANT_SUMS: tl.constexpr,
@@ -372,6 +418,12 @@ def _slope_sums(
     o_all_d = tl.arange(0, ALL_D)
     o_all_e = tl.arange(0, ALL_E)
     b_x = load_rows(p_x, o_x, m_x, o_d, dim, stride_xn, stride_xd, AS_FLOAT32)
+    on_orbit = False
+    if SEVERAL:
+        p_orbit_x += i_bh * count_x * rank
+        p_orbit_y += i_bh * count_y * rank
+        on_orbit = tl.load(p_safe + i_bh) != 0
+        o_r = tl.arange(0, RANK_STEP)
     if HAS_OUTPUT:
         p_ux += i_b * stride_uxb + i_h * stride_uxh
         p_uy += i_b * stride_uyb + i_h * stride_uyh
@@ -406,19 +458,30 @@ def _slope_sums(
             if WANT_VALUES:
                 b_uy = load_rows(p_uy, o_y, m_y, o_all_e, value_dim, stride_uyn, stride_uyd, WIDEN_VALUES)
                 b_du = product(plan.to(b_uy.dtype), b_uy, b_du, VALUES_PRECISION)
-        p_term_x, p_term_y = p_dual_x, p_dual_y
-        p_slope_x, p_slope_y = p_coef_x, p_coef_y
-        for _ in range(terms):
-            b_dual_x = load_dual(p_term_x, o_x, m_x, 1)
-            b_dual_y = load_dual(p_term_y, o_y, m_y, 1)
-            b_coef_x = load_dual(p_slope_x, o_x, m_x, 1)
-            b_coef_y = load_dual(p_slope_y, o_y, m_y, 1)
-            weights = tl.exp(scores + b_dual_x[:, None] + b_dual_y[None, :])
-            slopes += weights * (b_coef_x[:, None] + b_coef_y[None, :])
-            p_term_x += step_x
-            p_term_y += step_y
-            p_slope_x += step_x
-            p_slope_y += step_y
+        if SEVERAL and on_orbit:
+            ratios = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
+            for first in range(0, rank, RANK_STEP):
+                b_orbit_x = load_rows(p_orbit_x, o_x, m_x, first + o_r, rank, rank, 1, True)
+                b_orbit_y = load_rows(p_orbit_y, o_y, m_y, first + o_r, rank, rank, 1, True)
+                ratios = product(b_orbit_x, tl.trans(b_orbit_y), ratios, PRECISION)
+            if not HAS_OUTPUT:
+                b_first_x = load_dual(p_dual_x, o_x, m_x, 1)
+                plan = tl.exp(scores + b_first_x[:, None] + load_dual(p_dual_y, o_y, m_y, 1)[None, :])
+            slopes += plan * ratios
+        else:
+            p_term_x, p_term_y = p_dual_x, p_dual_y
+            p_slope_x, p_slope_y = p_coef_x, p_coef_y
+            for _ in range(terms):
+                b_dual_x = load_dual(p_term_x, o_x, m_x, 1)
+                b_dual_y = load_dual(p_term_y, o_y, m_y, 1)
+                b_coef_x = load_dual(p_slope_x, o_x, m_x, 1)
+                b_coef_y = load_dual(p_slope_y, o_y, m_y, 1)
+                weights = tl.exp(scores + b_dual_x[:, None] + b_dual_y[None, :])
+                slopes += weights * (b_coef_x[:, None] + b_coef_y[None, :])
+                p_term_x += step_x
+                p_term_y += step_y
+                p_slope_x += step_x
+                p_slope_y += step_y
         b_sums += tl.sum(slopes, 1)
         if WANT_POINTS:
             b_y = load_rows(p_y, o_y, m_y, o_all_d, dim, stride_yn, stride_yd, WIDEN_POINTS)
