@@ -1,6 +1,7 @@
 """Replay: a site's operator against the teacher's own code, on the given data and beyond it.
 
-On every batch the operator, as it will run, is held against the map that the teacher computes. Data may
+On every batch the operator, as it will run, is held against the map that the teacher computes, or, where
+that is in half precision and far from itself, against the teacher's own code in float64. Data may
 be harmless: a loop that has converged there is any longer loop. So the teacher's part of the graph is
 cut out in float64 and both are run again where the data does not go: queries a quarter and four times as
 long, those of a Sinkhorn layer longer still until rows are nearly one-hot; fewer tokens; all but one key
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from asapc.program.runner import Runner, Tap
 from asapc.terminal.progress import SILENT, Progress
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry
+HALVES = (torch.float16, torch.bfloat16)
 SCALES = {"queries / 4": 0.25, "as given, in float64": 1.0, "queries x 4": 4.0}
 SHARPER = tuple(float(1 << power) for power in range(4, 13))
 ONE_HOT = 0.9  # mean largest entry of a softmax of the scores at which rows are nearly one-hot
@@ -135,10 +137,12 @@ def replay(
     for name, values, t in progress.track(observed(), "replaying", len(batches) * len(sites)):
         program, site = sites[name]
         expected = _canonical(values[parts[name].output], parts[name])
+        beyond = _Beyond(program, site, parts[name], values, t, references[name])
+        if expected.dtype in HALVES:
+            expected, t = beyond.exact(), _single(t)
         with torch.no_grad():
             ours = kernels[name](t, _values(site, t, expected))
         found[name].note("the data", _difference(site, ours.reshape(expected.shape), expected))
-        beyond = _Beyond(program, site, parts[name], values, t, references[name])
         if not found[name].errors["the data"] <= TOLERANCE:
             found[name].rounding = max(found[name].rounding, beyond.rounding(expected))
         sizes = name, *(values[node].shape for node in parts[name].inputs)
@@ -228,9 +232,12 @@ class _Beyond:
 
     def rounding(self, given: Tensor) -> float:
         """The difference between what the teacher gave on the data and its own code in float64."""
+        return _difference(self.site, given, self.exact())
+
+    def exact(self) -> Tensor:
+        """What the teacher's own code gives in float64 on the data."""
         tensors = [self._input(node, self.sizes) for node in self.part.inputs]
-        exact = _canonical(self.cut.run(tensors, self.sizes), self.part)
-        return _difference(self.site, given, exact)
+        return _canonical(self.cut.run(tensors, self.sizes), self.part)
 
     def _sharper(self, sizes: dict[Any, int]) -> Iterator[tuple[float, bool]]:
         """Growing scales of a Sinkhorn layer's queries, to the first at which a softmax of the scores is
@@ -383,6 +390,14 @@ def _all_but(mask: Tensor, active: int, hidden: bool | None) -> Tensor:
 
 def _canonical(value: Tensor, part: Part) -> Tensor:
     return value if part.order is None else value.permute(part.order)
+
+
+def _single(t: SiteTensors) -> SiteTensors:
+    """Without half precision."""
+    given = {field.name: getattr(t, field.name) for field in fields(SiteTensors)}
+    return replace(t, **{
+        name: x.float() for name, x in given.items() if isinstance(x, Tensor) and x.dtype in HALVES
+    })  # fmt: skip
 
 
 def _double(value: Tensor) -> Tensor:

@@ -305,7 +305,7 @@ def data_of(
 def open_data(spec: str | DataSource, model_signature: inspect.Signature | None) -> DataSource:
     """The data named by DATA (see DATA_GRAMMAR); names are checked against forward's arguments.
 
-    Files: floating arrays pass as float32 unless float64 or float16, integers as int64, bool as
+    Files: floating arrays pass as float32 unless float64 or a half, integers as int64, bool as
     bool.  Raises InputError for a missing or broken file, names that are not arguments, missing
     arguments, other dtypes, lengths that differ, no examples, NaN or infinity.  A callable's
     batches are checked the same way when they are read.
@@ -530,7 +530,7 @@ def _input(value: object, name: str, place: str, first: int, own: bool = False) 
     if tensor.is_complex():
         raise InputError(f"{place}: {name} must hold real numbers", got=f"dtype {tensor.dtype}")
     if tensor.is_floating_point():
-        if tensor.dtype not in (torch.float64, torch.float16):
+        if tensor.dtype not in (torch.float64, torch.float16, torch.bfloat16):
             tensor = tensor.float()
         example = _first_bad(tensor)
         if example is not None:
@@ -608,8 +608,10 @@ def _content_hashes(tensors: Mapping[str, Tensor]) -> list[int]:
     """64 bits per example, over the names, dtypes, shapes and bytes of its inputs."""
     arrays = []
     for name in sorted(tensors):
-        array = tensors[name].contiguous().numpy()
-        arrays.append((f"{name}\0{array.dtype}\0{array.shape[1:]}\0".encode(), array))
+        tensor = tensors[name].contiguous()
+        kind = str(tensor.dtype).removeprefix("torch.")
+        array = (tensor.view(torch.int16) if kind == "bfloat16" else tensor).numpy()  # NumPy has none
+        arrays.append((f"{name}\0{kind}\0{array.shape[1:]}\0".encode(), array))
     hashes = []
     for i in range(len(arrays[0][1])):
         digest = hashlib.blake2b(digest_size=8)

@@ -33,7 +33,7 @@ from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
 from asapc.measure.timing import ENOUGH, interleaved_medians
 from asapc.metrics import METRICS
 from asapc.operators.catalogue import TEACHER, convention_from_dict
-from asapc.operators.sinkhorn import clean_values
+from asapc.operators.sinkhorn import clean_values, widen
 from asapc.program.calls import predicted_duals, site_function
 from asapc.program.runner import Runner
 from asapc.report.certificates import SiteCertificates
@@ -196,8 +196,8 @@ class SiteFidelity:
             self.pictures.update(teacher, compiled, t.keep, t.query_keep)
         # Where the model returns the map itself, the keys stand in for the values.
         if not isinstance(self.convention, PlanConvention):  # which has no values, nor keys
-            values = clean_values(t.k if t.v is None else t.v, t.keep)
-            self.output.update(teacher @ values, compiled @ values)
+            values = widen(clean_values(t.k if t.v is None else t.v, t.keep))
+            self.output.update(*(widen(of).to(values.dtype) @ values for of in (teacher, compiled)))
 
     def result(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {
