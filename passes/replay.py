@@ -395,9 +395,10 @@ def _canonical(value: Tensor, part: Part) -> Tensor:
 def _single(t: SiteTensors) -> SiteTensors:
     """Without half precision."""
     given = {field.name: getattr(t, field.name) for field in fields(SiteTensors)}
-    return replace(t, **{
+    wide: dict[str, Any] = {
         name: x.float() for name, x in given.items() if isinstance(x, Tensor) and x.dtype in HALVES
-    })  # fmt: skip
+    }
+    return replace(t, **wide)
 
 
 def _double(value: Tensor) -> Tensor:
