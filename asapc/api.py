@@ -159,7 +159,7 @@ def _compiled(
             teacher, calibration, artifact, parsed, source, progress, analyse=analyse, device=device
         )
         for warning in manifest["warnings"]:
-            warnings.warn(warning["text"], FewExamplesWarning, stacklevel=2)
+            warnings.warn(warning["text"], FewExamplesWarning, stacklevel=3)
         manifest = read_manifest(artifact)
         around = copy.deepcopy(teacher.model) if manifest["capture"] == "module" else None
         measured = pipeline.report(

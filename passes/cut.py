@@ -108,8 +108,9 @@ class Cut:
 
     def _run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Any:
         sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
+        device = next((x.device for x in tensors), None)  # a band alone is made from sizes
         shells = [
-            torch.zeros(self.shape_of(x, lengths), dtype=torch.float64, device=tensors[0].device)
+            torch.zeros(self.shape_of(x, lengths), dtype=torch.float64, device=device)
             for x in self.shells
         ]
         with torch.no_grad():
