@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ("attention", "features", "backward", "plan", "stream")
 TAIL = 1500  # characters of what a step printed
+LEAST = 10.0  # seconds that a step is begun with
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def installed(into: Path) -> dict[str, str]:
 def taken(step: Step, left: float, environment: Mapping[str, str], folder: Path) -> Done:
     """left: seconds of the whole run."""
     limit = min(60 * step.minutes, left)
-    if limit < 10:
+    if limit < LEAST:
         return Done(step.name, 0.0, "no time left", "")
     start = time.monotonic()
     try:

@@ -22,17 +22,20 @@ import attention  # noqa: E402
 import gpu_check  # noqa: E402
 
 
-def test_a_step_that_fails_or_hangs_takes_no_other_along(tmp_path: Path) -> None:
+def test_a_step_that_fails_or_hangs_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "LEAST", 1.0)
     made = [
-        gpu_check.taken(gpu_check.Step(name, 1.0 / 5, ("-c", code)), left, os.environ, tmp_path)
+        gpu_check.taken(gpu_check.Step(name, 1.0 / 20, ("-c", code)), left, os.environ, tmp_path)
         for name, code, left in (
             ("good", "print('fine')", 60.0),
             ("broken", "print('why'); raise SystemExit(3)", 60.0),
             ("hangs", "print('on its way', flush=True); import time; time.sleep(60)", 60.0),
-            ("late", "pass", 5.0),
+            ("late", "pass", 0.5),
         )
     ]
-    assert [step.outcome for step in made] == ["done", "exit 3", "not done in 12 s", "no time left"]
+    assert [step.outcome for step in made] == ["done", "exit 3", "not done in 3 s", "no time left"]
     assert "why" in made[1].tail and "on its way" in made[2].tail
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "attention.json").write_text('{"rows": 1}')
