@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -205,9 +206,14 @@ class _Beyond:
     ) -> None:
         self.site, self.part, self.seen, self.reference = site, part, seen, reference
         self.cut = Cut(program.graph, part.inputs, part.output, part.inside)
-        self.values = {node: _double(value) for node, value in values.items()}
+        self._given = values
         self.sizes = self.cut.lengths(_sizes(part.inputs, values))
         self.heads = seen.q.shape[1]
+
+    @cached_property
+    def values(self) -> Mapping[Node, Tensor]:
+        """In float64, made when they are needed: they are as large as all else that is held here."""
+        return {node: _double(value) for node, value in self._given.items()}
 
     def errors(self) -> Iterable[tuple[str, float]]:
         few = self._with_examples()

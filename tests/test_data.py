@@ -117,7 +117,7 @@ def test_safetensors_file(tmp_path: Path) -> None:
     path = tmp_path / "data.safetensors"
     save_file({"img": torch.ones(3, 2, dtype=torch.bfloat16), "labels": torch.arange(3)}, path)
     (batch,) = read(open_data(str(path), SIGNATURE))
-    assert batch.args[0].dtype == torch.float32 and batch.labels is not None
+    assert batch.args[0].dtype == torch.bfloat16 and batch.labels is not None
 
 
 def test_hash_depends_on_content_only(npz: Open) -> None:

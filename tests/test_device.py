@@ -37,7 +37,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "esp_hard": {"operator": "esp_hard", "slices": 4},
     "auto": {"budget": {"attention_rel_l2": 9.0}, "features": ["lse"]},
 }
-MEASURED = ("asap", "lot", "auto")
+MEASURED = ("asap",)
 
 
 @pytest.fixture
