@@ -101,11 +101,11 @@ def capture(
         run_example(program.graph, args, kwargs)
         return Capture("whole", [program])
     with _undisturbed(model):
-        run_example(model, args, kwargs)
         try:
             return Capture("whole", [_export("", model, args, kwargs)])
         except Exception as error:  # torch.export raises many types; the reason is kept and shown
             reason = reason_of(error)
+        run_example(model, args, kwargs)  # a trace runs it too: only where that failed is it asked why
     captured = capture_modules(model, args, kwargs, reason)
     if not captured.programs and not captured.skipped:
         captured.skipped.append((type(model).__name__, reason))

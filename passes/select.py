@@ -51,7 +51,7 @@ from asapc.passes.candidates import (
     proposed,
     why_no_fit,
 )
-from asapc.passes.price import Apply, Price, Shape, prices, shapes_of
+from asapc.passes.price import LONG, Apply, Price, Shape, prices, shapes_of
 from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.solve import Option, cheapest
 from asapc.program.apply import apply_lossless, apply_replacement
@@ -61,8 +61,7 @@ from asapc.terminal.progress import Progress
 
 WORTHWHILE = 1.1  # an approximation must be this much cheaper than the exact operator to be picked
 TIGHTENED = 0.8  # of the budget that a set exceeded, or of what it was predicted to use
-LONG = 500.0  # milliseconds: a call as long is timed once where it is clearly faster than another
-CLEARLY = 0.8  # of the other's time
+CLEARLY = 0.8  # of another's time: a long call is timed once where it is as fast
 MAX_ROUNDS = 8  # of solving again, before sites are turned back one by one
 EXCEEDS = "exceeds the budget"
 SLOWER_MODEL = "the whole model is slower than the teacher with it"
@@ -113,10 +112,12 @@ def select(
     calibration: Calibration,
     batches: Sequence[Batch],
     progress: Progress,
+    teacher_ms: float | None = None,
 ) -> Selection:
     """The choice for every site, and the trail of the decision.
 
-    batches: the selection split.  Raises InputError where a site cannot become what the recipe names,
+    batches: the selection split.  teacher_ms: of the untouched model on the first of them, where that
+    is known.  Raises InputError where a site cannot become what the recipe names,
     where calibration lacks a fit, and where a metric of the budget cannot be measured.
     """
     start = time.perf_counter()
@@ -138,7 +139,8 @@ def select(
     rounds: list[dict[str, Any]] = []
     picked = _solved(model, sites, recipe, rounds)
     if picked and not all(opened.forced for opened in sites):
-        picked = _not_slower(model, sites, picked, rounds, largest)
+        known = teacher_ms if batches and largest is batches[0] else None
+        picked = _not_slower(model, sites, picked, rounds, largest, known)
     chosen = {
         opened.index: _choice(opened, opened.tried[i])
         for opened, i in zip(sites, picked, strict=True)
@@ -546,12 +548,13 @@ def _not_slower(
     picked: list[int],
     rounds: list[dict[str, Any]],
     batch: Batch | None,
+    teacher_ms: float | None,
 ) -> list[int]:
     """The set; exact operators at the free sites where the whole model is slower with it than with the
     teacher's code there, and the teacher's code where the exact operators are slower too."""
     if batch is None:
         return picked
-    if _faster_than_teacher(model, sites, picked, rounds, batch):
+    if _faster_than_teacher(model, sites, picked, rounds, batch, teacher_ms):
         return picked
     approximate = [
         not opened.forced and opened.tried[i].approximate for opened, i in zip(sites, picked, strict=True)
@@ -560,7 +563,7 @@ def _not_slower(
     for opened, i, turn in zip(sites, picked, approximate, strict=True):
         if turn:
             opened.tried[i].verdict = SLOWER_MODEL
-    if any(approximate) and _faster_than_teacher(model, sites, exact, rounds, batch):
+    if any(approximate) and _faster_than_teacher(model, sites, exact, rounds, batch, teacher_ms):
         return exact
     if model.analysis.drop_maps:
         return exact
@@ -578,11 +581,13 @@ def _faster_than_teacher(
     picked: Sequence[int],
     rounds: list[dict[str, Any]],
     batch: Batch,
+    teacher_ms: float | None,
 ) -> bool:
     """Whether it is slower on one batch by at most the measurement's spread; noted in the last round.
 
     The teacher here has its own code at every site that is free to choose, and what was asked for at
-    the others.
+    the others.  teacher_ms: of one call of the untouched model, enough where it is long and twice that
+    of the compiled one.
     """
     analysis = model.analysis
     free = {opened.index for opened in sites if not opened.forced}
@@ -597,6 +602,12 @@ def _faster_than_teacher(
         "compiled": compiled_programs(analysis, kept, replacements),
     }
     calls = {name: partial(Runner(analysis.model, variant), batch) for name, variant in programs.items()}
+    if teacher_ms is not None and free == {*range(len(analysis.sites))}:
+        times = interleaved_medians({"compiled": calls["compiled"]}, repeats=1, warmup=0)
+        compiled = times["compiled"]["median_ms"]
+        if teacher_ms >= LONG and compiled <= teacher_ms / 2:
+            rounds[-1]["whole_model"] = {"teacher_ms": teacher_ms, "compiled_ms": compiled}
+            return True
     times = interleaved_medians(calls, repeats=1, warmup=0)
     teacher, compiled = times["teacher"]["median_ms"], times["compiled"]["median_ms"]
     if compiled < LONG or compiled > CLEARLY * teacher:

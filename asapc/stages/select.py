@@ -18,6 +18,7 @@ from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention
 from asapc.measure.differences import comparable, largest_difference
+from asapc.measure.timing import interleaved_medians
 from asapc.memory import MemoryLimit, give_back
 from asapc.passes.analyse import OUTPUT_TOLERANCE, Analysis, own_rounding
 from asapc.passes.audit import settle_exact_sorting
@@ -76,15 +77,16 @@ def choose(
     if limit is not None:
         recipe = replace(recipe, batch_size=_within(limit, analysis, source, recipe.batch_size))
     batches = list(selection_batches(source, recipe.batch_size, recipe.selection_examples))
+    teacher_ms = None
     if batches:
-        _verify_lossless(analysis, batches[0])
+        teacher_ms = _verify_lossless(analysis, batches[0])
     elif _needs_selection(analysis, recipe):
         raise InputError(
             f"{source.source}: the selection split needs examples",
             got="none: too few examples in all",
             help="15 % of the examples are used for selection, chosen by content",
         )
-    selection = select(analysis, recipe, calibration, batches, progress)
+    selection = select(analysis, recipe, calibration, batches, progress, teacher_ms)
     choices, switch = _settled(analysis, selection.choices, batches, recipe)
     hashes = [content for batch in batches for content in batch.hashes]
     if limit is not None:
@@ -140,15 +142,17 @@ def _settled(
     return soft, {**switch, "switched": any(choice.operator == "esp_hard" for choice in soft)}
 
 
-def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
+def _verify_lossless(analysis: Analysis, batch: Batch) -> float:
     """The lossless rewrite against the untouched model on a full batch of other examples.
 
     Padding, branches and early stops that the few examples of the capture did not show would show
-    here.
+    here.  Returns the milliseconds that the untouched model took.
     """
     untouched = Runner(analysis.model, () if analysis.model else analysis.capture.untouched)
+    outputs: list[Any] = []
+    times = interleaved_medians({"teacher": lambda: outputs.append(untouched(batch))}, 1, warmup=0)
     error = largest_difference(
-        comparable(untouched(batch)), comparable(Runner(analysis.model, analysis.lifted)(batch))
+        comparable(outputs[0]), comparable(Runner(analysis.model, analysis.lifted)(batch))
     )
     if not error <= OUTPUT_TOLERANCE + own_rounding(analysis.model, batch):
         raise VerificationError(
@@ -157,3 +161,4 @@ def _verify_lossless(analysis: Analysis, batch: Batch) -> None:
             help="the model treats these examples in a way the captured ones did not show, such as "
             "a mask that differs between queries or an early stop",
         )
+    return times["teacher"]["median_ms"]
