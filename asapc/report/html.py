@@ -1,17 +1,16 @@
 """A report as one self-contained page: no network, no script, light and dark, phone and paper.
 
 `page` turns the report into what the template lays out: every value already formatted, every name
-cleaned; the template escapes. Every part of a report is optional here.
+cleaned; the template escapes. Every part of a report is optional here. What to do comes first
+(asapc.report.advice), then the layers, the worst one first (asapc.report.layers).
 
 jinja2 and matplotlib are in the extra `report`.
 """
 
 from __future__ import annotations
 
-import math
-import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
@@ -20,120 +19,46 @@ import jinja2
 from markupsafe import Markup
 
 from asapc.metrics import METRIC, is_share
-from asapc.operators.catalogue import TEACHER
-from asapc.report import plots
-from asapc.report.document import (
-    Check,
-    GateReport,
-    LengthBin,
-    Measured,
-    ModelReport,
-    Numbers,
-    Report,
-    SiteReport,
-    Trail,
-    Tried,
-    TriedSite,
-    finite,
+from asapc.report.advice import (
+    DEFAULT_LIMITS,
+    Decision,
+    Judgement,
+    advise,
+    decide,
+    figures,
+    lossless_instead,
+    recipe_of,
 )
-from asapc.report.pictures import MapPair
+from asapc.report.document import Check, GateReport, ModelReport, Numbers, Report, Trail, finite
+from asapc.report.layers import by_length, known, layers_of, shape_text, shapes_of
+from asapc.report.shown import (
+    change_text,
+    cleaned,
+    ends_text,
+    label,
+    plain,
+    positive,
+    short,
+    text_of,
+    times_text,
+)
 from asapc.report.tables import (
-    MODEL_LABELS,
     Table,
-    amortised_text,
     audit_tables,
-    convention_text,
     exported_tables,
-    fit_text,
     metric_text,
     number,
     refreshed_tables,
     refused_table,
 )
+from asapc.report.views import TONES, Bar, Cell, Grid, Headline, Layers, Plot, Tile
 
-LONGEST = 240  # characters of a value that are shown
 FAILURES = 6  # named in the headline; all of them are under Gate
-OPEN_SITES = 3  # sites that are shown unfolded
-TONES = {
-    "ACCEPT": "good", "passed": "good", "holds": "good", "inside the budget": "good", "chosen": "good",
-    "REGRESSION": "bad", "FAILED": "bad", "violated": "bad", "ANOMALOUS": "odd", "vacuous": "odd",
+ADVICE = 5  # shown at once; the recipe lines are of all of them
+CHECKS = 12  # of comparisons that passed: more are folded
+OUTCOMES = {
+    "ship": "good", "lossless": "good", "teacher": "odd", "look": "odd", "measure": "odd",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Cell:
-    """note: a second, smaller line. tone: "good", "bad", "odd" or none."""
-
-    text: str
-    note: str = ""
-    tone: str = ""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table: (heading, right-aligned) per column; the first cell of a row is its heading.
-
-    marked: the row to stand out.
-    """
-
-    name: str
-    columns: Sequence[tuple[str, bool]]
-    rows: Sequence[Sequence[Cell]]
-    marked: int | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One figure of the headline."""
-
-    label: str
-    value: str
-    notes: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One of the headline's times. share: of the longest, in per cent."""
-
-    kind: str
-    text: str
-    share: float
-    speedup: str
-
-
-@dataclass(frozen=True)
-class Plot:
-    caption: str
-    picture: Markup
-
-
-@dataclass(frozen=True)
-class Example:
-    """A pair of maps: (name, data URI, what it shows) each, and the masses of rows and columns."""
-
-    caption: str
-    maps: Sequence[tuple[str, Markup, str]]
-    scale: str
-    difference_scale: str
-    masses: Plot
-
-
-@dataclass(frozen=True)
-class SiteView:
-    name: str
-    anchor: str
-    operator: str
-    tone: str
-    summary: str
-    facts: Sequence[tuple[str, str]]
-    figures: Sequence[Plot]
-    note: str
-    examples: Sequence[Example]
-    certificates: Grid | None
-    violated: bool
-    metrics: Grid | None
-    unfolded: bool
 
 
 @dataclass
@@ -141,18 +66,16 @@ class Page:
     """Everything on the page, in order."""
 
     source: str
-    verdict: str
-    tone: str
-    sentence: str
-    failures: list[tuple[str, str]] = field(default_factory=list)
-    more_failures: int = 0
+    headline: Headline
     warnings: list[str] = field(default_factory=list)
     tiles: list[Tile] = field(default_factory=list)
     times: list[Bar] = field(default_factory=list)
     basis: str = ""
-    layers: Grid | None = None
+    advice: list[str] = field(default_factory=list)
+    more_advice: int = 0
+    advice_recipe: str = ""
+    layers: Layers | None = None
     lengths: list[Plot] = field(default_factory=list)
-    sites: list[SiteView] = field(default_factory=list)
     trail: list[tuple[str, str]] = field(default_factory=list)
     rounds: Grid | None = None
     candidates: list[tuple[str, str, Grid]] = field(default_factory=list)  # site, summary, table
@@ -160,6 +83,8 @@ class Page:
     refresh: list[Grid] = field(default_factory=list)
     onnx: list[Grid] = field(default_factory=list)
     gate: Grid | None = None
+    kept: Grid | None = None  # comparisons with the baseline that passed, where they are many
+    default_limits: str = ""  # a gate file with the default limits
     baseline: list[tuple[str, str]] = field(default_factory=list)
     left_alone: list[Grid] = field(default_factory=list)
     numbers: Grid | None = None
@@ -179,38 +104,36 @@ def html(report: Report) -> str:
 
 def page(report: Report) -> Page:
     """What the template lays out."""
-    model, gate, sites = report.model, report.gate, report.sites
+    model, gate = report.model, report.gate
     trail = report.selection or Trail()
-    verdict, tone, sentence = _verdict(gate)
-    failed = gate.failures
-    drawn = {picture.name: picture.pairs for picture in report.pictures}
+    decision = decide(report)
+    judged = decision.judgement
+    advice = advise(report)
+    checks, kept = _gate(judged)
     return Page(
         source=model.source or "a model",
-        verdict=verdict,
-        tone=tone,
-        sentence=sentence,
-        failures=[(check.verdict, _check_text(check)) for check in failed[:FAILURES]],
-        more_failures=max(0, len(failed) - FAILURES),
+        headline=_headline(report, decision),
         warnings=[text for text in (*(w.text for w in report.warnings), report.chosen_elsewhere) if text],
-        tiles=_tiles(model, sites),
+        tiles=_tiles(report),
         times=_times(model),
         basis=_basis(report),
-        layers=_layers(sites, trail),
+        advice=[each.sentence for each in advice[:ADVICE]],
+        more_advice=max(0, len(advice) - ADVICE),
+        advice_recipe=recipe_of(advice[:ADVICE]),
+        layers=layers_of(report),
         lengths=_model_lengths(report),
-        sites=[
-            _site(i, site, trail, drawn.get(site.name, ()), i < OPEN_SITES)
-            for i, site in enumerate(sites)
-        ],
         trail=_trail_facts(trail),
         rounds=_rounds(trail),
         candidates=_candidates(trail),
         audit=[_grid(t) for t in audit_tables(report)],
         refresh=[_grid(t) for t in refreshed_tables(report)],
         onnx=[_grid(t) for t in exported_tables(report)],
-        gate=_gate(gate),
+        gate=checks,
+        kept=kept,
+        default_limits=_gate_file(judged),
         baseline=_facts(gate.baseline.to_json(), ("skipped",)) if gate.baseline is not None else [],
         left_alone=[_grid(t) for t in refused_table(report.refused)],
-        numbers=_numbers(model),
+        numbers=_numbers(report),
         provenance=_provenance(report),
         environment=_facts(report.environment),
     )
@@ -219,71 +142,118 @@ def page(report: Report) -> Page:
 # The headline
 
 
-def _verdict(gate: GateReport) -> tuple[str, str, str]:
-    """Word, tone and one sentence."""
-    limits = f"{len(gate.checks)} check{'' if len(gate.checks) == 1 else 's'}"
-    if gate.verdict is None:
-        return "MEASURED", "", "No gate was set: nothing was promised, and nothing is judged."
-    sentences = {
-        "ACCEPT": f"All {limits} passed." if len(gate.checks) != 1 else "The check passed.",
-        "REGRESSION": f"{len(gate.failures)} of {limits} failed.",
-        "ANOMALOUS": "A measurement cannot be trusted, so nothing is accepted.",
-    }
-    return gate.verdict, TONES[gate.verdict], sentences[gate.verdict]
+def _headline(report: Report, decision: Decision) -> Headline:
+    judged = decision.judgement
+    gate = judged.gate
+    lossless = decision.lossless or lossless_instead(report)
+    tone = OUTCOMES[decision.action]
+    if not judged.default and gate.verdict is not None:
+        tone = TONES[gate.verdict]
+    elif decision.action == "measure" and gate.verdict is None:
+        tone = ""
+    failed = gate.failures
+    # What the reason says already is not said again.
+    shown = [] if judged.default and len(failed) == 1 else failed
+    return Headline(
+        word=_word(judged),
+        tone=tone,
+        sentence=decision.sentence,
+        because=decision.because,
+        basis=_limits_sentence(judged),
+        lossless=lossless.sentence if lossless is not None else "",
+        how=[] if lossless is None else [
+            ("from the same artefact, at once", lossless.python),
+            ("in a recipe, lossless.yaml", lossless.recipe),
+            ("compiled with it", lossless.command),
+        ],
+        failures=[(check.verdict, _check_text(check)) for check in shown[:FAILURES]],
+        more_failures=max(0, len(shown) - FAILURES),
+    )  # fmt: skip
+
+
+def _word(judged: Judgement) -> str:
+    if judged.gate.verdict is None:
+        return "MEASURED"
+    return "NO GATE" if judged.default else judged.gate.verdict
+
+
+def _limits_sentence(judged: Judgement) -> str:
+    """Which limits the decision rests on, and how many of them are kept."""
+    gate, count = judged.gate, len(judged.gate.checks)
+    limits = f"{count} check{'' if count == 1 else 's'}"
+    if judged.default:
+        told = f"{DEFAULT_LIMITS[0].upper()}{DEFAULT_LIMITS[1:]}"
+        if gate.verdict is None:
+            return f"{told}, and nothing was measured that they could be held against."
+        kept = count - len(gate.failures)
+        return f"{told}: {kept} of {count} kept. This is advice and changes no exit code."
+    if gate.verdict == "ACCEPT":
+        return f"All {limits} passed." if count != 1 else "The check passed."
+    if gate.verdict == "ANOMALOUS":
+        return "A measurement cannot be trusted, so nothing is accepted."
+    return f"{len(gate.failures)} of {limits} failed."
 
 
 def _check_text(check: Check) -> str:
     return check.message or f"{check.metric} of {check.scope}: {number(check.value)}"
 
 
-def _tiles(model: ModelReport, sites: Sequence[SiteReport]) -> list[Tile]:
-    tiles = []
-    if (speedup := finite(model.metric("speedup"))) is not None:
-        notes = []
-        if (lossless := finite(model.metric("speedup_lossless"))) is not None:
-            notes.append(f"{_times_text(lossless)} by lossless kernels alone")
-        tiles.append(Tile("Speed-up, whole model", _times_text(speedup), notes))
-    if (agreement := finite(model.metric("prediction_agreement"))) is not None:
-        notes = _interval(model, "prediction_agreement")
-        tiles.append(Tile("Predictions kept", f"{agreement:.2%}", notes))
+def _tiles(report: Report) -> list[Tile]:
+    """The three figures that a decision rests on."""
+    model, seen, tiles = report.model, figures(report), list[Tile]()
+    earlier = _baseline_of(report.gate)
+    if seen.speedup is not None:
+        notes = earlier("speedup")
+        if seen.speedup_lossless is not None:
+            notes = [f"{times_text(seen.speedup_lossless)} by lossless kernels alone", *notes]
+        tiles.append(Tile("Speed-up, whole model", times_text(seen.speedup), notes))
     before, after = (finite(model.metric(f"accuracy_{who}")) for who in ("teacher", "compiled"))
-    if before is not None and after is not None:
-        notes = _interval(model, "accuracy_drop", " of the drop")
-        notes = notes or _interval(model, "accuracy_compiled")
+    if seen.agreement is not None:
+        notes = [*_interval(model, "prediction_agreement"), *earlier("prediction_agreement")]
+        if before is not None and after is not None:
+            notes.append(f"accuracy {before:.2%} → {after:.2%}")
+            notes += _interval(model, "accuracy_drop", " of the drop")
+        tiles.append(Tile("Predictions kept", f"{seen.agreement:.2%}", notes))
+    elif before is not None and after is not None:
+        notes = _interval(model, "accuracy_drop", " of the drop") or _interval(model, "accuracy_compiled")
         tiles.append(Tile("Accuracy, teacher → compiled", f"{before:.2%} → {after:.2%}", notes))
-    errors = [
-        (error, site.name)
-        for site in sites
-        if (error := finite(site.metric("attention_rel_l2"))) is not None
-    ]
-    if errors:
-        error, name = max(errors)
-        where = "in every layer" if error == 0 else f"in {_short(name, 40)}"
-        tiles.append(Tile("Attention error, worst layer", number(error), [where]))
+    if seen.worst_error is not None and seen.worst_site is not None:
+        where = "in every layer" if seen.worst_error == 0 else f"in {short(seen.worst_site, 40)}"
+        notes = [where, *earlier("attention_rel_l2", seen.worst_site)]
+        tiles.append(Tile("Attention error, worst layer", number(seen.worst_error), notes))
     elif (output := finite(model.metric("output_rel_l2"))) is not None:
-        notes = _interval(model, "output_rel_l2")
+        notes = [*_interval(model, "output_rel_l2"), *earlier("output_rel_l2")]
         tiles.append(Tile("Output error, relative", number(output), notes))
     return tiles
 
 
+def _baseline_of(gate: GateReport) -> Callable[..., list[str]]:
+    """What tells the difference to the baseline of a metric, in a line; in none where it has none."""
+    checks = {(c.metric, c.scope): c for c in gate.checks if c.kind == "baseline"}
+
+    def told(metric: str, scope: str = "model") -> list[str]:
+        check = checks.get((metric, scope))
+        if check is None or check.value is None or check.baseline is None:
+            return []
+        before = metric_text(metric, check.baseline)
+        return [f"baseline {before}, now {change_text(metric, check.value - check.baseline)}"]
+
+    return told
+
+
 def _interval(model: ModelReport, metric: str, of: str = "") -> list[str]:
-    ends = _ends(model, metric)
+    ends = ends_text(model, metric)
     return [f"{model.confidence_level:.0%} interval{of} {ends}"] if ends else []
-
-
-def _ends(holder: Measured, metric: str) -> str:
-    """"0.1 to 0.2", or nothing."""
-    return " to ".join(metric_text(metric, end) for end in holder.interval(metric) or ())
 
 
 def _times(model: ModelReport) -> list[Bar]:
     kinds = ("teacher", "lossless", "compiled")
-    times = {k: t for k in kinds if (t := _positive(model.metric(f"latency_{k}_ms"))) is not None}
+    times = {k: t for k in kinds if (t := positive(model.metric(f"latency_{k}_ms"))) is not None}
     longest = max(times.values(), default=1.0)
     teacher = times.get("teacher")
     return [
         Bar(kind, f"{number(time)} ms", 100 * time / longest,
-            "" if teacher is None or kind == "teacher" else _times_text(teacher / time))
+            "" if teacher is None or kind == "teacher" else times_text(teacher / time))
         for kind, time in times.items()
     ] if len(times) > 1 else []  # fmt: skip
 
@@ -298,239 +268,25 @@ def _basis(report: Report) -> str:
     return ", ".join(parts)
 
 
-# Layers and sites
-
-
-def _layers(sites: Sequence[SiteReport], trail: Trail) -> Grid | None:
-    if not sites:
-        return None
-    speeds = [_speed(site, trail.of(site.name)) for site in sites]
-    names = {"attention_rel_l2": "attention error", "output_rel_l2": "output error"}
-    present = [m for m in names if any(m in site.metrics for site in sites)]
-    columns = [("layer", False), ("operator", False)]
-    columns += [(names[m], True) for m in present]
-    columns += [("speed", True)] if any(speeds) else []
-    columns.append(("why", False))
-    rows = []
-    for site, speed in zip(sites, speeds, strict=True):
-        cells = [Cell(site.name), Cell(site.operator, amortised_text(site.to_json()))]
-        for metric in present:
-            note = _ends(site, metric)
-            worst = site.metric(f"{metric}_worst")
-            if not note and worst is not None:
-                note = f"worst {number(worst)}"
-            cells.append(Cell(number(site.metric(metric)), note))
-        if any(speeds):
-            cells.append(Cell(*speed) if speed else Cell("-"))
-        cells.append(Cell(site.reason or ""))
-        rows.append(cells)
-    return Grid("Layers", columns, rows)
-
-
-def _speed(site: SiteReport, trail: TriedSite) -> tuple[str, str] | None:
-    """Times as fast as the teacher, and the two times; measured at the site, else by selection."""
-    teacher = _positive(site.metric("latency_teacher_ms"))
-    compiled = _positive(site.metric("latency_compiled_ms"))
-    where = ""
-    if teacher is None or compiled is None:
-        chosen = next((candidate for candidate in trail.candidates if candidate.chosen), Tried())
-        shape = _largest_shape(trail)
-        teacher = _positive(chosen.teacher_ms.get(shape))
-        compiled = _positive(chosen.latency_ms.get(shape))
-        where = f" at {_shape_text(shape)}"
-    if teacher is None or compiled is None:
-        return None
-    return _times_text(teacher / compiled), f"{number(teacher)} → {number(compiled)} ms{where}"
-
-
-def _site(
-    index: int, site: SiteReport, selection: Trail, pairs: Sequence[MapPair], unfolded: bool
-) -> SiteView:
-    trail, error = selection.of(site.name), finite(site.metric("attention_rel_l2"))
-    summary = [
-        amortised_text(site.to_json()), "" if error is None else f"attention error {number(error)}",
-    ]  # fmt: skip
-    tried = _pareto(site.name, trail, selection)
-    note = "What was tried, filled: no other candidate is both closer and cheaper." if tried else ""
-    if tried and len(_shapes(trail)) > 1 and selection.objective != "memory":
-        note += " All shapes are listed under “How it was chosen”."
-    return SiteView(
-        name=site.name,
-        anchor=f"layer-{index}",
-        operator=site.operator,
-        tone="amortised" if site.approximate else "exact",
-        summary=" · ".join(part for part in summary if part),
-        facts=_site_facts(site),
-        figures=[
-            *tried,
-            *_by_head(site),
-            *_by_length(site.name, site.by_length, "attention_rel_l2", "attention error"),
-        ],
-        note=note,
-        examples=[_example(site.name, pair) for pair in pairs],
-        certificates=_certificates(site),
-        violated=any(not certificate.holds for certificate in site.certificates),
-        metrics=_metrics(site.metrics),
-        unfolded=unfolded,
-    )
-
-
-def _site_facts(site: SiteReport) -> list[tuple[str, str]]:
-    convention = None if site.convention is None else site.convention.to_json()
-    low, high = ((site.range or {}).get(end) for end in ("score_low", "score_high"))
-    facts = [
-        ("teacher's convention", convention_text(convention)),
-        ("fitted", fit_text(site.to_json())),
-        ("why", site.reason or ""),
-        ("replay of the teacher, difference", number(site.replay_error)),
-        ("scores seen in calibration",
-         "" if low is None or high is None else f"{number(low)} to {number(high)}"),
-    ]  # fmt: skip
-    return _known(facts)
-
-
-def _known(facts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(label, text) for label, text in facts if text and text != "-"]
-
-
-def _metrics(metrics: Numbers) -> Grid | None:
-    rows = [
-        [Cell(_label(key)), Cell(number(value)), Cell(METRIC[key].doc if key in METRIC else "")]
-        for key, value in metrics.items()
-    ]
-    columns = [("metric", False), ("value", True), ("what it is", False)]
-    return Grid("All metrics of this layer", columns, rows) if rows else None
-
-
-def _certificates(site: SiteReport) -> Grid | None:
-    rows = []
-    counts: dict[str, int] = {}
-    for certificate in site.certificates:
-        holds = "violated" if not certificate.holds else "vacuous" if certificate.vacuous else "holds"
-        counts[holds] = counts.get(holds, 0) + 1
-        name = certificate.name.replace("_", " ").replace("kl ", "KL ")
-        equal = "" if certificate.residual is None else f"equal within {number(certificate.residual)}"
-        loose = f"{number(certificate.vacuous_cases)} vacuous" if certificate.vacuous_cases else ""
-        rows.append(
-            [
-                Cell(name, certificate.source or ""),
-                Cell(number(certificate.measured)),
-                Cell(number(certificate.bound), equal),
-                Cell(holds, tone=TONES[holds]),
-                Cell(number(certificate.cases), loose),
-            ]
-        )
-    columns = [("certificate", False), ("measured", True), ("bound", True), ("", False), ("cases", True)]
-    said = {"holds": "hold", "vacuous": "true but vacuous", "violated": "VIOLATED"}
-    summary = ", ".join(f"{counts[key]} {text}" for key, text in said.items() if key in counts)
-    note = "Vacuous: true, but the bound is too loose to say anything."
-    return Grid(
-        f"Certificates: {summary}", columns, rows, marked=None, note=note if "vacuous" in counts else ""
-    ) if rows else None  # fmt: skip
-
-
-# Plots
-
-
-def _pareto(name: str, trail: TriedSite, selection: Trail) -> list[Plot]:
-    shape = _largest_shape(trail)
-    memory = selection.objective == "memory"
-    points: list[plots.Point] = []
-    for candidate in trail.candidates:
-        time = _positive(candidate.memory_mib if memory else candidate.latency_ms.get(shape))
-        error = finite(candidate.attention_rel_l2)
-        if error is None and candidate.label == candidate.operator:
-            error = 0.0  # the exact operator, the one that is called by its name alone
-        kind: plots.Kind = "candidate"
-        if candidate.operator == TEACHER:
-            kind, error = "teacher", error or 0.0
-        elif error is not None and error <= plots.EXACT:
-            kind = "lossless"
-        if time is None or error is None or error < 0 or not 1e-9 < time < 1e12:
-            continue
-        label = _safe(_short(candidate.label))
-        points.append(plots.Point(label, kind, min(error, 1e6), time, candidate.chosen))
-    teachers = (_positive(candidate.teacher_ms.get(shape)) for candidate in trail.candidates)
-    teacher = next((time for time in teachers if time is not None), None)
-    if teacher is not None and not memory and not any(p.kind == "teacher" for p in points):
-        points.append(plots.Point("teacher", "teacher", 0.0, teacher, False))
-    if len(points) < 2:
-        return []
-    unit = "MiB of extra memory" if memory else f"ms at {_shape_text(shape)}"
-    chosen = next((p for p in points if p.chosen), None)
-    alt = f"{name}: attention error against {unit} of {len(points)} candidates."
-    if chosen is not None:
-        alt += f" Chosen: {chosen.label}, error {number(chosen.error)}, {number(chosen.time)}."
-    limit = finite(selection.budget.get("attention_rel_l2"))
-    picture = plots.pareto(points, unit, limit, _safe(alt))
-    return [Plot("What was tried", picture)]
-
-
-def _by_head(site: SiteReport) -> list[Plot]:
-    errors = [finite(error) for error in site.by_head.get("attention_rel_l2", ())]
-    if not errors:
-        return []
-    said = ", ".join(number(e) for e in errors[:16])
-    alt = f"{site.name}: attention error of {len(errors)} heads: {said}"
-    heads = [str(i) for i in range(len(errors))]
-    return [Plot("By head", plots.bars(errors, heads, "head", "attention error", _safe(alt), mean=True))]
-
-
-def _by_length(
-    name: str, bins: Sequence[LengthBin], metric: str, axis: str, *, share: bool = False
-) -> list[Plot]:
-    values = [finite(length_bin.metrics.get(metric)) for length_bin in bins]
-    if share:
-        values = [None if v is None else 1 - v for v in values]
-    if len(bins) < 2 or all(v is None for v in values):
-        return []  # one length says what the mean says
-    spans = [
-        str(length_bin.low)
-        if length_bin.low == length_bin.high
-        else f"{length_bin.low}–{length_bin.high}"
-        for length_bin in bins
-    ]
-    names = [f"{s}\nn = {number(length_bin.examples)}" for s, length_bin in zip(spans, bins, strict=True)]
-    said = [f"{s}: {number(v)}" for s, v in zip(spans, values, strict=True)]
-    alt = f"{name}: {axis} by number of active tokens; {', '.join(said)}"
-    picture = plots.bars(values, names, "active tokens", axis, _safe(alt), percent=share)
-    return [Plot("By length", picture)]
+# Lengths
 
 
 def _model_lengths(report: Report) -> list[Plot]:
     bins = report.by_length
-    changed = _by_length("Model", bins, "prediction_agreement", "predictions changed", share=True)
-    divergence = _by_length("Model", bins, "logit_kl", "logit KL")
+    changed = by_length("Model", bins, "prediction_agreement", "predictions changed", share=True)
+    divergence = by_length("Model", bins, "logit_kl", "logit KL")
     captions = ("Predictions changed, by length", "Logit KL, by length")
     found = ((captions[0], changed), (captions[1], divergence))
     return [Plot(caption, plot.picture) for caption, drawn in found for plot in drawn]
-
-
-def _example(name: str, pair: MapPair) -> Example:
-    images = plots.map_images(pair)
-    what = f"{name}, example {pair.example}, head {pair.head}"
-    alt = f"{what}: row and column sums by token, teacher and compiled"
-    return Example(
-        caption=f"Example {pair.example}, head {pair.head}, {pair.active} active keys: error "
-        + number(pair.error),
-        maps=[
-            ("teacher", Markup(images.teacher), f"Attention of the teacher: {what}"),
-            ("compiled", Markup(images.compiled), f"Attention of the compiled layer: {what}"),
-            ("difference", Markup(images.difference), f"Compiled minus teacher: {what}"),
-        ],
-        scale=number(images.largest),
-        difference_scale=number(images.largest_difference),
-        masses=Plot("", plots.masses(pair, _safe(alt))),
-    )
 
 
 # The decision trail
 
 
 def _trail_facts(selection: Trail) -> list[tuple[str, str]]:
-    shapes = [_shape_text("x".join(map(str, shape))) for shape in selection.shapes]
+    shapes = [shape_text("x".join(map(str, shape))) for shape in selection.shapes]
     seconds = finite(selection.seconds)
-    return _known(
+    return known(
         [
             ("objective", selection.objective or ""),
             ("budget", _budget_text(selection.budget)),
@@ -543,7 +299,7 @@ def _trail_facts(selection: Trail) -> list[tuple[str, str]]:
 
 def _budget_text(budget: Numbers, between: str = ", ") -> str:
     return between.join(
-        f"{key} {'≥' if key in METRIC and METRIC[key].bound == 'min' else '≤'} {_plain(limit)}"
+        f"{key} {'≥' if key in METRIC and METRIC[key].bound == 'min' else '≤'} {plain(limit)}"
         for key, limit in budget.items() if limit is not None
     )  # fmt: skip
 
@@ -553,7 +309,7 @@ def _rounds(selection: Trail) -> Grid | None:
     rows = []
     for index, entry in enumerate(selection.rounds, 1):
         choice = Counter(entry.choice.values())
-        measured = [f"{key} {_plain(v)}" for key, v in entry.measured.items() if v is not None]
+        measured = [f"{key} {plain(v)}" for key, v in entry.measured.items() if v is not None]
         rows.append(
             [
                 Cell(str(index)),
@@ -576,15 +332,15 @@ def _candidates(selection: Trail) -> list[tuple[str, str, Grid]]:
         items = site.candidates
         if not items:
             continue
-        shapes = _shapes(site)
+        shapes = shapes_of(site)
         alone = list(dict.fromkeys(key for candidate in items for key in candidate.alone))
         memory = selection.objective == "memory" or any(
             candidate.memory_mib is not None for candidate in items
         )
         columns = [("candidate", False), ("verdict", False), ("attention error", True),
                    ("output error", True)]  # fmt: skip
-        columns += [(f"{_label(key)}, alone", True) for key in alone]
-        columns += [(f"ms at {_shape_text(shape)}", True) for shape in shapes]
+        columns += [(f"{label(key)}, alone", True) for key in alone]
+        columns += [(f"ms at {shape_text(shape)}", True) for shape in shapes]
         columns += [("MiB", True)] if memory else []
         rows: list[list[Cell]] = []
         for candidate in items:
@@ -600,9 +356,9 @@ def _candidates(selection: Trail) -> list[tuple[str, str, Grid]]:
             cells += [Cell(metric_text(key, candidate.alone.get(key))) for key in alone]
             for shape in shapes:
                 time, its = (
-                    _positive(ms.get(shape)) for ms in (candidate.latency_ms, candidate.teacher_ms)
+                    positive(ms.get(shape)) for ms in (candidate.latency_ms, candidate.teacher_ms)
                 )
-                ratio = "" if time is None or its is None else _times_text(its / time)
+                ratio = "" if time is None or its is None else times_text(its / time)
                 cells.append(Cell(number(time), ratio))
             cells += [Cell(number(candidate.memory_mib))] if memory else []
             rows.append(cells)
@@ -615,44 +371,63 @@ def _candidates(selection: Trail) -> list[tuple[str, str, Grid]]:
     return found
 
 
-def _shapes(trail: TriedSite) -> list[str]:
-    """Keys of latency_ms, smallest first."""
-    keys = dict.fromkeys(key for candidate in trail.candidates for key in candidate.latency_ms)
-    return sorted(keys, key=lambda key: (_area(key), key))
-
-
-def _largest_shape(trail: TriedSite) -> str:
-    return (_shapes(trail) or [""])[-1]
-
-
-def _area(shape: str) -> float:
-    parts = [int(p) for p in shape.split("x") if p.isascii() and p.isdigit() and len(p) < 12]
-    return math.prod(parts) if parts else 0
-
-
-def _shape_text(shape: str) -> str:
-    """"32x512" as "32 × 512"; nothing else comes through, it is drawn in a plot."""
-    parts = shape.split("x")
-    fine = all(p.isascii() and p.isdigit() and len(p) < 12 for p in parts)
-    return " × ".join(parts) if fine else "one shape"
-
-
 # Gate, numbers, provenance
 
 
-def _gate(gate: GateReport) -> Grid | None:
+def _gate(judged: Judgement) -> tuple[Grid | None, Grid | None]:
+    """The checks, and those that passed against a baseline where they are many: it has every metric of
+    every layer."""
+    if judged.default:
+        return _default_checks(judged), None
+    checks = judged.gate.checks
+    passed = [check for check in checks if check.kind == "baseline" and check.passed]
+    folded = passed if len(passed) > CHECKS else []
+    shown = [check for check in checks if check not in folded]
+    kept = _checks(f"{len(folded)} comparisons with the baseline passed", folded)
+    return _checks("Gate checks", shown), kept
+
+
+def _checks(name: str, checks: Sequence[Check]) -> Grid | None:
     rows = [
         [
             Cell(check.metric, check.scope),
-            Cell("not measured" if check.value is None else metric_text(check.metric, check.value)),
+            Cell(_value_text(check)),
             Cell(_limit_text(check)),
             Cell(check.verdict, tone=TONES[check.verdict]),
             Cell(check.message),
         ]
-        for check in gate.checks
+        for check in checks
     ]
     columns = [("metric", False), ("value", True), ("limit", False), ("verdict", False), ("", False)]
-    return _without_empty_last(Grid("Gate checks", columns, rows))
+    return _without_empty_last(Grid(name, columns, rows))
+
+
+def _default_checks(judged: Judgement) -> Grid | None:
+    """Not in the words of a verdict, which only a gate file gives."""
+    sources = {limit.gate.metric: limit.source for limit in judged.limits}
+    words = {"ACCEPT": "kept", "REGRESSION": "not kept", "ANOMALOUS": "cannot be judged"}
+    rows = [
+        [
+            Cell(check.metric, check.scope),
+            Cell(_value_text(check)),
+            Cell(_limit_text(check), sources.get(check.metric, "") if check.kind == "limit" else ""),
+            Cell(words[check.verdict], tone=TONES[check.verdict]),
+            Cell("" if check.passed else check.message),
+        ]
+        for check in judged.gate.checks
+    ]
+    columns = [("metric", False), ("value", True), ("default limit", False), ("", False), ("", False)]
+    return _without_empty_last(Grid("Default limits", columns, rows))
+
+
+def _value_text(check: Check) -> str:
+    return "not measured" if check.value is None else metric_text(check.metric, check.value)
+
+
+def _gate_file(judged: Judgement) -> str:
+    """The default limits as a gate file; empty where there are none."""
+    limits = (limit.gate for limit in judged.limits)
+    return "\n".join(f"{gate.metric}: {{{gate.bound}: {gate.limit:g}}}" for gate in limits)
 
 
 def _without_empty_last(grid: Grid) -> Grid | None:
@@ -664,41 +439,48 @@ def _without_empty_last(grid: Grid) -> Grid | None:
 
 def _limit_text(check: Check) -> str:
     if check.bound is not None:
-        shown = _plain(check.limit)
+        shown = plain(check.limit)
         if is_share(check.metric) and check.limit is not None:
-            shown = f"{_plain(100 * check.limit)}%"
+            shown = f"{plain(100 * check.limit)}%"
         confident = ", with confidence" if check.confidence else ""
         return f"{'≤' if check.bound == 'max' else '≥'} {shown}{confident}"
     if check.baseline is not None:
-        most = "" if check.allowed is None else f", {_plain(check.allowed * 100)}% worse allowed"
+        most = "" if check.allowed is None else f", {plain(check.allowed * 100)}% worse allowed"
         return f"baseline {metric_text(check.metric, check.baseline)}{most}"
     return "plausible" if check.kind == "plausibility" else "-"
 
 
-def _numbers(model: ModelReport) -> Grid | None:
-    rows = [
-        [
-            Cell(_label(key)),
-            Cell(metric_text(key, value) + ("×" if key.startswith("speedup") else "")),
-            Cell(_ends(model, key)),
-        ]
-        for key, value in model.values.items()
-        if key != "fingerprint" and not isinstance(value, Mapping | list | tuple)
-    ]
+def _numbers(report: Report) -> Grid | None:
+    model = report.model
+    checks = report.gate.checks
+    earlier = {c.metric: c.baseline for c in checks if c.kind == "baseline" and c.scope == "model"}
+    compared = any(value is not None for value in earlier.values())
+    rows = []
+    for key, value in model.values.items():
+        if key == "fingerprint" or isinstance(value, Mapping | list | tuple):
+            continue
+        unit = "×" if key.startswith("speedup") else ""
+        cells = [Cell(label(key)), Cell(metric_text(key, value) + unit)]
+        if compared:
+            before = earlier.get(key)
+            cells.append(Cell("" if before is None else metric_text(key, before) + unit))
+        rows.append([*cells, Cell(ends_text(model, key))])
     level = f"{model.confidence_level:.0%} interval"
-    columns = [("whole model", False), ("value", True), (level, True)]
+    columns = [("whole model", False), ("value", True)]
+    columns += [("baseline", True)] if compared else []
+    columns.append((level, True))
     return _without_empty_last(Grid("Everything measured on the whole model", columns, rows))
 
 
 def _provenance(report: Report) -> list[tuple[str, str]]:
     model, prints = report.model, report.fingerprints
     splits = [f"{key} {number(value)}" for key, value in report.splits.items()]
-    return _known(
+    return known(
         [
             ("model", model.source or ""),
-            ("model fingerprint", _text(prints.get("teacher") or model.values.get("fingerprint"))),
+            ("model fingerprint", text_of(prints.get("teacher") or model.values.get("fingerprint"))),
             ("data", model.data or ""),
-            ("data fingerprint", _text(prints.get("data"))),
+            ("data fingerprint", text_of(prints.get("data"))),
             ("splits, examples", ", ".join(splits)),
             ("capture", model.capture or ""),
             ("report format", number(report.format_version)),
@@ -710,7 +492,7 @@ def _facts(
     values: Mapping[str, Any], without: Sequence[str] = ()
 ) -> list[tuple[str, str]]:
     return [
-        (_label(str(key)), _plain(value))
+        (label(str(key)), plain(value))
         for key, value in values.items()
         if key not in without and value not in (None, "", {}, [])
     ]
@@ -721,55 +503,6 @@ def _grid(table: Table) -> Grid:
     return Grid(table.title, table.headings(), rows)
 
 
-# Values
-
-
-def _positive(value: float | None) -> float | None:
-    result = finite(value)
-    return result if result is not None and result > 0 else None
-
-
-def _plain(value: Any) -> str:
-    """A limit as somebody wrote it, a value of any kind as text."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{_text(k)} {_plain(v)}" for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(_plain(v) for v in value)
-    return _text(value)
-
-
-def _label(key: str) -> str:
-    return METRIC[key].name if key in METRIC else MODEL_LABELS.get(key) or key.replace("_", " ")
-
-
-def _times_text(ratio: float) -> str:
-    return f"{number(float(ratio))}×"
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _short(text: str, longest: int = 80) -> str:
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
-
-
-def _safe(text: str) -> str:
-    """What goes into a picture past the template: it is escaped there, and cleaned here."""
-    return str(_cleaned(_short(text, 4 * LONGEST)))
-
-
 def _cleaned(value: Any) -> Any:
-    """Text as it is shown: no control or bidirectional character to disguise it, no endless name."""
-    if not isinstance(value, str) or isinstance(value, Markup):
-        return value
-    shown = "".join("\ufffd" if _disguises(c) else c for c in value[: 4 * LONGEST + 1])
-    return _short(shown, 4 * LONGEST) if " " in shown else _short(shown, LONGEST)
-
-
-def _disguises(character: str) -> bool:
-    return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn")
+    """Text as it is shown; what is markup is ours."""
+    return cleaned(value) if isinstance(value, str) and not isinstance(value, Markup) else value
