@@ -47,6 +47,7 @@ from asapc.formats import places
 from asapc.formats.atomic import read_whole
 from asapc.formats.json_text import read_json
 from asapc.inputs.load import build_factory, load_teacher
+from asapc.inputs.paths import check_artifact
 from asapc.inputs.pt2 import load_program, save_program
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.weights import read_safetensors
@@ -406,14 +407,9 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """manifest.json, checked for what the rest relies on."""
     path = folder / "manifest.json"
+    check_artifact(folder)
     try:
         manifest = read_json(path)
-    except FileNotFoundError:
-        raise InputError(
-            f"{folder}: not a compiled artefact",
-            got="no manifest.json",
-            help="make one with `asapc compile MODEL --calibration CALIB -o OUT`",
-        ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: must be readable JSON", got=str(error)) from error
     version = manifest.get("format_version") if isinstance(manifest, dict) else None

@@ -9,17 +9,21 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asapc import commands, session
 from asapc.commands import AUTO
-from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, InputError, check_text, nothing_found
+from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_OK, InputError, check_text, nothing_found
+from asapc.inputs.paths import check_artifact, check_data, check_file, check_model, is_array_file
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.processes import joined
 from asapc.session import EXIT_INTERRUPTED, Session
 from asapc.terminal.hints import command_line
+
+if TYPE_CHECKING:
+    from asapc.report import Report
 
 app = typer.Typer(
     name="asapc",
@@ -34,7 +38,6 @@ app = typer.Typer(
         "Exit codes: 0 done; 1 gate failed; 2 usage or bad input; 3 no site compiled; "
         "4 replay or verification failed; 70 internal error; 130 interrupted."
     ),
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
@@ -77,6 +80,13 @@ Tolerance = Annotated[
         "1e-4 by default, in float16 four times what PyTorch loses.",
     ),
 ]
+GateFile = Annotated[
+    str | None, typer.Option("--gate", metavar="FILE", help="YAML limits; exit 1 if one is not kept.")
+]
+Examples = Annotated[int, typer.Option("--examples", min=1, help="Examples measured, at most.")]
+Fast = Annotated[
+    bool, typer.Option("--fast", help="Without certificates and pictures of attention.")
+]
 Trust = Annotated[
     bool,
     typer.Option("--trust", help="The file is your own: any operator, any memory (see SECURITY.md)."),
@@ -92,7 +102,10 @@ Device = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing on success, but for what --json asks.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every table of the result.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
 
 
@@ -107,6 +120,7 @@ def inspect(
     device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> int:
     """List every attention layer, and every loop of row and column sums: its convention, or why it is
@@ -116,12 +130,14 @@ def inspect(
     """
 
     def body(run: Session) -> None:
-        from asapc.report.tables import inspect_tables
 
         result = commands.inspect_model(
             model, data, weights, kwargs, trust, trust_remote_code, run.progress, device
         )
-        run.show(result, inspect_tables)
+        from asapc.report.brief import inspect_brief
+        from asapc.report.tables import inspect_tables
+
+        run.show(result, inspect_brief, inspect_tables)
         if not result["sites"]:
             raise nothing_found()
         if data is not None and any(site["status"] == "matched" for site in result["sites"]):
@@ -130,7 +146,7 @@ def inspect(
                 trust=trust, trust_remote_code=trust_remote_code,
             )  # fmt: skip
 
-    return session.run(body, json=json, quiet=quiet, debug=debug)
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
 
 
 @app.command()
@@ -154,30 +170,31 @@ def calibrate(
     device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> int:
     """Fit each site's dual on data, streamed, or distil the operator that the recipe names."""
 
     def body(run: Session) -> None:
-        from asapc.report.tables import calibration_tables
 
         summary = commands.calibrate_model(
             run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory, trust,
             trust_remote_code, device,
         )  # fmt: skip
-        run.show(summary, calibration_tables)
+        from asapc.report.brief import calibration_brief
+        from asapc.report.tables import calibration_tables
+
+        run.show(summary, calibration_brief, calibration_tables)
         if not summary["sites"]:
             run.note("nothing had to be fitted: no layer predicts a dual or is distilled")
         run.note(f"wrote {out}")
-        from asapc.inputs.data import is_array_file
-
         run.next(  # compile reads the calibration's recipe, and its data where that is a file
             "compile", model, calibration=out, o=f"{Path(out)}.compiled",
             data=None if is_array_file(data) else data, weights=weights, kwargs=kwargs, trust=trust,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
 
-    return session.run(body, json=json, quiet=quiet, debug=debug, processes=True)
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug, processes=True)
 
 
 @app.command()
@@ -200,18 +217,22 @@ def study(
     device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> int:
     """Fit and measure a grid of ways to amortise one model, side by side."""
 
     def body(run: Session) -> None:
+        check_model(model, weights)
+        check_data(data)
+        check_data(test)
+        check_file(grid, "grid")
         from asapc.device import chosen_device
         from asapc.study import load_grid
 
         blocks = load_grid(grid)
         place = chosen_device(device)
         from asapc.inputs.load import load_teacher
-        from asapc.report.tables import study_tables
         from asapc.study import study as run_study
 
         teacher = load_teacher(
@@ -223,10 +244,13 @@ def study(
                 test=test, max_test_examples=examples, batch_size=batch_size, processes=processes,
                 device=place,
             )  # fmt: skip
-        run.show(result, study_tables)
+        from asapc.report.brief import study_brief
+        from asapc.report.tables import study_tables
+
+        run.show(result, study_brief, study_tables)
         run.note(f"wrote {out}: study.json, study.csv, study.md")
 
-    return session.run(body, json=json, quiet=quiet, debug=debug, processes=True)
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug, processes=True)
 
 
 @app.command()
@@ -252,12 +276,12 @@ def compile(
     device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> int:
     """Pick an operator per site, rewrite the model, verify it and write it."""
 
     def body(run: Session) -> None:
-        from asapc.report.tables import compile_tables
 
         _only_onnx("--emit", emit)
         asked = opset is not None or tolerance is not None
@@ -275,7 +299,11 @@ def compile(
             max_memory=max_memory, trust=trust, remote_code=trust_remote_code, device=device,
         )  # fmt: skip
         record = read_record(Path(out))
-        run.show({**manifest, **({} if record is None else {"onnx_file": record})}, compile_tables)
+        from asapc.report.brief import compile_brief
+        from asapc.report.tables import compile_tables
+
+        result = manifest if record is None else {**manifest, "onnx_file": record}
+        run.show(result, compile_brief, compile_tables)
         if record is not None:
             run.note(f"wrote {Path(out) / MODEL}, which ONNX Runtime runs to the same outputs")
         around = manifest["capture"] == "module"
@@ -286,7 +314,42 @@ def compile(
             trust_remote_code=trust_remote_code and around,
         )  # fmt: skip
 
-    return session.run(body, json=json, quiet=quiet, debug=debug)
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
+
+
+@app.command(name="run")
+def whole(
+    model: Model,
+    data: Data,
+    out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    recipe: RecipeFile = None,
+    gate: GateFile = None,
+    examples: Examples = MEASURED_EXAMPLES,
+    fast: Fast = False,
+    max_memory: MaxMemory = None,
+    weights: Weights = None,
+    kwargs: Kwargs = None,
+    trust: Trust = False,
+    trust_remote_code: RemoteCode = False,
+    device: Device = AUTO,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
+) -> int:
+    """Calibrate, compile and report in one go; writes OUT.calibration and OUT.
+
+    What was cut short goes on where it was. Prints and exits as `asapc report` does.
+    """
+
+    def body(run: Session) -> int:
+        result = commands.run_all(
+            run, model, data, out, recipe, gate, weights, kwargs, examples, fast=fast,
+            max_memory=max_memory, trust=trust, remote_code=trust_remote_code, device=device,
+        )  # fmt: skip
+        return _reported(run, result, out, data)
+
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
 
 
 @app.command()
@@ -302,6 +365,7 @@ def export(
     trust: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> int:
     """Write a compiled model as OUT/model.onnx, run it with ONNX Runtime and compare.
@@ -311,19 +375,23 @@ def export(
     """
 
     def body(run: Session) -> None:
-        from asapc.report.tables import onnx_tables
 
         _only_onnx("--format", format)
+        check_artifact(artifact)
+        check_data(data)
         from asapc.inputs.onnx.settings import MODEL, OnnxSettings
 
         settings = OnnxSettings(opset, tolerance, float16)
         from asapc import pipeline
 
         record = pipeline.export(artifact, data, settings, run.progress, trust=trust)
-        run.show({"artifact": artifact, **record}, onnx_tables)
+        from asapc.report.brief import onnx_brief
+        from asapc.report.tables import onnx_tables
+
+        run.show({"artifact": artifact, **record}, onnx_brief, onnx_tables)
         run.note(f"wrote {Path(artifact) / MODEL}")
 
-    return session.run(body, json=json, quiet=quiet, debug=debug)
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
 
 
 @app.command()
@@ -363,6 +431,7 @@ def refresh(
     device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> int:
     """Train coefficients, norms, projections and head of a compiled model for a few epochs.
@@ -377,9 +446,10 @@ def refresh(
                 got="both" if labels else "none",
                 help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
             )
+        check_artifact(artifact)
+        check_data(data)
         from asapc import pipeline
         from asapc.device import chosen_device
-        from asapc.report.tables import refresh_tables
         from asapc.training.refresh import RefreshSettings
 
         settings = RefreshSettings(
@@ -396,7 +466,10 @@ def refresh(
                 device=chosen_device(device),
             )  # fmt: skip
         written = out or artifact
-        run.show({"artifact": written, **entry}, refresh_tables)
+        from asapc.report.brief import refresh_brief
+        from asapc.report.tables import refresh_tables
+
+        run.show({"artifact": written, **entry}, refresh_brief, refresh_tables)
         if has_onnx:
             again = command_line("export", written, data=data, trust=trust)
             run.note(f"{MODEL} is of the old weights and is left behind: {again}")
@@ -406,16 +479,14 @@ def refresh(
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
 
-    return session.run(body, json=json, quiet=quiet, debug=debug, processes=True)
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug, processes=True)
 
 
 @app.command()
 def report(
     artifact: ArtifactFolder,
     data: OptionalData = None,
-    gate: Annotated[
-        str | None, typer.Option(metavar="FILE", help="YAML limits; exit 1 if one is not kept.")
-    ] = None,
+    gate: GateFile = None,
     baseline: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="An earlier report.json; exit 1 if this one is worse."),
@@ -430,10 +501,8 @@ def report(
     junit: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the checks here too, as JUnit XML.")
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Examples measured, at most.")] = MEASURED_EXAMPLES,
-    fast: Annotated[
-        bool, typer.Option("--fast", help="Without certificates and pictures of attention.")
-    ] = False,
+    examples: Examples = MEASURED_EXAMPLES,
+    fast: Fast = False,
     max_memory: MaxMemory = None,
     model: OptionalModel = None,
     weights: Weights = None,
@@ -443,6 +512,7 @@ def report(
     device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> int:
     """Measure fidelity and speed against the teacher; write report.json, .md, .html and junit.xml.
@@ -452,27 +522,14 @@ def report(
     """
 
     def body(run: Session) -> int:
-        from asapc.report.gates import failure_text
-        from asapc.report.tables import report_tables
-
         result = commands.report_artifact(
             run, artifact, data, gate, model, weights, kwargs, examples,
             baseline=baseline, max_regression=max_regression or (), junit=junit, fast=fast,
             max_memory=max_memory, trust=trust, remote_code=trust_remote_code, device=device,
         )  # fmt: skip
-        run.show(result, report_tables)
-        _note_unverified(run, artifact, data)
-        run.note(f"wrote {Path(artifact) / 'report.json'}, report.md and junit.xml")
-        page = Path(artifact) / "report.html"
-        if page.exists():
-            run.note(f"wrote {page}: open it in a browser")
-        if result.gate.passed:
-            return 0
-        if run.speaks:
-            session.complain(f"asapc: {failure_text(result.gate)}")
-        return EXIT_GATE_FAILED
+        return _reported(run, result, artifact, data)
 
-    return session.run(body, json=json, quiet=quiet, debug=debug, processes=True)
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug, processes=True)
 
 
 @app.command()
@@ -498,14 +555,16 @@ def bench(
     device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> int:
     """Time teacher, lossless loop and compiled model, whole and per site: medians and ratios."""
 
     def body(run: Session) -> None:
+        check_artifact(artifact)
+        check_data(data)
         from asapc import pipeline
         from asapc.device import chosen_device
-        from asapc.report.tables import bench_tables
 
         result = pipeline.bench(
             artifact,
@@ -521,10 +580,13 @@ def bench(
             progress=run.progress,
             device=chosen_device(device),
         )
-        run.show(result, bench_tables)
+        from asapc.report.brief import bench_brief
+        from asapc.report.tables import bench_tables
+
+        run.show(result, bench_brief, bench_tables)
         _note_unverified(run, artifact, data)
 
-    return session.run(body, json=json, quiet=quiet, debug=debug)
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
 
 
 @app.command()
@@ -535,6 +597,7 @@ def demo(
     device: Device = AUTO,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> int:
     """Go the whole way on a shipped checkpoint: a Sinkformer trained on handwritten digits."""
@@ -544,7 +607,7 @@ def demo(
 
         run_demo(run, out, device)
 
-    return session.run(body, json=json, quiet=quiet, debug=debug)
+    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
 
 
 @app.callback(invoke_without_command=True)
@@ -566,6 +629,24 @@ def root(
 def _only_onnx(option: str, value: str | None) -> None:
     if value not in (None, "onnx"):
         raise InputError(f"{option} must be onnx", got=value)
+
+
+def _reported(run: Session, result: Report, artifact: str, data: str | None) -> int:
+    """Show what was measured and where it is written; the exit code."""
+    from asapc.report.brief import report_brief
+    from asapc.report.gates import failure_text
+    from asapc.report.tables import report_tables
+
+    run.show(result, report_brief, report_tables)
+    _note_unverified(run, artifact, data)
+    page = Path(artifact) / "report.html"
+    shown = f", and {page.name} to open in a browser" if page.exists() else ""
+    run.note(f"wrote {Path(artifact) / 'report.json'}, report.md, junit.xml{shown}")
+    if result.gate.passed:
+        return EXIT_OK
+    if run.speaks:
+        session.complain(f"asapc: {failure_text(result.gate)}")
+    return EXIT_GATE_FAILED
 
 
 def _note_unverified(run: Session, artifact: str, data: str | None) -> None:

@@ -6,9 +6,11 @@ torch takes seconds to import, so what needs it is imported after what can be re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asapc.errors import InputError
+from asapc.inputs.paths import check_artifact, check_calibration, check_data, check_file, check_model
 from asapc.metrics import MEASURED_EXAMPLES
 from asapc.processes import joined
 from asapc.session import Session
@@ -27,6 +29,8 @@ def inspect_model(
     remote_code: bool = False, progress: Progress = SILENT, device: str = AUTO,
 ) -> dict[str, Any]:  # fmt: skip
     """The dictionary of `asapc inspect --json`."""
+    check_model(model, weights)
+    check_data(data)
     from asapc.device import chosen_device
 
     place = chosen_device(device)
@@ -56,6 +60,9 @@ def calibrate_model(
     device: str = AUTO,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
+    check_model(model, weights)
+    check_data(data)
+    check_file(recipe, "recipe")
     from asapc.inputs.recipe import load_recipe
 
     resolved = load_recipe(recipe)
@@ -97,6 +104,10 @@ def compile_model(
 
     onnx: settings of OUT/model.onnx; without them only an .onnx model writes one.
     """
+    check_model(model, weights)
+    check_calibration(calibration)
+    check_data(data)
+    check_file(recipe, "recipe")
     from asapc.inputs.recipe import load_recipe
 
     resolved = None if recipe is None else load_recipe(recipe)
@@ -136,6 +147,8 @@ def report_artifact(
     device: str = AUTO,
 ) -> Report:
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
+    check_artifact(artifact)
+    check_data(data)
     from asapc.formats.atomic import make_parent, replace_file
     from asapc.report import baseline as regression
     from asapc.report import gates, junit_text, write_report
@@ -163,6 +176,71 @@ def report_artifact(
             write_report(artifact, result, run.note)
             if junit is not None:
                 replace_file(junit, junit_text(result))
+    return result
+
+
+def run_all(
+    run: Session,
+    model: str,
+    data: str,
+    out: str,
+    recipe: str | None = None,
+    gate: str | None = None,
+    weights: str | None = None,
+    kwargs: str | None = None,
+    examples: int = MEASURED_EXAMPLES,
+    *,
+    fast: bool = False,
+    max_memory: str | None = None,
+    trust: bool = False,
+    remote_code: bool = False,
+    device: str = AUTO,
+) -> Report:
+    """Calibrate into OUT.calibration, compile into OUT and report; the model is analysed once."""
+    check_model(model, weights)
+    check_data(data)
+    check_file(recipe, "recipe")
+    check_file(gate, "gates")
+    from asapc.formats.atomic import check_replaceable
+    from asapc.report import gates, write_report
+
+    limits = [] if gate is None else gates.load_gates(gate)
+    calibration = f"{Path(out)}.calibration"
+    for folder in (calibration, out):
+        check_replaceable(folder, [model, data])
+    from asapc.inputs.recipe import load_recipe
+
+    resolved, limit = load_recipe(recipe), _size(max_memory)
+    from asapc.device import chosen_device
+
+    place = chosen_device(device)
+    from asapc.inputs.load import load_teacher
+
+    teacher = load_teacher(
+        model, weights=weights, kwargs=kwargs, trust=trust, remote_code=remote_code
+    )
+    from asapc import pipeline
+    from asapc.stages.analyse import analysed_once
+
+    analyse = analysed_once()
+    run.note(f"1 of 3: calibrating into {calibration}")
+    pipeline.calibrate(
+        teacher, data, calibration, resolved, run.progress, max_memory=limit, analyse=analyse,
+        device=place,
+    )  # fmt: skip
+    run.note(f"2 of 3: compiling into {out}")
+    manifest = pipeline.compile(
+        teacher, calibration, out, resolved, data, run.progress, analyse=analyse, max_memory=limit,
+        device=place,
+    )  # fmt: skip
+    run.note("3 of 3: measuring")
+    around = manifest["capture"] == "module"
+    result = pipeline.report(
+        out, data, limits, model=model if around else None, weights=weights if around else None,
+        kwargs=kwargs if around else None, examples=examples, fast=fast, max_memory=limit, trust=True,
+        remote_code=remote_code, progress=run.progress, device=place,
+    )  # fmt: skip
+    write_report(out, result, run.note)
     return result
 
 

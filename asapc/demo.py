@@ -14,6 +14,7 @@ from asapc import commands
 from asapc.errors import InputError
 from asapc.inputs.recipe import Recipe
 from asapc.report import Report
+from asapc.report.brief import calibration_brief, compile_brief, inspect_brief, report_brief
 from asapc.report.tables import (
     Table,
     calibration_tables,
@@ -43,26 +44,33 @@ def run_demo(run: Session, out: str, device: str = commands.AUTO) -> dict[str, A
     teacher, data, calibration = (str(folder / name) for name in ("teacher", "digits.npz", "calib"))
     steps: list[dict[str, Any]] = []
 
-    def step(command: str, action: Callable[[], T], tables: Callable[[T], list[Table]]) -> T:
+    def step(
+        command: str,
+        action: Callable[[], T],
+        brief: Callable[[T], list[str]],
+        tables: Callable[[T], list[Table]],
+    ) -> T:
         run.note(f"\n$ {command}")
         start = time.monotonic()
         result = action()
         seconds = time.monotonic() - start
         steps.append({"command": command, "seconds": seconds})
         if not run.json:
-            run.show(result, tables)
+            run.show(result, brief, tables)
         run.note(f"{seconds:.1f} s")
         return result
 
     step(
         command_line("inspect", teacher),
         partial(commands.inspect_model, teacher, None, None, None, device=device),
+        inspect_brief,
         inspect_tables,
     )
     recipe = str(folder / "asap.yaml")
     step(
         command_line("calibrate", teacher, data=data, o=calibration, recipe=recipe),
         partial(commands.calibrate_model, run, teacher, data, calibration, recipe, device=device),
+        calibration_brief,
         calibration_tables,
     )
     reports = {}
@@ -75,16 +83,19 @@ def run_demo(run: Session, out: str, device: str = commands.AUTO) -> dict[str, A
             partial(
                 commands.compile_model, run, teacher, calibration, artifact, recipe, data, device=device
             ),
+            compile_brief,
             compile_tables,
         )
         reports[name] = step(
             command_line("report", artifact, data=data),
             partial(commands.report_artifact, run, artifact, data, device=device),
-            report_tables if name == "asap" else lambda _: [],
+            report_brief,
+            report_tables,
         )
     comparison = side_by_side(reports["lossless"], reports["asap"])
     result = {"folder": out, "steps": steps, "comparison": comparison, "report": reports["asap"]}
-    run.show(result, lambda _: [comparison_table(comparison)])
+    closing = [comparison_table(comparison)]
+    run.show(result, lambda _: closing, lambda _: closing)
     run.note(f"the compiled model and its report are in {folder / 'asap'}")
     return result
 

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
@@ -44,7 +44,8 @@ FILE_TROUBLE = {
 
 @dataclass(frozen=True)
 class Session:
-    """json: machine output; quiet: no progress, no notes; debug: tracebacks.
+    """json: machine output; quiet: no progress, no notes, no result but JSON; debug: tracebacks;
+    verbose: every table of a result.
 
     speaks: for all processes that torchrun started with this one, where there are several.
     """
@@ -55,10 +56,13 @@ class Session:
     progress: Progress
     results: TextIO
     speaks: bool = True
+    verbose: bool = False
 
-    def show(self, result: T, tables: Callable[[T], list[Table]]) -> None:
-        """Print a command's result: JSON, or its tables."""
-        if not self.speaks:
+    def show(
+        self, result: T, brief: Callable[[T], Sequence[Table | str]], tables: Callable[[T], list[Table]]
+    ) -> None:
+        """Print a command's result: JSON, what says it in brief, or all of its tables."""
+        if not self.speaks or (self.quiet and not self.json):
             return
         if self.json:
             from asapc.report.text import json_text
@@ -66,9 +70,9 @@ class Session:
             text = json_text(result, ascii=not _takes_any(self.results))
             print(escaped(text), file=self.results)
         else:
-            from asapc.report.console import print_tables
+            from asapc.report.console import print_result
 
-            print_tables(tables(result), self.results)
+            print_result(tables(result) if self.verbose else brief(result), self.results)
         self.results.flush()
 
     def note(self, text: str) -> None:
@@ -86,6 +90,7 @@ def run(
     json: bool,
     quiet: bool,
     debug: bool,
+    verbose: bool = False,
     processes: bool = False,
 ) -> int:
     """Run a command's body and return the exit code; a failure is one message on stderr.
@@ -103,7 +108,7 @@ def run(
                 help="start it without torchrun; calibrate, report, study and refresh share their work",
             )  # fmt: skip
         with _stdout_for_results() as results, _warnings(quiet=quiet, debug=debug):
-            session = Session(json, quiet, debug, make_progress(quiet=quiet), results, rank == 0)
+            session = Session(json, quiet, debug, make_progress(quiet=quiet), results, rank == 0, verbose)
             return body(session) or EXIT_OK
     except KeyboardInterrupt:
         return _fail("asapc: interrupted; earlier output is untouched", EXIT_INTERRUPTED, debug)

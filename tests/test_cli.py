@@ -27,7 +27,7 @@ from asapc.features.predictor import Amortised, DualPredictor, TransformPlan
 from asapc.ir import Convention
 from asapc.report import Report
 
-COMMANDS = ("inspect", "calibrate", "study", "compile", "report", "bench", "demo")
+COMMANDS = ("inspect", "calibrate", "study", "compile", "run", "report", "bench", "demo")
 ARGUMENTS = {
     "inspect": ["inspect", "teacher"],
     "calibrate": ["calibrate", "teacher", "--data", "d.npz", "-o", "calib"],
@@ -60,6 +60,11 @@ REPORT = {
     "environment": {},
     "gate": {"passed": True, "checks": []},
 }
+BENCH = {
+    "model": {"source": "teacher", "batch": 32, "latency_teacher_ms": 7.0, "latency_compiled_ms": 2.0,
+              "speedup": 3.5},
+    "sites": [{"name": "layers.0", "operator": "asap", "speedup": 4.0}],
+}  # fmt: skip
 MANIFEST = {
     "format_version": 1,
     "capture": "whole",
@@ -86,7 +91,11 @@ WARNING = {"sites": ["layers.0"], "of": "examples", "given": 8, "needed": 32, "t
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Stand-ins for the pipeline that record how they were called; runs in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "out").mkdir()
+    for place in ("teacher/config.json", "out/manifest.json", "again/manifest.json",
+                  "my out/manifest.json", "calib/x", "my calib/x", "d.npz", "m.py",
+                  "gen.py", "w.pt"):  # fmt: skip
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).touch()
     recorded: dict[str, Any] = {}
 
     def stand_in(name: str, result: Any) -> Any:
@@ -106,7 +115,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     measured = Report.from_json(REPORT, "REPORT")
     monkeypatch.setattr(asapc.pipeline.evaluate, "report", stand_in("report", measured))
     pipeline.report = asapc.pipeline.report  # type: ignore[attr-defined]
-    pipeline.bench = stand_in("bench", REPORT)  # type: ignore[attr-defined]
+    pipeline.bench = stand_in("bench", BENCH)  # type: ignore[attr-defined]
     monkeypatch.setattr("asapc.inputs.load.load_teacher", stand_in("load_teacher", "TEACHER"))
     monkeypatch.setitem(sys.modules, "asapc.pipeline", pipeline)
     monkeypatch.setattr(asapc, "pipeline", pipeline, raising=False)
@@ -196,16 +205,63 @@ def test_json_is_all_there_is_on_stdout(
 
 
 @pytest.mark.parametrize("command", ARGUMENTS)
-def test_tables_go_to_stdout_and_quiet_silences_stderr(
-    command: str,
-    calls: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("verbose", [False, True])
+def test_results_go_to_stdout_in_brief_or_whole(
+    command: str, verbose: bool, calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*ARGUMENTS[command], *(["--verbose"] if verbose else [])]) == 0
+    out, err = capsys.readouterr()
+    assert "noise" not in out and f"{command}: noise on stdout" in err
+    assert "layers.0" in out
+    assert len(out.splitlines()) <= 25 or verbose
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_quiet_prints_nothing_on_success(
+    command: str, calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*ARGUMENTS[command], "--quiet"]) == 0
     out, err = capsys.readouterr()
-    assert "noise" not in out
-    assert "layers.0" in out or command == "bench"
+    assert out == ""
     assert all("noise on stdout" in line for line in err.splitlines())
+
+
+MISTYPED = [
+    (["inspect", "gone"], "gone: no such model"),
+    (["inspect", "gone.py:build"], "gone.py: no such file"),
+    (["inspect", "m.py:build", "--weights", "gone.pt"], "gone.pt: no such weights file"),
+    (["inspect", "teacher", "--data", "gone.npz"], "gone.npz: no such data file"),
+    (["calibrate", "teacher", "--data", "gone.py:batches", "-o", "c"], "gone.py: no such file"),
+    (["calibrate", "teacher", "--data", "d.npz", "-o", "c", "--recipe", "no.yaml"], "no.yaml: no such"),
+    (["compile", "teacher", "--calibration", "gone", "-o", "o"], "gone: no such calibration folder"),
+    (["compile", "out", "--calibration", "calib", "-o", "o"], "out is already compiled"),
+    (["run", "gone", "--data", "d.npz", "-o", "o"], "gone: no such model"),
+    (["run", "teacher", "--data", "d.npz", "-o", "o", "--gate", "gone.yaml"], "gates gone.yaml: no such"),
+    (["report", "teacher"], "teacher: not a compiled artefact"),
+    (["report", "out", "--baseline", "gone.json"], "gone.json: no such file"),
+    (["bench", "gone"], "gone: not a compiled artefact"),
+    (["export", "gone"], "gone: not a compiled artefact"),
+    (["refresh", "out", "--data", "gone.npz", "--distil"], "gone.npz: no such data file"),
+    (["study", "teacher", "--data", "d.npz", "--grid", "no.yaml", "-o", "s"], "grid no.yaml: no such"),
+]
+
+
+def test_mistyped_paths_are_found_before_torch_is_imported(
+    calls: dict[str, Any], tmp_path: Path
+) -> None:
+    """All of them in one new process, which has not imported it."""
+    code = "import json, sys; from asapc.cli import main\n"
+    code += "codes = [main(arguments) for arguments in json.loads(sys.argv[1])]\n"
+    code += "print(json.dumps(codes)); sys.exit('torch' in sys.modules)"
+    arguments = json.dumps([arguments for arguments, _ in MISTYPED])
+    found = subprocess.run(
+        [sys.executable, "-c", code, arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert json.loads(found.stdout) == [2] * len(MISTYPED)
+    said = [line for line in found.stderr.splitlines() if line.startswith("asapc: ")]
+    for line, (arguments, expected) in zip(said, MISTYPED, strict=True):
+        assert expected in line, (arguments, line)
 
 
 def test_inspect_prints_the_dictionary_as_it_is(
@@ -309,7 +365,6 @@ def test_the_next_command_has_all_it_needs_and_is_one(
     if "per module" in name:
         per_module = {**MANIFEST, "capture": "module"}
         monkeypatch.setattr("asapc.pipeline.compile", lambda *_, **__: per_module)
-    Path("again").mkdir()  # what refresh would have made
     refreshed = {"mode": "distil", "best_epoch": 0, "before": {}, "after": {}}
     monkeypatch.setattr("asapc.pipeline.refresh", lambda *_, **__: refreshed, raising=False)
     assert cli.main([*arguments, "--json"]) == 0
@@ -322,7 +377,6 @@ def test_a_stale_onnx_file_is_named_with_the_command_that_writes_it(
     calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("asapc.inputs.onnx.settings.is_unverified", lambda _: True)
-    Path("my out").mkdir()
     assert cli.main(["report", "my out", "--data", "gen.py:batches"]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "not the file" in line]
     assert len(told) == 1
@@ -531,8 +585,9 @@ def test_the_demo_leaves_folders_of_another_use_alone(
 def test_the_demo_compares_the_loops_and_shows_its_commands(
     calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("lossless", "asap"):  # what `compile` would have made
+    for name in ("lossless", "asap", "calib"):  # what the commands would have made
         Path("asapc-demo", name).mkdir(parents=True)
+        Path("asapc-demo", name, "manifest.json").touch()
     demo = Path("asapc-demo")
     (demo / "teacher").mkdir()
     (demo / "teacher" / "config.json").write_text("{}")

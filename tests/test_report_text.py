@@ -9,7 +9,7 @@ import pytest
 
 from asapc.errors import InputError
 from asapc.report import Report, json_text, junit_text, markdown, write_report
-from asapc.report.console import print_tables
+from asapc.report.console import print_result
 from asapc.report.document import CLASSES
 from asapc.report.tables import convention_text, headline, number, report_tables
 from asapc.report.text import MAX_CHARACTERS
@@ -306,7 +306,7 @@ def test_names_cannot_end_a_cell_a_row_or_a_fold() -> None:
 
 def test_tables_on_a_terminal_take_the_new_keys() -> None:
     stream = io.StringIO()
-    print_tables(report_tables(typed(with_everything())), stream)
+    print_result(report_tables(typed(with_everything())), stream)
     for expected in ("REGRESSION", "Certificates", "90% interval", "96.00% to 100.00%"):
         assert expected in stream.getvalue()
 

@@ -27,10 +27,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from asapc.device import CPU, moved
-from asapc.errors import InputError, check_text
+from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.names import identifier
 from asapc.formats.user_code import UserCode
+from asapc.inputs.paths import check_data, is_array_file
 from asapc.inputs.weights import read_safetensors
 from asapc.terminal.printed import reason
 
@@ -42,11 +43,6 @@ MAX_RATIO = 200
 
 _PIECE = 256  # examples: a selection copies, so never a whole file at once
 _PIECE_BYTES = 1 << 24  # of them, where examples are large
-
-DATA_GRAMMAR = (
-    "give an .npz or .safetensors file with one array per argument of forward (and optional "
-    "labels), or pkg.module:callable or file.py:callable that yields batches"
-)
 
 
 def split_of(hash: int) -> Split:
@@ -312,22 +308,17 @@ def open_data(spec: str | DataSource, model_signature: inspect.Signature | None)
     """
     if isinstance(spec, DataSource):
         return spec
-    check_text(spec, "the name of data")
+    check_data(spec)
     signature = Signature(model_signature)
     path = Path(spec)
     if is_array_file(spec):
-        if not path.is_file():
-            raise InputError(f"{spec}: no such data file", help="check the path")
         arrays = _read_npz(path) if path.suffix == ".npz" else read_safetensors(path)
         tensors = _validated(signature.renamed(arrays), signature, spec, own=True)
         return ArrayData(spec, tensors, signature)
     if ":" in spec:
         return CallableData(spec, signature)
-    if path.suffix == ".npy":
-        help = f"np.savez('data.npz', {signature.first_name}=np.load({spec!r})) names its array"
-    else:
-        help = DATA_GRAMMAR
     what = "is not data that can be read" if path.exists() else "is not data, and no such file"
+    help = f"np.savez('data.npz', {signature.first_name}=np.load({spec!r})) names its array"
     raise InputError(f"{spec} {what}", help=help)
 
 
@@ -676,10 +667,6 @@ def _joined(batches: Sequence[Batch]) -> Batch:
         hashes=[hash for b in batches for hash in b.hashes],
         numbers=[number for b in batches for number in b.numbers],
     )
-
-
-def is_array_file(spec: str) -> bool:
-    return Path(spec).suffix in (".npz", ".safetensors")
 
 
 def recorded_data(record: str, folder: str | Path, command: str) -> str:

@@ -15,6 +15,7 @@ from asapc.formats.json_text import parse_json, read_json
 from asapc.formats.limits import MOST
 from asapc.formats.user_code import UserCode, describe
 from asapc.inputs.huggingface import build_pretrained, is_transformers
+from asapc.inputs.paths import MODEL_GRAMMAR, check_model
 from asapc.inputs.teacher import Teacher, uncompiled
 from asapc.inputs.weights import (
     check_finite,
@@ -25,12 +26,7 @@ from asapc.inputs.weights import (
     take_weights,
 )
 from asapc.models import ARCHITECTURES
-from asapc.terminal.hints import command_line
 
-MODEL_GRAMMAR = (
-    "give a folder with config.json and model.safetensors (built in, or of transformers), "
-    "pkg.module:factory or file.py:factory (with --weights), a .pt2 program or an .onnx model"
-)
 EXAMPLE_BATCH = 3
 MAX_LOOP = 1000  # half-steps of a built-in model's loop: it is unrolled
 
@@ -51,6 +47,7 @@ def load_teacher(
     remote_code: code in a transformers folder may run.
     Raises InputError.
     """
+    check_model(model, weights)
     path = Path(model)
     is_factory = ":" in model and not path.exists()
     if path.is_dir() and weights is None:
@@ -59,22 +56,11 @@ def load_teacher(
         raise _not_for(model, "--weights" if weights is not None else "--kwargs")
     if is_factory:
         return _factory_teacher(model, weights, kwargs)
-    if not path.exists():
-        raise InputError(f"{model}: no such model", help=MODEL_GRAMMAR)
     if path.suffix == ".onnx":
         from asapc.inputs.onnx.load import onnx_teacher
 
         return onnx_teacher(path, trust)
-    if path.suffix == ".pt2":
-        return _program_teacher(path, trust)
-    if path.suffix in (".safetensors", ".pt", ".pth"):
-        raise InputError(
-            f"{model} holds weights only, without the model they belong to",
-            help=f"name the code that builds it: file.py:factory --weights {model}",
-        )
-    if path.suffix == ".py":
-        raise InputError(f"{model} names no factory", help=f"write {model}:NAME_OF_THE_FUNCTION")
-    raise InputError(f"{model} is not a model", help=MODEL_GRAMMAR)
+    return _program_teacher(path, trust)
 
 
 def build_factory(spec: str, kwargs: str | Mapping[str, Any] | None = None) -> nn.Module:
@@ -169,12 +155,6 @@ def _folder_teacher(
     folder: Path, kwargs: str | Mapping[str, Any] | None, remote_code: bool
 ) -> Teacher:
     config_path, weights_path = folder / "config.json", folder / "model.safetensors"
-    if not config_path.is_file() and (folder / "manifest.json").is_file():
-        raise InputError(
-            f"{folder} is already compiled",
-            help=f"give the teacher it was compiled from, or use: {command_line('report', folder)}",
-        )
-    _require(config_path)
     try:
         config = read_json(config_path)
     except (ValueError, OSError) as error:

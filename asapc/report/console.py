@@ -1,4 +1,4 @@
-"""Tables on a terminal."""
+"""Results on a terminal: tables where they fit, stacked rows where they do not. Numbers are never cut."""
 
 from __future__ import annotations
 
@@ -6,27 +6,54 @@ from collections.abc import Iterable
 from typing import Literal, TextIO
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from asapc.report.tables import Table
+from asapc.report.tables import Row, Table
 from asapc.terminal.printed import one_line
 
 PIPE_WIDTH = 160  # a pipe or a log file has no width of its own
+NARROWEST = 16  # characters to which a column of words is folded; narrower, rows are stacked
+PADDING = 2  # around the cells of a column
 STYLES = {
     "passed": "green", "matched": "green", "refused": "yellow", "ACCEPT": "green",
     "REGRESSION": "bold red", "ANOMALOUS": "bold yellow",
 }  # fmt: skip
 
 
-def print_tables(tables: Iterable[Table], stream: TextIO) -> None:
-    """Print to `stream`; plain text when it is not a terminal."""
-    console = Console(
-        file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False, emoji=False
-    )
-    for table in tables:
-        console.print(_rich(table))
+def print_result(parts: Iterable[Table | str], stream: TextIO) -> None:
+    """Print tables, and lines as they are; plain text when `stream` is not a terminal.
+
+    A line's first word, up to a colon, has its style if STYLES knows it.
+    """
+    console = _console(stream)
+    for part in parts:
+        if isinstance(part, str):
+            text = Text(one_line(part))
+            first = part.partition(":")[0]
+            text.stylize(STYLES.get(first, ""), 0, len(first))
+            console.print(text, soft_wrap=True)
+        elif _fits(part, console.width):
+            console.print(_rich(part))
+        else:
+            console.print(_stacked(part), soft_wrap=True)
+
+
+def _console(stream: TextIO) -> Console:
+    width = None if stream.isatty() else PIPE_WIDTH
+    return Console(file=stream, width=width, highlight=False, emoji=False)
+
+
+def _fits(table: Table, width: int) -> bool:
+    """Whether numbers stand whole beside columns of words that are folded no narrower than NARROWEST."""
+    needed = PADDING
+    for index, (name, right) in enumerate(table.headings()):
+        cells = [one_line(row[index]) for row in table.rows]
+        whole = max((cell_len(cell) for cell in (name, *cells)), default=0)
+        needed += PADDING + (whole if right else min(whole, NARROWEST))
+    return needed <= width
 
 
 def _rich(table: Table) -> RichTable:
@@ -37,9 +64,33 @@ def _rich(table: Table) -> RichTable:
         box=box.SIMPLE_HEAD,
         show_header=any(name for name, _ in headings),
     )
-    for name, right in headings:
+    for index, (name, right) in enumerate(headings):
         justify: Literal["left", "right"] = "right" if right else "left"
-        rich.add_column(Text(one_line(name)), justify=justify, overflow="fold", no_wrap=right)
+        cells = [one_line(row[index]) for row in table.rows]
+        whole = max((cell_len(cell) for cell in (name, *cells)), default=0)
+        rich.add_column(
+            Text(one_line(name)), justify=justify, overflow="fold", no_wrap=right,
+            min_width=whole if right else min(whole, NARROWEST),
+        )  # fmt: skip
     for row in table.rows:
         rich.add_row(*(Text(one_line(cell), style=STYLES.get(cell, "")) for cell in row))
     return rich
+
+
+def _stacked(table: Table) -> Text:
+    """A row a paragraph: its first cell, and below it a line for each of the others."""
+    names = [name for name, _ in table.headings()]
+    text = Text()
+    text.append(f" {one_line(table.title)}\n", style="bold")
+    for row in table.rows:
+        text.append_text(_paragraph(row, names))
+    return text
+
+
+def _paragraph(row: Row, names: list[str]) -> Text:
+    text = Text(f"  {one_line(row[0])}\n")
+    for name, cell in zip(names[1:], row[1:], strict=True):
+        label = f"{one_line(name)}  " if name else ""
+        text.append(f"    {label}")
+        text.append(f"{one_line(cell)}\n", style=STYLES.get(cell, ""))
+    return text

@@ -1,0 +1,274 @@
+"""A result in a few lines; --verbose shows the tables behind it (asapc.report.tables).
+
+Each function gives at most LINES lines of at most WIDTH characters, unless a name or a reason of a few
+words is longer: what would not fit is counted and left to --verbose. Numbers are never cut.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from asapc.report.advice import advise, decide, figures
+from asapc.report.document import Report
+from asapc.report.tables import (
+    MODEL_LABELS,
+    amortised_text,
+    convention_text,
+    fit_text,
+    interval_text,
+    metric_text,
+    number,
+)
+from asapc.terminal.printed import one_line
+
+LINES = 25
+WIDTH = 80
+KINDS = 4  # of layers that are told apart, and of these LEFT of layers that are left alone
+LEFT = 2
+NAMES = 3  # names that are listed of each
+NAME = 40  # characters of one
+ADVICE = 2  # of what would help, the most useful
+WRAPPED = 2  # lines that a reason may take
+
+
+def shortened(name: str, most: int = NAME) -> str:
+    """A name without its middle, where it is longer: both ends of a dotted name tell layers apart."""
+    name = one_line(name)
+    if len(name) <= most:
+        return name
+    kept = most - 3
+    return f"{name[: kept // 2]}...{name[len(name) - (kept - kept // 2) :]}"
+
+
+def inspect_brief(inspection: Mapping[str, Any]) -> list[str]:
+    """How many layers can be compiled; what they compute; why others are left alone."""
+    sites = inspection["sites"]
+    matched = [site for site in sites if site.get("status") == "matched"]
+    found = _counted(len(sites), "layer")
+    captured = f"captured {'whole' if inspection.get('capture') == 'whole' else 'module by module'}"
+    errors = [site["replay_error"] for site in matched if site.get("replay_error") is not None]
+    lines = [f"{inspection.get('model')}, {captured}", f"{len(matched)} of {found} can be compiled"]
+    if errors:
+        lines[-1] += f", replayed within {number(max(errors))} of the teacher's own"
+    kinds = _grouped(matched, lambda site: convention_text(site.get("convention")))
+    return [*lines, *_told(kinds, _left(site for site in sites if site.get("status") != "matched"))]
+
+
+def calibration_brief(summary: Mapping[str, Any]) -> list[str]:
+    """What was fitted, how well, and on how little."""
+    fits = summary["sites"]
+    names = {fit.get("name") for fit in fits}
+    lines = [f"{_counted(len(fits), 'fit')} of {_counted(len(names), 'layer')}, {summary.get('order')}"]
+    kinds = _grouped(fits, lambda fit: ", ".join(filter(None, (amortised_text(fit), fit_text(fit)))))
+    known = [fit for fit in fits if isinstance(fit.get("r2"), float)]
+    lines += _told(kinds)
+    if known:
+        worst, best = (f(known, key=lambda fit: fit["r2"]) for f in (min, max))
+        where = shortened(str(worst["name"]))
+        lines.append(f"R2 in-sample {number(worst['r2'])} ({where}) to {number(best['r2'])}")
+    return lines + _warned(summary.get("warnings", ()))
+
+
+def compile_brief(manifest: Mapping[str, Any]) -> list[str]:
+    """What the layers became, and why."""
+    sites, left = manifest["sites"], manifest.get("refused", ())
+    lines = [f"{_counted(len(sites), 'layer')} compiled, {len(left)} left as they were"]
+
+    def became(site: Mapping[str, Any]) -> str:
+        predicted = amortised_text(site)
+        how = f" ({predicted})" if predicted else ""
+        return f"{site.get('operator')}{how}: {site.get('reason') or '-'}"
+
+    lines += _told(_grouped(sites, became), _left(left))
+    if manifest.get("sizes"):
+        lines += _wrapped(f"holds for sizes: {manifest['sizes']}")
+    lines += _warned(manifest.get("warnings", ()))
+    record = manifest.get("onnx_file")
+    return lines + ([] if record is None else onnx_brief(record))
+
+
+def onnx_brief(record: Mapping[str, Any]) -> list[str]:
+    """What was written, and how far it is from the compiled model."""
+    size, half = number(record.get("bytes", 0) / 1e6), ", float16" if record.get("float16") else ""
+    off, allowed = (number(record.get(key)) for key in ("largest", "tolerance"))
+    return [
+        f"ONNX opset {record.get('opset')}, {size} MB{half}: within {off} of the compiled model",
+        f"at {_counted(len(record.get('shapes', ())), 'shape')}, {allowed} allowed",
+    ]
+
+
+def report_brief(report: Report) -> list[str]:
+    """Verdict, what to do, speed, agreement, the worst layer, and what would help."""
+    model, seen, decided = report.model, figures(report), decide(report)
+    gate = report.gate
+    verdict = gate.verdict if gate.verdict is not None else "no gate set; by default limits"
+    lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
+    if decided.lossless is not None:
+        lines.append(f"  {decided.lossless.python} is the lossless model")
+    if seen.speedup is not None:
+        times = " -> ".join(
+            f"{number(model.metric(key))} ms" for key in ("latency_teacher_ms", "latency_compiled_ms")
+            if model.metric(key) is not None
+        )  # fmt: skip
+        batch = f" a batch of {model.values['batch']}" if model.values.get("batch") else ""
+        timed = f", {times}{batch}" if times else ""
+        lines.append(f"speed       {number(seen.speedup)}x the teacher's{timed}")
+        if seen.speedup_lossless is not None:
+            exact = number(seen.speedup_lossless)
+            lines.append(f"            {exact}x with every loop kept exactly (lossless)")
+    for key, label in (("prediction_agreement", "agreement"), ("accuracy_compiled", "accuracy")):
+        value = model.metric(key)
+        if value is not None:
+            lines.append(f"{label:<12}{metric_text(key, value)}{_beside(report, key)}")
+    if seen.worst_site is not None:
+        site = next(site for site in report.sites if site.name == seen.worst_site)
+        lines.append(f"worst layer {shortened(site.name)}, {site.operator}")
+        lines.append(f"            attention relative l2 {number(seen.worst_error)}")
+    if report.refused:
+        lines.append(f"left alone  {_counted(len(report.refused), 'layer')}")
+    lines.append(f"on          {number(model.metric('examples'))} examples that were not fitted on")
+    lines += _warned([warning.to_json() for warning in report.warnings])
+    for advice in advise(report)[:ADVICE]:
+        lines += _wrapped(f"advice: {advice.sentence}")
+    return lines
+
+
+def _beside(report: Report, key: str) -> str:
+    """The interval of a share, and the teacher's where it has its own."""
+    model, told = report.model, []
+    ends = interval_text(key, model.confidence)
+    if ends != "-":
+        told.append(f"{model.confidence_level:.0%} interval {ends}")
+    if key == "accuracy_compiled" and model.metric("accuracy_teacher") is not None:
+        told.append(f"the teacher's {metric_text('accuracy_teacher', model.metric('accuracy_teacher'))}")
+    return f" ({'; '.join(told)})" if told else ""
+
+
+def bench_brief(bench: Mapping[str, Any]) -> list[str]:
+    """Times of the whole model, and of the layer that gains least."""
+    model = bench["model"]
+    lines = [f"{model.get('source')}, batches of {model.get('batch')}"]
+    lines += [f"  {told}" for told in _times(model)]
+    if "onnx" in bench:
+        lines += _wrapped(f"ONNX Runtime: {', '.join(_times(bench['onnx']))}")
+    timed = [site for site in bench["sites"] if site.get("speedup") is not None]
+    if timed:
+        least = min(timed, key=lambda site: site["speedup"])
+        gain = f"{least.get('operator')}, {number(least['speedup'])}x"
+        lines.append(f"least gain: {shortened(least['name'])}, {gain}")
+    kernels = [
+        {"name": site["name"], **kernel} for site in bench["sites"] for kernel in site.get("kernels", ())
+    ]
+    ran = "{operator} {shape}: {kernel}, {reason}"
+    lines += _told(_grouped(kernels, lambda kernel: ran.format_map(kernel)))
+    tuned = [site["tuned"]["gain"] for site in bench["sites"] if "tuned" in site]
+    if tuned:
+        lines.append(f"tuned for this machine: gain {number(min(tuned))} to {number(max(tuned))}")
+    return lines
+
+
+def _times(model: Mapping[str, Any]) -> list[str]:
+    told = []
+    for stage in ("teacher", "lossless", "compiled"):
+        time = model.get(f"latency_{stage}_ms")
+        ratio = model.get("speedup" if stage == "compiled" else f"speedup_{stage}")
+        if time is not None:
+            told.append(f"{stage} {number(time)} ms" + ("" if ratio is None else f" ({number(ratio)}x)"))
+    return told
+
+
+def refresh_brief(entry: Mapping[str, Any]) -> list[str]:
+    """What training changed on the selection split."""
+    kept = entry.get("best_epoch")
+    lines = [
+        "no epoch lowered the loss: the weights are unchanged" if kept == 0
+        else f"trained on {number(entry.get('examples'))} examples, epoch {number(kept)} kept"
+    ]  # fmt: skip
+    before, after = entry.get("before", {}), entry.get("after", {})
+    for key in before:
+        changed = " -> ".join(metric_text(key, side.get(key)) for side in (before, after))
+        lines.append(f"{MODEL_LABELS.get(key, key)}: {changed}")
+    return _first(lines, LINES - 5)
+
+
+def study_brief(result: Mapping[str, Any]) -> list[str]:
+    """The rows that nothing beats in both error and time, the closest to the teacher first."""
+    rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
+    front = [row for row in rows if row.get("pareto")]
+    lines = [f"{_counted(len(rows), 'row')}; not beaten in both error and time:"]
+    told = []
+    for row in front:
+        how = [str(row.get("features")), *([str(row["side"])] if row.get("side") else [])]
+        if row.get("c_transforms") is not None:
+            how.append(_counted(row["c_transforms"], "c-transform"))
+        error, time = (number(row.get(key)) for key in ("attention_rel_l2", "site_ms"))
+        told.append(f"  attention {error}, {time} ms a layer: {', '.join(how)}")
+    return [*lines, *_first(told, 12)]
+
+
+# Words
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+Kind = tuple[str, list[str]]  # what layers have in common, and their names
+
+
+def _grouped(
+    items: Iterable[Mapping[str, Any]], what: Callable[[Mapping[str, Any]], str]
+) -> list[Kind]:
+    """The most frequent kind first."""
+    kinds: dict[str, list[str]] = {}
+    for item in items:
+        kinds.setdefault(what(item), []).append(str(item.get("name")))
+    return sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+
+
+def _left(items: Iterable[Mapping[str, Any]]) -> list[Kind]:
+    return _grouped(items, lambda item: f"{item.get('status')}: {item.get('reason')}")
+
+
+def _told(kinds: Sequence[Kind], left: Sequence[Kind] = ()) -> list[str]:
+    """Each kind with its names; those that are left alone are never crowded out."""
+    shown = [*kinds[: KINDS - min(LEFT, len(left))]]
+    shown += left[: KINDS - len(shown)]
+    lines: list[str] = []
+    for what, names in shown:
+        lines += _wrapped(f"  {len(names)} x {what}", indent="      ")
+        listed = ", ".join(shortened(name) for name in names[:NAMES])
+        more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+        lines += _wrapped(f"      {listed}{more}", indent="      ")
+    rest = [kind for kind in (*kinds, *left) if kind not in shown]
+    if rest:
+        count = sum(len(names) for _, names in rest)
+        lines.append(f"  and {count} of {_counted(len(rest), 'other kind')}: --verbose lists them")
+    return lines
+
+
+def _warned(warnings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Fits that rest on too little data, the first of them in numbers."""
+    if not warnings:
+        return []
+    first = warnings[0]
+    sites = sum(len(warning.get("sites", ())) for warning in warnings)
+    return _wrapped(
+        f"warning: {_counted(sites, 'fit')} on too little data: {number(first.get('given'))} "
+        f"{first.get('of')}, {number(first.get('needed'))} are needed"
+    )
+
+
+def _first(lines: Sequence[str], most: int) -> list[str]:
+    left = len(lines) - most
+    return [*lines] if left <= 0 else [*lines[:most], f"  and {left} more: --verbose lists them"]
+
+
+def _wrapped(text: str, indent: str = "  ", most: int = WRAPPED) -> list[str]:
+    """At most so many lines; a longer text ends in "..."."""
+    return textwrap.wrap(
+        one_line(text), WIDTH, subsequent_indent=indent, max_lines=most, placeholder=" ...",
+        break_long_words=True, break_on_hyphens=False,
+    )  # fmt: skip
