@@ -24,6 +24,7 @@ from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher, uncompiled
 from asapc.inputs.weights import fingerprint
 from asapc.metrics import MEASURED_EXAMPLES
+from asapc.program.summary import Summary, shown_by
 from asapc.report import document, markdown, write_report
 from asapc.report.gates import parse_gates
 from asapc.report.tables import headline
@@ -49,6 +50,14 @@ class MeasuredReport:
     def __repr__(self) -> str:  # the facts fill pages
         return f"MeasuredReport({headline(self.measured)})"
 
+    def _repr_html_(self) -> str:
+        return self.measured._repr_html_()
+
+    def figure(self, what: str = "errors", site: str | None = None) -> Any:
+        """A picture of it as a matplotlib Figure: errors, times, heads, lengths, candidates or maps; see
+        asapc.report.Report.figure."""
+        return self.measured.figure(what, site)
+
     def markdown(self) -> str:
         return markdown(self.measured)
 
@@ -61,6 +70,9 @@ class MeasuredReport:
 class Compiled(NamedTuple):
     model: nn.Module
     report: MeasuredReport
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
 
 
 def compile(
@@ -174,6 +186,8 @@ def _compiled(
         patchable = around is not None or (not live["left"] and (live["programs"] or kept))
         copied = copy.deepcopy(teacher.model) if patchable else None  # a program has no module to patch
         compiled = load(artifact, model=copied, trust=True)  # which this call has written
+        shown = Summary(str(measured.model.source), (), artifact, report._repr_html_())
+        shown_by(compiled, shown)
     return Compiled(compiled, report)
 
 

@@ -75,6 +75,7 @@ from asapc.program.compiled import OPERATORS, CompiledModel, Inside, Operators, 
 from asapc.program.exported import exported_program
 from asapc.program.live import Patch, install, operator_name, prepared, warn_left
 from asapc.program.monitor import attach
+from asapc.program.summary import Summary, shown_by
 from asapc.terminal.printed import reason
 
 FORMAT_VERSION = 4
@@ -728,6 +729,7 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     model = CompiledModel(graph, code, call, source, lines)
     if stage == "graph":
         attach(model, [(code, manifest["programs"][0]["calls"][stage])], manifest["sites"])
+        shown_by(model, Summary(source, lines, artifact.folder))
     return model
 
 
@@ -767,6 +769,8 @@ def _patched(artifact: Artifact, model: nn.Module) -> nn.Module:
         for live, stored in weights:
             live.copy_(stored)
     install(model, made)
+    lines = [site_line(site) for site in sites]
+    shown_by(model, Summary(type(model).__name__, lines, artifact.folder))
     return model.eval()
 
 

@@ -37,6 +37,7 @@ from asapc.errors import InputError
 from asapc.program.call import Call, Child, Constant, Group, Leaf, Tree, leaves
 from asapc.program.code import GraphCode, flat_graph, sweep, tensors_of
 from asapc.program.compiled import OPERATORS, REPLICATE, Forward, Inside, Operators, site_line
+from asapc.program.summary import shown_by
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def remove(model: nn.Module) -> None:
 
     Where somebody has put another forward on top of one, it stays, with what it may call.
     """
+    shown_by(model, None)
     for module in list(model.modules()):
         forward = module.__dict__.get("forward")
         if isinstance(forward, Forward) and forward.live:

@@ -25,7 +25,7 @@ from asapc.metrics import BUDGET_BOUNDS, METRIC
 from asapc.operators.catalogue import TEACHER
 from asapc.report.document import Check, GateReport, Report, SiteReport, Trail, Tried, finite
 from asapc.report.gates import FOR_CONFIDENCE, Gate, examples_needed, gate_result
-from asapc.report.shown import positive
+from asapc.report.shown import limit_text, positive, short
 from asapc.report.tables import metric_text, number
 
 NEARLY = 0.10  # the lossless model is worth its exactness where it takes at most this much longer
@@ -246,13 +246,15 @@ def _failed(report: Report, judged: Judgement) -> Decision:
         return Decision("teacher", "Keep the teacher.", because, judged)
     found = next((check for check in failures if check.scope in names), None)
     if found is not None:
-        return Decision("look", f"Look at {found.scope} first.", _message(found), judged, found.scope)
+        return Decision(
+            "look", f"Look at {short(found.scope)} first.", _message(found), judged, found.scope
+        )
     first = _message(failures[0])
     approximated = [site for site in worst_first(report.sites) if site.approximate]
     if failures[0].kind == "limit" and METRIC[failures[0].metric].budget and approximated:
         shares = error_shares(report)
         site = max((s.name for s in approximated), key=lambda name: shares.get(name, 0.0))
-        return Decision("look", f"Look at {site} first.", first, judged, site)
+        return Decision("look", f"Look at {short(site)} first.", first, judged, site)
     return Decision("look", "Do not ship it yet.", first, judged)
 
 
@@ -263,8 +265,8 @@ def _message(check: Check) -> str:
         and check.value is not None and check.limit is not None
     ):
         name = NAMES.get(check.metric) or METRIC[check.metric].name
-        where = "" if check.scope == "model" else f" of {check.scope}"
-        shown, limit = metric_text(check.metric, check.value), metric_text(check.metric, check.limit)
+        where = "" if check.scope == "model" else f" of {short(check.scope)}"
+        shown, limit = metric_text(check.metric, check.value), limit_text(check.metric, check.limit)
         least = "at least" if check.bound == "min" else "at most"
         sure = " with confidence" if check.confidence else ""
         return f"The {name}{where} is {shown}; it should be {least} {limit}{sure}."
@@ -444,10 +446,9 @@ def _exact_there(site: SiteReport, share: float, cost: float | None, timed: bool
     else:
         price = f"Lossless there costs {about}{cost:.0%} of the speed."
     pattern = json.dumps(glob.escape(site.name), ensure_ascii=True)
-    return Advice(
-        "lossless", f"{site.name} makes {share:.0%} of the error. {price}", site.name, share, cost, timed,
-        recipe=f"sites:\n  {pattern}: {{{LOSSLESS_RECIPE}}}",
-    )  # fmt: skip
+    sentence = f"{short(site.name)} makes {share:.0%} of the error. {price}"
+    recipe = f"sites:\n  {pattern}: {{{LOSSLESS_RECIPE}}}"
+    return Advice("lossless", sentence, site.name, share, cost, timed, recipe)
 
 
 def _more_examples(report: Report) -> list[Advice]:
@@ -462,7 +463,7 @@ def _more_examples(report: Report) -> list[Advice]:
     how = f"at least {needed} are needed" if examples < needed else "more of them narrow it"
     sentence = (
         f"The {report.model.confidence_level:.0%} interval of the agreement begins at "
-        f"{metric_text(key, ends[0])}, below {metric_text(key, limit)}: {examples:g} examples do not "
+        f"{metric_text(key, ends[0])}, below {limit_text(key, limit)}: {examples:g} examples do not "
         f"prove it, {how}."
     )
     return [Advice("examples", sentence)]

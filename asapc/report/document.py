@@ -8,6 +8,7 @@ a dictionary limits it further in the schema.
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
@@ -443,6 +444,20 @@ class Report(Record):
     environment: Mapping[str, Any] = field(default_factory=dict)
     gate: GateReport = GateReport()
     pictures: tuple[Any, ...] = apart()  # SitePictures, which need torch
+
+    def figure(self, what: str = "errors", site: str | None = None) -> Any:
+        """A picture of it as a matplotlib.figure.Figure, see asapc.report.figures.
+
+        what: errors, times, heads, lengths, candidates or maps.  site: of the last four, by its name; the
+        one with the largest attention error unless told.  Raises InputError: another word, a site that
+        is not there, nothing measured to draw, matplotlib not installed.
+        """
+        return pkgutil.resolve_name("asapc.report.figures:figure")(self, what, site)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows.  By name, like the figures: what draws a report imports this module."""
+        shown: str = pkgutil.resolve_name("asapc.report.notebook:report_html")(self)
+        return shown
 
     @property
     def chosen_elsewhere(self) -> str:

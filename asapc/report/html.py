@@ -16,9 +16,9 @@ from importlib.resources import files
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from asapc.metrics import METRIC, is_share
+from asapc.metrics import METRIC
 from asapc.report.advice import (
     DEFAULT_LIMITS,
     Decision,
@@ -36,6 +36,7 @@ from asapc.report.shown import (
     cleaned,
     ends_text,
     label,
+    limit_text,
     plain,
     positive,
     short,
@@ -54,7 +55,7 @@ from asapc.report.tables import (
 from asapc.report.views import TONES, Bar, Cell, Grid, Headline, Layers, Plot, Tile
 
 FAILURES = 6  # named in the headline; all of them are under Gate
-ADVICE = 5  # shown at once; the recipe lines are of all of them
+ADVICE = 5  # on layers, of the most
 CHECKS = 12  # of comparisons that passed: more are folded
 OUTCOMES = {
     "ship": "good", "lossless": "good", "teacher": "odd", "look": "odd", "measure": "odd",
@@ -98,6 +99,7 @@ def html(report: Report) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, finalize=_cleaned, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
+    environment.filters["breakable"] = _breakable
     template = files("asapc.report").joinpath("template", "report.html.j2").read_text("utf-8")
     return environment.from_string(template).render(page=page(report))
 
@@ -109,6 +111,8 @@ def page(report: Report) -> Page:
     decision = decide(report)
     judged = decision.judgement
     advice = advise(report)
+    of_layers = [each for each in advice if each.site is not None]
+    others = [each for each in advice if each.site is None]
     checks, kept = _gate(judged)
     return Page(
         source=model.source or "a model",
@@ -117,9 +121,9 @@ def page(report: Report) -> Page:
         tiles=_tiles(report),
         times=_times(model),
         basis=_basis(report),
-        advice=[each.sentence for each in advice[:ADVICE]],
-        more_advice=max(0, len(advice) - ADVICE),
-        advice_recipe=recipe_of(advice[:ADVICE]),
+        advice=[each.sentence for each in (*of_layers[:ADVICE], *others)],
+        more_advice=max(0, len(of_layers) - ADVICE),
+        advice_recipe=recipe_of(of_layers[:ADVICE]),
         layers=layers_of(report),
         lengths=_model_lengths(report),
         trail=_trail_facts(trail),
@@ -153,7 +157,7 @@ def _headline(report: Report, decision: Decision) -> Headline:
         tone = ""
     failed = gate.failures
     # What the reason says already is not said again.
-    shown = [] if judged.default and len(failed) == 1 else failed
+    shown = [] if len(failed) == 1 else failed
     return Headline(
         word=_word(judged),
         tone=tone,
@@ -172,9 +176,7 @@ def _headline(report: Report, decision: Decision) -> Headline:
 
 
 def _word(judged: Judgement) -> str:
-    if judged.gate.verdict is None:
-        return "MEASURED"
-    return "NO GATE" if judged.default else judged.gate.verdict
+    return "NO GATE" if judged.default or judged.gate.verdict is None else judged.gate.verdict
 
 
 def _limits_sentence(judged: Judgement) -> str:
@@ -439,9 +441,7 @@ def _without_empty_last(grid: Grid) -> Grid | None:
 
 def _limit_text(check: Check) -> str:
     if check.bound is not None:
-        shown = plain(check.limit)
-        if is_share(check.metric) and check.limit is not None:
-            shown = f"{plain(100 * check.limit)}%"
+        shown = "" if check.limit is None else limit_text(check.metric, check.limit)
         confident = ", with confidence" if check.confidence else ""
         return f"{'≤' if check.bound == 'max' else '≥'} {shown}{confident}"
     if check.baseline is not None:
@@ -501,6 +501,11 @@ def _facts(
 def _grid(table: Table) -> Grid:
     rows = [[Cell(text, tone=TONES.get(text, "")) for text in row] for row in table.rows]
     return Grid(table.title, table.headings(), rows)
+
+
+def _breakable(text: str) -> Markup:
+    """A long dotted name in large letters breaks after its dots."""
+    return Markup(escape(cleaned(text)).replace(".", Markup(".<wbr>")))
 
 
 def _cleaned(value: Any) -> Any:

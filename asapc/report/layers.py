@@ -15,6 +15,7 @@ from asapc.metrics import METRIC
 from asapc.operators.catalogue import TEACHER
 from asapc.report import plots
 from asapc.report.advice import error_shares, worst_first
+from asapc.report.baseline import ROUNDING
 from asapc.report.document import (
     Check,
     LengthBin,
@@ -41,6 +42,7 @@ from asapc.report.tables import amortised_text, convention_text, fit_text, numbe
 from asapc.report.views import TONES, Cell, Example, Grid, Layer, Layers, Plot
 
 PICTURED = 12  # layers with pictures, about 80 kB each
+LEFT_OUT = f"Without pictures: they are drawn for the {PICTURED} layers with the largest errors."
 ERRORS = {"attention_rel_l2": "attention error", "output_rel_l2": "output error"}
 
 
@@ -54,7 +56,7 @@ def layers_of(report: Report) -> Layers | None:
     changes = _changes(report)
     present = [metric for metric in ERRORS if any(metric in site.metrics for site in sites)]
     columns = [ERRORS[metric] for metric in present]
-    columns += ["against the baseline"] if changes else []
+    columns += ["error against the baseline"] if changes else []
     columns += ["speed of the layer"] if any(speeds.values()) else []
     orders = _orders(report, sites, speeds, changes)
     drawn = {picture.name: picture.pairs for picture in report.pictures}
@@ -80,7 +82,7 @@ def layers_of(report: Report) -> Layers | None:
                 places=[order.index(id(site)) for _, _, order in orders],
                 facts=_facts(site, shares.get(site.name)),
                 figures=_figures(site, tried) if pictured else [],
-                note=_note(trail, site.name) if tried else "",
+                note=(_note(trail, site.name) if tried else "") if pictured else LEFT_OUT,
                 examples=[_example(site.name, pair) for pair in drawn.get(site.name, ())]
                 if pictured else [],
                 certificates=_certificates(site),
@@ -156,7 +158,9 @@ def _change(checks: Mapping[str, Check]) -> Cell:
     for metric in ERRORS:
         check = checks.get(metric)
         if check is not None and check.value is not None and check.baseline is not None:
-            told.append((change_text(metric, check.value - check.baseline), ERRORS[metric]))
+            change = check.value - check.baseline
+            shown = change_text(metric, change if abs(change) > ROUNDING else 0.0)
+            told.append((shown, ERRORS[metric]))
     if not told:
         return Cell("-", "not compared")
     tone = "bad" if any(not check.passed for check in checks.values()) else ""

@@ -1,10 +1,11 @@
-"""The page's pictures: plots as inline SVG that follow the page's colours, maps as PNG data URIs.
+"""Pictures: for the page inline SVG that follows its colours, and maps as PNG data URIs; the same, and
+some more, as figures on their own (asapc.report.figures).
 
 One SVG serves both themes: plots are drawn in marker colours that become CSS variables of the page, and
-their text takes the page's font. One unit is one CSS pixel. No text from a model or recipe is drawn;
-what a point is called goes into its <title>, escaped.
+their text takes the page's font. One unit is one CSS pixel. No text from a model or recipe is drawn on
+the page; what a point is called goes into its <title>, escaped.
 
-matplotlib is in the extra `report`; nothing outside this package's page imports this module.
+matplotlib is in the extra `report`: only what needs it imports this module.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -36,27 +38,49 @@ EXACT = 1e-5  # an error below this is rounding
 WIDTH, HEIGHT = 330, 250  # a phone's width, a third of a screen's
 MASS_POINTS = 120
 
-# What matplotlib is told, and what the page makes of it.
-INK, MUTED, LINE = "#010101", "#020202", "#030303"
-TEACHER, LOSSLESS, COMPILED = "#040404", "#050505", "#060606"
-PAPER, OVER = "#070707", "#080808"
+
+@dataclass(frozen=True)
+class Colors:
+    """What is drawn in which colour.  paper: behind it.  over: a limit, and what is beyond all bounds."""
+
+    ink: str
+    muted: str
+    line: str
+    teacher: str
+    lossless: str
+    compiled: str
+    paper: str
+    over: str
+
+
+# What matplotlib is told for the page, and what the page makes of it.
+PAGE = Colors("#010101", "#020202", "#030303", "#040404", "#050505", "#060606", "#070707", "#080808")
 VARIABLES = {
-    INK: "var(--ink)", MUTED: "var(--muted)", LINE: "var(--line)", TEACHER: "var(--teacher)",
-    LOSSLESS: "var(--lossless)", COMPILED: "var(--compiled)", PAPER: "var(--card)",
-    OVER: "var(--over)",
-}  # fmt: skip
-STYLE: dict[str, Any] = {
-    "svg.fonttype": "none", "text.parse_math": False, "font.size": 11, "axes.edgecolor": LINE,
-    "axes.facecolor": "none", "figure.facecolor": "none", "axes.labelcolor": MUTED, "text.color": INK,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 1, "axes.axisbelow": True,
-    "xtick.color": LINE, "ytick.color": LINE, "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED,
-    "grid.color": LINE, "grid.linewidth": 0.8, "xtick.major.size": 3, "ytick.major.size": 0,
-    "axes.labelsize": 11, "xtick.labelsize": 10.5, "ytick.labelsize": 10.5, "lines.linewidth": 1.5,
-    "path.simplify": True, "path.simplify_threshold": 0.1, "axes.unicode_minus": True,
-}  # fmt: skip
+    color: f"var(--{'card' if name == 'paper' else name})" for name, color in vars(PAGE).items()
+}
+# Of a figure on its own: the page's light theme.
+ALONE = Colors(
+    "#1c1d20", "#5b6068", "#d4d1cc", "#767b84", "#0b7a6b", "#2459c7", "#ffffff", "#b0411e"
+)
+
+
+def _options(colors: Colors) -> dict[str, Any]:
+    return {
+        "svg.fonttype": "none", "text.parse_math": False, "font.size": 11,
+        "axes.edgecolor": colors.line, "axes.facecolor": "none",
+        "figure.facecolor": "none" if colors is PAGE else colors.paper,
+        "axes.labelcolor": colors.muted, "text.color": colors.ink, "axes.spines.top": False,
+        "axes.spines.right": False, "axes.linewidth": 1, "axes.axisbelow": True,
+        "xtick.color": colors.line, "ytick.color": colors.line, "xtick.labelcolor": colors.muted,
+        "ytick.labelcolor": colors.muted, "grid.color": colors.line, "grid.linewidth": 0.8,
+        "xtick.major.size": 3, "ytick.major.size": 0, "axes.labelsize": 11, "xtick.labelsize": 10.5,
+        "ytick.labelsize": 10.5, "lines.linewidth": 1.5, "path.simplify": True,
+        "path.simplify_threshold": 0.1, "axes.unicode_minus": True,
+    }  # fmt: skip
 
 
 Kind = Literal["teacher", "lossless", "candidate"]
+Drawing = tuple[Figure, Mapping[str, str]]  # and by the gid of an artist, what pointing at it shows
 
 
 @dataclass(frozen=True)
@@ -72,58 +96,66 @@ class Point:
 
 def pareto(points: Sequence[Point], unit: str, limit: float | None, alt: str) -> Markup:
     """Error against time; everything left of and below a point beats it. limit: of the error."""
-    with _style():
-        figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=40)
-        errors = [p.error for p in points if p.error > EXACT]
-        low = math.floor(math.log10(min(errors, default=1e-3)))
-        high = math.log10(max([*errors, 10.0 ** (low + 1)]))
-        if limit is not None and limit > 0:
-            high = max(high, math.log10(limit))
-        exact = low - 0.55
+    with style():
+        return _svg(*draw_pareto(points, unit, limit), alt)
 
-        def height(error: float) -> float:
-            return math.log10(error) if error > EXACT else exact
 
-        decades = list(range(low, math.floor(high) + 1))
-        axes.set_yticks([exact, *decades], ["exact", *(f"{10.0**d:g}" for d in decades)])
-        axes.set_ylim(exact - 0.35, high + 0.3)
-        axes.grid(axis="y")
-        axes.axhline(low - 0.2, color=PAPER, linewidth=3)  # the axis is broken here
-        axes.spines["left"].set_visible(False)
-        _log_time(axes, [p.time for p in points])
-        axes.set_xlabel(unit)
-        axes.set_ylabel("attention error")
-        if limit is not None and limit > EXACT:
-            axes.axhline(math.log10(limit), color=OVER, linewidth=1, dashes=(4, 3))
-            axes.annotate(
-                "budget", (1, math.log10(limit)), xycoords=("axes fraction", "data"), xytext=(-2, 3),
-                textcoords="offset points", ha="right", color=OVER, fontsize=10.5,
-            )  # fmt: skip
-        front = _front(points)
-        if len(front) > 1:
-            xs, ys = [p.time for p in front], [height(p.error) for p in front]
-            axes.step(xs, ys, where="post", color=LINE, linewidth=1.5, zorder=1.5)
-        titles = {}
-        for index, point in enumerate(points):
-            gid = f"point{index}"
-            titles[gid] = (
-                f"{point.label}: error {number(point.error)}, {number(point.time)} {unit.split()[0]}"
-                + (", chosen" if point.chosen else "")
-            )
-            color = {"teacher": TEACHER, "lossless": LOSSLESS, "candidate": MUTED}[point.kind]
-            if point.chosen:
-                axes.plot(point.time, height(point.error), "o", ms=17, mfc="none", mec=COMPILED,
-                          mew=1.2, zorder=3)  # fmt: skip
-                color = COMPILED if point.kind == "candidate" else color
-            hollow = point.kind == "candidate" and not point.chosen and point not in front
-            axes.plot(
-                point.time, height(point.error),
-                {"teacher": "D", "lossless": "s", "candidate": "o"}[point.kind],
-                ms=9 if point.chosen else 7, mfc=PAPER if hollow else color, mec=color, mew=1.3,
-                zorder=4 if point.chosen else 2, gid=gid,
-            )  # fmt: skip
-        _name_points(axes, points, height)
-        return _svg(figure, alt, titles)
+def draw_pareto(
+    points: Sequence[Point], unit: str, limit: float | None, colors: Colors = PAGE
+) -> Drawing:
+    """The same as a figure; see `style`, in which all of these are to be called."""
+    figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=40)
+    errors = [p.error for p in points if p.error > EXACT]
+    low = math.floor(math.log10(min(errors, default=1e-3)))
+    high = math.log10(max([*errors, 10.0 ** (low + 1)]))
+    if limit is not None and limit > 0:
+        high = max(high, math.log10(limit))
+    exact = low - 0.55
+
+    def height(error: float) -> float:
+        return math.log10(error) if error > EXACT else exact
+
+    decades = list(range(low, math.floor(high) + 1))
+    axes.set_yticks([exact, *decades], ["exact", *(f"{10.0**d:g}" for d in decades)])
+    axes.set_ylim(exact - 0.35, high + 0.3)
+    axes.grid(axis="y")
+    axes.axhline(low - 0.2, color=colors.paper, linewidth=3)  # the axis is broken here
+    axes.spines["left"].set_visible(False)
+    _log_time(axes, [p.time for p in points])
+    axes.set_xlabel(unit)
+    axes.set_ylabel("attention error")
+    if limit is not None and limit > EXACT:
+        axes.axhline(math.log10(limit), color=colors.over, linewidth=1, dashes=(4, 3))
+        axes.annotate(
+            "budget", (1, math.log10(limit)), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+            textcoords="offset points", ha="right", color=colors.over, fontsize=10.5,
+        )  # fmt: skip
+    front = _front(points)
+    if len(front) > 1:
+        xs, ys = [p.time for p in front], [height(p.error) for p in front]
+        axes.step(xs, ys, where="post", color=colors.line, linewidth=1.5, zorder=1.5)
+    titles = {}
+    for index, point in enumerate(points):
+        gid = f"point{index}"
+        titles[gid] = (
+            f"{point.label}: error {number(point.error)}, {number(point.time)} {unit.split()[0]}"
+            + (", chosen" if point.chosen else "")
+        )
+        own = {"teacher": colors.teacher, "lossless": colors.lossless, "candidate": colors.muted}
+        color = own[point.kind]
+        if point.chosen:
+            axes.plot(point.time, height(point.error), "o", ms=17, mfc="none", mec=colors.compiled,
+                      mew=1.2, zorder=3)  # fmt: skip
+            color = colors.compiled if point.kind == "candidate" else color
+        hollow = point.kind == "candidate" and not point.chosen and point not in front
+        axes.plot(
+            point.time, height(point.error),
+            {"teacher": "D", "lossless": "s", "candidate": "o"}[point.kind],
+            ms=9 if point.chosen else 7, mfc=colors.paper if hollow else color, mec=color, mew=1.3,
+            zorder=4 if point.chosen else 2, gid=gid,
+        )  # fmt: skip
+    _name_points(axes, points, height, colors)
+    return figure, titles
 
 
 def bars(
@@ -131,73 +163,147 @@ def bars(
     *, mean: bool = False, percent: bool = False,
 ) -> Markup:  # fmt: skip
     """A bar for each value; None and infinity are a mark at the top. Names are text that asapc writes."""
-    with _style():
-        shown = [v if v is not None and math.isfinite(v) else None for v in values]
-        # A divergence of equal outputs rounds to a little below zero.
-        largest = max((v for v in shown if v is not None and v > 0), default=0.01 if percent else 1.0)
-        figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=40 if max(map(_lines, names)) < 2 else 54)
-        for index, value in enumerate(shown):
-            if value is None:
-                axes.text(index, largest, "∞", ha="center", va="center", color=OVER, fontsize=14)
-            else:
-                axes.bar(index, value, width=0.62, color=COMPILED, linewidth=0, gid=f"bar{index}")
-        axes.set_ylim(0, largest * 1.12)
-        aside = max(0.0, (4 - len(values)) / 2)  # two bars are no walls
-        axes.set_xlim(-0.6 - aside, len(values) - 0.4 + aside)
-        step = max(1, math.ceil(len(names) / 12))
-        axes.set_xticks(range(0, len(names), step), names[::step])
-        axes.tick_params(axis="x", length=0)
-        ticks = _linear_ticks(largest)
-        axes.set_yticks(ticks, [f"{t * 100:g}%" if percent else f"{t:g}" for t in ticks])
-        axes.grid(axis="y")
-        axes.spines["left"].set_visible(False)
-        axes.set_xlabel(axis)
-        axes.set_ylabel(unit)
-        known = [v for v in shown if v is not None]
-        if mean and len(known) > 1:
-            axes.axhline(sum(known) / len(known), color=INK, linewidth=1, dashes=(2, 2))
-            axes.annotate(
-                "mean", (1, sum(known) / len(known)), xycoords=("axes fraction", "data"),
-                xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=10.5,
-            )  # fmt: skip
-        titles = {
-            f"bar{i}": f"{one_line(name, ', ')}: {number(v)}"
-            for i, (name, v) in enumerate(zip(names, shown, strict=True))
-        }
-        return _svg(figure, alt, titles)
+    with style():
+        drawing = draw_bars(values, names, axis, unit, mean=mean, percent=percent)
+        return _svg(*drawing, alt)
+
+
+def draw_bars(
+    values: Sequence[float | None], names: Sequence[str], axis: str, unit: str, colors: Colors = PAGE,
+    *, mean: bool = False, percent: bool = False,
+) -> Drawing:  # fmt: skip
+    shown = [v if v is not None and math.isfinite(v) else None for v in values]
+    # A divergence of equal outputs rounds to a little below zero.
+    largest = max((v for v in shown if v is not None and v > 0), default=0.01 if percent else 1.0)
+    figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=40 if max(map(_lines, names)) < 2 else 54)
+    for index, value in enumerate(shown):
+        if value is None:
+            axes.text(index, largest, "∞", ha="center", va="center", color=colors.over, fontsize=14)
+        else:
+            axes.bar(index, value, width=0.62, color=colors.compiled, linewidth=0, gid=f"bar{index}")
+    axes.set_ylim(0, largest * 1.12)
+    aside = max(0.0, (4 - len(values)) / 2)  # two bars are no walls
+    axes.set_xlim(-0.6 - aside, len(values) - 0.4 + aside)
+    step = max(1, math.ceil(len(names) / 12))
+    axes.set_xticks(range(0, len(names), step), names[::step])
+    axes.tick_params(axis="x", length=0)
+    ticks = _linear_ticks(largest)
+    axes.set_yticks(ticks, [f"{t * 100:g}%" if percent else f"{t:g}" for t in ticks])
+    axes.grid(axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(axis)
+    axes.set_ylabel(unit)
+    known = [v for v in shown if v is not None]
+    if mean and len(known) > 1:
+        axes.axhline(sum(known) / len(known), color=colors.ink, linewidth=1, dashes=(2, 2))
+        axes.annotate(
+            "mean", (1, sum(known) / len(known)), xycoords=("axes fraction", "data"),
+            xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=10.5,
+        )  # fmt: skip
+    titles = {
+        f"bar{i}": f"{one_line(name, ', ')}: {number(v)}"
+        for i, (name, v) in enumerate(zip(names, shown, strict=True))
+    }
+    return figure, titles
 
 
 def masses(pair: MapPair, alt: str) -> Markup:
     """Row and column sums by token, teacher broad and compiled thin; 1 is balanced."""
-    with _style():
-        figure = Figure(figsize=(WIDTH / 72, 270 / 72), dpi=72)
-        panels = figure.subplots(2, 1)
-        figure.subplots_adjust(left=50 / WIDTH, right=1 - 8 / WIDTH, top=1 - 20 / 270,
-                               bottom=40 / 270, hspace=0.5)  # fmt: skip
-        for axes, sums, what in (
-            (panels[0], pair.row_sums, "row mass, by query"),
-            (panels[1], pair.column_sums, "column mass, by key"),
-        ):
-            teacher, compiled = (_furthest(s.double()) for s in sums)
-            finite = torch.cat([teacher[1], compiled[1]])
-            finite = finite[finite.isfinite()]
-            # Deviations below a hundredth are drawn as the flat lines they are.
-            spread = max(0.02, 1.15 * float((finite - 1).abs().max()) if len(finite) else 0.0)
-            axes.axhline(1, color=LINE, linewidth=0.8)
-            axes.plot(*_lists(teacher), color=TEACHER, linewidth=4, alpha=0.6,
-                      solid_joinstyle="round")  # fmt: skip
-            axes.plot(*_lists(compiled), color=COMPILED, linewidth=1.3)
-            axes.set_ylim(1 - spread, 1 + spread)
-            step = _linear_ticks(spread)[-1]
-            axes.set_yticks([1 - step, 1, 1 + step], [f"{1 - step:.3g}", "1", f"{1 + step:.3g}"])
-            axes.set_xlim(0, max(1, len(sums[0]) - 1))
-            axes.grid(axis="y")
-            axes.spines["left"].set_visible(False)
-            axes.set_title(what, loc="left", fontsize=10.5, color=MUTED, pad=5)
-            ticks = [t for t in _linear_ticks(max(1, len(sums[0]) - 1)) if t == int(t)]
-            axes.set_xticks(ticks, [f"{int(t)}" for t in ticks])
-        panels[1].set_xlabel("token")
-        return _svg(figure, alt, {})
+    with style():
+        return _svg(*draw_masses(pair), alt)
+
+
+def draw_masses(pair: MapPair, colors: Colors = PAGE) -> Drawing:
+    figure = Figure(figsize=(WIDTH / 72, 270 / 72), dpi=72)
+    panels = figure.subplots(2, 1)
+    figure.subplots_adjust(left=50 / WIDTH, right=1 - 8 / WIDTH, top=1 - 20 / 270,
+                           bottom=40 / 270, hspace=0.5)  # fmt: skip
+    for axes, sums, what in (
+        (panels[0], pair.row_sums, "row mass, by query"),
+        (panels[1], pair.column_sums, "column mass, by key"),
+    ):
+        teacher, compiled = (_furthest(s.double()) for s in sums)
+        finite = torch.cat([teacher[1], compiled[1]])
+        finite = finite[finite.isfinite()]
+        # Deviations below a hundredth are drawn as the flat lines they are.
+        spread = max(0.02, 1.15 * float((finite - 1).abs().max()) if len(finite) else 0.0)
+        axes.axhline(1, color=colors.line, linewidth=0.8)
+        axes.plot(*_lists(teacher), color=colors.teacher, linewidth=4, alpha=0.6,
+                  solid_joinstyle="round")  # fmt: skip
+        axes.plot(*_lists(compiled), color=colors.compiled, linewidth=1.3)
+        axes.set_ylim(1 - spread, 1 + spread)
+        step = _linear_ticks(spread)[-1]
+        axes.set_yticks([1 - step, 1, 1 + step], [f"{1 - step:.3g}", "1", f"{1 + step:.3g}"])
+        axes.set_xlim(0, max(1, len(sums[0]) - 1))
+        axes.grid(axis="y")
+        axes.spines["left"].set_visible(False)
+        axes.set_title(what, loc="left", fontsize=10.5, color=colors.muted, pad=5)
+        ticks = [t for t in _linear_ticks(max(1, len(sums[0]) - 1)) if t == int(t)]
+        axes.set_xticks(ticks, [f"{int(t)}" for t in ticks])
+    panels[1].set_xlabel("token")
+    return figure, {}
+
+
+def draw_lines(
+    values: Sequence[float | None], names: Sequence[str], axis: str, limit: float | None,
+    fills: Sequence[str], colors: Colors = ALONE,
+) -> Figure:  # fmt: skip
+    """A horizontal bar for each value, the first on top; what is not finite is a mark at the end.
+
+    names: cleaned; they are drawn as plain text.  limit: a line across, if any.  fills: colours.
+    """
+    shown = [v if v is not None and math.isfinite(v) else None for v in values]
+    largest = max([v for v in (*shown, limit) if v is not None and v > 0], default=1.0)
+    left = min(240, 24 + 6.2 * max((len(name) for name in names), default=0))
+    height = 56 + 20 * len(names)
+    size = (left + WIDTH, height)
+    figure = Figure(figsize=(size[0] / 72, height / 72), dpi=72)
+    axes = figure.add_axes((left / size[0], 40 / height, (WIDTH - 60) / size[0], 1 - 50 / height))
+    for index, (value, fill) in enumerate(zip(shown, fills, strict=True)):
+        if value is not None:
+            axes.barh(index, value, height=0.62, color=fill, linewidth=0)
+        text = "∞" if value is None else number(value)
+        axes.annotate(
+            text, (largest if value is None else max(value, 0.0), index), xytext=(4, 0),
+            textcoords="offset points", va="center", fontsize=10.5,
+            color=colors.over if value is None else colors.ink,
+        )  # fmt: skip
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, largest * 1.04)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", labelcolor=colors.ink)
+    ticks = _linear_ticks(largest)
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.grid(axis="x")
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(axis)
+    if limit is not None:
+        axes.axvline(limit, color=colors.over, linewidth=1, dashes=(4, 3))
+        axes.annotate("limit", (limit, -0.6), xytext=(-3, -2), textcoords="offset points", va="top",
+                      ha="right", color=colors.over, fontsize=10.5)  # fmt: skip
+    return figure
+
+
+def draw_maps(pair: MapPair, colors: Colors = ALONE) -> Figure:
+    """Teacher, compiled and their difference, on the scales that the page has."""
+    ends = map_images(pair)
+    teacher, compiled = pair.teacher.double(), pair.compiled.double()
+    figure = Figure(figsize=(9.2, 3.4), dpi=72)
+    panels = figure.subplots(1, 3)
+    figure.subplots_adjust(left=0.03, right=0.97, top=0.88, bottom=0.06, wspace=0.3)
+    for axes, title, values, low, high, stops in (
+        (panels[0], "teacher", teacher, 0.0, ends.largest, SEQUENTIAL),
+        (panels[1], "compiled", compiled, 0.0, ends.largest, SEQUENTIAL),
+        (panels[2], "difference", compiled - teacher, -ends.largest_difference,
+         ends.largest_difference, DIVERGING),
+    ):  # fmt: skip
+        shades = LinearSegmentedColormap.from_list(title, [tuple(c / 255 for c in s) for s in stops])
+        shown = axes.imshow(values.tolist(), cmap=shades, vmin=low, vmax=high, interpolation="nearest")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_title(title, loc="left", fontsize=11, color=colors.ink)
+        figure.colorbar(shown, ax=axes, fraction=0.046)
+    return figure
 
 
 # Maps
@@ -273,11 +379,13 @@ def _between(stops: Sequence[tuple[int, int, int]], share: float) -> list[float]
 # Drawing
 
 
-def _style() -> Any:
-    """matplotlib as it ships, whatever the user's matplotlibrc says, and ours on top."""
+def style(colors: Colors = PAGE) -> Any:
+    """A context for drawing: matplotlib as it ships, whatever the user's matplotlibrc says, and ours on
+    top."""
     # Choosing a backend would import one; we never need one. Any: releases type the keys differently.
     shipped: Any = matplotlib.rcParamsDefault
-    options: Any = {k: v for k, v in shipped.items() if not k.startswith("backend")} | STYLE
+    options: Any = {k: v for k, v in shipped.items() if not k.startswith("backend")}
+    options |= _options(colors)
     return matplotlib.rc_context(options)
 
 
@@ -324,7 +432,7 @@ def _front(points: Sequence[Point]) -> list[Point]:
     return front
 
 
-def _name_points(axes: Axes, points: Sequence[Point], height: Any) -> None:
+def _name_points(axes: Axes, points: Sequence[Point], height: Any, colors: Colors) -> None:
     for point in points:
         if point.kind == "candidate" and not point.chosen:
             continue
@@ -338,7 +446,7 @@ def _name_points(axes: Axes, points: Sequence[Point], height: Any) -> None:
         x, y, side = max(_PLACES, key=lambda to: _room(place, to, others, axes, len(word)))
         axes.annotate(
             word, (point.time, height(point.error)), xytext=(x, y), textcoords="offset points",
-            ha=side, fontsize=11, color=INK if point.chosen else MUTED, zorder=6,
+            ha=side, fontsize=11, color=colors.ink if point.chosen else colors.muted, zorder=6,
             fontweight="bold" if point.chosen else "normal",
         )  # fmt: skip
 
@@ -386,7 +494,7 @@ def _lines(name: str) -> int:
 # SVG
 
 
-def _svg(figure: Figure, alt: str, titles: Mapping[str, str]) -> Markup:
+def _svg(figure: Figure, titles: Mapping[str, str], alt: str) -> Markup:
     """The figure as an <svg> element: named for screen readers, in the page's colours and font.
 
     titles: by the gid of an artist, what pointing at it shows.

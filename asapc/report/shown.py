@@ -57,6 +57,12 @@ def ends_text(holder: Measured, metric: str) -> str:
     return " to ".join(metric_text(metric, end) for end in holder.interval(metric) or ())
 
 
+def limit_text(metric: str, limit: float) -> str:
+    """A limit as somebody would write it, of a share in per cent."""
+    share = metric in METRIC and METRIC[metric].share
+    return f"{plain(100.0 * limit)}%" if share else plain(float(limit))
+
+
 def change_text(metric: str, change: float) -> str:
     """A signed difference: points of a share, else in the metric's own unit."""
     if metric in METRIC and METRIC[metric].share:
