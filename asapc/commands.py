@@ -173,7 +173,8 @@ def report_artifact(
             progress=run.progress, processes=processes, device=place,
         )  # fmt: skip
         if processes.first:
-            write_report(artifact, result, run.note)
+            with run.progress.phase("drawing the page"):
+                write_report(artifact, result, run.note)
             if junit is not None:
                 replace_file(junit, junit_text(result))
     return result
@@ -240,7 +241,8 @@ def run_all(
         kwargs=kwargs if around else None, examples=examples, fast=fast, max_memory=limit, trust=True,
         remote_code=remote_code, progress=run.progress, device=place,
     )  # fmt: skip
-    write_report(out, result, run.note)
+    with run.progress.phase("drawing the page"):
+        write_report(out, result, run.note)
     return result
 
 

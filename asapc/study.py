@@ -277,8 +277,9 @@ class _Bench:
 
         batches, outputs, seen, examples = [], [], [], 0
         for batch in self.progress.track(
-            source.batches(self.batch_size, select=select, limit=limit), "teacher", None
-        ):
+            source.batches(self.batch_size, select=select, limit=limit), "teacher",
+            source.count(self.batch_size, select=select, limit=limit),
+        ):  # fmt: skip
             output, tensors = self.tap(batch)
             batches.append(batch)
             outputs.append(_first_output(output))

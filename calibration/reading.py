@@ -29,7 +29,7 @@ class Examples:
     sample:   what slices and pivots are made from, whatever the size of a batch.
     batches:  to fit on.
     held_out: to stop distillation by, where anything is distilled.
-    count:    roughly how many batches there are to fit on; None where that is not known.
+    count:    how many batches there are to fit on; None where that is not known.
     behind:   what the layers that this pass runs behind were fitted on, as a digest.
     """
 

@@ -140,7 +140,8 @@ def select(
     picked = _solved(model, sites, recipe, rounds)
     if picked and not all(opened.forced for opened in sites):
         known = teacher_ms if batches and largest is batches[0] else None
-        picked = _not_slower(model, sites, picked, rounds, largest, known)
+        with progress.phase("timing the whole model"):
+            picked = _not_slower(model, sites, picked, rounds, largest, known)
     chosen = {
         opened.index: _choice(opened, opened.tried[i])
         for opened, i in zip(sites, picked, strict=True)

@@ -147,6 +147,12 @@ class DataSource(ABC):
         if pending is not None:
             yield pending
 
+    def count(
+        self, batch_size: int, *, select: Select | None = None, limit: int | None = None
+    ) -> int | None:
+        """How many batches batches() yields, None where that shows only as they are read."""
+        return None
+
     def gather(self, *, select: Select | None = None, limit: int | None = None) -> list[Batch]:
         """The examples batches() would yield, all in memory: one batch for each layout."""
         groups: dict[Any, list[Batch]] = {}
@@ -178,6 +184,13 @@ class ArrayData(DataSource):
     def _batches(self) -> Iterator[Batch]:
         for start in range(0, len(self._all), self._piece):
             yield rows(self._all, range(start, min(start + self._piece, len(self._all))))
+
+    def count(
+        self, batch_size: int, *, select: Select | None = None, limit: int | None = None
+    ) -> int:
+        hashes = self._all.hashes
+        chosen = len(hashes) if select is None else sum(map(select, hashes))
+        return math.ceil(min(chosen, chosen if limit is None else limit) / batch_size)
 
 
 def _piece(size: int, examples: int) -> int:

@@ -116,7 +116,8 @@ def _measured(
     measured = mapped = 0
     first: Batch | None = None
     batches = source.batches(size, select=unseen.select, limit=examples)
-    batches = progress.track(batches, "measuring fidelity", None)
+    count = source.count(size, select=Unseen(artifact, source).select, limit=examples)
+    batches = progress.track(batches, "measuring fidelity", count)
     for batch, (found, _) in processes.dealt(batches, models.outputs):
         first = first or batch
         lengths = _Lengths(len(batch))
@@ -137,11 +138,12 @@ def _measured(
         measured += len(batch)
     if first is None:
         raise unseen.nothing()
-    results, pictures = _of_all(own, list(sites), processes)
+    with progress.phase("certificates and pictures" if not fast else "layers"):
+        results, pictures = _of_all(own, list(sites), processes)
     timed: dict[str, float] = {}
     if processes.first:
-        progress.note("measuring latency")
-        timed = time_model(models.runners, first, warmup=0)  # they have just run
+        with progress.phase("measuring latency"):
+            timed = time_model(models.runners, first, warmup=0)  # they have just run
     timed = processes.from_first(({}, timed))[1]
     if limit is not None:
         progress.note(limit.told(size))
@@ -404,10 +406,10 @@ def _timed(
             if key not in by_key:
                 by_key[key] = tune_site(artifact, index, tensors[index], repeats)
             tuned[index] = by_key[key]
-    progress.note("timing the whole model")
-    whole = time_model(runners, batch, repeats)
+    with progress.phase("timing the whole model"):
+        whole = time_model(runners, batch, repeats)
     sites = []
-    for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites", None)):
+    for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites")):
         measured = time_site(artifact, index, tensors[index], repeats)
         sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
         if explain:

@@ -259,21 +259,18 @@ def examples_of_fit(
         batches=lambda: processes.share(calibration_batches(source, size, recipe.max_examples)),
         held_out=partial(selection_batches, source, size, recipe.selection_examples)
         if distilled else tuple,
-        count=_batch_count(source, recipe, size * processes.size),
+        count=source.count(size * processes.size, select=_is_fitted_on, limit=recipe.max_examples),
         behind=behind,
     )  # fmt: skip
 
 
 def calibration_batches(source: DataSource, size: int, limit: int) -> Iterator[Batch]:
-    return source.batches(size, select=lambda content: split_of(content) == "calibration", limit=limit)
+    return source.batches(size, select=_is_fitted_on, limit=limit)
 
 
 def selection_batches(source: DataSource, size: int, limit: int) -> Iterator[Batch]:
     return source.batches(size, select=lambda content: split_of(content) == "selection", limit=limit)
 
 
-def _batch_count(source: DataSource, recipe: Recipe, size: int) -> int | None:
-    if source.examples is None:
-        return None
-    expected = min(recipe.max_examples, round(0.7 * source.examples))
-    return max(1, -(-expected // size))
+def _is_fitted_on(content: int) -> bool:
+    return split_of(content) == "calibration"

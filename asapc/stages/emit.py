@@ -55,16 +55,18 @@ def emit(
     manifest = _manifest(c, out)
     manifest["warnings"] = tell_shortages(c.calibration.sites, c.chosen.fits, progress)
     with replace_folder(out) as folder:
-        write_artifact(
-            folder, manifest, c.recipe, c.programs,
-            seen_hashes=[*c.calibration.seen_hashes, *c.chosen.hashes],
-            model=analysis.model,
-            selection={"fit_seconds": c.calibration.fit_seconds, **c.chosen.trail},
-            modules=modules,
-        )  # fmt: skip
+        with progress.phase("writing"):
+            write_artifact(
+                folder, manifest, c.recipe, c.programs,
+                seen_hashes=[*c.calibration.seen_hashes, *c.chosen.hashes],
+                model=analysis.model,
+                selection={"fit_seconds": c.calibration.fit_seconds, **c.chosen.trail},
+                modules=modules,
+            )  # fmt: skip
         _note_unlisted(c.programs, progress)
-        verify_written(folder, analysis.model, c.programs, c.example)
-        _verify_live(folder, analysis.model, c.output, c.example)
+        with progress.phase("reading it back and comparing"):
+            verify_written(folder, analysis.model, c.programs, c.example)
+            _verify_live(folder, analysis.model, c.output, c.example)
         _emit_onnx(folder, c, onnx, progress)
     return manifest
 

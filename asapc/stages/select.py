@@ -79,7 +79,8 @@ def choose(
     batches = list(selection_batches(source, recipe.batch_size, recipe.selection_examples))
     teacher_ms = None
     if batches:
-        teacher_ms = _verify_lossless(analysis, batches[0])
+        with progress.phase("verifying the lossless model"):
+            teacher_ms = _verify_lossless(analysis, batches[0])
     elif _needs_selection(analysis, recipe):
         raise InputError(
             f"{source.source}: the selection split needs examples",

@@ -118,14 +118,25 @@ class RichProgress(Progress):
 
     def _open(self) -> RichBars:
         from rich import progress
+        from rich.text import Text
+
+        class Count(progress.MofNCompleteColumn):
+            """Nothing for a phase: what has no total has no count either."""
+
+            def render(self, task: progress.Task) -> Text:
+                return Text() if task.total is None and not task.completed else super().render(task)
+
+        class Left(progress.TimeRemainingColumn):
+            def render(self, task: progress.Task) -> Text:
+                return Text() if task.total is None else super().render(task)
 
         if self._bars is None:
             self._bars = progress.Progress(
                 progress.TextColumn("{task.description}"),
                 progress.BarColumn(),
-                progress.MofNCompleteColumn(),
+                Count(),
                 progress.TimeElapsedColumn(),
-                progress.TimeRemainingColumn(),
+                Left(),
                 console=self.console,
                 transient=True,
             )
