@@ -24,11 +24,12 @@ from PIL import Image
 
 from asapc.report import html as rendering
 from asapc.report import write_report
+from asapc.report.layers import PICTURED
 from asapc.report.pictures import MapPair, SitePictures
 from asapc.report.plots import Point, bars, map_images, masses, pareto
 from asapc.report.text import json_text
 
-VOID = {"meta", "link", "img", "br"}
+VOID = {"meta", "link", "img", "br", "wbr", "input"}
 BROWSER = pytest.mark.skipif(browser.CHROMIUM is None, reason="chromium is not installed")
 
 
@@ -81,10 +82,12 @@ def tab() -> Iterator[browser.Browser]:
 def test_the_headline(full: str) -> None:
     text = " ".join(" ".join(Reader(full).text).split())
     for expected in (
-        "REGRESSION", "1 of 5 checks failed.",
-        "attention_rel_l2 of layers.2.mha is 0.0221, beyond its limit (max 0.02)",
+        "Look at layers. 2. mha first.", "REGRESSION", "1 of 5 checks failed.",
+        "The attention error of layers.2.mha is 0.0221; it should be at most 0.02.",
+        "layers.2.mha makes 42% of the error. Lossless there costs 19% of the speed.",
         "19.8×", "13.7× by lossless kernels alone", "99.90%", "95% interval 99.70% to 100.00%",
-        "83.80% → 83.70%", "95% interval of the drop -0.10% to 0.30%", "0.0221", "in layers.2.mha",
+        "accuracy 83.80% → 83.70%", "95% interval of the drop -0.10% to 0.30%",
+        "0.0221", "in layers.2.mha",
         "1468 ms", "1000 examples neither fitted nor selected on, times for batches of 32, on cpu",
     ):  # fmt: skip
         assert expected in text
@@ -255,8 +258,8 @@ def _plain_site() -> dict[str, Any]:
 
 def test_a_minimal_report_promises_nothing() -> None:
     text = " ".join(" ".join(Reader(html(page_report.minimal_report())).text).split())
-    assert "MEASURED" in text and "nothing is judged" in text
-    assert "Layers" not in text
+    assert "There is nothing to decide on yet." in text and "no gate file was given" in text
+    assert "Layers" not in text and "ACCEPT" not in text
 
 
 def test_verdicts() -> None:
@@ -286,6 +289,108 @@ def test_what_computes_the_teachers_map_is_not_shown_as_an_approximation(
     report = page_report.minimal_report()
     report["sites"] = [{"name": "a", "operator": operator, "convention": {"operator": own}}]
     assert f'<span class="pill {tone}">{operator}</span>' in html(report)
+
+
+def deep_report(count: int, baseline: bool = False) -> dict[str, Any]:
+    """So many layers, the worst in the middle of the model: against a baseline, or without a gate."""
+    report = page_report.full_report()
+    report["sites"], report["selection"]["sites"] = [], report["selection"]["sites"][:1]
+    report["gate"] = {"verdict": "REGRESSION", "checks": []} if baseline else {}
+    for index in range(count):
+        site = copy.deepcopy(_plain_site())
+        site |= {"name": f"encoder.blocks.{index}.attention"}
+        error = 0.01 + 0.001 * min(index, count - 1 - index)
+        site["metrics"]["attention_rel_l2"], site["confidence"] = error, {}
+        report["sites"].append(site)
+        if baseline:
+            worse = -0.002 if index else 0.004
+            report["gate"]["checks"].append(
+                {"kind": "baseline", "metric": "attention_rel_l2", "scope": site["name"], "value": error,
+                 "baseline": error - worse, "worse_by": worse, "allowed": 0.02, "message": "compared",
+                 "class": "ACCEPT" if index else "REGRESSION"}
+            )  # fmt: skip
+    return report
+
+
+def _layer_names(text: str) -> list[str]:
+    return re.findall(r'<details class="layer".*?<h3><bdi>(.*?)</bdi>', text, re.DOTALL)
+
+
+def test_layers_come_worst_first_and_folded() -> None:
+    text = html(page_report.full_report())
+    assert _layer_names(text) == ["layers.2.mha", "layers.0.mha", "layers.1.mha"]
+    assert '<details class="layer" open' not in text and " open>" not in text
+    # A layer's maps are inside its fold, behind its errors.
+    first = text[text.index('id="layer-2"') : text.index('id="layer-0"')]
+    assert first.index("attention error") < first.index("</summary>") < first.index("<svg")
+
+
+def test_layers_are_sorted_without_a_script() -> None:
+    text = html(deep_report(4, baseline=True))
+    for key, expected in (("worst", "1203"), ("model", "0123"), ("change", "0123")):
+        assert f'id="by-{key}"' in text
+        places = re.findall(rf'id="layer-(\d)" style="[^"]*--{key}: (\d);', text)
+        assert "".join(name for name, place in sorted(places, key=lambda x: x[1])) == expected
+        if key != "worst":  # they stand in this order
+            assert f"section:has(#by-{key}:checked) .layer {{ order: var(--{key}); }}" in text
+    assert "<script" not in text and "<fieldset" not in html(deep_report(1))
+
+
+def test_a_difference_to_the_baseline_has_a_column() -> None:
+    report = deep_report(3, baseline=True)
+    text = " ".join(" ".join(Reader(html(report)).text).split())
+    assert "error against the baseline" in text and "+0.00400" in text and "−0.00200" in text
+    assert "error against the baseline" not in "".join(Reader(html(deep_report(3))).text)
+    report["gate"]["checks"] = report["gate"]["checks"][:2]  # the third was not compared
+    assert "not compared" in html(report)
+
+
+def test_many_comparisons_that_passed_are_folded() -> None:
+    text = html(deep_report(20, baseline=True))
+    gate = text[text.index('<section id="gate">') :]
+    assert "19 comparisons with the baseline passed" in gate
+    assert gate.index("encoder.blocks.0.attention") < gate.index("19 comparisons")
+
+
+def test_pictures_do_not_grow_with_depth() -> None:
+    count = PICTURED + 3
+    report = deep_report(count)
+    pictures = [SitePictures(site["name"], [_pair()]) for site in report["sites"]]
+    text = html(report, pictures)
+    assert len(Reader(text).named("img")) == 3 * PICTURED
+    assert f"drawn for the {PICTURED} layers with the largest attention errors; the other 3" in text
+    assert text.count("Without pictures: they are drawn") == 3
+    kept = text[text.index(f'id="layer-{count // 2}"') :]
+    assert "<img" in kept[: kept.index("</details>")]  # the worst has its own
+    assert len(_layer_names(text)) == count
+
+
+def test_default_limits_are_named_and_are_advice() -> None:
+    report = page_report.full_report()
+    report["gate"], report["sites"] = {}, [_plain_site()]
+    text = html(report)
+    shown = " ".join(" ".join(Reader(text).text).split())
+    assert "Ship it." in shown and "Default limits, no gate file was given: 3 of 3 kept." in shown
+    assert 'class="tone-good"' in text and "the budget it was compiled with" in shown
+    assert "attention_rel_l2: {max: 0.02}" in shown and "speedup: {min: 1}" in shown
+    assert "ACCEPT" not in shown and "REGRESSION" not in shown  # what only a gate gives
+    report["model"]["prediction_agreement"] = 0.9
+    text = html(report)
+    assert 'class="tone-odd"' in text and "not kept" in text and "ACCEPT" not in text
+
+
+def test_a_lossless_model_that_is_as_fast_is_offered_with_how_to_get_it() -> None:
+    report = page_report.full_report()
+    report["gate"], report["sites"], report["selection"] = {}, [_plain_site()], None
+    assert "How to get the lossless model" not in html(report)
+    report["model"] |= {"latency_lossless_ms": 75.0, "speedup_lossless": 19.6}
+    shown = " ".join(" ".join(Reader(html(report)).text).split())
+    assert "Take the lossless model instead." in shown and "takes 1% longer" in shown
+    for expected in (
+        "operator: lossless", 'asapc.load("OUT", stage="lossless")',
+        "asapc compile MODEL --calibration CALIB --recipe lossless.yaml",
+    ):  # fmt: skip
+        assert expected in shown
 
 
 def test_a_violated_certificate_is_not_folded_away() -> None:
@@ -428,6 +533,36 @@ def test_in_a_browser(
         ".filter(e => e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML)"
     ) == []  # fmt: skip
     assert tab.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+
+
+@BROWSER
+def test_errors_are_seen_on_a_phone_and_layers_sorted_in_place(
+    tab: browser.Browser, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(html(deep_report(5, baseline=True)), encoding="utf-8")
+    tab.open(path, 390, 844)
+    inside = tab.evaluate(
+        "[...document.querySelectorAll('.layer .cell > *')].every(e => {"
+        "const b = e.getBoundingClientRect(); return b.left >= 0 && b.right <= innerWidth})"
+    )
+    assert inside
+    assert tab.evaluate(
+        "[...document.querySelectorAll('.cell .key')].every(e => e.getBoundingClientRect().height > 10)"
+    )
+    tops = (
+        "[...document.querySelectorAll('.layer')].sort((a, b) => a.getBoundingClientRect().top - "
+        "b.getBoundingClientRect().top).map(e => e.id.slice(6)).join('')"
+    )
+    assert tab.evaluate(tops) == "21304"
+    tab.evaluate("document.querySelector('#by-model').click()")
+    assert tab.evaluate(tops) == "01234"
+    # A keyboard reaches every fold, and the focus is seen.
+    assert tab.evaluate(
+        "(() => { const s = document.querySelector('.layer > summary'); s.focus(); "
+        "return document.activeElement === s && s.tabIndex >= 0 })()"
+    )
+    assert tab.messages == []
 
 
 @BROWSER

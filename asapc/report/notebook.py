@@ -21,8 +21,8 @@ from asapc.report.tables import metric_text, number
 ROWS = 12  # layers that are listed
 HINTS = 3
 FAINT = "opacity: .7; font-size: .92em"
-LEFT = "text-align: left"
-RIGHT = "text-align: right"
+LEFT = "text-align: left; padding: .15em 1.2em .15em 0"
+RIGHT = "text-align: right; padding: .15em 1.2em .15em 0"
 
 
 def report_html(report: Report, title: str | None = None) -> str:
@@ -94,7 +94,7 @@ def _figures(report: Report) -> str:
     if not cells:
         return ""
     row = "".join(
-        f'<td style="{LEFT}; vertical-align: top; padding-right: 2em"><div style="{FAINT}">{_text(label)}'
+        f'<td style="{LEFT}; vertical-align: top"><div style="{FAINT}">{_text(label)}'
         f'</div><div style="font-size: 1.3em; font-weight: 600">{_text(value)}</div>'
         f'<div style="{FAINT}">{_text(note)}</div></td>'
         for label, value, note in cells

@@ -276,11 +276,9 @@ def draw_lines(
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel(axis)
+    axes.set_xlabel(axis if limit is None else f"{axis} (dashed: limit {limit:g})")
     if limit is not None:
         axes.axvline(limit, color=colors.over, linewidth=1, dashes=(4, 3))
-        axes.annotate("limit", (limit, -0.6), xytext=(-3, -2), textcoords="offset points", va="top",
-                      ha="right", color=colors.over, fontsize=10.5)  # fmt: skip
     return figure
 
 
@@ -290,7 +288,7 @@ def draw_maps(pair: MapPair, colors: Colors = ALONE) -> Figure:
     teacher, compiled = pair.teacher.double(), pair.compiled.double()
     figure = Figure(figsize=(9.2, 3.4), dpi=72)
     panels = figure.subplots(1, 3)
-    figure.subplots_adjust(left=0.03, right=0.97, top=0.88, bottom=0.06, wspace=0.3)
+    figure.subplots_adjust(left=0.03, right=0.92, top=0.88, bottom=0.06, wspace=0.3)
     for axes, title, values, low, high, stops in (
         (panels[0], "teacher", teacher, 0.0, ends.largest, SEQUENTIAL),
         (panels[1], "compiled", compiled, 0.0, ends.largest, SEQUENTIAL),

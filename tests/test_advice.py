@@ -1,0 +1,329 @@
+"""What to do with a compiled model, from its report alone."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import page_report
+import pytest
+import yaml
+
+from asapc.inputs.recipe import Recipe
+from asapc.report import Report
+from asapc.report.advice import (
+    LOSSLESS_RECIPE,
+    Decision,
+    advise,
+    decide,
+    default_limits,
+    error_shares,
+    figures,
+    judgement,
+    lossless_instead,
+    recipe_of,
+    worst_first,
+)
+from asapc.report.gates import parse_gates
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def document() -> Document:
+    """Inside its budget, and much faster than the lossless model; no gate."""
+    full = page_report.full_report()
+    full["gate"] = {}
+    full["selection"]["budget"] = {"attention_rel_l2": 0.05, "prediction_agreement": 0.99}
+    return full
+
+
+def decided(document: Document) -> Decision:
+    return decide(page_report.typed(document))
+
+
+def test_inside_the_default_limits_it_is_shipped(document: Document) -> None:
+    decision = decided(document)
+    assert (decision.action, decision.sentence) == ("ship", "Ship it.")
+    assert decision.because == "All 3 default limits are kept."
+    assert decision.judgement.default and decision.judgement.gate.verdict == "ACCEPT"
+
+
+def test_advice_leaves_the_report_alone(document: Document) -> None:
+    document["sites"][0]["metrics"]["attention_rel_l2"] = 0.9
+    report = page_report.typed(document)
+    before = json.dumps(report.to_json())
+    assert decide(report).action == "look" and advise(report)
+    assert json.dumps(report.to_json()) == before
+    assert report.gate.verdict is None and report.gate.passed
+
+
+def test_default_limits_are_the_budget_that_the_artefact_records(document: Document) -> None:
+    def limits() -> dict[str, float]:
+        found = default_limits(page_report.typed(document))
+        return {limit.gate.metric: limit.gate.limit for limit in found}
+
+    assert limits() == {"attention_rel_l2": 0.05, "prediction_agreement": 0.99, "speedup": 1.0}
+    document["selection"]["budget"] = {"attention_rel_l2": 0.01, "logit_kl": 1e-3}
+    assert limits() == {"attention_rel_l2": 0.01, "logit_kl": 1e-3, "speedup": 1.0}
+    document["selection"] = None
+    assert limits()["attention_rel_l2"] == Recipe().budget["attention_rel_l2"]
+    # What was not measured is not judged.
+    for key in ("prediction_agreement", "speedup"):
+        del document["model"][key]
+    assert limits() == {"attention_rel_l2": 0.05}
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -1.0, 1e308, None])
+def test_a_recorded_budget_may_be_anything(document: Document, junk: float | None) -> None:
+    document["selection"]["budget"] = {"attention_rel_l2": junk, "prediction_agreement": junk, "x": 1.0}
+    for limit in default_limits(page_report.typed(document)):
+        assert 0 <= limit.gate.limit < math.inf
+        assert limit.gate.metric != "prediction_agreement" or limit.gate.limit <= 1
+    assert decided(document).action in ("ship", "look")
+
+
+def test_the_default_limits_are_a_gate_file(document: Document) -> None:
+    limits = [limit.gate for limit in default_limits(page_report.typed(document))]
+    lines = [f"{gate.metric}: {{{gate.bound}: {gate.limit:g}}}" for gate in limits]
+    assert parse_gates(yaml.safe_load("\n".join(lines))) == limits
+
+
+def test_the_worst_site_beyond_its_budget_is_the_one_to_look_at(document: Document) -> None:
+    document["sites"][1]["metrics"]["attention_rel_l2"] = 0.08
+    decision = decided(document)
+    assert (decision.action, decision.site) == ("look", "layers.1.mha")
+    assert decision.sentence == "Look at layers.1.mha first."
+    assert decision.because == "The attention error of layers.1.mha is 0.0800; it should be at most 0.05."
+
+
+def test_where_the_model_fails_the_site_that_makes_most_of_the_error_is_named(document: Document) -> None:
+    document["model"]["prediction_agreement"] = 0.9
+    decision = decided(document)
+    assert (decision.action, decision.site) == ("look", "layers.2.mha")
+    assert decision.because == "The prediction agreement is 90.00%; it should be at least 99%."
+
+
+def test_a_gate_comes_before_the_default_limits() -> None:
+    decision = decided(page_report.full_report())
+    assert not decision.judgement.default and decision.judgement.limits == ()
+    assert (decision.action, decision.site) == ("look", "layers.2.mha")
+
+
+def test_a_slower_model_is_not_shipped_however_close(document: Document) -> None:
+    document["model"] |= {"speedup": 0.8, "speedup_lossless": 0.7, "latency_compiled_ms": 1835.0,
+                          "latency_lossless_ms": 2097.0}  # fmt: skip
+    assert decided(document).sentence == "Keep the teacher."
+    document["model"] |= {"speedup_lossless": 1.4, "latency_lossless_ms": 1048.0}
+    decision = decided(document)
+    assert decision.action == "lossless" and decision.lossless is not None
+
+
+def test_too_few_examples_are_no_decision(document: Document) -> None:
+    document["model"]["examples"] = 20
+    decision = decided(document)
+    assert decision.action == "measure" and "more examples" in decision.sentence
+    assert "at least 100 are needed" in decision.because
+    document["model"]["examples"] = 1000
+    document["model"]["speedup"] = 5000.0
+    decision = decided(document)
+    assert decision.sentence == "Measure again before you decide."
+    assert "a timing is wrong" in decision.because
+
+
+def test_nothing_measured_is_nothing_to_decide() -> None:
+    decision = decided(page_report.minimal_report())
+    assert decision.action == "measure" and decision.judgement.gate.verdict is None
+
+
+def test_exact_layers_need_no_agreement_of_many_examples(document: Document) -> None:
+    for site in document["sites"]:
+        site["operator"] = "sinkhorn"
+        site["metrics"]["attention_rel_l2"] = 3e-7
+    document["model"]["examples"] = 20
+    decision = decided(document)
+    assert decision.action == "ship"
+    assert decision.because == "Every layer computes the teacher's own attention."
+    for site in document["sites"]:
+        site["operator"] = "teacher"
+    assert decided(document).sentence == "Keep the teacher."
+
+
+def test_a_model_trained_on_labels_is_judged_by_its_accuracy(document: Document) -> None:
+    document["model"]["prediction_agreement"] = 0.9
+    document["sites"][0]["metrics"]["attention_rel_l2"] = 0.9
+    document["refresh"] = {"mode": "labels"}
+    found = default_limits(page_report.typed(document))
+    limits = {limit.gate.metric: limit.gate.limit for limit in found}
+    assert limits == {"accuracy_drop": pytest.approx(0.01), "speedup": 1.0}
+    assert decided(document).action == "ship"
+
+
+# The lossless model
+
+
+def near(document: Document, ratio: float) -> Document:
+    """The lossless model takes `ratio` times the compiled model's time, and the layers agree."""
+    compiled = document["model"]["latency_compiled_ms"]
+    document["model"]["latency_lossless_ms"] = ratio * compiled
+    document["model"]["speedup_lossless"] = document["model"]["speedup"] / ratio
+    for site in document["selection"]["sites"]:
+        chosen = next(c for c in site["candidates"] if c["chosen"])
+        exact = next(c for c in site["candidates"] if c["operator"] == "sinkhorn")
+        exact["latency_ms"] = {k: v * ratio for k, v in chosen["latency_ms"].items()}
+    return document
+
+
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [(0.8, "faster than"), (1.0, "as fast as"), (1.09, "takes 9% longer"), (1.12, "")],
+)
+def test_a_lossless_model_that_is_nearly_as_fast_is_the_better_one(
+    document: Document, ratio: float, told: str
+) -> None:
+    report = page_report.typed(near(document, ratio))
+    found = lossless_instead(report)
+    assert (found is not None) == bool(told)
+    assert decide(report).action == ("lossless" if told else "ship")
+    if found is not None:
+        assert told in found.sentence and found.cost == pytest.approx(1 - 1 / ratio)
+        assert Recipe.from_dict(yaml.safe_load(found.recipe)).operator == "lossless"
+        assert "asapc compile" in found.command and "lossless.yaml" in found.command
+        assert advise(report) == []  # one recipe is better than a line a layer
+
+
+def test_it_must_hold_at_every_shape_that_the_recipe_named(document: Document) -> None:
+    near(document, 1.0)
+    for site in document["selection"]["sites"]:
+        exact = next(c for c in site["candidates"] if c["operator"] == "sinkhorn")
+        exact["latency_ms"]["32x256"] *= 2
+    assert lossless_instead(page_report.typed(document)) is None
+    for site in document["selection"]["sites"]:
+        for candidate in site["candidates"]:
+            del candidate["latency_ms"]["32x128"]  # one shape is that of the data: the model was timed
+    assert lossless_instead(page_report.typed(document)) is not None
+
+
+def test_exact_layers_and_unmeasured_times_have_no_lossless_alternative(document: Document) -> None:
+    exact = copy.deepcopy(near(document, 1.0))
+    for site in exact["sites"]:
+        site["operator"] = "sinkhorn"
+    assert lossless_instead(page_report.typed(exact)) is None
+    document["model"]["latency_lossless_ms"] = None
+    assert lossless_instead(page_report.typed(document)) is None
+
+
+def test_the_lossless_model_must_keep_the_gates_own_speed(document: Document) -> None:
+    near(document, 1.05)
+    least = 1.02 * document["model"]["speedup"] / 1.05
+    check = {"metric": "speedup", "scope": "model", "value": 19.79, "min": least, "passed": True}
+    document["gate"] = {"verdict": "ACCEPT", "checks": [check]}
+    decision = decided(document)
+    assert decision.action == "ship" and decision.lossless is not None
+    document["gate"]["checks"][0]["min"] = 10.0
+    assert decided(document).action == "lossless"
+
+
+def test_it_mends_errors_of_approximation_and_nothing_else(document: Document) -> None:
+    near(document, 1.0)
+    document["sites"][0]["metrics"]["attention_rel_l2"] = 0.9
+    assert decided(document).action == "lossless"
+    check = {"metric": "accuracy_teacher", "scope": "model", "value": 0.8, "min": 0.9, "passed": False}
+    document["gate"] = {"verdict": "REGRESSION", "checks": [check]}
+    assert decided(document).action == "look"
+
+
+# Advice
+
+
+def test_advice_is_ranked_by_what_it_would_gain(document: Document) -> None:
+    advice = advise(page_report.typed(document))
+    assert [each.site for each in advice[:3]] == ["layers.2.mha", "layers.0.mha", "layers.1.mha"]
+    first = advice[0]
+    assert first.gain == pytest.approx(0.0221 / (0.0167 + 0.0142 + 0.0221))
+    extra = (30.6 - 14.8) * 1.08  # at 32 x 256, the longest of the batches that the model was timed on
+    assert first.cost == pytest.approx(extra / (74.2 + extra)) and first.timed
+    assert first.sentence == "layers.2.mha makes 42% of the error. Lossless there costs 19% of the speed."
+
+
+def test_each_layer_alone_tells_more_than_its_attention(document: Document) -> None:
+    for site, alone in zip(document["selection"]["sites"], (0.03, 0.01, 0.01), strict=True):
+        for candidate in site["candidates"]:
+            candidate["alone"] = {"output_rel_l2": alone}
+    shares = error_shares(page_report.typed(document))
+    assert shares == pytest.approx({"layers.0.mha": 0.6, "layers.1.mha": 0.2, "layers.2.mha": 0.2})
+    for candidate in document["selection"]["sites"][1]["candidates"]:
+        candidate["alone"] = {}  # not known of one: not of any
+    assert error_shares(page_report.typed(document))["layers.2.mha"] == pytest.approx(0.417, abs=1e-3)
+
+
+def test_without_prices_the_models_difference_is_shared(document: Document) -> None:
+    document["selection"] = None
+    advice = advise(page_report.typed(document))[0]
+    extra = (107.1 - 74.2) / 3
+    assert advice.cost == pytest.approx(extra / (74.2 + extra)) and not advice.timed
+    assert "costs about 13%" in advice.sentence
+    for key in ("latency_lossless_ms", "latency_compiled_ms"):
+        document["model"][key] = None
+        assert advise(page_report.typed(document))[0].cost is None
+
+
+def test_prices_of_another_device_are_not_taken(document: Document) -> None:
+    document["selection"]["device"] = "NVIDIA H100"
+    assert not advise(page_report.typed(document))[0].timed
+
+
+def test_the_lines_for_a_recipe_are_a_recipe(document: Document) -> None:
+    names = ['a"b', "layers.*.mha", "[x] \\ {y}: #z"]
+    for site, tried, name in zip(document["sites"], document["selection"]["sites"], names, strict=True):
+        site["name"] = tried["name"] = name
+    advice = advise(page_report.typed(document))
+    recipe = Recipe.from_dict(yaml.safe_load(recipe_of(advice)))
+    assert [recipe.for_site(name).operator for name in names] == ["lossless"] * 3
+    assert recipe.for_site("layers.0.mha").operator == "auto"  # a star in a name is a star
+    assert recipe_of([]) == "" and LOSSLESS_RECIPE in recipe_of(advice)
+
+
+def test_an_interval_beyond_the_limit_asks_for_more_examples(document: Document) -> None:
+    document["model"]["examples"] = 130
+    document["model"]["confidence"]["prediction_agreement"] = [0.972, 1.0]
+    last = advise(page_report.typed(document))[-1]
+    assert last.kind == "examples" and last.site is None
+    assert last.sentence == (
+        "The 95% interval of the agreement begins at 97.20%, below 99%: 130 examples do not prove it, "
+        "at least 369 are needed."
+    )
+    document["model"]["confidence"]["prediction_agreement"] = [0.991, 1.0]
+    assert all(each.kind == "lossless" for each in advise(page_report.typed(document)))
+
+
+def test_the_worst_site_comes_first_and_what_is_not_finite_before_it(document: Document) -> None:
+    errors: list[float | None] = [0.1, None, math.inf, 0.3, 0.1]
+    site = document["sites"][0]
+    document["sites"] = [
+        {**site, "name": str(i), "metrics": {"attention_rel_l2": error}} for i, error in enumerate(errors)
+    ]
+    report = Report.from_json(document, "report")
+    assert [s.name for s in worst_first(report.sites)] == ["2", "3", "0", "4", "1"]
+    assert figures(report).worst_site == "3"
+
+
+def test_a_judgement_says_where_its_limits_are_from(document: Document) -> None:
+    judged = judgement(page_report.typed(document))
+    assert {limit.source for limit in judged.limits} == {
+        "the budget it was compiled with", "no slower than the teacher",
+    }  # fmt: skip
+    assert judgement(page_report.typed(page_report.full_report())).limits == ()
+
+
+@pytest.mark.parametrize("operator", ["asap", "sinkhorn", "teacher"])
+def test_any_part_of_a_report_may_be_missing(document: Document, operator: str) -> None:
+    document["sites"][0]["operator"] = operator
+    for part in ("selection", "sites", "splits", "environment", "fingerprints", "by_length"):
+        own = {key: value for key, value in document.items() if key != part}
+        report = page_report.typed(own)
+        assert decide(report).sentence and isinstance(advise(report), list)
+    for key in list(document["model"]):
+        own = {**document, "model": {k: v for k, v in document["model"].items() if k != key}}
+        report = page_report.typed(own)
+        assert decide(report).sentence and isinstance(advise(report), list)

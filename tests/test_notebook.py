@@ -1,0 +1,220 @@
+"""Reports and compiled models in a notebook, figures on their own, and progress bars there."""
+
+import io
+import json
+import pickle
+import re
+import subprocess
+import sys
+import types
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import page_report
+import pytest
+from matplotlib.figure import Figure
+from torch import nn
+
+from asapc.api import Compiled, MeasuredReport
+from asapc.errors import InputError
+from asapc.program.summary import Summary, shown_by
+from asapc.report.figures import FIGURES
+from asapc.report.notebook import ROWS, model_html
+from asapc.terminal.progress import PlainProgress, RichProgress, make_progress
+
+HOSTILE = "</table><script>alert(1)</script>\"'<img src=x onerror=alert(1)>\u202e\x1b$x$"
+
+
+class Reader(HTMLParser):
+    """Checks that tags close in order; collects tags and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def shown(html: str) -> str:
+    return " ".join(" ".join(Reader(html).text).split())
+
+
+def test_a_report_shows_what_decides() -> None:
+    report = page_report.typed(page_report.full_report())
+    text = shown(report._repr_html_())
+    for expected in (
+        "teachers/imdb", "Look at layers.2.mha first.", "gate: REGRESSION, 1 of 5 checks failed", "19.8×",
+        "99.90%", "99.70% to 100.00%", "0.0221", "layers.1.mha asap 0.0142",
+        "Lossless there costs 19% of the speed.",
+    ):  # fmt: skip
+        assert expected in text
+    measured = MeasuredReport(report)
+    assert measured._repr_html_() == report._repr_html_()
+    assert Compiled(nn.Identity(), measured)._repr_html_() == report._repr_html_()
+
+
+def test_default_limits_are_named() -> None:
+    document = page_report.full_report()
+    document["gate"] = {}
+    assert "default limits, no gate file was given" in shown(page_report.typed(document)._repr_html_())
+    minimal = page_report.typed(page_report.minimal_report())._repr_html_()
+    assert "nothing to decide on" in shown(minimal) and "<table" not in minimal
+
+
+def test_names_are_text_and_nothing_runs_or_is_fetched() -> None:
+    document = page_report.full_report()
+    document["gate"], document["model"]["source"] = {}, HOSTILE
+    for site, tried in zip(document["sites"], document["selection"]["sites"], strict=True):
+        site["name"] = tried["name"] = HOSTILE + "n" * 10_000
+        site["metrics"]["attention_rel_l2"] = 0.9
+    html = page_report.typed(document)._repr_html_()
+    reader = Reader(html)
+    assert {tag for tag, _ in reader.tags} <= {
+        "div", "span", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "code",
+    }  # fmt: skip
+    assert all(set(attributes) <= {"style", "scope"} for _, attributes in reader.tags)
+    assert all(attributes["scope"] in ("row", "col") for tag, attributes in reader.tags if tag == "th")
+    assert "<script>alert(1)" in "".join(reader.text)
+    assert not re.search("[\x1b\u202e]|https?:|url\\(", html) and len(html) < 10_000
+
+
+def test_a_deep_model_is_a_short_table() -> None:
+    document = page_report.full_report()
+    document["sites"] = [{**document["sites"][0], "name": f"layers.{i}"} for i in range(ROWS + 5)]
+    html = page_report.typed(document)._repr_html_()
+    assert html.count('<th scope="row"') == ROWS and "and 5 more" in html
+
+
+# Models
+
+
+def test_a_compiled_model_shows_the_report_beside_it_or_its_layers(tmp_path: Path) -> None:
+    lines = [f"layers.{i}: asap (target dual)" for i in range(ROWS + 2)]
+    assert "layers.0: asap (target dual)" in model_html("a<b>", lines, str(tmp_path))
+    text = shown(model_html("a<b>", lines, str(tmp_path)))
+    assert "compiled model of a<b>" in text and "and 2 more" in text and "No report yet" in text
+    (tmp_path / "report.json").write_text(json.dumps(page_report.full_report()))
+    text = shown(model_html("a<b>", lines, str(tmp_path)))
+    assert "compiled model of a<b>" in text and "Look at layers.2.mha first." in text
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"sites": 3}', "\x00", "[" * 100_000])
+def test_a_report_that_cannot_be_read_is_left_aside(content: str, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(content)
+    assert "No report yet" in model_html("m", ["a: asap"], str(tmp_path))
+
+
+def test_a_model_is_shown_by_its_summary_and_keeps_its_own_way(tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    shown_by(model, Summary("Linear", ["a: asap"], tmp_path))
+    assert "a: asap" in model._repr_html_()
+    again = pickle.loads(pickle.dumps(model))
+    assert again._repr_html_() == model._repr_html_()
+    shown_by(model, Summary("Linear", [], tmp_path, "<p>measured</p>"))
+    assert model._repr_html_() == "<p>measured</p>"
+    shown_by(model, None)
+    assert not hasattr(model, "_repr_html_")
+
+    class Own(nn.Linear):
+        def _repr_html_(self) -> str:
+            return "own"
+
+    own = Own(2, 2)
+    shown_by(own, Summary("Own", [], tmp_path))
+    assert own._repr_html_() == "own"
+
+
+# Figures
+
+
+@pytest.mark.parametrize("what", FIGURES)
+def test_every_figure_can_be_drawn_and_written(what: str) -> None:
+    report = page_report.typed(page_report.full_report(), page_report.pictures())
+    figure = MeasuredReport(report).figure(what)
+    assert isinstance(figure, Figure)
+    written = io.BytesIO()
+    figure.savefig(written, format="png")
+    assert written.getvalue().startswith(b"\x89PNG") and len(written.getvalue()) > 2000
+
+
+def test_errors_are_drawn_worst_first_with_the_limit_and_names_as_text() -> None:
+    document = page_report.full_report()
+    document["sites"][1]["name"] = "$\\frac{1}{0}$\u202e" + "n" * 100
+    (axes,) = page_report.typed(document).figure().axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names[:2] == ["layers.2.mha", "layers.0.mha"]
+    assert names[2].startswith("$\\frac{1}{0}$\ufffd") and len(names[2]) == 36
+    assert [round(bar.get_width(), 4) for bar in axes.patches] == [0.0221, 0.0167, 0.0142]
+    assert "limit 0.02" in axes.get_xlabel()
+
+
+def test_a_figure_of_one_site() -> None:
+    report = page_report.typed(page_report.full_report())
+    worst, other = (report.figure("heads", site).axes[0].patches for site in (None, "layers.1.mha"))
+    assert max(bar.get_height() for bar in worst) > max(bar.get_height() for bar in other)
+
+
+def test_what_cannot_be_drawn_says_why() -> None:
+    report = page_report.typed(page_report.full_report())
+    with pytest.raises(InputError, match="there is no 'speed'"):
+        report.figure("speed")
+    with pytest.raises(InputError, match=r"there is no site 'layers\.9'"):
+        report.figure("heads", "layers.9")
+    with pytest.raises(InputError, match=r"report\.json has none"):
+        report.figure("maps")
+    minimal = page_report.typed(page_report.minimal_report())
+    for what in FIGURES:
+        with pytest.raises(InputError):
+            minimal.figure(what)
+
+
+def test_without_matplotlib_the_error_names_the_extra() -> None:
+    program = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from asapc.errors import InputError\n"
+        "from asapc.report import Report\n"
+        f"report = Report.from_json({page_report.minimal_report()!r}, 'report')\n"
+        "assert 'nothing to decide' in report._repr_html_()\n"
+        "try: report.figure()\n"
+        "except InputError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "figures need matplotlib" in result.stdout and "asapc[report]" in result.stdout
+
+
+# Progress
+
+
+def fake_notebook(monkeypatch: pytest.MonkeyPatch, *, widgets: bool) -> None:
+    shell = type("ZMQInteractiveShell", (), {})()
+    ipython = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    found = object() if widgets else None
+    monkeypatch.setattr("asapc.terminal.progress.find_spec", lambda name: found)
+
+
+def test_a_notebook_has_bars_where_it_can_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    fake_notebook(monkeypatch, widgets=True)
+    assert isinstance(make_progress(), RichProgress)
+    assert isinstance(make_progress(stream=io.StringIO()), PlainProgress)  # a stream is a stream
+    assert not isinstance(make_progress(quiet=True), RichProgress | PlainProgress)
+    fake_notebook(monkeypatch, widgets=False)
+    assert isinstance(make_progress(), PlainProgress)
+    assert [*make_progress().track([1, 2], "fitting")] == [1, 2]
+    assert "fitting: 2/2" in sys.stderr.getvalue()  # type: ignore[attr-defined]
