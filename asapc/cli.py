@@ -503,6 +503,10 @@ def report(
     ] = None,
     examples: Examples = MEASURED_EXAMPLES,
     fast: Fast = False,
+    torch_compile: Annotated[
+        bool,
+        typer.Option("--torch-compile", help="Time teacher and compiled model under torch.compile, too."),
+    ] = False,
     max_memory: MaxMemory = None,
     model: OptionalModel = None,
     weights: Weights = None,
@@ -525,7 +529,8 @@ def report(
         result = commands.report_artifact(
             run, artifact, data, gate, model, weights, kwargs, examples,
             baseline=baseline, max_regression=max_regression or (), junit=junit, fast=fast,
-            max_memory=max_memory, trust=trust, remote_code=trust_remote_code, device=device,
+            max_memory=max_memory, torch_compile=torch_compile, trust=trust,
+            remote_code=trust_remote_code, device=device,
         )  # fmt: skip
         return _reported(run, result, artifact, data)
 
@@ -547,6 +552,13 @@ def bench(
             help="Measure tile sizes for this machine and remember them, or leave them aside.",
         ),
     ] = None,
+    torch_compile: Annotated[
+        bool,
+        typer.Option(
+            "--torch-compile/--no-torch-compile",
+            help="Time teacher and compiled model under torch.compile, too: it may take minutes.",
+        ),
+    ] = True,
     model: OptionalModel = None,
     weights: Weights = None,
     kwargs: Kwargs = None,
@@ -575,6 +587,7 @@ def bench(
             repeats=repeats,
             explain=explain,
             tune=tune,
+            torch_compile=torch_compile,
             trust=trust,
             remote_code=trust_remote_code,
             progress=run.progress,

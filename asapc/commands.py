@@ -142,6 +142,7 @@ def report_artifact(
     junit: str | None = None,
     fast: bool = False,
     max_memory: str | None = None,
+    torch_compile: bool = False,
     trust: bool = False,
     remote_code: bool = False,
     device: str = AUTO,
@@ -169,8 +170,8 @@ def report_artifact(
     with joined() as processes:
         result = pipeline.report(
             artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
-            examples=examples, fast=fast, max_memory=limit, trust=trust, remote_code=remote_code,
-            progress=run.progress, processes=processes, device=place,
+            examples=examples, fast=fast, max_memory=limit, torch_compile=torch_compile, trust=trust,
+            remote_code=remote_code, progress=run.progress, processes=processes, device=place,
         )  # fmt: skip
         if processes.first:
             with run.progress.phase("drawing the page"):

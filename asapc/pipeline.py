@@ -177,6 +177,7 @@ def report(
     examples: int = MEASURED_EXAMPLES,
     fast: bool = False,
     max_memory: int | None = None,
+    torch_compile: bool = False,
     trust: bool = False,
     remote_code: bool = False,
     progress: Progress,
@@ -185,12 +186,13 @@ def report(
 ) -> Report:
     """Measure on unseen examples, compare with the baseline, check the limits.
 
-    fast: without certificates and pictures.  max_memory, processes, device: see evaluate.report.
+    fast: without certificates and pictures.  max_memory, torch_compile, processes, device: see
+    evaluate.report.
     """
     measured = evaluate.report(
         artifact_path, data, model=model, weights=weights, kwargs=kwargs, examples=examples, fast=fast,
-        max_memory=max_memory, trust=trust, remote_code=remote_code, progress=progress,
-        processes=processes, device=device,
+        max_memory=max_memory, torch_compile=torch_compile, trust=trust, remote_code=remote_code,
+        progress=progress, processes=processes, device=device,
     )  # fmt: skip
     comparison = None if baseline is None else compare(measured, baseline)
     return replace(measured, gate=gate_result(measured, limits, comparison))

@@ -118,6 +118,7 @@ def report_brief(report: Report) -> list[str]:
         if seen.speedup_lossless is not None:
             exact = number(seen.speedup_lossless)
             lines.append(f"            {exact}x with every loop kept exactly (lossless)")
+    lines += [f"            {told}" for told in _under_torch_compile(model.values)]
     for key, label in (("prediction_agreement", "agreement"), ("accuracy_compiled", "accuracy")):
         value = model.metric(key)
         if value is not None:
@@ -135,6 +136,19 @@ def report_brief(report: Report) -> list[str]:
     return lines
 
 
+def _under_torch_compile(model: Mapping[str, Any]) -> list[str]:
+    """The teacher and the compiled model under torch.compile, where they were timed."""
+    told = []
+    for key, what in (("teacher", "the teacher"), ("compiled", "the compiled model")):
+        ratio = model.get(f"speedup_{key}_torch_compile")
+        if ratio is not None:
+            took = model.get("torch_compile_seconds") if key == "teacher" else None
+            beside = "" if took is None else f" ({number(took)} s to compile)"
+            told.append(f"{number(ratio)}x {what} under torch.compile{beside}")
+    failed = model.get("torch_compile_failed")
+    return told + ([] if not failed else _wrapped(f"torch.compile failed on {failed}"))
+
+
 def _beside(report: Report, key: str) -> str:
     """The interval of a share, and the teacher's where it has its own."""
     model, told = report.model, []
@@ -150,7 +164,7 @@ def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     """Times of the whole model, and of the layer that gains least."""
     model = bench["model"]
     lines = [f"{model.get('source')}, batches of {model.get('batch')}"]
-    lines += [f"  {told}" for told in _times(model)]
+    lines += [f"  {told}" for told in (*_times(model), *_under_torch_compile(model))]
     if "onnx" in bench:
         lines += _wrapped(f"ONNX Runtime: {', '.join(_times(bench['onnx']))}")
     timed = [site for site in bench["sites"] if site.get("speedup") is not None]

@@ -63,6 +63,7 @@ def report(
     examples: int = MEASURED_EXAMPLES,
     fast: bool = False,
     max_memory: int | None = None,
+    torch_compile: bool = False,
     trust: bool = False,
     remote_code: bool = False,
     progress: Progress,
@@ -75,6 +76,7 @@ def report(
 
     Its pictures are a few attention maps of every site. fast: without those, and without certificates. No
     gate is set.  max_memory: bytes that the process may hold; batches get smaller until that holds.
+    torch_compile: time teacher and compiled model under torch.compile, too.
     processes: share the models' batches, and the sites; the first one times.  device: to measure on.
     Raises InputError if what the artefact has seen belongs to the gate split, or nothing is left to
     measure on.
@@ -85,7 +87,7 @@ def report(
     source = open_data(data, artifact.signature()).on(device)
     with artifact.running_on(device, surrounding):
         return _measured(
-            artifact, surrounding, source, examples, fast, max_memory, progress, processes
+            artifact, surrounding, source, examples, fast, max_memory, torch_compile, progress, processes
         )
 
 
@@ -96,6 +98,7 @@ def _measured(
     examples: int,
     fast: bool,
     max_memory: int | None,
+    torch_compile: bool,
     progress: Progress,
     processes: Processes,
 ) -> Report:
@@ -143,7 +146,8 @@ def _measured(
     timed: dict[str, float] = {}
     if processes.first:
         with progress.phase("measuring latency"):
-            timed = time_model(models.runners, first, warmup=0)  # they have just run
+            # They have just run.
+            timed = time_model(models.runners, first, warmup=0, torch_compile=torch_compile)
     timed = processes.from_first(({}, timed))[1]
     if limit is not None:
         progress.note(limit.told(size))
@@ -360,6 +364,7 @@ def bench(
     repeats: int = 10,
     explain: bool = False,
     tune: bool | None = None,
+    torch_compile: bool = False,
     trust: bool = False,
     remote_code: bool = False,
     progress: Progress,
@@ -371,7 +376,7 @@ def bench(
     a verified model.onnx, it is timed under ONNX Runtime with its teacher too.
     explain: also which kernels each compiled site runs, and why. tune: True measures tile sizes for
     every site first and keeps the best in the tuning cache; False leaves that cache aside.
-    device: to time on.
+    torch_compile: teacher and compiled model under torch.compile, too.  device: to time on.
     """
     artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
@@ -381,7 +386,9 @@ def bench(
         stack.enter_context(artifact.running_on(device, surrounding))
         if tune is False:
             stack.enter_context(without_cache())
-        return _timed(artifact, surrounding, source, repeats, explain, bool(tune), progress)
+        return _timed(
+            artifact, surrounding, source, repeats, explain, bool(tune), torch_compile, progress
+        )
 
 
 def _timed(
@@ -391,6 +398,7 @@ def _timed(
     repeats: int,
     explain: bool,
     tune: bool,
+    torch_compile: bool,
     progress: Progress,
 ) -> dict[str, Any]:
     recipe = Recipe.from_dict(_read_recipe(artifact), where=f"{artifact.folder}/recipe.yaml")
@@ -407,7 +415,7 @@ def _timed(
                 by_key[key] = tune_site(artifact, index, tensors[index], repeats)
             tuned[index] = by_key[key]
     with progress.phase("timing the whole model"):
-        whole = time_model(runners, batch, repeats)
+        whole = time_model(runners, batch, repeats, torch_compile=torch_compile)
     sites = []
     for index, entry in enumerate(progress.track(artifact.manifest["sites"], "timing sites")):
         measured = time_site(artifact, index, tensors[index], repeats)

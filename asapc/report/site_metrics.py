@@ -31,6 +31,7 @@ from asapc.kernels.thresholds import (
 )
 from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
 from asapc.measure.timing import ENOUGH, interleaved_medians
+from asapc.measure.torch_compiled import torch_compiled
 from asapc.metrics import METRICS
 from asapc.operators.catalogue import TEACHER, convention_from_dict
 from asapc.operators.sinkhorn import clean_values, widen
@@ -40,13 +41,38 @@ from asapc.report.certificates import SiteCertificates
 from asapc.report.document import SiteReport, approximates
 from asapc.report.pictures import PictureCollector
 
+# What is timed under torch.compile, and its name in metrics.
+UNDER: Mapping[Stage, str] = {"teacher": "teacher", "graph": "compiled"}
+
 
 def time_model(
-    runners: Mapping[Stage, Runner], batch: Batch, repeats: int = 7, warmup: int = 2
-) -> dict[str, float]:
+    runners: Mapping[Stage, Runner],
+    batch: Batch,
+    repeats: int = 7,
+    warmup: int = 2,
+    torch_compile: bool = False,
+) -> dict[str, Any]:
+    """Medians and ratios of the whole model.
+
+    torch_compile: teacher and compiled model under torch.compile, too, with how long that took for the
+    teacher; where it fails, `torch_compile_failed` says why.
+    """
     calls: dict[str, Any] = {stage: partial(runner, batch) for stage, runner in runners.items()}
-    times = interleaved_medians(calls, repeats=repeats, warmup=warmup, enough=ENOUGH)
-    return _ratios(times["teacher"], times["lossless"], times["graph"])
+    found = {stage: torch_compiled(runners[stage], batch) for stage in UNDER} if torch_compile else {}
+    under = {f"{stage}, torch.compile": partial(its.call, batch)
+             for stage, its in found.items() if its.call is not None}  # fmt: skip
+    times = interleaved_medians({**calls, **under}, repeats=repeats, warmup=warmup, enough=ENOUGH)
+    told: dict[str, Any] = _ratios(times["teacher"], times["lossless"], times["graph"])
+    for stage, name in UNDER.items():
+        timed = times.get(f"{stage}, torch.compile")
+        if timed is not None:
+            told[f"latency_{name}_torch_compile_ms"] = timed["median_ms"]
+            told[f"speedup_{name}_torch_compile"] = told["latency_teacher_ms"] / timed["median_ms"]
+    if found:
+        told["torch_compile_seconds"] = found["teacher"].seconds
+        failed = [f"{UNDER[stage]}: {its.failed}" for stage, its in found.items() if its.failed]
+        told |= {"torch_compile_failed": "; ".join(failed)} if failed else {}
+    return told
 
 
 def _ratios(
