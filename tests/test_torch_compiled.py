@@ -1,4 +1,4 @@
-"""Models under torch.compile as a baseline: compiled once, held against the model, or the reason why not."""
+"""Models under torch.compile as a baseline: compiled once and held against the model, or why not."""
 
 from __future__ import annotations
 
