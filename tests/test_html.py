@@ -572,6 +572,11 @@ def test_errors_are_seen_on_a_phone_and_layers_sorted_in_place(
         "b.getBoundingClientRect().top).map(e => e.id.slice(6)).join('')"
     )
     assert tab.evaluate(tops) == "21304"
+    # So is what came of each check: nothing of it scrolls.
+    assert tab.evaluate(
+        "[...document.querySelectorAll('.stack')]"
+        ".every(e => e.scrollWidth <= e.parentElement.clientWidth)"
+    )
     tab.evaluate("document.querySelector('#by-model').click()")
     assert tab.evaluate(tops) == "01234"
     # A keyboard reaches every fold, and the focus is seen.

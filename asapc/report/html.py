@@ -248,7 +248,8 @@ def _baseline_of(gate: GateReport) -> Callable[..., list[str]]:
         if check is None or check.value is None or check.baseline is None:
             return []
         before = metric_text(metric, check.baseline)
-        return [f"baseline {before}, now {change_text(metric, check.value - check.baseline)}"]
+        change = change_text(metric, check.value - check.baseline)
+        return [f"{change} against the baseline, {before}"]
 
     return told
 
@@ -409,7 +410,7 @@ def _checks(name: str, checks: Sequence[Check]) -> Grid | None:
         for check in checks
     ]
     columns = [("metric", False), ("value", True), ("limit", False), ("verdict", False), ("", False)]
-    return _without_empty_last(Grid(name, columns, rows))
+    return _without_empty_last(Grid(name, columns, rows, stacked=True))
 
 
 def _default_checks(judged: Judgement) -> Grid | None:
@@ -426,8 +427,9 @@ def _default_checks(judged: Judgement) -> Grid | None:
         ]
         for check in judged.gate.checks if judged.default and check.kind != "baseline"
     ]  # fmt: skip
-    columns = [("metric", False), ("value", True), ("default limit", False), ("", False), ("", False)]
-    return _without_empty_last(Grid("Default limits", columns, rows))
+    columns = [("metric", False), ("value", True), ("default limit", False), ("result", False),
+               ("", False)]  # fmt: skip
+    return _without_empty_last(Grid("Default limits", columns, rows, stacked=True))
 
 
 def _value_text(check: Check) -> str:
