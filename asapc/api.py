@@ -29,7 +29,7 @@ from asapc.report import document, markdown, write_report
 from asapc.report.gates import parse_gates
 from asapc.report.tables import headline
 from asapc.stages.analyse import analysed_once, forward_signature
-from asapc.terminal.progress import make_progress
+from asapc.terminal.notebook import progress_here
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,7 +151,7 @@ def _compiled(
     device: torch.device,
     quiet: bool,
 ) -> Compiled:
-    progress = make_progress(quiet=quiet)
+    progress = progress_here(quiet=quiet)
     teacher = _teacher(model)
     source = data_of(data, forward_signature(teacher))
     parsed = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe or {})

@@ -365,6 +365,23 @@ def test_pictures_do_not_grow_with_depth() -> None:
     assert len(_layer_names(text)) == count
 
 
+def test_a_baseline_alone_is_no_limit() -> None:
+    report = deep_report(3, baseline=True)
+    report["gate"]["checks"][0]["class"] = "ACCEPT"
+    report["gate"]["verdict"] = "ACCEPT"
+    text = " ".join(" ".join(Reader(html(report)).text).split())
+    assert "ACCEPT None of 3 comparisons with the baseline failed. Default limits, no gate file" in text
+    report["sites"][2]["metrics"]["attention_rel_l2"] = 0.9
+    shown = html(report)
+    text = " ".join(" ".join(Reader(shown).text).split())
+    assert "Look at encoder. blocks. 2. attention first." in text and 'class="tone-odd"' in shown
+    assert 'href="#limits"' in shown and 'href="#gate"' in shown
+    report = deep_report(30, baseline=True)
+    report["gate"]["checks"] = report["gate"]["checks"][1:]
+    report["gate"]["verdict"] = "ACCEPT"
+    assert "29 comparisons with the baseline passed" in html(report)  # all of them are folded
+
+
 def test_default_limits_are_named_and_are_advice() -> None:
     report = page_report.full_report()
     report["gate"], report["sites"] = {}, [_plain_site()]
@@ -555,6 +572,11 @@ def test_errors_are_seen_on_a_phone_and_layers_sorted_in_place(
         "b.getBoundingClientRect().top).map(e => e.id.slice(6)).join('')"
     )
     assert tab.evaluate(tops) == "21304"
+    # So is what came of each check: nothing of it scrolls.
+    assert tab.evaluate(
+        "[...document.querySelectorAll('.stack')]"
+        ".every(e => e.scrollWidth <= e.parentElement.clientWidth)"
+    )
     tab.evaluate("document.querySelector('#by-model').click()")
     assert tab.evaluate(tops) == "01234"
     # A keyboard reaches every fold, and the focus is seen.

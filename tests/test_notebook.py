@@ -21,7 +21,8 @@ from asapc.errors import InputError
 from asapc.program.summary import Summary, shown_by
 from asapc.report.figures import FIGURES
 from asapc.report.notebook import ROWS, model_html
-from asapc.terminal.progress import PlainProgress, RichProgress, make_progress
+from asapc.terminal.notebook import NotebookProgress, progress_here
+from asapc.terminal.progress import PlainProgress
 
 HOSTILE = "</table><script>alert(1)</script>\"'<img src=x onerror=alert(1)>\u202e\x1b$x$"
 
@@ -57,7 +58,7 @@ def test_a_report_shows_what_decides() -> None:
     report = page_report.typed(page_report.full_report())
     text = shown(report._repr_html_())
     for expected in (
-        "teachers/imdb", "Look at layers.2.mha first.", "gate: REGRESSION, 1 of 5 checks failed", "19.8×",
+        "teachers/imdb", "Look at layers.2.mha first.", "REGRESSION: 1 of 5 checks failed", "19.8×",
         "99.90%", "99.70% to 100.00%", "0.0221", "layers.1.mha asap 0.0142",
         "Lossless there costs 19% of the speed.",
     ):  # fmt: skip
@@ -199,22 +200,63 @@ def test_without_matplotlib_the_error_names_the_extra() -> None:
 # Progress
 
 
-def fake_notebook(monkeypatch: pytest.MonkeyPatch, *, widgets: bool) -> None:
+class Display:
+    """IPython.display, as far as it is needed."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def HTML(self, text: str) -> str:
+        return text
+
+    def display(self, html: str, display_id: bool) -> "Display":
+        assert display_id and not self.shown
+        self.update(html)
+        return self
+
+    def update(self, html: str) -> None:
+        Reader(html)
+        self.shown.append(html)
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Display:
+    """This process as the kernel of a notebook."""
+    display = Display()
     shell = type("ZMQInteractiveShell", (), {})()
-    ipython = types.ModuleType("IPython")
-    ipython.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    ipython: Any = types.ModuleType("IPython")
+    ipython.get_ipython, ipython.display = lambda: shell, display
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    found = object() if widgets else None
-    monkeypatch.setattr("asapc.terminal.progress.find_spec", lambda name: found)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)  # type: ignore[arg-type]
+    monkeypatch.setattr("asapc.terminal.notebook.INTERVAL", 0.0)
+    return display
 
 
-def test_a_notebook_has_bars_where_it_can_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_has_bars_in_its_cell(cell: Display, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = progress_here(quiet=False)
+    assert isinstance(progress, NotebookProgress)
+    for _ in progress.track([1, 2], "<fitting>"):
+        with progress.phase("replaying\x1b"):
+            pass
+    assert 'value="2" max="2"></progress> &lt;fitting&gt; 2/2' in "".join(cell.shown)
+    nested = [html for html in cell.shown if html.count("<progress") == 2]
+    assert len(nested) == 2 and "replaying\\u001b" in nested[0]
+    assert cell.shown[-1] == ""  # gone at the end
+    progress.note("noted")
+    assert capsys.readouterr() == ("noted\n", "")
+
+
+def test_a_loop_that_stops_early_leaves_no_bar(cell: Display) -> None:
+    loop = progress_here(quiet=False).track(iter([1, 2, 3]), "fitting")
+    assert next(iter(loop)) == 1
+    loop.close()  # type: ignore[attr-defined]
+    assert cell.shown[-1] == "" and len(cell.shown) > 1
+
+
+def test_elsewhere_and_when_quiet_there_is_none(
+    cell: Display, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [*progress_here(quiet=True).track([1], "fitting")] == [1] and cell.shown == []
+    monkeypatch.delitem(sys.modules, "IPython")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    fake_notebook(monkeypatch, widgets=True)
-    assert isinstance(make_progress(), RichProgress)
-    assert isinstance(make_progress(stream=io.StringIO()), PlainProgress)  # a stream is a stream
-    assert not isinstance(make_progress(quiet=True), RichProgress | PlainProgress)
-    fake_notebook(monkeypatch, widgets=False)
-    assert isinstance(make_progress(), PlainProgress)
-    assert [*make_progress().track([1, 2], "fitting")] == [1, 2]
-    assert "fitting: 2/2" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert isinstance(progress_here(quiet=False), PlainProgress)

@@ -1,6 +1,6 @@
 """Advice: what to do with a compiled model, from its report alone.  Data in, data out.
 
-    judgement(report)          the report's own gate, or default limits where it has none
+    judgement(report)          the report's own gate, or default limits where it sets none
     decide(report)             ship, look at a site, take the lossless model, keep the teacher, or measure
     lossless_instead(report)   the lossless model, where it is about as fast as the compiled one
     advise(report)             what would help, ranked by how much of the error it removes
@@ -53,7 +53,7 @@ class Limit:
 class Judgement:
     """gate: the checks and their verdict, None where there was nothing to check.
 
-    limits: the default ones that it rests on; none where the report has a gate of its own.
+    default: whether its limits are default ones.  limits: these.
     """
 
     gate: GateReport
@@ -129,11 +129,16 @@ class Decision:
 
 
 def judgement(report: Report) -> Judgement:
-    """The report's own gate; where it has none, its measurements against default limits."""
-    if report.gate.verdict is not None:
-        return Judgement(report.gate)
+    """The report's own gate; where that has no limits, default ones beside its comparison with a
+    baseline: to be no worse than before is not yet to be good."""
+    own = report.gate
+    compared = tuple(check for check in own.checks if check.kind == "baseline")
+    if own.verdict is not None and (not compared or any(c.kind == "limit" for c in own.checks)):
+        return Judgement(own)
     limits = default_limits(report)
-    return Judgement(gate_result(report, [limit.gate for limit in limits]), limits, default=True)
+    comparison = GateReport(own.verdict, compared, own.baseline) if compared else None
+    gate = gate_result(report, [limit.gate for limit in limits], comparison)
+    return Judgement(gate, limits, default=True)
 
 
 def default_limits(report: Report) -> tuple[Limit, ...]:

@@ -85,7 +85,8 @@ class Page:
     onnx: list[Grid] = field(default_factory=list)
     gate: Grid | None = None
     kept: Grid | None = None  # comparisons with the baseline that passed, where they are many
-    default_limits: str = ""  # a gate file with the default limits
+    defaults: Grid | None = None
+    default_limits: str = ""  # the same as a gate file
     baseline: list[tuple[str, str]] = field(default_factory=list)
     left_alone: list[Grid] = field(default_factory=list)
     numbers: Grid | None = None
@@ -134,6 +135,7 @@ def page(report: Report) -> Page:
         onnx=[_grid(t) for t in exported_tables(report)],
         gate=checks,
         kept=kept,
+        defaults=_default_checks(judged),
         default_limits=_gate_file(judged),
         baseline=_facts(gate.baseline.to_json(), ("skipped",)) if gate.baseline is not None else [],
         left_alone=[_grid(t) for t in refused_table(report.refused)],
@@ -150,16 +152,15 @@ def _headline(report: Report, decision: Decision) -> Headline:
     judged = decision.judgement
     gate = judged.gate
     lossless = decision.lossless or lossless_instead(report)
-    tone = OUTCOMES[decision.action]
-    if not judged.default and gate.verdict is not None:
-        tone = TONES[gate.verdict]
-    elif decision.action == "measure" and gate.verdict is None:
-        tone = ""
+    own = report.gate.verdict
+    tone = OUTCOMES[decision.action] if gate.verdict is not None else ""
+    if own is not None and (own != "ACCEPT" or not judged.default):
+        tone = TONES[own]
     failed = gate.failures
     # What the reason says already is not said again.
     shown = [] if len(failed) == 1 else failed
     return Headline(
-        word=_word(judged),
+        word=own or "NO GATE",
         tone=tone,
         sentence=decision.sentence,
         because=decision.because,
@@ -170,13 +171,9 @@ def _headline(report: Report, decision: Decision) -> Headline:
             ("in a recipe, lossless.yaml", lossless.recipe),
             ("compiled with it", lossless.command),
         ],
-        failures=[(check.verdict, _check_text(check)) for check in shown[:FAILURES]],
+        failures=[(_outcome(check, judged), _check_text(check)) for check in shown[:FAILURES]],
         more_failures=max(0, len(shown) - FAILURES),
     )  # fmt: skip
-
-
-def _word(judged: Judgement) -> str:
-    return "NO GATE" if judged.default or judged.gate.verdict is None else judged.gate.verdict
 
 
 def _limits_sentence(judged: Judgement) -> str:
@@ -184,16 +181,29 @@ def _limits_sentence(judged: Judgement) -> str:
     gate, count = judged.gate, len(judged.gate.checks)
     limits = f"{count} check{'' if count == 1 else 's'}"
     if judged.default:
-        told = f"{DEFAULT_LIMITS[0].upper()}{DEFAULT_LIMITS[1:]}"
         if gate.verdict is None:
-            return f"{told}, and nothing was measured that they could be held against."
-        kept = count - len(gate.failures)
-        return f"{told}: {kept} of {count} kept. This is advice and changes no exit code."
+            return f"{_sentence(DEFAULT_LIMITS)}, and nothing was measured to hold against them."
+        compared = [check for check in gate.checks if check.kind == "baseline"]
+        worse = sum(not check.passed for check in compared)
+        told = f"{worse or 'None'} of {len(compared)} comparisons with the baseline failed. "
+        asked = [check for check in gate.checks if check.kind != "baseline"]
+        kept = f"{sum(check.passed for check in asked)} of {len(asked)} kept"
+        advice = f"{_sentence(DEFAULT_LIMITS)}: {kept}. This is advice and changes no exit code."
+        return told + advice if compared else advice
     if gate.verdict == "ACCEPT":
         return f"All {limits} passed." if count != 1 else "The check passed."
     if gate.verdict == "ANOMALOUS":
         return "A measurement cannot be trusted, so nothing is accepted."
     return f"{len(gate.failures)} of {limits} failed."
+
+
+def _outcome(check: Check, judged: Judgement) -> str:
+    """Its class, which only a gate gives."""
+    return "default limit" if judged.default and check.kind != "baseline" else check.verdict
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _check_text(check: Check) -> str:
@@ -238,7 +248,8 @@ def _baseline_of(gate: GateReport) -> Callable[..., list[str]]:
         if check is None or check.value is None or check.baseline is None:
             return []
         before = metric_text(metric, check.baseline)
-        return [f"baseline {before}, now {change_text(metric, check.value - check.baseline)}"]
+        change = change_text(metric, check.value - check.baseline)
+        return [f"{change} against the baseline, {before}"]
 
     return told
 
@@ -379,9 +390,7 @@ def _candidates(selection: Trail) -> list[tuple[str, str, Grid]]:
 def _gate(judged: Judgement) -> tuple[Grid | None, Grid | None]:
     """The checks, and those that passed against a baseline where they are many: it has every metric of
     every layer."""
-    if judged.default:
-        return _default_checks(judged), None
-    checks = judged.gate.checks
+    checks = [c for c in judged.gate.checks if not judged.default or c.kind == "baseline"]
     passed = [check for check in checks if check.kind == "baseline" and check.passed]
     folded = passed if len(passed) > CHECKS else []
     shown = [check for check in checks if check not in folded]
@@ -401,7 +410,7 @@ def _checks(name: str, checks: Sequence[Check]) -> Grid | None:
         for check in checks
     ]
     columns = [("metric", False), ("value", True), ("limit", False), ("verdict", False), ("", False)]
-    return _without_empty_last(Grid(name, columns, rows))
+    return _without_empty_last(Grid(name, columns, rows, stacked=True))
 
 
 def _default_checks(judged: Judgement) -> Grid | None:
@@ -416,10 +425,11 @@ def _default_checks(judged: Judgement) -> Grid | None:
             Cell(words[check.verdict], tone=TONES[check.verdict]),
             Cell("" if check.passed else check.message),
         ]
-        for check in judged.gate.checks
-    ]
-    columns = [("metric", False), ("value", True), ("default limit", False), ("", False), ("", False)]
-    return _without_empty_last(Grid("Default limits", columns, rows))
+        for check in judged.gate.checks if judged.default and check.kind != "baseline"
+    ]  # fmt: skip
+    columns = [("metric", False), ("value", True), ("default limit", False), ("result", False),
+               ("", False)]  # fmt: skip
+    return _without_empty_last(Grid("Default limits", columns, rows, stacked=True))
 
 
 def _value_text(check: Check) -> str:

@@ -28,11 +28,11 @@ RIGHT = "text-align: right; padding: .15em 1.2em .15em 0"
 def report_html(report: Report, title: str | None = None) -> str:
     """A fragment.  title: what is shown, the model's source unless told."""
     decision = decide(report)
-    gate = decision.judgement.gate
-    if decision.judgement.default:
-        basis = DEFAULT_LIMITS
-    else:
-        basis = f"gate: {gate.verdict}, {len(gate.failures)} of {len(gate.checks)} checks failed"
+    gate = report.gate
+    told = [DEFAULT_LIMITS] if decision.judgement.default else []
+    if gate.verdict is not None:
+        told.insert(0, f"{gate.verdict}: {len(gate.failures)} of {len(gate.checks)} checks failed")
+    basis = "; ".join(told)
     hints = [advice.sentence for advice in advise(report)[:HINTS]]
     how = [] if decision.lossless is None else [f"<code>{_text(decision.lossless.python)}</code>"]
     parts = [

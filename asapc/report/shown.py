@@ -66,7 +66,8 @@ def limit_text(metric: str, limit: float) -> str:
 def change_text(metric: str, change: float) -> str:
     """A signed difference: points of a share, else in the metric's own unit."""
     if metric in METRIC and METRIC[metric].share:
-        return f"{change * 100:+.2f} points"
+        points = f"{change * 100:+.2f}".replace("-", "−")
+        return "±0" if points[1:] == "0.00" else f"{points} points"
     return f"+{number(change)}" if change > 0 else number(change).replace("-", "−") if change else "±0"
 
 

@@ -26,7 +26,7 @@ class Cell:
 class Grid:
     """A table: (heading, right-aligned) per column; the first cell of a row is its heading.
 
-    marked: the row to stand out.
+    marked: the row to stand out.  stacked: on a narrow screen its rows become cards, nothing scrolls.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Grid:
     rows: Sequence[Sequence[Cell]]
     marked: int | None = None
     note: str = ""
+    stacked: bool = False
 
 
 @dataclass(frozen=True)

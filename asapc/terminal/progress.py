@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from asapc.terminal.printed import escaped
@@ -152,25 +151,13 @@ class RichProgress(Progress):
 
 
 def make_progress(*, quiet: bool = False, stream: TextIO | None = None) -> Progress:
-    """Silent if quiet; bars if `stream` (default stderr) is a terminal, not in CI, or a notebook that has
-    ipywidgets; else lines."""
-    in_notebook = stream is None and _notebook_with_widgets()
+    """Silent if quiet; bars if `stream` (default stderr) is a terminal, not in CI; else lines."""
     stream = sys.stderr if stream is None else stream
     if quiet:
         return Progress()
-    if in_notebook:
-        return RichProgress(stream)  # rich itself shows it in the cell
     if stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb":
         return RichProgress(stream)
     return PlainProgress(stream)
-
-
-def _notebook_with_widgets() -> bool:
-    """Whether this process is a notebook's kernel whose cells can show a bar: without ipywidgets, rich
-    warns and shows none."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return type(shell).__name__ == "ZMQInteractiveShell" and find_spec("ipywidgets") is not None
 
 
 def _length(iterable: Iterable[Item], total: int | None) -> int | None:
