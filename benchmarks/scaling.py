@@ -1,13 +1,14 @@
 """One attention layer against its length: the picture in the README.
 
-    python benchmarks/scaling.py                                     # N = 128 to 4096: writes results and picture
+    python benchmarks/scaling.py            # N = 128 to 4096: writes results and picture
     python benchmarks/scaling.py --tokens 128 256 -o FOLDER --picture FOLDER/scaling.svg
-    python benchmarks/scaling.py --draw                              # the picture again, from scaling.json
+    python benchmarks/scaling.py --draw     # the picture again, from scaling.json
 
 B1 H8 D32 T20 in float32: the usual PyTorch loop, the same under torch.compile, the lossless operator, one
-c-transform from a predicted dual (prediction included) and softmax attention.  Parity, problems and operators
-are those of benchmarks/attention.py; a length is timed only after its parity held, and torch.compile is held
-to the usual loop too.  Candidates take turns; figures are medians, bands are quartiles.
+c-transform from a predicted dual (prediction included) and softmax attention.  Parity, problems and
+operators are those of benchmarks/attention.py; a length is timed only after its parity held, and
+torch.compile is held to the usual loop too.  Candidates take turns; figures are medians, bands are
+quartiles.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ LINES = {
 
 
 def measured(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
-    """Times of every line at one length, after parity.  Raises SystemExit where an operator is not exact."""
+    """Times of every line at one length.  Raises SystemExit where an operator is not exact."""
     device = device_of(options)
     check = make_problem(shape.for_parity(), torch.float32, device, 1.0, options.seed, True)
     errors = check_parity(check, torch.float32)
     del check
     problem = make_problem(shape, torch.float32, device, 1.0, options.seed, False).to(torch.float32)
     functions = {name: own for name, own in candidates_of(problem, True).items() if name in LINES}
-    torch._dynamo.reset()  # otherwise the compiled loops of earlier lengths are looked through in every call
+    torch._dynamo.reset()  # otherwise every call looks through the compiled loops of earlier lengths
     usual = functions[USUAL]().double()
     errors[COMPILED] = {"timed": error(functions[COMPILED](), usual)}
     if errors[COMPILED]["timed"] > 2 * errors[USUAL]["timed"] + SLACK:
@@ -73,11 +74,9 @@ def table(results: list[dict[str, Any]]) -> str:
     ]
     for result in results:
         rows = result["rows"]
+        medians = [rows[name]["median_ms"] for name in names]
         usual = rows[USUAL]["median_ms"]
-        cells = [
-            f"{rows[name]['median_ms']:.2f}" + ("" if name == USUAL else f" ({usual / rows[name]['median_ms']:.1f}x)")
-            for name in names
-        ]
+        cells = [f"{own:.2f}" + (f" ({usual / own:.1f}x)" if own != usual else "") for own in medians]
         lines.append(f"| {result['shape']['tokens']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -103,9 +102,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
         style = "--" if name == SOFTMAX else "-"
         medians = [row["median_ms"] for row in rows]
         axes.plot(tokens, medians, style, color=colour, marker="o", markersize=4, label=label)
-        axes.fill_between(
-            tokens, [row["q1"] for row in rows], [row["q3"] for row in rows], color=colour, alpha=0.2, linewidth=0
-        )
+        low, high = ([row[end] for row in rows] for end in ("q1", "q3"))
+        axes.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(tokens, [str(n) for n in tokens])
     axes.minorticks_off()
@@ -128,7 +126,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of rounds at every length, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="even if there is an accelerator")
-    parser.add_argument("--draw", action="store_true", help="draw what scaling.json holds, measure nothing")
+    parser.add_argument("--draw", action="store_true", help="draw scaling.json, measure nothing")
     parser.add_argument("-o", "--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "assets" / "scaling.svg")
     options = parser.parse_args()

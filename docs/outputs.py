@@ -1,13 +1,13 @@
-"""The terminal sessions in README.md and docs/: run again, compared with what the pages show, or written anew.
+"""The terminal sessions in README.md and docs/: run again, and compared or written anew.
 
     python docs/outputs.py                      # runs them, says which pages are stale; exit code 1 if one is
     python docs/outputs.py --write              # puts what was printed into the pages
     python docs/outputs.py --write README.md    # of one page
 
-A session is a ```console block after a line `<!-- run -->`: lines that begin with `$ ` are commands, run one
-after the other in a copy of docs/tutorial, everything else is what they printed, on either stream. Pages are
-in the order in which their sessions build upon each other. Numbers, widths of columns and blank lines are left
-out of the comparison, since times are never the same twice: what is compared is the wording.
+A session is a ```console block after a line `<!-- run -->`: lines that begin with `$ ` are commands, run
+one after the other in a copy of docs/tutorial, everything else is what they printed, on either stream, but
+for lines of progress.  Numbers, widths of columns and blank lines are left out of the comparison, since
+times are never the same twice: what is compared is the wording.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/tutorial.md")
+PROGRESS = re.compile(r"[a-z][a-z ,]*: \d+(/\d+)?(, .*)?|(measuring|timing|tracing)[a-z ]*(: .* s)?")
 SESSION = re.compile(r"(?<=<!-- run -->\n)```console\n(.*?)```", re.DOTALL)
 
 
@@ -32,7 +33,7 @@ def commands(session: str) -> list[str]:
 
 
 def printed(command: str, folder: Path) -> str:
-    """What a command prints on both streams.  Raises SystemExit where it fails."""
+    """What a command prints on both streams, without progress.  Raises SystemExit where it fails."""
     environment = {
         **os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONWARNINGS": "ignore",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -43,7 +44,8 @@ def printed(command: str, folder: Path) -> str:
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{command}: exit code {done.returncode}\n{done.stdout}")
-    return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
+    lines = (line.rstrip() for line in done.stdout.splitlines())
+    return "\n".join(line for line in lines if not PROGRESS.fullmatch(line)).strip("\n")
 
 
 def ran(session: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""The command lines that messages name, such as the next one to run, to be pasted into a shell as printed.
+"""The command lines that messages name, such as the next one to run: a shell runs them as printed.
 
 Paths are as this run was given them, so it is to be run in the same folder.
 """
