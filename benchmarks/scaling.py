@@ -114,7 +114,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     for spine in axes.spines.values():
         spine.set_color(grey)
     axes.grid(True, color=grey, alpha=0.25)
-    axes.legend(frameon=False, labelcolor=[colour for _, colour in LINES.values()])
+    axes.legend(loc="upper left", frameon=False, labelcolor=[colour for _, colour in LINES.values()])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
 

@@ -1,12 +1,12 @@
 """The terminal sessions in README.md and docs/: run again, and compared or written anew.
 
-    python docs/outputs.py                      # runs them, says which pages are stale; exit code 1 if one is
+    python docs/outputs.py                      # runs them, says which pages are stale: then exit code 1
     python docs/outputs.py --write              # puts what was printed into the pages
     python docs/outputs.py --write README.md    # of one page
 
 A session is a ```console block after a line `<!-- run -->`: lines that begin with `$ ` are commands, run
-one after the other in a copy of docs/tutorial, everything else is what they printed, on either stream, but
-for lines of progress.  Numbers, widths of columns and blank lines are left out of the comparison, since
+one after the other in a copy of docs/tutorial; everything else is what they printed, on either stream,
+except lines of progress.  Numbers, widths of columns and blank lines are left out of the comparison, as
 times are never the same twice: what is compared is the wording.
 """
 

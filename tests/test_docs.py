@@ -1,4 +1,4 @@
-"""README.md and docs/ are true: links, commands, options, YAML, code and messages are those of this checkout."""
+"""README.md and docs/ are true: links, commands, options, YAML and messages are those of the code."""
 
 from __future__ import annotations
 
@@ -50,13 +50,10 @@ def prose(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """As mkdocs makes them of headings, or as they are given: {#name}."""
-    found = set()
-    for heading in re.findall(r"^#{1,6} (.+)$", prose(path), re.MULTILINE):
-        given = re.search(r"\{ ?#([\w-]+) ?\}", heading)
-        plain = re.sub(r"[^\w\s-]", "", heading.lower()).strip()
-        found.add(given[1] if given else re.sub(r"[-\s]+", "-", plain))
-    return found
+    """As mkdocs makes them of headings."""
+    headings = re.findall(r"^#{1,6} (.+)$", prose(path), re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -90,7 +87,8 @@ def invocations(path: Path) -> Iterator[list[str]]:
     lines += re.findall(r"^ {4}(.*\basapc .*)$", text, re.MULTILINE)
     lines += [span.replace("\n", " ") for span in re.findall(r"`(asapc\s[^`]*)`", prose(path))]
     for line in lines:
-        call = re.match(r"(?:\S+ )*?(?:-m )?asapc +([a-z]+\b.*)", re.split(r" [|>] | 2>| # |  #", line)[0])
+        line = re.split(r" [|>] | 2>| # |  #", line)[0]
+        call = re.match(r"(?:\S+ )*?(?:-m )?asapc +([a-z]+\b.*)", line)
         if call is not None:
             yield call[1].replace("\\", "").replace("(", "").replace(")", "").split()
 
@@ -180,7 +178,7 @@ def test_sessions_are_marked_and_run() -> None:
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cells, on fewer and shorter texts: the line of settings is replaced, everything else is as it is."""
+    """Its cells, on fewer and shorter texts: the line of settings is replaced and nothing else."""
     notebook = json.loads(text_of(DOCS / "notebooks" / "tutorial.ipynb"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] for cell in cells) and any(cell["outputs"] for cell in cells)
@@ -194,7 +192,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path / "notebooks")
     monkeypatch.syspath_prepend(str(tmp_path / "tutorial"))
     namespace: dict[str, Any] = {"__name__": "notebook"}
-    exec(source.replace(settings, "STEPS, EXAMPLES, LENGTH = 2, 240, 16"), namespace)
+    exec(source.replace(settings, "STEPS, EXAMPLES, LENGTH = 1, 120, 8"), namespace)
     assert namespace["report"].facts["sites"]
 
 
