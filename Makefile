@@ -1,6 +1,8 @@
 # make demo   install into .venv and run the demo
 # make test   install into .venv with the test tools and run the tests
 # make lint   ruff on the sources, mypy on the installed package
+# make docs   the pages of docs/ as a site in build/site; dead links and anchors are errors
+# make wheel  wheel and sdist into dist/, checked
 # make gpu-check   GPU parity, the demo and speed, into benchmarks/results/gpu
 
 PYTHON ?= python3
@@ -9,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TREE := build/typecheck
 
-.PHONY: demo test lint ruff mypy gpu-check clean
+.PHONY: demo test lint ruff mypy docs wheel gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/asapc demo
@@ -36,6 +38,20 @@ mypy: $(VENV)/.installed-dev
 	rm -rf build/lib build/bdist.*
 	cd $(TREE) && ../../$(BIN)/python -c "$(CHECK)"
 	cd $(TREE) && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p asapc
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[docs]'
+	touch $@
+
+# A stale build/lib would end up in the wheel.
+wheel: | $(VENV)/bin/python
+	rm -rf build/lib build/bdist.* dist
+	$(PIP) build twine
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -2,7 +2,7 @@
 
     make gpu-check                          # on a machine with a GPU; writes benchmarks/results/gpu
 
-Needs Python 3.12, torch 2.11 and triton 3.6 or newer, with what `pip install asapc` brings; nothing is
+Needs Python 3.12, torch 2.11 and triton 3.6 or newer, with what `pip install .` brings; nothing is
 fetched: the package is installed from this checkout into a folder of its own. Every step is a process
 with a limit, and a step that fails or runs out of time does not take the others along: gpu_check.json
 says which did, and the exit code.

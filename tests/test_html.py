@@ -666,7 +666,8 @@ def test_without_the_extra_there_is_a_note_and_no_stale_page(missing: str, tmp_p
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == (
-        f"no report.html: {missing} is not installed; pip install 'asapc[report]' for the page\n"
+        f"no report.html: {missing} is not installed; "
+        "pip install '.[report]' in a clone of asapc adds the page\n"
     )
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["junit.xml", "report.json", "report.md"]

@@ -691,7 +691,7 @@ def test_the_import_is_held_against_onnxruntime(
 
 def test_without_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(InputError, match=r"pip install 'asapc\[onnx\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[onnx\]'"):
         open_session(saved(model_of(), tmp_path))
 
 

@@ -462,7 +462,7 @@ def test_a_missing_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch)
         return None if name == "onnxruntime" else find(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    with pytest.raises(InputError, match=r"pip install 'asapc\[onnx\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[onnx\]'"):
         open_session(folder / "model.onnx")
     assert call("export", compiled(folder, "lossless"), "-q") == 2
 

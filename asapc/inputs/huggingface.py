@@ -26,6 +26,7 @@ from asapc.errors import InputError
 from asapc.formats.json_text import read_json
 from asapc.formats.user_code import UserCode, describe
 from asapc.inputs.weights import read_safetensors
+from asapc.terminal.hints import install_line
 
 ATTENTION = "attention"  # the one argument in --kwargs
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -91,7 +92,7 @@ def _transformers(folder: Path) -> Any:
     except ImportError as error:
         raise InputError(
             f"{folder}: a folder of transformers is read by transformers", got=describe(error),
-            help="pip install 'asapc[hf]'",
+            help=install_line("hf"),
         ) from error  # fmt: skip
     return transformers
 

@@ -10,6 +10,7 @@ from asapc.report.document import Report
 from asapc.report.junit import junit_text
 from asapc.report.schema import report_schema
 from asapc.report.text import json_text, markdown
+from asapc.terminal.hints import install_line
 
 __all__ = ["Report", "json_text", "junit_text", "markdown", "report_schema", "write_report"]
 
@@ -44,7 +45,7 @@ def write_report(
     if missing is not None:
         (Path(folder) / PAGE).unlink(missing_ok=True)
         if note is not None:
-            note(f"no {PAGE}: {missing} is not installed; pip install 'asapc[report]' for the page")
+            note(f"no {PAGE}: {missing} is not installed; {install_line('report')} adds the page")
     return written
 
 

@@ -1,4 +1,4 @@
-"""The command line that a message names, such as the next one to run: a shell runs it as it is printed.
+"""The command lines that messages name, such as the next one to run: a shell runs them as printed.
 
 Paths are as this run was given them, so it is to be run in the same folder.
 """
@@ -25,3 +25,8 @@ def command_line(command: str, *arguments: str | Path, **options: str | Path | b
         if value is not True:
             words.append(str(value))
     return shlex.join(words)
+
+
+def install_line(extra: str) -> str:
+    """How to install an extra.  asapc is on no package index, so the line is for a clone of it."""
+    return f"pip install '.[{extra}]' in a clone of asapc"

@@ -12,6 +12,7 @@ from typing import Any
 
 from asapc.errors import InputError
 from asapc.formats.json_text import read_json
+from asapc.terminal.hints import install_line
 
 MODEL, RECORD = "model.onnx", "onnx.json"
 DOMAIN = "ai.asapc"  # of the functions that asapc writes
@@ -122,5 +123,5 @@ def require_extra() -> None:
         raise InputError(
             "ONNX files are written with onnxscript and checked with onnxruntime",
             got=f"{' and '.join(missing)} not installed",
-            help="pip install 'asapc[onnx]'",
+            help=install_line("onnx"),
         )

@@ -1,0 +1,231 @@
+"""README.md and docs/ are true: links, commands, options, YAML and messages are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from asapc.cli import app
+from asapc.inputs.recipe import load_recipe
+from asapc.report.gates import load_gates
+from asapc.study import load_grid
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+IDS = [path.name for path in PAGES]
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMAND = typer.main.get_command(app)
+PARSERS: dict[str, Any] = {"recipe": load_recipe, "gates": load_gates, "grid": load_grid}
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Language, what stands after it, and the text of every fenced block."""
+    for match in BLOCK.finditer(text_of(path)):
+        yield match[1], match[2].strip(), match[3]
+
+
+def title(after: str) -> str | None:
+    found = re.search(r'title="([^"]+)"', after)
+    return found and found[1]
+
+
+def prose(path: Path) -> str:
+    """Without fenced blocks; what they hold is no link."""
+    return BLOCK.sub("", text_of(path))
+
+
+def anchors(path: Path) -> set[str]:
+    """As mkdocs makes them of headings."""
+    headings = re.findall(r"^#{1,6} (.+)$", prose(path), re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_and_anchors_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        assert "://" not in target, f"{target}: pages link to this checkout only"
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.is_file() and ROOT in path.parents, target
+        assert not anchor or anchor in anchors(path), target
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def pages(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for inner in entry.values() if isinstance(entry, dict) else entry:
+                yield from pages(inner)
+
+    nav = yaml.safe_load(text_of(ROOT / "mkdocs.yml"))["nav"]
+    assert sorted(pages(nav)) == sorted(path.name for path in DOCS.glob("*.md"))
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", text_of(ROOT / "README.md")))
+    assert {path.name for path in DOCS.glob("*.md")} - linked == {"index.md", "security.md"}
+
+
+def invocations(path: Path) -> Iterator[list[str]]:
+    """The words after `asapc` wherever a page calls it: in backticks, on indented lines, in sessions."""
+    text = text_of(path)
+    lines = [line[2:] for _, _, block in blocks(path) for line in block.splitlines() if line[:2] == "$ "]
+    lines += re.findall(r"^ {4}(.*\basapc .*)$", text, re.MULTILINE)
+    lines += [span.replace("\n", " ") for span in re.findall(r"`(asapc\s[^`]*)`", prose(path))]
+    for line in lines:
+        line = re.split(r" [|>] | 2>| # |  #", line)[0]
+        call = re.match(r"(?:\S+ )*?(?:-m )?asapc +([a-z]+\b.*)", line)
+        if call is not None:
+            yield call[1].replace("\\", "").replace("(", "").replace(")", "").split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_commands_and_options_exist(page: Path) -> None:
+    commands = COMMAND.commands  # type: ignore[attr-defined]
+    for name, *words in invocations(page):
+        assert name in commands, f"asapc {name}"
+        options = {option for own in commands[name].params for option in (*own.opts, *own.secondary_opts)}
+        for word in words:
+            option = re.match(r"\[?(--?[a-z][a-z0-9-]*)", word)
+            assert option is None or option[1] in options | {"--help"}, f"asapc {name} {word}"
+
+
+def test_every_option_that_pages_name_exists() -> None:
+    """Also where it stands alone, as in `--trust`."""
+    commands = COMMAND.commands  # type: ignore[attr-defined]
+    parameters = [own for command in [COMMAND, *commands.values()] for own in command.params]
+    options = {option for own in parameters for option in (*own.opts, *own.secondary_opts)}
+    others = {"--help", "--write"}  # of every command, of docs/outputs.py
+    for page in PAGES:
+        for span in re.findall(r"`(--[a-z][^`]*)`", prose(page)):
+            assert re.match(r"--[a-z0-9-]+", span)[0] in options | others, f"{page.name}: {span}"  # type: ignore[index]
+
+
+def test_every_command_is_documented() -> None:
+    table = text_of(DOCS / "commands.md")
+    assert [name for name in COMMAND.commands if f"| `asapc {name}" not in table] == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_yaml_is_what_the_parsers_take(page: Path, tmp_path: Path) -> None:
+    for number, (language, after, block) in enumerate(blocks(page)):
+        if language == "yaml":
+            kind = title(after)
+            assert kind is not None, 'a YAML block says what it is: title="recipe", "gates" or "grid"'
+            path = tmp_path / f"{number}.yaml"
+            path.write_text(block, encoding="utf-8")
+            PARSERS[kind.removesuffix(".yaml")](path)
+
+
+def test_the_default_recipe_is_the_documented_one(tmp_path: Path) -> None:
+    from asapc.inputs.recipe import Recipe
+
+    path = tmp_path / "recipe.yaml"
+    path.write_text(next(block for kind, _, block in blocks(DOCS / "recipes.md") if kind == "yaml"))
+    assert load_recipe(path) == Recipe()
+    assert set(yaml.safe_load(path.read_text())) == set(Recipe().to_dict())
+
+
+def test_shipped_examples_are_what_the_parsers_take() -> None:
+    for path in (ROOT / "examples" / "recipes").glob("*.yaml"):
+        load_recipe(path)
+    for path in (ROOT / "examples" / "gates.yaml", ROOT / "examples" / "ci" / "gates.yaml"):
+        load_gates(path)
+    for path in (ROOT / "benchmarks" / "grids").glob("*.yaml"):
+        load_grid(path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_is_python_and_runs_where_it_says_so(page: Path) -> None:
+    for language, after, block in blocks(page):
+        if language == "python":
+            code = compile(block, str(page), "exec")
+            if after.split(" ")[0] == "runnable":
+                exec(code, {"__name__": "page"})
+
+
+@pytest.mark.parametrize("name", ["my_model.py", "train.py", "gates.yaml"])
+def test_the_tutorial_shows_its_files(name: str) -> None:
+    shown = {title(after): block for _, after, block in blocks(DOCS / "tutorial.md")}
+    assert shown[name] == text_of(DOCS / "tutorial" / name)
+
+
+def test_sessions_are_marked_and_run() -> None:
+    """Every session of a page can be run again by docs/outputs.py, and shows what it printed."""
+    for page in PAGES:
+        text = text_of(page)
+        assert text.count("```console\n") == text.count("<!-- run -->\n```console\n"), page.name
+    sessions = [block for kind, _, block in blocks(DOCS / "tutorial.md") if kind == "console"]
+    lines = [line[2:] for block in sessions for line in block.splitlines() if line[:2] == "$ "]
+    order = [shlex.split(line)[:2] for line in lines]
+    steps = ("inspect", "calibrate", "compile", "report")
+    assert order[:5] == [["python", "train.py"], *(["asapc", step] for step in steps)]
+    assert all(len(block.splitlines()) > 2 for block in sessions)
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells, on fewer and shorter texts: the line of settings is replaced and nothing else."""
+    notebook = json.loads(text_of(DOCS / "notebooks" / "tutorial.ipynb"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in cells) and any(cell["outputs"] for cell in cells)
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    source = "\n".join("".join(cell["source"]) for cell in cells)
+    settings = "STEPS, EXAMPLES, LENGTH = 240, 1024, 256"
+    assert source.count(settings) == 1
+    shutil.copytree(DOCS / "tutorial", tmp_path / "tutorial")
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    monkeypatch.syspath_prepend(str(tmp_path / "tutorial"))
+    namespace: dict[str, Any] = {"__name__": "notebook"}
+    exec(source.replace(settings, "STEPS, EXAMPLES, LENGTH = 1, 120, 8"), namespace)
+    assert namespace["report"].facts["sites"]
+
+
+def fragment(rule: ast.expr) -> str | None:
+    """The longest part of a rule that does not change."""
+    if isinstance(rule, ast.Constant) and isinstance(rule.value, str):
+        return rule.value
+    if not isinstance(rule, ast.JoinedStr):
+        return None
+    fixed = [str(part.value) for part in rule.values if isinstance(part, ast.Constant)]
+    return max(fixed, key=len).strip(" :,") if fixed else None
+
+
+def test_every_error_with_a_fix_is_in_troubleshooting() -> None:
+    page = text_of(DOCS / "troubleshooting.md")
+    missing = []
+    for folder in ("asapc", "passes", "calibration"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(text_of(path))):
+                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
+                    continue
+                named = node.func.id in ("InputError", "VerificationError", "NoSiteError")
+                if named and any(keyword.arg == "help" for keyword in node.keywords):
+                    rule = fragment(node.args[0])
+                    if rule is not None and rule not in page:
+                        missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {rule}")
+    assert not missing, "add a row to docs/troubleshooting.md for\n" + "\n".join(missing)
+
+
+def test_installation_lines_are_for_a_clone() -> None:
+    """asapc is on no package index: a line that names it would install something else, or nothing."""
+    for page in [*PAGES, *ROOT.glob("examples/**/*.md"), *ROOT.glob("examples/**/*.yml")]:
+        assert not re.search(r"pip install [^\n`]*(?<![\w/.-])'?asapc(?![\w/-])", text_of(page)), page
+    for folder in ("asapc", "passes", "calibration"):
+        said = {p.name for p in (ROOT / folder).rglob("*.py") if "pip install" in text_of(p)}
+        assert said <= {"hints.py"}, "asapc/terminal/hints.py is the home of installation lines"
