@@ -21,6 +21,7 @@ from asapc.errors import InputError
 from asapc.report.advice import ERROR, judgement, worst_first
 from asapc.report.document import Report, SiteReport, Trail, finite
 from asapc.report.shown import cleaned, positive, short
+from asapc.terminal.hints import install_line
 from asapc.terminal.printed import short as repr_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def figure(report: Report, what: str = "errors", site: str | None = None) -> Fig
         if module not in ("matplotlib", "markupsafe"):
             raise
         raise InputError(
-            f"figures need {module}, which is not installed", help="pip install 'asapc[report]'"
+            f"figures need {module}, which is not installed", help=install_line("report")
         ) from None
     with plots.style(plots.ALONE):
         drawn = FIGURES[what](report, site)
