@@ -14,6 +14,7 @@ import asapc
 from asapc import api
 from asapc.errors import InputError
 from asapc.models import SinkformerText
+from asapc.program import live
 
 FEW = {"batch_size": 16, "max_examples": 48, "selection_examples": 16}
 
@@ -51,6 +52,12 @@ def test_gates_and_a_folder(tmp_path: Path) -> None:
         assert torch.equal(own, loaded) and not torch.equal(own, model(tokens[:3])[0])
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert report.facts["model"]["source"] == "SinkformerText"
+    # A notebook shows what decides, of the result, of its model, and of the folder's.
+    for shown in (compiled, asapc.load(out), asapc.load(out, model=text_model())):
+        html = shown._repr_html_()
+        assert "REGRESSION: 1 of" in html and "layers.0.mha" in html
+    live.remove(compiled)
+    assert not hasattr(compiled, "_repr_html_")
 
 
 class ThroughNumpy(nn.Module):
