@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import environment, error, extra_mib, write_results
+from attention import device_of, environment, error, extra_mib, write_results
 from torch import Tensor
 from torch.nn.functional import one_hot, scaled_dot_product_attention
 
@@ -62,14 +62,14 @@ def permuted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def soft(q: Tensor, k: Tensor, v: Tensor, temperature: float) -> Tensor:
-    tau = torch.tensor([TAU], dtype=torch.float64)
+    tau = torch.full((1,), TAU, dtype=torch.float64, device=q.device)
     return torch.ops.asapc.esp_soft(
         q, k, v, None, None, None, tau, temperature, False, False, 1.0
     )  # fmt: skip
 
 
 def hard(q: Tensor, k: Tensor, v: Tensor, _temperature: float) -> Tensor:
-    tau = torch.tensor([TAU], dtype=torch.float64)
+    tau = torch.full((1,), TAU, dtype=torch.float64, device=q.device)
     return torch.ops.asapc.esp_hard(q, k, v, None, None, None, tau, False, False, 1.0)
 
 
@@ -86,7 +86,8 @@ def points(options: argparse.Namespace, tokens: int, dtype: torch.dtype) -> Poin
     """Seeded normal q, k, v [B, H, N, D]."""
     generator = torch.Generator().manual_seed(options.seed)
     shape = (options.batch, options.heads, tokens, options.head_dim)
-    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    device = device_of(options)
+    q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
     return q, k, v
 
 
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.1, 0.001])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # see memory_elsewhere
     parser.add_argument("-o", "--out", type=Path, help="folder for esp.{json,md}")
@@ -177,7 +179,7 @@ def main() -> None:
         for temperature in options.temperature:
             results.append(measure(options, temperature))
             print(table(results[-1]), "\n", flush=True)
-    document = {"environment": environment(cpu=True), "results": results}
+    document = {"environment": environment(cpu=device_of(options) == "cpu"), "results": results}
     write_results(options.out, "esp", document, "\n\n".join(map(table, results)))
 
 

@@ -45,9 +45,13 @@ class Done:
     tail: str
 
 
+def script(name: str, of: str, minutes: float, out: Path, *arguments: str) -> Step:
+    """benchmarks/<of>.py"""
+    return Step(name, minutes, (str(ROOT / "benchmarks" / f"{of}.py"), *arguments, "-o", str(out / name)))
+
+
 def attention(name: str, minutes: float, out: Path, *arguments: str) -> Step:
-    script = str(ROOT / "benchmarks" / "attention.py")
-    return Step(name, minutes, (script, *arguments, "--max-memory", "45", "-o", str(out / name)))
+    return script(name, "attention", minutes, out, *arguments, "--max-memory", "45")
 
 
 def steps(out: Path) -> list[Step]:
@@ -67,6 +71,10 @@ def steps(out: Path) -> list[Step]:
         attention("bf16_D128", 1.0, out, *bf16, *one, "--head-dim", "128", "--tokens", "512", "4096"),
         attention("bf16_64_heads", 1.0, out, *bf16, "--batch", "8", "--heads", "8", "--head-dim", "64",
                   "--tokens", "512", "2048", "4096"),
+        # Torch's own operators: whether they need kernels of ours.
+        script("lot", "lot", 0.7, out, "--tokens", "1024", "4096", "16384", "131072"),
+        script("esp_1024", "esp", 0.5, out, "--tokens", "1024", "--repeats", "3"),
+        script("esp_4096", "esp", 0.5, out, "--tokens", "4096", "--repeats", "3", "--temperature", "0.1"),
     ]  # fmt: skip
 
 
@@ -107,9 +115,9 @@ def gathered(out: Path, done: Sequence[Done], device: str) -> None:
     texts += [f"| {step.name} | {step.seconds:.0f} | {step.outcome} |" for step in done]
     for step in done:
         place = out / step.name
-        if (place / "attention.json").exists():
-            found[step.name] = json.loads((place / "attention.json").read_text())
-            texts += ["", f"## {step.name}", "", (place / "attention.md").read_text()]
+        for result in sorted(place.glob("*.json")) if place.name != "digits" else ():
+            found[step.name] = json.loads(result.read_text())
+            texts += ["", f"## {step.name}", "", result.with_suffix(".md").read_text()]
     report = out / "digits" / "asap" / "report.json"
     if report.exists():
         found["demo"] = json.loads(report.read_text())

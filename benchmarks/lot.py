@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import environment, error, extra_mib, write_results
+from attention import device_of, environment, error, extra_mib, write_results
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -75,14 +75,15 @@ class Problem:
         return Problem(*(x.to(dtype) if isinstance(x, Tensor) else x for x in values))
 
 
-def make_problem(shape: Shape, dtype: torch.dtype, seed: int) -> Problem:
+def make_problem(shape: Shape, dtype: torch.dtype, seed: int, device: str) -> Problem:
     """Seeded normal tokens and pivots; scores have standard deviation 1."""
     generator = torch.Generator().manual_seed(seed)
     points = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
-    q, k, v = (torch.randn(points, generator=generator).to(dtype) for _ in range(3))
+    q, k, v = (torch.randn(points, generator=generator) for _ in range(3))
     pivots = torch.randn(shape.heads, shape.pivots, shape.head_dim, generator=generator)
     mass = torch.softmax(torch.randn(shape.heads, shape.pivots, generator=generator), -1)
-    return Problem(q, k, v, pivots.to(dtype), mass.to(dtype), shape.half_steps)
+    tensors = (x.to(device, dtype) for x in (q, k, v, pivots, mass))
+    return Problem(*tensors, shape.half_steps)
 
 
 def published(p: Problem) -> Tensor:
@@ -120,10 +121,10 @@ CANDIDATES: dict[str, Callable[[Problem], Tensor]] = {
 }
 
 
-def check_parity(shape: Shape, dtype: torch.dtype, seed: int) -> dict[str, float]:
+def check_parity(shape: Shape, dtype: torch.dtype, seed: int, device: str) -> dict[str, float]:
     """Largest errors.  Raises SystemExit if the operator is not exact enough."""
     shape = Shape(**{**asdict(shape), "tokens": min(shape.tokens, PARITY_TOKENS)})
-    timed = make_problem(shape, dtype, seed)
+    timed = make_problem(shape, dtype, seed, device)
     exact = published(timed.to(torch.float64))
     found = {
         "float64": error(ours(timed.to(torch.float64)), exact),
@@ -144,7 +145,7 @@ def memory_of(name: str, shape: Shape, options: argparse.Namespace) -> float | N
     """extra_mib of one candidate in this process, which has run it on a few tokens only."""
     for tokens in (64, shape.tokens):
         own = Shape(**{**asdict(shape), "tokens": tokens})
-        problem = make_problem(own, getattr(torch, options.dtype), options.seed)
+        problem = make_problem(own, getattr(torch, options.dtype), options.seed, device_of(options))
         extra = extra_mib(lambda p=problem: CANDIDATES[name](p), problem.q.device)  # type: ignore[misc]
     return extra
 
@@ -156,6 +157,7 @@ def memory_elsewhere(name: str, shape: Shape, options: argparse.Namespace) -> fl
         "--tokens", str(shape.tokens), "--head-dim", str(shape.head_dim),
         "--pivots", str(shape.pivots), "--half-steps", str(shape.half_steps),
         "--dtype", options.dtype, "--seed", str(options.seed), "--memory-of", name,
+        *(["--cpu"] if options.cpu else []),
     ]  # fmt: skip
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     value: float | None = json.loads(found)
@@ -167,8 +169,9 @@ def measure(
 ) -> dict[str, Any]:
     """Errors, times and memory of every candidate at one length.  before: the same, one shorter."""
     dtype = getattr(torch, options.dtype)
-    errors = check_parity(shape, dtype, options.seed)
-    problem = make_problem(shape, dtype, options.seed)
+    device = device_of(options)
+    errors = check_parity(shape, dtype, options.seed, device)
+    problem = make_problem(shape, dtype, options.seed, device)
     kept, skipped = {}, {}
     for name, function in CANDIDATES.items():
         expected = _expected_seconds(name, shape, before)
@@ -200,7 +203,7 @@ def scaling(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     functions: dict[str, Callable[[], Tensor]] = {}
     for tokens in SCALING:
         own = Shape(**{**asdict(shape), "tokens": tokens})
-        problem = make_problem(own, getattr(torch, options.dtype), options.seed)
+        problem = make_problem(own, getattr(torch, options.dtype), options.seed, device_of(options))
         functions[str(tokens)] = lambda p=problem: ours(p)  # type: ignore[misc]
     times = interleaved_medians(functions, repeats=3 * options.repeats, warmup=2)
     short, long = (times[str(tokens)]["median_ms"] for tokens in SCALING)
@@ -255,6 +258,7 @@ def main() -> None:
     parser.add_argument("--half-steps", type=int, default=5)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-seconds", type=float, default=10.0, help="a call may take")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # see memory_elsewhere
@@ -275,7 +279,7 @@ def main() -> None:
             results.append(measure(shape(tokens), options, results[-1] if results else None))
             print(f"lot.py: {shape(tokens)} done", file=sys.stderr, flush=True)
         document = {
-            "environment": environment(cpu=True),
+            "environment": environment(cpu=device_of(options) == "cpu"),
             "dtype": options.dtype,
             "results": results,
             "scaling": scaling(shape(0), options),

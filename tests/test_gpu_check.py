@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -82,3 +83,23 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "-o", str(tmp_path)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main() == 2
+
+
+@pytest.mark.parametrize("name", ["lot", "esp"])
+def test_the_benchmarks_of_other_operators_mix_no_devices(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module = importlib.import_module(name)
+    one_gpu(monkeypatch)
+    monkeypatch.setattr(module, "memory_elsewhere", lambda *_: None)  # another process has no such GPU
+    monkeypatch.setattr(module, "device_of", lambda _: str(GPU))
+    options = argparse.Namespace(
+        dtype="float32", cpu=False, seed=0, repeats=1, max_seconds=10.0, batch=1, heads=2, tokens=12,
+        head_dim=4,
+    )  # fmt: skip
+    with running_on(GPU, []), torch.no_grad():
+        if name == "lot":
+            found = module.measure(module.Shape(1, 2, 12, 4, 3, 3), options, None)
+        else:
+            found = module.measure(options, 0.1)
+    assert len(found["rows"]) >= 3
