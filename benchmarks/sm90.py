@@ -125,9 +125,13 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                         )
                 loop = Loop(0.125, 4, "row", FACTOR)
                 if tokens <= resident.RESIDENT_LIMIT:
-                    for what, given in given_to.items():
+                    for what, (its_keep, its_bias) in given_to.items():
+                        most = resident.RESIDENT_LIMIT if its_bias is None else resident.BIAS_LIMIT
+                        few = [x[:, :, :most] for x in (q, k, v)]
+                        near = None if its_keep is None else its_keep[:, :most]
+                        nearby = None if its_bias is None else its_bias[:, :, :most, :most]
                         yield f"resident {name}{what}", partial(
-                            resident.resident_loop, q, k, v, *given, None, loop
+                            resident.resident_loop, *few, near, nearby, None, loop
                         )
                 yield f"gradients {name}", partial(
                     backward.sinkhorn_backward, v, q, k, v, keep, None, None, loop

@@ -29,11 +29,13 @@ from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import thresholds
 
 RESIDENT_LIMIT = 128  # what the tiles are written for; the thresholds may ask for less
+BIAS_LIMIT = 64  # with a bias, the addresses of a larger tile spill for sm_90 (benchmarks/sm90.py)
 
 
-def fits(q: Tensor, k: Tensor) -> bool:
+def fits(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
     longest = max(q.shape[2], k.shape[2])
-    return longest <= min(RESIDENT_LIMIT, thresholds(q, k).resident_tokens)
+    limit = RESIDENT_LIMIT if bias is None else BIAS_LIMIT
+    return longest <= min(limit, thresholds(q, k).resident_tokens)
 
 
 def resident_loop(
