@@ -63,7 +63,8 @@ def test_the_users_file_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert thresholds(*tensors()) == Thresholds(1, 2)
 
 
-BAD = ["{", "[]", '{"cpu": 3}', '{"tpu": {}}', '{"cpu": {"tile_bytes": -1}}', '{"cpu": {"tile": 1}}']
+BAD = ['{"cuda": {"warps": 3}}', '{"cuda": {"stages": 99}}', '{"cuda": {"tile_x": 4096}}',
+       "{", "[]", '{"cpu": 3}', '{"tpu": {}}', '{"cpu": {"tile_bytes": -1}}', '{"cpu": {"tile": 1}}']
 
 
 @pytest.mark.parametrize("text", BAD)

@@ -35,6 +35,8 @@ from asapc.formats.json_text import parse_json, read_json
 
 LARGEST = 1 << 40
 MAX_BYTES = 1 << 20  # of a file of thresholds
+MOST = {"tile_x": 1024, "tile_y": 1024, "warps": 32, "stages": 8}  # that Triton could take
+POWERS = ("tile_x", "tile_y", "warps")  # of two, or 0
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,17 @@ class Thresholds:
     """tile_bytes: of a tile of stacked heads, or of the rows of one that are worked on together (CPU).
 
     resident_bytes: the largest K of a head that a worker keeps (CPU).  resident_tokens: the longest
-    side that one launch keeps in registers (GPU).
+    side that one launch keeps in registers (GPU).  tile_x, tile_y, warps, stages: of the kernels that
+    stream tiles of scores (GPU); where 0, what each was written with, see kernels/gpu.
     """
 
     tile_bytes: int = 0
     resident_bytes: int = 0
     resident_tokens: int = 0
+    tile_x: int = 0
+    tile_y: int = 0
+    warps: int = 0
+    stages: int = 0
 
 
 _forced: ContextVar[Thresholds | None] = ContextVar("asapc_thresholds", default=None)
@@ -158,7 +165,8 @@ def _is_entry(entry: Any) -> bool:
     return (
         isinstance(entry, dict)
         and set(entry) <= names
-        and all(type(value) is int and 0 <= value <= LARGEST for value in entry.values())
+        and all(type(x) is int and 0 <= x <= MOST.get(key, LARGEST) for key, x in entry.items())
+        and all(entry.get(key, 0).bit_count() <= 1 for key in POWERS)
     )
 
 

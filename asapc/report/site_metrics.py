@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,17 +21,10 @@ from asapc.formats.records import json_fields
 from asapc.inputs.data import Batch
 from asapc.ir import Convention, PlanConvention, SiteTensors
 from asapc.kernels.dispatch import explained
-from asapc.kernels.thresholds import (
-    Thresholds,
-    key_of,
-    remember,
-    thresholds,
-    using,
-    without_cache,
-)
 from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
 from asapc.measure.timing import ENOUGH, interleaved_medians
 from asapc.measure.torch_compiled import torch_compiled
+from asapc.measure.tuning import tune
 from asapc.metrics import METRICS
 from asapc.operators.catalogue import TEACHER, convention_from_dict
 from asapc.operators.sinkhorn import clean_values, widen
@@ -88,41 +81,11 @@ def _ratios(
     }
 
 
-TILES = [1 << power for power in range(17, 22)]
-KEPT = [1 << 22, 1 << 24, 1 << 26]
-WORTH_KEEPING = 0.97  # of the shipped sizes' time: a smaller gain is noise
-
-
 def tune_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> dict[str, Any]:
-    """Time the lossless operator on these tensors with other tile sizes; the best goes into the cache.
-
-    On the CPU: the GPU kernels have one size to choose, and hold it in registers or not.
-    """
+    """Time the lossless operator on these tensors in other sizes; the best goes into the cache."""
     lossless = site_function(artifact.programs["lossless"], artifact.site_names[index])
-    with without_cache():
-        start = thresholds(t.q, t.k)
-    size = t.q.shape[2] * t.k.shape[2] * 4
-    kept = [x for x in KEPT if size > KEPT[0]] or [start.resident_bytes]
-    others = (replace(start, tile_bytes=a, resident_bytes=b) for a in TILES for b in kept)
-    candidates = list(dict.fromkeys([start, *others]))
-
-    def call(limits: Thresholds) -> Any:
-        with using(limits):
-            return lossless(t, t.k)
-
-    with torch.no_grad():
-        times = interleaved_medians(
-            {str(i): partial(call, limits) for i, limits in enumerate(candidates)}, repeats=repeats
-        )
-    medians = {limits: times[str(i)]["median_ms"] for i, limits in enumerate(candidates)}
-    best = min(medians, key=lambda limits: medians[limits])
-    if medians[best] > WORTH_KEEPING * medians[start]:
-        best = start
-    path = remember(key_of(t.q, t.k), best)
-    return {
-        "tile_bytes": best.tile_bytes, "resident_bytes": best.resident_bytes,
-        "gain": medians[start] / medians[best], "cache": str(path),
-    }  # fmt: skip
+    found = tune(partial(lossless, t, t.k), t.q, t.k, repeats)
+    return {**asdict(found.best), "gain": found.gain, "refused": found.refused, "cache": str(found.cache)}
 
 
 def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from asapc.kernels.gpu.tiles import (
     split_factor,
     spread_bias,
     strides_of,
+    tuned,
 )
 
 
@@ -104,7 +105,7 @@ def _launch(
         return
     bias = spread_bias(bias, q, k)
     factor, factors = split_factor(output_factor, queries, k.shape[2], keep)
-    tile = tile_for(q, k, v, bias is not None)
+    tile = tuned(tile_for(q, k, v, bias is not None), q, k)
     _attend[(batch * heads * triton.cdiv(queries, tile.x),)](
         q, k, v, keep, bias, f, g, factors, out, new_f,
         heads, queries, k.shape[2], dim, v.shape[3],

@@ -27,6 +27,7 @@ from asapc.kernels.gpu.tiles import (
     score_tile,
     spread_bias,
     strides_of,
+    tuned,
 )
 
 
@@ -87,7 +88,7 @@ def _close(
     batch, heads, count_x, dim = x.shape
     if out.numel() == 0:
         return out
-    tile = tile_for(x, y, bias is not None)
+    tile = tuned(tile_for(x, y, bias is not None), x, y)
     _half_step[(batch * heads * triton.cdiv(count_x, tile.x),)](
         x, y, keep, bias, dual, out,
         heads, count_x, y.shape[2], dim,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asapc.kernels.thresholds import thresholds
 from asapc.operators.sinkhorn import factor_value
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,6 +41,18 @@ class Tile(NamedTuple):
 def block_of(count: int, limit: int) -> int:
     """The power of two that holds `count`, from MIN_BLOCK to `limit`."""
     return max(MIN_BLOCK, min(limit, triton.next_power_of_2(max(count, 1))))
+
+
+def tuned(tile: Tile, x: Tensor, y: Tensor) -> Tile:
+    """The tile, or the one that was tuned for points like these [B, H, X, D] and [B, H, Y, D]."""
+    limits = thresholds(x, y)
+    return Tile(
+        block_of(x.shape[2], limits.tile_x) if limits.tile_x else tile.x,
+        block_of(y.shape[2], limits.tile_y) if limits.tile_y else tile.y,
+        tile.d,
+        limits.warps or tile.num_warps,
+        limits.stages or tile.num_stages,
+    )
 
 
 def is_half(*tensors: Tensor) -> bool:
