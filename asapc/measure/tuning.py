@@ -26,7 +26,7 @@ from asapc.kernels.thresholds import (
 from asapc.measure.timing import interleaved_medians
 
 TILE_BYTES = [1 << power for power in range(17, 22)]
-RESIDENT_BYTES = [1 << 22, 1 << 24, 1 << 26]
+RESIDENT_BYTES = [1 << 22, 1 << 24, 1 << 26, 1 << 28]
 # (points x, points y, warps, stages) of a streamed kernel, next to those it was written with.
 TILES = (
     (128, 64, 4, 2), (128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
