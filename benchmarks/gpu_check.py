@@ -59,7 +59,8 @@ def steps(out: Path) -> list[Step]:
     return [
         Step("parity", 3.0, ("-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", *tests)),
         attention("bf16_D64", 1.5, out, *bf16, *one, "--head-dim", "64", "--tokens", *tokens),
-        Step("demo", 1.5, ("-m", "asapc", "demo", "--device", "cuda", "-o", str(out / "digits"))),
+        Step("demo", 1.5, ("-m", "asapc", "demo", "--example", "digits", "--device", "cuda",
+                           "-o", str(out / "digits"))),
         attention("compiled", 1.5, out, *bf16, *one, "--head-dim", "64", "--tokens", "512", "4096",
                   "--compile"),
         attention("fp32_D64", 1.0, out, *one, "--head-dim", "64", "--tokens", "512", "2048", "4096"),
