@@ -52,7 +52,9 @@ class Example:
 
 
 EXAMPLES = {
-    "code": Example({"drop_attention_maps": True, "batch_size": 4}),
+    "code": Example(
+        {"drop_attention_maps": True, "batch_size": 4, "max_examples": 64, "selection_examples": 16}
+    ),
     "digits": Example(),
 }
 
@@ -158,7 +160,8 @@ def time_in_turn(
     start = time.monotonic()
     try:
         with tempfile.TemporaryDirectory() as cache, _new_cache(cache):
-            runner = Runner(torch.compile(teacher, dynamic=False))
+            faster: Any = torch.compile(teacher, dynamic=False)
+            runner = Runner(faster)
             runner(batch)
     except Exception as error:  # no C++ compiler, a system that torch.compile does not support
         lines = str(error).strip().splitlines() or [type(error).__name__]
