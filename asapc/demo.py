@@ -159,16 +159,15 @@ def time_in_turn(
     found: dict[str, dict[str, Any]] = {}
     start = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory() as cache, _new_cache(cache):
+        with tempfile.TemporaryDirectory() as cache, _new_cache(cache), torch.no_grad():
             faster: Any = torch.compile(teacher, dynamic=False)
-            runner = Runner(faster)
-            runner(batch)
+            faster(*batch.args, **batch.kwargs)
     except Exception as error:  # no C++ compiler, a system that torch.compile does not support
         lines = str(error).strip().splitlines() or [type(error).__name__]
         found["torch.compile"] = {"failed": textwrap.shorten(lines[0], 70)}
     else:
         found["torch.compile"] = {"compile_seconds": time.monotonic() - start}
-        runners["torch.compile"] = runner
+        runners["torch.compile"] = Runner(faster)
     outputs = {name: comparable(runner(batch)) for name, runner in runners.items()}
     for name, output in outputs.items():
         # A report has measured all of the gate split, this batch included.
@@ -244,11 +243,10 @@ def to_ship(rows: list[dict[str, Any]]) -> tuple[str, str]:
             f"{lossless['speedup']:.1f}x as fast as the teacher with the same predictions; "
             f"asap would be {ratio:.2f}x as fast as that"
         )
-    kept = asap["prediction_agreement"]
-    cost = "unknown" if kept is None else f"{1 - kept:.1%}"
+    changed = round((1 - asap["prediction_agreement"]) * asap["examples"])
     return "asap", (
         f"{asap['speedup']:.1f}x as fast as the teacher and {ratio:.2f}x as fast as lossless; "
-        f"{cost} of the predictions change"
+        f"{changed} of {asap['examples']} predictions change"
     )
 
 
@@ -259,6 +257,7 @@ def _fidelity(report: Report) -> dict[str, Any]:
         "attention_rel_l2": max(known, default=None) if known == errors else None,
         "prediction_agreement": report.model.metric("prediction_agreement"),
         "accuracy": report.model.metric("accuracy_compiled"),
+        "examples": report.model.metric("examples"),
     }
 
 
