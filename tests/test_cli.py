@@ -546,7 +546,7 @@ UNCOMPILED = {**TIMED, "torch.compile": {"failed": "no compiler"}, "asap": {"lat
 @pytest.mark.parametrize(
     ("timed", "shipped", "why"),
     [
-        (TIMED, "asap", "4.0x as fast as the teacher and 2.00x as fast as lossless; 10 of 512 predictions change"),
+        (TIMED, "asap", "4.0x as fast as the teacher and 2.00x as fast as lossless; 10 of 512 pred"),
         (UNCOMPILED, "lossless", "2.0x as fast as the teacher with the same predictions; asap"),
     ],
     ids=["asap-is-faster", "hardly-and-no-compiler"],
