@@ -53,7 +53,7 @@ class Example:
 
 EXAMPLES = {
     "code": Example(
-        {"drop_attention_maps": True, "batch_size": 4, "max_examples": 64, "selection_examples": 16}
+        {"drop_attention_maps": True, "batch_size": 4, "max_examples": 32, "selection_examples": 8}
     ),
     "digits": Example(),
 }
