@@ -27,7 +27,8 @@ ruff: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 
 CHECK := import asapc.passes, asapc.calibration, asapc.cli; from importlib.resources import files; \
-	assert all((files('asapc') / name).is_file() for name in ('demo_data/digits/digits.npz', \
+	assert all((files('asapc') / name).is_file() for name in ('demo_data/code/code.npz', \
+	'demo_data/code/LICENSE', 'demo_data/code/teacher/model.safetensors', 'demo_data/digits/digits.npz', \
 	'recipe.schema.json', 'kernels/thresholds.json', 'report/template/report.html.j2'))
 
 # asapc.passes and asapc.calibration exist only in an installed package, so that is what is checked.

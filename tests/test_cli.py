@@ -582,9 +582,38 @@ def test_the_demo_leaves_folders_of_another_use_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_the_demo_knows_its_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--example", "poems", "--out", str(tmp_path / "new")]) == 2
+    assert "--example must be one of code, digits, got poems" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+TIMED = {
+    "teacher": {"latency_ms": 80.0},
+    "torch.compile": {"latency_ms": 50.0, "compile_seconds": 20.0},
+    "lossless": {"latency_ms": 40.0},
+    "asap": {"latency_ms": 20.0},
+}
+UNCOMPILED = {**TIMED, "torch.compile": {"failed": "no compiler"}, "asap": {"latency_ms": 38.0}}
+
+
+@pytest.mark.parametrize(
+    ("timed", "shipped", "why"),
+    [
+        (TIMED, "asap", "4.0x as fast as the teacher and 2.00x as fast as lossless; 10 of 512 pred"),
+        (UNCOMPILED, "lossless", "2.0x as fast as the teacher with the same predictions; asap"),
+    ],
+    ids=["asap-is-faster", "hardly-and-no-compiler"],
+)
 def test_the_demo_compares_the_loops_and_shows_its_commands(
-    calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    calls: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    timed: dict[str, Any],
+    shipped: str,
+    why: str,
 ) -> None:
+    monkeypatch.setattr("asapc.demo.time_in_turn", lambda *_: timed)
     for name in ("lossless", "asap", "calib"):  # what the commands would have made
         Path("asapc-demo", name).mkdir(parents=True)
         Path("asapc-demo", name, "manifest.json").touch()
@@ -592,14 +621,22 @@ def test_the_demo_compares_the_loops_and_shows_its_commands(
     (demo / "teacher").mkdir()
     (demo / "teacher" / "config.json").write_text("{}")
     (demo / "digits.npz").write_text("")
-    assert cli.main(["demo", "--json"]) == 0
+    assert cli.main(["demo", "--example", "digits", "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
-    assert [row["name"].split(":")[0] for row in result["comparison"]] == [
-        "teacher",
-        "lossless",
-        "asap",
-    ]
+    rows = {row["model"]: row for row in result["comparison"]}
+    assert list(rows) == ["teacher", "torch.compile", "lossless", "asap"]
+    assert rows["lossless"]["speedup"] == 2.0 and rows["lossless"]["compile_seconds"] >= 0
+    assert ("no compiler" in rows["torch.compile"]["name"]) == (timed is UNCOMPILED)
     for step in result["steps"]:
         assert f"$ {step['command']}" in err
     assert sum(step["command"].startswith("asapc compile") for step in result["steps"]) == 2
+    assert result["ship"] == shipped and result["why"].startswith(why)
+    assert err.splitlines()[-1] == f"ship {demo / shipped}: {result['why']}"
+
+
+def test_the_closing_table_shows_what_is_missing() -> None:
+    from asapc.report.tables import comparison_table
+
+    table = comparison_table([{"name": "teacher: torch.compile cannot run: no compiler"}])
+    assert table.rows == (("teacher: torch.compile cannot run: no compiler", *"------"),)

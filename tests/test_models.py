@@ -17,7 +17,7 @@ from asapc.models.sinkhorn import (
     sinkhorn_attention,
     trainable_sinkhorn_attention,
 )
-from asapc.models.text import sinusoid_table
+from asapc.models.text import MultiHeadAttention, sinusoid_table
 from asapc.models.vit import Patches
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
@@ -314,6 +314,29 @@ def test_shipped_digits_teacher() -> None:
             right += int((model(**batch.kwargs)[0].argmax(-1) == batch.labels).sum())
             total += len(batch)
     assert total > 80 and right / total > 0.9
+
+
+def test_shipped_code_teacher() -> None:
+    """Loads, is small, has padded windows, and is right as often as README.md says, on a part of them."""
+    from asapc.inputs.data import open_data
+    from asapc.inputs.load import load_teacher
+
+    folder = Path(__file__).resolve().parents[1] / "asapc" / "demo_data" / "code"
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 1_000_000
+    model = load_teacher(str(folder / "teacher")).model
+    assert model is not None
+    batches = list(open_data(str(folder / "code.npz"), None).batches(2, limit=32))
+    with torch.no_grad():
+        usual = model(**batches[0].kwargs)[0]
+        for module in model.modules():
+            if isinstance(module, MultiHeadAttention):
+                module.loop = trainable_sinkhorn_attention  # the same map, ten times as fast
+        found = [model(**batch.kwargs)[0] for batch in batches]
+    torch.testing.assert_close(found[0], usual, rtol=1e-3, atol=1e-4)
+    labels = torch.cat([batch.labels for batch in batches if batch.labels is not None])
+    tokens = torch.cat([batch.kwargs["inputs"] for batch in batches])
+    assert tokens.shape == (32, 896) and tokens.eq(0).any(-1).sum() > 16 and tokens.max() < 1024
+    assert (torch.cat(found).argmax(-1) == labels).double().mean() > 0.7
 
 
 @pytest.mark.parametrize("max_iter", [1, 2, 5, 50])

@@ -603,16 +603,17 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def comparison_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """The demo's closing table: usual loop, lossless, amortised."""
+    """The demo's closing table: usual loop, torch.compile, lossless, amortised."""
     keys = ("attention_rel_l2", "prediction_agreement", "accuracy")
     return Table(
         "Usual loop, better loop, no loop",
-        ("", "latency ms|", "speedup|", *_headings(keys)),
+        ("", "compile s|", "latency ms|", "speedup|", *_headings(keys)),
         tuple(
             (
                 str(row.get("name")),
+                number(row.get("compile_seconds")),
                 number(row.get("latency_ms")),
-                f"{number(row.get('speedup'))}x",
+                "-" if row.get("speedup") is None else f"{number(row['speedup'])}x",
                 *(metric_text(key, row.get(key)) for key in keys),
             )
             for row in rows
