@@ -50,7 +50,8 @@ class Example:
 
 EXAMPLES = {
     "code": Example(
-        {"drop_attention_maps": True, "batch_size": 4, "max_examples": 32, "selection_examples": 8}
+        {"drop_attention_maps": True, "batch_size": 4, "max_examples": 32, "selection_examples": 8,
+         "features": ["coarse:64"]}
     ),
     "digits": Example(),
 }
