@@ -31,7 +31,6 @@ SMALL = {
 RECIPES: dict[str, dict[str, Any]] = {
     "asap": {"operator": "asap"},
     "keys' dual": {"operator": "asap", "side": "target", "c_transforms": 1, "features": ["gaussian"]},
-    "both duals": {"operator": "asap", "side": "both", "c_transforms": 0},
     "KL": {"operator": "asap", "fit": "kl"},
     "lot": {"operator": "lot", "pivots": 4},
     "esp_hard": {"operator": "esp_hard", "slices": 4},
@@ -76,7 +75,8 @@ def test_the_whole_way(tmp_path: Path, gpu: None, name: str, capsys: pytest.Capt
         if name not in MEASURED:
             continue
         assert run("report", out, *common) == 0, capsys.readouterr().err
-        assert run("bench", out, "--repeats", 1, *common) == 0, capsys.readouterr().err
+        timed = run("bench", out, "--repeats", 1, "--no-torch-compile", *common)
+        assert timed == 0, capsys.readouterr().err
         assert json.loads((out / "report.json").read_text())["environment"]["device"] == place
     for key, own in fits["cpu"].items():
         assert torch.allclose(own, fits["cuda"][key], rtol=1e-3, atol=1e-5), key
@@ -185,7 +185,7 @@ def test_other_teachers(
          tmp_path / "r.yaml"),
         ("compile", tmp_path / "teacher", "--calibration", calibration, "-o", out),
         ("report", out),
-        ("bench", out, "--repeats", 1),
+        ("bench", out, "--repeats", 1, "--no-torch-compile"),
     ):  # fmt: skip
         assert run(command, *rest, "--device", "cuda", "--quiet") == 0, capsys.readouterr().err
 
@@ -262,13 +262,15 @@ def test_what_a_gpu_says_is_one_clear_message(error: RuntimeError, told: str) ->
     ("", "must be"), ("cuda", "no GPU that torch can use"), ("cuda:1", "no GPU that torch can use"),
 ])  # fmt: skip
 def test_a_device_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, told: str
-) -> None:
-    """Before the model is looked for."""
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str,
+    told: str,
+) -> None:  # fmt: skip
+    """Before the model is read."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run("inspect", "not_there", "--device", text) == EXIT_BAD_INPUT
+    (tmp_path / "config.json").write_text("no JSON")
+    assert run("inspect", tmp_path, "--device", text) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert told in error and "not_there" not in error
+    assert told in error and "JSON" not in error
 
 
 def test_which_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

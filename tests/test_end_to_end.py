@@ -175,15 +175,18 @@ def test_report_measures_and_gates(
     assert run("report", compiled, "--gate", gates, "--quiet") == EXIT_BAD_INPUT
 
 
+FAST = ("--no-torch-compile",)  # whose compiler takes half a minute: tests/test_torch_compiled.py
+
+
 def test_bench_times_model_and_sites(compiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "bench", compiled, "--repeats", 2)
+    result = run_json(capsys, "bench", compiled, "--repeats", 2, *FAST)
     for entry in (result["model"], *result["sites"]):
         for key in ("latency_teacher_ms", "latency_lossless_ms", "latency_compiled_ms"):
             assert entry[key] > 0
         ratio = entry["latency_teacher_ms"] / entry["latency_compiled_ms"]
         assert entry["speedup"] == pytest.approx(ratio)
         assert "kernels" not in entry
-    result = run_json(capsys, "bench", compiled, "--repeats", 1, "--explain")
+    result = run_json(capsys, "bench", compiled, "--repeats", 1, "--explain", *FAST)
     kernels = result["sites"][0]["kernels"]
     assert [kernel["operator"] for kernel in kernels] == ["dual", "asap"]
     assert kernels[1]["kernel"].startswith("CPU, heads stacked, linear domain")
@@ -197,12 +200,13 @@ def test_bench_tunes_into_a_cache_that_can_be_left_aside(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     thresholds._cached.cache_clear()
-    result = run_json(capsys, "bench", compiled, "--repeats", 1, "--tune")
+    result = run_json(capsys, "bench", compiled, "--repeats", 1, "--tune", *FAST)
     entries = json.loads((tmp_path / "asapc" / "thresholds.json").read_text())
     tuned = [site["tuned"] for site in result["sites"]]
     assert tuned[0]["gain"] >= 1 and tuned[0] == tuned[1]  # one shape, one entry
     assert [e["tile_bytes"] for e in entries.values()] == [tuned[0]["tile_bytes"]]
-    assert "tuned" not in run_json(capsys, "bench", compiled, "--repeats", 1, "--no-tune")["sites"][0]
+    left = run_json(capsys, "bench", compiled, "--repeats", 1, "--no-tune", *FAST)
+    assert "tuned" not in left["sites"][0]
     thresholds._cached.cache_clear()
 
 
@@ -444,7 +448,8 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    data = tmp_path / "not_there.npz"  # would be the error if it were looked for
+    data = tmp_path / "empty.npz"  # would be the error if it were read
+    data.touch()
     for command in ("calibrate", "study"):
         extra = ("--grid", write_grid(tmp_path)) if command == "study" else ()
         arguments = (command, work / "teacher", "--data", data, "-o", tmp_path / "mine", *extra)

@@ -453,15 +453,17 @@ def test_tables_notes_json_and_errors_are_escaped(capsys: pytest.CaptureFixture[
         return [Table(EVIL, ("site",), ((EVIL,),))]
 
     def body(run: session.Session) -> None:
-        run.show({"name": EVIL}, table)
+        run.show({"name": EVIL}, lambda _: [EVIL], table)
         run.note(EVIL)
         warnings.warn(EVIL, stacklevel=1)
         raise InputError(EVIL, got=EVIL + "\nasapc: all is well", help=EVIL)
 
-    for json_output in (False, True):
+    for json_output, verbose in ((False, False), (False, True), (True, False)):
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            assert session.run(body, json=json_output, quiet=False, debug=json_output) == 2
+            assert session.run(
+                body, json=json_output, quiet=False, debug=json_output, verbose=verbose
+            ) == 2  # fmt: skip
         shown = capsys.readouterr()
         assert escaped(shown.out) == shown.out and escaped(shown.err) == shown.err
         assert "\nasapc: all is well" not in shown.err

@@ -27,12 +27,12 @@ def check_model(model: str, weights: str | None = None) -> None:
     its weights are not there."""
     check_text(model, "the name of a model")
     path = Path(model)
-    if weights is not None and not Path(weights).is_file():
-        raise InputError(f"{weights}: no such weights file", help=CHECK)
     if path.is_dir():
         _check_folder(path)
     elif ":" in model and not path.exists():
         _check_code(model)
+        if weights is not None and not Path(weights).is_file():
+            raise InputError(f"{weights}: no such weights file", help=CHECK)
     elif not path.exists():
         raise InputError(f"{model}: no such model", help=MODEL_GRAMMAR)
     elif path.suffix in (".safetensors", ".pt", ".pth"):
