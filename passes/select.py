@@ -1,7 +1,8 @@
 """Select: the cheapest candidate of every site inside the budget, proven on the whole model.
 
-    measure   every candidate's errors and price at its site; where both will do, what the model does with
-              it alone there
+    measure   every candidate's errors and price at its site
+    shortcut  the cheapest that is left at every site, where the whole model keeps its budget with it
+    alone     otherwise what the model does with each candidate alone
     solve     the cheapest set whose damages add up to the budget (passes.solve)
     verify    the whole model with that set; while it exceeds the budget, tighten and solve again, then
               turn the most damaging sites back, one by one: to the lossless operator, at last the teacher
@@ -135,9 +136,11 @@ def select(
     shapes = _measure_prices(analysis, sites, first, recipe, progress) if batches else {}
     _rule_out(sites, recipe.objective, analysis.drop_maps)
     model = WholeModel(analysis, batches, recipe, exact)
-    _measure_alone(model, sites, progress)
     rounds: list[dict[str, Any]] = []
-    picked = _solved(model, sites, recipe, rounds)
+    picked = _cheapest_everywhere(model, sites, recipe, rounds, progress)
+    if picked is None:
+        _measure_alone(model, sites, progress)
+        picked = _solved(model, sites, recipe, rounds)
     if picked and not all(opened.forced for opened in sites):
         known = teacher_ms if batches and largest is batches[0] else None
         with progress.phase("timing the whole model"):
@@ -243,6 +246,7 @@ class WholeModel:
         self.analysis, self.batches = analysis, batches
         lossless = Runner(analysis.model, analysis.lifted)
         self.exact = [*exact, *(comparable(lossless(batch)) for batch in batches[len(exact) :])]
+        self._known: list[tuple[Mapping[int, Replacement], dict[str, float]]] = []
         self.limits = self._limits(recipe)
 
     def _limits(self, recipe: Recipe) -> dict[str, float]:
@@ -274,11 +278,16 @@ class WholeModel:
         return _excess(self.measure(replacements), self.limits) if self.limits else ""
 
     def measure(self, replacements: Mapping[int, Replacement]) -> dict[str, float]:
-        """Metrics of the model with these sites replaced."""
+        """Metrics of the model with these sites replaced; the same set is run once."""
         if not replacements:
             return self._metrics(self.exact)
+        for known, metrics in self._known:
+            if known.keys() == replacements.keys() and all(known[i] is replacements[i] for i in known):
+                return metrics
         runner = Runner(self.analysis.model, compiled_programs(self.analysis, set(), replacements))
-        return self._metrics(comparable(runner(batch)) for batch in self.batches)
+        metrics = self._metrics(comparable(runner(batch)) for batch in self.batches)
+        self._known.append((replacements, metrics))
+        return metrics
 
 
 def compiled_programs(
@@ -295,15 +304,45 @@ def compiled_programs(
     )
 
 
-def _measure_alone(model: WholeModel, sites: Sequence[OpenSite], progress: Progress) -> None:
-    """What the model does with one approximation alone, where the budget asks: a pass over the selection
-    split for each, which those that are out already are spared."""
-    asking = [
+def _cheapest_everywhere(
+    model: WholeModel,
+    sites: Sequence[OpenSite],
+    recipe: Recipe,
+    rounds: list[dict[str, Any]],
+    progress: Progress,
+) -> list[int] | None:
+    """The cheapest candidate that is left at every site, where the whole model is inside its budget with
+    them: no set is cheaper, and one pass tells, where one a candidate would. None where it is not."""
+    asking = _asking(model, sites)
+    if len(asking) < 2 or not model.limits or any(_of_model(opened.budget) for opened, _ in asking):
+        return None
+    picked = [
+        0 if opened.forced else min(
+            (i for i, t in enumerate(opened.tried) if not t.verdict),
+            key=lambda i: _cost(opened.tried[i], recipe.objective),
+        )
+        for opened in sites
+    ]  # fmt: skip
+    limits = {key: _damage(key, limit) for key, limit in model.limits.items()}
+    with progress.phase("the cheapest operators together"):
+        inside = _verified(model, sites, picked, limits, recipe, rounds)
+    return picked if inside else None
+
+
+def _asking(model: WholeModel, sites: Sequence[OpenSite]) -> list[tuple[OpenSite, Tried]]:
+    """Approximations that are still in, where the budget limits what the model does."""
+    return [
         (opened, t) for opened in sites for t in opened.tried
         if t.approximate and not opened.forced and not t.verdict
         and (model.limits or _of_model(opened.budget))
         and not _excess(t.errors, _of_site(opened.budget))
     ]  # fmt: skip
+
+
+def _measure_alone(model: WholeModel, sites: Sequence[OpenSite], progress: Progress) -> None:
+    """What the model does with one approximation alone, where the budget asks: a pass over the selection
+    split for each, which those that are out already are spared."""
+    asking = _asking(model, sites)
     for opened, t in progress.track(asking, "one site at a time", len(asking)) if asking else ():
         assert t.candidate.replacement is not None
         t.alone = model.measure({opened.index: t.candidate.replacement})
@@ -528,13 +567,16 @@ def _verified(
     measured = model.measure(_replacements(sites, picked)) if model.limits else {}
     beyond = _excess(measured, model.limits)
     costs = [_cost(t, recipe.objective) for t in _chosen(sites, picked) if t.price is not None]
+    choice = {
+        opened.site.name: t.candidate.label
+        for opened, t in zip(sites, _chosen(sites, picked), strict=True)
+    }
+    if rounds and rounds[-1]["choice"] == choice:
+        rounds.pop()  # the cheapest set of all, which was measured first
     rounds.append(
         {
             "budget": {key: 1 - x if BUDGET_BOUNDS[key] == "min" else x for key, x in limits.items()},
-            "choice": {
-                opened.site.name: t.candidate.label
-                for opened, t in zip(sites, _chosen(sites, picked), strict=True)
-            },
+            "choice": choice,
             "predicted_ms" if recipe.objective == "latency" else "predicted_mib": sum(costs),
             "measured": {key: measured[key] for key in model.limits},
             "verdict": beyond or "inside the budget",

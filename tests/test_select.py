@@ -135,8 +135,10 @@ def test_the_cheapest_set_inside_a_budget_of_the_model(
 ) -> None:
     """Against every set by brute force on the damages that the trail lists, and measured as a whole."""
     priced(monkeypatch, CHEAP)
+    monkeypatch.setattr(select, "_cheapest_everywhere", lambda *_: None)
     free = chosen(ground, {"budget": {metric: 0.0 if metric.startswith("pred") else 9.0}}).trail
     assert labels(free) == [ROUGH] * 3
+    assert all(metric in c["alone"] for site in free["sites"] for c in site["candidates"][1:])
     damages = [
         {c["label"]: _damage(metric, c["alone"].get(metric)) for c in site["candidates"]}
         for site in free["sites"]
@@ -157,6 +159,47 @@ def test_the_cheapest_set_inside_a_budget_of_the_model(
     assert _damage(metric, measured) <= budget + 1e-12
     assert labels(trail) == list(trail["rounds"][-1]["choice"].values())
     assert measured == pytest.approx(by_hand(ground, made.choices)[metric], rel=1e-9)
+
+
+def test_one_pass_is_enough_where_the_cheapest_set_keeps_the_budget(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced(monkeypatch, CHEAP)
+    passes = counted(monkeypatch)
+    loose = chosen(ground, {"budget": {"logit_kl": 9.0}}).trail
+    assert labels(loose) == [ROUGH] * 3 and passes == [3]
+    assert [own["verdict"] for own in loose["rounds"]] == ["inside the budget"]
+    passes.clear()
+    tight = chosen(ground, {"budget": {"logit_kl": loose["rounds"][0]["measured"]["logit_kl"] / 2}}).trail
+    assert passes[:7] == [3] + [1] * 6  # all together, then each alone, then what is solved for
+    assert tight["rounds"][0]["verdict"].startswith("logit_kl")
+    assert tight["rounds"][-1]["verdict"] == "inside the budget"
+
+
+def test_a_limit_of_one_site_is_measured_there(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site's own limit is on the model with that site alone replaced: no other set tells of it."""
+    priced(monkeypatch, CHEAP)
+    passes = counted(monkeypatch)
+    sites = {"layers.1.mha": {"budget": {"logit_kl": 1e-12}}}
+    trail = chosen(ground, {"budget": {"logit_kl": 9.0}, "sites": sites}).trail
+    assert passes[:6] == [1] * 6
+    assert labels(trail) == [ROUGH, "sinkhorn", ROUGH]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sites are replaced in each pass of the whole model, as they are run."""
+    passes = list[int]()
+    true_programs = select.compiled_programs
+
+    def programs(analysis: Any, teacher: Any, replacements: Any) -> Any:
+        passes.append(len(replacements))
+        return true_programs(analysis, teacher, replacements)
+
+    monkeypatch.setattr(select, "compiled_programs", programs)
+    monkeypatch.setattr(select, "_not_slower", lambda model, sites, picked, *_: picked)
+    return passes
 
 
 def _damage(metric: str, value: float | None) -> float:
@@ -187,7 +230,7 @@ def test_a_set_that_nobody_measured_is_not_said_to_exceed(
     priced(monkeypatch, CHEAP)
     monkeypatch.setattr(select.WholeModel, "measure", lambda self, own: {"logit_kl": 0.6 * len(own)})
     made = chosen(ground, {"budget": {"logit_kl": 1.0}})
-    assert len(made.trail["rounds"]) == 1
+    assert len(made.trail["rounds"]) == 2
     reasons = [choice.reason for choice in made.choices if choice.operator == "sinkhorn"]
     assert len(reasons) == 2
     assert all("had no room for it" in own and "exceeded" not in own for own in reasons)
@@ -198,6 +241,7 @@ def test_a_set_that_exceeds_the_budget_together_is_tightened(
 ) -> None:
     """Damages that add up to more than their sum: the next rounds solve for less."""
     priced(monkeypatch, CHEAP)
+    monkeypatch.setattr(select, "_cheapest_everywhere", lambda *_: None)
     true_measure = select.WholeModel.measure
 
     def interacting(self: Any, own: Any) -> dict[str, float]:
