@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from asapc.api import compile as compile
     from asapc.artifact import load as load
     from asapc.program.graphed import graphed as graphed
+    from asapc.training.tails import tail_gradients as tail_gradients
 
-__all__ = ["compile", "graphed", "load"]
+__all__ = ["compile", "graphed", "load", "tail_gradients"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from asapc.program.graphed import graphed
 
         return graphed
+    if name == "tail_gradients":
+        from asapc.training.tails import tail_gradients
+
+        return tail_gradients
     raise AttributeError(f"module 'asapc' has no attribute {name!r}")

@@ -407,6 +407,17 @@ def refresh(
     anneal: Annotated[
         bool, typer.Option("--anneal", help="Cool soft sorts of ESP layers down to exact ones.")
     ] = False,
+    tail: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R|certified",
+            help="Pass gradients through the last R half-steps of each exact loop, or through as few "
+            "as --tolerance allows; all of them by default.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="Part of a layer's score gradient that a certified tail may leave out.")
+    ] = 1e-3,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the calibration split.")] = 5,
     learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 2e-4,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
@@ -451,10 +462,11 @@ def refresh(
         from asapc import pipeline
         from asapc.device import chosen_device
         from asapc.training.refresh import RefreshSettings
+        from asapc.training.tails import parsed_tail
 
         settings = RefreshSettings(
             "labels" if labels else "distil", epochs, learning_rate, batch_size,
-            tuple(parameters or ()), seed, examples, anneal,
+            tuple(parameters or ()), seed, examples, anneal, tail=parsed_tail(tail), tolerance=tolerance,
         )  # fmt: skip
         from asapc.inputs.onnx.settings import MODEL
 

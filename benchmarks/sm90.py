@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn
-from asapc.kernels.loop import Loop
+from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.plan import Task
 
 SHARED_LIMIT = 227 * 1024  # bytes that a block of an H100 may have
@@ -134,7 +134,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                             resident.resident_loop, *few, near, nearby, None, loop
                         )
                 yield f"gradients {name}", partial(
-                    backward.sinkhorn_backward, v, q, k, v, keep, None, None, loop
+                    backward.sinkhorn_backward, v, q, k, v, keep, None, None, loop,
+                    Tail(loop.half_steps),
                 )
                 for features in ("coarse:32", "gaussian", "sliced:32"):
                     parameters = {

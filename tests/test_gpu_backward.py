@@ -17,7 +17,7 @@ from test_gpu_attention import CASES, LOOPS, SCALE, Case, factors
 from asapc.kernels import dispatch
 from asapc.kernels.gpu import backward, half_step
 from asapc.kernels.library import gradients
-from asapc.kernels.loop import Loop
+from asapc.kernels.loop import Loop, Tail
 from asapc.operators import asap as asap_meaning
 from asapc.operators import c_transforms
 from asapc.operators import sinkhorn as meaning
@@ -158,7 +158,8 @@ def assert_loop(case: Case, half_steps: int, first: Any, start: bool) -> None:
     dual = case.dual("target" if first == "row" else "source") if start else None
     loop = Loop(SCALE, half_steps, first, factors(case))
     grad = upstream(*q.shape[:3], v.shape[3]).to(case.v.dtype)
-    own = backward.sinkhorn_backward(grad.to(DEVICE), q, k, v, keep, bias, dual, loop)
+    whole = Tail(loop.half_steps)
+    own = backward.sinkhorn_backward(grad.to(DEVICE), q, k, v, keep, bias, dual, loop, whole)
 
     def steps(ref: Reference, f: Tensor, g: Tensor) -> Tensor:
         return ref.out(*meaning.run_half_steps(ref.scores, f, g, half_steps, first, case.keep))
@@ -185,7 +186,7 @@ def test_loops_of_nothing(shape: tuple[int, ...]) -> None:
     case = Case(shape)
     q, k, v, _, _ = case.given()
     loop = Loop(SCALE, 3, "row", factors(case))
-    grads = backward.sinkhorn_backward(torch.ones_like(q), q, k, v, None, None, None, loop)
+    grads = backward.sinkhorn_backward(torch.ones_like(q), q, k, v, None, None, None, loop, Tail(3))
     for own, tensor in zip(grads[:3], (q, k, v), strict=True):
         assert own is not None
         assert own.shape == tensor.shape and float(own.abs().sum()) == 0.0
@@ -273,7 +274,7 @@ def test_slopes_on_one_orbit_are_those_of_every_half_step(
     found = []
     for orbit in (noted, never):
         monkeypatch.setattr(backward, "orbit_of", orbit)
-        found.append(backward.sinkhorn_backward(grad, q, k, v, keep, bias, None, loop)[:3])
+        found.append(backward.sinkhorn_backward(grad, q, k, v, keep, bias, None, loop, Tail(9))[:3])
     assert len(told) == 2 and all(bool(flags[0].any()) == safe for flags in told)
     for own, each in zip(*found, strict=True):
         assert torch.allclose(own, each, rtol=1e-4, atol=1e-5 * float(each.abs().max()))

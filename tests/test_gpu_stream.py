@@ -26,7 +26,7 @@ from test_gpu_features import ALL, parameters_of, width_of
 
 from asapc.device import moved
 from asapc.kernels.gpu import backward, dual, plan, resident, sinkhorn
-from asapc.kernels.loop import Loop
+from asapc.kernels.loop import Loop, Tail
 from asapc.kernels.plan import Task
 
 HAS_GPU = DEVICE == "cuda"
@@ -96,7 +96,7 @@ def host_sides() -> dict[str, Callable[[], Any]]:
         "dual and row mass": lambda: dual.dual_and_row_mass(q, k, *fitted, 0.4, 5, True),
         "plan": lambda: plan.plan(torch.ones(3, 2, 4, 4), task),
         "gradients": lambda: backward.sinkhorn_backward(
-            v[:, :, :33], q, k, v, keep, None, f, Loop(0.4, 4, "column", [1.0, 1.0, 0.0, 0.0])
+            v[:, :, :33], q, k, v, keep, None, f, Loop(0.4, 4, "column", [1.0, 1.0, 0.0, 0.0]), Tail(4)
         ),
     }  # fmt: skip
 

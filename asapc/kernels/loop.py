@@ -1,11 +1,16 @@
-"""What a kernel of the finite loop is asked to run."""
+"""What a kernel of the finite loop is asked to run, and how much of it gradients pass through."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from asapc.ir import Side
+
+ROUNDING = 8  # units in the last place of a term: what a sum of products may be off by
 
 
 @dataclass(frozen=True)
@@ -23,3 +28,25 @@ class Loop:
     @property
     def ends_on_rows(self) -> bool:
         return (self.first_side == "row") == (self.half_steps % 2 == 1)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The half-steps that gradients pass through, from the last one: a certified tail.
+
+    most: at most so many.  tolerance: fewer where what they leave out of the scores' gradient is at most
+    this part, in L1 and for every head, of the slopes of the plan with fixed scalings, A_ij (Z_ij - mean
+    of row i under A), Z = dout v', or no more than the rounding of A_ij Z_ij; 0 leaves out nothing.
+
+    The adjoint of a half-step does not enlarge the gradient of a dual in L1, as its plan's rows (or
+    columns) sum to 1. So the t half-steps before the tail add at most t |x|_1 to the scores' gradient,
+    x being the gradient of the dual that they end with: it is known, and no product is needed.
+    Source: block-wise paper, Proposition 5 and Corollary 2, with this bound for the norm.
+    """
+
+    most: int
+    tolerance: float = 0.0
+
+    def allowed(self, slopes: Tensor, terms: Tensor) -> Tensor:
+        """What may be left out, from the L1 norms of the slopes and of the A_ij Z_ij they are made of."""
+        return self.tolerance * slopes + ROUNDING * torch.finfo(terms.dtype).eps * terms

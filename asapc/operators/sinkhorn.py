@@ -98,14 +98,23 @@ def alternate(
 
 
 def finite_duals(
-    scores: Tensor, half_steps: int, first_side: Side, keep: Tensor | None
+    scores: Tensor, half_steps: int, first_side: Side, keep: Tensor | None, tail: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The teacher's duals after `half_steps` half-steps from zero: f [B, H, N], g [B, H, M].
 
-    Absolute duals, so the plan is exp(S + f + g).  Source: Sinkformers, Algorithm 1 (log domain).
+    Absolute duals, so the plan is exp(S + f + g).  tail: gradients pass through the last of them alone.
+    Source: Sinkformers, Algorithm 1 (log domain); block-wise paper, Section 2.2, for the tail.
     """
     f, g = initial_duals(scores, keep)
-    return run_half_steps(scores, f, g, half_steps, first_side, keep)
+    stopped = 0 if tail is None else max(0, half_steps - tail)
+    if stopped:
+        f, g = run_half_steps(scores.detach(), f, g, stopped, first_side, keep)
+    then = first_side if stopped % 2 == 0 else other_side(first_side)
+    return run_half_steps(scores, f, g, half_steps - stopped, then, keep)
+
+
+def other_side(side: Side) -> Side:
+    return "column" if side == "row" else "row"
 
 
 def factor_value(
@@ -170,12 +179,14 @@ def sinkhorn_attention(
     half_steps: int,
     rows_first: bool,
     output_factor: Sequence[float],
+    tail: int | None = None,
+    tolerance: float = 0.0,
 ) -> Tensor:
-    """Dense attention map of the finite loop, [B, H, N, M] in q's dtype."""
+    """Dense attention map of the finite loop, [B, H, N, M] in q's dtype.  Arguments as sinkhorn."""
     q, keep, bias = open_empty(q, keep, bias)
     scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
     side: Side = "row" if rows_first else "column"
-    f, g = finite_duals(scores, half_steps, side, keep)
+    f, g = finite_duals(scores, half_steps, side, keep, tail)
     return attention_map(scores, f, g, output_factor, keep).to(q.dtype)
 
 
@@ -189,15 +200,20 @@ def sinkhorn(
     half_steps: int,
     rows_first: bool,
     output_factor: Sequence[float],
+    tail: int | None = None,
+    tolerance: float = 0.0,
 ) -> Tensor:
     """A v for the finite loop's attention map A: [B, H, N, E] in v's dtype.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys;
     bias: broadcastable to [B, H, N, M] and already divided by epsilon.
+
+    tail: half-steps that gradients pass through, from the last one; None for all of them.  tolerance:
+    what a gradient may leave out of the scores' beyond that, see kernels.loop.Tail; nothing here.
     """
     q, keep, bias = open_empty(q, keep, bias)
     scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
     side: Side = "row" if rows_first else "column"
-    f, g = finite_duals(scores, half_steps, side, keep)
+    f, g = finite_duals(scores, half_steps, side, keep, tail)
     attention = attention_map(scores, f, g, output_factor, keep)
     return (attention @ widen(clean_values(v, keep))).to(v.dtype)

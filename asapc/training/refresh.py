@@ -30,6 +30,7 @@ from asapc.formats import places
 from asapc.inputs.data import Batch, DataSource, Split, rows, split_of
 from asapc.inputs.faults import check_labels
 from asapc.ir import Program
+from asapc.kernels.library.gradients import depths
 from asapc.measure.class_scores import are_probabilities, log_probabilities
 from asapc.operators.catalogue import TEACHER, by_name
 from asapc.passes.rewrite import harden
@@ -39,6 +40,7 @@ from asapc.program.calls import CALLS, DUAL_SETTINGS, operator_calls
 from asapc.program.runner import Runner
 from asapc.terminal.progress import Progress
 from asapc.training.anneal import LOWEST, Annealing
+from asapc.training.tails import CERTIFIED, TOLERANCE, checked_tail, passed_through, set_tail
 
 aten = torch.ops.aten
 DUALS = {torch.ops.asapc.dual.default, torch.ops.asapc.dual_and_row_mass.default}
@@ -57,7 +59,7 @@ class RefreshSettings:
 
     patterns: of parameter names, instead of the choice from the graph; examples: at most, of each
     split, None for all. anneal: cool soft sorts by the factor gamma from stage to stage, and make them
-    exact at the end.
+    exact at the end. tail, tolerance: of the loops that are left, see training.tails.
     """
 
     mode: Literal["labels", "distil"]
@@ -69,6 +71,8 @@ class RefreshSettings:
     examples: int | None = None
     anneal: bool = False
     gamma: float = 0.8
+    tail: int | str | None = None
+    tolerance: float = TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -174,9 +178,15 @@ def train(
         names = choose_parameters(programs, leaf, settings.patterns)
         trained = _parameters(programs, model, names)
     progress.note(f"training {len(trained)} tensors on {_count(training)} examples")
-    before, best = fit(
-        compiled, objective, parts, measured, trained, settings, progress, annealing, processes
-    )
+    graphs = [program.graph for program in programs]
+    loops = set_tail(graphs, *checked_tail(settings.tail, settings.tolerance))
+    try:
+        with depths() as passed:
+            before, best = fit(
+                compiled, objective, parts, measured, trained, settings, progress, annealing, processes
+            )
+    finally:
+        set_tail(graphs, None, 0.0)  # what is written has the whole loop's gradient
     if best.epoch == 0:
         progress.note("no epoch lowered the loss on the selection split: the weights are unchanged")
     entry: dict[str, Any] = {
@@ -194,6 +204,14 @@ def train(
         "before": before,
         "after": best.metrics,
     }
+    if settings.tail is not None and loops and passed:
+        certified = settings.tail == CERTIFIED
+        entry["tail"] = {
+            "half_steps": settings.tail,
+            "tolerance": settings.tolerance if certified else None,
+            "passed": passed_through(passed),
+        }
+        progress.note(_tail_line(entry["tail"]))
     if annealing is not None:
         soft = evaluate(teacher, objective, measured, settings.batch_size, processes)
         entry["anneal"] = {
@@ -216,6 +234,14 @@ def train(
     )
 
 
+def _tail_line(entry: Mapping[str, Any]) -> str:
+    passed = entry["passed"]
+    return (
+        f"gradients passed through {passed['min']:g} to {passed['max']:g} half-steps of a loop, "
+        f"{passed['median']:g} in the middle"
+    )
+
+
 def put_weights(
     programs: Sequence[Program], weights: Mapping[tuple[int, str], Tensor]
 ) -> None:
@@ -226,7 +252,8 @@ def put_weights(
 
 
 def check_settings(settings: RefreshSettings) -> None:
-    """Raises InputError for a learning rate or a cooling factor that is none."""
+    """Raises InputError for a learning rate, a cooling factor or a tail that is none."""
+    checked_tail(settings.tail, settings.tolerance)
     if not 0 < settings.gamma < 1:
         raise InputError("refresh: gamma must be between 0 and 1", got=settings.gamma)
     if not (math.isfinite(settings.learning_rate) and settings.learning_rate > 0):

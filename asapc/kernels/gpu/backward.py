@@ -44,8 +44,10 @@ from asapc.kernels.gpu.tiles import (
     spread_bias,
     strides_of,
 )
-from asapc.kernels.loop import Loop
+from asapc.kernels.loop import Loop, Tail
+from asapc.operators.sinkhorn import factor_value, score_matrix
 
+SIZE_ENTRIES = 1 << 24  # of a block of scores in plain PyTorch
 RANK_STEP = tl.constexpr(16)  # of an orbit's rank: what a product takes at once
 REACH = 40.0  # of the duals' moves: a plan's entry of 1e-8 stays far from the end of float32's range
 
@@ -135,8 +137,13 @@ def sinkhorn_backward(
     bias: Tensor | None,
     dual: Tensor | None,
     loop: Loop,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the start dual (None where none is given) for `sinkhorn_loop`."""
+    tail: Tail,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of q, k, v and the start dual (None where none is given) for `sinkhorn_loop`, and the
+    half-steps that they passed through [B, H].
+
+    A tolerance of the tail waits for the GPU after every half-step.
+    """
     inputs = Inputs(q, k, keep, bias, loop.score_multiplier)
     output = Output(grad_out, v, loop.output_factor)
     rows_first = loop.first_side == "row"
@@ -157,7 +164,9 @@ def sinkhorn_backward(
         pairs.append((f, g))
     grad = None  # of the dual that the step at hand has made; then of the other, which it was made from
     terms: list[Terms] = []
-    for step in reversed(range(len(sides))):
+    most = min(tail.most, len(sides))
+    allowed = _allowed(tail, inputs, output, *pairs[-1]) if tail.tolerance > 0 and most else None
+    for step in reversed(range(len(sides) - most, len(sides))):
         side, pair = sides[step], pairs[step]
         applied = output if step + 1 == len(sides) else None
         if out is not None and applied is not None:
@@ -165,18 +174,53 @@ def sinkhorn_backward(
         elif applied is not None:
             grad = _slopes(inputs, one_term(inputs, *pair, side, None), output, side, sums=True)[2]
         terms.append(one_term(inputs, *pair, side, grad))
-        if step > 0 or dual is not None:
+        ends = step == len(sides) - most
+        if not ends or (step == 0 and dual is not None):
             other: Side = "column" if side == "row" else "row"
             grad = _slopes(inputs, terms[-1], applied, other, sums=True)[2]
-    if not sides:
+        if allowed is not None and not ends:
+            assert grad is not None
+            if bool((step * grad.abs().sum(-1) <= allowed).all()):
+                break
+    passed = len(terms)
+    if not terms:
         terms.append(one_term(inputs, f, g, "row", None))
         started: Side = "column" if rows_first else "row"
-        grad = _slopes(inputs, terms[0], output, started, sums=True)[2]
+        grad = None
+        if dual is not None and not sides:
+            grad = _slopes(inputs, terms[0], output, started, sums=True)[2]
     stacked = Terms(*(torch.cat(parts) for parts in zip(*terms, strict=True)))
     dq, _, _ = _slopes(inputs, stacked, output, "row", points=True)
     dk, dv, _ = _slopes(inputs, stacked, output, "column", points=True, values=True)
-    grad_dual = None if dual is None else _given(grad).to(dual.dtype)
-    return _given(dq), _given(dk), _given(dv), grad_dual
+    grad_dual = None
+    if dual is not None:
+        all_passed = passed == len(sides)
+        grad_dual = _given(grad).to(dual.dtype) if all_passed else torch.zeros_like(dual)
+    depth = torch.full(q.shape[:2], passed, device=q.device)
+    return _given(dq), _given(dk), _given(dv), grad_dual, depth
+
+
+def _allowed(tail: Tail, inputs: Inputs, output: Output, f: Tensor, g: Tensor) -> Tensor:
+    """What a tail may leave out [B, H], in plain PyTorch, by blocks of rows."""
+    q, k, keep, bias, score_multiplier = inputs
+    batch, heads, queries, _ = q.shape
+    bias = None if bias is None else bias.expand(batch, heads, queries, k.shape[2])
+    v = output.v.float().transpose(2, 3)
+    slopes, terms = (q.new_zeros((batch, heads), dtype=torch.float32) for _ in range(2))
+    rows = max(1, SIZE_ENTRIES // max(1, batch * heads * k.shape[2]))
+    for start in range(0, queries, rows):
+        part = slice(start, start + rows)
+        some = None if bias is None else bias[:, :, part].float()
+        scores = score_matrix(q[:, :, part].float(), k.float(), keep, some, score_multiplier)
+        plan = torch.exp(scores + f[:, :, part, None] + g[:, :, None])
+        products = output.grad[:, :, part].float() @ v
+        mass = plan.sum(-1, keepdim=True).clamp(min=torch.finfo(plan.dtype).tiny)
+        means = (plan * products).sum(-1, keepdim=True) / mass
+        terms += (plan * products).abs_().sum((2, 3))
+        slopes += products.sub_(means).mul_(plan).abs_().sum((2, 3))
+    factor = factor_value(output.factor, queries, k.shape[2], keep)
+    scale = abs(factor) if isinstance(factor, float) else factor.abs().to(slopes)[:, :, 0, 0]
+    return tail.allowed(slopes * scale, terms * scale)
 
 
 def orbit_of(dual_x: Tensor, dual_y: Tensor, coef_x: Tensor, coef_y: Tensor) -> Orbit:

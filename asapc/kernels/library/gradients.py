@@ -1,8 +1,10 @@
-"""Gradients of the operators: of the reference, except where the GPU kernels have their own."""
+"""Gradients of the operators: of the reference, except where the loop's kernels have their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from torch._library.custom_ops import CustomOpDef
 
 from asapc.ir import Side
 from asapc.kernels import dispatch
+from asapc.kernels.cpu import gradients as cpu_gradients
 from asapc.kernels.library import fakes
 from asapc.kernels.library.registration import bound, operator, register_fake, without_autocast
-from asapc.kernels.loop import Loop
+from asapc.kernels.loop import Loop, Tail
 from asapc.operators import asap as asap_reference
 from asapc.operators import sinkhorn as sinkhorn_reference
 
@@ -31,30 +34,57 @@ def loop_gradients(
     half_steps: int,
     rows_first: bool,
     output_factor: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of A v with respect to q, k, v and start (empty without one), by the GPU kernels."""
-    from asapc.kernels.gpu.backward import sinkhorn_backward
-
+    tail: int,
+    tolerance: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of A v with respect to q, k, v and start (empty without one), by the kernels, and the half-steps
+    that every head's gradient passed through [B, H]."""
     side: Side = "row" if rows_first else "column"
-    loop = Loop(score_multiplier, half_steps, side, output_factor)
+    loop, through = Loop(score_multiplier, half_steps, side, output_factor), Tail(tail, tolerance)
     opened = None if start is None else asap_reference.open_dual(start, keep)
     open_q, open_keep, open_bias = sinkhorn_reference.open_empty(q, keep, bias)
     values = sinkhorn_reference.clean_values(v, open_keep)
-    with torch.cuda.device_of(q):
-        dq, dk, dv, dual_grad = sinkhorn_backward(
-            grad_out, open_q, k, values, open_keep, open_bias, opened, loop
-        )
+    given = (grad_out, open_q, k, values, open_keep, open_bias, opened, loop, through)
+    found: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
+    if _on_cpu(q):
+        found = cpu_gradients.sinkhorn_backward(*given)
+    else:
+        from asapc.kernels.gpu.backward import sinkhorn_backward
+
+        with torch.cuda.device_of(q):
+            found = sinkhorn_backward(*given)
+    dq, dk, dv, dual_grad, depth = found
     if keep is not None:
         dq = dq.masked_fill(~keep.any(-1)[:, None, None, None], 0.0)
     if dual_grad is None:
-        return dq, dk, dv, q.new_empty(0)
-    return dq, dk, dv, asap_reference.open_dual(dual_grad, keep)
+        return dq, dk, dv, q.new_empty(0), depth
+    return dq, dk, dv, asap_reference.open_dual(dual_grad, keep), depth
 
 
-register_fake(loop_gradients, lambda arguments: fakes.gradients(arguments, "q", "k", "v", "start"))
+def _loop_gradients_fake(arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    q = arguments["q"]
+    depth = q.new_empty(q.shape[:2], dtype=torch.int64)
+    return (*fakes.gradients(arguments, "q", "k", "v", "start"), depth)
+
+
+register_fake(loop_gradients, _loop_gradients_fake)
 
 AsLoop = Callable[[Mapping[str, Any]], tuple[str | None, Loop]]
 """An operator's arguments as a loop: the name of the dual it starts from, None for zero, and the loop."""
+
+_listening: ContextVar[list[Tensor] | None] = ContextVar("asapc_depths", default=None)
+
+
+@contextmanager
+def depths() -> Iterator[list[Tensor]]:
+    """Collects, of every loop that runs inside, the half-steps that its gradient passed through, [B, H]:
+    known once backward has run."""
+    found: list[Tensor] = []
+    token = _listening.set(found)
+    try:
+        yield found
+    finally:
+        _listening.reset(token)
 
 
 def _on_cpu(tensor: Tensor) -> bool:
@@ -62,22 +92,45 @@ def _on_cpu(tensor: Tensor) -> bool:
 
 
 def _by_kernels(
-    name: str, arguments: Mapping[str, Any], needed: Mapping[str, bool], grad: Tensor, as_loop: AsLoop
+    name: str,
+    arguments: Mapping[str, Any],
+    needed: Mapping[str, bool],
+    grad: Tensor,
+    as_loop: AsLoop,
+    told: list[Tensor] | None,
 ) -> dict[str, Tensor] | None:
-    """Gradients of q, k, v and the dual; None where the kernels do not have them."""
+    """Gradients of q, k, v and the dual; None where the kernels do not have them.
+
+    told: where the half-steps that they passed through are added.
+    """
     start, loop = as_loop(arguments)
     q, k, v, keep, bias = (arguments.get(key) for key in ("q", "k", "v", "keep", "bias"))
     assert q is not None and k is not None
-    if v is None or loop.half_steps == 0 or needed["bias"] or _on_cpu(q):
+    if v is None or loop.half_steps == 0 or needed["bias"]:
         return None
-    if dispatch.attention_backend(name, q, k, v, keep, bias, loop.score_multiplier) != "gpu":
+    on_gpu = not _on_cpu(q)
+    if on_gpu and (
+        dispatch.attention_backend(name, q, k, v, keep, bias, loop.score_multiplier) != "gpu"
+    ):
         return None
-    dq, dk, dv, dual_grad = loop_gradients(
+    most = arguments.get("tail")
+    dq, dk, dv, dual_grad, depth = loop_gradients(
         grad, q, k, v, keep, bias, None if start is None else arguments[start], loop.score_multiplier,
         loop.half_steps, loop.first_side == "row", loop.output_factor,
+        loop.half_steps if most is None else max(0, most), arguments.get("tolerance", 0.0),
     )  # fmt: skip
+    if told is not None:
+        told.append(depth)
     found = {"q": dq, "k": dk, "v": dv}
     return found if start is None else found | {start: dual_grad}
+
+
+def _through(arguments: Mapping[str, Any], as_loop: AsLoop) -> Tensor:
+    """The half-steps that the reference's gradient passes through, [B, H]: it certifies nothing."""
+    _, loop = as_loop(arguments)
+    most = arguments.get("tail")
+    depth = loop.half_steps if most is None else min(most, loop.half_steps)
+    return torch.full(arguments["q"].shape[:2], depth)
 
 
 def save(ctx: Any, inputs: Sequence[Any]) -> None:
@@ -101,17 +154,18 @@ def differentiate(
 ) -> None:
     """Register the gradient, recomputed in backward: only inputs are saved.
 
-    as_loop: of an operator whose gradient the GPU kernels may have.
+    as_loop: of an operator whose gradient the loop's kernels may have.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A list of tensors (fitted parameters) is a constant: nothing in it is differentiated.
         save(ctx, inputs)
+        ctx.told = _listening.get()
 
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Any, ...]:
         arguments, needed = saved(ctx, registered)
         with without_autocast(arguments.values()):
-            found = gradients(arguments, needed, output_grads)
+            found = gradients(arguments, needed, output_grads, ctx.told)
         lists = {
             name: [None] * len(arguments[name]) for name in needed if _is_tensor_list(arguments[name])
         }
@@ -120,12 +174,17 @@ def differentiate(
         )
 
     def gradients(
-        arguments: Mapping[str, Any], needed: Mapping[str, Any], output_grads: Sequence[Tensor]
+        arguments: Mapping[str, Any],
+        needed: Mapping[str, Any],
+        output_grads: Sequence[Tensor],
+        told: list[Tensor] | None,
     ) -> dict[str, Tensor]:
         if as_loop is not None:
-            found = _by_kernels(reference.__name__, arguments, needed, output_grads[0], as_loop)
+            found = _by_kernels(reference.__name__, arguments, needed, output_grads[0], as_loop, told)
             if found is not None:
                 return found
+            if told is not None:
+                told.append(_through(arguments, as_loop))
         with torch.enable_grad():
             leaves = {
                 name: x.detach().requires_grad_(bool(needed.get(name))) if isinstance(x, Tensor) else x

@@ -1,0 +1,413 @@
+"""Gradients of the finite loop on a CPU: O(T (N + M)) memory, one exponential an entry where K fits.
+
+The plans of all half-steps are one matrix K with its rows and columns scaled, the transport orbit of the
+block-wise paper (Proposition 6). With a and b the scalings around a half-step and x the gradient of the
+dual that it makes,
+
+    rows closed     dL/dS_ij = -x_i a_i K_ij b_j         columns closed    dL/dS_ij = -y_j a_i K_ij b_j
+    applied         dL/dS_ij = <dout_i, v_j> a_i K_ij b_j
+
+so that the slopes of all of them are K times one product of rank T + E, formed in the last visit of K's
+blocks. The chain of the duals' gradients before it (Proposition 1) takes two products with K a pair of
+half-steps, in one visit. Nothing of size N M is kept but K, and that only up to `resident_bytes`.
+
+The chain may stop early, see kernels.loop.Tail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker
+from asapc.kernels.loop import Loop, Tail
+from asapc.kernels.thresholds import Thresholds, thresholds
+from asapc.operators.sinkhorn import factor_value, initial_duals, other_side, run_half_steps
+
+
+class Gradients(NamedTuple):
+    """Of q, k, v and the start dual (None without one); depth: [B, H], half-steps they passed through."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dual: Tensor | None
+    depth: Tensor
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Some heads' inputs.  q: [G, N, D], times the score multiplier; k: [G, M, D]; v: [G, M, E];
+    grad: [G, N, E]; keep: [G, M]; bias: [G, N, M]; start: [G, N] or [G, M]; factor: [G, 1, 1]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    keep: Tensor | None
+    bias: Tensor | None
+    start: Tensor | None
+    factor: Tensor
+
+    def double(self) -> _Heads:
+        bias, start = (None if x is None else x.double() for x in (self.bias, self.start))
+        return _Heads(
+            self.q.double(), self.k.double(), self.v.double(), self.grad.double(), self.keep, bias, start,
+            self.factor.double(),
+        )  # fmt: skip
+
+
+def sinkhorn_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    dual: Tensor | None,
+    loop: Loop,
+    tail: Tail,
+) -> Gradients:
+    """Gradients for `sinkhorn_loop`, whose arguments these are besides grad_out [B, H, N, E] and tail.
+
+    At least one half-step; every example has an active key.
+    """
+    batch, heads, queries, dim = q.shape
+    keys, width = v.shape[2:]
+    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    limits = thresholds(q, k)
+    rows_first = loop.first_side == "row"
+    dq = torch.zeros((batch, heads, queries, dim), dtype=work)
+    dk = torch.zeros((batch, heads, keys, dim), dtype=work)
+    dv = torch.zeros((batch, heads, keys, width), dtype=work)
+    d_dual = None if dual is None else torch.zeros(dual.shape, dtype=work)
+    depth = torch.zeros((batch, heads), dtype=torch.int64)
+    if batch * heads * queries * keys == 0:
+        return _as(Gradients(dq, dk, dv, d_dual, depth), q, k, v, dual)
+    factor = factor_value(loop.output_factor, queries, keys, keep)
+    factors = torch.as_tensor(factor, dtype=work).expand(batch, heads, 1, 1).flatten(0, 1)
+    flat_q, flat_k, flat_v, flat_grad = (x.to(work).flatten(0, 1) for x in (q, k, v, grad_out))
+    scaled_q = flat_q * loop.score_multiplier
+    full_bias = None if bias is None else bias.expand(batch, heads, queries, keys)
+    start = None if dual is None else dual.to(work).flatten(0, 1)
+    bound = _range_bound(scaled_q, flat_k, start if rows_first else None, bias)
+    outs = [x.flatten(0, 1) for x in (dq, dk, dv)]
+    out_dual = None if d_dual is None else d_dual.flatten(0, 1)
+    out_depth = depth.view(-1)
+    per_group = max(1, limits.tile_bytes // (queries * keys * scaled_q.element_size()))
+    rounds = math.ceil(batch * heads / (per_group * torch.get_num_threads()))
+    per_group = math.ceil(batch * heads / (rounds * torch.get_num_threads()))
+
+    def group(first: int) -> None:
+        part = slice(first, min(first + per_group, batch * heads))
+        numbers = torch.arange(part.start, part.stop)
+        inputs = _Heads(
+            scaled_q[part],
+            flat_k[part],
+            flat_v[part],
+            flat_grad[part],
+            None if keep is None else keep[numbers // heads],
+            None if full_bias is None else full_bias[numbers // heads, numbers % heads].to(work),
+            None if start is None else start[part],
+            factors[part],
+        )
+        found = _group(inputs, loop, tail, limits, bound)
+        for out, gradient in zip(outs, found[:3], strict=True):
+            out[part] = gradient
+        outs[0][part] *= loop.score_multiplier
+        if out_dual is not None and found.dual is not None:
+            out_dual[part] = found.dual
+        out_depth[part] = found.depth
+
+    def work_on(starts: Iterator[int]) -> None:
+        for first in starts:
+            group(first)
+
+    each_worker(work_on, range(0, batch * heads, per_group))
+    return _as(Gradients(dq, dk, dv, d_dual, depth), q, k, v, dual)
+
+
+def _as(found: Gradients, q: Tensor, k: Tensor, v: Tensor, dual: Tensor | None) -> Gradients:
+    d_dual = None if found.dual is None or dual is None else found.dual.to(dual.dtype)
+    return Gradients(found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype), d_dual, found.depth)
+
+
+def _range_bound(q: Tensor, k: Tensor, key_dual: Tensor | None, bias: Tensor | None) -> float:
+    """Upper bound of a row's range of scores, by Cauchy-Schwarz; infinite where only scores tell."""
+    if bias is not None or key_dual is not None:
+        return math.inf
+    return 2.0 * float((q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)).max())
+
+
+def _group(inputs: _Heads, loop: Loop, tail: Tail, limits: Thresholds, bound: float) -> Gradients:
+    kernel = _Kernel(inputs, loop.first_side == "row", limits)
+    if not bound <= SAFE_ROW_RANGE[inputs.q.dtype]:
+        reach = kernel.shift()
+        if not reach <= SAFE_ROW_RANGE[torch.float64]:
+            return _by_autograd(inputs, loop, tail)
+        if not reach <= SAFE_ROW_RANGE[inputs.q.dtype]:
+            inputs = inputs.double()
+            kernel = _Kernel(inputs, loop.first_side == "row", limits)
+            kernel.shift()
+    return _Chain(inputs, kernel, loop).gradients(tail)
+
+
+class _Kernel:
+    """K = exp(S - row maximum) [G, N, M], 0 on masked keys, by blocks of rows: kept where it fits, formed
+    again at every visit where it does not."""
+
+    def __init__(self, inputs: _Heads, keys_from_start: bool, limits: Thresholds) -> None:
+        q, k = inputs.q, inputs.k
+        groups, queries, keys = len(q), q.shape[1], k.shape[1]
+        size = groups * keys * k.element_size()
+        self.block = max(1, limits.tile_bytes // size)
+        self.inputs = inputs
+        self.transposed = k.transpose(1, 2)
+        self.added = inputs.start[:, None] if keys_from_start and inputs.start is not None else None
+        self.masked = None if inputs.keep is None else ~inputs.keep[:, None]
+        self.top: Tensor | None = None
+        self.fits = queries * size <= max(limits.resident_bytes, limits.tile_bytes)
+        self.kept: list[Tensor] = []
+        self.buffer = q.new_empty(0)
+
+    def _scores(self, rows: slice) -> Tensor:
+        q = self.inputs.q[:, rows]
+        size = len(q) * q.shape[1] * self.transposed.shape[2]
+        if self.fits:
+            out = q.new_empty((len(q), q.shape[1], self.transposed.shape[2]))
+        else:
+            if self.buffer.numel() < size:
+                self.buffer = q.new_empty(size)
+            out = self.buffer[:size].view(len(q), q.shape[1], -1)
+        torch.bmm(q, self.transposed, out=out)
+        if self.added is not None:
+            out += self.added
+        if self.inputs.bias is not None:
+            out += self.inputs.bias[:, rows]
+        return out
+
+    def shift(self) -> float:
+        """Take the maximum from every row; the widest range of a row's scores."""
+        tops, widest = [], 0.0
+        for rows in self._parts():
+            scores = self._scores(rows)
+            low = scores
+            if self.masked is not None:
+                low = scores.masked_fill(self.masked, math.inf)
+                scores.masked_fill_(self.masked, -math.inf)
+            tops.append(scores.amax(-1, keepdim=True))
+            widest = max(widest, float((tops[-1] - low.amin(-1, keepdim=True)).max()))
+        self.top = torch.cat(tops, 1)
+        return widest
+
+    def _parts(self) -> Iterator[slice]:
+        queries = self.inputs.q.shape[1]
+        return (slice(i, min(i + self.block, queries)) for i in range(0, queries, self.block))
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows and K there [G, rows, M]; where K is not kept, valid until the next."""
+        for number, rows in enumerate(self._parts()):
+            if number < len(self.kept):
+                yield rows, self.kept[number]
+                continue
+            scores = self._scores(rows)
+            if self.top is not None:
+                scores -= self.top[:, rows]
+            if self.masked is not None:
+                scores.masked_fill_(self.masked, -math.inf)
+            scores.exp_()
+            if self.fits:
+                self.kept.append(scores)
+            yield rows, scores
+
+
+class _Chain:
+    """The half-steps of some heads, forward with all their scalings kept, and back again.
+
+    a: [G, N, 1] and b: [G, 1, M] are kept for every half-step. Rows are closed to 1 and columns to
+    N / n, the rows' total shared out, so that the scalings do not drift.
+    """
+
+    def __init__(self, inputs: _Heads, kernel: _Kernel, loop: Loop) -> None:
+        self.inputs, self.kernel, self.loop = inputs, kernel, loop
+        q, k = inputs.q, inputs.k
+        rows_first = loop.first_side == "row"
+        self.row_steps = [(step % 2 == 0) == rows_first for step in range(loop.half_steps)]
+        active = k.new_full((len(k), 1, 1), k.shape[1])
+        self.absent: Tensor | None = None
+        if inputs.keep is not None:
+            active = inputs.keep.sum(-1, dtype=k.dtype)[:, None, None]
+            self.absent = ~inputs.keep[:, None]
+        self.share = q.shape[1] / active
+        mass = 1 / q.shape[1] if loop.ends_on_rows else 1 / (k.shape[1] * self.share)
+        self.scale = inputs.factor * mass  # of a K b, to make the map
+        log_a = q.new_zeros((len(q), q.shape[1], 1)) if kernel.top is None else kernel.top
+        if inputs.start is not None and not rows_first:
+            log_a = log_a + inputs.start[..., None]
+        self.a = [(log_a - log_a.amax(1, keepdim=True)).exp_()]  # f, in K's units and up to a gauge
+        self.b = [k.new_ones((len(k), 1, k.shape[1]))]
+
+    def gradients(self, tail: Tail) -> Gradients:
+        last = len(self.row_steps) - 1
+        step = 0
+        while step < last or (step == last and not self.row_steps[step]):
+            step = self._visit_forward(step)
+        eta_a, eta_b, dv, allowed = self._apply(tail)
+        left: list[Tensor] = []  # the slopes of the half-steps are K times sum_t left_t right_t
+        right: list[Tensor] = []
+        a, b = list(self.a), list(self.b)
+        half_steps = len(self.row_steps)
+        depth, most = 0, min(tail.most, half_steps)
+        while depth < most:
+            if self.row_steps[last - depth]:
+                left.append(-eta_a * a.pop())
+                right.append(b[-1])
+                eta_b = self._without_gauge(eta_b + b[-1] * self._columns(left[-1]))
+                eta_a = torch.zeros_like(eta_a)
+                depth += 1
+            else:
+                left.append(a[-1])
+                right.append(-eta_b * b.pop() / self.share)
+                pair = depth + 1 < min(most, half_steps)
+                eta_a, total = self._visit_back(eta_a, a[-1], right[-1], pair)
+                eta_b = torch.zeros_like(eta_b)
+                depth += 1
+                if pair:
+                    left.append(-eta_a * a.pop())
+                    right.append(b[-1])
+                    eta_a, eta_b = torch.zeros_like(eta_a), self._without_gauge(b[-1] * total)
+                    depth += 1
+                else:
+                    eta_a = eta_a - eta_a.mean(1, keepdim=True)
+            if tail.tolerance > 0 and depth < most:
+                pending = eta_a.abs().sum((1, 2)) + eta_b.abs().sum((1, 2))
+                if bool(((half_steps - depth) * pending <= allowed).all()):
+                    break
+        dq, dk = self._slopes(left, right)
+        start = None
+        if self.inputs.start is not None:
+            start = eta_b[:, 0] if self.loop.first_side == "row" else eta_a[..., 0]
+        return Gradients(dq, dk, dv, start, torch.full((len(dq),), depth))
+
+    def _without_gauge(self, eta_b: Tensor) -> Tensor:
+        """The keys' gradient without what rounding made of its sum, which is 0, as a constant that is
+        added to a dual is taken from the next one: it would not fade along the chain as the rest does."""
+        off = eta_b.sum(2, keepdim=True) * self.share / self.inputs.q.shape[1]
+        return eta_b - (off if self.absent is None else off.masked_fill(self.absent, 0.0))
+
+    def _visit_forward(self, step: int) -> int:
+        """The half-step, and the one after it if that closes columns; the next one's number."""
+        closes_rows = self.row_steps[step]
+        a = torch.empty_like(self.a[-1]) if closes_rows else self.a[-1]
+        total = torch.zeros_like(self.b[-1])
+        column = self.b[-1].transpose(1, 2)
+        for rows, kernel in self.kernel.blocks():
+            if closes_rows:
+                a[:, rows] = torch.bmm(kernel, column).reciprocal_()
+            total.baddbmm_(a[:, rows].transpose(1, 2), kernel)
+        if closes_rows:
+            self.a.append(a)
+        if self.absent is not None:
+            total.masked_fill_(self.absent, 1.0)
+        self.b.append(total.reciprocal_().mul_(self.share))
+        return step + (2 if closes_rows else 1)
+
+    def _apply(self, tail: Tail) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The map's own part: gradients of log a and log b, dv, and what a tail may leave out [G]. Closes
+        the rows, where the loop ends on them."""
+        grad, v = self.inputs.grad, self.inputs.v
+        ends_on_rows = self.row_steps[-1]
+        a = torch.empty_like(self.a[-1]) if ends_on_rows else self.a[-1]
+        b = self.b[-1]
+        column, weighted = b.transpose(1, 2), b.transpose(1, 2) * v
+        eta_a = torch.empty_like(a)
+        found = torch.zeros_like(v)
+        slopes, terms = (torch.zeros_like(self.scale[:, 0, 0]) for _ in range(2))
+        for rows, kernel in self.kernel.blocks():
+            if ends_on_rows:
+                a[:, rows] = torch.bmm(kernel, column).reciprocal_()
+            scaled = self.scale * a[:, rows]
+            scaled_grad = scaled * grad[:, rows]
+            eta_a[:, rows] = (torch.bmm(kernel, weighted) * scaled_grad).sum(-1, keepdim=True)
+            found.baddbmm_(kernel.transpose(1, 2), scaled_grad)
+            if tail.tolerance > 0:
+                plan = kernel * scaled * b
+                mass = plan.sum(-1, keepdim=True).clamp(min=torch.finfo(plan.dtype).tiny)
+                products = torch.bmm(grad[:, rows], v.transpose(1, 2))
+                terms += (plan * products).abs_().sum((1, 2))
+                slopes += (products - eta_a[:, rows] / mass).mul_(plan).abs_().sum((1, 2))
+        if ends_on_rows:
+            self.a.append(a)
+        dv = found.mul_(column)
+        return eta_a, (dv * v).sum(-1)[:, None], dv, tail.allowed(slopes, terms)
+
+    def _columns(self, x: Tensor) -> Tensor:
+        """K' x [G, 1, M], x: [G, N, 1]."""
+        total = torch.zeros_like(self.b[0])
+        for rows, kernel in self.kernel.blocks():
+            total.baddbmm_(x[:, rows].transpose(1, 2), kernel)
+        return total
+
+    def _visit_back(self, eta_a: Tensor, a: Tensor, y: Tensor, pair: bool) -> tuple[Tensor, Tensor]:
+        """eta_a + a K y, the gradient that a column half-step adds; and, of the row half-step before it,
+        -K' (a eta_a) [G, 1, M], where the `pair` is wanted."""
+        eta_a = eta_a.clone()
+        total = torch.zeros_like(self.b[0])
+        column = y.transpose(1, 2)
+        for rows, kernel in self.kernel.blocks():
+            eta_a[:, rows] += a[:, rows] * torch.bmm(kernel, column)
+            if pair:
+                total.baddbmm_((eta_a[:, rows] * a[:, rows]).transpose(1, 2), kernel, alpha=-1)
+        return eta_a, total
+
+    def _slopes(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """dq and dk, from the slopes of all half-steps and of the apply."""
+        q, k = self.inputs.q, self.inputs.k
+        x = torch.cat([*left, self.scale * self.a[-1] * self.inputs.grad], 2)  # [G, N, T + E]
+        y = torch.cat([*right, self.b[-1] * self.inputs.v.transpose(1, 2)], 1)  # [G, T + E, M]
+        dq, dk = torch.empty_like(q), torch.zeros_like(k)
+        for rows, kernel in self.kernel.blocks():
+            slopes = torch.bmm(x[:, rows], y).mul_(kernel)
+            dq[:, rows] = torch.bmm(slopes, k)
+            dk.baddbmm_(slopes.transpose(1, 2), q[:, rows])
+        return dq, dk
+
+
+def _by_autograd(inputs: _Heads, loop: Loop, tail: Tail) -> Gradients:
+    """Through the reference, in the log domain: for scores whose exponentials no format holds."""
+    rows_first = loop.first_side == "row"
+    with torch.enable_grad():
+        scores = torch.bmm(inputs.q, inputs.k.transpose(1, 2))
+        if inputs.bias is not None:
+            scores = scores + inputs.bias
+        if inputs.start is not None and rows_first:
+            scores = scores + inputs.start[:, None]
+        if inputs.keep is not None:
+            scores = scores.masked_fill(~inputs.keep[:, None], -math.inf)
+        scores, v = scores.detach().requires_grad_(), inputs.v.detach().requires_grad_()
+        f, g = initial_duals(scores[:, None], inputs.keep)
+        if inputs.start is not None and not rows_first:
+            f = inputs.start[:, None].detach().requires_grad_()
+        start = f
+        stopped = max(0, loop.half_steps - tail.most)
+        f, g = run_half_steps(scores[:, None].detach(), f, g, stopped, loop.first_side, inputs.keep)
+        side = loop.first_side if stopped % 2 == 0 else other_side(loop.first_side)
+        if stopped:
+            f, g = f.detach(), g.detach()
+        f, g = run_half_steps(scores[:, None], f, g, loop.half_steps - stopped, side, inputs.keep)
+        plan = torch.exp(scores + f[:, 0, :, None] + g[:, 0, None])
+        out = torch.bmm(plan * inputs.factor, v)
+        wanted = (scores, v, start) if start.requires_grad else (scores, v)
+        slopes, dv, *rest = torch.autograd.grad(out, wanted, inputs.grad, allow_unused=True)
+    d_start = None
+    if inputs.start is not None:
+        d_start = slopes.sum(1) if rows_first else torch.zeros_like(inputs.start)
+        if rest and rest[0] is not None:
+            d_start = rest[0][:, 0]
+    depth = torch.full((len(slopes),), loop.half_steps - stopped)
+    return Gradients(slopes @ inputs.k, slopes.transpose(1, 2) @ inputs.q, dv, d_start, depth)

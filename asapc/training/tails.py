@@ -1,0 +1,111 @@
+"""Tails: gradients through the last half-steps of the finite loops alone.
+
+Back-propagation through a loop of T half-steps costs as much as the loop again, and most of what it finds
+in the first half-steps is nothing: a half-step's adjoint contracts. A tail of R half-steps leaves out the
+T - R before it; a certified tail is as long as its tolerance needs, for every batch and head anew, and
+the whole loop where scores are so sharp that nothing fades.  See kernels.loop.Tail for what is certified.
+Source: block-wise paper, Propositions 1, 5 and 6, Corollary 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from asapc.errors import InputError
+from asapc.operators.catalogue import OPERATORS, by_name, ordered
+from asapc.program import calls
+from asapc.program.code import GraphCode
+from asapc.program.compiled import Forward
+
+Code = GraphModule | GraphCode
+CERTIFIED = "certified"
+TOLERANCE = 1e-3  # of a certified tail, unless another is asked for
+assert calls  # registers the operators
+TAILED = {OPERATORS["sinkhorn"].overload(dense) for dense in OPERATORS["sinkhorn"].forms}
+
+
+def tail_gradients(
+    model: nn.Module, tail: int | str | None = None, tolerance: float = TOLERANCE
+) -> nn.Module:
+    """Pass gradients of a loaded model's Sinkhorn layers through a tail of their loops; in place.
+
+    model: of `asapc.load`, or any module around one.
+    tail: the number of half-steps, from the last one; "certified" for as few as the tolerance allows;
+    None for all of them, as before the first call.
+    tolerance: of a certified tail: what is left out of the gradient of a layer's scores is at most this
+    part of it, in L1 and for every head, see `asapc.kernels.loop.Tail`.
+
+    Outputs stay what they were. Layers whose loop is banded, stabilised or on given scores keep their
+    full gradient, as do amortised ones, which have no loop. On a GPU a certified tail waits for it after
+    every half-step. Returns the model.
+
+    Raises InputError for another tail or tolerance, and where no layer has such a loop.
+    """
+    most, allowed = checked_tail(tail, tolerance)
+    if not set_tail(_codes(model), most, allowed):
+        raise InputError(
+            "tail_gradients: a model with Sinkhorn layers is needed",
+            got=f"{type(model).__name__} without a call of asapc::sinkhorn",
+            help="load a compiled model with asapc.load; amortised layers have no loop to shorten",
+        )
+    return model
+
+
+def _codes(model: nn.Module) -> Iterator[Code]:
+    """The graphs that run in it."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, Forward):
+            yield forward.code
+        elif isinstance(module, GraphModule):
+            yield module
+
+
+def checked_tail(tail: int | str | None, tolerance: float) -> tuple[int | None, float]:
+    """(half-steps at most, tolerance), as the operator takes them."""
+    if tail == CERTIFIED:
+        if not (0 < tolerance < math.inf):
+            raise InputError("the tolerance of a certified tail must be positive", got=tolerance)
+        return None, float(tolerance)
+    if tail is None or (isinstance(tail, int) and not isinstance(tail, bool) and tail >= 0):
+        return tail, 0.0
+    raise InputError(f"a tail is a number of half-steps or {CERTIFIED!r}", got=repr(tail))
+
+
+def parsed_tail(text: str | None) -> int | str | None:
+    """What a command line says.  Raises InputError unless it is a number or "certified"."""
+    if text is None or text == CERTIFIED:
+        return text
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    raise InputError(f"--tail: a number of half-steps or {CERTIFIED!r} is needed", got=repr(text))
+
+
+def set_tail(graphs: Iterable[Code], most: int | None, tolerance: float) -> int:
+    """The number of calls whose tail was set, in place."""
+    count = 0
+    for graph in graphs:
+        calls = [node for node in graph.graph.nodes if node.target in TAILED]
+        for node in calls:
+            arguments: dict[str, Any] = {**by_name(node.target, node.args), **node.kwargs}
+            node.args = ordered(node.target, arguments | {"tail": most, "tolerance": tolerance})
+            node.kwargs = {}
+        if calls:
+            graph.recompile()
+        count += len(calls)
+    return count
+
+
+def passed_through(depths: Sequence[Tensor]) -> dict[str, float]:
+    """min, median and max of the half-steps that gradients passed through, over heads and batches."""
+    found = [depth.flatten().cpu() for depth in depths if depth.numel()]
+    if not found:
+        return {}
+    every = torch.cat(found).double()
+    return {"min": float(every.min()), "median": float(every.median()), "max": float(every.max())}
