@@ -150,7 +150,7 @@ def _peak(way: str, shape: tuple[int, ...]) -> float:
 def text_of(document: dict[str, Any]) -> str:
     lines = [
         "# Tails", "",
-        f"L = {LENGTH}, d = {DIM}, {STOPPED} stopped iterations, R refined; worst entry of dQ, dK, dV.", "",
+        f"L = {LENGTH}, d = {DIM}, {STOPPED} stopped iterations, R refined; worst of dQ, dK, dV.", "",
         "| R | gap to full back-propagation | paper |", "|---:|---:|---:|",
     ]  # fmt: skip
     lines += [f"| {row['refined']} | {row['gap']:.2g} | {row['paper']:.2g} |" for row in document["gaps"]]
