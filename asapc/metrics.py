@@ -103,10 +103,17 @@ METRICS: tuple[Metric, ...] = (
            column="cond", of_fit=True),
     Metric("row_bound", "proven bound on row_err, exp(max |g+ - g0|) - 1", "min", "site",
            column="row bound", of_fit=True),
-    Metric("contraction_bound", "proven contraction of one Sinkhorn iteration, tanh^2(range(S) / 2)",
-           "min", "site", column="contraction", high=1.0),
+    Metric("contraction_bound", "proven contraction of one Sinkhorn iteration, tanh^2(Delta / 4), or "
+           "tanh^2(range(S) / 2) where Delta was not computed", "min", "site", column="contraction",
+           high=1.0),
+    Metric("truncation_bound", "proven range of what further iterations add to the keys' dual", "min",
+           "site"),
     Metric("dual_stability", "proven ratio of plan entries, exp(range(f^ - f)), at the dual's error",
            "min", "site", of_fit=True),
+    Metric("output_bound", "proven bound on a query's output error over the longest value, from the "
+           "dual's error; cases that were checked", "min", "site", of_fit=True),
+    Metric("divergence_bound", "proven bound on the mean KL(P^ || P) of one c-transform, from the fit's "
+           "residual; cases that were checked", "min", "site", of_fit=True),
     Metric("logit_kl", "KL(teacher || compiled) of the predicted classes", "min", "model",
            label="logit KL", column="logit KL", low=None, budget=True),
     Metric("prediction_agreement", "share of equal predicted classes", "max", "model",

@@ -17,16 +17,21 @@ from asapc.features.predictor import RecipeSide, TransformPlan, transform_plan
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
 from asapc.operators.sinkhorn import attention_map, finite_duals
-from asapc.report import certificates
-from asapc.report.certificates import (
+from asapc.report import bounds, certificates
+from asapc.report.bounds import (
     Block,
-    SiteCertificates,
     Tilt,
     contraction_bound,
+    contraction_of,
     dual_stability_factor,
     measured_contraction,
+    output_bound,
+    projective_diameter,
     row_error_bound,
+    spread_of,
+    truncation_bound,
 )
+from asapc.report.certificates import SiteCertificates
 
 UNIT = [1.0, 1.0, 0.0, 0.0]  # attention units, A = N P
 
@@ -122,6 +127,88 @@ def test_contraction_bound_is_tight_where_a_quarter_range_would_be_wrong():
     bound = float(contraction_bound(scores))
     assert bound == pytest.approx(math.tanh(t / 2) ** 2)
     assert rate == pytest.approx(bound, rel=1e-6) and rate > math.tanh(t / 4) ** 2
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 5), (6, 4)])
+def test_the_diameter_by_brute_force(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    n, m = shape
+    scores, _, _ = random_scores(n, n, m, 2.0, False)
+    crossed = scores[..., :, None, :, None] + scores[..., None, :, None, :]
+    crossed = crossed - scores[..., :, None, None, :] - scores[..., None, :, :, None]
+    expected = crossed.abs().flatten(2).amax(-1)
+    for entries in (1, 2**22):  # one row at a time, and all together
+        monkeypatch.setattr(bounds, "DIAMETER_ENTRIES", entries)
+        torch.testing.assert_close(projective_diameter(scores), expected, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(**{**cases, "masked": st.just(False)})
+def test_the_exact_contraction_holds_and_is_no_more_than_the_range_says(seed, n, m, spread, masked):
+    scores, _, generator = random_scores(seed, n, m, spread, masked)
+    log_mu, log_nu = log_marginals(n, m, None, scores)
+    starts = [torch.randn(2, 2, m, generator=generator).double() for _ in range(2)]
+    ends = [close_columns(scores, close_rows(scores, g, log_mu), log_nu) for g in starts]
+    exact = contraction_of(projective_diameter(scores))
+    assert (exact <= contraction_bound(scores) + 1e-12).all()
+    moved = oscillation(ends[0] - ends[1])
+    assert (moved <= exact * oscillation(starts[0] - starts[1]) + 1e-12).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), n=st.integers(1, 6), m=st.integers(1, 6),
+    half_steps=st.integers(2, 9), spread=st.sampled_from([0.3, 1.0, 3.0]),
+)  # fmt: skip
+def test_what_a_loop_still_has_to_go_is_bounded(seed, n, m, half_steps, spread):
+    scores, _, _ = random_scores(seed, n, m, spread, False)
+    (_, before), (_, after), (_, far) = (
+        finite_duals(scores, steps, "row", None) for steps in (half_steps - 2, half_steps, 2000)
+    )
+    bound = truncation_bound(contraction_of(projective_diameter(scores)), spread_of(after - before))
+    assert (spread_of(far - after) <= bound * (1 + 1e-9) + 1e-12).all()
+
+
+def test_the_output_bound_is_reached_where_one_query_gains_all() -> None:
+    """Flat scores, f^ - f = (a, -a): a query of hardly any mass gains exp(2 a) - 1 of it everywhere."""
+    a, light = 0.7, -30.0
+    scores = torch.tensor([[[[light, light], [0.0, 0.0]]]], dtype=torch.float64)
+    block = Block(scores, -math.log(2), -math.log(2))
+    f = torch.zeros(1, 1, 2, dtype=torch.float64)
+    own, exact = (
+        block.log_plan(block.closed(x, "column", 1)[-1]).exp()
+        for x in (f + torch.tensor([a, -a]).double(), f)
+    )
+    gained = ((own - exact).abs().sum(-1) / exact.sum(-1))[0, 0]
+    assert float(gained[0]) == pytest.approx(math.expm1(2 * a), rel=1e-7)
+    bound = output_bound(torch.tensor([[a]]).double(), 2 * exact.sum(-1))
+    assert float(bound) == pytest.approx(math.expm1(2 * a) * 2, rel=1e-6)
+
+
+def test_a_wrong_output_bound_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat scores, f^ = (t, -t): rows of mass 1 +- tanh t in attention units, by values of length 1."""
+    t = 0.1
+    block = Block(torch.zeros(1, 1, 2, 2, dtype=torch.float64), -math.log(2), -math.log(2))
+    f, alpha = torch.tensor([[[t, -t]]]).double(), torch.tensor([[t]]).double()
+    own, exact = (block.closed(x, "column", 1)[-1] for x in (f, 0 * f))
+    v = torch.tensor([[[[3.0], [3.0]]]], dtype=torch.float64)
+    for factor, holds in ((1.0, True), (0.45, False)):
+        monkeypatch.setattr(certificates, "output_bound", scaled(output_bound, factor))
+        for values in (v, None):
+            found = SiteCertificates(Convention(8, "row", 1.0))
+            found._output(block, own, exact, alpha, values)
+            (entry,) = found.result()
+            assert entry["holds"] is holds
+            assert entry["measured"] == pytest.approx(math.tanh(t))
+            assert entry["bound"] == pytest.approx(factor * math.expm1(2 * t))
+
+
+def test_the_diameter_is_taken_while_its_budget_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    convention = Convention(8, "row", 5**-0.5)
+    exact = site(activations(True, scale=0.8), convention, None, normal(0.1)).metrics()
+    monkeypatch.setattr(certificates, "DIAMETER_ENTRIES", 0)
+    rough = site(activations(True, scale=0.8), convention, None, normal(0.1)).metrics()
+    assert exact["contraction_bound"] < rough["contraction_bound"] - 0.01
+    assert exact["truncation_bound"] < rough["truncation_bound"] / 2
 
 
 def test_contraction_bound_ignores_offsets_and_padding():
@@ -281,8 +368,9 @@ def test_every_certificate_of_every_plan_holds(name: str, masked: bool) -> None:
         last = "row" if "rows last" in name or "rescaled" in name else "column"
         free = "column" if last == "row" else "row"
         expected = {
-            "contraction_bound", "dual_shift", "dual_stability", "kl_variance_bound",
-            "kl_density_bound", "kl_identity_reverse", "kl_identity_forward",
+            "contraction_bound", "truncation_bound", "dual_shift", "dual_stability", "output_bound",
+            "kl_variance_bound", "kl_density_bound", "kl_identity_reverse", "kl_identity_forward",
+            "divergence_bound",
             f"{free}_error_kl_bound", f"{free}_error_identity",
         }  # fmt: skip
         if c_transforms > 1 and last == "column":
@@ -359,6 +447,11 @@ def test_row_bound_by_hand() -> None:
     assert entry["holds"] and not entry["vacuous"] and entry["cases"] == 1
 
 
+def lopsided() -> SiteTensors:
+    """Scores [[4, 0], [1, 4]], whose loop of 8 half-steps is still on its way."""
+    return SiteTensors(torch.tensor([[[[4.0, 0.0], [1.0, 4.0]]]]), torch.eye(2)[None, None], None)
+
+
 def scaled(function: Callable[..., torch.Tensor], by: float) -> Callable[..., torch.Tensor]:
     return lambda *arguments, **keywords: by * function(*arguments, **keywords)
 
@@ -370,6 +463,10 @@ def weaker_contraction(scores: torch.Tensor, keep: Any = None) -> torch.Tensor:
 WRONG: dict[str, tuple[Any, str, Any, SiteTensors, float]] = {
     "row_bound": (certificates, "row_error_bound", scaled(row_error_bound, 0.98), unbalanced(51, 50), 0),
     "contraction_bound": (certificates, "contraction_bound", weaker_contraction, diagonal(2.0, 2), 0),
+    "truncation_bound": (
+        certificates, "truncation_bound", scaled(truncation_bound, 0.8), lopsided(), 0),
+    "divergence_bound": (
+        Tilt, "sharpness", scaled(Tilt.sharpness, 0.9), diagonal(0.0, 2), 1e-1),
     "kl_variance_bound": (
         Tilt, "variance_bound", scaled(Tilt.variance_bound, 0.9), diagonal(0.0, 2), 1e-1),
     "kl_density_bound": (
@@ -407,7 +504,7 @@ def test_a_wrong_stability_bound_does_not_hold() -> None:
     block = Block(diagonal(14.0, 2).q.double(), -math.log(2), -math.log(2))
     f = torch.zeros(1, 1, 2, dtype=torch.float64)
     own, exact = (block.closed(x, "column", 1) for x in (f + torch.tensor([0.4, -0.4]), f))
-    understated = certificates.Duals(f + torch.tensor([0.3, -0.3]), None)
+    understated = bounds.Duals(f + torch.tensor([0.3, -0.3]), None)
     found._stability(block, [understated, own[1]], exact, "column")
     assert [entry["holds"] for entry in found.result()] == [False, False]
 
@@ -461,11 +558,11 @@ def test_vacuous_bounds_say_so() -> None:
 def test_kept_loops_and_both_predicted_duals_have_what_is_proven_of_them() -> None:
     convention = Convention(8, "row", 5**-0.5)
     kept = site(activations(True), convention, None, normal(0.1))
-    assert [entry["name"] for entry in kept.result()] == ["contraction_bound"]
-    assert set(kept.metrics()) == {"contraction_bound"}
+    of_loops = {"contraction_bound", "truncation_bound"}
+    assert {entry["name"] for entry in kept.result()} == of_loops == set(kept.metrics())
     both = site(activations(True), convention, transform_plan(convention, 0, "both"), normal(0.1))
-    assert [entry["name"] for entry in both.result()] == ["contraction_bound"]
-    assert set(both.metrics()) == {"contraction_bound", "dual_stability"}
+    assert {entry["name"] for entry in both.result()} == of_loops
+    assert set(both.metrics()) == of_loops | {"dual_stability"}
     assert both.metrics()["dual_stability"] > 1.1
 
 
@@ -486,8 +583,8 @@ def test_a_broken_prediction_holds_nothing() -> None:
     plan = transform_plan(convention, 3, "source")
     found = site(activations(False), convention, plan, lambda dual: dual * math.nan)
     held = {entry["name"]: entry["holds"] for entry in found.result()}
-    assert held.pop("contraction_bound") is True
-    assert len(held) == 9 and not any(held.values())
+    assert held.pop("contraction_bound") is True and held.pop("truncation_bound") is True
+    assert len(held) == 11 and not any(held.values())
     assert found.metrics()["dual_stability"] == math.inf
 
 
@@ -503,4 +600,7 @@ def test_budgets_limit_what_is_compared_but_not_the_metrics(
     monkeypatch.setattr(certificates, "PLAN_ENTRIES", 2**24)
     whole = site(activations(True), convention, plan, normal(0.1))
     assert {entry["cases"] for entry in found.result()} == {2}  # the heads of one example
-    assert found.metrics() == whole.metrics()
+    every_example = found.metrics().keys() - {"output_bound", "divergence_bound"}
+    assert len(every_example) == 4
+    assert all(found.metrics()[key] == whole.metrics()[key] for key in every_example)
+    assert found.metrics()["divergence_bound"] != whole.metrics()["divergence_bound"]

@@ -194,7 +194,10 @@ def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
     assert again["sites"] == found["sites"]
     fast, pictures = report(work / "out", fast=True)
     for site, whole in zip(fast["sites"], found["sites"], strict=True):
-        proven = {"row_bound", "dual_stability", "contraction_bound", "r2", "condition_number"}
+        proven = {
+            "row_bound", "dual_stability", "contraction_bound", "truncation_bound", "output_bound",
+            "divergence_bound", "r2", "condition_number",
+        }  # fmt: skip
         assert site["certificates"] == [] and not pictures
         assert whole["metrics"].keys() - site["metrics"].keys() <= proven
         assert site["metrics"].items() <= whole["metrics"].items()

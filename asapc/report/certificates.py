@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +28,23 @@ from asapc.calibration.collect import pieces
 from asapc.calibration.teacher import TeacherDuals
 from asapc.features.predictor import TransformPlan
 from asapc.ir import Convention, Side, SiteTensors
-from asapc.operators.c_transforms import close_columns, close_rows
+from asapc.report.bounds import (
+    NODES,
+    Block,
+    Duals,
+    Tilt,
+    contraction_bound,
+    contraction_of,
+    dual_stability_factor,
+    largest,
+    measured_contraction,
+    output_bound,
+    pinsker,
+    projective_diameter,
+    row_error_bound,
+    spread_of,
+    truncation_bound,
+)
 
 PAPER = "ASAP"
 BLOCKWISE = "Block-wise differentiable Sinkhorn attention"
@@ -44,208 +59,11 @@ ROUNDING = 1e-15
 # covers all examples, and `cases` says how many were checked.
 PLAN_ENTRIES = 2**24
 CONTRACTION_ENTRIES = 2**22
+DIAMETER_ENTRIES = 2**28  # times the smaller of N and n, which is what a diameter takes
+LATER = 20  # iterations that are run on, to see how far the loop still was from where it goes
 QUADRATURE_ENTRIES = 2**24  # times nodes
-NODES = 12  # of Gauss and Legendre, in each panel
-PANEL = 4.0  # of the tilt's range: beyond, a pole of the integrand comes near
-POWER_STEPS = 4
-NEAR, FAR = 1e-3, 4.0  # how far duals are moved to measure a contraction
 
 Predict = Callable[[SiteTensors], Tensor]
-
-
-def row_error_bound(g_plus: Tensor, g_0: Tensor) -> Tensor:
-    """exp(max_j |g+_j - g0_j|) - 1 >= row_err of the plan closed on g+, per example and head.
-
-    g_0, g_plus: [B, H, M], the target duals before and after the row c-transform between them; masked
-    keys are -inf in both. Returns [B, H] float64. Holds with masks too: after the row c-transform every
-    row has mass 1/N, and only active keys are rescaled.  Source: ASAP, Proposition B.7.
-    """
-    active = ~(g_plus.isneginf() & g_0.isneginf())
-    change = (g_plus.double() - g_0.double()).abs()
-    return torch.expm1(torch.where(active, change, 0.0).amax(-1))
-
-
-def dual_stability_factor(f_hat: Tensor, f: Tensor, keep: Tensor | None = None) -> Tensor:
-    """exp(2 alpha) with alpha = min_c max_i |f^_i - f_i - c|: bounds the ratio of plan entries.
-
-    f_hat, f: [B, H, N] predicted and teacher dual of one side, in the same coordinates; keep: [B, N],
-    the points that carry mass, or None for all. Every entry of
-    the plan closed from f_hat is within this factor of the one closed from f, after any number of
-    c-transforms. Returns [B, H] float64.  Source: ASAP, Propositions B.8 and B.9 (gauge-free form).
-    """
-    error = f_hat.double() - f.double()
-    if keep is None:
-        return torch.exp(_spread(error))
-    massless = ~keep[:, None, :]
-    high = error.masked_fill(massless, -math.inf).amax(-1)
-    low = error.masked_fill(massless, math.inf).amin(-1)
-    return torch.exp((high - low).clamp(min=0.0))  # no point at all: nothing to bound
-
-
-def contraction_bound(scores: Tensor, keep: Tensor | None = None) -> Tensor:
-    """tanh^2(range(S) / 2) >= Hilbert contraction of one iteration (two half-steps), [B, H].
-
-    scores: [B, H, N, M] divided by epsilon; only active keys count. Row and column offsets of S do
-    not change the iteration, so the smaller of the ranges of S and of S centred over rows and
-    columns is taken. By Birkhoff the contraction is tanh^2(Delta / 4) with Delta, the largest
-    |S_ij + S_kl - S_il - S_kj|, at most 2 range(S); tanh^2(range / 4) would not be a bound.
-    1 where nothing is proven (range above about 38, or a bias that forbids a pair), 0 without an
-    active key.  Source: Block-wise differentiable Sinkhorn attention, Proposition 4.
-    """
-    wide = scores.detach().double()
-    if keep is None:
-        active = torch.ones_like(wide, dtype=torch.bool)
-    else:
-        active = keep[:, None, None, :].expand(wide.shape)
-    forbidden = (wide.isneginf() & active).flatten(-2).any(-1)
-    filled = wide.masked_fill(~active | wide.isneginf(), 0.0)
-    count = active.sum(-1, keepdim=True).clamp(min=1)
-    centred = filled - filled.sum(-1, keepdim=True) / count
-    centred = centred - centred.mean(-2, keepdim=True)
-    spread = torch.minimum(_range(filled, active), _range(centred, active))
-    return torch.tanh(spread / 2).square().masked_fill(forbidden, 1.0)
-
-
-def pinsker(divergence: Tensor) -> Tensor:
-    """sqrt(2 KL) >= |P^ - P|_1, for two plans of one mass of at most 1.  Source: ASAP, Eq. B.92."""
-    return torch.sqrt(2 * divergence)
-
-
-@dataclass(frozen=True)
-class Duals:
-    """f [B, H, N] and g [B, H, n]; one of them may not be known before the first c-transform."""
-
-    f: Tensor | None
-    g: Tensor | None
-
-
-@dataclass(frozen=True)
-class Block:
-    """Scores [B, H, N, n] of all queries against active keys only, and the mass of each point."""
-
-    scores: Tensor
-    log_mu: float
-    log_nu: float
-
-    def closed(self, start: Tensor, side: Side, c_transforms: int) -> list[Duals]:
-        """The duals after 0, 1, ... c-transforms, the first on `side`, from the other side's dual."""
-        num_queries, num_keys = self.scores.shape[-2:]
-        log_mu, log_nu = (
-            self.scores.new_full((count,), mass)
-            for count, mass in ((num_queries, self.log_mu), (num_keys, self.log_nu))
-        )
-        f, g = (start, None) if side == "column" else (None, start)
-        found = [Duals(f, g)]
-        for _ in range(c_transforms):
-            if side == "column":
-                assert f is not None
-                g = close_columns(self.scores, f, log_nu)
-            else:
-                assert g is not None
-                f = close_rows(self.scores, g, log_mu)
-            side = "row" if side == "column" else "column"
-            found.append(Duals(f, g))
-        return found
-
-    def log_plan(self, duals: Duals) -> Tensor:
-        assert duals.f is not None and duals.g is not None
-        return self.scores + duals.f[..., :, None] + duals.g[..., None, :]
-
-    def positive(self) -> bool:
-        """No pair is forbidden."""
-        return bool(self.scores.isfinite().all())
-
-
-def measured_contraction(block: Block, g: Tensor, seed: int = 0) -> Tensor:
-    """The largest osc(Phi(g + d) - Phi(g)) / osc(d) found, Phi one iteration on the keys' dual: [B, H].
-
-    A power iteration from a small random d finds the slowest mode around g; one large d looks further
-    away. So this is at most the contraction that Proposition 4 bounds from above.
-    """
-
-    def iterate(start: Tensor) -> Tensor:
-        found = block.closed(start, "row", 2)[-1].g
-        assert found is not None
-        return found
-
-    generator = torch.Generator().manual_seed(seed)
-    change = torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.device)
-    image = iterate(g)
-    worst = g.new_zeros(g.shape[:2])
-    for size in (*[NEAR] * POWER_STEPS, FAR):
-        spread = _spread(change)
-        scaled = change * torch.where(spread > 0, size / spread, 0.0)[..., None]
-        change = iterate(g + scaled) - image
-        worst = torch.maximum(worst, torch.where(spread > 0, _spread(change) / size, 0.0))
-    return worst
-
-
-class Tilt:
-    """Two plans closed from the duals f and f^ of one side: every column of one is the other, tilted.
-
-    pi_j and pi^_j are the conditionals of a closed column j over the points i of the predicted side,
-    and Delta = f^ - f.  Rows of the transposed scores where the keys are predicted.
-    Source: ASAP, Proposition B.10.
-    """
-
-    def __init__(self, scores: Tensor, f: Tensor, f_hat: Tensor, log_weight: float) -> None:
-        """scores: [B, H, X, Y]; f, f_hat: [B, H, X]; log_weight: of each of the Y closed marginals."""
-        self.log_pi = (scores + f[..., :, None]).log_softmax(-2)
-        self.log_pi_hat = (scores + f_hat[..., :, None]).log_softmax(-2)
-        change = f_hat - f
-        self.delta = change - change.mean(-1, keepdim=True)  # the gauge does not matter
-        self.weight = math.exp(log_weight)
-
-    def divergences(self) -> tuple[Tensor, Tensor]:
-        """KL(P^ || P) and KL(P || P^), [B, H]."""
-        ratio = self.log_pi_hat - self.log_pi
-        reverse = (self.log_pi_hat.exp() * ratio).sum((-2, -1))
-        return self.weight * reverse, -self.weight * (self.log_pi.exp() * ratio).sum((-2, -1))
-
-    def panels(self) -> int:
-        """Of the quadrature, so that 12 nodes in each leave nothing but rounding."""
-        spread = _largest(_spread(self.delta))
-        return max(1, math.ceil(spread / PANEL)) if math.isfinite(spread) else 1
-
-    def integrals(self) -> tuple[Tensor, Tensor]:
-        """sum_j nu_j int_0^1 t Var_{pi_j,t}(Delta) dt, and with 1 - t for t: [B, H] each (B.51, B.52)."""
-        nodes, weights = np.polynomial.legendre.leggauss(NODES)
-        reverse, forward = (torch.zeros_like(self.delta[..., 0]) for _ in range(2))
-        panels = self.panels()
-        powers = torch.stack([self.delta, self.delta.square()], -1)  # [B, H, X, 2]
-        for panel in range(panels):
-            for node, weight in zip(nodes, weights, strict=True):
-                t = (panel + (float(node) + 1) / 2) / panels
-                tilted = (self.log_pi + t * self.delta[..., :, None]).softmax(-2)
-                mean, square = (tilted.transpose(-1, -2) @ powers).unbind(-1)
-                variance = self.weight * (square - mean.square()).sum(-1)
-                reverse += t * variance * float(weight) / (2 * panels)
-                forward += (1 - t) * variance * float(weight) / (2 * panels)
-        return reverse, forward
-
-    def variance_bound(self) -> Tensor:
-        """sum_j nu_j sigma_j^2 / 2 with sigma_j = range(Delta) / 2, Popoviciu's for every t (B.53)."""
-        total = self.weight * self.log_pi.shape[-1]
-        return total * _spread(self.delta).square() / 8
-
-    def density_bound(self) -> Tensor:
-        """beta / (2 X) |Delta|^2 times the mass, with pi_j,t(i) <= beta / X for all t (B.54).
-
-        log pi_t = log pi + t Delta - A(t) with A convex: A lies above its tangents at 0 and at 1, which
-        makes it at most linear in t, and so largest at one end.
-        """
-        delta = self.delta[..., :, None]
-        mean, mean_hat = ((x.exp() * delta).sum(-2, keepdim=True) for x in (self.log_pi, self.log_pi_hat))
-        from_0 = torch.maximum(self.log_pi, self.log_pi + delta - mean)
-        from_1 = torch.maximum(self.log_pi_hat, self.log_pi_hat - delta + mean_hat)
-        beta_over_x = torch.minimum(from_0, from_1).amax((-2, -1)).exp()
-        total = self.weight * self.log_pi.shape[-1]
-        return total * beta_over_x / 2 * self.delta.square().sum(-1)
-
-    def trivial(self) -> Tensor:
-        """No divergence of other column conditionals from these exceeds it: -sum_j nu_j log min pi_j."""
-        least = torch.minimum(self.log_pi.amin(-2), self.log_pi_hat.amin(-2))
-        return -self.weight * least.sum(-1)
 
 
 @dataclass
@@ -279,12 +97,12 @@ class _Check:
         residual = (one - other).abs()
         limit = relative * torch.maximum(one.abs(), other.abs()) + absolute + rounding
         self.holds = self.holds and bool((residual <= limit).all())
-        self.residual = max(self.residual or 0.0, _largest(residual))
+        self.residual = max(self.residual or 0.0, largest(residual))
         self._extend(one, other)
 
     def _extend(self, bound: Tensor, measured: Tensor) -> None:
-        self.bound = max(self.bound, _largest(bound))
-        self.measured = max(self.measured, _largest(measured))
+        self.bound = max(self.bound, largest(bound))
+        self.measured = max(self.measured, largest(measured))
         self.cases += bound.numel()
 
     def result(self) -> dict[str, Any]:
@@ -299,6 +117,42 @@ class _Check:
             "vacuous_cases": self.vacuous_cases,
         }  # fmt: skip
         return entry if self.residual is None else {**entry, "residual": self.residual}
+
+
+@dataclass
+class _Mean:
+    """Proposition B.12: the mean divergence KL(P^ || P) of one c-transform, by the mean residual of the
+    fit and the sharpest column of all cases."""
+
+    sharpness: float = 0.0
+    residual: float = 0.0
+    divergence: float = 0.0
+    trivial: float = 0.0
+    cases: int = 0
+
+    def add(self, tilt: Tilt, reverse: Tensor, trivial: Tensor) -> None:
+        self.sharpness = max(self.sharpness, largest(tilt.sharpness()))
+        self.residual += float(tilt.residual().sum())
+        self.divergence += float(reverse.sum())
+        self.trivial += float(trivial.sum())
+        self.cases += reverse.numel()
+
+    @property
+    def bound(self) -> float:
+        """Eq. B.70.  Propositions B.13 and B.14 put an expectation over slices in place of the residual,
+        with constants of the teacher that nobody knows: the residual itself is smaller."""
+        found = self.sharpness / 2 * self.residual / self.cases
+        return math.inf if math.isnan(found) else found
+
+    def result(self) -> dict[str, Any]:
+        check = _Check("divergence_bound", f"{PAPER}, Proposition B.12, Eq. B.70")
+        bound, measured, trivial = (
+            torch.tensor([x], dtype=torch.float64)
+            for x in (self.bound, self.divergence / self.cases, self.trivial / self.cases)
+        )
+        check.add(bound, measured, trivial)
+        check.cases = self.cases
+        return check.result()
 
 
 class SiteCertificates:
@@ -318,11 +172,13 @@ class SiteCertificates:
         self.convention = convention
         self.plan = plan
         self.source, self.key = source, key
-        self.contraction = self.stability = self.row_bound = 0.0
+        self.contraction = self.stability = self.row_bound = self.truncation = self.output = 0.0
+        self.divergence = _Mean()
         self._checks: dict[str, _Check] = {}
         self._left = {
             "plans": PLAN_ENTRIES,
             "contraction": CONTRACTION_ENTRIES,
+            "diameter": DIAMETER_ENTRIES,
             "quadrature": QUADRATURE_ENTRIES,
         }
 
@@ -335,14 +191,25 @@ class SiteCertificates:
     def metrics(self) -> dict[str, float]:
         """The largest bounds of the site over all its examples, see asapc.metrics."""
         found = {"contraction_bound": self.contraction}
+        if self._converges():
+            found["truncation_bound"] = self.truncation
         if self.plan is not None:
             found["dual_stability"] = self.stability
             if self._has_row_bound():
                 found["row_bound"] = self.row_bound
+            if "output_bound" in self._checks:
+                found["output_bound"] = self.output
+            if self.divergence.cases:
+                found["divergence_bound"] = self.divergence.bound
         return found
 
     def result(self) -> list[dict[str, Any]]:
-        return [check.result() for check in self._checks.values()]
+        checks = [check.result() for check in self._checks.values()]
+        return [*checks, self.divergence.result()] if self.divergence.cases else checks
+
+    def _converges(self) -> bool:
+        """The loop's last iteration started from a dual of the keys that an iteration may start from."""
+        return self.convention.half_steps >= (2 if self.convention.first_side == "row" else 3)
 
     def _has_row_bound(self) -> bool:
         """The metric is the paper's: a source dual and three c-transforms."""
@@ -353,21 +220,31 @@ class SiteCertificates:
         t = teacher.tensors
         predicted = [None if p is None else p(t).double() for p in (self.source, self.key)]
         bound = contraction_bound(teacher.scores, t.keep)
-        self.contraction = max(self.contraction, _largest(bound))
         if self.plan is not None:
             start = teacher.after(self.plan.half_steps)
             for dual, true, keep in zip(predicted, start, (None, t.keep), strict=True):
                 if dual is not None:
                     factor = dual_stability_factor(dual, true, keep)
-                    self.stability = max(self.stability, _largest(factor))
+                    self.stability = max(self.stability, largest(factor))
         num_queries, num_keys = teacher.scores.shape[-2:]
         masses = -math.log(num_queries), -math.log(num_keys)
         for rows, keys in _active_blocks(t.keep):
             block = Block(teacher.scores[rows][..., keys], *masses)
+            contraction = self._contraction(block, bound[rows])
+            self.contraction = max(self.contraction, largest(contraction))
+            g, before = (
+                teacher.after(max(0, half_steps))[1][rows][..., keys]
+                for half_steps in (self.convention.half_steps, self.convention.half_steps - 2)
+            )
+            truncated = truncation_bound(contraction, spread_of(g - before))
+            if self._converges():
+                self.truncation = max(self.truncation, largest(truncated))
             if block.positive() and self._take("contraction", block.scores.numel()):
-                g = teacher.after(self.convention.half_steps)[1][rows][..., keys]
                 check = self._check("contraction_bound", BLOCKWISE, "Proposition 4")
-                check.add(bound[rows], measured_contraction(block, g), 1 - TOLERANCE)
+                check.add(contraction, measured_contraction(block, g), 1 - TOLERANCE)
+                if self._converges():
+                    check = self._check("truncation_bound", BLOCKWISE, "Proposition 4 and Theorem 1")
+                    check.add(truncated, _later_move(block, g), math.inf)
             if self.plan is None or self.plan.c_transforms == 0:
                 continue  # without a c-transform nothing more is proven
             index = 0 if self.plan.side == "source" else 1
@@ -376,10 +253,21 @@ class SiteCertificates:
             dual, true = dual[rows], true[rows]
             if index == 1:
                 dual, true = dual[..., keys], true[..., keys]
-            self._certify(block, dual, true)
+            v = None if t.v is None else t.v.double()[rows][..., keys, :]
+            self._certify(block, dual, true, v)
 
-    def _certify(self, block: Block, dual: Tensor, true: Tensor) -> None:
-        """dual, true: the predicted dual of a block and the teacher's."""
+    def _contraction(self, block: Block, bound: Tensor) -> Tensor:
+        """The exact one where it may be the site's largest and can be afforded, the bound elsewhere."""
+        queries, keys = block.scores.shape[-2:]
+        entries = block.scores.numel() * min(queries, keys)
+        if not block.positive() or largest(bound) <= self.contraction:
+            return bound
+        if not self._take("diameter", entries):
+            return bound
+        return torch.minimum(bound, contraction_of(projective_diameter(block.scores)))
+
+    def _certify(self, block: Block, dual: Tensor, true: Tensor, v: Tensor | None) -> None:
+        """dual, true: the predicted dual of a block and the teacher's; v: [B, H, n, E], if known."""
         assert self.plan is not None
         side: Side = "column" if self.plan.side == "source" else "row"
         compared = block.positive() and self._take("plans", block.scores.numel())
@@ -389,12 +277,13 @@ class SiteCertificates:
         if self._has_row_bound():
             g_plus, g_0 = closed[-1].g, closed[-2].g
             assert g_plus is not None and g_0 is not None
-            self.row_bound = max(self.row_bound, _largest(row_error_bound(g_plus, g_0)))
+            self.row_bound = max(self.row_bound, largest(row_error_bound(g_plus, g_0)))
         if not compared:
             return
         exact = block.closed(true, side, self.plan.c_transforms)
         self._row_error(block, closed, side)
-        self._stability(block, closed, exact, side)
+        alpha = self._stability(block, closed, exact, side)
+        self._output(block, closed[-1], exact[-1], alpha, v)
         self._marginal_error(block, closed[-1], exact[-1], _last_side(side, closed))
         self._divergence(block, dual, true, side)
 
@@ -411,8 +300,11 @@ class SiteCertificates:
         check = self._check("row_bound", PAPER, "Proposition B.7")
         check.add(row_error_bound(g_plus, g_0), error, 2.0, middle=gap)
 
-    def _stability(self, block: Block, closed: list[Duals], exact: list[Duals], side: Side) -> None:
-        """Propositions B.8 (one c-transform) and B.9 (more), for the best shift of the predicted dual."""
+    def _stability(
+        self, block: Block, closed: list[Duals], exact: list[Duals], side: Side
+    ) -> Tensor:
+        """Propositions B.8 (one c-transform) and B.9 (more), for the best shift of the predicted dual,
+        whose distance it returns: [B, H]."""
         number = "B.8" if len(closed) == 2 else "B.9"
         moves = [_moved(mine, its) for mine, its in zip(closed, exact, strict=True)]
         start = moves[0][0 if side == "column" else 1]
@@ -430,12 +322,31 @@ class SiteCertificates:
         check.add(alpha, moved, math.inf)
         # log P^_ij - log P_ij = (f^ - f)_i + (g^ - g)_j: the scores cancel.
         f, g = moves[-1]
-        largest, smallest = f.amax(-1) + g.amax(-1), f.amin(-1) + g.amin(-1)
+        highest, lowest = f.amax(-1) + g.amax(-1), f.amin(-1) + g.amin(-1)
         # No entry of P^ exceeds the mass of its closed column, nor its ratio to P that mass over P's.
         mass = block.log_nu if _last_side(side, closed) == "column" else block.log_mu
         trivial = torch.exp(mass - block.log_plan(exact[-1]).amin((-2, -1)))
         check = self._check("dual_stability", PAPER, f"Proposition {number}")
-        check.add(torch.exp(2 * alpha), torch.exp(torch.maximum(largest, -smallest)), trivial)
+        check.add(torch.exp(2 * alpha), torch.exp(torch.maximum(highest, -lowest)), trivial)
+        return alpha
+
+    def _output(
+        self, block: Block, duals: Duals, exact: Duals, alpha: Tensor, v: Tensor | None
+    ) -> None:
+        """Proposition B.16, over the longest value; the rows' gaps in L1 where values are not known."""
+        queries = block.scores.shape[-2]
+        plan, teacher = (block.log_plan(d).exp() * queries for d in (duals, exact))
+        bound = output_bound(alpha, teacher.sum(-1))
+        gap = (plan - teacher).abs().sum(-1).amax(-1)
+        measured = gap
+        if v is not None and v.shape[-1]:
+            longest = v.norm(dim=-1).amax(-1)
+            error = ((plan - teacher) @ v).norm(dim=-1).amax(-1)
+            measured = torch.where(longest > 0, error / longest, 0.0)
+        trivial = (plan.sum(-1) + teacher.sum(-1)).amax(-1)
+        check = self._check("output_bound", PAPER, "Proposition B.16, Eq. B.97")
+        check.add(bound, measured, trivial, gap)
+        self.output = max(self.output, largest(bound))
 
     def _marginal_error(self, block: Block, duals: Duals, exact: Duals, last: Side) -> None:
         """Proposition B.15 on the final plans, which share the marginal that was closed last."""
@@ -461,6 +372,7 @@ class SiteCertificates:
         tilt = Tilt(scores, true, dual, mass)
         reverse, forward = tilt.divergences()
         worse, trivial = torch.maximum(reverse, forward), tilt.trivial()
+        self.divergence.add(tilt, reverse, trivial)
         for name, bound, equation in (
             ("kl_variance_bound", tilt.variance_bound(), "B.53"),
             ("kl_density_bound", tilt.density_bound(), "B.54"),
@@ -516,23 +428,17 @@ def _moved(duals: Duals, exact: Duals) -> tuple[Tensor, Tensor]:
     return f, g
 
 
+def _later_move(block: Block, g: Tensor) -> Tensor:
+    """The largest osc(g_t - g) over the iterations after the loop's last one: [B, H]."""
+    later = block.closed(g, "row", 2 * LATER)[2::2]
+    found = g.new_zeros(g.shape[:2])
+    for duals in later:
+        assert duals.g is not None
+        found = torch.maximum(found, spread_of(duals.g - g))
+    return found
+
+
 def _rounding(block: Block) -> float:
-    return ROUNDING * (1 + _largest(block.scores.abs()))
+    return ROUNDING * (1 + largest(block.scores.abs()))
 
 
-def _spread(values: Tensor) -> Tensor:
-    """osc: largest minus smallest along the last axis."""
-    return values.amax(-1) - values.amin(-1)
-
-
-def _range(values: Tensor, active: Tensor) -> Tensor:
-    """Largest minus smallest active entry of each [N, M] matrix; 0 where none is active."""
-    largest = values.masked_fill(~active, -math.inf).flatten(-2).amax(-1)
-    smallest = values.masked_fill(~active, math.inf).flatten(-2).amin(-1)
-    return torch.where(active.flatten(-2).any(-1), largest - smallest, 0.0)
-
-
-def _largest(values: Tensor) -> float:
-    """0 for no values; a NaN is infinite."""
-    found = float(values.max()) if values.numel() else 0.0
-    return math.inf if math.isnan(found) else found

@@ -1,0 +1,285 @@
+"""Bounds: what the papers prove of plans and loops, as functions of scores and duals in float64.
+
+Scores S and duals are in units of epsilon, absolute: P = exp(S + f + g).  asapc.report.certificates
+evaluates them on a site's activations, next to what they bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asapc.ir import Side
+from asapc.operators.c_transforms import close_columns, close_rows
+
+NODES = 12  # of Gauss and Legendre, in each panel
+PANEL = 4.0  # of the tilt's range: beyond, a pole of the integrand comes near
+POWER_STEPS = 4
+NEAR, FAR = 1e-3, 4.0  # how far duals are moved to measure a contraction
+DIAMETER_ENTRIES = 2**22  # of a block of differences between rows
+
+
+def row_error_bound(g_plus: Tensor, g_0: Tensor) -> Tensor:
+    """exp(max_j |g+_j - g0_j|) - 1 >= row_err of the plan closed on g+, per example and head.
+
+    g_0, g_plus: [B, H, M], the target duals before and after the row c-transform between them; masked
+    keys are -inf in both. Returns [B, H] float64. Holds with masks too: after the row c-transform every
+    row has mass 1/N, and only active keys are rescaled.  Source: ASAP, Proposition B.7.
+    """
+    active = ~(g_plus.isneginf() & g_0.isneginf())
+    change = (g_plus.double() - g_0.double()).abs()
+    return torch.expm1(torch.where(active, change, 0.0).amax(-1))
+
+
+def dual_stability_factor(f_hat: Tensor, f: Tensor, keep: Tensor | None = None) -> Tensor:
+    """exp(2 alpha) with alpha = min_c max_i |f^_i - f_i - c|: bounds the ratio of plan entries.
+
+    f_hat, f: [B, H, N] predicted and teacher dual of one side, in the same coordinates; keep: [B, N],
+    the points that carry mass, or None for all. Every entry of
+    the plan closed from f_hat is within this factor of the one closed from f, after any number of
+    c-transforms. Returns [B, H] float64.  Source: ASAP, Propositions B.8 and B.9 (gauge-free form).
+    """
+    error = f_hat.double() - f.double()
+    if keep is None:
+        return torch.exp(spread_of(error))
+    massless = ~keep[:, None, :]
+    high = error.masked_fill(massless, -math.inf).amax(-1)
+    low = error.masked_fill(massless, math.inf).amin(-1)
+    return torch.exp((high - low).clamp(min=0.0))  # no point at all: nothing to bound
+
+
+def contraction_bound(scores: Tensor, keep: Tensor | None = None) -> Tensor:
+    """tanh^2(range(S) / 2) >= Hilbert contraction of one iteration (two half-steps), [B, H].
+
+    scores: [B, H, N, M] divided by epsilon; only active keys count. Row and column offsets of S do
+    not change the iteration, so the smaller of the ranges of S and of S centred over rows and
+    columns is taken. By Birkhoff the contraction is tanh^2(Delta / 4) with Delta, the largest
+    |S_ij + S_kl - S_il - S_kj|, at most 2 range(S); tanh^2(range / 4) would not be a bound.
+    1 where nothing is proven (range above about 38, or a bias that forbids a pair), 0 without an
+    active key.  Source: Block-wise differentiable Sinkhorn attention, Proposition 4.
+    """
+    wide = scores.detach().double()
+    if keep is None:
+        active = torch.ones_like(wide, dtype=torch.bool)
+    else:
+        active = keep[:, None, None, :].expand(wide.shape)
+    forbidden = (wide.isneginf() & active).flatten(-2).any(-1)
+    filled = wide.masked_fill(~active | wide.isneginf(), 0.0)
+    count = active.sum(-1, keepdim=True).clamp(min=1)
+    centred = filled - filled.sum(-1, keepdim=True) / count
+    centred = centred - centred.mean(-2, keepdim=True)
+    spread = torch.minimum(range_of(filled, active), range_of(centred, active))
+    return torch.tanh(spread / 2).square().masked_fill(forbidden, 1.0)
+
+
+def projective_diameter(scores: Tensor) -> Tensor:
+    """Delta = max |S_ij + S_kl - S_il - S_kj|, of exp(S) as a positive map: [B, H], O(N^2 M) work.
+
+    scores: [B, H, N, M], finite. It is the largest osc_j(S_ij - S_kj) over pairs of rows.  Source:
+    Block-wise differentiable Sinkhorn attention, Proposition 4 (Birkhoff and Hopf).
+    """
+    if scores.shape[-1] < scores.shape[-2]:
+        scores = scores.transpose(-1, -2)
+    found = scores.new_zeros(scores.shape[:2])
+    rows, columns = scores.shape[-2:]
+    step = max(1, DIAMETER_ENTRIES // max(1, found.numel() * rows * columns))
+    for start in range(0, rows, step):
+        part = scores[:, :, start : start + step, None] - scores[:, :, None, start:]
+        found = torch.maximum(found, spread_of(part).flatten(2).amax(-1))
+    return found
+
+
+def contraction_of(diameter: Tensor) -> Tensor:
+    """tanh^2(Delta / 4): the Hilbert contraction of an iteration of two half-steps, as both maps have one
+    diameter. 1 where float64 cannot tell it from 1.  Source: as projective_diameter."""
+    return torch.tanh(diameter / 4).square()
+
+
+def truncation_bound(contraction: Tensor, last_move: Tensor) -> Tensor:
+    """rho / (1 - rho) osc(g_T - g_(T-1)) >= osc(g_t - g_T) for every later iteration t, [B, H].
+
+    contraction: rho of one iteration; last_move: of the loop's last one. Every further iteration moves
+    the dual by at most rho times the one before it; the sum over all of them is geometric.  Source:
+    Block-wise differentiable Sinkhorn attention, Proposition 4, summed as in the proof of Theorem 1.
+    """
+    return torch.where(last_move > 0, contraction / (1 - contraction) * last_move, 0.0)
+
+
+def output_bound(alpha: Tensor, row_mass: Tensor) -> Tensor:
+    """(exp(2 alpha) - 1) r_i >= |y^_i - y_i| / max_j |v_j|, the largest over queries: [B, H].
+
+    alpha: [B, H], of dual_stability_factor = exp(2 alpha); row_mass: [B, H, N], N sum_j P_ij of the plan
+    closed from the teacher's dual.  Source: ASAP, Proposition B.16, Eq. B.97.
+    """
+    return torch.expm1(2 * alpha) * row_mass.amax(-1)
+
+
+def pinsker(divergence: Tensor) -> Tensor:
+    """sqrt(2 KL) >= |P^ - P|_1, for two plans of one mass of at most 1.  Source: ASAP, Eq. B.92."""
+    return torch.sqrt(2 * divergence)
+
+
+@dataclass(frozen=True)
+class Duals:
+    """f [B, H, N] and g [B, H, n]; one of them may not be known before the first c-transform."""
+
+    f: Tensor | None
+    g: Tensor | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Scores [B, H, N, n] of all queries against active keys only, and the mass of each point."""
+
+    scores: Tensor
+    log_mu: float
+    log_nu: float
+
+    def closed(self, start: Tensor, side: Side, c_transforms: int) -> list[Duals]:
+        """The duals after 0, 1, ... c-transforms, the first on `side`, from the other side's dual."""
+        num_queries, num_keys = self.scores.shape[-2:]
+        log_mu, log_nu = (
+            self.scores.new_full((count,), mass)
+            for count, mass in ((num_queries, self.log_mu), (num_keys, self.log_nu))
+        )
+        f, g = (start, None) if side == "column" else (None, start)
+        found = [Duals(f, g)]
+        for _ in range(c_transforms):
+            if side == "column":
+                assert f is not None
+                g = close_columns(self.scores, f, log_nu)
+            else:
+                assert g is not None
+                f = close_rows(self.scores, g, log_mu)
+            side = "row" if side == "column" else "column"
+            found.append(Duals(f, g))
+        return found
+
+    def log_plan(self, duals: Duals) -> Tensor:
+        assert duals.f is not None and duals.g is not None
+        return self.scores + duals.f[..., :, None] + duals.g[..., None, :]
+
+    def positive(self) -> bool:
+        """No pair is forbidden."""
+        return bool(self.scores.isfinite().all())
+
+
+def measured_contraction(block: Block, g: Tensor, seed: int = 0) -> Tensor:
+    """The largest osc(Phi(g + d) - Phi(g)) / osc(d) found, Phi one iteration on the keys' dual: [B, H].
+
+    A power iteration from a small random d finds the slowest mode around g; one large d looks further
+    away. So this is at most the contraction that Proposition 4 bounds from above.
+    """
+
+    def iterate(start: Tensor) -> Tensor:
+        found = block.closed(start, "row", 2)[-1].g
+        assert found is not None
+        return found
+
+    generator = torch.Generator().manual_seed(seed)
+    change = torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.device)
+    image = iterate(g)
+    worst = g.new_zeros(g.shape[:2])
+    for size in (*[NEAR] * POWER_STEPS, FAR):
+        spread = spread_of(change)
+        scaled = change * torch.where(spread > 0, size / spread, 0.0)[..., None]
+        change = iterate(g + scaled) - image
+        worst = torch.maximum(worst, torch.where(spread > 0, spread_of(change) / size, 0.0))
+    return worst
+
+
+class Tilt:
+    """Two plans closed from the duals f and f^ of one side: every column of one is the other, tilted.
+
+    pi_j and pi^_j are the conditionals of a closed column j over the points i of the predicted side,
+    and Delta = f^ - f.  Rows of the transposed scores where the keys are predicted.
+    Source: ASAP, Proposition B.10.
+    """
+
+    def __init__(self, scores: Tensor, f: Tensor, f_hat: Tensor, log_weight: float) -> None:
+        """scores: [B, H, X, Y]; f, f_hat: [B, H, X]; log_weight: of each of the Y closed marginals."""
+        self.log_pi = (scores + f[..., :, None]).log_softmax(-2)
+        self.log_pi_hat = (scores + f_hat[..., :, None]).log_softmax(-2)
+        change = f_hat - f
+        self.delta = change - change.mean(-1, keepdim=True)  # the gauge does not matter
+        self.weight = math.exp(log_weight)
+
+    def divergences(self) -> tuple[Tensor, Tensor]:
+        """KL(P^ || P) and KL(P || P^), [B, H]."""
+        ratio = self.log_pi_hat - self.log_pi
+        reverse = (self.log_pi_hat.exp() * ratio).sum((-2, -1))
+        return self.weight * reverse, -self.weight * (self.log_pi.exp() * ratio).sum((-2, -1))
+
+    def panels(self) -> int:
+        """Of the quadrature, so that 12 nodes in each leave nothing but rounding."""
+        spread = largest(spread_of(self.delta))
+        return max(1, math.ceil(spread / PANEL)) if math.isfinite(spread) else 1
+
+    def integrals(self) -> tuple[Tensor, Tensor]:
+        """sum_j nu_j int_0^1 t Var_{pi_j,t}(Delta) dt, and with 1 - t for t: [B, H] each (B.51, B.52)."""
+        nodes, weights = np.polynomial.legendre.leggauss(NODES)
+        reverse, forward = (torch.zeros_like(self.delta[..., 0]) for _ in range(2))
+        panels = self.panels()
+        powers = torch.stack([self.delta, self.delta.square()], -1)  # [B, H, X, 2]
+        for panel in range(panels):
+            for node, weight in zip(nodes, weights, strict=True):
+                t = (panel + (float(node) + 1) / 2) / panels
+                tilted = (self.log_pi + t * self.delta[..., :, None]).softmax(-2)
+                mean, square = (tilted.transpose(-1, -2) @ powers).unbind(-1)
+                variance = self.weight * (square - mean.square()).sum(-1)
+                reverse += t * variance * float(weight) / (2 * panels)
+                forward += (1 - t) * variance * float(weight) / (2 * panels)
+        return reverse, forward
+
+    def variance_bound(self) -> Tensor:
+        """sum_j nu_j sigma_j^2 / 2 with sigma_j = range(Delta) / 2, Popoviciu's for every t (B.53)."""
+        total = self.weight * self.log_pi.shape[-1]
+        return total * spread_of(self.delta).square() / 8
+
+    def density_bound(self) -> Tensor:
+        """beta / 2 |Delta|^2 / X, times the mass (B.54)."""
+        return self.sharpness() / 2 * self.residual()
+
+    def sharpness(self) -> Tensor:
+        """beta, with pi_j,t(i) <= beta / X for all j, i and t: [B, H].
+
+        log pi_t = log pi + t Delta - A(t) with A convex: A lies above its tangents at 0 and at 1, which
+        makes it at most linear in t, and so largest at one end.
+        """
+        delta = self.delta[..., :, None]
+        mean, mean_hat = ((x.exp() * delta).sum(-2, keepdim=True) for x in (self.log_pi, self.log_pi_hat))
+        from_0 = torch.maximum(self.log_pi, self.log_pi + delta - mean)
+        from_1 = torch.maximum(self.log_pi_hat, self.log_pi_hat - delta + mean_hat)
+        return torch.minimum(from_0, from_1).amax((-2, -1)).exp() * self.log_pi.shape[-2]
+
+    def residual(self) -> Tensor:
+        """|Delta|^2 / X, times the mass of the plans: [B, H]."""
+        total = self.weight * self.log_pi.shape[-1]
+        return total * self.delta.square().mean(-1)
+
+    def trivial(self) -> Tensor:
+        """No divergence of other column conditionals from these exceeds it: -sum_j nu_j log min pi_j."""
+        least = torch.minimum(self.log_pi.amin(-2), self.log_pi_hat.amin(-2))
+        return -self.weight * least.sum(-1)
+
+
+def spread_of(values: Tensor) -> Tensor:
+    """osc: largest minus smallest along the last axis."""
+    return values.amax(-1) - values.amin(-1)
+
+
+def range_of(values: Tensor, active: Tensor) -> Tensor:
+    """Largest minus smallest active entry of each [N, M] matrix; 0 where none is active."""
+    largest = values.masked_fill(~active, -math.inf).flatten(-2).amax(-1)
+    smallest = values.masked_fill(~active, math.inf).flatten(-2).amin(-1)
+    return torch.where(active.flatten(-2).any(-1), largest - smallest, 0.0)
+
+
+def largest(values: Tensor) -> float:
+    """0 for no values; a NaN is infinite."""
+    found = float(values.max()) if values.numel() else 0.0
+    return math.inf if math.isnan(found) else found
