@@ -22,7 +22,7 @@ from asapc.formats.limits import limits_of
 from asapc.inputs.onnx.settings import DOMAIN
 from asapc.onnx import twins
 from asapc.onnx.translate import cause, translate
-from asapc.operators.catalogue import reference_named
+from asapc.operators.catalogue import OF_GRADIENTS, reference_named
 
 SIZES = (37, 41, 43, 47, 53, 59)  # stand for dynamic sizes while a body is traced: no usual ones
 TENSOR = object()  # in the settings of a call, the place of a tensor
@@ -105,6 +105,7 @@ class _Call:
             f"{argument.name}={value}"
             for argument, value in zip(self.arguments, (*self.settings, *left_out), strict=True)
             if value is not TENSOR and value is not None and TENSOR not in _items(value)
+            and argument.name not in OF_GRADIENTS
         )
         graph.doc_string = f"{self.name}: {told}"
         return onnx_ir.Function(DOMAIN, name, graph=graph, attributes=[])

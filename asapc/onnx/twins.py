@@ -195,6 +195,7 @@ def sinkhorn(
     half_steps: int,
     rows_first: bool,
     output_factor: Sequence[float],
+    *_of_gradients: Any,
 ) -> Tensor:
     """Arguments and result as operators.sinkhorn.sinkhorn."""
     side: Side = "row" if rows_first else "column"
@@ -213,6 +214,7 @@ def sinkhorn_attention(
     half_steps: int,
     rows_first: bool,
     output_factor: Sequence[float],
+    *_of_gradients: Any,
 ) -> Tensor:
     """Arguments and result as operators.sinkhorn.sinkhorn_attention."""
     side: Side = "row" if rows_first else "column"

@@ -108,6 +108,7 @@ OPERATORS: Mapping[str, Operator] = {
     )
 }  # fmt: skip
 
+OF_GRADIENTS = ("tail", "tolerance")  # an operator's arguments that its result does not depend on
 TEACHER = "teacher"  # in place of an operator: the site was left as it is
 KINDS = tuple(operator.name for operator in OPERATORS.values() if operator.convention)
 # By kind of site, what it may become besides itself; a hardened map alone makes no layer faster.
@@ -142,15 +143,19 @@ def reference_named(name: str) -> Callable[..., Any]:
 
 
 def ordered(overload: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Arguments by name, as the operator takes them.  Raises KeyError for a missing or unknown one."""
+    """Arguments by name, as the operator takes them, without defaults of gradients at the end: graphs are
+    what they were before there were any.  Raises KeyError for a missing or unknown one."""
     names = [argument.name for argument in overload._schema.arguments]
     if unknown := arguments.keys() - {*names}:
         raise KeyError(f"{overload} has no {', '.join(sorted(unknown))}")
-    return tuple(
+    found = [
         arguments[argument.name] if argument.name in arguments or not argument.has_default_value()
         else argument.default_value
         for argument in overload._schema.arguments
-    )  # fmt: skip
+    ]  # fmt: skip
+    if names[-len(OF_GRADIENTS) :] == [*OF_GRADIENTS] and found[-len(OF_GRADIENTS) :] == [None, 0.0]:
+        del found[-len(OF_GRADIENTS) :]
+    return tuple(found)
 
 
 def by_name(overload: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:

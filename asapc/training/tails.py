@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from asapc.errors import InputError
-from asapc.operators.catalogue import OPERATORS, by_name, ordered
+from asapc.operators.catalogue import OF_GRADIENTS, OPERATORS, by_name, ordered
 from asapc.program import calls
 from asapc.program.code import GraphCode
 from asapc.program.compiled import Forward
@@ -94,7 +94,8 @@ def set_tail(graphs: Iterable[Code], most: int | None, tolerance: float) -> int:
         calls = [node for node in graph.graph.nodes if node.target in TAILED]
         for node in calls:
             arguments: dict[str, Any] = {**by_name(node.target, node.args), **node.kwargs}
-            node.args = ordered(node.target, arguments | {"tail": most, "tolerance": tolerance})
+            given = dict(zip(OF_GRADIENTS, (most, tolerance), strict=True))
+            node.args = ordered(node.target, arguments | given)
             node.kwargs = {}
         if calls:
             graph.recompile()
