@@ -424,7 +424,10 @@ def degenerate(kind):
 @pytest.mark.parametrize("kind", DEGENERATE)
 @pytest.mark.parametrize(
     "features",
-    [("sliced:8",), ("gaussian",), ("coarse:4",), ("coarse:4", "gaussian", "norm", "active")],
+    [
+        ("sliced:8",), ("gaussian",), ("coarse:4",), ("farthest:4",),
+        ("coarse:4", "gaussian", "norm", "active"),
+    ],
     ids=" ".join,
 )
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from asapc.operators.asap import dual
 
 E = torch.float64
 BUDGET = Budget(4, True)
+ANYWHERE = ["farthest:4"]  # besides those in HERE; where pivots lie, and coarse: test_predictors.py
 HERE = ["sliced:3", "rank_displacement:3", "raw", "norm", "active", "lse", "token_bias"]
 sizes = st.integers(1, 9)
 seeds = st.integers(0, 10_000)
@@ -297,7 +298,7 @@ def columns_of(text, clouds):
     return feature_columns([feature], [parameter], clouds, BUDGET)
 
 
-@pytest.mark.parametrize("text", HERE)
+@pytest.mark.parametrize("text", HERE + ANYWHERE)
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, n=sizes, m=sizes, padded=st.booleans())
 def test_permutation_equivariant(text, seed, n, m, padded):
@@ -319,7 +320,7 @@ def test_permutation_equivariant(text, seed, n, m, padded):
     close(found, expected)
 
 
-@pytest.mark.parametrize("text", [text for text in HERE if text != "token_bias"])
+@pytest.mark.parametrize("text", [text for text in HERE + ANYWHERE if text != "token_bias"])
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, n=sizes, m=sizes)
 def test_points_without_mass_count_as_absent(text, seed, n, m):
@@ -335,7 +336,7 @@ def test_points_without_mass_count_as_absent(text, seed, n, m):
         assert (found[example, :, ~x_keep] == 0).all()
 
 
-@pytest.mark.parametrize("text", HERE)
+@pytest.mark.parametrize("text", HERE + ANYWHERE)
 def test_one_point_gives_zero_and_equal_points_equal_values(text):
     one = columns_of(text, case(0, 1, 5))
     assert torch.equal(one, torch.zeros_like(one))
@@ -358,7 +359,7 @@ def test_duplicated_tokens_have_equal_values(text):
     assert found.std() > 0.1
 
 
-@pytest.mark.parametrize("text", [text for text in HERE if text != "token_bias"])
+@pytest.mark.parametrize("text", [text for text in HERE + ANYWHERE if text != "token_bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, E], ids=str)
 def test_columns_and_gradients_are_finite_without_any_mass(text, dtype):
     """First example without any y, second without any x."""

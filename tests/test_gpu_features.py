@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 
 from asapc.features import Feature  # noqa: E402
 from asapc.features.clouds import Budget, Clouds  # noqa: E402
+from asapc.features.farthest import farthest_points  # noqa: E402
 from asapc.features.gaussian import brenier_potential  # noqa: E402
 from asapc.kernels.gpu import coarse, dual, gaussian, sliced  # noqa: E402
 from asapc.operators import asap as meaning  # noqa: E402
@@ -36,7 +37,7 @@ def parameters_of(features: str, heads: int, dim: int, seed: int = 7) -> list[Te
 
 
 def width_of(features: str, dim: int) -> int:
-    fixed = {"coarse": 1, "gaussian": 3, "raw": dim, "norm": 1, "lse": 1, "active": 1}
+    fixed = {"coarse": 1, "farthest": 1, "gaussian": 3, "raw": dim, "norm": 1, "lse": 1, "active": 1}
     named = (own.partition(":") for own in features.split())
     return sum(fixed[name] if name in fixed else int(count) for name, _, count in named)
 
@@ -115,7 +116,7 @@ def test_coarse_of_several_blocks(half_steps: int, masked: bool, layout: None) -
     assert_honest(q, k, "coarse:20", mask, half_steps=half_steps, starts_on_x=half_steps != 4)
 
 
-@pytest.mark.parametrize("features", ["coarse:5", "gaussian", "sliced:3"])
+@pytest.mark.parametrize("features", ["coarse:5", "farthest:5", "gaussian", "sliced:3"])
 def test_masked_keys_hold_nan(features: str) -> None:
     """One example open, one with gaps, one with a single key, one with none: self-attention."""
     q, k = points(4, 1, 9, 5), points(4, 1, 9, 5, seed=1)
@@ -124,11 +125,30 @@ def test_masked_keys_hold_nan(features: str) -> None:
     assert_honest(q, k, features, keep)  # the errors compared would be nan if it leaked
 
 
-@pytest.mark.parametrize("features", ["coarse:5", "gaussian", "sliced:3"])
+@pytest.mark.parametrize("features", ["coarse:5", "farthest:5", "gaussian", "sliced:3"])
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 6), (7, 1), (17, 18)], ids=str)
 def test_lengths(features: str, lengths: tuple[int, int]) -> None:
     q, k = points(1, 1, lengths[0], 4), points(1, 1, lengths[1], 4, seed=1)
     assert_honest(q, k, features)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_farthest_points(count: int) -> None:
+    """In blocks of 16 points at D = 300; an example with gaps and equal points, one with no point."""
+    y = points(3, 2, 37, 300)
+    y[1, :, 5:20] = y[1, :, 4:5]
+    keep = torch.rand(3, 37, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.7
+    keep[2] = False
+    for mask in (None, keep):
+        clouds = Clouds(y, y, y_keep=mask)
+        assert torch.equal(coarse.farthest_points(clouds, count), farthest_points(clouds, count))
+
+
+def test_more_pivots_than_points_repeat_points() -> None:
+    y = points(2, 2, 5, 4)
+    found = coarse.farthest_points(Clouds(y, y), 9)
+    assert torch.equal(found[:, :, :5], farthest_points(Clouds(y, y), 5))
+    assert bool((found[:, :, :, None] == y[:, :, None]).all(-1).any(-1).all())
 
 
 def test_masks_of_either_cloud_with_unequal_lengths() -> None:

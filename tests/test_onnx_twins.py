@@ -150,8 +150,8 @@ def test_c_transforms_from_a_dual(kind: str, c_transforms: int, side: str) -> No
 
 
 FEATURES = {
-    "coarse": "coarse:4", "gaussian": "gaussian", "sliced": "sliced:3", "norm": "norm", "raw": "raw",
-    "lse": "lse", "active": "active", "rank": "rank_displacement:3",
+    "coarse": "coarse:4", "farthest": "farthest:4", "gaussian": "gaussian", "sliced": "sliced:3",
+    "norm": "norm", "raw": "raw", "lse": "lse", "active": "active", "rank": "rank_displacement:3",
     "several": "coarse:4 gaussian sliced:3 lse",
 }  # fmt: skip
 WIDTHS = {"gaussian": 3, "sliced": 3, "raw": DIM, "rank_displacement": 3}
@@ -165,7 +165,7 @@ def parameters(features: str) -> tuple[list[Tensor], Tensor]:
         width += WIDTHS.get(family, 1)
         if family == "coarse":
             own.append(torch.randn(HEADS, 4, DIM, generator=generator))
-        elif ":" in text:
+        elif ":" in text and family != "farthest":
             own.append(torch.randn(3, DIM, generator=generator))
     return own, torch.randn(HEADS, width, generator=generator)
 
@@ -187,7 +187,7 @@ def test_predicted_duals(
 
 
 @pytest.mark.parametrize("kind", ["plain", "masked", "one", "none"])
-@pytest.mark.parametrize("features", ["coarse:4", "norm"])
+@pytest.mark.parametrize("features", ["coarse:4", "farthest:4", "norm"])
 @pytest.mark.parametrize("half_steps", [0, 1, 2, 19])
 def test_row_masses(kind: str, features: str, half_steps: int) -> None:
     q, k, _, keep, bias = tensors(9, 9, kind)

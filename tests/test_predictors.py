@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.calibration.teacher import TeacherDuals
+from asapc.features.clouds import Clouds
+from asapc.features.farthest import farthest_points
 from asapc.features.gaussian import brenier_matrix, brenier_potential, square_root
 from asapc.features.predictor import transform_plan
 from asapc.ir import Convention, OutputFactor, SiteTensors
@@ -140,11 +145,43 @@ def test_square_roots_of_wide_spectra(condition: float) -> None:
     torch.testing.assert_close(root @ root, matrix, rtol=1e-8, atol=1e-8 * condition)
 
 
+def test_farthest_points_one_after_the_other() -> None:
+    """By hand, with NumPy's argmax; masked points are never chosen, and few points repeat."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(3, 2, 11, 4, generator=generator, dtype=torch.float64)
+    keep = torch.rand(3, 11, generator=generator) < 0.6
+    keep[2] = torch.arange(11) < 2
+    found = farthest_points(Clouds(y, y, y_keep=keep), 5)
+    assert found.shape == (3, 2, 5, 4)
+    for example, head in itertools.product(range(3), range(2)):
+        there = y[example, head, keep[example]].numpy()
+        centre = there.mean(0)
+        chosen = [there[((there - centre) ** 2).sum(-1).argmax()]]
+        while len(chosen) < 5:
+            away = np.stack([((there - pivot) ** 2).sum(-1) for pivot in chosen]).min(0)
+            chosen.append(there[away.argmax()])
+        distinct = min(5, len(there))
+        own = found[example, head].numpy()
+        np.testing.assert_allclose(own[:distinct], np.stack(chosen[:distinct]), rtol=0, atol=1e-12)
+        for pivot in own:
+            assert np.abs(there - pivot).sum(-1).min() == 0
+
+
+def test_every_point_a_pivot_is_the_teachers_own_loop() -> None:
+    """Also of a short example in a padded batch, where shared pivots would stay empty."""
+    own = site(9, 12, True, seed=5)
+    tail = ([], torch.ones(1, 1), "farthest:12", "source", SCALE, 7, True)
+    predicted = meaning.dual(own.q.double(), own.k.double(), own.keep, None, *tail)
+    duals = TeacherDuals(own, Convention(7, "row", SCALE)).after(7)[0]
+    both = predicted - duals
+    torch.testing.assert_close(both, both[..., :1].expand_as(both), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spread", [1.0, 30.0, 1e3], ids=["narrow", "wide", "huge"])
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
 @pytest.mark.parametrize("side", ["source", "target"])
-@pytest.mark.parametrize("features", ["coarse:5", "gaussian", "coarse:3 gaussian norm"])
+@pytest.mark.parametrize("features", ["coarse:5", "farthest:5", "gaussian", "coarse:3 gaussian norm"])
 def test_cpu_twins_are_within_the_honest_error(
     features: str, side: str, masked: bool, spread: float, dtype: torch.dtype
 ) -> None:
@@ -153,7 +190,7 @@ def test_cpu_twins_are_within_the_honest_error(
     generator = torch.Generator().manual_seed(1)
     count = int(features.split(":")[1].split()[0]) if "coarse" in features else 0
     pivots = [torch.randn(2, count, 4, generator=generator) * SCALE**0.5] if count else []
-    columns = {"coarse:5": 1, "gaussian": 3, "coarse:3 gaussian norm": 5}[features]
+    columns = {"coarse:5": 1, "farthest:5": 1, "gaussian": 3, "coarse:3 gaussian norm": 5}[features]
     weights = torch.rand(1, columns, generator=generator)
     for half_steps, starts_on_x in ((1, True), (8, False), (9, True)):
         tail = (None, pivots, weights, features, side, SCALE, half_steps, starts_on_x)

@@ -17,6 +17,7 @@ from asapc.errors import InputError
 from asapc.features import (
     active,
     coarse,
+    farthest,
     gaussian,
     lse,
     norm,
@@ -39,6 +40,7 @@ class Family:
     shape(heads, dim, count): of the parameter.
     counted: the recipe gives a number (slices, pivots); kinds: ways to choose them, the first is the
     default. parameter(sample, count, kind, seed) makes the tensor, None for families without one.
+    derived(clouds, count) makes it from every call's own clouds instead.
     """
 
     columns: Callable[[Clouds, Tensor | None, Budget], Tensor]
@@ -47,6 +49,7 @@ class Family:
     shape: Callable[[Size, Size, int], tuple[Size, ...]] = lambda heads, dim, count: (count, dim)
     counted: bool = False
     kinds: tuple[str, ...] = ()
+    derived: Callable[[Clouds, int], Tensor] | None = None
 
 
 def _as_counted(dim: Size, tokens: Size, count: int) -> Size:
@@ -62,6 +65,7 @@ FAMILIES: dict[str, Family] = {
         coarse.columns, coarse.parameter, counted=True,
         shape=lambda heads, dim, count: (heads, count, dim),
     ),
+    "farthest": Family(coarse.columns, counted=True, derived=farthest.farthest_points),
     "raw": Family(raw.columns, width=lambda dim, tokens, count: dim),
     "rank_displacement": Family(
         rank_displacement.columns, sliced.parameter, _as_counted, counted=True, kinds=sliced.KINDS
@@ -135,8 +139,16 @@ class Feature:
         """Number of columns F for so many tokens of that size, None where it depends on what is None."""
         return FAMILIES[self.family].width(dim, tokens, self.count)
 
+    def parameter_for(self, clouds: Clouds, parameter: Tensor | None) -> Tensor | None:
+        """The parameter that these clouds see: the fitted one, unless it is derived from themselves."""
+        derived = FAMILIES[self.family].derived
+        return parameter if derived is None else derived(clouds, self.count)
+
     def columns(self, clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
-        return FAMILIES[self.family].columns(clouds, parameter, budget)
+        return FAMILIES[self.family].columns(clouds, self.parameter_for(clouds, parameter), budget)
+
+
+CLUSTERED = ("coarse", "farthest")  # families that run the loop on clusters around pivots
 
 
 def total_width(features: Sequence[Feature], dim: Size, tokens: Size) -> Size:

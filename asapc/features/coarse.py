@@ -122,9 +122,10 @@ class CoarseProblem:
 
 
 def coarse_problem(clouds: Clouds, pivots: Tensor) -> CoarseProblem:
+    """pivots: [H, R, D], or [B, H, R, D] where every example has its own."""
     y, z = clouds.y, pivots.to(clouds.y)
     # |y - z|^2 / 2 without |y|^2 / 2, which does not decide.
-    distance = z.square().sum(-1)[:, None, :] / 2 - y @ z.transpose(-1, -2)  # [B, H, M, R]
+    distance = z.square().sum(-1)[..., None, :] / 2 - y @ z.transpose(-1, -2)  # [B, H, M, R]
     nearest = (distance == distance.amin(-1, keepdim=True)).to(y.dtype)
     member = nearest / nearest.sum(-1, keepdim=True)
     if clouds.y_keep is not None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.features import Feature, feature_list
+from asapc.features import CLUSTERED, Feature, feature_list
 from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
+from asapc.features.farthest import farthest_points
 
 # (clouds, parameter, weights [1|H, F], budget) -> columns @ weights [B, H, N], uncentred
 Contribution = Callable[[Clouds, Any, Tensor, Budget], Tensor]
@@ -25,11 +26,13 @@ def finished(total: Tensor, clouds: Clouds) -> Tensor:
 class Backend:
     """contributions: the families that have a fast path; the others run their reference.
 
-    dual_and_mass: of the coarse family.  finish: `finished`, unless a backend has its own.
+    dual_and_mass: of the families with clusters.  farthest: features.farthest.farthest_points.  finish:
+    `finished`, unless a backend has its own.
     """
 
     contributions: Mapping[str, Contribution]
     dual_and_mass: Callable[[Clouds, Tensor, Budget, bool], tuple[Tensor, Tensor | None]]
+    farthest: Callable[[Clouds, int], Tensor] = farthest_points
     finish: Callable[[Tensor, Clouds], Tensor] = finished
 
     def dual(
@@ -70,15 +73,19 @@ class Backend:
             clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
             listed = list(zip(*feature_list(features, parameters), strict=True))
             budget = Budget(half_steps, starts_on_x)
-            first = next((i for i, (feature, _) in enumerate(listed) if feature.family == "coarse"), None)
+            clustered = (i for i, (own, _) in enumerate(listed) if own.family in CLUSTERED)
+            first = next(clustered, None)
             if first is None:
                 predicted = self._predicted(clouds, listed, coefficients, budget, {})
                 return predicted, active_share(clouds)
-            pivots = listed[first][1]
+            pivots = self._parameter(clouds, *listed[first])
             assert pivots is not None
             column, mass = self.dual_and_mass(clouds, pivots, budget, True)
             assert mass is not None
             return self._predicted(clouds, listed, coefficients, budget, {first: column}), mass
+
+    def _parameter(self, clouds: Clouds, feature: Feature, parameter: Tensor | None) -> Tensor | None:
+        return self.farthest(clouds, feature.count) if feature.family == "farthest" else parameter
 
     def _predicted(
         self,
@@ -99,7 +106,7 @@ class Backend:
             if index in known:
                 contribution = known[index] * weights
             elif fast is not None:
-                contribution = fast(clouds, parameter, weights, budget)
+                contribution = fast(clouds, self._parameter(clouds, feature, parameter), weights, budget)
             else:
                 columns = feature.columns(clouds, parameter, budget)
                 contribution = (columns @ weights[:, :, None])[..., 0]

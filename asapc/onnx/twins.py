@@ -519,6 +519,7 @@ def _token_bias(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget
 _DUALS = Backend(
     {
         "coarse": _coarse_contribution,
+        "farthest": _coarse_contribution,
         "gaussian": _gaussian,
         "lse": _c_transforms,
         "rank_displacement": _rank_displacement,

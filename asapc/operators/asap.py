@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from asapc.features import coarse, feature_list, predict_dual
-from asapc.features.clouds import Budget, active_share, clouds_from
+from asapc.features import CLUSTERED, coarse, feature_list, predict_dual
+from asapc.features.clouds import Budget, Clouds, active_share, clouds_from
 from asapc.ir import Side
 from asapc.operators.sinkhorn import (
     attention_map,
@@ -141,19 +141,21 @@ def dual_and_row_mass(
 
     One c-transform from the keys' dual ends on rows of mass 1. A column-ending teacher leaves its rows
     out of balance, padded batches by a third and more; these masses (in attention units) put that
-    back. They come from the first coarse feature, and are n / N everywhere without one.
+    back. They come from the first feature with clusters, and are n / N everywhere without one.
     """
     arguments = (features, "target", score_multiplier, half_steps, starts_on_x)
     predicted = dual(q, k, keep, bias, parameters, coefficients, *arguments)
     clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
-    pivots = first_pivots(features, parameters)
+    pivots = first_pivots(clouds, features, parameters)
     if pivots is not None:
         return predicted, coarse.row_mass(clouds, pivots, Budget(half_steps, starts_on_x))
     return predicted, active_share(clouds)
 
 
-def first_pivots(features: str, parameters: Sequence[Tensor]) -> Tensor | None:
+def first_pivots(
+    clouds: Clouds, features: str, parameters: Sequence[Tensor]
+) -> Tensor | None:
     for feature, parameter in zip(*feature_list(features, parameters), strict=True):
-        if feature.family == "coarse":
-            return parameter
+        if feature.family in CLUSTERED:
+            return feature.parameter_for(clouds, parameter)
     return None

@@ -37,9 +37,10 @@ def sinkhorn(
     half_steps: int,
     rows_first: bool,
     output_factor: Sequence[float],
+    **_of_gradients: Any,
 ) -> Shard:
     """operators.sinkhorn.sinkhorn of the own queries: a shard of [B, H, N, E], or where v is None of the
-    map [B, H, N, M]."""
+    map [B, H, N, M]; forward only."""
     return _loop(
         q, k, v, keep, bias, None, None, score_multiplier, half_steps, rows_first, output_factor
     )

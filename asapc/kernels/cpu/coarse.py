@@ -22,15 +22,15 @@ def dual_and_mass(
 ) -> tuple[Tensor, Tensor | None]:
     """The coarse column u + |x|^2 / 2 [B, H, N], and features.coarse.row_mass [B, H, M] if wanted.
 
-    Without gradients.
+    pivots: [H, R, D], or [B, H, R, D]. Without gradients.
     """
     batch, heads, queries, dim = clouds.x.shape
     others = clouds.y.shape[2]
     column = clouds.x.new_empty(batch * heads, queries)
     mass = clouds.x.new_empty(batch * heads, others) if want_mass else None
     x, y = clouds.x.flatten(0, 1), clouds.y.flatten(0, 1)
-    count = pivots.shape[1]
-    z = pivots.to(x).repeat(batch, 1, 1)
+    count = pivots.shape[-2]
+    z = pivots.to(x).repeat(batch, 1, 1) if pivots.dim() == 3 else pivots.to(x).flatten(0, 1)
     largest = max(queries, others) * max(count, dim) * x.element_size()
 
     def work(parts: Iterator[slice]) -> None:

@@ -8,6 +8,7 @@ from asapc.kernels.dual import Backend
 _BACKEND = Backend(
     {
         "coarse": coarse.contribution,
+        "farthest": coarse.contribution,
         "gaussian": gaussian.contribution,
         "sliced": sliced.contribution,
     },

@@ -32,11 +32,14 @@ def dual_and_mass(
 ) -> tuple[Tensor, Tensor | None]:
     """The coarse column u + |x|^2 / 2 [B, H, N], and features.coarse.row_mass [B, H, M] if wanted.
 
-    Without gradients. Clouds in float32; pivots [H, R, D] with R <= 128; D <= 256; N, M >= 1.
+    Without gradients. Clouds in float32; pivots [H, R, D], or [B, H, R, D], with R <= 128; D <= 256;
+    N, M >= 1.
     """
     x, y = clouds.x, clouds.y
     batch, heads, num_x, dim = x.shape
-    num_y, count = y.shape[2], pivots.shape[1]
+    num_y, count = y.shape[2], pivots.shape[-2]
+    if pivots.dim() == 3:
+        pivots = pivots[None].expand(batch, -1, -1, -1)
     column = x.new_empty(batch, heads, num_x)
     mass = x.new_empty(batch, heads, num_y) if want_mass else None
     if batch * heads == 0:
@@ -76,6 +79,82 @@ def dual_and_mass(
 def contribution(clouds: Clouds, pivots: Tensor, weights: Tensor, budget: Budget) -> Tensor:
     """Coarse column times its coefficient [1|H, 1]: [B, H, N], uncentred."""
     return dual_and_mass(clouds, pivots, budget, False)[0] * weights
+
+
+def farthest_points(clouds: Clouds, count: int) -> Tensor:
+    """As features.farthest.farthest_points, in one launch, one program per (b, h)."""
+    y = clouds.y
+    batch, heads, num_y, dim = y.shape
+    pivots = y.new_empty(batch, heads, count, dim)
+    if pivots.numel() == 0:
+        return pivots
+    deep = padded(dim)
+    _farthest[(batch * heads,)](
+        y, *y.stride(), *keep_arguments(clouds.y_keep, y), y.new_empty(batch * heads, num_y), pivots,
+        num_y, count, dim, heads, Y_KEEP=clouds.y_keep is not None, DEEP=deep,
+        BLOCK_Y=min(max(16, 8192 // deep), padded(num_y)), num_warps=4,
+    )  # fmt: skip
+    return pivots
+
+
+@triton.jit(do_not_specialize=["count"])
+def _farthest(
+    p_y, stride_yb, stride_yh, stride_ym, stride_yd, p_ykeep, stride_ykb, stride_ykm,
+    p_least, p_pivots, num_y, count, dim, heads,
+    Y_KEEP: tl.constexpr, DEEP: tl.constexpr, BLOCK_Y: tl.constexpr,
+):  # fmt: skip
+    """p_least: [B H, M] scratch, every point's distance to its nearest pivot; p_pivots: [B H, R, D].
+
+    Every point is compared with the last pivot, the mean at first, and the farthest one so far found on
+    the way: one pass over the points a pivot.
+    """
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_b, i_h = i_bh // heads, i_bh % heads
+    p_y += i_b * stride_yb + i_h * stride_yh
+    p_ykeep += i_b * stride_ykb
+    p_least += i_bh * num_y
+    p_pivots += i_bh * count * dim
+    o_d = tl.arange(0, DEEP)
+    m_d = o_d < dim
+    o_y = tl.arange(0, BLOCK_Y).to(tl.int64)
+
+    b_sum = tl.zeros([DEEP], tl.float32)
+    b_active = tl.zeros([BLOCK_Y], tl.float32)
+    for start in range(0, num_y, BLOCK_Y):
+        o_m = start + o_y
+        m_y = _kept(p_ykeep, stride_ykm, o_m, num_y, Y_KEEP)
+        b_y = tl.load(
+            p_y + o_m[:, None] * stride_ym + o_d[None, :] * stride_yd,
+            mask=m_y[:, None] & m_d[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        b_sum += tl.sum(b_y, 0)
+        b_active += m_y.to(tl.float32)
+    b_pivot = b_sum / tl.maximum(tl.sum(b_active, 0), 1.0)
+
+    for step in range(count):
+        most = tl.full([], -2.0, tl.float32)
+        place = tl.full([], 0, tl.int64)
+        for start in range(0, num_y, BLOCK_Y):
+            o_m = start + o_y
+            m_m = o_m < num_y
+            m_y = _kept(p_ykeep, stride_ykm, o_m, num_y, Y_KEEP)
+            b_y = tl.load(
+                p_y + o_m[:, None] * stride_ym + o_d[None, :] * stride_yd,
+                mask=m_m[:, None] & m_d[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            b_away = tl.where(m_d[None, :], b_y - b_pivot[None, :], 0.0)
+            b_least = tl.sum(b_away * b_away, 1)
+            if step > 1:  # the mean, which the first was compared with, is no pivot
+                b_least = tl.minimum(b_least, tl.load(p_least + o_m, mask=m_m, other=0.0))
+            tl.store(p_least + o_m, b_least, mask=m_m)
+            b_ranked = tl.where(m_y, b_least, tl.where(m_m, -1.0, -2.0))
+            block_most = tl.max(b_ranked, 0)
+            block_place = start + tl.argmax(b_ranked, 0).to(tl.int64)
+            place = tl.where(block_most > most, block_place, place)
+            most = tl.maximum(most, block_most)
+        b_pivot = tl.load(p_y + place * stride_ym + o_d * stride_yd, mask=m_d, other=0.0).to(tl.float32)
+        tl.store(p_pivots + step * dim + o_d, b_pivot, mask=m_d)
+        tl.debug_barrier()  # the distances may be read in another layout than they were written in
 
 
 @triton.jit
@@ -146,7 +225,7 @@ def _members(
 @triton.jit
 def _moments(
     p_y, stride_yb, stride_yh, stride_ym, stride_yd, p_ykeep, stride_ykb, stride_ykm,
-    p_z, stride_zh, stride_zr, stride_zd, p_clusters, num_y, count, dim, heads,
+    p_z, stride_zb, stride_zh, stride_zr, stride_zd, p_clusters, num_y, count, dim, heads,
     Y_KEEP: tl.constexpr, WIDTH: tl.constexpr, DEEP: tl.constexpr, BLOCK_Y: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +238,7 @@ def _moments(
     i_b, i_h = i_bh // heads, i_bh % heads
     p_y += i_b * stride_yb + i_h * stride_yh
     p_ykeep += i_b * stride_ykb
-    p_z += i_h * stride_zh
+    p_z += i_b * stride_zb + i_h * stride_zh
     p_clusters += i_bh * (WIDTH * (DEEP + 3))
     o_r = tl.arange(0, WIDTH).to(tl.int64)
     m_r = o_r < count
@@ -235,7 +314,7 @@ def _add_rows(b_logit, m_x, b_top, b_sum):
 @triton.jit(do_not_specialize=["pairs"])
 def _loop(
     p_y, stride_yb, stride_yh, stride_ym, stride_yd, p_ykeep, stride_ykb, stride_ykm,
-    p_z, stride_zh, stride_zr, stride_zd, p_clusters,
+    p_z, stride_zb, stride_zh, stride_zr, stride_zd, p_clusters,
     p_x, stride_xb, stride_xh, stride_xn, stride_xd, p_xkeep, stride_xkb, stride_xkn,
     p_scratch, p_column, p_mass, num_x, num_y, pairs, count, dim, heads,
     Y_KEEP: tl.constexpr, X_KEEP: tl.constexpr, HAS_X: tl.constexpr, FIRST_Y: tl.constexpr,
@@ -341,7 +420,7 @@ def _loop(
     if MASS:
         p_y += i_b * stride_yb + i_h * stride_yh
         p_ykeep += i_b * stride_ykb
-        p_z += i_h * stride_zh
+        p_z += i_b * stride_zb + i_h * stride_zh
         p_mass += i_bh * num_y
         b_change = tl.zeros([WIDTH], tl.float32)
         if not LAST_Y:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asapc.features import Feature
+from asapc.features import CLUSTERED, Feature
 from asapc.features.clouds import Clouds
 from asapc.kernels.dual import Backend
 from asapc.kernels.gpu import coarse, gaussian, sliced, tiles
@@ -27,7 +27,7 @@ def supported(q: Tensor, k: Tensor, features: str) -> str | None:
         if tensor.shape[2] == 0:
             return f"the GPU kernels take at least one token, and {name} has none"
     for feature in map(Feature.parse, features.split()):
-        if feature.family == "coarse" and feature.count > coarse.MAX_PIVOTS:
+        if feature.family in CLUSTERED and feature.count > coarse.MAX_PIVOTS:
             return f"the GPU kernels hold up to {coarse.MAX_PIVOTS} pivots, and {feature} has more"
     return None
 
@@ -90,10 +90,12 @@ def _finish(
 _BACKEND = Backend(
     {
         "coarse": coarse.contribution,
+        "farthest": coarse.contribution,
         "gaussian": gaussian.contribution,
         "sliced": sliced.contribution,
     },
     coarse.dual_and_mass,
+    coarse.farthest_points,
     finish,
 )
 dual = _BACKEND.dual  # on `supported` inputs
