@@ -419,7 +419,7 @@ def refresh(
         float, typer.Option(help="Part of a layer's score gradient that a certified tail may leave out.")
     ] = 1e-3,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the calibration split.")] = 5,
-    learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 2e-4,
+    learning_rate: Annotated[float, typer.Option(help="Adam's learning rate.")] = 2e-4,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
     parameters: Annotated[
         list[str] | None,

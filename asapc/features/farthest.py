@@ -4,9 +4,11 @@ Pivots that all examples share fit none of them: a short text occupies a few of 
 empty. Here the first pivot is the point y with mass that lies farthest from the mean of those, and each
 further one the point farthest from all pivots before it (Gonzalez 1985: at most twice the radius of the
 best R balls). Nothing is fitted but the coefficient. Costs O(M R D) a head, as joining points to pivots
-does, in R steps that need each other. On padded AG News (32 pivots, 42 tokens with mass on average) the
-attention error is a third of that of shared pivots; rounds that take several points at once, random
-points, points at equal strides and Lloyd steps after either were tried and are worse or no better.
+does, in R steps that need each other, and makes a prediction take about twice as long. On padded AG News
+(32 pivots, 42 tokens with mass on average) the attention error is a third of that of shared pivots.
+Rounds that take several points at once come close (0.0208 for 0.0191) and save little; splitting every
+cluster at each round, random points, half of the pivots shared, and Lloyd steps on shared pivots are
+worse (0.040, 0.040, 0.032, 0.054), and a Lloyd step after these gains 0.0002.
 """
 
 from __future__ import annotations
