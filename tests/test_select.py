@@ -351,6 +351,9 @@ def test_a_compiled_model_slower_than_the_teacher_is_the_teacher(
     made = chosen(ground, {"budget": {"attention_rel_l2": 9.0}})
     assert {choice.operator for choice in made.choices} == {"teacher"}
     assert made.trail["rounds"][-1]["verdict"] == select.SLOWER_MODEL
+    amortised, exact = made.trail["rounds"]  # each with the times of its own set
+    assert {*amortised["choice"].values()} == {ROUGH} and {*exact["choice"].values()} == {"sinkhorn"}
+    assert amortised["whole_model"] == exact["whole_model"] == {"teacher_ms": 1.0, "compiled_ms": 2.0}
 
 
 def test_an_approximation_must_gain_something(

@@ -35,13 +35,13 @@ def torch_compiled(runner: Runner, batch: Batch) -> TorchCompiled:
     """What a runner calls, compiled for this batch's shapes and held against it on the batch.
 
     torch.compile fails in many ways that are no fault of the model (no C++ compiler, an operator or a
-    system it does not support): such a failure is told, and raises nothing.
+    system it does not support): such a failure is told, and raises nothing. What was compiled before
+    stays, so that several may be timed in turns: who wants a cold start calls torch._dynamo.reset first.
     """
     whole = runner.graphs.get("")
     model = whole if whole is not None else runner.model
     assert model is not None
     start = time.perf_counter()
-    torch._dynamo.reset()  # what was compiled for an earlier runner is not this one's
     fast = torch.compile(model, dynamic=False)
 
     def call(given: Batch) -> Any:

@@ -23,7 +23,16 @@ from typing import Literal
 from asapc.inputs.recipe import DEFAULT_BUDGET
 from asapc.metrics import BUDGET_BOUNDS, METRIC
 from asapc.operators.catalogue import TEACHER
-from asapc.report.document import Check, GateReport, Report, SiteReport, Trail, Tried, finite
+from asapc.report.document import (
+    Check,
+    GateReport,
+    ModelReport,
+    Report,
+    SiteReport,
+    Trail,
+    Tried,
+    finite,
+)
 from asapc.report.gates import FOR_CONFIDENCE, Gate, examples_needed, gate_result
 from asapc.report.shown import limit_text, positive, short
 from asapc.report.tables import metric_text, number
@@ -65,7 +74,7 @@ class Judgement:
 class Figures:
     """The figures that a decision rests on; None where one was not measured.
 
-    worst_site, worst_error: the site with the largest attention error.
+    worst_site, worst_error: the site with the largest attention error, which may not be finite.
     """
 
     speedup: float | None
@@ -149,7 +158,7 @@ def default_limits(report: Report) -> tuple[Limit, ...]:
     its speed are judged.
     """
     approximated = any(site.approximate for site in report.sites)
-    trained = report.refresh is not None and report.refresh.mode == "labels"
+    trained = _trained_on_labels(report)
     budget, source = _budget(report.selection)
     if trained and "accuracy_drop" not in budget and "prediction_agreement" in budget:
         budget = {**budget, "accuracy_drop": 1 - budget["prediction_agreement"]}
@@ -158,11 +167,20 @@ def default_limits(report: Report) -> tuple[Limit, ...]:
         of_sites = METRIC[key].scope == "site"
         holders = report.sites if of_sites else (report.model,)
         judged = key == "accuracy_drop" if trained else of_sites or approximated or bool(report.refresh)
-        if key in budget and judged and any(holder.metric(key) is not None for holder in holders):
+        if key in budget and judged and any(_measured(holder, key) for holder in holders):
             limits.append(Limit(Gate(key, bound, budget[key]), source))
     if report.model.metric("speedup") is not None:
         limits.append(Limit(Gate("speedup", "min", LEAST_SPEEDUP), "no slower than the teacher"))
     return tuple(limits)
+
+
+def _measured(holder: ModelReport | SiteReport, key: str) -> bool:
+    """Also where the value is null: in a file that is a number that was not finite."""
+    return key in (holder.values if isinstance(holder, ModelReport) else holder.metrics)
+
+
+def _trained_on_labels(report: Report) -> bool:
+    return report.refresh is not None and report.refresh.mode == "labels"
 
 
 def _budget(trail: Trail | None) -> tuple[Mapping[str, float], str]:
@@ -179,14 +197,14 @@ def _budget(trail: Trail | None) -> tuple[Mapping[str, float], str]:
 
 def figures(report: Report) -> Figures:
     model = report.model
-    worst = next((s for s in worst_first(report.sites) if finite(s.metric(ERROR)) is not None), None)
+    worst = next((s for s in worst_first(report.sites) if s.metric(ERROR) is not None), None)
     return Figures(
         finite(model.metric("speedup")),
         finite(model.metric("speedup_lossless")),
         finite(model.metric("prediction_agreement")),
         model.interval("prediction_agreement"),
         None if worst is None else worst.name,
-        None if worst is None else finite(worst.metric(ERROR)),
+        None if worst is None else worst.metric(ERROR),
     )
 
 
@@ -216,14 +234,16 @@ def decide(report: Report) -> Decision:
     if gate.verdict == "ANOMALOUS":
         first = gate.failures[0]
         # A share that was measured, and still cannot be judged, rests on too few examples.
-        few = first.kind != "plausibility" and first.value is not None and METRIC[first.metric].share
+        metric = METRIC.get(first.metric)
+        counts = first.metric == "examples" or (metric is not None and metric.share)
+        few = first.kind != "plausibility" and first.value is not None and counts
         what = f"Measure {'on more examples' if few else 'again'} before you decide."
         return Decision("measure", what, _message(first), judged)
     if sites and all(site.operator == TEACHER for site in sites):
         return Decision("teacher", "Keep the teacher.", "Every layer still runs its own code.", judged)
     lossless = lossless_instead(report)
     if lossless is not None and all(_mended(check, lossless) for check in gate.failures) and _kept(
-        gate.checks, lossless.speedup
+        gate.checks, lossless
     ):
         return Decision(
             "lossless", "Take the lossless model instead.", lossless.sentence, judged, lossless=lossless
@@ -243,13 +263,16 @@ def _failed(report: Report, judged: Judgement) -> Decision:
     slow = next((c for c in failures if c.metric == "speedup" and c.scope == "model"), None)
     if slow is not None and seen.speedup is not None and seen.speedup < LEAST_SPEEDUP:
         compiled, exact = f"{number(seen.speedup)}x", seen.speedup_lossless
-        if exact is not None and exact >= LEAST_SPEEDUP:
+        instead = _lossless(report)
+        if (
+            instead is not None and exact is not None and exact >= LEAST_SPEEDUP
+            and all(_mended(check, instead) for check in failures) and _kept(judged.gate.checks, instead)
+        ):
             because = f"The compiled model is slower than the teacher ({compiled}), the lossless one is "
             because += f"{number(exact)}x as fast as the teacher."
             return Decision(
-                "lossless", "Take the lossless model instead.", because, judged,
-                lossless=_lossless(report),
-            )  # fmt: skip
+                "lossless", "Take the lossless model instead.", because, judged, lossless=instead
+            )
         because = f"The compiled model is slower: {compiled} the teacher's speed."
         return Decision("teacher", "Keep the teacher.", because, judged)
     found = next((check for check in failures if check.scope in names), None)
@@ -259,7 +282,8 @@ def _failed(report: Report, judged: Judgement) -> Decision:
         )
     first = _message(failures[0])
     approximated = [site for site in worst_first(report.sites) if site.approximate]
-    if failures[0].kind == "limit" and METRIC[failures[0].metric].budget and approximated:
+    metric = METRIC.get(failures[0].metric)
+    if failures[0].kind == "limit" and metric is not None and metric.budget and approximated:
         shares = error_shares(report)
         site = max((s.name for s in approximated), key=lambda name: shares.get(name, 0.0))
         return Decision("look", f"Look at {short(site)} first.", first, judged, site)
@@ -296,17 +320,27 @@ def _mended(check: Check, lossless: Lossless) -> bool:
     if metric is None or check.kind == "plausibility":
         return False
     if check.metric == "speedup" and check.kind == "limit":
-        return _kept([check], lossless.speedup)
+        return _kept([check], lossless)
     return metric.budget or metric.untouched is not None
 
 
-def _kept(checks: Iterable[Check], speedup: float | None) -> bool:
-    """Whether this speed-up keeps the limits that were set on it."""
-    least = [
-        check.min for check in checks
-        if check.metric == "speedup" and check.scope == "model" and check.min is not None
-    ]  # fmt: skip
-    return not least or (speedup is not None and speedup >= max(least))
+def _kept(checks: Iterable[Check], lossless: Lossless) -> bool:
+    """Whether the lossless model keeps what was asked of the compiled model's speed: limits on it and on
+    the time, and what it may have lost since a baseline."""
+    for check in checks:
+        if check.scope != "model" or check.metric not in ("speedup", "latency_compiled_ms"):
+            continue
+        value = lossless.speedup if check.metric == "speedup" else lossless.lossless_ms
+        low, high = check.min, check.max
+        if check.kind == "baseline" and check.baseline is not None and check.metric == "speedup":
+            low = check.baseline * (1 - (check.allowed or 0.0))
+        if value is None and (low is not None or high is not None):
+            return False
+        if value is not None and not (
+            (low is None or value >= low) and (high is None or value <= high)
+        ):
+            return False
+    return True
 
 
 # The lossless model
@@ -325,7 +359,10 @@ def lossless_instead(report: Report) -> Lossless | None:
 
 
 def _lossless(report: Report) -> Lossless | None:
-    """The lossless model, whatever it costs; None where there is nothing approximated, or no time."""
+    """The lossless model, whatever it costs; None where there is nothing approximated, or no time, and
+    where the compiled one was trained on labels since: the lossless one has the old weights."""
+    if _trained_on_labels(report):
+        return None
     model = report.model
     compiled = positive(model.metric("latency_compiled_ms"))
     exact = positive(model.metric("latency_lossless_ms"))
@@ -402,6 +439,8 @@ def error_shares(report: Report) -> dict[str, float]:
     trail = report.selection or Trail()
     sites = [site for site in report.sites if site.approximate]
     alone = {site.name: _alone(trail, site) for site in sites}
+    if any(site.metric(ERROR) is not None and finite(site.metric(ERROR)) is None for site in sites):
+        return {}  # nothing is a part of what is not finite
     own = {site.name: positive(site.metric(ERROR)) or 0.0 for site in sites}
     known = {name: value for name, value in alone.items() if value is not None}
     errors = known if sites and len(known) == len(alone) else own

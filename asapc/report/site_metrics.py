@@ -50,10 +50,14 @@ def time_model(
     torch_compile: teacher and compiled model under torch.compile, too, with how long that took for the
     teacher; where it fails, `torch_compile_failed` says why.
     """
+    if torch_compile:
+        torch._dynamo.reset()  # what was compiled for an earlier model is not this one's
     calls: dict[str, Any] = {stage: partial(runner, batch) for stage, runner in runners.items()}
     found = {stage: torch_compiled(runners[stage], batch) for stage in UNDER} if torch_compile else {}
     under = {f"{stage}, torch.compile": partial(its.call, batch)
              for stage, its in found.items() if its.call is not None}  # fmt: skip
+    for call in under.values():
+        call()  # uncounted: the compilation of one model may have made another's guards fail
     times = interleaved_medians({**calls, **under}, repeats=repeats, warmup=warmup, enough=ENOUGH)
     told: dict[str, Any] = _ratios(times["teacher"], times["lossless"], times["graph"])
     for stage, name in UNDER.items():
