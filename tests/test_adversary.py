@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 SEEDS = st.integers(0, 2**31)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS)
 def test_no_convention_is_taken_for_another(seed: int) -> None:
     case = random_case(seed, longest=24)  # long ones cost minutes, and are below

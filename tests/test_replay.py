@@ -590,7 +590,7 @@ def test_other_ways_to_decide_are_refused(model: nn.Module, reason: str) -> None
 def test_replay_is_not_done_again_where_nothing_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is where the calibration is of other code, or says nothing that makes sense."""
+    """And is where the calibration is of other code."""
     write_teacher(tmp_path / "teacher", n_layers=2)
     write_data(tmp_path / "data.npz", 160)
     calibration, recipe = tmp_path / "calib", tmp_path / "recipe.json"
@@ -617,12 +617,15 @@ def test_replay_is_not_done_again_where_nothing_changed(
     assert done == [] and all("queries x 4" in tried for tried in taken_over.values())
     path = calibration / "calibration.json"
     document = json.loads(path.read_text())
-    known = document["replayed"]
-    words = {name: {"errors": {"the data": "small"}, "rounding": 0} for name in taken_over}
-    others = ({"of": "0"}, {"sites": {}}, {"sites": [1]}, {"sites": words})
-    for other in ({}, *({**known, **changed} for changed in others)):
-        path.write_text(json.dumps({**document, "replayed": other}))
-        assert compiled() == taken_over and done == [1]
+    path.write_text(json.dumps({**document, "replayed": {**document["replayed"], "of": "0"}}))
+    assert compiled() == taken_over and done == [1]
+
+
+def test_what_makes_no_sense_was_not_replayed() -> None:
+    known = Replayed("x", {"a": Replay({"the data": 1e-7}, 0.5)}).to_json()
+    words = {"a": {"errors": {"the data": "small"}, "rounding": 0}}
+    for other in ({}, {"sites": known["sites"]}, *({**known, "sites": sites} for sites in ([1], words))):
+        assert Replayed.from_json(other) is None
 
 
 def test_errors_without_a_number_come_back() -> None:
