@@ -431,9 +431,9 @@ _SITE_KEYS = (
 )  # fmt: skip
 _TEXTS = ("name", "operator", "reason")
 _MAYBE: dict[str, type | UnionType] = {  # the type of what may also be null
-    "replay_error": int | float, "side": str, "c_transforms": int, "rescaled": bool, "coefficients": str,
-    "features": list, "fit": str, "fit_converged": bool, "r2": int | float,
-    "condition_number": int | float, "heads": int, "head_dim": int,
+    "replay_error": int | float, "side": str, "c_transforms": int, "rescaled": bool, "aim": str,
+    "points": str, "coefficients": str, "features": list, "fit": str, "fit_converged": bool,
+    "r2": int | float, "condition_number": int | float, "heads": int, "head_dim": int,
     "selection_attention_rel_l2": int | float,
 }  # fmt: skip
 

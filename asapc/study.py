@@ -65,14 +65,14 @@ from asapc.terminal.progress import Progress
 
 MAX_ROWS = 4096  # of a block
 GRID_KEYS = (
-    "operator", "features", "side", "c_transforms", "fit", "coefficients", "ridge", "ridge_mode",
-    "pivots", "slices", "max_examples",
+    "operator", "features", "side", "c_transforms", "aim", "points", "fit", "coefficients", "ridge",
+    "ridge_mode", "pivots", "slices", "max_examples",
 )  # fmt: skip
 _HALF_STEPS = integer(1)
 GRID_TYPES = {"half_steps": _HALF_STEPS, **{key: TYPES[key] for key in GRID_KEYS}}
 COLUMNS = (
-    "features", "side", "c_transforms", "rescaled", "fit", "coefficients", "ridge", "ridge_mode",
-    "examples", *(metric.key for metric in METRICS if metric.study),
+    "features", "side", "c_transforms", "rescaled", "aim", "points", "fit", "coefficients", "ridge",
+    "ridge_mode", "examples", *(metric.key for metric in METRICS if metric.study),
     "site_ms", "predict_ms", "fit_converged", "pareto",
 )  # fmt: skip
 
@@ -94,6 +94,7 @@ class Row:
         return {
             "features": " ".join(self.recipe.features),
             "side": self.recipe.side,
+            "points": self.recipe.points,
             "fit": self.recipe.fit,
             "coefficients": self.recipe.coefficients,
             "ridge": self.recipe.ridge,
@@ -460,6 +461,7 @@ def _facts(sites: Sequence[AnySiteCalibration]) -> dict[str, Any]:
             "r2": min(r2 for site in amortised for quality in site.quality for r2 in quality.r2),
             "c_transforms": amortised[0].amortised.plan.c_transforms,
             "rescaled": amortised[0].amortised.plan.rescaled,
+            "aim": amortised[0].amortised.plan.aim,
             "fit_converged": all(c for s in amortised for q in s.quality for c in q.converged),
         }
     return facts

@@ -19,7 +19,7 @@ from asapc.calibration.stored import FitQuality, SiteCalibration
 from asapc.calibration.teacher import TeacherDuals
 from asapc.errors import InputError
 from asapc.features import feature_columns, total_width
-from asapc.features.clouds import Budget, PredictedSide, clouds_of
+from asapc.features.clouds import Budget, Clouds, PredictedSide, clouds_of
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
@@ -233,20 +233,23 @@ class _DualStatistics:
     def prepare(self, tensors: SiteTensors) -> None:
         if self.parameters is not None:
             return
-        sample = clouds_of(tensors, self.convention.score_multiplier, self.side)
+        sample = self._clouds(tensors)
         self.parameters = tuple(f.parameter(sample, self.recipe.seed) for f in self.features)
+
+    def _clouds(self, tensors: SiteTensors) -> Clouds:
+        return clouds_of(tensors, self.convention.score_multiplier, self.side, self.recipe.points)
 
     def add(self, teacher: TeacherDuals) -> None:
         tensors = teacher.tensors
         assert self.parameters is not None
-        y = teacher.target(self.budget.half_steps, self.side)
+        y = teacher.target(self.budget.half_steps, self.side, self.recipe.points)
         if not bool(y.isfinite().all()):
             raise InputError(
                 f"{self.name}: the teacher's duals must be finite",
                 got="nan or inf",
                 help="check the scale of this layer's queries, keys and score bias",
             )
-        clouds = clouds_of(tensors, self.convention.score_multiplier, self.side)
+        clouds = self._clouds(tensors)
         x = feature_columns(self.features, self.parameters, clouds, self.budget)
         if not bool(x.isfinite().all()):
             raise InputError(
@@ -295,7 +298,8 @@ class _DualStatistics:
     def predictor(self, coefficients: Tensor) -> DualPredictor:
         assert self.parameters is not None
         return DualPredictor(
-            self.side, self.features, self.parameters, coefficients.float(), self.budget
+            self.side, self.features, self.parameters, coefficients.float(), self.budget,
+            self.recipe.points,
         )
 
 

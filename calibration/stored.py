@@ -26,7 +26,7 @@ from torch import Tensor
 from asapc.calibration.checked import check_fit, distilled_tensors, tensor_of
 from asapc.errors import InputError
 from asapc.features import Feature
-from asapc.features.clouds import Budget, PredictedSide
+from asapc.features.clouds import Budget, Points, PredictedSide
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan, transform_plan
 from asapc.formats.atomic import read_whole, replace_folder
 from asapc.formats.json_text import read_json
@@ -302,6 +302,7 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
         "duals": [
             {
                 "side": predictor.side,
+                "points": predictor.points,
                 "budget": asdict(predictor.budget),
                 **asdict(quality),
                 "condition_number": [
@@ -340,12 +341,15 @@ def fit_from(
             settings=dict(data["settings"]),
         )
     plan = TransformPlan(**data["plan"])
-    if plan != transform_plan(convention, plan.c_transforms, plan.side):
+    if plan != transform_plan(convention, plan.c_transforms, plan.side, plan.aim):
         raise ValueError(f"{name}: the plan does not fit the convention")
     features = tuple(Feature.parse(text, name) for text in data["features"])
     duals = data["duals"]
     if tuple(dual["side"] for dual in duals) != plan.sides():
         raise ValueError(f"{name}: expected the duals {plan.sides()}")
+    settings = dict(data["settings"])
+    if "features" in settings:
+        settings.setdefault("points", "all")  # earlier versions knew no others
     predictors = tuple(
         _predictor(name, features, plan.budget(convention, side), side, dual, tensors)
         for side, dual in zip(plan.sides(), duals, strict=True)
@@ -362,7 +366,7 @@ def fit_from(
         tokens=int(data["tokens"]),
         fit_seconds=seconds,
         sharing=_one_of(data["coefficients"], "per_head", "pooled", "shared"),
-        settings=dict(data["settings"]),
+        settings=settings,
         range=ScoreRange.from_dict(data["range"]),
     )
 
@@ -391,9 +395,10 @@ def _predictor(
         for index, feature in enumerate(features)
     )  # fmt: skip
     coefficients = tensor_of(tensors, f"{stem}.coefficients", (None, None))
+    points: Points = _one_of(dual.get("points", "all"), "all", "active")  # type: ignore[assignment]
     if dual["budget"] != asdict(budget):
         raise ValueError(f"{stem}: the budget does not fit the plan")
-    return DualPredictor(side, features, parameters, coefficients, budget)
+    return DualPredictor(side, features, parameters, coefficients, budget, points)
 
 
 def _quality(dual: Mapping[str, Any]) -> FitQuality:
@@ -458,7 +463,7 @@ def _signed(value: int) -> int:
 
 def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     """What the manifest and the report say of a fit; None throughout where nothing was fitted."""
-    names = ("side", "c_transforms", "rescaled", "features", "fit", "coefficients", "r2",
+    names = ("side", "c_transforms", "rescaled", "aim", "points", "features", "fit", "coefficients", "r2",
              "condition_number", "fit_converged", "kl_examples", "examples", "pivots", "slices",
              "fit_rel_l2", "range")  # fmt: skip
     nothing: dict[str, Any] = dict.fromkeys(names)
@@ -485,6 +490,8 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
         "side": plan.side,
         "c_transforms": plan.c_transforms,
         "rescaled": plan.rescaled,
+        "aim": plan.aim,
+        "points": fitted.amortised.predictors[0].points,
         "features": list(fitted.features),
         "fit": fitted.quality[0].fit,
         "coefficients": fitted.sharing,

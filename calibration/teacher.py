@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from asapc.features.clouds import PredictedSide, clouds_of
+from asapc.features.clouds import Points, PredictedSide, clouds_of
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import initial_duals, run_half_steps, score_matrix
 from asapc.program.monitor import ScoreRange, score_bound
@@ -49,10 +49,10 @@ class TeacherDuals:
         t, multiplier = self.tensors, self.convention.score_multiplier
         return ScoreRange.of(self.scores, score_bound(t.q, t.k, t.keep, multiplier))
 
-    def target(self, half_steps: int, side: PredictedSide) -> Tensor:
+    def target(self, half_steps: int, side: PredictedSide, points: Points = "all") -> Tensor:
         """The dual of `side` in cost coordinates, centred over its points with mass, 0 elsewhere."""
         dual = self.after(half_steps)[0 if side == "source" else 1]
-        clouds = clouds_of(self._wide(), self.convention.score_multiplier, side)
+        clouds = clouds_of(self._wide(), self.convention.score_multiplier, side, points)
         if clouds.x_keep is not None:
             dual = dual.masked_fill(~clouds.x_keep[:, None, :], 0.0)
         return clouds.centre(dual + clouds.cost_offset())

@@ -75,7 +75,8 @@ def fits_needed(
         if alternative.operator in DISTILLED:
             entry: tuple[Recipe, TransformPlan | None] = (alternative, None)
         elif alternative.operator == "asap":
-            plan = transform_plan(convention, alternative.c_transforms, alternative.side)
+            own = alternative.c_transforms, alternative.side, alternative.aim
+            plan = transform_plan(convention, *own)
             if plan is None:
                 continue
             entry = (alternative, plan)

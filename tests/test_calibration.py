@@ -29,7 +29,7 @@ from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.asap import asap_attention
 from asapc.operators.sinkhorn import factor_terms, finite_duals, sinkhorn_attention
-from asapc.program.apply import apply_amortised
+from asapc.program.apply import apply_amortised, predict
 
 
 def convention(half_steps=10, first_side="row", **rest):
@@ -52,7 +52,7 @@ def statistics_of(batches, rule=None, name="layer", **fields):
     """Statistics of one site; `fields` are those of its recipe."""
     rule = rule or convention()
     recipe = Recipe(**{"side": "source", "c_transforms": 3, "features": ("sliced:4",), **fields})
-    plan = transform_plan(rule, recipe.c_transforms, recipe.side)
+    plan = transform_plan(rule, recipe.c_transforms, recipe.side, recipe.aim)
     statistics = SiteStatistics(name, rule, plan, recipe)
     for batch in batches:
         statistics.update(batch)
@@ -495,6 +495,93 @@ def test_a_value_per_position_needs_one_length():
         statistics_of([long, short], features=("token_bias",))
 
 
+# The paper's protocol
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
+@pytest.mark.parametrize(
+    ("half_steps", "first_side", "side", "c_transforms", "given"),
+    [
+        (10, "row", "source", 3, 3), (10, "row", "source", 5, 6), (5, "row", "source", 2, 3),
+        (5, "row", "source", 1, 1), (6, "column", "source", 4, 4), (6, "column", "target", 3, 3),
+        (5, "row", "target", 3, 4), (1, "row", "source", 4, 4),
+    ],
+)  # fmt: skip
+def test_c_transforms_go_on_from_the_last_dual(
+    half_steps, first_side, side, c_transforms, given, masked
+):
+    """They are the loop's own half-steps, continued: of a loop that is longer by as many."""
+    tensors = site_tensors(masked=masked, bias=True)
+    rule = convention(half_steps, first_side)
+    plan = transform_plan(rule, given, side, "last")
+    assert plan.aim == "last" and plan.c_transforms == c_transforms
+    last = half_steps if rule.last_side == ("row" if side == "source" else "column") else half_steps - 1
+    assert plan.half_steps == last == plan.budget(rule, side).half_steps
+    dual = TeacherDuals(tensors, rule).target(plan.half_steps, side) - cost_offset(tensors, side)
+    duals = (dual, None) if side == "source" else (None, dual)
+    longer = convention(last + c_transforms, first_side)
+    factor = factor_terms(rule.output_factor)
+    found = asap_attention(*double(tensors), *duals, 0.5, c_transforms, factor)
+    exact = sinkhorn_attention(*double(tensors), *settings_of(longer))
+    torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("given", [1, 2])
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_one_c_transform_from_the_last_dual_is_what_it_always_was(side, given):
+    """ASAP-0 on a column-ending teacher; rescaled rows, and a row-ending teacher's keys, likewise."""
+    for half_steps in (1, 2, 10, 5):
+        rule = convention(half_steps)
+        aligned, last = (transform_plan(rule, given, side, aim) for aim in ("aligned", "last"))
+        if last is not None and last.aim == "last":
+            assert rule.last_side == ("row" if side == "source" else "column")
+        else:
+            assert last == aligned
+
+
+def test_one_fit_serves_any_number_of_c_transforms():
+    batches = [site_tensors(seed) for seed in range(2)]
+    one, three = (fit(batches, aim="last", c_transforms=number) for number in (1, 3))
+    assert torch.equal(coefficients_of(one), coefficients_of(three))
+    assert one.amortised.plan.aim == "aligned" and three.amortised.plan.aim == "last"
+    aligned = fit(batches, c_transforms=3)
+    assert not torch.equal(coefficients_of(aligned), coefficients_of(three))
+
+
+def test_active_points_do_not_see_padding():
+    """Whatever padded queries are, the fit is the same, and so are the duals of the others."""
+    tensors = site_tensors(masked=True)
+    padded = ~tensors.keep[:, None, :, None]
+    other = dataclasses.replace(tensors, q=tensors.q.masked_fill(padded, 3.0))
+    rule = convention(2)  # the first dual of its loop does not depend on other queries
+    fits = {
+        (points, name): fit([given], rule, c_transforms=1, points=points, features=("sliced:4",))
+        for points in ("all", "active") for name, given in (("own", tensors), ("other", other))
+    }  # fmt: skip
+    same = [coefficients_of(fits["active", name]) for name in ("own", "other")]
+    torch.testing.assert_close(*same)
+    moved = [coefficients_of(fits["all", name]) for name in ("own", "other")]
+    assert float((moved[0] - moved[1]).abs().max()) > 1e-3
+    site = fits["active", "own"]
+    assert site.tokens == int(tensors.keep.sum()) and fits["all", "own"].tokens == tensors.keep.numel()
+    predictor = site.amortised.predictors[0]
+    ours, theirs = (predict(rule, predictor, t) for t in (tensors, other))
+    keep = tensors.keep[:, None].expand_as(ours)
+    torch.testing.assert_close(ours[keep], theirs[keep])
+    # A padded query has the potential of a mean point: 0 in cost coordinates.
+    offset = cost_offset(tensors, "source").float()
+    torch.testing.assert_close(ours[~keep], -offset[~keep])
+
+
+def test_without_a_mask_all_points_are_active():
+    batches = [site_tensors()]
+    some, every = (fit(batches, points=points) for points in ("active", "all"))
+    assert torch.equal(coefficients_of(some), coefficients_of(every))
+    crossed = [site_tensors(n=7, m=10, masked=True)]  # the keys' mask says nothing of the queries
+    some, every = (fit(crossed, points=points) for points in ("active", "all"))
+    assert torch.equal(coefficients_of(some), coefficients_of(every))
+
+
 # The calibration folder
 
 
@@ -505,6 +592,7 @@ def calibration(**changes):
         "layers.1.attn": {"features": ("coarse:3", "norm", "sliced:2:axis"), "fit": "kl"},
         "layers.2.attn": {"side": "target", "c_transforms": 1, "features": ("coarse:3",)},
         "layers.3.attn": {"side": "both", "c_transforms": 0, "features": ("gaussian",)},
+        "layers.4.attn": {"aim": "last", "points": "active"},
     }.items():
         sites[name] = (fit([site_tensors(batch=8)], name=name, **fields),)
     base = Calibration(

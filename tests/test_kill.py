@@ -34,7 +34,7 @@ from asapc.inputs.onnx.settings import MODEL, RECORD, read_record
 from asapc.models import SinkformerText
 from asapc.report import Report, json_text, markdown
 
-KILLS = 220
+KILLS = 150
 SHARDS, SIZE = 4, 5000  # of a write, in whatever it counts
 
 # Imports once; every line of input forks a worker, whose process id is the answer.

@@ -290,7 +290,7 @@ FACTOR = [1.0, 1.0, 0.0, 0.0]
 
 
 def predicted(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
-    features, weights = "gaussian sliced:2 lse rank_displacement:2", torch.ones(2, 8)
+    features, weights = "sliced:2 lse rank_displacement:2", torch.ones(2, 5)
     dual = OPS.dual(
         q, k, keep, None, [THETA[:2], THETA[:2]], weights, features, "source", 0.5, 5, True
     )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 from asapc.ir import SiteTensors
 
 PredictedSide = Literal["source", "target"]
+Points = Literal["all", "active"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Clouds:
 
     x: [B, H, N, D], whose dual is predicted; y: [B, H, M, D], the other side's points.
     x_keep: [B, N] bool, the points that carry mass, or None for all; y_keep: [B, M] likewise. On the
-    source side every query carries mass, padded ones too.
+    source side every query carries mass, padded ones too, unless active points alone are asked for.
     x_real: [B, N] bool, the points that are no padding, or None if that is unknown or all are.
     bias: broadcastable to [B, H, N, M], added to x . y, or None.
     """
@@ -53,10 +54,13 @@ class Clouds:
         return (values - values.sum(axis, keepdim=True) / count).masked_fill(~keep, 0.0)
 
 
-def clouds_of(tensors: SiteTensors, score_multiplier: float, side: PredictedSide) -> Clouds:
+def clouds_of(
+    tensors: SiteTensors, score_multiplier: float, side: PredictedSide, points: Points = "all"
+) -> Clouds:
     """A site's clouds from `side`; half precision becomes float32.
 
     With as many queries as keys the key mask also tells the padded queries (self-attention).
+    points: "active" leaves those out, where it tells them.
     """
     root = math.sqrt(abs(score_multiplier))
     q = widen(tensors.q) * (root if score_multiplier >= 0 else -root)
@@ -69,7 +73,8 @@ def clouds_of(tensors: SiteTensors, score_multiplier: float, side: PredictedSide
         return Clouds(k, q, x_keep=keep, bias=bias)
     square = keep is not None and q.shape[2] == k.shape[2]
     bias = None if bias is None else widen(bias)
-    return Clouds(q, k, y_keep=keep, x_real=keep if square else None, bias=bias)
+    real = keep if square else None
+    return Clouds(q, k, real if points == "active" else None, y_keep=keep, x_real=real, bias=bias)
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ class Budget:
 def clouds_from(
     q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, score_multiplier: float, side: str
 ) -> Clouds:
-    """Clouds of an operator call."""
-    return clouds_of(SiteTensors(q, k, keep, bias), score_multiplier, _side(side))
+    """Clouds of an operator call.  side: source, target, or active: the source's active points."""
+    return clouds_of(SiteTensors(q, k, keep, bias), score_multiplier, *_side_and_points(side))
 
 
 def active_share(clouds: Clouds) -> Tensor:
@@ -102,9 +107,11 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def _side(side: str) -> PredictedSide:
+def _side_and_points(side: str) -> tuple[PredictedSide, Points]:
     if side == "source":
-        return "source"
+        return "source", "all"
+    if side == "active":
+        return "source", "active"
     if side == "target":
-        return "target"
-    raise ValueError(f"side must be source or key, got {side!r}")
+        return "target", "all"
+    raise ValueError(f"side must be source, active or target, got {side!r}")

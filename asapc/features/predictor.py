@@ -9,10 +9,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from asapc.features import Feature
-from asapc.features.clouds import Budget, PredictedSide
+from asapc.features.clouds import Budget, Points, PredictedSide
 from asapc.ir import Convention, Side
 
 RecipeSide = Literal["source", "target", "both"]
+Aim = Literal["aligned", "last"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class DualPredictor:
     """side's dual as centre(X omega) - |x|^2 / 2; see features.predict_dual.
 
     parameters: one entry per feature; coefficients omega: [1|H, F] float32.
+    points: "active" leaves padded queries out of the features, where the key mask tells them; their
+    potential is that of a mean point, 0.
     """
 
     side: PredictedSide
@@ -27,6 +30,7 @@ class DualPredictor:
     parameters: tuple[Tensor | None, ...]
     coefficients: Tensor
     budget: Budget
+    points: Points = "all"
 
     def arguments(self, score_multiplier: float, mass: bool = False) -> dict[str, Any]:
         """What torch.ops.asapc.dual, or dual_and_row_mass, takes besides q, k, keep and bias, by name."""
@@ -34,11 +38,15 @@ class DualPredictor:
             "parameters": [parameter for parameter in self.parameters if parameter is not None],
             "coefficients": self.coefficients,
             "features": " ".join(str(feature) for feature in self.features),
-            **({} if mass else {"side": self.side}),
+            **({} if mass else {"side": "active" if self._leaves_out else self.side}),
             "score_multiplier": score_multiplier,
             "half_steps": self.budget.half_steps,
             "starts_on_x": self.budget.starts_on_x,
         }
+
+    @property
+    def _leaves_out(self) -> bool:
+        return self.side == "source" and self.points == "active"
 
 
 @dataclass(frozen=True)
@@ -48,12 +56,15 @@ class TransformPlan:
     c_transforms: half-steps after the prediction; 0 predicts both duals and closes neither.
     rescaled: the c-transform ends on rows, the teacher on columns: rows get their predicted mass.
     half_steps: of the teacher up to the predicted dual, which is what the fit aims at.
+    aim: "aligned", that dual from which the c-transforms are the teacher's own last half-steps; or
+    "last", its last one of that side, f^(T), from which they go on beyond the teacher.
     """
 
     side: RecipeSide
     c_transforms: int
     half_steps: int
     rescaled: bool = False
+    aim: Aim = "aligned"
 
     def sides(self) -> tuple[PredictedSide, ...]:
         return ("source", "target") if self.side == "both" else (self.side,)
@@ -66,13 +77,19 @@ class TransformPlan:
         return Budget(self.half_steps if ends_on_x else self.half_steps - 1, starts_on_x)
 
 
-def transform_plan(convention: Convention, c_transforms: int, side: RecipeSide) -> TransformPlan | None:
+def transform_plan(
+    convention: Convention, c_transforms: int, side: RecipeSide, aim: Aim = "aligned"
+) -> TransformPlan | None:
     """The plan with the most c-transforms <= `c_transforms` that reproduces this teacher, or None.
 
     The c-transforms start on the other side and end on the teacher's last one, so their parity is
     given: odd where the predicted side is not the last one, even where it is; and the teacher must
     update the predicted dual before them. The one exception is a single c-transform from the keys' dual
     of a column-ending teacher: it ends on rows, and rescaling them restores the teacher's plan.
+
+    aim: with "last" the exact dual reproduces the teacher under one c-transform alone (ASAP-0 on a
+    column-ending teacher), more of them go on towards the fixed point, and a single one from the queries'
+    dual of a row-ending teacher ends on columns.  Source: ASAP, Section 4.1, Eqs. 16 and 18.
     """
     steps = convention.half_steps
     if side == "both":
@@ -83,6 +100,10 @@ def transform_plan(convention: Convention, c_transforms: int, side: RecipeSide) 
         return TransformPlan("target", 1, steps, rescaled=True)
     predicted: Side = "row" if side == "source" else "column"
     parity = 0 if convention.last_side == predicted else 1
+    if aim == "last" and steps > parity:
+        count = c_transforms if c_transforms == 1 else c_transforms - (c_transforms - parity) % 2
+        if count != parity:
+            return TransformPlan(side, count, steps - parity, aim="last")
     most = min(c_transforms, steps - 1)
     most -= (most - parity) % 2
     return TransformPlan(side, most, steps - most) if most >= 1 else None

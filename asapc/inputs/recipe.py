@@ -3,6 +3,8 @@
     operator: auto            # auto | lossless | sinkhorn | asap | lot | esp_hard
     side: target              # target | source: whose dual is predicted; both: an ablation
     c_transforms: 1           # at most; the site's convention decides the parity. 0 with side: both
+    aim: aligned              # aligned: the dual they start from | last: the last one, as in ASAP
+    points: all               # all | active: features and regression without padded queries
     features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
     fit: ls                   # ls | kl
     ridge: 1.0e-3
@@ -37,7 +39,8 @@ from typing import Any, Literal
 
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature
-from asapc.features.predictor import RecipeSide
+from asapc.features.clouds import Points
+from asapc.features.predictor import Aim, RecipeSide
 from asapc.formats.yaml_file import Located, read_yaml_mapping
 from asapc.inputs.settings import (
     Compound,
@@ -74,11 +77,11 @@ MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
 MAX_RIDGE = 1e30  # times any number of rows it is finite
 DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_agreement": 0.99}
 CANDIDATE_KEYS = (
-    "operator", "side", "c_transforms", "features", "fit", "ridge", "ridge_mode", "coefficients",
-    "pivots", "slices",
+    "operator", "side", "c_transforms", "aim", "points", "features", "fit", "ridge", "ridge_mode",
+    "coefficients", "pivots", "slices",
 )  # fmt: skip
 FIT_KEYS: Mapping[str, tuple[str, ...]] = {
-    "asap": ("features", "fit", "coefficients", "ridge", "ridge_mode", "seed", "max_examples"),
+    "asap": ("features", "points", "fit", "coefficients", "ridge", "ridge_mode", "seed", "max_examples"),
     "lot": ("pivots", "seed", "max_examples"),
     "esp_hard": ("slices", "seed", "max_examples"),
 }
@@ -96,6 +99,8 @@ _OWN_TYPES: Mapping[str, Any] = {
     "operator": Literal.__getitem__(OPERATOR_NAMES),
     "side": RecipeSide,
     "c_transforms": integer(0, MAX_C_TRANSFORMS),
+    "aim": Aim,
+    "points": Points,
     "features": list_of(str, 1),
     "fit": Fit,
     "ridge": number_in(0, MAX_RIDGE),
@@ -132,6 +137,9 @@ class Recipe:
                          is the site's own operator, "sinkhorn" that of a Sinkhorn site.
     side:                which dual is predicted: "source" the queries', "target" the keys'.
     c_transforms:        most half-steps after the predicted dual (fewer if the parity asks for it).
+    aim:                 "aligned", the dual from which c-transforms are the teacher's last half-steps;
+                         "last", its last one, whatever their number.
+    points:              "active" leaves padded queries out of features and regression.
     features:            entries `family`, `family:count` or `family:count:kind`.
     fit:                 "ls" least squares on the dual; "kl" the plan's Kullback-Leibler divergence.
     ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
@@ -152,6 +160,8 @@ class Recipe:
     operator: str = "auto"
     side: RecipeSide = "target"
     c_transforms: int = 1
+    aim: Aim = "aligned"
+    points: Points = "all"
     features: tuple[str, ...] = ("coarse:32",)
     fit: Fit = "ls"
     ridge: float = 1e-3
@@ -200,6 +210,10 @@ class Recipe:
         if self.operator != "asap":
             return self.operator
         words = [self.operator, self.side, str(self.c_transforms), *self.features]
+        if self.aim != "aligned":
+            words.append(f"aim {self.aim}")
+        if self.points != "all":
+            words.append(f"{self.points} points")
         if self.fit != "ls":
             words.append(self.fit)
         if self.coefficients != "per_head":

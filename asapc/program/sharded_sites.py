@@ -85,7 +85,7 @@ def _predicted(
         )  # fmt: skip
         parts = result if isinstance(result, tuple) else (result,)
         found.append([Shard.of(part, QUERIES, q.group).local.clone() for part in parts])
-    sizes = (q.shape[2] if settings.get("side") == "source" else k.shape[2], q.shape[2])
+    sizes = (k.shape[2] if settings.get("side") == "target" else q.shape[2], q.shape[2])
     joined = [
         Shard(torch.cat(parts, 1), QUERIES, size, q.group)
         for parts, size in zip(zip(*found, strict=True), sizes, strict=False)

@@ -42,7 +42,7 @@ ROUNDING = 1e-5
 # What ratios of times depend on besides the model.
 MACHINE = ("processor", "cores", "threads", "device")
 # Fits that differ in one of these have duals, and bounds on them, of different meaning.
-FITTED_AS = ("operator", "side", "c_transforms", "features", "fit", "coefficients")
+FITTED_AS = ("operator", "side", "c_transforms", "aim", "points", "features", "fit", "coefficients")
 
 
 @dataclass(frozen=True)

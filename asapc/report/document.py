@@ -136,6 +136,8 @@ class SiteReport(Measured, Record):
     side: Annotated[str | None, {"enum": ["target", "source", "both", None]}] = None
     c_transforms: int | None = None
     rescaled: bool | None = None
+    aim: Annotated[str | None, {"enum": ["aligned", "last", None]}] = "aligned"
+    points: Annotated[str | None, {"enum": ["all", "active", None]}] = "all"
     coefficients: str | None = None
     features: tuple[str, ...] | None = None
     pivots: int | None = None

@@ -431,8 +431,17 @@ def amortised_text(site: Mapping[str, Any]) -> str:
         return ""
     count = number(site.get("c_transforms"))
     c_transforms = f"{count} c-transform{'' if count == '1' else 's'}"
-    rescaled = ", rows rescaled" if site.get("rescaled") else ""
-    return f"{site.get('side')}, {c_transforms}{rescaled}, {' '.join(site['features'])}"
+    told = [str(site.get("side")), c_transforms, *_choices(site), " ".join(site["features"])]
+    return ", ".join(told)
+
+
+def _choices(fitted: Mapping[str, Any]) -> list[str]:
+    """What a fit has that most have not, in a few words each."""
+    return [
+        *(["rows rescaled"] if fitted.get("rescaled") else []),
+        *(["from the last dual"] if fitted.get("aim") == "last" else []),
+        *(["active points"] if fitted.get("points") == "active" else []),
+    ]
 
 
 def fit_text(site: Mapping[str, Any]) -> str:
@@ -590,7 +599,7 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
             "*" if row.get("pareto") else "",
             str(row.get("features")),
             str(row.get("side") or "-"),
-            number(row.get("c_transforms")) + (" rescaled" if row.get("rescaled") else ""),
+            ", ".join([number(row.get("c_transforms")), *_choices(row)]),
             str(row.get("fit") or "-"),
             str(row.get("coefficients") or "-"),
             number(row.get("ridge")) + (" direct" if row.get("ridge_mode") == "direct" else ""),

@@ -176,7 +176,7 @@ def site_collector(name: str, convention: Convention, recipe: Recipe) -> Collect
     """What collects one candidate of a Sinkhorn site; None where no dual can be predicted."""
     if recipe.operator in DISTILLED:
         return Distiller(name, convention, recipe)
-    plan = transform_plan(convention, recipe.c_transforms, recipe.side)
+    plan = transform_plan(convention, recipe.c_transforms, recipe.side, recipe.aim)
     return None if plan is None else SiteStatistics(name, convention, plan, recipe)
 
 

@@ -45,7 +45,7 @@ TEACHERS = {
     "imdb": {**COMMON, "seq_len": 256, "num_classes": 2, "max_iter": 20},
 }
 WARM_UP_HALF_STEPS = 4
-CALIBRATION = 4096  # training texts in calibration.npz
+CALIBRATION = 8192  # training texts in calibration.npz
 BATCH = 32
 
 Texts = tuple[list[list[str]], np.ndarray]

@@ -51,7 +51,7 @@ def plan(arguments: Mapping[str, Any]) -> Tensor:
 def dual(arguments: Mapping[str, Any]) -> Tensor:
     """[B, H, N] of the source, [B, H, M] of the target."""
     share_sizes(arguments["q"], arguments["k"], None, arguments["keep"])
-    return _per_token(arguments["q"], arguments["q" if arguments["side"] == "source" else "k"])
+    return _per_token(arguments["q"], arguments["k" if arguments["side"] == "target" else "q"])
 
 
 def dual_and_row_mass(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
