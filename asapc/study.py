@@ -32,7 +32,7 @@ from asapc.calibration.stored import AnySiteCalibration, SiteCalibration
 from asapc.calibration.stream import Collector, Nowhere, Pending, stream
 from asapc.device import CPU, moved
 from asapc.errors import InputError
-from asapc.features.predictor import Amortised
+from asapc.features.predictor import Amortised, transform_plan
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.data import Batch, DataSource, open_data, split_of
@@ -198,6 +198,7 @@ def _studied(
             "examples": bench.examples,
             "map_examples": min(MAP_EXAMPLES, bench.examples),
             "batch": batch_size,
+            "output_values": "own" if all(t.v is not None for t in bench.seen[0]) else "keys",
             "baseline": bench.baseline,
             "rows": mark_pareto(rows),
             "environment": environment(source.device),
@@ -350,7 +351,11 @@ class _Bench:
         self, rows: Sequence[Row], label: str
     ) -> dict[int, tuple[list[Amortised | Distilled], dict[str, Any]]]:
         """Rows that are fitted on the same examples."""
-        recipes = [row.recipe for row in rows if row.recipe is not None]
+        asked = [row.recipe for row in rows if row.recipe is not None]
+        recipes: list[Recipe] = []
+        for recipe in map(_fitted_as, asked):
+            if recipe not in recipes:
+                recipes.append(recipe)
         pending = [
             Pending(place, site.name, number, _collector(site, recipe))
             for number, recipe in enumerate(recipes)
@@ -367,8 +372,10 @@ class _Bench:
         if not fits:
             raise InputError(f"{self.source.source}: the calibration split needs examples", got="none")
         fitted = {}
-        for number, row in enumerate(rows):
-            sites = [fits[p.key] for p in pending if p.candidate == number]
+        for row, recipe in zip(rows, asked, strict=True):
+            number = recipes.index(_fitted_as(recipe))
+            pairs = zip(self.analysis.sites, (p for p in pending if p.candidate == number), strict=True)
+            sites = [_planned(fits[p.key], site, recipe) for site, p in pairs]
             fitted[id(row)] = ([site.replacement for site in sites], _facts(sites))
         return fitted
 
@@ -401,22 +408,20 @@ class _Bench:
         return {**_mean(per_site), **self._outputs(programs)}
 
     def _maps(self, site: Site, index: int, apply: Any) -> dict[str, float]:
-        """Attention in units where rows sum to about 1. output_rmse has the keys as values, as in every
-        study; output_rel_l2 the layer's own."""
+        """Attention in units where rows sum to about 1; the output error is that of A V, with the layer's
+        own values, or the keys where the model returns its maps and multiplies them with nothing."""
         units = replace(site.loop, output_factor=OutputFactor(queries=1))
-        attention, output, layer_output = AttentionFidelity(), TensorFidelity(), TensorFidelity()
+        attention, output = AttentionFidelity(), TensorFidelity()
         for tensors in self.seen:
             t = tensors[index]
             with torch.no_grad():
                 exact, approx = apply_lossless(units, t, None), apply(units, t, None)
                 attention.update(exact, approx, t.keep)
-                keys, v = (clean_values(x, t.keep) for x in (t.k, t.k if t.v is None else t.v))
-                output.update(exact @ keys, approx @ keys)
-                layer_output.update(exact @ v, approx @ v)
+                v = clean_values(t.k if t.v is None else t.v, t.keep)
+                output.update(exact @ v, approx @ v)
         return {
             **attention.metrics(),
-            "output_rmse": output.metrics()["output_rmse"],
-            "output_rel_l2": layer_output.metrics()["output_rel_l2"],
+            **{key: output.metrics()[key] for key in ("output_rmse", "output_rel_l2")},
         }
 
     def _times(
@@ -436,6 +441,21 @@ class _Bench:
         metrics = fidelity.metrics()
         names = [metric.key for metric in METRICS if metric.study and metric.scope == "model"]
         return {name: metrics.get(name) for name in names}
+
+
+def _fitted_as(recipe: Recipe) -> Recipe:
+    """The recipe whose fit this one takes: where c-transforms go on from the last dual, one for all."""
+    one = recipe.operator not in DISTILLED and recipe.aim == "last" and recipe.c_transforms > 1
+    return replace(recipe, c_transforms=1) if one else recipe
+
+
+def _planned(fit: AnySiteCalibration, site: Site, recipe: Recipe) -> AnySiteCalibration:
+    """The fit with the plan that the recipe asks for."""
+    if not isinstance(fit, SiteCalibration):
+        return fit
+    plan = transform_plan(site.loop, recipe.c_transforms, recipe.side, recipe.aim)
+    assert plan is not None
+    return replace(fit, amortised=replace(fit.amortised, plan=plan))
 
 
 def _collector(site: Site, recipe: Recipe) -> Collector:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT = ("imdb", "agnews")
+VALUES = {"own": "the layer's own values", "keys": "the keys as values"}
 Study = Mapping[str, Any]
 Row = Mapping[str, Any]
 
@@ -242,7 +243,8 @@ def setting(study: Study) -> str:
     return (
         f"Teacher accuracy {percent(base['accuracy_teacher'])} %. Maps compared on "
         f"{study['map_examples']} examples, outputs on {study['examples']}, none of them calibrated "
-        f"on; mean over {len(study['sites'])} layer(s). A site and a batch of {study['batch']} take "
+        f"on; mean over {len(study['sites'])} layer(s). The output error is that of A V with "
+        f"{VALUES[study.get('output_values', 'keys')]}. A site and a batch of {study['batch']} take "
         f"{figure(base['usual_loop_ms'])} ms in the usual PyTorch loop, {figure(base['lossless_ms'])} ms "
         f"lossless, {figure(base['softmax_ms'])} ms as softmax attention ({machine['threads']} threads, "
         f"torch {machine['torch']})."

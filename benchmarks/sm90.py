@@ -137,12 +137,12 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                     backward.sinkhorn_backward, v, q, k, v, keep, None, None, loop,
                     Tail(loop.half_steps),
                 )
-                for features in ("coarse:32", "gaussian", "sliced:32"):
+                for features in ("coarse:32", "farthest:32", "gaussian", "sliced:32"):
                     parameters = {
-                        "coarse:32": [torch.zeros(2, 32, dim)], "gaussian": [],
+                        "coarse:32": [torch.zeros(2, 32, dim)], "farthest:32": [], "gaussian": [],
                         "sliced:32": [torch.zeros(32, dim)],
                     }[features]  # fmt: skip
-                    width = {"coarse:32": 1, "gaussian": 3, "sliced:32": 32}[features]
+                    width = {"coarse:32": 1, "farthest:32": 1, "gaussian": 3, "sliced:32": 32}[features]
                     yield f"dual {features} {name}", partial(
                         dual.dual, q, k, keep, None, parameters, torch.ones(2, width), features, "source",
                         0.125, 5, True,

@@ -37,6 +37,7 @@ blocks:
     c_transforms: [1, 2]
     max_examples: [16, 64]
   - {features: ["sliced:8"], side: source, c_transforms: 3, fit: [ls, kl], coefficients: [pooled, shared]}
+  - {features: ["sliced:8"], side: source, aim: last, points: [all, active], c_transforms: [1, 3]}
 """
 
 
@@ -47,7 +48,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
     blocks = load_grid(write(tmp_path / "grid.yaml", GRID))
-    assert [len(block) for block in blocks] == [2, 8, 4]
+    assert [len(block) for block in blocks] == [2, 8, 4, 4]
     assert blocks[0] == [Row(None, 2), Row(None, 8)]
     recipes = [row.recipe for row in blocks[1]]
     assert {r.features for r in recipes if r} == {("coarse:12",), ("gaussian", "norm")}
@@ -143,11 +144,11 @@ def result(work: Path) -> dict[str, Any]:
 
 def test_every_row_is_measured(result: dict[str, Any]) -> None:
     rows = result["rows"]
-    assert len(rows) == 14
+    assert len(rows) == 18
     short, whole = rows[:2]
     assert short["attention_rel_l2"] > 0.05  # a loop cut short is another operator
     assert whole["attention_rel_l2"] < 1e-5 and whole["prediction_agreement"] == 1.0
-    for row in rows[2:]:
+    for row in rows[2:14]:
         assert 0 < row["attention_rel_l2"] < short["attention_rel_l2"]
         assert row["site_ms"] > 0 and row["predict_ms"] > 0 and row["fit_seconds"] > 0
         assert row["prediction_agreement"] is not None and row["accuracy_compiled"] is not None
@@ -169,10 +170,21 @@ def test_pivots_for_every_token_beat_second_moments(result: dict[str, Any]) -> N
 
 def test_calibration_sizes_and_sharing_are_kept_apart(result: dict[str, Any]) -> None:
     assert {row["examples"] for row in result["rows"][2:10]} == {16, 64}
-    fitted = {(row["fit"], row["coefficients"]): row for row in result["rows"][10:]}
+    fitted = {(row["fit"], row["coefficients"]): row for row in result["rows"][10:14]}
     assert len(fitted) == 4
     errors = {row["attention_rel_l2"] for row in fitted.values()}
     assert len(errors) == 4  # four different fits
+
+
+def test_one_fit_of_the_last_dual_serves_any_number_of_c_transforms(result: dict[str, Any]) -> None:
+    rows = {(row["points"], row["c_transforms"]): row for row in result["rows"][14:]}
+    assert result["output_values"] == "own" and len(rows) == 4
+    for points in ("all", "active"):
+        one, three = rows[points, 1], rows[points, 3]
+        assert (one["aim"], three["aim"]) == ("aligned", "last")
+        assert one["r2"] == three["r2"] and one["fit_seconds"] == three["fit_seconds"]
+        assert three["attention_rel_l2"] < one["attention_rel_l2"]
+    assert rows["all", 1]["r2"] != rows["active", 1]["r2"]
 
 
 def test_the_table_holds_every_row_sorted_by_error(work: Path, result: dict[str, Any]) -> None:
