@@ -74,6 +74,7 @@ class Judgement:
 class Figures:
     """The figures that a decision rests on; None where one was not measured.
 
+    speedup_lossless: where a site is approximated; else it is the same model timed twice.
     worst_site, worst_error: the site with the largest attention error, which may not be finite.
     """
 
@@ -198,9 +199,10 @@ def _budget(trail: Trail | None) -> tuple[Mapping[str, float], str]:
 def figures(report: Report) -> Figures:
     model = report.model
     worst = next((s for s in worst_first(report.sites) if s.metric(ERROR) is not None), None)
+    approximated = any(site.approximate for site in report.sites)
     return Figures(
         finite(model.metric("speedup")),
-        finite(model.metric("speedup_lossless")),
+        finite(model.metric("speedup_lossless")) if approximated else None,
         finite(model.metric("prediction_agreement")),
         model.interval("prediction_agreement"),
         None if worst is None else worst.name,
