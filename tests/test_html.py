@@ -682,3 +682,8 @@ def test_operators_chosen_for_another_device_are_said_to_be(tmp_path: Path) -> N
         write_report(tmp_path, page_report.typed(document))
         assert (told in (tmp_path / "report.html").read_text()) is expected
         assert (told in (tmp_path / "report.md").read_text()) is expected
+
+
+def test_numbers_are_not_broken_behind_the_sign_of_their_exponent() -> None:
+    shown = str(rendering._whole("1.63e-06 to 1.74e-06 <i>\u202e"))
+    assert shown == "<b>1.63e-06</b> to <b>1.74e-06</b> &lt;i&gt;" + str(rendering.cleaned("\u202e"))

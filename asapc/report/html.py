@@ -9,6 +9,7 @@ jinja2 and matplotlib are in the extra `report`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,7 @@ def html(report: Report) -> str:
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["breakable"] = _breakable
+    environment.filters["whole"] = _whole
     template = files("asapc.report").joinpath("template", "report.html.j2").read_text("utf-8")
     return environment.from_string(template).render(page=page(report))
 
@@ -511,6 +513,11 @@ def _facts(
 def _grid(table: Table) -> Grid:
     rows = [[Cell(text, tone=TONES.get(text, "")) for text in row] for row in table.rows]
     return Grid(table.title, table.headings(), rows)
+
+
+def _whole(text: str) -> Markup:
+    """Numbers stay in one line: a browser may break them behind the sign of their exponent."""
+    return Markup(re.sub(r"[0-9.]+e-[0-9]+", r"<b>\g<0></b>", str(escape(cleaned(text)))))
 
 
 def _breakable(text: str) -> Markup:
