@@ -155,7 +155,7 @@ def _problem(
         was = then.amortised.plan
         return (
             f"was fitted for {was.c_transforms} c-transforms of the {was.side} dual on "
-            f"{', '.join(then.features)}"
+            f"{', '.join(then.features)}, `aim: {was.aim}`"
         )
     differing = next((key for key, value in wanted.items() if then.settings.get(key) != value), None)
     verb = "fitted" if recipe.operator == "asap" else "distilled"
