@@ -445,6 +445,7 @@ class Program:
     stops:          data-dependent stops that were traced through at their full budget, in order.
     calls:          the calls of modules inside, by nodes of this graph; not of what is made from it.
     captured:       the program as it was captured, where a pass has rewritten it before matching.
+    softmax:        whether attention of rows alone is a site, too: a loop of one half-step.
     """
 
     name: str
@@ -455,6 +456,7 @@ class Program:
     stops: tuple[Stop, ...] = ()
     calls: tuple[ModuleCall, ...] = ()
     captured: Program | None = None
+    softmax: bool = False
 
     @property
     def untouched(self) -> Program:

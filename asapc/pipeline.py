@@ -86,7 +86,10 @@ def calibrate(
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
-    analysis, _ = analyse(teacher, source, progress, recipe.drop_attention_maps, device=device)
+    analysis, _ = analyse(
+        teacher, source, progress, recipe.drop_attention_maps, device=device,
+        softmax=recipe.from_ == "softmax",
+    )  # fmt: skip
     require_sites(analysis, progress)
     source = source.on(device)
     with analysis.running_on(device):
@@ -141,8 +144,9 @@ def compile(
     check_replaceable(out, _paths(data))
     source = open_data(data, forward_signature(teacher))
     analysis, example = analyse(
-        teacher, source, progress, recipe.drop_attention_maps, calibration.replayed, device=device
-    )
+        teacher, source, progress, recipe.drop_attention_maps, calibration.replayed, device,
+        recipe.from_ == "softmax",
+    )  # fmt: skip
     require_sites(analysis, progress)
     limit = None if max_memory is None else MemoryLimit(max_memory)
     with analysis.running_on(device):

@@ -125,12 +125,13 @@ def analyse(
     progress: Progress = SILENT,
     known: Replayed | None = None,
     device: torch.device = CPU,
+    softmax: bool = False,
 ) -> Analysis:
     """Everything that is known about a teacher before data is streamed through it.
 
     batch: what it is captured on; more: what its sites are replayed on besides.  known: of an earlier
     analysis, which is not done again where graphs, weights, examples, code and device are the same.
-    device: to replay on; everything else is done on the CPU.
+    device: to replay on; everything else is done on the CPU.  softmax: whether softmax layers are sites.
     Raises InputError if the model cannot be run or captured, VerificationError if an ONNX file was not
     understood as onnxruntime does, or if the lossless rewrite does not reproduce the untouched model
     although every site replays.
@@ -138,7 +139,7 @@ def analyse(
     subject: nn.Module | ExportedProgram
     subject = teacher.model if teacher.model is not None else _program(teacher)
     more = list(more)
-    captured, outcomes = _identified(subject, batch, more, progress)
+    captured, outcomes = _identified(subject, batch, more, progress, softmax)
     if teacher.onnx is not None:
         from asapc.inputs.onnx.check import check_import
         from asapc.inputs.onnx.module import OnnxModule
@@ -224,7 +225,8 @@ def _digest(
 
 
 def _identified(
-    subject: nn.Module | ExportedProgram, batch: Batch, more: Sequence[Batch], progress: Progress
+    subject: nn.Module | ExportedProgram, batch: Batch, more: Sequence[Batch], progress: Progress,
+    softmax: bool,
 ) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
     """The programs, and what was found in each. A loop that stays as it is, and may end early, is not
     what the program of the whole model holds: its attention is captured by module then. So it is where
@@ -233,23 +235,24 @@ def _identified(
         captured = capture(subject, batch.args, batch.kwargs)
         if isinstance(subject, nn.Module):
             captured = _of_one_way(subject, captured, batch, more)
-    captured, outcomes = _matched(captured, progress)
+    captured, outcomes = _matched(captured, progress, softmax)
     if captured.kind == "whole" and isinstance(subject, nn.Module):
         reason = not_the_model(captured.programs[0], outcomes[0])
         if reason is not None:
             with progress.phase("tracing its modules"):
                 alone = capture_modules(subject, batch.args, batch.kwargs, reason)
             if alone.programs:
-                return _matched(alone, progress)
+                return _matched(alone, progress, softmax)
     return captured, outcomes
 
 
 def _matched(
-    captured: Capture, progress: Progress
+    captured: Capture, progress: Progress, softmax: bool
 ) -> tuple[Capture, list[list[MatchedSite | Refusal]]]:
     """What is found in each program, and the programs that it was found in."""
     with progress.phase("matching its layers"):
-        found = [matched_program(program) for program in captured.programs]
+        asked = [replace(program, softmax=softmax) for program in captured.programs]
+        found = [matched_program(program) for program in asked]
     return replace(captured, programs=[program for program, _ in found]), [sites for _, sites in found]
 
 

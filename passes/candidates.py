@@ -21,7 +21,8 @@ DISTILLED = {
     for operator in OPERATORS.values()
     if operator.size and "sinkhorn" in operator.fitted_to
 }
-# A c-transform costs about a half-step: with so few of them the lossless loop is already as cheap.
+# A c-transform costs about a half-step: with so few of them the lossless loop is already as cheap. One is
+# a softmax layer, which has no dual to predict, and becomes something else only where that is named.
 FEW_HALF_STEPS = 5
 
 
@@ -68,7 +69,7 @@ def fits_needed(
     """
     if not isinstance(convention, Convention):
         return []
-    if recipe.operator == "auto" and convention.half_steps <= FEW_HALF_STEPS:
+    if recipe.operator == "auto" and 1 < convention.half_steps <= FEW_HALF_STEPS:
         return []
     found: list[tuple[Recipe, TransformPlan | None]] = []
     for alternative in recipe.alternatives():

@@ -37,6 +37,7 @@ from asapc.passes.products import BARRIERS, SORTS, Product, product_of, rank_of,
 from asapc.passes.regions import Refusal
 from asapc.passes.scalings import joined_program
 from asapc.passes.site import Site
+from asapc.passes.softmax import fused_calls, spelt_out
 from asapc.passes.verify import check_graph
 from asapc.passes.written import erased, moved, written
 from asapc.program.calls import copied
@@ -70,6 +71,12 @@ def matched_program(program: Program) -> tuple[Program, Outcomes]:
     """What is found in a program, and the program it was found in: that which was captured, or one with
     sums of maps split, or scalings joined with their maps, where that shows sites."""
     found = match(program)
+    fused = fused_calls(program) if program.softmax else []
+    if fused:
+        spelt, products = spelt_out(program, fused)
+        explained = _explained(match(spelt))
+        program, _ = spelt_out(program, [call for call in fused if products[call] in explained])
+        found = match(program)
     joined = joined_program(program)
     if joined is not None:
         again = match(joined)

@@ -33,16 +33,17 @@ def analysed_once() -> Iterator[None]:
     def analyse(
         teacher: Teacher, batch: Batch, drop_maps: bool = False, more: Iterable[Batch] = (),
         progress: Progress = SILENT, replayed: Replayed | None = None, device: torch.device = CPU,
+        softmax: bool = False,
     ) -> Analysis:  # fmt: skip
         more, origin = list(more), _origin(teacher)
         if origin is None:
-            return true(teacher, batch, drop_maps, more, progress, device=device)
+            return true(teacher, batch, drop_maps, more, progress, device=device, softmax=softmax)
         hashes: list[Any] = [given.hashes for given in (batch, *more)]
-        key = repr((teacher.fingerprint, origin, drop_maps, hashes, device))
+        key = repr((teacher.fingerprint, origin, drop_maps, hashes, device, softmax))
         if key not in known:
             if len(known) == MOST:
                 del known[next(iter(known))]
-            known[key] = true(teacher, batch, drop_maps, more, progress, device=device)
+            known[key] = true(teacher, batch, drop_maps, more, progress, device=device, softmax=softmax)
         return known[key]
 
     stage.analyse = analyse

@@ -1,5 +1,6 @@
 """A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
 
+    from: sinkhorn            # sinkhorn | softmax: softmax layers are compiled, too
     operator: auto            # auto | lossless | sinkhorn | asap | lot | esp_hard
     side: target              # target | source: whose dual is predicted; both: an ablation
     c_transforms: 1           # at most; the site's convention decides the parity. 0 with side: both
@@ -67,6 +68,7 @@ Fit = Literal["ls", "kl"]
 RidgeMode = Literal["risk", "direct"]
 Coefficients = Literal["per_head", "pooled", "shared"]
 Objective = Literal["latency", "memory"]
+From = Literal["sinkhorn", "softmax"]
 
 MAX_C_TRANSFORMS = 50
 EARLIER_KEYS = {"closures": "c_transforms"}
@@ -117,6 +119,7 @@ _Block = model(
 _Budget = model("Budget", BUDGET_TYPES)
 SITE_TYPES = {**CANDIDATE_TYPES, "candidates": list_of(_Block), "budget": _Budget}
 TYPES: Mapping[str, Any] = {
+    "from": From,
     **SITE_TYPES,
     "seed": integer(0, 2**63 - 1),
     "objective": Objective,
@@ -133,6 +136,7 @@ TYPES: Mapping[str, Any] = {
 class Recipe:
     """Every field has a default; `Recipe()` is the recipe used when none is given.
 
+    from:                "softmax" compiles softmax layers, too: loops of one half-step, on rows.
     operator:            "auto" measures and picks inside the budget; the others are forced. "lossless"
                          is the site's own operator, "sinkhorn" that of a Sinkhorn site.
     side:                which dual is predicted: "source" the queries', "target" the keys'.
@@ -157,6 +161,7 @@ class Recipe:
     sites:               glob pattern on site names -> overrides, later patterns win.
     """
 
+    from_: From = "sinkhorn"
     operator: str = "auto"
     side: RecipeSide = "target"
     c_transforms: int = 1
@@ -261,7 +266,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only; `Recipe.from_dict` inverts it."""
-        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+        return {item.name.rstrip("_"): _plain(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def from_dict(
@@ -280,7 +285,8 @@ class Recipe:
         Raises InputError naming the key and what is allowed.
         """
         place = Place(where) if isinstance(where, str) else where
-        return cls(**parse(modern(data, place), types or TYPES, place, _COMPOUND, source=source))
+        found = parse(modern(data, place), types or TYPES, place, _COMPOUND, source=source)
+        return cls(**{"from_" if key == "from" else key: value for key, value in found.items()})
 
     def to_yaml(self) -> str:
         import yaml

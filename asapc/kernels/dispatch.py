@@ -63,13 +63,15 @@ def attention_backend(
 ) -> Backend:
     """Of the finite loop and of c-transforms.
 
-    v: None where the dense map is wanted.  c-transforms, from_key: their number and whether they start
-    from the keys' dual; None for the teacher's own loop. One of them is softmax attention with a key
-    bias, which torch runs wherever Triton does not.
+    v: None where the dense map is wanted.  c_transforms, from_key: their number and whether they start
+    from the keys' dual; None for the teacher's own loop, unless that is one half-step on rows. One of
+    them is softmax attention with a key bias, which torch runs wherever Triton does not.
     """
     choices = _listening.get()
     one_pass = c_transforms == 1 and from_key and v is not None
     softmax = "one c-transform from the keys' dual is softmax attention with a key bias"
+    if operator.startswith("sinkhorn"):
+        softmax = "one half-step on rows is softmax attention"
 
     def choose(backend: Backend, kernel: str, reason: str) -> Backend:
         if choices is not None:

@@ -23,21 +23,23 @@ def key_c_transform(
     v: Tensor,
     keep: Tensor | None,
     bias: Tensor | None,
-    target_dual: Tensor,
+    target_dual: Tensor | None,
     score_multiplier: float,
     output_factor: Sequence[float],
 ) -> Tensor:
     """Arguments and result as operators.asap.asap with c_transforms = 1; half precision runs in float32.
 
+    target_dual: None for zero, of which it is softmax attention alone.
     keep: with an active key in every example (operators.sinkhorn.open_empty).
     """
     wide_q, wide_k, wide_v = widen(q), widen(k), widen(v)
     dtype = torch.promote_types(wide_q.dtype, wide_v.dtype)
-    mask = target_dual.to(dtype)[:, :, None, :]
+    mask = None if target_dual is None else target_dual.to(dtype)[:, :, None, :]
     if keep is not None:
-        mask = mask.masked_fill(~keep[:, None, None, :], -math.inf)
+        nothing = wide_q.new_zeros((), dtype=dtype) if mask is None else mask
+        mask = nothing.masked_fill(~keep[:, None, None, :], -math.inf)
     if bias is not None:
-        mask = mask + bias.to(dtype)
+        mask = bias.to(dtype) if mask is None else mask + bias.to(dtype)
     keys, values = wide_k.to(dtype), wide_v.to(dtype)
     if keep is not None:  # 0 * inf of a masked key is nan
         keys = keys.masked_fill(~keep[:, None, :, None], 0.0)

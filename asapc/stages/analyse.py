@@ -79,14 +79,17 @@ def analyse_teacher(
     drop_maps: bool = False,
     replayed: Mapping[str, Any] | None = None,
     device: torch.device = CPU,
+    softmax: bool = False,
 ) -> tuple[Analysis, Batch]:
     """Analyse a teacher on its data; also gives the example batch that it was captured on.
 
     replayed: what a calibration knows of replay, which is not done again where all is as it was.
+    softmax: whether softmax layers are sites, too.
     """
     example, *more = first_batches(source)
     known = None if replayed is None else Replayed.from_json(replayed)
-    return analyse(teacher, example, drop_maps, more, progress, known, device), example
+    found = analyse(teacher, example, drop_maps, more, progress, known, device, softmax)
+    return found, example
 
 
 Analyse = Callable[..., tuple[Analysis, Batch]]

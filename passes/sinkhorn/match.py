@@ -129,7 +129,7 @@ def _examine(
     if elsewhere is not None:
         return Unidentified(USED_ELSEWHERE, node=elsewhere)
     fit, mask, bias, _ = found
-    softmax = any(node.target in SOFTMAX for node in region.inside)
+    softmax = not program.softmax and any(node.target in SOFTMAX for node in region.inside)
     convention = fit.convention
     if convention.half_steps == 1 and convention.first_side == "row" and softmax:
         return Unidentified("not Sinkhorn: rows only")

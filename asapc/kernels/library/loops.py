@@ -45,6 +45,15 @@ def _sinkhorn(
 ) -> Any:
     name = plain.func.__name__
     _, loop = _sinkhorn_loop(plain.keywords)
+    if loop.half_steps == 1 and loop.first_side == "row" and v is not None and v.numel() and q.numel():
+        backend = dispatch.attention_backend(name, q, k, v, keep, bias, score_multiplier, 1, True)
+        if backend == "softmax":
+            q, keep, bias = sinkhorn_reference.open_empty(q, keep, bias)
+            factor = loop.output_factor
+            return key_c_transform.key_c_transform(q, k, v, keep, bias, None, score_multiplier, factor)
+        if backend == "plain":
+            return plain()
+        return _run(backend, q, k, v, keep, bias, None, loop)
     if keep is None and bias is None and cpu_sinkhorn.is_short(q, k, loop.half_steps):
         dispatch.note(name, q, k, "CPU, log domain", "short: a few calls on all heads take least")
         return cpu_sinkhorn.few_half_steps(q, k, v, loop)

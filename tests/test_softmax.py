@@ -1,0 +1,175 @@
+"""`from: softmax`: softmax layers are loops of one half-step, and become other operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import asapc
+from asapc.errors import InputError, NoSiteError
+from asapc.inputs.recipe import Recipe, load_recipe
+from asapc.ir import Convention
+from asapc.passes.capture import capture
+from asapc.passes.differences import matched_program
+from asapc.passes.regions import Refusal
+from asapc.passes.softmax import FUSED, fused_calls, spelt_out
+
+DIM, HEADS = 16, 2
+
+
+class Encoder(nn.Module):
+    """[B, N] token ids, 0 is padding -> [B, 3].  fused: torch's attention, else written out."""
+
+    def __init__(self, layers: int = 2, fused: bool = True, **given: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, DIM)
+        self.made = nn.ModuleList(nn.Linear(DIM, 3 * DIM) for _ in range(layers))
+        self.out = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(layers))
+        self.head = nn.Linear(DIM, 3)
+        self.fused, self.given = fused, given
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        if self.fused:
+            mask = None if self.given else keep[:, None, None, :]
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.given)
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        return scores.masked_fill(~keep[:, None, None, :], float("-inf")).softmax(-1) @ v
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        keep, x = inputs != 0, self.embed(inputs)
+        for made, out in zip(self.made, self.out, strict=True):
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in made(x).chunk(3, -1))
+            x = x + out(self.attend(q, k, v, keep).transpose(1, 2).flatten(2))
+        pooled: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True))
+        return pooled
+
+
+def teacher(**given: Any) -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(**given).eval()
+
+
+def tokens(examples: int = 160) -> np.ndarray:
+    random = np.random.default_rng(0)
+    inputs = random.integers(1, 40, (examples, 12))
+    for row, length in enumerate(random.integers(4, 13, examples)):
+        inputs[row, length:] = 0
+    return inputs
+
+
+def found_in(model: nn.Module, *args: Tensor, softmax: bool = True) -> Any:
+    (program,) = capture(model, args, {}).programs
+    return matched_program(replace(program, softmax=softmax))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_layers_are_sites_where_that_is_asked_for(fused: bool) -> None:
+    model, inputs = teacher(fused=fused), torch.from_numpy(tokens(3))
+    _, left = found_in(model, inputs, softmax=False)
+    assert [type(one) for one in left] == [Refusal] * 2
+    assert all("rows only" in one.reason for one in left)
+    program, sites = found_in(model, inputs)
+    for site in sites:
+        rule = site.convention
+        assert isinstance(rule, Convention)
+        assert (rule.half_steps, rule.first_side, rule.mask) == (1, "row", "key")
+        assert rule.score_multiplier == pytest.approx((DIM / HEADS) ** -0.5)
+    torch.testing.assert_close(program.graph(inputs), model(inputs))
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "every query its own"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_fused_call_spelt_out_is_the_same(mask: str, scale: float | None) -> None:
+    class Net(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+            given = {
+                "none": None, "bool": keep[:, None, None, :],
+                "float": torch.zeros(keep.shape).masked_fill(~keep, -1e9)[:, None, None, :],
+                "every query its own": keep[:, None, None, :] & keep[:, None, :, None],
+            }[mask]  # fmt: skip
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=given, scale=scale)
+
+    def inputs(batch: int, length: int) -> tuple[Tensor, ...]:
+        q, k, v = torch.randn(3, batch, HEADS, length, 8, generator=torch.Generator().manual_seed(length))
+        return q, k, v, torch.arange(length) < torch.arange(batch)[:, None] % length + 1
+
+    (program,) = capture(Net(), inputs(3, 6), {}).programs
+    (call,) = fused_calls(program)
+    spelt, products = spelt_out(program, [call])
+    assert FUSED not in {node.target for node in spelt.graph.graph.nodes} and list(products) == [call]
+    assert spelt.untouched is program
+    for size in ((3, 6), (1, 1), (4, 9)):
+        given = inputs(*size)
+        torch.testing.assert_close(spelt.graph(*given), Net()(*given))
+
+
+def test_what_stays_as_it_is_stays_fused() -> None:
+    """A causal layer is none of ours, and neither is one with dropout."""
+    for given in ({"is_causal": True}, {"dropout_p": 0.1}):
+        program, found = found_in(teacher(**given), torch.from_numpy(tokens(3)))
+        assert all(isinstance(one, Refusal) for one in found)
+        assert sum(node.target is FUSED for node in program.graph.graph.nodes) == 2
+
+
+def test_layers_of_torch_itself() -> None:
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    _, sites = found_in(model, torch.randn(3, 9, DIM))
+    assert [site.convention.half_steps for site in sites] == [1, 1]
+
+
+@pytest.mark.parametrize("operator", ["lossless", "lot", "esp_hard"])
+def test_they_become_other_operators(operator: str, tmp_path: Path) -> None:
+    model, data = teacher(), {"inputs": tokens()}
+    recipe = {"from": "softmax", "operator": operator, "max_examples": 32, "pivots": 4, "slices": 4}
+    done = asapc.compile(model, data, recipe=recipe, examples=20, out=tmp_path / "out")
+    sites = done.report.facts["sites"]
+    became = "sinkhorn" if operator == "lossless" else operator
+    assert [site["operator"] for site in sites] == [became] * 2
+    errors = [site["metrics"]["attention_rel_l2"] for site in sites]
+    assert max(errors) < 1e-5 if operator == "lossless" else 0.01 < max(errors) < 2
+    inputs = torch.from_numpy(tokens(5))
+    loaded = asapc.load(tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(inputs), done.model(inputs), rtol=1e-4, atol=1e-5)
+    assert load_recipe(tmp_path / "out" / "recipe.yaml").from_ == "softmax"
+
+
+def test_where_too_much_is_lost_the_layer_stays() -> None:
+    """The budget's 5 % of the maps is less than what random layers lose to four pivots."""
+    recipe = {
+        "from": "softmax", "candidates": [{"operator": "lot"}], "pivots": 4, "max_examples": 32,
+        "selection_examples": 16,
+    }  # fmt: skip
+    with pytest.warns(UserWarning):
+        done = asapc.compile(teacher(), {"inputs": tokens()}, recipe=recipe, examples=20)
+    assert {site["operator"] for site in done.report.facts["sites"]} <= {"teacher", "sinkhorn"}
+
+
+def test_they_are_left_alone_otherwise() -> None:
+    with pytest.raises(NoSiteError, match="rows only"):
+        asapc.compile(teacher(), {"inputs": tokens()})
+    with pytest.raises(InputError, match="from"):
+        Recipe.from_dict({"from": "linear"})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_half_step_on_rows_is_torchs_attention(masked: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 7, 4, generator=generator).to(dtype) for _ in range(3))
+    keep = torch.tensor([[True] * 7, [True] * 3 + [False] * 4, [True] + [False] * 6])
+    keep = keep if masked else None
+    found = torch.ops.asapc.sinkhorn(q, k, v, keep, None, 0.5, 1, True, [1.0, 1.0, 0.0, 0.0])
+    given = None if keep is None else keep[:, None, None, :]
+    wide = (x.double() for x in (q, k, v))
+    exact = functional.scaled_dot_product_attention(*wide, attn_mask=given, scale=0.5).to(dtype)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, exact)
