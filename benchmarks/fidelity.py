@@ -347,7 +347,7 @@ def main() -> None:
         "for all heads, with lambda = 1e-3 as it stands, on 4096 examples, and the same fit serves one "
         "and three c-transforms; padded tokens are left out of sorting, centring and regression, and "
         "have the potential 0. Its text does not say what padded queries get at inference; with these as "
-        "points, too, the IMDb rows come nearest to the paper's (0.334 and 0.025 for 0.364 and 0.035).",
+        "points, too (the first of the changes below), the IMDb rows come nearest to the paper's.",
     ]
     if "imdb" in studies:
         blocks += text_section("IMDb, T = 20, N = 256, padded", studies["imdb"],
