@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.ir import Program
 from asapc.passes.cut import ancestors, is_tensor
+from asapc.passes.fused import fused_calls, spelt_out
 from asapc.passes.lift import INERT
 from asapc.passes.masks import varies
 from asapc.passes.match import match
@@ -37,7 +38,6 @@ from asapc.passes.products import BARRIERS, SORTS, Product, product_of, rank_of,
 from asapc.passes.regions import Refusal
 from asapc.passes.scalings import joined_program
 from asapc.passes.site import Site
-from asapc.passes.softmax import fused_calls, spelt_out
 from asapc.passes.verify import check_graph
 from asapc.passes.written import erased, moved, written
 from asapc.program.calls import copied

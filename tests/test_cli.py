@@ -307,7 +307,7 @@ def test_calibrate_summarises_the_fit(
     assert summary["sites"] == [
         {
             "name": "layers.0", "side": "target", "c_transforms": 1, "rescaled": True,
-            "features": ["norm"],
+            "aim": "aligned", "points": "all", "features": ["norm"],
             "fit": "ls", "coefficients": "per_head", "r2": 0.7, "condition_number": 10.0,
             "fit_converged": None, "kl_examples": None, "examples": 8, "pivots": None, "slices": None,
             "fit_rel_l2": None, "range": None, "tokens": 512, "fit_seconds": 0.1,

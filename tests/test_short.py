@@ -51,7 +51,8 @@ def test_a_few_half_steps(shape: tuple[int, ...], half_steps: int, rows_first: b
     with explained() as choices:
         honest(ops.sinkhorn, sinkhorn.sinkhorn, (q, k, v), loop)
         honest(ops.sinkhorn_attention, sinkhorn.sinkhorn_attention, (q, k), loop)
-    assert {choice.kernel for choice in choices} == {"CPU, log domain"}
+    fused = {"scaled_dot_product_attention"} if half_steps == 1 and rows_first else set()
+    assert {choice.kernel for choice in choices} == {"CPU, log domain"} | fused
 
 
 def test_scores_that_overflow_exp_do_not_matter() -> None:

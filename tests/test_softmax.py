@@ -18,8 +18,8 @@ from asapc.inputs.recipe import Recipe, load_recipe
 from asapc.ir import Convention
 from asapc.passes.capture import capture
 from asapc.passes.differences import matched_program
+from asapc.passes.fused import FUSED, fused_calls, spelt_out
 from asapc.passes.regions import Refusal
-from asapc.passes.softmax import FUSED, fused_calls, spelt_out
 
 DIM, HEADS = 16, 2
 

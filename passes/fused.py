@@ -1,4 +1,4 @@
-"""Softmax: fused attention is spelt out, where softmax layers are to become something else.
+"""Fused: fused attention is spelt out, where softmax layers are to become something else.
 
 before: scaled_dot_product_attention(q, k, v, mask)
 after:  softmax(q k^T / sqrt(D) + mask) v
@@ -66,7 +66,7 @@ def spelt_out(program: Program, calls: Collection[Node]) -> tuple[Program, dict[
         assert all(user.target in INERT for user in copy.users)
         gone |= erased(graph, copy)
     graph.recompile()
-    check_graph(graph, "softmax", [call.name for call in calls])
+    check_graph(graph, "fused", [call.name for call in calls])
     return moved(program, graph, nodes, gone, became), {call: became[nodes[call]] for call in calls}
 
 
