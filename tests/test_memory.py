@@ -15,7 +15,16 @@ import torch
 from small_text import write_data, write_teacher
 
 from asapc.errors import InputError
-from asapc.memory import SLACK, MemoryLimit, current, forget_peak, format_size, give_back, parse_size, peak
+from asapc.memory import (
+    SLACK,
+    MemoryLimit,
+    current,
+    forget_peak,
+    format_size,
+    give_back,
+    parse_size,
+    peak,
+)
 
 MIB = 1 << 20
 
