@@ -76,7 +76,7 @@ def test_a_bound_is_kept() -> None:
     free = child(0)
     assert free["peak"] - free["limit"] > 240 * MIB
     sizes = []
-    for room in (200 * MIB, 320 * MIB):
+    for room in (200 * MIB, 520 * MIB):  # far apart: pages of libraries that come back count, too
         found = child(room)
         assert found["peak"] <= found["limit"]
         assert 1 <= found["size"] < 64
