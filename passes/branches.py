@@ -79,6 +79,7 @@ class Trace(TorchFunctionMode):
         self._given = answers
         self.answers = Answers(numbers) if answers is None else answers
         self.calls = 0
+        self.asked = 0  # how often something depended on data
         self.widened = False  # a branch on a size was left out
         self.thresholds: list[float | None] = []
         # Kept alive, so that identity is meaningful: (comparison, whether it says go on, left, right).
@@ -94,6 +95,7 @@ class Trace(TorchFunctionMode):
         if func in _ASKING or (self.answers.numbers and func in _NUMBERS):
             return self._asked(func, args, kwargs or {})
         if func is torch.Tensor.item and args[0].is_floating_point():
+            self.asked += 1
             return _Residual(self, args[0])
         if func is torch.Tensor.__float__ and args[0].is_floating_point():
             self.note(args[0], None)  # a plain number: nobody sees what it is compared with
@@ -125,6 +127,7 @@ class Trace(TorchFunctionMode):
 
     def _asked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to a question, a bool or a number; in a trace it is held to."""
+        self.asked += 1
         place = _place_of(sys._getframe(2))
         if place is None:
             return func(*args, **kwargs)
@@ -152,6 +155,7 @@ class Trace(TorchFunctionMode):
 
     def note(self, residual: torch.Tensor, threshold: object) -> None:
         """The way that a program takes depends on a residual."""
+        self.asked += 1
         torch.ops.asapc.seen([residual], f"{STOP} {len(self.thresholds)}")
         number = threshold if isinstance(threshold, int | float) and math.isfinite(threshold) else None
         self.thresholds.append(None if number is None else float(number))

@@ -47,6 +47,7 @@ from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Observer
+from asapc.passes.repeated import Repeated
 from asapc.passes.regions import holds_attention
 from asapc.passes.size_guards import keep_to_guards
 from asapc.passes.spellings import one_spelling
@@ -201,17 +202,25 @@ def _export(
 
 
 def _asks_for_numbers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    with_numbers, without = (_answers(module, args, kwargs, numbers) for numbers in (True, False))
+    with_numbers, without = (_answers(module, args, kwargs, numbers)[0] for numbers in (True, False))
     return with_numbers.given != without.given
 
 
 def _answers(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: bool
-) -> Answers:
-    """What the example answers to the module's Python."""
+) -> tuple[Answers, Any]:
+    """What the example answers to the module's Python, and what it gives."""
     with Trace(numbers=numbers) as asking, torch.random.fork_rng(devices=[]):
-        module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    return asking.answers
+        output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    return asking.answers, output
+
+
+def _same_output(
+    expected: Any, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    with torch.random.fork_rng(devices=[]):
+        found = graph(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    return largest_difference(expected, found) <= SAME
 
 
 def _traced(
@@ -221,15 +230,19 @@ def _traced(
     kwargs: dict[str, Any],
     numbers: bool,
     spaces: Sequence[dict[str, Any]],
+    copies: bool = True,
 ) -> Program:
-    """numbers: of the data are those of the example.  spaces: see plain_types."""
+    """numbers: of the data are those of the example.  spaces: see plain_types.  copies: whether modules
+    that are alike are traced once."""
     args, kwargs = pytree.tree_map(_packed, (args, kwargs))
     shapes = _dynamic_shapes(args, kwargs, module.forward)
     observer = Observer()
-    answers = _answers(module, args, kwargs, numbers)
+    answers, output = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
-    with Trace(answers=answers) as budget, watching, plain, FreeIndices(), quiet_torch():
-        exported = export_graph(module, args, kwargs, shapes)
+    with Trace(answers=answers) as budget, plain, FreeIndices(), quiet_torch():
+        repeated = Repeated(budget, observer)
+        with repeated.tracing(module) if copies else contextlib.nullcontext(), watching:
+            exported = export_graph(module, args, kwargs, shapes)
     keep_to_guards(exported, args, kwargs)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
@@ -237,6 +250,8 @@ def _traced(
     split_einsums(graph)
     check_branches(graph)
     calls = observer.calls(graph)
+    if repeated.copied and not _same_output(output, graph, args, kwargs):
+        return _traced(name, module, args, kwargs, numbers, spaces, copies=False)
     _check_ones(module, graph, args, kwargs)
     if budget.widened:
         _check_many(module, graph, args, kwargs)

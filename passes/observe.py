@@ -80,6 +80,28 @@ class Observer:
 
         return enter, leave
 
+    @property
+    def count(self) -> int:
+        """Of the calls so far."""
+        return len(self._calls)
+
+    def repeat(self, first: int, count: int, before: str, after: str) -> Callable[[Node], None]:
+        """The calls from `first` once more, of the modules inside `after` where they were inside `before`.
+
+        Returns what gives the marks that are copied with their nodes the numbers of the new calls.
+        """
+        start = self.count
+        for call in self._calls[first : first + count]:
+            self._calls.append(replace(call, name=f"{after}{call.name[len(before) :]}"))
+
+        def renumber(node: Node) -> None:
+            if node.target is torch.ops.asapc.seen.default:
+                nodes, label = node.args
+                kind, _, number = str(label).partition(" ")
+                node.args = (nodes, f"{kind} {int(number) - first + start}")
+
+        return renumber
+
     def calls(self, graph: GraphModule) -> tuple[ModuleCall, ...]:
         """The calls that are in the graph; takes all marks out of it, and notes those of early stops."""
         seen: dict[str, tuple[tuple[Node, ...], int]] = {}

@@ -128,6 +128,10 @@ def replay(
     tap = Tap(model, lifted, list(sites))
     kernels = {name: site_function(lifted, name) for name in sites}
     references = {name: site_function(lifted, name, plain=True) for name in sites}
+    cuts = {
+        name: Cut(program.graph, parts[name].inputs, parts[name].output, parts[name].inside)
+        for name, (program, _) in sites.items()
+    }
 
     def observed() -> Iterator[tuple[str, dict[Node, Tensor], SiteTensors]]:
         for batch in batches:
@@ -136,9 +140,9 @@ def replay(
             yield from ((name, theirs[name], t) for name, t in zip(sites, seen, strict=True))
 
     for name, values, t in progress.track(observed(), "replaying", len(batches) * len(sites)):
-        program, site = sites[name]
+        site = sites[name][1]
         expected = _canonical(values[parts[name].output], parts[name])
-        beyond = _Beyond(program, site, parts[name], values, t, references[name])
+        beyond = _Beyond(cuts[name], site, parts[name], values, t, references[name])
         if expected.dtype in HALVES:
             expected, t = beyond.exact(), _single(t)
         with torch.no_grad():
@@ -197,15 +201,14 @@ class _Beyond:
 
     def __init__(
         self,
-        program: Program,
+        cut: Cut,
         site: Site,
         part: Part,
         values: Mapping[Node, Tensor],
         seen: SiteTensors,
         reference: SiteFunction,
     ) -> None:
-        self.site, self.part, self.seen, self.reference = site, part, seen, reference
-        self.cut = Cut(program.graph, part.inputs, part.output, part.inside)
+        self.cut, self.site, self.part, self.seen, self.reference = cut, site, part, seen, reference
         self._given = values
         self.sizes = self.cut.lengths(_sizes(part.inputs, values))
         self.heads = seen.q.shape[1]
