@@ -47,8 +47,8 @@ from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Observer
-from asapc.passes.repeated import Repeated
 from asapc.passes.regions import holds_attention
+from asapc.passes.repeated import Repeated
 from asapc.passes.size_guards import keep_to_guards
 from asapc.passes.spellings import one_spelling
 

@@ -86,7 +86,7 @@ class Observer:
         return len(self._calls)
 
     def repeat(self, first: int, count: int, before: str, after: str) -> Callable[[Node], None]:
-        """The calls from `first` once more, of the modules inside `after` where they were inside `before`.
+        """The calls from `first` once more, of modules inside `after` where they were inside `before`.
 
         Returns what gives the marks that are copied with their nodes the numbers of the new calls.
         """

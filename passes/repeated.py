@@ -179,7 +179,7 @@ class _Copy:
         """The new nodes, by those they are copies of."""
         sample, tracer = self.sample, self.tracer
         weights = _weights(self.module)
-        origin = {"given": dict(enumerate(self.given)), "own": weights}
+        origin: dict[str, dict[Any, Any]] = {"given": dict(enumerate(self.given)), "own": weights}
         nodes = {
             node: _node_of(origin[kind][place], tracer)
             for node, (kind, place) in sample.sources.items()

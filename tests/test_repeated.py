@@ -75,13 +75,14 @@ def assert_same(model: nn.Module, args: tuple[Tensor, ...], monkeypatch: pytest.
     one, other = quick.programs[0], slow.programs[0]
     places = [{x: place for place, x in enumerate(p.graph.graph.nodes)} for p in (one, other)]
     for x, y in zip(one.graph.graph.nodes, other.graph.graph.nodes, strict=True):
-        assert (x.op, x.op == "placeholder" or str(x.target)) == (y.op, y.op == "placeholder" or str(y.target))
+        assert x.op == y.op and (x.op == "placeholder" or str(x.target) == str(y.target))
         assert [places[0][s] for s in x.all_input_nodes] == [places[1][s] for s in y.all_input_nodes]
         paths = [[path for path, _ in (n.meta.get("nn_module_stack") or {}).values()] for n in (x, y)]
         assert paths[0] == paths[1]
         values = [n.meta.get("val") for n in (x, y)]
         if isinstance(values[0], Tensor):
-            assert str(values[0].shape) == str(values[1].shape) and values[0].stride() == values[1].stride()
+            assert str(values[0].shape) == str(values[1].shape)
+            assert str(values[0].stride()) == str(values[1].stride())
     for call, plain in zip(one.calls, other.calls, strict=True):
         assert (call.name, call.start, call.end) == (plain.name, plain.start, plain.end)
         for mine, theirs in ((call.inputs, plain.inputs), (call.outputs, plain.outputs)):
