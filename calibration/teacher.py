@@ -131,8 +131,9 @@ def _linear_history(
             g = scaling_g[..., 0, :].log()
         rows_turn = not rows_turn
         duals.append((f, g))
-        active = g if keep is None else g.masked_fill(~keep[:, None, :], 0.0)
-        for dual in (f, active):
-            if not bool(dual.isfinite().all()) or not bool(dual.abs().amax() < _LINEAR_DUAL_LIMIT):
-                return None
-    return duals
+    all_f, all_g = torch.stack([f for f, _ in duals]), torch.stack([g for _, g in duals])
+    if keep is not None:
+        all_g.masked_fill_(~keep[:, None, :], 0.0)
+    # NaN is not below the limit either: what went wrong on the way is seen here.
+    within = all((x.abs() < _LINEAR_DUAL_LIMIT).all() for x in (all_f, all_g))
+    return duals if within else None
