@@ -36,7 +36,7 @@ from asapc.kernels.plan import Task
 SHARED_LIMIT = 227 * 1024  # bytes that a block of an H100 may have
 DTYPES = (torch.float32, torch.bfloat16)
 DIMS = (32, 64, 128)
-TOKENS = (65, 1000)
+TOKENS = (65, 256, 1000, 2000)
 FACTOR = [1.0, 1.0, 0.0, 0.0]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

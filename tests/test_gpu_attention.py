@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ triton = pytest.importorskip("triton")
 
 from asapc.kernels.gpu import apply, half_step, resident, sinkhorn  # noqa: E402
 from asapc.kernels.loop import Loop  # noqa: E402
+from asapc.kernels.thresholds import Thresholds, using  # noqa: E402
 from asapc.operators import c_transforms  # noqa: E402
 from asapc.operators import sinkhorn as meaning  # noqa: E402
 
@@ -214,7 +216,10 @@ def assert_loop(case: Case, runner: Any, half_steps: int, first: Any, start: boo
     assert_honest(own, *results)
 
 
-RUNNERS = {"resident": resident.resident_loop, "streaming": sinkhorn.streaming_loop}
+RUNNERS = {
+    "resident": resident.resident_loop, "sweeping": sinkhorn.sweeping_loop,
+    "streaming": sinkhorn.streaming_loop,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -229,14 +234,38 @@ def test_resident_loop_on_hostile_inputs(name: str) -> None:
     assert_loop(Case(**CASES[name]), resident.resident_loop, 3, "column", True)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_sweeping_loop_on_hostile_inputs(name: str) -> None:
+    assert_loop(Case(**CASES[name]), sinkhorn.sweeping_loop, 3, "row", True)
+    assert_loop(Case(**CASES[name]), sinkhorn.sweeping_loop, 3, "column", False)
+
+
+def test_a_sweep_over_several_stripes() -> None:
+    """Stripes of 16 queries, the last one not full, and columns that are joined in several programs."""
+    case = Case((1, 2, 70, 600, 24, 8), masked=True)
+    assert_loop(case, sinkhorn.sweeping_loop, 4, "row", False)
+
+
 @pytest.mark.parametrize("name", ["strided half, masked", "bias of heads, masked", "huge", "one key"])
 def test_streaming_loop_on_hostile_inputs(name: str) -> None:
     assert_loop(Case(**CASES[name]), sinkhorn.streaming_loop, 3, "column", True)
 
 
-def test_heads_beyond_the_limit_are_streamed() -> None:
-    case = Case((1, 1, 5, sinkhorn.RESIDENT_LIMIT + 1, 8, 8))
-    assert_loop(case, sinkhorn.sinkhorn_loop, 2, "column", False)
+def test_longer_heads_are_swept_and_then_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def noted(name: str, run: Any, *given: Any) -> Any:
+        taken.append(name)
+        return run(*given)
+
+    for name in ("resident_loop", "sweeping_loop", "streaming_loop"):
+        run = getattr(sinkhorn, name)
+        monkeypatch.setattr(sinkhorn, name, partial(noted, name, run))
+    limits = Thresholds(resident_tokens=20, sweep_tokens=40)
+    for keys in (20, 21, 40, 41):
+        with using(limits):
+            assert_loop(Case((1, 1, 5, keys, 8, 8)), sinkhorn.sinkhorn_loop, 2, "column", False)
+    assert taken == ["resident_loop", "sweeping_loop", "sweeping_loop", "streaming_loop"]
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7, 8, 8), (2, 2, 5, 0, 8, 8), (2, 2, 0, 7, 8, 8)], ids=str)

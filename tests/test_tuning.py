@@ -61,6 +61,9 @@ def test_on_a_gpu_tiles_are_tried_and_those_that_do_not_compile_left_out(
     assert sizes[0] == start and len(sizes) == 1 + len(tuning.TILES)
     few: Any = SimpleNamespace(device=torch.device("cuda"), shape=(1, 2, 100, 64))
     assert sizes_for(start, few, few)[-1].resident_tokens == 0
+    swept = sizes_for(Thresholds(resident_tokens=128, sweep_tokens=1024), few, few)
+    paths = {(x.resident_tokens, x.sweep_tokens) for x in swept}
+    assert paths == {(128, 1024), (0, 1024), (0, 0), (128, 0)}
     monkeypatch.setattr(tuning, "sizes_for", lambda *_: sizes)
     q, k = q_and_k()
 

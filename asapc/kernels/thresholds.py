@@ -44,13 +44,15 @@ class Thresholds:
     """tile_bytes: of a tile of stacked heads, or of the rows of one that are worked on together (CPU).
 
     resident_bytes: the largest K of a head that a worker keeps (CPU).  resident_tokens: the longest
-    side that one launch keeps in registers (GPU).  tile_x, tile_y, warps, stages: of the kernels that
-    stream tiles of scores (GPU); where 0, what each was written with, see kernels/gpu.
+    side of which one launch keeps all scores in registers (GPU); sweep_tokens: those of a stripe.
+    tile_x, tile_y, warps, stages: of the kernels that stream tiles of scores (GPU); where 0, what each
+    was written with, see kernels/gpu.
     """
 
     tile_bytes: int = 0
     resident_bytes: int = 0
     resident_tokens: int = 0
+    sweep_tokens: int = 0
     tile_x: int = 0
     tile_y: int = 0
     warps: int = 0

@@ -71,6 +71,8 @@ def sizes_for(start: Thresholds, q: Tensor, k: Tensor) -> Sequence[Thresholds]:
         others = [replace(start, **dict(zip(names, tile, strict=True))) for tile in TILES]
         if max(q.shape[2], k.shape[2]) <= start.resident_tokens:
             others.append(replace(start, resident_tokens=0))
+        if max(q.shape[2], k.shape[2]) <= start.sweep_tokens:
+            others += [replace(x, sweep_tokens=0) for x in (start, *others)]
     else:
         size = q.shape[2] * k.shape[2] * 4
         kept = [x for x in RESIDENT_BYTES if size > RESIDENT_BYTES[0]] or [start.resident_bytes]
