@@ -132,6 +132,7 @@ def stream(
                 torn = True
                 take_in(behind, tensors)
                 torn = False
+                del tensors  # before the next are made
             number += 1
             seen.extend(batch.hashes)
             reading.add(batch)

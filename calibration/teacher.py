@@ -114,7 +114,7 @@ def _linear_history(
     num_queries, num_keys = scores.shape[-2:]
     transposed = kernel.transpose(-1, -2)
     f, g = initial_duals(scores, keep)
-    # As rows [..., 1, N]: vector times matrix takes a fifth of the time of matrix times vector in a batch.
+    # As rows [..., 1, N]: vector times matrix takes a fifth of the time of matrix times vector.
     scaling_f, scaling_g = f.exp()[..., None, :], g.exp()[..., None, :]
     duals = [(f, g)]
     rows_turn = convention.first_side == "row"

@@ -28,6 +28,7 @@ from asapc.inputs.teacher import Teacher
 from asapc.inputs.weights import fingerprint
 from asapc.ir import AnyConvention, Convention, Program
 from asapc.measure.differences import largest_difference
+from asapc.memory import give_back
 from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.differences import matched_program
@@ -140,6 +141,7 @@ def analyse(
     subject = teacher.model if teacher.model is not None else _program(teacher)
     more = list(more)
     captured, outcomes = _identified(subject, batch, more, progress, softmax)
+    give_back()  # what a trace and its experiments have freed is left in pieces
     if teacher.onnx is not None:
         from asapc.inputs.onnx.check import check_import
         from asapc.inputs.onnx.module import OnnxModule
@@ -167,6 +169,7 @@ def analyse(
         with running_on(device, [teacher.model, *graphs]):
             batches = [given.on(device) for given in (batch, *more)]
             known = Replayed(of, replay(teacher.model, captured.programs, matched, batches, progress))
+        give_back()
     for program, its_sites in zip(captured.programs, matched, strict=True):
         good = []
         for site in its_sites:
