@@ -84,8 +84,8 @@ class Analysis:
 
     lifted: parallel to capture.programs, an operator call for each of `sites`.
     matched: the regions behind `sites`, of each program.
-    output_error: untouched teacher against the lossless rewrite on the batch (relative).
-    replayed: what was found at the sites, also at those that do not replay.
+    replayed: what was found at the sites, also at those that do not replay, and of the untouched teacher
+              against the lossless rewrite on the batch.
     """
 
     model: nn.Module | None
@@ -95,7 +95,6 @@ class Analysis:
     sites: list[Site]
     left_alone: list[LeftAlone]
     regions: list[str]
-    output_error: float
     replayed: Replayed
     drop_maps: bool = False
 
@@ -193,9 +192,9 @@ def analyse(
         regions.append(name)
         left.append(LeftAlone(name, "refused", f"cannot be captured by torch.export: {why}"))
     found_all = Analysis(
-        teacher.model, captured, lifted, regions_of, sites, left, regions, 0.0, known, drop_maps
+        teacher.model, captured, lifted, regions_of, sites, left, regions, known, drop_maps
     )
-    if sites and not drop_maps:
+    if sites and not drop_maps and known.output_error is None:
         with found_all.running_on(device):
             error = _whole_replay(found_all, batch.on(device))
             allowed = OUTPUT_TOLERANCE + own_rounding(teacher.model, batch.on(device))
@@ -206,7 +205,7 @@ def analyse(
                 help="a data-dependent branch or early stop of the model takes another way than the "
                 "captured graph; raise its stopping threshold, or export that part as its own module",
             )
-        found_all.output_error = error
+        found_all.replayed = replace(known, output_error=error)
     return found_all
 
 

@@ -9,10 +9,11 @@ If the model also returns the attention map, the map is computed densely by the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch.fx import Node
 
 from asapc.ir import Program
 from asapc.passes.lifting import Lifting
@@ -43,11 +44,10 @@ def lift(program: Program, sites: Sequence[Site], drop_maps: bool = False) -> Pr
     return replace(program, graph=graph, captured=None)
 
 
-def beside(program: Program, sites: Sequence[Site]) -> Program:
+def beside(program: Program, sites: Sequence[Site]) -> tuple[Program, Mapping[Node, Node]]:
     """The same calls beside the teacher's own code, which still gives the outputs: what the sites see is
-    then exactly what the teacher's code sees."""
+    then exactly what the teacher's code sees.  Also gives its nodes, by those of the program."""
     graph, nodes = copied(program.graph)
     for index, site in enumerate(sites):
         site.lift(Lifting(graph, index, site.name, site.heads, nodes))
-    graph.recompile()
-    return replace(program, graph=graph)
+    return replace(program, graph=graph), nodes

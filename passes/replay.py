@@ -5,7 +5,8 @@ that is in half precision and far from itself, against the teacher's own code in
 be harmless: a loop that has converged there is any longer loop. So the teacher's part of the graph is
 cut out in float64 and both are run again where the data does not go: queries a quarter and four times as
 long, those of a Sinkhorn layer longer still until rows are nearly one-hot; fewer tokens; all but one key
-masked. Of batches of the same sizes that is done on the first.
+masked. Of batches of the same sizes that is done on the first, and of layers whose parts are the same
+graph with the same constants, too: of the others only where rows are nearly one-hot.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.cut import Cut, Part, evaluate
 from asapc.passes.lift import beside
 from asapc.passes.site import Site
-from asapc.program.calls import SiteFunction, copied, site_function
-from asapc.program.runner import Runner, Tap
+from asapc.program.calls import SiteFunction, site_function
+from asapc.program.runner import Tap
 from asapc.terminal.progress import SILENT, Progress
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry
@@ -64,14 +65,17 @@ class Replay:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was found at every site.  of: a digest of all that it depends on."""
+    """What was found at every site, and of the whole model with the sites that replay as operators, None
+    where that was not tried.  of: a digest of all that it depends on."""
 
     of: str
     sites: Mapping[str, Replay]
+    output_error: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Numbers that are not finite as None."""
-        return {"of": self.of, "sites": {name: _plain(found) for name, found in self.sites.items()}}
+        sites = {name: _plain(found) for name, found in self.sites.items()}
+        return {"of": self.of, "sites": sites, "output_error": self.output_error}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Replayed | None:
@@ -84,7 +88,8 @@ class Replayed:
                 )
                 for name, found in document["sites"].items()
             }
-            return cls(str(document["of"]), sites)
+            error = document.get("output_error")
+            return cls(str(document["of"]), sites, None if error is None else _number(error))
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
 
@@ -117,14 +122,16 @@ def replay(
     sites = {site.name: (program, site) for program, its_sites in zip(programs, matched, strict=True)
              for site in its_sites}  # fmt: skip
     found = {name: Replay() for name in sites}
-    changed: set[tuple[object, ...]] = set()
     if not sites:
         return found
-    lifted = [beside(program, its_sites) for program, its_sites in zip(programs, matched, strict=True)]
-    for program in lifted:
-        settle(program.graph, batches[0].device)  # a site's own tensors
     parts = {name: site.part() for name, (_, site) in sites.items()}
-    teacher = _Observer(model, programs, matched, parts)
+    values = _Values()
+    lifted = []
+    for program, its_sites in zip(programs, matched, strict=True):
+        both, nodes = beside(program, its_sites)
+        values.watch(both.graph, nodes, {site.name: parts[site.name] for site in its_sites})
+        settle(both.graph, batches[0].device)  # a site's own tensors
+        lifted.append(both)
     tap = Tap(model, lifted, list(sites))
     kernels = {name: site_function(lifted, name) for name in sites}
     references = {name: site_function(lifted, name, plain=True) for name in sites}
@@ -132,17 +139,19 @@ def replay(
         name: Cut(program.graph, parts[name].inputs, parts[name].output, parts[name].inside)
         for name, (program, _) in sites.items()
     }
+    kinds = {name: (cut.fingerprint(), sites[name][1].convention) for name, cut in cuts.items()}
+    tried_on: set[tuple[object, ...]] = set()
 
     def observed() -> Iterator[tuple[str, dict[Node, Tensor], SiteTensors]]:
         for batch in batches:
-            theirs = teacher(batch)
             seen = tap(batch)[1]
+            theirs = values.taken()
             yield from ((name, theirs[name], t) for name, t in zip(sites, seen, strict=True))
 
-    for name, values, t in progress.track(observed(), "replaying", len(batches) * len(sites)):
+    for name, given, t in progress.track(observed(), "replaying", len(batches) * len(sites)):
         site = sites[name][1]
-        expected = _canonical(values[parts[name].output], parts[name])
-        beyond = _Beyond(cuts[name], site, parts[name], values, t, references[name])
+        expected = _canonical(given[parts[name].output], parts[name])
+        beyond = _Beyond(cuts[name], site, parts[name], given, t, references[name])
         if expected.dtype in HALVES:
             expected, t = beyond.exact(), _single(t)
         with torch.no_grad():
@@ -150,40 +159,33 @@ def replay(
         found[name].note("the data", _difference(site, ours.reshape(expected.shape), expected))
         if not found[name].errors["the data"] <= TOLERANCE:
             found[name].rounding = max(found[name].rounding, beyond.rounding(expected))
-        sizes = name, *(values[node].shape for node in parts[name].inputs)
-        if sizes not in changed:
-            changed.add(sizes)
-            for tried, error in beyond.errors():
-                found[name].note(tried, error)
+        sizes = tuple(given[node].shape for node in parts[name].inputs)
+        if (name, sizes) in tried_on:
+            continue
+        alike = (kinds[name], sizes) in tried_on
+        tried_on |= {(name, sizes), (kinds[name], sizes)}
+        for tried, error in beyond.errors(sharpest_alone=alike):
+            found[name].note(tried, error)
     return found
 
 
-class _Observer:
-    """Runs the teacher's programs and hands out what enters and leaves the part of each site."""
+class _Values:
+    """What enters and leaves the part of each site while the teacher's own code runs."""
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        programs: Sequence[Program],
-        matched: Sequence[Sequence[Site]],
-        parts: Mapping[str, Part],
-    ) -> None:
+    def __init__(self) -> None:
         self._values: dict[str, dict[Node, Tensor]] = {}
-        observed = []
-        for program, its_sites in zip(programs, matched, strict=True):
-            graph, nodes = copied(program.graph)
-            for site in its_sites:
-                part = parts[site.name]
-                for node in {*part.inputs, part.output}:
-                    self._record(graph, site.name, node, nodes[node])
-            graph.recompile()
-            observed.append(replace(program, graph=graph))
-        self._run = Runner(model, observed)
 
-    def __call__(self, batch: Batch) -> dict[str, dict[Node, Tensor]]:
-        self._values = {}
-        self._run(batch)
-        return self._values
+    def watch(self, graph: GraphModule, nodes: Mapping[Node, Node], parts: Mapping[str, Part]) -> None:
+        """nodes: of the graph, by those that the parts name."""
+        for site, part in parts.items():
+            for node in {*part.inputs, part.output}:
+                self._record(graph, site, node, nodes[node])
+        graph.recompile()
+
+    def taken(self) -> dict[str, dict[Node, Tensor]]:
+        """Of the last run, by site; they are not held any longer."""
+        values, self._values = self._values, {}
+        return values
 
     def _record(self, graph: GraphModule, site: str, original: Node, node: Node) -> None:
         def record(value: Tensor) -> None:
@@ -218,8 +220,15 @@ class _Beyond:
         """In float64, made when they are needed: they are as large as all else that is held here."""
         return {node: _double(value) for node, value in self._given.items()}
 
-    def errors(self) -> Iterable[tuple[str, float]]:
+    def errors(self, sharpest_alone: bool) -> Iterable[tuple[str, float]]:
+        """What was tried, and the error.  sharpest_alone: only where rows are nearly one-hot."""
         few = self._with_examples()
+        if sharpest_alone:
+            scale = next((scale for scale, one_hot in self._sharper(few) if one_hot), None)
+            error = None if scale is None else self._error(few, scale)
+            if error is not None:
+                yield "rows nearly one-hot", error
+            return
         for tried, scale in SCALES.items():
             error = self._error(few, scale)
             if error is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,31 @@ def test_every_condition_is_tried_on_every_batch() -> None:
     }  # fmt: skip
     assert errors.pop("the data") < 1e-5
     assert max(errors.values()) < 1e-9  # float64
+
+
+class Stacked(nn.Module):
+    """Two layers that are alike, and one whose loop is longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            q, k, v = layer(x).chunk(3, -1)
+            x = x + plan(q @ k.transpose(-1, -2), 6 if place == 2 else 4) @ v
+        return x
+
+
+def test_layers_that_are_alike_are_tried_far_from_the_data_once() -> None:
+    torch.manual_seed(0)
+    given = batch(torch.randn(3, 9, 8))
+    program = capture(Stacked().eval(), given.args, {}).programs[0]
+    sites = [site for site in match(program) if not isinstance(site, Refusal)]
+    first, second, longer = replay(None, [program], [sites], [given]).values()
+    assert set(second.errors) == {"the data", "rows nearly one-hot"}
+    assert set(first.errors) == set(longer.errors) > set(second.errors)
+    assert all(found.worst[1] < TOLERANCE for found in (first, second, longer))
 
 
 def test_what_only_sharp_scores_show_is_seen() -> None:
@@ -597,13 +623,14 @@ def test_replay_is_not_done_again_where_nothing_changed(
     recipe.write_text(json.dumps({"operator": "sinkhorn", "max_examples": 16}))
     given = ["calibrate", tmp_path / "teacher", "--data", tmp_path / "data.npz", "-o", calibration]
     assert main([*map(str, given), "--recipe", str(recipe), "--quiet"]) == 0
-    true, done = analysing.replay, list[int]()
+    done: list[str] = []
 
-    def counted(*arguments: Any) -> Any:
-        done.append(1)
+    def counted(name: str, true: Any, *arguments: Any) -> Any:
+        done.append(name)
         return true(*arguments)
 
-    monkeypatch.setattr(analysing, "replay", counted)
+    for name in ("replay", "_whole_replay"):
+        monkeypatch.setattr(analysing, name, partial(counted, name, getattr(analysing, name)))
 
     def compiled() -> dict[str, Any]:
         done.clear()
@@ -618,16 +645,17 @@ def test_replay_is_not_done_again_where_nothing_changed(
     path = calibration / "calibration.json"
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "replayed": {**document["replayed"], "of": "0"}}))
-    assert compiled() == taken_over and done == [1]
+    assert compiled() == taken_over and done == ["replay", "_whole_replay"]
 
 
 def test_what_makes_no_sense_was_not_replayed() -> None:
-    known = Replayed("x", {"a": Replay({"the data": 1e-7}, 0.5)}).to_json()
+    known = Replayed("x", {"a": Replay({"the data": 1e-7}, 0.5)}, 1e-6).to_json()
     words = {"a": {"errors": {"the data": "small"}, "rounding": 0}}
-    for other in ({}, {"sites": known["sites"]}, *({**known, "sites": sites} for sites in ([1], words))):
+    others = *({**known, "sites": sites} for sites in ([1], words)), {**known, "output_error": "small"}
+    for other in ({}, {"sites": known["sites"]}, *others):
         assert Replayed.from_json(other) is None
 
 
 def test_errors_without_a_number_come_back() -> None:
-    found = Replayed("x", {"a": Replay({"the data": 1e-7, "queries x 4": math.inf}, 0.5)})
+    found = Replayed("x", {"a": Replay({"the data": 1e-7, "queries x 4": math.inf}, 0.5)}, 1e-6)
     assert Replayed.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
