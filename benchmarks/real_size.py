@@ -62,8 +62,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 """
 
 ANALYSED = """
-import json, sys, time
+import json, sys, tempfile, time
+from pathlib import Path
 from asapc.inputs.load import load_teacher
+from asapc.inputs.pt2 import load_program, save_program
 import torch
 from asapc.passes import capture as capturing
 from asapc.passes.differences import matched_program
@@ -75,9 +77,10 @@ def seconds(call):
 with torch.no_grad():
     teacher.model(**inputs)
     _, once = seconds(lambda: teacher.model(**inputs))
-export, tracing = capturing.export_graph, []
+export, traced, tracing = capturing.export_graph, [], []
 def timed(*given):
     made, taken = seconds(lambda: export(*given))
+    traced.append(made)
     tracing.append(taken)
     return made
 capturing.export_graph = timed
@@ -85,12 +88,18 @@ captured, whole = seconds(lambda: capturing.capture(teacher.model, (), inputs))
 found, matching = seconds(lambda: [matched_program(program) for program in captured.programs])
 assert sum(len(sites) for _, sites in found) == int(sys.argv[2])
 assert captured.kind == "whole"
-print(json.dumps({"forward": once, "capture": whole, "trace": sum(tracing), "matching": matching}))
+with tempfile.TemporaryDirectory() as place:
+    path = Path(place) / "traced.pt2"
+    save_program(traced[-1], path)
+    _, reading = seconds(lambda: load_program(path, trust=True))  # marks of modules are in it
+print(json.dumps({"forward": once, "capture": whole, "trace": sum(tracing), "matching": matching,
+                  "reading": reading}))
 """
 
 
 def by_depth(depths: Sequence[int], half_steps: int) -> dict[int, dict[str, float]]:
-    """Seconds of one forward pass, of capture (with four runs of the model), its trace, and matching."""
+    """Seconds of one forward pass, of capture (with runs of the model), its trace, and matching; and of
+    reading the trace from a file instead, which would still have to be held against the model."""
     found = {}
     for depth in depths:
         with tempfile.TemporaryDirectory() as place:
@@ -184,11 +193,12 @@ def measured(
 
 def show_depths(found: dict[int, dict[str, float]], options: argparse.Namespace) -> int:
     lines = [f"### By depth, T = {options.half_steps[0]}, 4 images", ""]
-    lines += ["| layers | one forward pass | capture | its trace, a layer | matching |"]
-    lines += ["|---:|---:|---:|---:|---:|"]
+    lines += ["| layers | one forward pass | capture | its trace | a layer | matching | a stored trace |"]
+    lines += ["|---:|---:|---:|---:|---:|---:|---:|"]
     for depth, s in found.items():
         lines.append(f"| {depth} | {s['forward']:.1f} s | {s['capture']:.1f} s | "
-                     f"{s['trace'] / depth:.2f} s | {s['matching']:.1f} s |")  # fmt: skip
+                     f"{s['trace']:.1f} s | {s['trace'] / depth:.2f} s | {s['matching']:.1f} s | "
+                     f"{s['reading']:.1f} s |")  # fmt: skip
     print("\n".join(lines))
     document = {"environment": environment(cpu=True), "by_depth": found}
     write_results(options.out, "real_size_depth", document, "\n".join(lines))
