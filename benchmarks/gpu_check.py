@@ -62,7 +62,8 @@ def steps(out: Path) -> list[Step]:
     one = ("--batch", "1", "--heads", "8")
     return [
         Step("parity", 3.0, ("-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", *tests)),
-        script("tune", "gpu_tune", 1.5, out, "--dtype", "bfloat16", "--tokens", "4096"),
+        script("tune", "gpu_tune", 1.5, out, "--dtype", "bfloat16", "--tokens", "512", "1024", "4096",
+               "--head-dim", "64"),
         attention("bf16_D64", 1.5, out, *bf16, *one, "--head-dim", "64", "--tokens", *tokens),
         Step("demo", 1.5, ("-m", "asapc", "demo", "--example", "digits", "--device", "cuda",
                            "-o", str(out / "digits"))),
