@@ -42,7 +42,10 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    keys = ("dtype", "N", "D", "tile_x", "tile_y", "warps", "stages", "resident_tokens", "sweep_tokens", "gain")
+    keys = (
+        "dtype", "N", "D", "tile_x", "tile_y", "warps", "stages", "resident_tokens", "sweep_tokens",
+        "gain",
+    )  # fmt: skip
     lines = ["### The best sizes of the lossless loop; 0: as written", ""]
     lines += [f"| {' | '.join(keys)} |", "|---|" + "---:|" * (len(keys) - 1)]
     for row in rows:
