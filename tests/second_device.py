@@ -7,18 +7,21 @@ anything is, and what the GPU's kernels compute, it does not tell.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 aten = torch.ops.aten
 # What waits for the GPU, beside copies from and to it and indices that are masks.
 WAITING = (
-    "_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim",
+    "_local_scalar_dense", "item", "is_nonzero", "nonzero", "nonzero_numpy", "argwhere", "equal",
+    "masked_select", "_unique2", "unique_dim",
     "unique_consecutive", "bincount", "repeat_interleave", "_linalg_check_errors", "_linalg_eigh",
     "_linalg_svd", "linalg_eig",
 )  # fmt: skip
@@ -75,7 +78,7 @@ class NeverWaiting(TorchDispatchMode):
         kwargs = kwargs or {}
         if _waits(func, args, kwargs):
             raise RuntimeError(f"{func} waits for the GPU")
-        return _run(func, args, kwargs)
+        return _run(func, args, kwargs, self)
 
 
 def _waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -106,7 +109,10 @@ def _is_gpu(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type in ("cuda", "meta")
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run(
+    func: Any, args: Any, kwargs: dict[str, Any], mode: TorchDispatchMode | None = None
+) -> Any:
+    """mode: which the call came through, and what it makes goes through, too."""
     leaves: list[Tensor] = []
     given = tuple(_inner(x, leaves) for x in args)
     named = {name: _inner(x, leaves) for name, x in kwargs.items()}
@@ -122,6 +128,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for leaf, is_there in zip(leaves, there, strict=True):
             if not is_there and leaf.dim() and not _takes_host_index(func, args, leaf):
                 raise RuntimeError(f"{func}: expected all tensors on one device, found cuda:0 and cpu")
+        own = OPDEFS.get(func._schema.name)
+        if own is not None:  # an operator of ours is no kernel: what it is made of runs here, too
+            with mode or _Device():
+                return own._init_fn(*args, **kwargs)
     elif not _is_gpu(asked):
         return func(*args, **kwargs)
     result = func(*given, **named)
@@ -161,6 +171,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "get_device_name": lambda _: "one GPU",
         "synchronize": lambda: None, "reset_peak_memory_stats": lambda: None,
         "memory_allocated": lambda: 0, "max_memory_allocated": lambda: 0,
+        "is_current_stream_capturing": lambda: False, "device_of": lambda _: nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(dispatch, "_triton_missing", lambda: "no Triton in this test")

@@ -240,6 +240,17 @@ def test_sweeping_loop_on_hostile_inputs(name: str) -> None:
     assert_loop(Case(**CASES[name]), sinkhorn.sweeping_loop, 3, "column", False)
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_key_that_a_bias_hides_from_all_queries(runner: str) -> None:
+    """It keeps the dual 0, and attention 0; so does a query from which all keys are hidden."""
+    case = Case((1, 2, 20, 24, 16, 16), bias=(1, 2))
+    assert case.bias is not None
+    case.bias[..., 3] = -math.inf
+    case.bias[:, 1, 5] = -math.inf
+    for half_steps, first in ((2, "row"), (3, "row"), (3, "column")):
+        assert_loop(case, RUNNERS[runner], half_steps, first, False)
+
+
 def test_a_sweep_over_several_stripes() -> None:
     """Stripes of 16 queries, the last one not full, and columns that are joined in several programs."""
     case = Case((1, 2, 70, 600, 24, 8), masked=True)

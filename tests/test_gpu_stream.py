@@ -1,4 +1,4 @@
-"""Operators never wait for the GPU, so that a CUDA graph can hold them: outputs and gradients.
+"""While a CUDA graph is recorded operators never wait for the GPU: outputs and gradients.
 
 Without a GPU: their plain code on a device that is not there (second_device), and the host side of the
 Triton kernels on the CPU, where nothing may read a number back. With one: CUDA's own check, a graph that
@@ -60,6 +60,7 @@ def test_plain_code_never_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     gradient = operator not in FORWARD
     expected = forward_and_backward(operator, arguments, gradient)
     one_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with torch.cuda.device(0):
         given = on(arguments, GPU)
     with NeverWaiting():
@@ -67,6 +68,17 @@ def test_plain_code_never_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     for own, exact in zip(found, expected, strict=True):
         assert isinstance(own, OnGpu)
         assert torch.allclose(own.inner, exact, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_exact_sorting_waits_where_no_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To learn what ties: docs/gpu.md says so."""
+    operator, arguments = CALLS["esp_hard"]
+    one_gpu(monkeypatch)
+    with torch.cuda.device(0):
+        given = on(arguments, GPU)
+    with NeverWaiting(), torch.no_grad(), pytest.raises(RuntimeError, match="waits for the GPU"):
+        operator(*given)
 
 
 class NeverRead(TorchDispatchMode):

@@ -97,7 +97,7 @@ def clouds_from(
 
 def active_share(clouds: Clouds) -> Tensor:
     """n / N of the points x for every y: [B, H, M]."""
-    share = torch.ones_like(clouds.y[..., 0])
+    share = clouds.y.new_ones(clouds.y.shape[:3])
     if clouds.x_keep is None:
         return share
     return share * clouds.x_keep.to(share.dtype).mean(-1)[:, None, None]

@@ -81,9 +81,9 @@ def brenier_matrix(spread_x: Tensor, spread_y: Tensor) -> Tensor:
     trace = spread_y.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     factor, _ = torch.linalg.cholesky_ex(spread_y + (JITTER * trace + tiny) * eye)
     root = square_root(factor.transpose(-1, -2) @ spread_x @ factor + eye / 4, floor=0.25)
-    return factor @ torch.cholesky_solve(
-        factor.transpose(-1, -2), torch.linalg.cholesky_ex(root + eye / 2)[0]
-    )
+    inner, _ = torch.linalg.cholesky_ex(root + eye / 2)
+    half = torch.linalg.solve_triangular(inner, factor.transpose(-1, -2), upper=False)
+    return half.transpose(-1, -2) @ half
 
 
 def square_root(matrix: Tensor, floor: float = 0.0) -> Tensor:

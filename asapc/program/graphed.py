@@ -29,12 +29,15 @@ def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     and, from the function, for a call of another layout, shape, dtype or device.
     """
     leaves, layout = pytree.tree_flatten((args, kwargs))
-    held = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    held = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     _check(model, [leaf for leaf in held if isinstance(leaf, Tensor)])
     given, named = pytree.tree_unflatten(held, layout)
 
     def call() -> Any:
-        with torch.no_grad():
+        # Autocast keeps the copies of weights that it has cast until it ends; a graph reads them after.
+        enabled, kind = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        casting = torch.autocast("cuda", kind, enabled, cache_enabled=False)
+        with torch.no_grad(), casting:
             return model(*given, **named)
 
     with torch.cuda.device(next(leaf for leaf in held if isinstance(leaf, Tensor)).device):
@@ -59,9 +62,10 @@ def graphed(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
                     "a graphed model takes what its example had", got=f"argument {place}: {problem}",
                     help="make another with asapc.graphed for it, or call the model itself",
                 )  # fmt: skip
-        for into, value in zip(held, own, strict=True):
-            if isinstance(into, Tensor):
-                into.copy_(value)
+        with torch.no_grad():
+            for into, value in zip(held, own, strict=True):
+                if isinstance(into, Tensor):
+                    into.copy_(value)
         graph.replay()
         return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
 

@@ -24,6 +24,7 @@ from asapc.kernels.gpu.tiles import (
     block_of,
     finite_or_zero,
     is_half,
+    launched,
     load_dual,
     load_keep,
     load_rows,
@@ -32,7 +33,6 @@ from asapc.kernels.gpu.tiles import (
     split_factor,
     spread_bias,
     strides_of,
-    tuned,
 )
 
 
@@ -105,31 +105,34 @@ def _launch(
         return
     bias = spread_bias(bias, q, k)
     factor, factors = split_factor(output_factor, queries, k.shape[2], keep)
-    tile = tuned(tile_for(q, k, v, bias is not None), q, k)
-    _attend[(batch * heads * triton.cdiv(queries, tile.x),)](
-        q, k, v, keep, bias, f, g, factors, out, new_f,
-        heads, queries, k.shape[2], dim, v.shape[3],
-        *q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4),
-        *strides_of(f, 3), *strides_of(g, 3),
-        score_multiplier,
-        -math.log(queries),
-        factor,
-        HAS_KEEP=keep is not None,
-        HAS_BIAS=bias is not None,
-        HAS_F=f is not None,
-        HAS_G=g is not None,
-        HAS_FACTORS=factors is not None,
-        STORE_F=new_f is not None,
-        AS_FLOAT32=not is_half(q, k),
-        PRECISION=FLOAT32_PRECISION,
-        BLOCK_X=tile.x,
-        BLOCK_Y=tile.y,
-        BLOCK_D=tile.d,
-        BLOCK_E=block_of(v.shape[3], 256),
-        CHUNKED=dim > tile.d,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )  # fmt: skip
+
+    def launch(tile: Tile) -> None:
+        _attend[(batch * heads * triton.cdiv(queries, tile.x),)](
+            q, k, v, keep, bias, f, g, factors, out, new_f,
+            heads, queries, k.shape[2], dim, v.shape[3],
+            *q.stride(), *k.stride(), *v.stride(), *strides_of(keep, 2), *strides_of(bias, 4),
+            *strides_of(f, 3), *strides_of(g, 3),
+            score_multiplier,
+            -math.log(queries),
+            factor,
+            HAS_KEEP=keep is not None,
+            HAS_BIAS=bias is not None,
+            HAS_F=f is not None,
+            HAS_G=g is not None,
+            HAS_FACTORS=factors is not None,
+            STORE_F=new_f is not None,
+            AS_FLOAT32=not is_half(q, k),
+            PRECISION=FLOAT32_PRECISION,
+            BLOCK_X=tile.x,
+            BLOCK_Y=tile.y,
+            BLOCK_D=tile.d,
+            BLOCK_E=block_of(v.shape[3], 256),
+            CHUNKED=dim > tile.d,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    launched(launch, tile_for(q, k, v, bias is not None), q, k)
 
 
 @triton.jit

@@ -124,7 +124,7 @@ def _farthest(
         o_m = start + o_y
         m_y = _kept(p_ykeep, stride_ykm, o_m, num_y, Y_KEEP)
         b_y = tl.load(
-            p_y + o_m[:, None] * stride_ym + o_d[None, :] * stride_yd,
+            p_y + o_m[:, None] * stride_ym + o_d[None, :].to(tl.int64) * stride_yd,
             mask=m_y[:, None] & m_d[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         b_sum += tl.sum(b_y, 0)
@@ -139,7 +139,7 @@ def _farthest(
             m_m = o_m < num_y
             m_y = _kept(p_ykeep, stride_ykm, o_m, num_y, Y_KEEP)
             b_y = tl.load(
-                p_y + o_m[:, None] * stride_ym + o_d[None, :] * stride_yd,
+                p_y + o_m[:, None] * stride_ym + o_d[None, :].to(tl.int64) * stride_yd,
                 mask=m_m[:, None] & m_d[None, :], other=0.0,
             ).to(tl.float32)  # fmt: skip
             b_away = tl.where(m_d[None, :], b_y - b_pivot[None, :], 0.0)
@@ -152,7 +152,9 @@ def _farthest(
             block_place = start + tl.argmax(b_ranked, 0).to(tl.int64)
             place = tl.where(block_most > most, block_place, place)
             most = tl.maximum(most, block_most)
-        b_pivot = tl.load(p_y + place * stride_ym + o_d * stride_yd, mask=m_d, other=0.0).to(tl.float32)
+        b_pivot = tl.load(
+            p_y + place * stride_ym + o_d.to(tl.int64) * stride_yd, mask=m_d, other=0.0
+        ).to(tl.float32)
         tl.store(p_pivots + step * dim + o_d, b_pivot, mask=m_d)
         tl.debug_barrier()  # the distances may be read in another layout than they were written in
 
@@ -169,11 +171,11 @@ def _products(
         o_d = d + tl.arange(0, BLOCK_D)
         m_d = o_d < dim
         b_a = tl.load(
-            p_a + o_a[:, None] * stride_a + o_d[None, :] * stride_ad,
+            p_a + o_a[:, None] * stride_a + o_d[None, :].to(tl.int64) * stride_ad,
             mask=m_a[:, None] & m_d[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         b_b = tl.load(
-            p_b + o_b[None, :] * stride_b + o_d[:, None] * stride_bd,
+            p_b + o_b[None, :] * stride_b + o_d[:, None].to(tl.int64) * stride_bd,
             mask=m_b[None, :] & m_d[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
         b_dot = tl.dot(b_a, b_b, b_dot, input_precision=PRECISION)
@@ -190,7 +192,7 @@ def _pivot_norms(
     for d in range(0, dim, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
         b_z = tl.load(
-            p_z + o_r[:, None] * stride_zr + o_d[None, :] * stride_zd,
+            p_z + o_r[:, None] * stride_zr + o_d[None, :].to(tl.int64) * stride_zd,
             mask=m_r[:, None] & (o_d < dim)[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         b_norm += tl.sum(b_z * b_z, 1)
@@ -252,7 +254,7 @@ def _moments(
         o_m = start + o_y
         m_y = _kept(p_ykeep, stride_ykm, o_m, num_y, Y_KEEP)
         b_y = tl.load(
-            p_y + o_m[:, None] * stride_ym + o_d[None, :] * stride_yd,
+            p_y + o_m[:, None] * stride_ym + o_d[None, :].to(tl.int64) * stride_yd,
             mask=m_y[:, None] & m_d[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         b_sum += tl.sum(b_y, 0)
@@ -272,7 +274,8 @@ def _moments(
         )  # fmt: skip
         m_local = m_y[:, None] & m_d[None, :]
         b_y = tl.load(
-            p_y + o_m[:, None] * stride_ym + o_d[None, :] * stride_yd, mask=m_local, other=0.0
+            p_y + o_m[:, None] * stride_ym + o_d[None, :].to(tl.int64) * stride_yd,
+            mask=m_local, other=0.0,
         ).to(tl.float32)
         b_local = tl.where(m_local, b_y - b_centre[None, :], 0.0)
         b_offset = tl.dot(tl.trans(b_member), b_local, b_offset, input_precision=PRECISION)

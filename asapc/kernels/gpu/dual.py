@@ -76,7 +76,7 @@ def _finish(
         o_n = start + tl.arange(0, BLOCK).to(tl.int64)
         m_n = o_n < num_x
         b_x = tl.load(
-            p_x + o_n[:, None] * stride_xn + o_d[None, :] * stride_xd,
+            p_x + o_n[:, None] * stride_xn + o_d[None, :].to(tl.int64) * stride_xd,
             mask=m_n[:, None] & (o_d < dim)[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         m_mass = m_n

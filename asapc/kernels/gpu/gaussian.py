@@ -70,7 +70,7 @@ def _load(
     if KEEP:
         m_n = m_n & (tl.load(p_keep + o_n * stride_keep, mask=m_n, other=0) != 0)
     b_a = tl.load(
-        p_a + o_n[:, None] * stride_n + o_d[None, :] * stride_d,
+        p_a + o_n[:, None] * stride_n + o_d[None, :].to(tl.int64) * stride_d,
         mask=m_n[:, None] & (o_d < dim)[None, :], other=0.0,
     ).to(tl.float32)  # fmt: skip
     return b_a, m_n

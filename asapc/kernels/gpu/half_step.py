@@ -21,13 +21,13 @@ from asapc.kernels.gpu.tiles import (
     block_of,
     finite_or_zero,
     is_half,
+    launched,
     load_dual,
     load_keep,
     load_rows,
     score_tile,
     spread_bias,
     strides_of,
-    tuned,
 )
 
 
@@ -88,26 +88,29 @@ def _close(
     batch, heads, count_x, dim = x.shape
     if out.numel() == 0:
         return out
-    tile = tuned(tile_for(x, y, bias is not None), x, y)
-    _half_step[(batch * heads * triton.cdiv(count_x, tile.x),)](
-        x, y, keep, bias, dual, out,
-        heads, count_x, y.shape[2], dim,
-        *x.stride(), *y.stride(), *strides_of(keep, 2), *strides_of(bias, 4), *strides_of(dual, 3),
-        score_multiplier,
-        -math.log(count_x),
-        HAS_KEEP=keep is not None,
-        KEEP_ON_X=keep_on_x,
-        HAS_BIAS=bias is not None,
-        HAS_DUAL=dual is not None,
-        AS_FLOAT32=not is_half(x, y),
-        PRECISION=FLOAT32_PRECISION,
-        BLOCK_X=tile.x,
-        BLOCK_Y=tile.y,
-        BLOCK_D=tile.d,
-        CHUNKED=dim > tile.d,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )  # fmt: skip
+
+    def launch(tile: Tile) -> None:
+        _half_step[(batch * heads * triton.cdiv(count_x, tile.x),)](
+            x, y, keep, bias, dual, out,
+            heads, count_x, y.shape[2], dim,
+            *x.stride(), *y.stride(), *strides_of(keep, 2), *strides_of(bias, 4), *strides_of(dual, 3),
+            score_multiplier,
+            -math.log(count_x),
+            HAS_KEEP=keep is not None,
+            KEEP_ON_X=keep_on_x,
+            HAS_BIAS=bias is not None,
+            HAS_DUAL=dual is not None,
+            AS_FLOAT32=not is_half(x, y),
+            PRECISION=FLOAT32_PRECISION,
+            BLOCK_X=tile.x,
+            BLOCK_Y=tile.y,
+            BLOCK_D=tile.d,
+            CHUNKED=dim > tile.d,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    launched(launch, tile_for(x, y, bias is not None), x, y)
     return out
 
 
@@ -191,10 +194,8 @@ def _half_step(
         shift = finite_or_zero(new_maximum)
         total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(logits - shift[:, None]), 1)
         maximum = new_maximum
-    result = log_mass - maximum - tl.log(total)
+    # What sees nothing on the other side has plan 0 whatever its dual is.
+    result = tl.where(total == 0.0, 0.0, log_mass - maximum - tl.log(total))
     if KEEP_ON_X:
         result = tl.where(m_x, result, float("-inf"))
-    else:
-        # A row that sees no active key has plan 0 whatever its dual is.
-        result = tl.where(total == 0.0, 0.0, result)
     tl.store(p_out + i_bh * count_x + o_x, result, mask=m_inside)

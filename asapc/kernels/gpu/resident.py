@@ -104,11 +104,12 @@ def _rows_closed(scores: tl.tensor, g: tl.tensor, log_mu: tl.tensor) -> tl.tenso
 
 @triton.jit
 def _columns_closed(scores: tl.tensor, f: tl.tensor, log_nu: tl.tensor, m_y: tl.tensor) -> tl.tensor:
-    """T_K: g [BLOCK_Y] from f [BLOCK_X]; -inf where there is no active key."""
+    """T_K: g [BLOCK_Y] from f [BLOCK_X]; -inf where there is no active key, 0 where no query sees it."""
     logits = scores + f[:, None]
     maximum = tl.max(logits, 0)
     total = tl.sum(tl.exp(logits - finite_or_zero(maximum)[None, :]), 0)
-    return tl.where(m_y, log_nu - maximum - tl.log(total), float("-inf"))
+    g = tl.where(total == 0.0, 0.0, log_nu - maximum - tl.log(total))
+    return tl.where(m_y, g, float("-inf"))
 
 
 @triton.jit

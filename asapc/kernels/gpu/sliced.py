@@ -87,11 +87,11 @@ def _project(
         o_d = d + tl.arange(0, BLOCK_D)
         m_d = o_d < dim
         b_theta = tl.load(
-            p_theta + o_l[:, None] * stride_tl + o_d[None, :] * stride_td,
+            p_theta + o_l[:, None] * stride_tl + o_d[None, :].to(tl.int64) * stride_td,
             mask=m_l[:, None] & m_d[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         b_a = tl.load(
-            p_a + o_n[None, :] * stride_an + o_d[:, None] * stride_ad,
+            p_a + o_n[None, :] * stride_an + o_d[:, None].to(tl.int64) * stride_ad,
             mask=m_n[None, :] & m_d[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
         b_lines = tl.dot(b_theta, b_a, b_lines, input_precision=PRECISION)

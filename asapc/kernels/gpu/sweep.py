@@ -59,7 +59,8 @@ def swept(
     g) after a column half-step from f = dual [B, H, N]. None stands for 0.
 
     q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool; bias: broadcastable to [B, H, N, M]. f: float32
-    [B, H, N], 0 without active keys; g: float32 [B, H, M], -inf on masked keys.
+    [B, H, N], 0 without active keys; g: float32 [B, H, M], 0 where no query sees a key, -inf on
+    masked ones.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
@@ -222,5 +223,6 @@ def _join(
         shift = finite_or_zero(new_maximum)
         total = total * tl.exp(maximum - shift) + tl.exp(part - shift)
         maximum = new_maximum
-    g = tl.where(m_y, log_mass - maximum - tl.log(total), float("-inf"))
+    g = tl.where(total == 0.0, 0.0, log_mass - maximum - tl.log(total))  # 0 where no query sees it
+    g = tl.where(m_y, g, float("-inf"))
     tl.store(p_g + i_bh * keys + o_y, g, mask=m_inside)

@@ -9,13 +9,14 @@ strides.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from asapc.kernels.thresholds import thresholds
 from asapc.operators.sinkhorn import factor_value
@@ -43,8 +44,22 @@ def block_of(count: int, limit: int) -> int:
     return max(MIN_BLOCK, min(limit, triton.next_power_of_2(max(count, 1))))
 
 
+def launched(launch: Callable[[Tile], None], tile: Tile, x: Tensor, y: Tensor) -> None:
+    """By the tile that was tuned for points like these [B, H, X, D] and [B, H, Y, D], else by this one.
+
+    What was tuned without a bias, or for narrower values, may need more shared memory than there is.
+    """
+    own = tuned(tile, x, y)
+    try:
+        launch(own)
+    except OutOfResources:
+        if own == tile:
+            raise
+        launch(tile)
+
+
 def tuned(tile: Tile, x: Tensor, y: Tensor) -> Tile:
-    """The tile, or the one that was tuned for points like these [B, H, X, D] and [B, H, Y, D]."""
+    """The tile, with the sizes that were tuned in place of its own."""
     limits = thresholds(x, y)
     return Tile(
         block_of(x.shape[2], limits.tile_x) if limits.tile_x else tile.x,
@@ -110,7 +125,8 @@ def load_rows(
 ) -> tl.tensor:
     """Points o_x, features o_d: [BLOCK_X, BLOCK_D], 0 where masked, so that a NaN there is not read."""
     mask = m_x[:, None] & (o_d < dim)[None, :]
-    tile = tl.load(p_x + o_x[:, None] * stride_n + o_d[None, :] * stride_d, mask=mask, other=0.0)
+    places = p_x + o_x[:, None] * stride_n + o_d[None, :].to(tl.int64) * stride_d
+    tile = tl.load(places, mask=mask, other=0.0)
     if AS_FLOAT32:
         tile = tile.to(tl.float32)
     return tile

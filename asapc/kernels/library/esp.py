@@ -20,7 +20,7 @@ from asapc.kernels.cpu import esp as cpu_esp
 from asapc.kernels.library import fakes
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.gradients import save, saved
-from asapc.kernels.library.registration import Plain, without_autocast
+from asapc.kernels.library.registration import Plain, packed, without_autocast
 from asapc.operators import esp as reference
 from asapc.operators.catalogue import by_name
 
@@ -82,10 +82,8 @@ def esp_hard_gradients(
         grads = tuple(map(torch.zeros_like, inputs))
     found = dict(zip(leaves, grads, strict=True))
     none = q.new_empty(0)
-    return (
-        found["q"], found["k"], found.get("v", none), found["inverse_temperature"],
-        found.get("slice_weight", none),
-    )  # fmt: skip
+    gradients: tuple[Tensor, ...] = packed(tuple(found.get(name, none) for name in WITH_GRADIENT))
+    return gradients
 
 
 WITH_GRADIENT = ("q", "k", "v", "inverse_temperature", "slice_weight")

@@ -65,12 +65,16 @@ def _per_token(q: Tensor, points: Tensor) -> Tensor:
 
 
 def kept_keys(arguments: Mapping[str, Any]) -> Tensor:
-    return torch.empty_like(arguments["mask"], dtype=torch.bool)
+    return torch.empty_like(
+        arguments["mask"], dtype=torch.bool, memory_format=torch.contiguous_format
+    )
 
 
 def gradients(arguments: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
-    """One like each of these arguments, empty where it is not given."""
+    """One of the size of each of these arguments, empty where it is not given."""
+    given = (arguments[name] for name in names)
     return tuple(
-        arguments["q"].new_empty(0) if arguments[name] is None else torch.empty_like(arguments[name])
-        for name in names
-    )
+        arguments["q"].new_empty(0) if x is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in given
+    )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asapc.kernels import dispatch, key_c_transform
@@ -109,8 +108,7 @@ def _run(
     if backend == "gpu" and v is not None:
         from asapc.kernels.gpu import sinkhorn as gpu
 
-        with torch.cuda.device_of(q):  # Triton launches on the current device
-            return gpu.sinkhorn_loop(q, k, v, keep, bias, start, loop)
+        return gpu.sinkhorn_loop(q, k, v, keep, bias, start, loop)
     return cpu_sinkhorn.sinkhorn_loop(q, k, v, keep, bias, start, loop)
 
 

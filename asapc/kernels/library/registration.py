@@ -4,7 +4,8 @@ An operator computes at the precision of its inputs: in float64 where q is float
 which half precision is accumulated too. The result has the dtype of v, a map that of q; a dual is
 float32 or float64. Autocast never reaches inside. It decides what the operator is given, such as q and
 k in bfloat16 from a linear layer beside a float32 bias: any mixture of half precision and float32 is
-taken, and each input counts as what it holds.
+taken, and each input counts as what it holds. Results are contiguous, whatever the inputs are: a compiled
+program counts on the strides that the fake has. Kernels launch on the device of their inputs.
 """
 
 from __future__ import annotations
@@ -52,13 +53,21 @@ def operator(reference: Callable[..., Any], run: Run | None = None) -> CustomOpD
         for name, known in names.items():
             if name in arguments and arguments[name] not in known:
                 raise ValueError(f"one of {', '.join(known)} is needed, got {arguments[name]!r}")
-        with without_autocast(inputs):
+        first = next(x for x in inputs if isinstance(x, Tensor))
+        with without_autocast(inputs), torch.cuda.device_of(first):
             plain = partial(reference, **arguments)
-            return plain() if run is None else run(plain, **arguments)
+            return packed(plain() if run is None else run(plain, **arguments))
 
     schema = torch.library.infer_schema(prototype, mutates_args=())
     name = f"asapc::{reference.__name__}"
     return torch.library.custom_op(name, at_own_precision, mutates_args=(), schema=schema)
+
+
+def packed(results: Any) -> Any:
+    """The same, with contiguous tensors."""
+    if isinstance(results, tuple):
+        return tuple(map(packed, results))
+    return results.contiguous() if isinstance(results, Tensor) else results
 
 
 def bound(registered: CustomOpDef, inputs: Iterable[Any]) -> dict[str, Any]:
