@@ -3,6 +3,7 @@
 # make lint   ruff on the sources, mypy on the installed package
 # make docs   the pages of docs/ as a site in build/site; dead links and anchors are errors
 # make wheel  wheel and sdist into dist/, checked
+# make gpu-wheels  what make gpu-check may lack on a machine without a network, into .wheels
 # make gpu-check   GPU parity, the demo and speed, into benchmarks/results/gpu
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TREE := build/typecheck
 
-.PHONY: demo test lint ruff mypy docs wheel gpu-check clean
+.PHONY: demo test lint ruff mypy docs wheel gpu-check gpu-wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/asapc demo
@@ -72,3 +73,11 @@ clean:
 GPU_RESULTS ?= benchmarks/results/gpu
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py -o $(GPU_RESULTS)
+
+# What such a machine may lack where it has no network: a few MB in .wheels, beside the checkout's files.
+WHEELS ?= pydantic annotated-types typing-inspection typer psutil pyyaml
+PLATFORMS := --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
+gpu-wheels: | $(VENV)/bin/python
+	rm -rf .wheels
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --only-binary=:all: --dest .wheels \
+	    --python-version 3.12 --implementation cp $(PLATFORMS) $(WHEELS)

@@ -507,22 +507,21 @@ def main() -> None:
             print(json.dumps(memory_of(options.memory_of, shape, options)))
         return
 
-    results = []
+    results: list[dict[str, Any]] = []
+    document: dict[str, Any] = {}
     for head_dim, tokens in itertools.product(options.head_dim, options.tokens):
         shape = Shape(options.batch, options.heads, tokens, head_dim, options.half_steps)
         with torch.no_grad():
             results.append(measure(shape, options))
+        document = {"environment": environment(options.cpu), "results": results}
+        title = ["# Attention: time and memory", f"`{json.dumps(document['environment'])}`"]
+        write_results(options.out, "attention", document, "\n\n".join([*title, *map(table, results)]))
         if not options.json:
             print(table(results[-1]), "\n", flush=True)
-    document = {"environment": environment(options.cpu), "results": results}
     if options.json:
         print(json.dumps(document, indent=2))
-    if options.out is not None:
-        title = ["# Attention: time and memory", f"`{json.dumps(document['environment'])}`"]
-        text = "\n\n".join([*title, *map(table, results)])
-        write_results(options.out, "attention", document, text)
-        if not plot(results, options.out / "attention.svg"):
-            print("no plot: matplotlib is not installed", file=sys.stderr)
+    if options.out is not None and not plot(results, options.out / "attention.svg"):
+        print("no plot: matplotlib is not installed", file=sys.stderr)
 
 
 def write_results(folder: Path | None, name: str, document: Any, text: str) -> None:

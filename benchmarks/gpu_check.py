@@ -2,10 +2,11 @@
 
     make gpu-check                          # on a machine with a GPU; writes benchmarks/results/gpu
 
-Needs Python 3.12, torch 2.11 and triton 3.6 or newer, with what `pip install .` brings; nothing is
-fetched: the package is installed from this checkout into a folder of its own. Every step is a process
-with a limit, and a step that fails or runs out of time does not take the others along: gpu_check.json
-says which did, and the exit code.
+Needs Python 3.12, torch 2.11, triton 3.6 and pytest (with xdist) or newer, a C compiler for Triton's
+launchers, and the packages of NEEDED. Nothing is fetched: this checkout's modules are copied into a
+folder of their own, with the wheels of `.wheels/`, which `make gpu-wheels` gathers on a machine with a
+network. Every step is a process with a limit, and a step that fails or runs out of time does not take
+the others along: gpu_check.json says which did, and the exit code.
 """
 
 from __future__ import annotations
@@ -13,17 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ("attention", "features", "backward", "plan", "stream")
+NEEDED = (
+    "numpy", "scipy", "safetensors", "psutil", "yaml", "typer", "rich", "pydantic", "annotated_types",
+    "onnx", "pytest", "xdist",
+)  # fmt: skip
+PARTS = {"asapc": "asapc", "passes": "asapc/passes", "calibration": "asapc/calibration"}  # as installed
 TAIL = 1500  # characters of what a step printed
 LEAST = 10.0  # seconds that a step is begun with
 
@@ -58,12 +69,14 @@ def steps(out: Path) -> list[Step]:
     """In the order of what is to be known first."""
     tests = [str(ROOT / "tests" / f"test_gpu_{name}.py") for name in TESTS]
     tests.append(str(ROOT / "tests" / "test_graphed.py"))
-    bf16, tokens = ("--dtype", "bfloat16"), ("512", "1024", "2048", "4096", "8192", "16384")
+    # What matters most comes first: a step that is cut off has written what it had.
+    bf16, tokens = ("--dtype", "bfloat16"), ("4096", "512", "16384", "1024", "8192", "2048")
     one = ("--batch", "1", "--heads", "8")
+    workers = str(max(1, min(14, (os.cpu_count() or 1) - 2)))  # kernels are compiled on the CPU
     return [
-        Step("parity", 3.0, ("-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", *tests)),
-        script("tune", "gpu_tune", 1.5, out, "--dtype", "bfloat16", "--tokens", "512", "1024", "4096",
-               "--head-dim", "64"),
+        Step("parity", 3.0, ("-m", "pytest", "-q", "-n", workers, "-p", "no:cacheprovider", *tests)),
+        script("tune", "gpu_tune", 1.5, out, "--dtype", "bfloat16", "--tokens", "4096", "1024", "512",
+               "128", "--head-dim", "64"),
         attention("bf16_D64", 1.5, out, *bf16, *one, "--head-dim", "64", "--tokens", *tokens),
         Step("demo", 1.5, ("-m", "asapc", "demo", "--example", "digits", "--device", "cuda",
                            "-o", str(out / "digits"))),
@@ -82,12 +95,18 @@ def steps(out: Path) -> list[Step]:
 
 
 def installed(into: Path) -> dict[str, str]:
-    """The environment in which this checkout's package is found."""
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps",
-         "--no-build-isolation", "--target", str(into), str(ROOT)],
-        check=True,
-    )  # fmt: skip
+    """The environment in which this checkout's package is found, and what is in .wheels/."""
+    here = f"-cp{sys.version_info.major}{sys.version_info.minor}-"
+    for wheel in sorted((ROOT / ".wheels").glob("*.whl")):
+        if any(tag in wheel.name for tag in ("py3-none-any", "-abi3-", here)):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(into)
+    for source, place in PARTS.items():
+        shutil.copytree(ROOT / source, into / place, ignore=shutil.ignore_patterns("__pycache__"))
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    told = into / f"asapc-{version}.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: asapc\nVersion: {version}\n")
     path = [str(into), str(ROOT / "tests"), str(ROOT / "benchmarks")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -98,15 +117,17 @@ def taken(step: Step, left: float, environment: Mapping[str, str], folder: Path)
     if limit < LEAST:
         return Done(step.name, 0.0, "no time left", "")
     start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *step.arguments], env=dict(environment), cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            [sys.executable, *step.arguments], env=dict(environment), cwd=folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit, check=False,
-        )  # fmt: skip
-        outcome, said = "done" if done.returncode == 0 else f"exit {done.returncode}", done.stdout
-    except subprocess.TimeoutExpired as late:
+        said, _ = process.communicate(timeout=limit)
+        outcome = "done" if process.returncode == 0 else f"exit {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its workers too: the next step has the GPU to itself
+        said, _ = process.communicate()
         outcome = f"not done in {limit:.0f} s"
-        said = (late.stdout or b"").decode(errors="replace")  # bytes, whatever was asked for
     return Done(step.name, time.monotonic() - start, outcome, said[-TAIL:])
 
 
@@ -145,7 +166,12 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     done: list[Done] = []
     with tempfile.TemporaryDirectory() as place:
-        environment = installed(Path(place) / "site")
+        site = Path(place) / "site"
+        environment = installed(site)
+        missing = [name for name in NEEDED if find_spec(name) is None and not (site / name).exists()]
+        if missing:
+            print(f"gpu_check.py: steps will fail for want of {', '.join(missing)}: `make gpu-wheels`, "
+                  "on a machine with a network, gathers some of them", file=sys.stderr)  # fmt: skip
         for step in steps(out):
             if options.only and step.name not in options.only:
                 continue

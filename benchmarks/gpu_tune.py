@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,9 @@ from asapc.measure.tuning import tune
 HALF_STEPS = 20
 
 
-def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for every dtype, length and width of a head."""
-    device, rows = device_of(options), []
+    device = device_of(options)
     for dtype, tokens, dim in itertools.product(options.dtype, options.tokens, options.head_dim):
         kind = getattr(torch, dtype)
         points = (1, options.heads, tokens, dim)
@@ -36,9 +37,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         found = tune(call, q, k, options.repeats)
         shape = {"dtype": dtype, "H": options.heads, "N": tokens, "D": dim}
-        rows.append({**shape, **asdict(found.best), "gain": found.gain, "refused": found.refused})
-        print(rows[-1], file=sys.stderr, flush=True)
-    return rows
+        yield {**shape, **asdict(found.best), "gain": found.gain, "refused": found.refused}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -64,11 +63,14 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
     parser.add_argument("-o", "--out", type=Path, help="folder for tune.{json,md}")
     options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     with torch.no_grad():
-        rows = measured(options)
+        for row in measured(options):
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+            document = {"environment": environment(cpu=device_of(options) == "cpu"), "rows": rows}
+            write_results(options.out, "tune", document, table(rows))  # what comes next may be cut off
     print(table(rows))
-    document = {"environment": environment(cpu=device_of(options) == "cpu"), "rows": rows}
-    write_results(options.out, "tune", document, table(rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Operators give contiguous results whatever they are given, as their fakes say.
 
-A program that torch.compile has made counts on the strides of the fakes, and stops where they are others. Heads that were split off a
-projection by view and transpose, as models have them, are laid out otherwise.
+A program that torch.compile has made counts on the strides of the fakes, and stops where they are
+others. Heads that were split off a projection by view and transpose, as models have them, are laid out
+otherwise.
 """
 
 from __future__ import annotations
