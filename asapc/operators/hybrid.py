@@ -4,8 +4,8 @@
     the others:   sum_j A_ij v_j + DWConv(v)_i                   A: the operator on all tokens but the c
 
 c summary tokens, such as [CLS], gather from the whole sequence, and the other tokens do not see them
-(LOTFormer, 4.3). DWConv is a depthwise convolution over the order of those other tokens (4.2); it has no
-map, and the map that is given is that of the attention alone.
+(LOTFormer, 4.3); without an active one among them A is 0. DWConv is a depthwise convolution over the
+order of those other tokens (4.2); it has no map, and the map that is given is that of the attention alone.
 
 Every operator that softmax attention may become has such a form, hybrid_<name>, which is made here once.
 Plain PyTorch, any dtype, differentiable in every tensor.
@@ -73,6 +73,8 @@ def hybrid(name: str, named: Named = reference_named) -> Callable[..., Tensor]:
             out = q[:, :, :0, :1].expand(-1, -1, -1, 0 if dense else v.shape[3])
         else:
             out = inner(*((others | seen | settings)[key] for key in own))
+            if count and seen["keep"] is not None:  # rows without another active key are 0
+                out = out.masked_fill(~seen["keep"].any(-1)[:, None, None, None], 0.0)
             if depthwise is not None and not dense:
                 out = plus_depthwise(out, others["v"], depthwise, seen["keep"])
         if count == 0:
