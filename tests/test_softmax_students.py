@@ -28,6 +28,7 @@ from asapc.operators.catalogue import HYBRIDS, reference_named
 from asapc.operators.tokens import depthwise_values
 from asapc.program.apply import apply_distilled
 from asapc.program.calls import call_of, site_function
+from asapc.study import load_grid
 
 ops = torch.ops.asapc
 BATCH, HEADS, TOKENS, DIM, WIDTH = 3, 2, 7, 4, 5
@@ -271,6 +272,15 @@ def test_labels_tell_candidates_apart() -> None:
     labels = [one.label() for one in Recipe.from_dict({"candidates": [block]}).alternatives()]
     assert len({*labels}) == 8
     assert "lot 32 summary_tokens 1 depthwise 3" in labels and "fitted_sinkhorn 3" in labels
+
+
+def test_a_study_may_fit_loops(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("blocks: [{operator: fitted_sinkhorn, half_steps: [3, 5]}, {half_steps: 3}]")
+    fitted_ones, cut = load_grid(grid)
+    assert [row.describe()["features"] for row in fitted_ones + cut] == [
+        "fitted_sinkhorn, 3 half-steps", "fitted_sinkhorn, 5 half-steps", "Sinkhorn, 3 half-steps",
+    ]  # fmt: skip
 
 
 FACTORY = """

@@ -5,7 +5,7 @@
 
 c summary tokens, such as [CLS], gather from the whole sequence, and the other tokens do not see them
 (LOTFormer, 4.3); without an active one among them A is 0. DWConv is a depthwise convolution over the
-order of those other tokens (4.2); it has no map, and the map that is given is that of the attention alone.
+order of those other tokens (4.2); it has no map: the map that is given is that of the attention alone.
 
 Every operator that softmax attention may become has such a form, hybrid_<name>, which is made here once.
 Plain PyTorch, any dtype, differentiable in every tensor.
