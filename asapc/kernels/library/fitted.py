@@ -1,15 +1,17 @@
-"""asapc::fitted_sinkhorn and the hybrid operators, made of other operators' kernels."""
+"""asapc::fitted_sinkhorn and the hybrid operators, made of others: of their kernels and gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from asapc.kernels.library.attention import attention
+from asapc.kernels.library.gradients import differentiate
 from asapc.kernels.library.registration import Plain
 from asapc.operators.catalogue import HYBRIDS
 from asapc.operators.fitted_sinkhorn import scaled
@@ -17,7 +19,6 @@ from asapc.operators.hybrid import PREFIX, hybrid
 
 
 def _fitted_sinkhorn(
-    plain: Plain,
     q: Tensor,
     k: Tensor,
     keep: Tensor | None,
@@ -25,28 +26,41 @@ def _fitted_sinkhorn(
     head_multiplier: Tensor,
     v: Tensor | None = None,
     **loop: Any,
-) -> Any:
+) -> Tensor:
     points, bias = scaled(q, bias, head_multiplier)
     seen = {"q": points, "k": k, "keep": keep, "bias": bias, **loop}
     if v is None:
-        return torch.ops.asapc.sinkhorn_attention(**seen).to(q.dtype)
-    return torch.ops.asapc.sinkhorn(v=v, **seen)
-
-
-def _registered(name: str) -> Callable[..., Tensor]:
-    found: Callable[..., Tensor] = getattr(torch.ops.asapc, name)
-    return found
+        dense: Tensor = torch.ops.asapc.sinkhorn_attention(**seen)
+        return dense.to(q.dtype)
+    out: Tensor = torch.ops.asapc.sinkhorn(v=v, **seen)
+    return out
 
 
 @cache
 def _of_kernels(name: str) -> Callable[..., Tensor]:
-    return hybrid(name, _registered)
+    """The operator of a reference's name, made of registered ones."""
+    if not name.startswith(PREFIX):
+        return _fitted_sinkhorn
+
+    def registered(inner: str) -> Callable[..., Tensor]:
+        found: Callable[..., Tensor] = getattr(torch.ops.asapc, inner)
+        return found
+
+    return hybrid(name.removeprefix(PREFIX), registered)
 
 
-def _hybrid(plain: Plain, **arguments: Any) -> Any:
-    return _of_kernels(plain.func.__name__.removeprefix(PREFIX))(**arguments)
+def _run(plain: Plain, **arguments: Any) -> Any:
+    return _of_kernels(plain.func.__name__)(**arguments)
 
 
-attention("fitted_sinkhorn", _fitted_sinkhorn)
+def _gradient(registered: CustomOpDef, reference: Callable[..., Any]) -> None:
+    differentiate(registered, partial(_made_of, reference.__name__))
+
+
+def _made_of(name: str, **arguments: Any) -> Tensor:
+    return _of_kernels(name)(**arguments)  # when it is called, its parts are registered
+
+
+attention("fitted_sinkhorn", _run, _gradient)
 for _name in HYBRIDS.values():
-    attention(_name, _hybrid)
+    attention(_name, _run, _gradient)
