@@ -393,11 +393,12 @@ class Distilled:
     """Another operator fitted to a Sinkhorn site: its settings by name, those left out at their default.
 
     A tensor among them becomes a buffer of the graph.
+    operator: one that is fitted, or its hybrid form, see operators.catalogue.
     share: what it gives is multiplied by the share of active keys among all, the mass of a padded
     loop that ends on its columns; the operator's own plan has mass 1.
     """
 
-    operator: Literal["lot", "esp_hard"]
+    operator: str
     settings: Mapping[str, Any]
     share: bool = False
 

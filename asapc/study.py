@@ -90,6 +90,7 @@ class Row:
         if self.recipe.operator in DISTILLED:
             size = DISTILLED[self.recipe.operator]
             count = getattr(self.recipe, size)
+            size = size.replace("_", "-")
             return {"features": f"{self.recipe.operator}, {count} {size}", "fit": "distilled"}
         return {
             "features": " ".join(self.recipe.features),
@@ -122,7 +123,7 @@ def _rows(block: Any, place: Place) -> list[Row]:
     if not isinstance(block, Mapping) or not block:
         raise InputError(f"{place} must be a mapping of recipe keys to values", got=repr(block))
     block = modern(block, place)
-    if "half_steps" in block:
+    if "half_steps" in block and block.get("operator") != "fitted_sinkhorn":
         where = place.at("half_steps", block)
         if len(block) > 1:
             raise InputError(f"{where} stands alone in its block", got=repr(dict(block)))

@@ -19,6 +19,7 @@ from asapc.features import Feature, total_width
 from asapc.features.predictor import Amortised
 from asapc.inputs.settings import Place, Switch, checked, integer
 from asapc.ir import Coupling, Distilled, Ties
+from asapc.operators.catalogue import OPERATORS
 
 Shape = Sequence[int | None]  # None: any number from 1 on
 
@@ -37,12 +38,20 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "squared_cost": Switch, "mean_cost": Switch, "output_factor": _Finite,
         "coupling": Coupling, "ties": Ties,
     },
+    "fitted_sinkhorn": {
+        "score_multiplier": _Finite, "half_steps": _HalfSteps, "rows_first": Switch,
+        "output_factor": Annotated[list[_Finite], Len(4, 4)],
+    },
 }  # fmt: skip
-# Its tensors and their axes: H heads, D of a head, n pivots or slices, as many in all of them.
+_OF_HYBRIDS: Mapping[str, Any] = {"summary_tokens": integer(0), "summary_multiplier": _Finite}
+# Its tensors and their axes: H heads, D of a head, E of its values, n pivots or slices, as many in all of
+# them, w the width of a convolution.
 _AXES: Mapping[str, Mapping[str, str]] = {
     "lot": {"pivots": "HnD", "pivot_mass": "Hn"},
     "esp_hard": {"slices": "HnD", "inverse_temperature": "H"},
+    "fitted_sinkhorn": {"head_multiplier": "H"},
 }
+_DEPTHWISE = {"depthwise": "HEw"}  # of a hybrid operator that has one
 _DTYPES = {"inverse_temperature": torch.float64}
 
 
@@ -107,13 +116,13 @@ def _dim_of(features: Sequence[Feature], parameters: Sequence[Tensor | None]) ->
 
 
 def _check_distilled(name: str, distilled: Distilled, heads: int | None, head_dim: int | None) -> None:
-    types, axes = _SETTINGS[distilled.operator], _AXES[distilled.operator]
+    types, axes = _described(distilled.operator, distilled.settings)
     if distilled.settings.keys() != types.keys() | axes.keys():
         wanted = ", ".join(sorted(types.keys() | axes.keys()))
         raise InputError(f"{name} must have {wanted}", got=", ".join(sorted(distilled.settings)))
     for key, kind in types.items():
         checked(distilled.settings[key], kind, Place(name, (key,)))
-    sizes = {"H": heads, "D": head_dim, "n": None}
+    sizes = {"H": heads, "D": head_dim, "n": None, "E": None, "w": None}
     for key, names in axes.items():
         tensor = distilled.settings[key]
         shape = [sizes[axis] for axis in names]
@@ -122,13 +131,29 @@ def _check_distilled(name: str, distilled: Distilled, heads: int | None, head_di
             sizes[axis] = sizes[axis] or size
 
 
-def distilled_tensors(operator: str, tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
-    """The tensors of a distilled operator by their names."""
+def _described(
+    operator: str, settings: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """The types of an operator's settings, and the axes of its tensors.  Raises KeyError for an operator
+    that nothing is distilled into."""
+    inner = OPERATORS[operator].hybrid_of
+    if not inner:
+        return _SETTINGS[operator], _AXES[operator]
+    types = {**_SETTINGS[inner], **_OF_HYBRIDS}
+    if settings.get("depthwise") is None:
+        return {**types, "depthwise": Literal[None]}, _AXES[inner]
+    return types, {**_AXES[inner], **_DEPTHWISE}
+
+
+def distilled_tensors(
+    operator: str, arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], stem: str
+) -> dict[str, Tensor]:
+    """The tensors of a distilled operator by their names.  arguments: all it is given, as in a file."""
     return {
         key: tensor_of(
             tensors, f"{stem}.{key}", [None] * len(axes), _DTYPES.get(key, torch.float32)
         )
-        for key, axes in _AXES[operator].items()
+        for key, axes in _described(operator, arguments)[1].items()
     }
 
 

@@ -14,8 +14,15 @@ esp_hard  Sorting has no gradient in the slices. Plans of one slice each, along 
           error of their mean most; that needs only the products of their outputs. Then tau is the
           best of a few. Ties share mass, and unequal numbers meet by the monotone coupling: both
           marginals are uniform, as the teacher's are.
+fitted_sinkhorn
+          One number a head, the multiplier of its scores: the best of a few, then a golden section. The
+          loop ends on the teacher's side.
 
-Neither knows a score bias: what it does to the teacher's outputs stays in the error.
+The first two do not know a score bias: what it does to the teacher's outputs stays in the error.
+
+Of a softmax layer, summary tokens keep their rows: the operator is fitted to the other rows, from the
+other tokens. Then a depthwise convolution on the values is fitted to what it leaves of a head's outputs,
+by least squares in closed form; a head has none where that does not lower the held-out error.
 """
 
 from __future__ import annotations
@@ -23,11 +30,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from asapc.calibration.collect import check_finite, pieces
 from asapc.calibration.kept import Kept
@@ -37,16 +46,19 @@ from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.features.coarse import kmeans
 from asapc.inputs.recipe import Recipe
-from asapc.ir import Convention, Coupling, Distilled, SiteTensors, Ties
+from asapc.ir import Convention, Coupling, Distilled, OutputFactor, SiteTensors, Ties
+from asapc.operators.catalogue import HYBRIDS
+from asapc.operators.hybrid import without_first
 from asapc.operators.matching import match, ranked
 from asapc.operators.ranks import clouds_of
-from asapc.operators.sinkhorn import clean_values
+from asapc.operators.sinkhorn import clean_values, factor_terms, factor_value
 from asapc.processes import Part
 from asapc.program.apply import apply_distilled, apply_lossless
 from asapc.program.calls import times_share
 
 KEPT_BYTES = 2**28  # activations kept a site; examples beyond these are passed over
 HELD_OUT_BYTES = 2**25
+ROUNDING = 1e-6  # of an output factor that was found by experiment
 SAMPLE_POINTS = 8192  # of a head, for k-means and principal directions
 
 MINIBATCH = 8  # examples; fewer where their scores against the pivots are more than MINIBATCH_SCORES
@@ -62,6 +74,11 @@ SLICE_ROWS = 64  # queries of an example
 CANDIDATES = 256  # directions a head chooses from, at least twice its slices
 COUPLING: Coupling = "monotone"
 TIES: Ties = "shared"
+MULTIPLIERS = tuple(2 ** (step / 2) for step in range(-6, 7))  # of a fitted loop's scores
+SECTIONS = 9  # of the interval around the best of them, which is then 1 % wide
+
+RIDGE = 1e-4  # of a convolution's normal equations, times their mean diagonal
+
 INVERSE_TEMPERATURES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # over the norm of a typical token
 
 
@@ -77,14 +94,15 @@ class _Piece:
 
     def all_tensors(self) -> dict[str, Tensor | None]:
         t = self.tensors
-        return {"q": t.q, "k": t.k, "v": t.v, "keep": t.keep, "target": self.target}
+        named = {"q": t.q, "k": t.k, "v": t.v, "keep": t.keep, "bias": t.bias}
+        return {**named, "target": self.target}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Piece:
         """Inverse of all_tensors."""
-        q, k, v, keep = (tensors.get(name) for name in ("q", "k", "v", "keep"))
+        q, k, v, keep, bias = (tensors.get(name) for name in ("q", "k", "v", "keep", "bias"))
         assert q is not None and k is not None
-        return cls(SiteTensors(q, k, keep, None, None, v), tensors["target"])
+        return cls(SiteTensors(q, k, keep, bias, None, v), tensors["target"])
 
     def error(self, student: Distilled) -> Tensor:
         """|student - target|^2 / |target|^2 of every head and example: [B, H]."""
@@ -96,10 +114,12 @@ class _Piece:
 class Distiller:
     """Keeps a sample of one site's activations and fits the recipe's operator to the teacher on it.
 
-    name: the site, for messages.  recipe: of the site.
+    name: the site, for messages.  recipe: of the site.  Raises InputError where the convention does not
+    allow what the recipe asks for.
     """
 
     def __init__(self, name: str, convention: Convention, recipe: Recipe) -> None:
+        check_asked(name, convention, recipe)
         self.name = name
         self.convention = convention
         self.recipe = recipe
@@ -155,10 +175,17 @@ class Distiller:
 
     def _minibatch(self, t: SiteTensors) -> int:
         _, heads, queries, _ = t.q.shape
-        scores = heads * (queries + t.k.shape[2]) * self.recipe.pivots
+        met = t.k.shape[2] if self.recipe.operator == "fitted_sinkhorn" else self.recipe.pivots
+        scores = heads * (queries + t.k.shape[2]) * met
         return min(MINIBATCH, max(1, MINIBATCH_SCORES // scores))
 
     def _piece(self, t: SiteTensors) -> _Piece:
+        if t.v is None and self.recipe.depthwise:
+            raise InputError(
+                f"{self.name}: a convolution on the values adds to A v and leaves no map",
+                got="a layer whose attention map is returned, or used otherwise",
+                help="set `drop_attention_maps: true`, or leave `depthwise` out for this site",
+            )
         v = t.k if t.v is None else t.v  # the keys stand in where the map itself is returned
         q, k, v = (x.detach().float() for x in (t.q, t.k, v))
         bias = None if t.bias is None else t.bias.float()
@@ -171,7 +198,39 @@ class Distiller:
                 got="nan or inf",
                 help="check the scale of this layer's queries, keys, values and score bias",
             )
-        return _Piece(SiteTensors(seen.q, seen.k, seen.keep, None, None, seen.v), target)
+        known = seen.bias if self.recipe.operator == "fitted_sinkhorn" else None
+        piece = _Piece(SiteTensors(seen.q, seen.k, seen.keep, known, None, seen.v), target)
+        return self._others(piece) if is_hybrid(self.recipe) else piece
+
+    def _others(self, piece: _Piece) -> _Piece:
+        """The rows of all tokens but the summary tokens, and what is seen of those tokens."""
+        t, count = piece.tensors, self.recipe.summary_tokens
+        queries, keys = t.q.shape[2], t.k.shape[2]
+        if queries != keys:
+            raise InputError(
+                f"{self.name}: {_asked(self.recipe)} is for attention of tokens to themselves",
+                got=f"{queries} queries and {keys} keys",
+                help="leave it out for this site, under `sites`",
+            )
+        terms = factor_terms(self.convention.output_factor)
+        factor = factor_value(terms, queries, keys, t.keep)
+        if not bool(((torch.as_tensor(factor) / queries - 1).abs() < ROUNDING).all()):
+            raise InputError(
+                f"{self.name}: {_asked(self.recipe)} is for softmax attention, whose rows sum to 1",
+                got=f"the output factor {self.convention.output_factor}",
+                help="leave it out for this site, under `sites`",
+            )
+        if queries <= count:
+            raise InputError(
+                f"{self.name}: there must be tokens besides the summary tokens",
+                got=f"{queries} tokens, `summary_tokens: {count}`",
+                help="calibrate on longer examples, or name fewer summary tokens",
+            )
+        q, k, v = (None if x is None else x[:, :, count:] for x in (t.q, t.k, t.v))
+        assert q is not None and k is not None
+        keep = None if t.keep is None else t.keep[:, count:]
+        seen = SiteTensors(q, k, keep, without_first(t.bias, count), None, v)
+        return _Piece(seen, piece.target[:, :, count:])
 
     def calibration(self) -> SiteDistillation:
         """The fit.  Raises InputError without examples, and where the operator cannot have the mass
@@ -184,12 +243,19 @@ class Distiller:
             )
         train, held_out = self._parts()
         square = all(p.tensors.q.shape[2] == p.tensors.k.shape[2] for p in train)
+        convention = self.convention
+        if is_hybrid(self.recipe):  # of rows that sum to 1, whatever their number
+            convention = replace(convention, output_factor=OutputFactor(queries=1))
         if self.recipe.operator == "lot":
-            place = lot_maker(self.name, self.convention, square)
+            place = lot_maker(self.name, convention, square)
             fit = fit_lot(train, held_out, place, self.recipe.pivots, self.recipe.seed, STEPS)
-        else:
-            place = esp_maker(self.name, self.convention, square)
+        elif self.recipe.operator == "esp_hard":
+            place = esp_maker(self.name, convention, square)
             fit = fit_slices(train, held_out, place, self.recipe.slices, self.recipe.seed)
+        else:
+            fit = fit_loop(train, held_out, convention, self.recipe.half_steps)
+        if is_hybrid(self.recipe):
+            fit = self._beside_softmax(fit, train, held_out)
         if not bool(fit.errors.isfinite().all()):
             raise InputError(
                 f"{self.name}: {self.recipe.operator} cannot be fitted to this layer",
@@ -208,6 +274,21 @@ class Distiller:
             fit_seconds=self.seconds,
             settings=self.recipe.fit_settings(),
         )
+
+    def _beside_softmax(
+        self, fit: _Fit, train: Sequence[_Piece], held_out: Sequence[_Piece]
+    ) -> _Fit:
+        """The hybrid form of the fit, with a convolution where the recipe asks for one."""
+        hybrid = hybrid_of(fit.distilled, 0, self.convention.score_multiplier, None)
+        if self.recipe.depthwise:
+            kernel = fit_depthwise(train, fit.distilled, self.recipe.depthwise)
+            errors = _mean_errors(_with(hybrid, depthwise=kernel), held_out)
+            better = errors < fit.errors  # [H]
+            kernel = torch.where(better[:, None, None], kernel, 0.0)
+            hybrid = _with(hybrid, depthwise=kernel)
+            fit = replace(fit, errors=torch.minimum(errors, fit.errors))
+        hybrid = _with(hybrid, summary_tokens=self.recipe.summary_tokens)
+        return replace(fit, distilled=hybrid)
 
     def _parts(self) -> tuple[list[_Piece], list[_Piece]]:
         """To fit on, and to stop by; the same where there is but one piece."""
@@ -240,6 +321,48 @@ class _Fit:
 
 
 Maker = Callable[[Tensor, Tensor], Distilled]
+
+
+def is_hybrid(recipe: Recipe) -> bool:
+    """Whether a distilled operator keeps something beside it."""
+    return bool(recipe.summary_tokens or recipe.depthwise)
+
+
+def _asked(recipe: Recipe) -> str:
+    key = "summary_tokens" if recipe.summary_tokens else "depthwise"
+    return f"`{key}: {getattr(recipe, key)}`"
+
+
+def check_asked(name: str, convention: Convention, recipe: Recipe) -> None:
+    """InputError where a site of this convention cannot become what the recipe asks for."""
+    if recipe.operator == "fitted_sinkhorn" and (recipe.half_steps - convention.half_steps) % 2:
+        parity = "odd" if convention.half_steps % 2 else "even"
+        raise InputError(
+            f"recipe: {name}: half_steps must be {parity}: the loop ends on {convention.last_side}s, "
+            "as the layer does",
+            got=f"half_steps: {recipe.half_steps}",
+            help=f"write `half_steps: {recipe.half_steps + 1}`, for this site alone under `sites`",
+        )
+    if is_hybrid(recipe) and (convention.half_steps, convention.first_side) != (1, "row"):
+        raise InputError(
+            f"recipe: {name}: {_asked(recipe)} is for softmax layers",
+            got=f"a Sinkhorn loop of {convention.half_steps} half-steps",
+            help="set it for softmax layers alone, under `sites`",
+        )
+
+
+def hybrid_of(
+    fitted: Distilled, summary_tokens: int, multiplier: float, depthwise: Tensor | None
+) -> Distilled:
+    """The hybrid form of what was fitted.  multiplier: of the softmax layer's scores."""
+    beside = {
+        "summary_tokens": summary_tokens, "summary_multiplier": multiplier, "depthwise": depthwise,
+    }  # fmt: skip
+    return Distilled(HYBRIDS[fitted.operator], {**fitted.settings, **beside}, fitted.share)
+
+
+def _with(fitted: Distilled, **settings: Any) -> Distilled:
+    return replace(fitted, settings={**fitted.settings, **settings})
 
 
 def lot_maker(name: str, convention: Convention, square: bool) -> Maker:
@@ -342,6 +465,72 @@ def fit_lot(
             break
     final = moved(make(best[0] * spread, torch.softmax(best[1], -1)), CPU)
     return _Fit(final, errors, tuple(kept.tolist()))
+
+
+def fit_loop(
+    train: Sequence[_Piece], held_out: Sequence[_Piece], convention: Convention, half_steps: int
+) -> _Fit:
+    """The multiplier of each head's scores, from which `half_steps` half-steps come closest.
+
+    The best of MULTIPLIERS, then a golden section of the logarithm between its neighbours.
+    """
+    settings = {
+        "score_multiplier": convention.score_multiplier, "half_steps": half_steps,
+        "rows_first": convention.first_side == "row",
+        "output_factor": factor_terms(convention.output_factor),
+    }  # fmt: skip
+
+    def loop(logs: Tensor) -> Distilled:
+        return Distilled("fitted_sinkhorn", {"head_multiplier": logs.exp().float(), **settings})
+
+    def error(logs: Tensor) -> Tensor:
+        return _mean_errors(loop(logs), train)
+
+    heads = train[0].target.shape[1]
+    grid = torch.tensor(MULTIPLIERS, dtype=torch.float64).log()
+    best = torch.stack([error(level.expand(heads)) for level in grid]).argmin(0)  # [H]
+    low, high = (grid[(best + side).clamp(0, len(grid) - 1)] for side in (-1, 1))
+    share = (math.sqrt(5) - 1) / 2
+    left, right = high - share * (high - low), low + share * (high - low)
+    at_left, at_right = error(left), error(right)
+    for _ in range(SECTIONS):
+        lower = at_left <= at_right  # [H]: where the minimum lies left of `right`
+        low, high = torch.where(lower, low, left), torch.where(lower, right, high)
+        fresh = torch.where(lower, high - share * (high - low), low + share * (high - low))
+        seen = error(fresh)
+        left, right = torch.where(lower, fresh, right), torch.where(lower, left, fresh)
+        at_left, at_right = torch.where(lower, seen, at_right), torch.where(lower, at_left, seen)
+    final = loop(torch.where(at_left <= at_right, left, right))
+    return _Fit(final, _mean_errors(final, held_out), (half_steps,) * heads)
+
+
+def fit_depthwise(pieces: Sequence[_Piece], fitted: Distilled, width: int) -> Tensor:
+    """[H, E, w]: the convolution of each channel of the values that comes closest to what is left.
+
+        min_c sum_n (r_n - sum_t c_t v_(n + t - (w - 1)/2))^2 / |target|^2 + RIDGE mean(diag) |c|^2
+
+    with the residual r = target - A v; by the normal equations, in float64. Padded tokens count as 0, and
+    nothing is asked of their rows.
+    """
+    _, heads, _, channels = pieces[0].target.shape
+    gram = torch.zeros(heads, channels, width, width, dtype=torch.float64)
+    moment = torch.zeros(heads, channels, width, dtype=torch.float64)
+    for piece in pieces:
+        t, target = piece.tensors, piece.target.double()
+        with torch.no_grad():
+            left = target - apply_distilled(moved(fitted, target.device), t, t.v)
+        assert t.v is not None
+        padding = (0, 0, width // 2, width // 2)
+        shifted = functional.pad(clean_values(t.v, t.keep).double(), padding).unfold(2, width, 1)
+        rows = clean_values(shifted.flatten(3), t.keep).view(shifted.shape)  # [B, H, N, E, w]
+        weight = 1 / target.square().sum((-2, -1)).clamp(min=torch.finfo(torch.float32).tiny)
+        weighted = rows * weight[:, :, None, None, None]
+        gram += moved(torch.einsum("bhnes,bhnet->hest", weighted, rows), CPU)
+        moment += moved(torch.einsum("bhnes,bhne->hes", weighted, left), CPU)
+    ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    ridge = ridge.clamp(min=torch.finfo(torch.float64).tiny)[..., None, None]
+    regular = gram + ridge * torch.eye(width, dtype=torch.float64)
+    return torch.linalg.solve(regular, moment[..., None])[..., 0].float()
 
 
 def _tokens(pieces: Sequence[_Piece], random: np.random.Generator) -> Tensor:

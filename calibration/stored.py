@@ -32,7 +32,7 @@ from asapc.formats.atomic import read_whole, replace_folder
 from asapc.formats.json_text import read_json
 from asapc.inputs.weights import read_safetensors
 from asapc.ir import Convention, Distilled
-from asapc.operators.catalogue import OPERATORS
+from asapc.operators.catalogue import HYBRIDS, OPERATORS
 from asapc.program.monitor import ScoreRange
 from asapc.terminal.printed import short
 
@@ -41,6 +41,7 @@ Kind = TypeVar("Kind")
 FORMAT_VERSION = 6
 _JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
 _HASHES = "seen_hashes"
+_NO_HYBRID = {"summary_tokens": 0, "depthwise": 0}  # of what earlier versions fitted
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class SiteDistillation:
 
     @property
     def count(self) -> int:
-        """Pivots or slices of a head."""
-        size = OPERATORS[self.distilled.operator].size
-        return int(self.distilled.settings[size].shape[1])
+        """Pivots or slices of a head, half-steps of a loop."""
+        size = self.distilled.settings[OPERATORS[self.distilled.operator].size]
+        return int(size.shape[1]) if isinstance(size, Tensor) else int(size)
 
     @property
     def replacement(self) -> Distilled:
@@ -338,7 +339,7 @@ def fit_from(
             held_out=int(data["held_out"]),
             tokens=int(data["tokens"]),
             fit_seconds=seconds,
-            settings=dict(data["settings"]),
+            settings={**_NO_HYBRID, **data["settings"]},
         )
     plan = TransformPlan(**data["plan"])
     if plan != transform_plan(convention, plan.c_transforms, plan.side, plan.aim):
@@ -374,10 +375,11 @@ def fit_from(
 def _distilled(
     name: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Distilled:
-    operator = _one_of(data["operator"], "lot", "esp_hard")
-    fitted = distilled_tensors(operator, tensors, f"{name}.{operator}")
-    settings = {key: value for key, value in data["arguments"].items() if value != "tensor"} | fitted
-    return Distilled(operator, settings, bool(data["share"]))  # type: ignore[arg-type]
+    operator = _one_of(data["operator"], *HYBRIDS, *HYBRIDS.values())
+    arguments = _is(dict, data["arguments"])
+    held = distilled_tensors(operator, arguments, tensors, f"{name}.{operator}")
+    settings = {key: value for key, value in arguments.items() if value != "tensor"} | held
+    return Distilled(operator, settings, bool(data["share"]))
 
 
 def _predictor(
@@ -472,8 +474,12 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
     if isinstance(fitted, SiteDistillation):
         distilled = fitted.distilled
         settings = distilled.settings
-        sorts = {name: settings[name] for name in ("coupling", "ties") if name in settings}
-        return nothing | sorts | {
+        told = {name: settings[name] for name in ("coupling", "ties") if name in settings}
+        if settings.get("summary_tokens"):
+            told["summary_tokens"] = settings["summary_tokens"]
+        if settings.get("depthwise") is not None:
+            told["depthwise"] = settings["depthwise"].shape[2]
+        return nothing | told | {
             "fit": "distilled",
             OPERATORS[distilled.operator].size: fitted.count,
             "fit_rel_l2": max(fitted.errors),

@@ -3,6 +3,7 @@
 before: torch.ops.asapc.sinkhorn(q, k, v, keep, bias, ...)
 after:  torch.ops.asapc.asap(q, k, v, keep, bias, dual, ...)      a predicted dual
         torch.ops.asapc.lot(...), torch.ops.asapc.esp_hard(...)   distilled
+        torch.ops.asapc.hybrid_lot(...)                           distilled, beside softmax rows
 before: torch.ops.asapc.esp_soft(...)
 after:  torch.ops.asapc.esp_hard(...)                             exact sorting
 """

@@ -55,7 +55,7 @@ from asapc.passes.candidates import (
 from asapc.passes.price import LONG, Apply, Price, Shape, prices, shapes_of
 from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.solve import Option, cheapest
-from asapc.program.apply import apply_lossless, apply_replacement
+from asapc.program.apply import apply_lossless, apply_replacement, beyond_map
 from asapc.program.calls import site_function
 from asapc.program.runner import Runner, Tap
 from asapc.terminal.progress import Progress
@@ -229,7 +229,10 @@ def _compare(
             approximate = apply_replacement(convention, replacement, t, None)
             attention, output = maps[id(entry)]
             attention.update(exact, approximate, t.keep)
-            output.update(exact @ values, approximate @ values)
+            applied = approximate @ values
+            if beyond_map(replacement):
+                applied = apply_replacement(convention, replacement, t, values)
+            output.update(exact @ values, applied)
 
 
 class WholeModel:

@@ -49,6 +49,9 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
         "coarse:4": ([pivots], 1),
     }  # fmt: skip
     constant = ["plan", "clamp", 1e-6, "softmax", False, False]
+    alike, beside = q[:, :, :KEYS], [keep, bias[:, :KEYS], 2, 0.5, random(HEADS, VALUE_DIM, 3)]
+    fitted = [torch.tensor([0.5, 1.0, 2.0]), 0.5, 3, True, ATTENTION]
+    forms = {"lot": [None, *lot[3:]], "esp_hard": hard[2:], "fitted_sinkhorn": fitted}
     return {
         "sinkhorn": (ops.sinkhorn, [q, k, v, keep, bias, 0.5, 5, True, ATTENTION]),
         "stabilised_sinkhorn": (
@@ -93,6 +96,15 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
         "esp_released_hard_attention": (ops.esp_released_hard_attention, [q, k, *soft]),
         "esp_hard": (ops.esp_hard, [q, k, v, *hard]),
         "esp_hard_attention": (ops.esp_hard_attention, [q, k, *hard]),
+        "fitted_sinkhorn": (ops.fitted_sinkhorn, [q, k, v, keep, bias, *fitted]),
+        "fitted_sinkhorn_attention": (ops.fitted_sinkhorn_attention, [q, k, keep, bias, *fitted]),
+        **{
+            f"hybrid_{name}{form}": (
+                getattr(ops, f"hybrid_{name}{form}"), [alike, k, *values, *beside, *settings]
+            )
+            for name, settings in forms.items()
+            for form, values in (("", [v]), ("_attention", []))
+        },
         "lot": (ops.lot, [q, k, v, *lot]),
         "lot_attention": (ops.lot_attention, [q, k, *lot]),
     }

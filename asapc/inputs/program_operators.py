@@ -265,7 +265,7 @@ def _coupling(arguments: Mapping[str, Any]) -> str | None:
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
     "upsample_": _factors, "div": _rounding, "divide": _rounding, "stabilised_": _stabiliser,
-    "esp_": _coupling, "plan": _plan,
+    "esp_": _coupling, "hybrid_esp_": _coupling, "plan": _plan,
 }  # fmt: skip
 
 

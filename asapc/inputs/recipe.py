@@ -1,7 +1,7 @@
 """A recipe: what may be tried at each site and how close it must be.  Typed data, read from YAML.
 
     from: sinkhorn            # sinkhorn | softmax: softmax layers are compiled, too
-    operator: auto            # auto | lossless | sinkhorn | asap | lot | esp_hard
+    operator: auto            # auto | lossless | sinkhorn | asap | lot | esp_hard | fitted_sinkhorn
     side: target              # target | source: whose dual is predicted; both: an ablation
     c_transforms: 1           # at most; the site's convention decides the parity. 0 with side: both
     aim: aligned              # aligned: the dual they start from | last: the last one, as in ASAP
@@ -13,6 +13,9 @@
     coefficients: per_head    # per_head | pooled over heads | shared by heads and sites
     pivots: 32                # of lot, per head
     slices: 32                # of esp_hard, per head
+    half_steps: 3             # of fitted_sinkhorn
+    summary_tokens: 0         # first tokens, such as [CLS], whose rows stay softmax
+    depthwise: 0              # width of a convolution on values beside the attention; 0 for none
     candidates:               # of `operator: auto`, instead of the keys above; lists of values multiply
       - {side: [target, source], c_transforms: [1, 3], features: [["coarse:32"], ["coarse:32", gaussian]]}
     budget: {attention_rel_l2: 0.05, prediction_agreement: 0.99}
@@ -69,10 +72,12 @@ RidgeMode = Literal["risk", "direct"]
 Coefficients = Literal["per_head", "pooled", "shared"]
 Objective = Literal["latency", "memory"]
 From = Literal["sinkhorn", "softmax"]
+Depthwise = Literal[0, 3, 5, 7, 9, 11, 13, 15]
 
 MAX_C_TRANSFORMS = 50
 EARLIER_KEYS = {"closures": "c_transforms"}
 EARLIER_VALUES = {"side": {"key": "target"}}
+MAX_HALF_STEPS = 1024
 MAX_CANDIDATES = 256
 MAX_SHAPES = 64
 MAX_SHAPE = 2**20  # tokens, and examples: beyond it a timing could not end
@@ -80,12 +85,14 @@ MAX_RIDGE = 1e30  # times any number of rows it is finite
 DEFAULT_BUDGET = {"attention_rel_l2": 0.05, "prediction_agreement": 0.99}
 CANDIDATE_KEYS = (
     "operator", "side", "c_transforms", "aim", "points", "features", "fit", "ridge", "ridge_mode",
-    "coefficients", "pivots", "slices",
+    "coefficients", "pivots", "slices", "half_steps", "summary_tokens", "depthwise",
 )  # fmt: skip
+HYBRID_KEYS = ("summary_tokens", "depthwise")  # that make a distilled operator a hybrid one
 FIT_KEYS: Mapping[str, tuple[str, ...]] = {
     "asap": ("features", "points", "fit", "coefficients", "ridge", "ridge_mode", "seed", "max_examples"),
-    "lot": ("pivots", "seed", "max_examples"),
-    "esp_hard": ("slices", "seed", "max_examples"),
+    "lot": ("pivots", "summary_tokens", "depthwise", "seed", "max_examples"),
+    "esp_hard": ("slices", "summary_tokens", "depthwise", "seed", "max_examples"),
+    "fitted_sinkhorn": ("half_steps", "summary_tokens", "depthwise", "seed", "max_examples"),
 }
 
 _Count = integer(1, MAX_COUNT)
@@ -110,6 +117,9 @@ _OWN_TYPES: Mapping[str, Any] = {
     "coefficients": Coefficients,
     "pivots": _Count,
     "slices": _Count,
+    "half_steps": integer(1, MAX_HALF_STEPS),
+    "summary_tokens": integer(0, MAX_COUNT),
+    "depthwise": Depthwise,
 }
 CANDIDATE_TYPES = {key: _OWN_TYPES[key] for key in CANDIDATE_KEYS}
 _Block = model(
@@ -149,6 +159,11 @@ class Recipe:
     ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
     coefficients:        one vector for each head, for all heads of a site, or for all sites.
     pivots, slices:      of each head, where a Sinkhorn site is distilled into lot or esp_hard.
+    half_steps:          of the loop that a site is distilled into, where that is fitted_sinkhorn.
+    summary_tokens:      first tokens of softmax layers whose rows stay softmax over all keys, while the
+                         others become the distilled operator among themselves.
+    depthwise:           width of a convolution on the values of each channel, which is fitted to what a
+                         distilled operator leaves of a softmax layer's outputs; 0 for none.
     candidates:          what `operator: auto` tries beside the lossless operator; each one is the keys
                          above, overridden by those it has. Empty: those keys as they stand.
     seed:                directions and any sampling.
@@ -174,6 +189,9 @@ class Recipe:
     coefficients: Coefficients = "per_head"
     pivots: int = 32
     slices: int = 32
+    half_steps: int = 3
+    summary_tokens: int = 0
+    depthwise: Depthwise = 0
     candidates: tuple[Mapping[str, Any], ...] = ()
     seed: int = 0
     budget: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_BUDGET))
@@ -211,7 +229,9 @@ class Recipe:
     def label(self) -> str:
         """A candidate in a few words that tell it from every other: "asap key 1 coarse:32"."""
         if self.operator in OPERATORS and (size := OPERATORS[self.operator].size):
-            return f"{self.operator} {getattr(self, size)}"
+            words = [self.operator, str(getattr(self, size))]
+            words += [f"{key} {getattr(self, key)}" for key in HYBRID_KEYS if getattr(self, key)]
+            return " ".join(words)
         if self.operator != "asap":
             return self.operator
         words = [self.operator, self.side, str(self.c_transforms), *self.features]

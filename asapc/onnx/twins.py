@@ -35,6 +35,8 @@ from asapc.operators import lot as lot_meaning
 from asapc.operators import plan as plan_meaning
 from asapc.operators import ranks as esp_ranks
 from asapc.operators.banded import in_band, seen_keys
+from asapc.operators.fitted_sinkhorn import scaled
+from asapc.operators.hybrid import hybrid
 from asapc.operators.matching import rank_partners
 from asapc.operators.ranks import Clouds as Ranks
 from asapc.operators.sinkhorn import (
@@ -909,6 +911,40 @@ def _token_factor(
     return value
 
 
+def fitted_sinkhorn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    head_multiplier: Tensor,
+    *loop: Any,
+) -> Tensor:
+    """Arguments and result as operators.fitted_sinkhorn.fitted_sinkhorn."""
+    q, bias = scaled(q, bias, head_multiplier)
+    return sinkhorn(q, k, v, keep, bias, *loop)
+
+
+def fitted_sinkhorn_attention(
+    q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, head_multiplier: Tensor, *loop: Any
+) -> Tensor:
+    """Arguments and result as operators.fitted_sinkhorn.fitted_sinkhorn_attention."""
+    points, bias = scaled(q, bias, head_multiplier)
+    return sinkhorn_attention(points, k, keep, bias, *loop).to(q.dtype)
+
+
 def kept_keys(mask: Tensor, hides: float) -> Tensor:
     """True on the keys that an additive mask keeps; a graph cannot refuse what is neither."""
     return mask > hides
+
+
+def _named(name: str) -> Callable[..., Tensor]:
+    twin: Callable[..., Tensor] = globals()[name]
+    return twin
+
+
+hybrid_lot, hybrid_lot_attention = hybrid("lot", _named), hybrid("lot_attention", _named)
+hybrid_esp_hard = hybrid("esp_hard", _named)
+hybrid_esp_hard_attention = hybrid("esp_hard_attention", _named)
+hybrid_fitted_sinkhorn = hybrid("fitted_sinkhorn", _named)
+hybrid_fitted_sinkhorn_attention = hybrid("fitted_sinkhorn_attention", _named)

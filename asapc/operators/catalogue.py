@@ -35,6 +35,8 @@ class Operator:
     applies:    whether it multiplies values itself; the map alone otherwise.
     plain:      why it has no kernels; asapc.kernels.library has them otherwise.
     scored:     whether it is given scores; queries and keys otherwise.
+    hybrid_of:  the operator of which this is the hybrid form, see operators.hybrid.
+    trained:    tensors among its settings that refresh trains where nothing else is named.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Operator:
     applies: bool = True
     plain: str = ""
     scored: bool = False
+    hybrid_of: str = ""
+    trained: tuple[str, ...] = ()
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -105,6 +109,22 @@ OPERATORS: Mapping[str, Operator] = {
         Operator(
             "esp_released_hard", "asapc.operators.esp", POINTS, fitted_to=("esp_soft",), applies=False
         ),
+        Operator(
+            "fitted_sinkhorn", "asapc.operators.fitted_sinkhorn", SCORES, fitted_to=("sinkhorn",),
+            size="half_steps", trained=("head_multiplier",),
+        ),
+        Operator(
+            "hybrid_lot", "asapc.operators.hybrid", SCORES, size="pivots", hybrid_of="lot",
+            trained=("depthwise",),
+        ),
+        Operator(
+            "hybrid_esp_hard", "asapc.operators.hybrid", SCORES, size="slices", hybrid_of="esp_hard",
+            trained=("depthwise",),
+        ),
+        Operator(
+            "hybrid_fitted_sinkhorn", "asapc.operators.hybrid", SCORES, size="half_steps",
+            hybrid_of="fitted_sinkhorn", trained=("depthwise", "head_multiplier"),
+        ),
     )
 }  # fmt: skip
 
@@ -123,7 +143,9 @@ REPLACEMENTS = {
 OUTCOMES = tuple(
     name for name in OPERATORS if name in KINDS or any(name in x for x in REPLACEMENTS.values())
 )
-SIZES = tuple(operator.size for operator in OPERATORS.values() if operator.size)
+SIZES = tuple(dict.fromkeys(operator.size for operator in OPERATORS.values() if operator.size))
+# By operator, its hybrid form.
+HYBRIDS = {operator.hybrid_of: operator.name for operator in OPERATORS.values() if operator.hybrid_of}
 
 
 def convention_from_dict(data: Mapping[str, Any]) -> AnyConvention:

@@ -37,6 +37,11 @@ def apply_replacement(
     return apply_amortised(convention, replacement, t, v)
 
 
+def beyond_map(replacement: Amortised | Distilled) -> bool:
+    """Whether A v has a part that the map does not show: a convolution on the values."""
+    return isinstance(replacement, Distilled) and replacement.settings.get("depthwise") is not None
+
+
 def apply_distilled(distilled: Distilled, t: SiteTensors, v: Tensor | None) -> Tensor:
     """A distilled operator on a site's tensors: A v, or the map A where v is None.
 

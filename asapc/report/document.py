@@ -142,6 +142,9 @@ class SiteReport(Measured, Record):
     features: tuple[str, ...] | None = None
     pivots: int | None = None
     slices: int | None = None
+    half_steps: int | None = optional()
+    summary_tokens: int | None = optional()
+    depthwise: int | None = optional()
     fit: str | None = None
     fit_converged: bool | None = None
     replay_error: Annotated[Number, ERROR] = None

@@ -423,16 +423,25 @@ def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
 
 def amortised_text(site: Mapping[str, Any]) -> str:
     """How a site's dual is predicted, "target, 1 c-transform, coarse:32 gaussian", or what it was
-    distilled into, "32 pivots"; empty where neither."""
+    distilled into, "32 pivots, 1 summary token, convolution of 3"; empty where neither."""
     for key in SIZES:
         if site.get(key):
-            return f"{site[key]} {key}"
+            return ", ".join([f"{site[key]} {key.replace('_', '-')}", *_beside(site)])
     if not site.get("features"):
         return ""
     count = number(site.get("c_transforms"))
     c_transforms = f"{count} c-transform{'' if count == '1' else 's'}"
     told = [str(site.get("side")), c_transforms, *_choices(site), " ".join(site["features"])]
     return ", ".join(told)
+
+
+def _beside(site: Mapping[str, Any]) -> list[str]:
+    """What a hybrid operator has besides."""
+    count, width = site.get("summary_tokens"), site.get("depthwise")
+    return [
+        *([f"{count} summary token{'' if count == 1 else 's'}"] if count else []),
+        *([f"convolution of {width}"] if width else []),
+    ]
 
 
 def _choices(fitted: Mapping[str, Any]) -> list[str]:

@@ -327,10 +327,12 @@ def trainable(graph: GraphModule, leaf: int | None) -> set[str]:
 
 
 def coefficients(graph: GraphModule) -> list[set[str]]:
-    """For each operator call in order, the names of the coefficients its duals are predicted by."""
+    """For each operator call in order, the names of the coefficients its duals are predicted by, and of
+    what an operator that was fitted otherwise has trained."""
     found = []
     for operands in operator_calls(graph):
-        names: set[str] = set()
+        own = map(operands.settings.get, operands.operator.trained)
+        names = {str(node.target) for node in own if isinstance(node, Node)}
         for dual in map(operands.settings.get, DUAL_SETTINGS):
             while isinstance(dual, Node) and dual.target not in DUALS:
                 dual = dual.args[0]  # an intercept that is added, or one of two outputs
@@ -742,7 +744,8 @@ def _manifest(
 
 def _refreshed_site(site: dict[str, Any]) -> dict[str, Any]:
     reason = str(site["reason"]).removesuffix(_SINCE) + _SINCE
-    return {**site, "reason": reason, "r2": None, "selection_attention_rel_l2": None}
+    shown = ("r2", "fit_rel_l2", "selection_attention_rel_l2")
+    return {**site, "reason": reason, **dict.fromkeys(shown)}
 
 
 def _annealed_site(site: dict[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from asapc.kernels.library import banded as banded
 from asapc.kernels.library import child as child
 from asapc.kernels.library import duals as duals
 from asapc.kernels.library import esp as esp
+from asapc.kernels.library import fitted as fitted
 from asapc.kernels.library import loops as loops
 from asapc.kernels.library import lot as lot
 from asapc.kernels.library import masks as masks

@@ -1,0 +1,64 @@
+"""A finite Sinkhorn loop fitted to a layer: its own number of half-steps, an epsilon for each head.
+
+    S_h = head_multiplier_h (score_multiplier q k' + bias),    then T half-steps as in operators.sinkhorn
+
+The layer's scores, with epsilon of head h divided by head_multiplier_h. T = 1 on rows, with multipliers
+of 1, is softmax attention itself.
+
+Plain PyTorch, any dtype, differentiable in every tensor. The kernels are those of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from asapc.operators.sinkhorn import sinkhorn, sinkhorn_attention, widen
+
+
+def fitted_sinkhorn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    head_multiplier: Tensor,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """A v: [B, H, N, E] in v's dtype.
+
+    head_multiplier: [H], without a unit; the rest as operators.sinkhorn.sinkhorn.
+    Source: Sinkformers, Algorithm 1, with an epsilon for each head.
+    """
+    q, bias = scaled(q, bias, head_multiplier)
+    return sinkhorn(q, k, v, keep, bias, score_multiplier, half_steps, rows_first, output_factor)
+
+
+def fitted_sinkhorn_attention(
+    q: Tensor,
+    k: Tensor,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    head_multiplier: Tensor,
+    score_multiplier: float,
+    half_steps: int,
+    rows_first: bool,
+    output_factor: Sequence[float],
+) -> Tensor:
+    """The map A: [B, H, N, M] in q's dtype.  Arguments as fitted_sinkhorn."""
+    points, bias = scaled(q, bias, head_multiplier)
+    settings = (score_multiplier, half_steps, rows_first, output_factor)
+    return sinkhorn_attention(points, k, keep, bias, *settings).to(q.dtype)
+
+
+def scaled(
+    q: Tensor, bias: Tensor | None, head_multiplier: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """q and bias with every head's scores multiplied.  q: [B, H, N, D]; head_multiplier: [H]."""
+    q = widen(q)
+    by_head = head_multiplier.to(q.dtype)[:, None, None]
+    return q * by_head, None if bias is None else widen(bias) * by_head
