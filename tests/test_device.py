@@ -50,15 +50,23 @@ def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A teacher and its data, which no test changes: analysed once on either device."""
+    folder = tmp_path_factory.mktemp("device")
+    return write_teacher(folder / "teacher", **TINY), write_data(folder / "data.npz", 80)
+
+
 def coefficients(calibration: Path) -> dict[str, torch.Tensor]:
     return {name: x for name, x in load_file(calibration / "calibration.safetensors").items()
             if "coefficients" in name}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_whole_way(tmp_path: Path, gpu: None, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    teacher = write_teacher(tmp_path / "teacher", **TINY)
-    data = write_data(tmp_path / "data.npz", 80)
+def test_the_whole_way(
+    work: tuple[Path, str], tmp_path: Path, gpu: None, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher, data = work
     (tmp_path / "r.yaml").write_text(json.dumps({**SMALL, **RECIPES[name]}))
     fits = {}
     for device in ("cpu", "cuda"):
@@ -88,10 +96,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
             if path.is_file() and path.name not in timed}  # fmt: skip
 
 
-def test_what_is_written_tells_of_no_device(tmp_path: Path, gpu: None) -> None:
+def test_what_is_written_tells_of_no_device(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
     """The lossless model, which has no fit that could round otherwise: byte for byte."""
-    teacher = write_teacher(tmp_path / "teacher", **TINY)
-    data = write_data(tmp_path / "data.npz", 80)
+    teacher, data = work
     (tmp_path / "r.yaml").write_text("operator: lossless\n")
     written = []
     for device in ("cpu", "cuda"):
@@ -113,9 +120,8 @@ def test_what_is_written_tells_of_no_device(tmp_path: Path, gpu: None) -> None:
 
 
 @pytest.mark.parametrize("extra", [("--distil",), ("--labels",)])
-def test_refresh(tmp_path: Path, gpu: None, extra: tuple[str, ...]) -> None:
-    teacher = write_teacher(tmp_path / "teacher", **TINY)
-    data = write_data(tmp_path / "data.npz", 80)
+def test_refresh(work: tuple[Path, str], tmp_path: Path, gpu: None, extra: tuple[str, ...]) -> None:
+    teacher, data = work
     (tmp_path / "r.yaml").write_text(json.dumps({**SMALL, **RECIPES["asap"]}))
     calibration, out = tmp_path / "calibration", tmp_path / "out"
     assert run("calibrate", teacher, "--data", data, "-o", calibration, "--recipe",
@@ -132,9 +138,8 @@ def test_refresh(tmp_path: Path, gpu: None, extra: tuple[str, ...]) -> None:
         assert value == pytest.approx(entries[1]["after"][name], rel=1e-3, abs=1e-4)
 
 
-def test_a_study(tmp_path: Path, gpu: None) -> None:
-    teacher = write_teacher(tmp_path / "teacher", **TINY)
-    data = write_data(tmp_path / "data.npz", 80)
+def test_a_study(work: tuple[Path, str], tmp_path: Path, gpu: None) -> None:
+    teacher, data = work
     (tmp_path / "grid.yaml").write_text(
         "blocks:\n  - {features: [[coarse:4], [gaussian, lse]], max_examples: 32}\n"
         "  - {operator: lot, pivots: 4, max_examples: 32}\n  - {half_steps: 3}\n"
@@ -293,4 +298,3 @@ def test_the_second_device_refuses_what_a_gpu_refuses(gpu: None) -> None:
             x + torch.ones(3)
         with pytest.raises(TypeError, match="numpy"):
             x.numpy()
-

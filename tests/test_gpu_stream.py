@@ -93,10 +93,10 @@ class NeverRead(TorchDispatchMode):
 
 def host_sides() -> dict[str, Callable[[], Any]]:
     """Calls of the kernels, on the CPU, where they run interpreted."""
-    q, k, v, keep, bias = Case((2, 2, 33, 40, 16, 16), masked=True, bias=(1, 2)).given()
-    f, loop = torch.zeros(2, 2, 33), Loop(0.4, 5, "row", [1.0, 1.0, 0.0, 1.0])
-    weights = torch.ones(2, width_of(ALL, 16))
-    fitted = (keep, None, parameters_of(ALL, 2, 16), weights, ALL)
+    q, k, v, keep, bias = Case((2, 2, 17, 18, 8, 8), masked=True, bias=(1, 2)).given()
+    f, loop = torch.zeros(2, 2, 17), Loop(0.4, 5, "row", [1.0, 1.0, 0.0, 1.0])
+    weights = torch.ones(2, width_of(ALL, 8))
+    fitted = (keep, None, parameters_of(ALL, 2, 8), weights, ALL)
     task = Task.of(
         None, None, score_multiplier=-0.7, half_steps=5, rows_first=True,
         output_factor=[2.0, 1.0, 0.0, 0.0], by_head=[1.0, 0.5],
@@ -109,7 +109,7 @@ def host_sides() -> dict[str, Callable[[], Any]]:
         "dual and row mass": lambda: dual.dual_and_row_mass(q, k, *fitted, 0.4, 5, True),
         "plan": lambda: plan.plan(torch.ones(3, 2, 4, 4), task),
         "gradients": lambda: backward.sinkhorn_backward(
-            v[:, :, :33], q, k, v, keep, None, f, Loop(0.4, 4, "column", [1.0, 1.0, 0.0, 0.0]), Tail(4)
+            v[:, :, :17], q, k, v, keep, None, f, Loop(0.4, 4, "column", [1.0, 1.0, 0.0, 0.0]), Tail(4)
         ),
     }  # fmt: skip
 

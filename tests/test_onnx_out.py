@@ -292,24 +292,24 @@ FACTOR = [1.0, 1.0, 0.0, 0.0]
 def predicted(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
     features, weights = "sliced:2 lse rank_displacement:2", torch.ones(2, 5)
     dual = OPS.dual(
-        q, k, keep, None, [THETA[:2], THETA[:2]], weights, features, "source", 0.5, 5, True
+        q, k, keep, None, [THETA[:2], THETA[:2]], weights, features, "source", 0.5, 3, True
     )  # fmt: skip
     return OPS.asap(q, k, v, keep, None, dual, None, 0.5, 3, FACTOR)
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
-    "sinkhorn": lambda q, k, v, keep: OPS.sinkhorn_attention(q, k, keep, None, 0.5, 7, False, FACTOR),
+    "sinkhorn": lambda q, k, v, keep: OPS.sinkhorn_attention(q, k, keep, None, 0.5, 3, False, FACTOR),
     "asap": predicted,
     "lot": lambda q, k, v, keep: OPS.lot(
-        q, k, v, keep, keep, None, PIVOTS, MASS, 0.5, 0.4, 5, True, 4, False, FACTOR
+        q, k, v, keep, keep, None, PIVOTS, MASS, 0.5, 0.4, 3, True, 2, False, FACTOR
     ),
     "lot, unmasked": lambda q, k, v, keep: OPS.lot(
-        q, k, v, None, None, None, PIVOTS, MASS, 0.5, 0.4, 5, True, 4, False, FACTOR
+        q, k, v, None, None, None, PIVOTS, MASS, 0.5, 0.4, 3, True, 2, False, FACTOR
     ),
     # Every slice is traced by itself: one, and two, are as good as many.
     "esp_hard": lambda q, k, v, keep: OPS.esp_hard(q, k, v, keep, keep, THETA[:1], TAU, False, True, 1.0),
     "esp_hard, fewer keys": lambda q, k, v, keep: OPS.esp_hard(
-        q[..., :2], k[..., :2], v, keep, None, None, TAU, False, True, 1.0, "monotone", "shared"
+        q[..., :2], k[..., :2], v, keep, None, THETA[:1, :2], TAU, False, True, 1.0, "monotone", "shared"
     ),
     "esp_soft": lambda q, k, v, keep: OPS.esp_soft(
         q[..., :2], k[..., :2], v, keep, None, None, TAU, 0.1, True, False, 1.0, "monotone"

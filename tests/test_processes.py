@@ -83,8 +83,8 @@ def in_processes(size: int, work: Callable[[], Any]) -> list[Any]:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
-    write_teacher(folder / "teacher")
-    write_data(folder / "data.npz")
+    write_teacher(folder / "teacher", n_layers=2)
+    write_data(folder / "data.npz", 240)
     return folder
 
 
