@@ -82,8 +82,8 @@ def esp_hard_gradients(
         grads = tuple(map(torch.zeros_like, inputs))
     found = dict(zip(leaves, grads, strict=True))
     none = q.new_empty(0)
-    gradients: tuple[Tensor, ...] = packed(tuple(found.get(name, none) for name in WITH_GRADIENT))
-    return gradients
+    dq, dk, dv, dtau, dweight = (packed(found.get(name, none)) for name in WITH_GRADIENT)
+    return dq, dk, dv, dtau, dweight
 
 
 WITH_GRADIENT = ("q", "k", "v", "inverse_temperature", "slice_weight")
