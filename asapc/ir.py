@@ -390,7 +390,7 @@ class SiteTensors:
 
 @dataclass(frozen=True)
 class Distilled:
-    """Another operator fitted to a Sinkhorn site: its settings by name, those left out at their default.
+    """Another operator fitted to a site: its settings by name, those left out at their default.
 
     A tensor among them becomes a buffer of the graph.
     operator: one that is fitted, or its hybrid form, see operators.catalogue.

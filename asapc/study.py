@@ -4,7 +4,7 @@ A grid file lists blocks; a block maps recipe keys to values, and a list of valu
 
     blocks:
       - {features: [[sliced:32, norm], [coarse:32, gaussian]], c_transforms: [1, 3]}
-      - {operator: lot, pivots: [8, 32]}  # distilled; esp_hard has slices
+      - {operator: lot, pivots: [8, 32]}  # distilled; esp_hard has slices, fitted_sinkhorn half_steps
       - {side: target, c_transforms: [1, 2], fit: [ls, kl], max_examples: 512}
       - {half_steps: [3, 5]}            # no fit: the teacher's own loop, cut short
 
@@ -37,7 +37,7 @@ from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.data import Batch, DataSource, open_data, split_of
 from asapc.inputs.recipe import TYPES, Recipe, combinations, modern
-from asapc.inputs.settings import Place, checked, integer, parse
+from asapc.inputs.settings import Place, checked, parse
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
 from asapc.measure.differences import tensor_outputs
@@ -68,7 +68,7 @@ GRID_KEYS = (
     "operator", "features", "side", "c_transforms", "aim", "points", "fit", "coefficients", "ridge",
     "ridge_mode", "pivots", "slices", "max_examples",
 )  # fmt: skip
-_HALF_STEPS = integer(1)
+_HALF_STEPS = TYPES["half_steps"]
 GRID_TYPES = {"half_steps": _HALF_STEPS, **{key: TYPES[key] for key in GRID_KEYS}}
 COLUMNS = (
     "features", "side", "c_transforms", "rescaled", "aim", "points", "fit", "coefficients", "ridge",
@@ -123,7 +123,9 @@ def _rows(block: Any, place: Place) -> list[Row]:
     if not isinstance(block, Mapping) or not block:
         raise InputError(f"{place} must be a mapping of recipe keys to values", got=repr(block))
     block = modern(block, place)
-    if "half_steps" in block and block.get("operator") != "fitted_sinkhorn":
+    operators = block.get("operator")
+    named = operators if isinstance(operators, list) else [operators]
+    if "half_steps" in block and "fitted_sinkhorn" not in named:
         where = place.at("half_steps", block)
         if len(block) > 1:
             raise InputError(f"{where} stands alone in its block", got=repr(dict(block)))
@@ -134,9 +136,12 @@ def _rows(block: Any, place: Place) -> list[Row]:
         if len(rows) == MAX_ROWS:
             raise InputError(f"{place}: at most {MAX_ROWS} combinations", got="more")
         row = {"operator": "asap", **combination}
+        if row["operator"] != "fitted_sinkhorn":
+            row.pop("half_steps", None)
         recipe = Recipe.from_dict(row, where=place, source=block, types=GRID_TYPES)
         recipe.check_side(str(place))
-        rows.append(Row(recipe))
+        if Row(recipe) not in rows:
+            rows.append(Row(recipe))
     return rows
 
 

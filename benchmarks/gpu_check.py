@@ -128,6 +128,9 @@ def taken(step: Step, left: float, environment: Mapping[str, str], folder: Path)
         os.killpg(process.pid, signal.SIGKILL)  # its workers too: the next step has the GPU to itself
         said, _ = process.communicate()
         outcome = f"not done in {limit:.0f} s"
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     return Done(step.name, time.monotonic() - start, outcome, said[-TAIL:])
 
 

@@ -1,4 +1,4 @@
-"""Distillation: another operator's parameters, fitted per head to a Sinkhorn site's outputs A v.
+"""Distillation: another operator's parameters, fitted per head to the outputs A v of a loop or a softmax.
 
 No labels: the target is the teacher's map, applied to the site's values, and what is minimised is the
 squared error of a head's output relative to its norm, mean over examples. Heads do not meet, so each
@@ -8,7 +8,8 @@ lot       Pivots start as k-means centres of a head's queries and keys, their ma
           follows the gradient. Only z / epsilon enters a score, so pivots carry their epsilon. Both
           plans end on their tokens: with the published budget (5 half-steps, for keys the last one on
           the pivots) maps came out 1.2 to 1.7 times as far from an IMDb teacher's. A convolution on
-          the values lowered the output error by 4 to 7 % there, and would leave no map: not fitted.
+          the values lowered the output error by 4 to 7 % there, and would leave no map: beside Sinkhorn
+          layers none is fitted.
 esp_hard  Sorting has no gradient in the slices. Plans of one slice each, along principal and random
           directions of the head's tokens, are added greedily, each time the one that lowers the
           error of their mean most; that needs only the products of their outputs. Then tau is the
@@ -22,7 +23,8 @@ The first two do not know a score bias: what it does to the teacher's outputs st
 
 Of a softmax layer, summary tokens keep their rows: the operator is fitted to the other rows, from the
 other tokens. Then a depthwise convolution on the values is fitted to what it leaves of a head's outputs,
-by least squares in closed form; a head has none where that does not lower the held-out error.
+by least squares in closed form; a head has zeros where that does not lower the held-out error, and
+there is none where that is every head.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ class Distiller:
     """
 
     def __init__(self, name: str, convention: Convention, recipe: Recipe) -> None:
-        check_asked(name, convention, recipe)
+        problem = refusal(name, convention, recipe)
+        if problem is not None:
+            raise problem
         self.name = name
         self.convention = convention
         self.recipe = recipe
@@ -284,8 +288,8 @@ class Distiller:
             kernel = fit_depthwise(train, fit.distilled, self.recipe.depthwise)
             errors = _mean_errors(_with(hybrid, depthwise=kernel), held_out)
             better = errors < fit.errors  # [H]
-            kernel = torch.where(better[:, None, None], kernel, 0.0)
-            hybrid = _with(hybrid, depthwise=kernel)
+            if bool(better.any()):
+                hybrid = _with(hybrid, depthwise=torch.where(better[:, None, None], kernel, 0.0))
             fit = replace(fit, errors=torch.minimum(errors, fit.errors))
         hybrid = _with(hybrid, summary_tokens=self.recipe.summary_tokens)
         return replace(fit, distilled=hybrid)
@@ -333,22 +337,23 @@ def _asked(recipe: Recipe) -> str:
     return f"`{key}: {getattr(recipe, key)}`"
 
 
-def check_asked(name: str, convention: Convention, recipe: Recipe) -> None:
-    """InputError where a site of this convention cannot become what the recipe asks for."""
+def refusal(name: str, convention: Convention, recipe: Recipe) -> InputError | None:
+    """Why a site of this convention cannot become what the recipe asks for; None where it can."""
     if recipe.operator == "fitted_sinkhorn" and (recipe.half_steps - convention.half_steps) % 2:
         parity = "odd" if convention.half_steps % 2 else "even"
-        raise InputError(
+        return InputError(
             f"recipe: {name}: half_steps must be {parity}: the loop ends on {convention.last_side}s, "
             "as the layer does",
             got=f"half_steps: {recipe.half_steps}",
             help=f"write `half_steps: {recipe.half_steps + 1}`, for this site alone under `sites`",
         )
     if is_hybrid(recipe) and (convention.half_steps, convention.first_side) != (1, "row"):
-        raise InputError(
+        return InputError(
             f"recipe: {name}: {_asked(recipe)} is for softmax layers",
             got=f"a Sinkhorn loop of {convention.half_steps} half-steps",
             help="set it for softmax layers alone, under `sites`",
         )
+    return None
 
 
 def hybrid_of(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asapc.calibration.checked import check_fit
+from asapc.calibration.distill import refusal
 from asapc.calibration.stored import AnySiteCalibration, Calibration, SiteCalibration
 from asapc.errors import InputError
 from asapc.features.predictor import TransformPlan, transform_plan
@@ -65,7 +66,7 @@ def fits_needed(
     """What calibration has to fit for a site, from the site's recipe, each fit once.
 
     A plan is there where a dual is predicted. Alternatives that this convention has no plan for are left
-    out: see why_no_fit.
+    out: see why_no_fit. So are candidates of `auto` that it cannot become: see distill.refusal.
     """
     if not isinstance(convention, Convention):
         return []
@@ -74,6 +75,8 @@ def fits_needed(
     found: list[tuple[Recipe, TransformPlan | None]] = []
     for alternative in recipe.alternatives():
         if alternative.operator in DISTILLED:
+            if recipe.operator == "auto" and refusal("", convention, alternative) is not None:
+                continue
             entry: tuple[Recipe, TransformPlan | None] = (alternative, None)
         elif alternative.operator == "asap":
             own = alternative.c_transforms, alternative.side, alternative.aim

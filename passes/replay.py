@@ -6,7 +6,7 @@ be harmless: a loop that has converged there is any longer loop. So the teacher'
 cut out in float64 and both are run again where the data does not go: queries a quarter and four times as
 long, those of a Sinkhorn layer longer still until rows are nearly one-hot; fewer tokens; all but one key
 masked. Of batches of the same sizes that is done on the first, and of layers whose parts are the same
-graph with the same constants, too: of the others only where rows are nearly one-hot.
+graph with the same constants, too: the others are tried at the sharpest queries alone.
 """
 
 from __future__ import annotations
@@ -163,9 +163,10 @@ def replay(
         if (name, sizes) in tried_on:
             continue
         alike = (kinds[name], sizes) in tried_on
-        tried_on |= {(name, sizes), (kinds[name], sizes)}
-        for tried, error in beyond.errors(sharpest_alone=alike):
+        beyond_data = list(beyond.errors(sharpest_alone=alike))
+        for tried, error in beyond_data:
             found[name].note(tried, error)
+        tried_on |= {(name, sizes)} | ({(kinds[name], sizes)} if beyond_data else set())
     return found
 
 
@@ -221,13 +222,15 @@ class _Beyond:
         return {node: _double(value) for node, value in self._given.items()}
 
     def errors(self, sharpest_alone: bool) -> Iterable[tuple[str, float]]:
-        """What was tried, and the error.  sharpest_alone: only where rows are nearly one-hot."""
+        """What was tried, and the error.  sharpest_alone: only where rows are nearly one-hot, or, in
+        layers of which that cannot be said, at queries four times as long."""
         few = self._with_examples()
         if sharpest_alone:
-            scale = next((scale for scale, one_hot in self._sharper(few) if one_hot), None)
-            error = None if scale is None else self._error(few, scale)
+            one_hot = next((scale for scale, is_one in self._sharper(few) if is_one), None)
+            tried = "queries x 4" if one_hot is None else "rows nearly one-hot"
+            error = self._error(few, SCALES["queries x 4"] if one_hot is None else one_hot)
             if error is not None:
-                yield "rows nearly one-hot", error
+                yield tried, error
             return
         for tried, scale in SCALES.items():
             error = self._error(few, scale)

@@ -1,4 +1,4 @@
-"""While a CUDA graph is recorded operators never wait for the GPU: outputs and gradients.
+"""While a CUDA graph is recorded operators never wait for the GPU: outputs, and gradients but for two.
 
 Without a GPU: their plain code on a device that is not there (second_device), and the host side of the
 Triton kernels on the CPU, where nothing may read a number back. With one: CUDA's own check, a graph that
@@ -50,7 +50,10 @@ def forward_and_backward(operator: Any, given: Sequence[Any], gradient: bool) ->
 
 
 # Their gradient runs autograd below the dispatcher, where a device that is not there has none.
-FORWARD = (ops.esp_hard, ops.esp_hard_attention, ops.esp_released_hard_attention)
+FORWARD = (
+    ops.esp_hard, ops.esp_hard_attention, ops.esp_released_hard_attention, ops.hybrid_esp_hard,
+    ops.hybrid_esp_hard_attention,
+)  # fmt: skip
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")

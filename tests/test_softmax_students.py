@@ -26,6 +26,7 @@ from asapc.ir import Convention, Distilled, OutputFactor, SiteTensors
 from asapc.onnx import twins
 from asapc.operators.catalogue import HYBRIDS, reference_named
 from asapc.operators.tokens import depthwise_values
+from asapc.passes.candidates import fits_needed
 from asapc.program.apply import apply_distilled
 from asapc.program.calls import call_of, site_function
 from asapc.report.tables import amortised_text
@@ -345,3 +346,24 @@ def test_from_calibrate_to_a_refreshed_onnx_file(
     with torch.no_grad():
         expected = model(torch.from_numpy(ids[:5, :9]))
     torch.testing.assert_close(torch.from_numpy(out), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("key", ["summary_tokens", "depthwise"])
+def test_a_key_that_nothing_would_read_is_refused(key: str) -> None:
+    for operator in ("auto", "asap", "lossless"):
+        with pytest.raises(InputError, match=f"{key} is for lot, esp_hard, fitted_sinkhorn"):
+            Recipe.from_dict({"operator": operator, key: 3})
+    Recipe.from_dict({"operator": "auto", key: 3, "candidates": [{"operator": "lot"}]})
+    Recipe.from_dict({"operator": "lossless", "sites": {"*": {"operator": "lot", key: 3}}})
+
+
+def test_candidates_that_a_layer_cannot_become_are_left_out() -> None:
+    """In a model of several kinds of layers; what is forced is refused."""
+    loop, softmax = (Convention(half_steps, "row", 1.0) for half_steps in (8, 1))
+    lot = {"operator": "lot"}
+    blocks = [{"operator": "fitted_sinkhorn"}, {**lot, "summary_tokens": 1}, lot]
+    recipe = Recipe.from_dict({"candidates": blocks})
+    assert [fit.label() for fit, _ in fits_needed(loop, recipe)] == ["lot 32"]
+    assert len(fits_needed(softmax, recipe)) == 3
+    with pytest.raises(InputError, match="half_steps must be even"):
+        Distiller("a", loop, Recipe.from_dict(blocks[0]))

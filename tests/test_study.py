@@ -77,7 +77,7 @@ def test_a_block_is_the_product_of_its_lists(tmp_path: Path) -> None:
         ("blocks: [{side: both, c_transforms: 2}]", "block 1: `side: both`"),
         ("blocks: [{c_transform: 1}]", r"line 1: blocks: block 1: unknown key(.|\n)*mean 'c_transforms'"),
         ("blocks:\n  - side: target\n    ridge: x", r"line 3: blocks: block 1: ridge must be a"),
-        ("blocks:\n  - half_steps: [3, x]", r"line 2: .*half_steps must be an integer >= 1"),
+        ("blocks:\n  - half_steps: [3, x]", r"line 2: .*half_steps must be an integer from 1 to 1024"),
         ("blocks: [{c_transforms: 1}]\nblocks: [{c_transforms: 1}]", "'blocks' appears twice"),
         ("seed: 3\nblocks: [{half_steps: 3}]", "unknown key 'seed'"),
     ],
@@ -276,3 +276,11 @@ def test_finished_blocks_survive_a_failure(
     rows = json.loads((tmp_path / "out" / "study.json").read_text())["rows"]
     assert [row["features"] for row in rows] == ["Sinkhorn, 2 half-steps"]
 
+
+
+def test_half_steps_are_those_of_fitted_loops_alone_beside_an_operator(tmp_path: Path) -> None:
+    text = "blocks: [{operator: [lot, fitted_sinkhorn], half_steps: [3, 5], pivots: 8}]"
+    (rows,) = load_grid(write(tmp_path / "grid.yaml", text))
+    assert [row.describe()["features"] for row in rows] == [
+        "lot, 8 pivots", "fitted_sinkhorn, 3 half-steps", "fitted_sinkhorn, 5 half-steps"
+    ]  # fmt: skip

@@ -63,7 +63,7 @@ from asapc.inputs.settings import (
     parse,
 )
 from asapc.metrics import BUDGET_BOUNDS
-from asapc.operators.catalogue import KINDS, OPERATORS, REPLACEMENTS
+from asapc.operators.catalogue import HYBRIDS, KINDS, OPERATORS, REPLACEMENTS
 
 _ASKED_FOR = dict.fromkeys(itertools.chain(*REPLACEMENTS.values()))  # each once, in order
 OPERATOR_NAMES = ("auto", "lossless", KINDS[0], *_ASKED_FOR)
@@ -158,7 +158,7 @@ class Recipe:
     fit:                 "ls" least squares on the dual; "kl" the plan's Kullback-Leibler divergence.
     ridge, ridge_mode:   lambda of either fit, >= 0, by default per regression row.
     coefficients:        one vector for each head, for all heads of a site, or for all sites.
-    pivots, slices:      of each head, where a Sinkhorn site is distilled into lot or esp_hard.
+    pivots, slices:      of each head, where a site is distilled into lot or esp_hard.
     half_steps:          of the loop that a site is distilled into, where that is fitted_sinkhorn.
     summary_tokens:      first tokens of softmax layers whose rows stay softmax over all keys, while the
                          others become the distilled operator among themselves.
@@ -270,6 +270,21 @@ class Recipe:
                 help="name both keys, or neither",
             )
 
+    def _check_used(self, place: Place) -> None:
+        """InputError where nothing that may be tried anywhere knows a key of hybrid operators."""
+        own = {key: getattr(self, key) for key in ("operator", *HYBRID_KEYS)}
+        outer = [own, *self.sites.values()]
+        blocks = [*outer, *self.candidates, *(x for o in outer for x in o.get("candidates", ()))]
+        if any(block.get("operator") in HYBRIDS for block in blocks):
+            return
+        for key in HYBRID_KEYS:
+            if any(block.get(key) for block in blocks):
+                raise InputError(
+                    f"{place}: {key} is for {', '.join(HYBRIDS)}, which softmax layers may become",
+                    got=f"operator: {self.operator}",
+                    help="name one of them, as `operator` or among `candidates`",
+                )
+
     def parsed_features(self) -> tuple[Feature, ...]:
         return tuple(Feature.parse(text) for text in self.features)
 
@@ -306,7 +321,9 @@ class Recipe:
         """
         place = Place(where) if isinstance(where, str) else where
         found = parse(modern(data, place), types or TYPES, place, _COMPOUND, source=source)
-        return cls(**{"from_" if key == "from" else key: value for key, value in found.items()})
+        recipe = cls(**{"from_" if key == "from" else key: value for key, value in found.items()})
+        recipe._check_used(place)
+        return recipe
 
     def to_yaml(self) -> str:
         import yaml

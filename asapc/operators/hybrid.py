@@ -4,7 +4,7 @@
     the others:   sum_j A_ij v_j + DWConv(v)_i                   A: the operator on all tokens but the c
 
 c summary tokens, such as [CLS], gather from the whole sequence, and the other tokens do not see them
-(LOTFormer, 4.3); without an active one among them A is 0. DWConv is a depthwise convolution over the
+(LOTFormer, 4.3); where no other token is active, A is 0. DWConv is a depthwise convolution over the
 order of those other tokens (4.2); it has no map: the map that is given is that of the attention alone.
 
 Every operator that softmax attention may become has such a form, hybrid_<name>, which is made here once.
@@ -37,7 +37,8 @@ _SETTINGS: Mapping[str, Any] = {
 def hybrid(name: str, named: Named = reference_named) -> Callable[..., Tensor]:
     """The hybrid form of an operator, or of its map: A v [B, H, N, E] in v's dtype, or A [B, H, N, N].
 
-    named: gives operators by name: references, or others of the same meaning.  What comes out takes
+    named: gives operators by name: references, or others of the same meaning.  The returned function
+    takes
 
     q, k: [B, H, N, D]; v: [B, H, N, E]; keep: [B, N] bool; bias: broadcastable to [B, H, N, N];
     summary_tokens: c.  summary_multiplier: m.
