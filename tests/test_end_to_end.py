@@ -160,19 +160,20 @@ def test_report_measures_and_gates(
     assert written["sites"][0]["name"] == site["name"]
     assert "layers.0.mha" in (compiled / "report.md").read_text()
 
-    assert run_json(capsys, "report", compiled, "--examples", 5)["model"]["examples"] == 5
+    assert run_json(capsys, "report", compiled, "--examples", 5, "--fast")["model"]["examples"] == 5
 
     gates = work / "gates.yaml"
     gates.write_text(json.dumps({"attention_rel_l2": {"max": 1e-9}, "row_err": {"max": 10}}))
-    assert run("report", compiled, "--gate", gates, "--quiet") == EXIT_GATE_FAILED
+    gated = ("report", compiled, "--gate", gates, "--fast", "--quiet")
+    assert run(*gated) == EXIT_GATE_FAILED
     assert "REGRESSION: attention_rel_l2 of layers." in capsys.readouterr().err
     written = json.loads((compiled / "report.json").read_text())
     Draft202012Validator(report_schema()).validate(written)
     assert written["gate"]["verdict"] == "REGRESSION"
     gates.write_text(json.dumps({"attention_rel_l2": {"max": 0.99}}))
-    assert run("report", compiled, "--gate", gates, "--quiet") == 0
+    assert run(*gated) == 0
     gates.write_text(json.dumps({"atention_rel_l2": {"max": 0.99}}))
-    assert run("report", compiled, "--gate", gates, "--quiet") == EXIT_BAD_INPUT
+    assert run(*gated) == EXIT_BAD_INPUT
 
 
 FAST = ("--no-torch-compile",)  # whose compiler takes half a minute: tests/test_torch_compiled.py
