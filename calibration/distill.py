@@ -204,7 +204,7 @@ class Distiller:
             )
         known = seen.bias if self.recipe.operator == "fitted_sinkhorn" else None
         piece = _Piece(SiteTensors(seen.q, seen.k, seen.keep, known, None, seen.v), target)
-        return self._others(piece) if is_hybrid(self.recipe) else piece
+        return self._others(piece) if self.recipe.beside() else piece
 
     def _others(self, piece: _Piece) -> _Piece:
         """The rows of all tokens but the summary tokens, and what is seen of those tokens."""
@@ -248,7 +248,7 @@ class Distiller:
         train, held_out = self._parts()
         square = all(p.tensors.q.shape[2] == p.tensors.k.shape[2] for p in train)
         convention = self.convention
-        if is_hybrid(self.recipe):  # of rows that sum to 1, whatever their number
+        if self.recipe.beside():  # of rows that sum to 1, whatever their number
             convention = replace(convention, output_factor=OutputFactor(queries=1))
         if self.recipe.operator == "lot":
             place = lot_maker(self.name, convention, square)
@@ -258,7 +258,7 @@ class Distiller:
             fit = fit_slices(train, held_out, place, self.recipe.slices, self.recipe.seed)
         else:
             fit = fit_loop(train, held_out, convention, self.recipe.half_steps)
-        if is_hybrid(self.recipe):
+        if self.recipe.beside():
             fit = self._beside_softmax(fit, train, held_out)
         if not bool(fit.errors.isfinite().all()):
             raise InputError(
@@ -327,14 +327,9 @@ class _Fit:
 Maker = Callable[[Tensor, Tensor], Distilled]
 
 
-def is_hybrid(recipe: Recipe) -> bool:
-    """Whether a distilled operator keeps something beside it."""
-    return bool(recipe.summary_tokens or recipe.depthwise)
-
-
 def _asked(recipe: Recipe) -> str:
-    key = "summary_tokens" if recipe.summary_tokens else "depthwise"
-    return f"`{key}: {getattr(recipe, key)}`"
+    key, value = next(iter(recipe.beside().items()))
+    return f"`{key}: {value}`"
 
 
 def refusal(name: str, convention: Convention, recipe: Recipe) -> InputError | None:
@@ -347,7 +342,7 @@ def refusal(name: str, convention: Convention, recipe: Recipe) -> InputError | N
             got=f"half_steps: {recipe.half_steps}",
             help=f"write `half_steps: {recipe.half_steps + 1}`, for this site alone under `sites`",
         )
-    if is_hybrid(recipe) and (convention.half_steps, convention.first_side) != (1, "row"):
+    if recipe.beside() and (convention.half_steps, convention.first_side) != (1, "row"):
         return InputError(
             f"recipe: {name}: {_asked(recipe)} is for softmax layers",
             got=f"a Sinkhorn loop of {convention.half_steps} half-steps",

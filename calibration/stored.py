@@ -30,6 +30,7 @@ from asapc.features.clouds import Budget, Points, PredictedSide
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan, transform_plan
 from asapc.formats.atomic import read_whole, replace_folder
 from asapc.formats.json_text import read_json
+from asapc.inputs.recipe import HYBRID_KEYS
 from asapc.inputs.weights import read_safetensors
 from asapc.ir import Convention, Distilled
 from asapc.operators.catalogue import HYBRIDS, OPERATORS
@@ -41,7 +42,7 @@ Kind = TypeVar("Kind")
 FORMAT_VERSION = 6
 _JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
 _HASHES = "seen_hashes"
-_NO_HYBRID = {"summary_tokens": 0, "depthwise": 0}  # of what earlier versions fitted
+_NO_HYBRID = dict.fromkeys(HYBRID_KEYS, 0)  # of what earlier versions fitted
 
 
 @dataclass(frozen=True)

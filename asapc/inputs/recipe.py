@@ -230,7 +230,7 @@ class Recipe:
         """A candidate in a few words that tell it from every other: "asap key 1 coarse:32"."""
         if self.operator in OPERATORS and (size := OPERATORS[self.operator].size):
             words = [self.operator, str(getattr(self, size))]
-            words += [f"{key} {getattr(self, key)}" for key in HYBRID_KEYS if getattr(self, key)]
+            words += [f"{key} {value}" for key, value in self.beside().items()]
             return " ".join(words)
         if self.operator != "asap":
             return self.operator
@@ -246,6 +246,10 @@ class Recipe:
         if (self.ridge, self.ridge_mode) != (Recipe.ridge, Recipe.ridge_mode):
             words.append(f"ridge {self.ridge!r} {self.ridge_mode}")
         return " ".join(words)
+
+    def beside(self) -> dict[str, int]:
+        """What a distilled operator is to keep beside it, by key: a hybrid one, if any."""
+        return {key: getattr(self, key) for key in HYBRID_KEYS if getattr(self, key)}
 
     def fit_settings(self) -> dict[str, Any]:
         """Everything a candidate's fit depends on but the convention and the plan: plain types."""

@@ -50,7 +50,7 @@ class Backend:
         starts_on_x: bool,
     ) -> Tensor:
         """Arguments and result as operators.asap.dual; without gradients."""
-        with torch.no_grad(), torch.cuda.device_of(q):
+        with torch.no_grad():
             clouds = clouds_from(q, k, keep, bias, score_multiplier, side)
             listed = list(zip(*feature_list(features, parameters), strict=True))
             return self._predicted(clouds, listed, coefficients, Budget(half_steps, starts_on_x), {})
@@ -69,7 +69,7 @@ class Backend:
         starts_on_x: bool,
     ) -> tuple[Tensor, Tensor]:
         """As operators.asap.dual_and_row_mass; the coarse loop runs once for both."""
-        with torch.no_grad(), torch.cuda.device_of(q):
+        with torch.no_grad():
             clouds = clouds_from(q, k, keep, bias, score_multiplier, "target")
             listed = list(zip(*feature_list(features, parameters), strict=True))
             budget = Budget(half_steps, starts_on_x)

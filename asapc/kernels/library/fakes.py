@@ -65,16 +65,12 @@ def _per_token(q: Tensor, points: Tensor) -> Tensor:
 
 
 def kept_keys(arguments: Mapping[str, Any]) -> Tensor:
-    return torch.empty_like(
-        arguments["mask"], dtype=torch.bool, memory_format=torch.contiguous_format
-    )
+    mask: Tensor = arguments["mask"]
+    return mask.new_empty(mask.shape, dtype=torch.bool)
 
 
 def gradients(arguments: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
     """One of the size of each of these arguments, empty where it is not given."""
+    q: Tensor = arguments["q"]
     given = (arguments[name] for name in names)
-    return tuple(
-        arguments["q"].new_empty(0) if x is None
-        else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in given
-    )  # fmt: skip
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in given)

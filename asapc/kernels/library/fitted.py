@@ -49,16 +49,16 @@ def _of_kernels(name: str) -> Callable[..., Tensor]:
     return hybrid(name.removeprefix(PREFIX), registered)
 
 
+def _made_of(name: str, **arguments: Any) -> Tensor:
+    return _of_kernels(name)(**arguments)  # when it is called, its parts are registered
+
+
 def _run(plain: Plain, **arguments: Any) -> Any:
-    return _of_kernels(plain.func.__name__)(**arguments)
+    return _made_of(plain.func.__name__, **arguments)
 
 
 def _gradient(registered: CustomOpDef, reference: Callable[..., Any]) -> None:
     differentiate(registered, partial(_made_of, reference.__name__))
-
-
-def _made_of(name: str, **arguments: Any) -> Tensor:
-    return _of_kernels(name)(**arguments)  # when it is called, its parts are registered
 
 
 attention("fitted_sinkhorn", _run, _gradient)
