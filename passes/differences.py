@@ -20,7 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.ir import Program
 from asapc.passes.cut import ancestors, is_tensor
-from asapc.passes.fused import fused_calls, spelt_out
+from asapc.passes.fused import fused_calls, spelt_out, why_it_stays
 from asapc.passes.lift import INERT
 from asapc.passes.masks import varies
 from asapc.passes.match import match
@@ -69,14 +69,42 @@ class _Stuck(Exception):
 
 def matched_program(program: Program) -> tuple[Program, Outcomes]:
     """What is found in a program, and the program it was found in: that which was captured, or one with
-    sums of maps split, or scalings joined with their maps, where that shows sites."""
+    sums of maps split, scalings joined with their maps, or fused attention spelt out, where that shows
+    sites."""
+    program, reasons = _with_softmax(program) if program.softmax else (program, {})
+    program, found = _matched(program)
+    return program, [
+        replace(one, reason=reasons[one.node])
+        if isinstance(one, Refusal) and one.node in reasons else one
+        for one in found
+    ]  # fmt: skip
+
+
+def _with_softmax(program: Program) -> tuple[Program, dict[str, str]]:
+    """With the fused calls spelt out that this shows to be sites, and by name of the others why not."""
+    why = {call: why_it_stays(call) for call in fused_calls(program)}
+    plain = [call for call, reason in why.items() if reason is None]
+    reasons = {call.name: reason for call, reason in why.items() if reason is not None}
+    if not plain:
+        return program, reasons
+    spelt, products = spelt_out(program, plain)
+    found = match(spelt)
+    explained = _explained(found)
+    shown = [call for call in plain if products[call] in explained]
+    if len(shown) == len(plain):
+        return spelt, reasons
+    said = {one.name: one.reason for one in found if isinstance(one, Refusal)}
+    program = spelt_out(program, shown)[0] if shown else program
+    names = {one.node: one.name for one in match(program) if isinstance(one, Refusal)}
+    reasons |= {
+        call.name: said[names[call.name]] for call in plain
+        if call not in shown and names[call.name] in said
+    }  # fmt: skip
+    return program, reasons
+
+
+def _matched(program: Program) -> tuple[Program, Outcomes]:
     found = match(program)
-    fused = fused_calls(program) if program.softmax else []
-    if fused:
-        spelt, products = spelt_out(program, fused)
-        explained = _explained(match(spelt))
-        program, _ = spelt_out(program, [call for call in fused if products[call] in explained])
-        found = match(program)
     joined = joined_program(program)
     if joined is not None:
         again = match(joined)

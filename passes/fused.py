@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import Program
+from asapc.operators.masks import MASKED_BELOW
 from asapc.passes.lift import INERT
+from asapc.passes.masks import FILLED
 from asapc.passes.products import rank_of
 from asapc.passes.verify import check_graph
 from asapc.passes.written import erased, moved, written
@@ -29,18 +31,26 @@ FUSED = aten.scaled_dot_product_attention.default
 
 
 def fused_calls(program: Program) -> list[Node]:
-    """Calls of fused attention between all queries and keys, without dropout."""
+    """Calls of fused attention."""
     return [
         node for node in program.graph.graph.nodes
-        if node.op == "call_function" and node.target is FUSED and _is_plain(node)
+        if node.op == "call_function" and node.target is FUSED
     ]  # fmt: skip
 
 
-def _is_plain(node: Node) -> bool:
+def why_it_stays(node: Node) -> str | None:
+    """What a fused call has that no site has; None where it can be spelt out."""
     given = _arguments(node)
-    if given["dropout_p"] or given["is_causal"] or given["enable_gqa"]:
-        return False
-    return rank_of(given["query"]) >= 3 and isinstance(given["query"].meta["val"].shape[-1], int)
+    query: Tensor = given["query"].meta["val"]
+    if given["dropout_p"]:
+        return "softmax attention with dropout, which is random"
+    if given["is_causal"]:
+        return "softmax attention with a causal mask"
+    if given["enable_gqa"]:
+        return "softmax attention whose keys are shared by several heads (enable_gqa)"
+    if rank_of(given["query"]) < 3 or not isinstance(query.shape[-1], int):
+        return f"softmax attention of queries with the sizes {tuple(query.shape)}"
+    return None
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -65,6 +75,11 @@ def spelt_out(program: Program, calls: Collection[Node]) -> tuple[Program, dict[
         copy.replace_all_uses_with(became[copy])
         assert all(user.target in INERT for user in copy.users)
         gone |= erased(graph, copy)
+    for node in graph.graph.nodes:
+        if node.target is aten.view.default:
+            # torch's fused kernels lay the heads of a token side by side, and what was a view of that need
+            # not be one of a product, or of what a layer becomes.
+            node.target = aten.reshape.default
     graph.recompile()
     check_graph(graph, "fused", [call.name for call in calls])
     return moved(program, graph, nodes, gone, became), {call: became[nodes[call]] for call in calls}
@@ -82,7 +97,28 @@ def _write(write: Callable[..., Node], call: Node) -> Node:
         if of.dtype == torch.bool:
             hidden = write(aten.logical_not.default, mask)
             scores = write(aten.masked_fill.Scalar, scores, hidden, -math.inf)
+        elif (parts := _filled(mask)) is not None:
+            added, where, hides, low = parts
+            where = where if hides else write(aten.logical_not.default, where)
+            scores = write(aten.masked_fill.Scalar, write(aten.add.Tensor, scores, added), where, low)
         else:
             scores = write(aten.add.Tensor, scores, mask)
     # As the fused call has it, a row that sees no key gives 0.
     return write(aten.matmul.default, write(aten._safe_softmax.default, scores, -1), v)
+
+
+def _filled(mask: Node) -> tuple[Node, Node, bool, float] | None:
+    """Of a bias with one very low number for what is hidden: the bias, a mask, whether that is True where
+    something is hidden, and the number. Apart they are a bias and a mask that sites know."""
+    while mask.target in (aten.clone.default, aten.contiguous.default):
+        (mask,) = mask.all_input_nodes
+    if mask.target is aten.where.ScalarOther:
+        where, added, low = mask.args
+    elif mask.target is aten.masked_fill.Scalar:
+        added, where, low = mask.args
+    else:
+        return None
+    assert isinstance(where, Node) and isinstance(low, int | float)
+    if not isinstance(added, Node) or added.target in FILLED or low > MASKED_BELOW:
+        return None
+    return added, where, mask.target is aten.masked_fill.Scalar, float(low)

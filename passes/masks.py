@@ -20,7 +20,7 @@ _SPREAD = {  # entries are those of their first argument, as they were, repeated
     aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default,
     aten.lift_fresh_copy.default, aten.expand.default, aten.repeat.default, aten.slice.Tensor,
 }  # fmt: skip
-_FILLED = {  # one value everywhere
+FILLED = {  # one value everywhere
     aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default,
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -29,8 +29,12 @@ _POINTWISE = {  # without torch's tag
     aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.__and__.Scalar, aten.__or__.Scalar,
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.masked_fill.Scalar,
 }  # fmt: skip
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int,
+}  # fmt: skip
 _PLACES = {  # entries are those of their first argument, elsewhere: their least one is no less
-    *_SPREAD, aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.transpose.int,
+    *_SPREAD, *_RESHAPES, aten.unsqueeze.default, aten.transpose.int,
 }  # fmt: skip
 
 
@@ -40,7 +44,7 @@ def varies(node: Node, axis: int) -> bool:
     if -axis > value.dim() or _is_one(value.shape[axis]):
         return False
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if node.target in _FILLED or _is_always(node):
+    if node.target in FILLED or _is_always(node):
         return False
     if node.target is aten.index.Tensor and source is not None:
         return _indexed(node, source, axis)
@@ -48,6 +52,8 @@ def varies(node: Node, axis: int) -> bool:
         return varies(source, axis)
     if node.target is aten.unsqueeze.default and source is not None:
         return _inserted(node, source, axis)
+    if node.target in _RESHAPES and source is not None:
+        return _reshaped(node, source, axis)
     if _is_pointwise(node):
         return any(varies(operand, axis) for operand in node.all_input_nodes if is_tensor(operand))
     if not depends_on_data(node) and not node.all_input_nodes:
@@ -91,6 +97,32 @@ def _inserted(node: Node, source: Node, axis: int) -> bool:
     assert isinstance(place, int)
     from_end = place - rank_of(node) if place >= 0 else place
     return varies(source, axis if axis > from_end else axis + 1)
+
+
+def _reshaped(node: Node, source: Node, axis: int) -> bool:
+    """Through a reshape, or several, such as [B, H, 1, M] to [B * H, 1, M] and back: along an axis of the
+    same size, with the same sizes before it, or the same behind it."""
+    while source.target in (*_RESHAPES, aten.clone.default, aten.contiguous.default):
+        inner = source.args[0]
+        assert isinstance(inner, Node)
+        source = inner
+    now, then = _long_axes(node), _long_axes(source)
+    if axis not in now:  # of a size that is always 1
+        return False
+    sizes, others = node.meta["val"].shape, source.meta["val"].shape
+    place = now.index(axis)
+    pairs = list(zip(now[: place + 1], then, strict=False))
+    behind = list(zip(now[place:][::-1], then[::-1], strict=False))
+    for found, count in ((pairs, place + 1), (behind, len(now) - place)):
+        if len(found) == count and all(same(sizes[mine], others[theirs]) for mine, theirs in found):
+            return varies(source, found[-1][1])
+    return True
+
+
+def _long_axes(node: Node) -> list[int]:
+    """From the last, -1, -2, ..., without those of size 1; in the order of the tensor."""
+    shape = node.meta["val"].shape
+    return [axis for axis in range(-len(shape), 0) if not same(shape[axis], 1)]
 
 
 def _indexed(node: Node, source: Node, axis: int) -> bool:

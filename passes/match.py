@@ -23,14 +23,13 @@ from asapc.ir import Program
 from asapc.passes.cut import ancestors
 from asapc.passes.early_stop import stop_left, stops_by_scores
 from asapc.passes.families import MATCHERS
+from asapc.passes.fused import fused_calls
 from asapc.passes.plan.loops import Loop, find_loops
 from asapc.passes.products import BARRIERS, site_name
 from asapc.passes.regions import Refusal, find_regions, unattended
 from asapc.passes.sinkhorn.band import open_region
 from asapc.passes.site import Place, Site, Unexplained, Unidentified
 
-aten = torch.ops.aten
-FUSED = {aten.scaled_dot_product_attention.default}
 UNKNOWN = Unidentified("not attention: its scores are not a product of queries and keys")
 
 
@@ -64,10 +63,9 @@ def match(program: Program) -> list[Site | Refusal]:
     ]
     results += [(place.at, _refused(program, place, reasons)) for place in _explained(left, reasons)]
     results += [(loop.at, _refused_loop(program, loop, reasons[loop.at])) for loop in apart]
-    for node in program.graph.graph.nodes:
-        if node.op == "call_function" and node.target in FUSED:
-            reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
-            results.append((node, Refusal(site_name(program, node), reason, node.name)))
+    for node in fused_calls(program):
+        reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
+        results.append((node, Refusal(site_name(program, node), reason, node.name)))
     named = _named(program, results)
     elsewhere = not_the_model(program, named)
     if elsewhere is None:

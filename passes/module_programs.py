@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from asapc.ir import ModuleCall, Program
 from asapc.measure.differences import largest_difference
 from asapc.passes.branches import HOLDS
 from asapc.passes.capture import size_hint
-from asapc.passes.cut import holds_tensors
+from asapc.passes.cut import ancestors, holds_tensors
 from asapc.passes.lift import lift
 from asapc.passes.observe import gives_its_input
 from asapc.passes.site import Site
@@ -90,17 +90,19 @@ class _Inside:
 
 
 def module_programs(
-    model: nn.Module, program: Program, sites: Sequence[Site], eager: EagerCalls
-) -> tuple[list[ModuleProgram], dict[str, str]]:
+    model: nn.Module, program: Program, sites: Sequence[Site], eager: EagerCalls,
+    mapless: Collection[int] = (),
+) -> tuple[list[ModuleProgram], dict[str, str]]:  # fmt: skip
     """The programs of the modules around the sites, and by site the reason where there is none.
 
-    eager: what the model's modules are called with when it runs.
+    eager: what the model's modules are called with when it runs.  mapless: places of sites that will not
+    have a map.
     """
     reader = _Reader(model, program, eager)
     chosen: dict[int, _Inside] = {}
     left: dict[str, str] = {}
     for index, site in enumerate(sites):
-        found = reader.around(site)
+        found = reader.around(site, index in mapless)
         if isinstance(found, _Inside):
             chosen[index] = found
         else:
@@ -130,6 +132,7 @@ class _Reader:
         self.program = program
         self.nodes = list(program.graph.graph.nodes)
         self.order = {node: place for place, node in enumerate(self.nodes)}
+        self.used = ancestors(*self.nodes[-1].all_input_nodes) | {self.nodes[-1]}  # of the outputs
         self.weights = tensors_of(model)
         self._insides: dict[int, _Inside | str] = {}
         self._counts: dict[str, int] = {}
@@ -138,13 +141,17 @@ class _Reader:
             if not call.hooked:
                 self._counts[call.name] = self._counts.get(call.name, 0) + 1
 
-    def around(self, site: Site) -> _Inside | str:
-        """The smallest module around a site that can be called by itself, or why there is none."""
+    def around(self, site: Site, mapless: bool) -> _Inside | str:
+        """The smallest module around a site that can be called by itself, or why there is none.
+
+        One that gives nothing of the site which the model does not use goes before: many modules return
+        a map that nobody reads, which would be computed for nobody.
+        """
         if not self.program.calls:
             return "the model's own code is not at hand"
         needed = set(_nodes_of(site))
         last = max(needed, key=self.order.__getitem__)
-        reason = "no module holds it"
+        reason, second = "no module holds it", None
         for number, call in enumerate(self.program.calls):  # inner calls come first
             if call.hooked or not call.start <= self.order[last] < call.end:
                 continue
@@ -153,10 +160,22 @@ class _Reader:
                 reason = f"{call.name or 'the model'} {inside}"
             elif needed <= inside.known and last in inside.nodes:
                 problem = self._differs(call)
-                if problem is None:
+                if problem is None and not self._shows_more(site, inside):
                     return inside
-                reason = f"{call.name or 'the model'} {problem}"
-        return reason
+                second = inside if second is None and problem is None and not mapless else second
+                reason = f"{call.name or 'the model'} {problem or 'returns its map'}"
+        return reason if second is None else second
+
+    def _shows_more(self, site: Site, inside: _Inside) -> bool:
+        """Whether a module gives something within a site, its map too, that only the module reads."""
+        part, mine, outputs = site.part(), set(inside.nodes), set(inside.call.outputs)
+        for node in (*part.inside, part.output):
+            read = {user for user in node.users if user in mine and user not in part.inside}
+            given = node in outputs and not any(user in self.used - mine for user in node.users)
+            if node is not part.output or not site.takes_values:
+                if given or not read <= self.used:
+                    return True
+        return False
 
     def _differs(self, call: ModuleCall) -> str | None:
         """Why the module, when the model runs, is not called as it was in the trace."""

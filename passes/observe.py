@@ -12,6 +12,7 @@ what it changes in place is another node.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -178,24 +179,40 @@ def eager_calls(
 ) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
     """What every module is called with when the model runs, by name.
 
-    Some code asks whether it is being traced, and then calls its modules differently.
+    Some code asks whether it is being traced, and then calls its modules differently; some, as torch's own
+    encoder, asks whether they have hooks. So their forwards are replaced meanwhile, which is also what a
+    patch does.
     """
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
-    handles = []
-    for name, module in model.named_modules():
-
-        def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            calls.setdefault(name, []).append(_kept((args, kwargs)))
-
-        if not isinstance(module, torch.jit.ScriptModule):
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                stack.enter_context(_noted(module, name, calls))
         with torch.no_grad():
             model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls
+
+
+@contextlib.contextmanager
+def _noted(
+    module: nn.Module, name: str, calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]
+) -> Iterator[None]:
+    """Notes what the module's forward is called with."""
+    forward, own = module.forward, "forward" in vars(module)
+
+    @functools.wraps(forward)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        calls.setdefault(name, []).append(_kept((args, kwargs)))
+        return forward(*args, **kwargs)
+
+    module.forward = noting
+    try:
+        yield
+    finally:
+        if own:
+            module.forward = forward
+        else:
+            del module.forward
 
 
 def _see(values: Any, label: str) -> None:

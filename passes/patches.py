@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from asapc.inputs.data import Batch
-from asapc.ir import Program
+from asapc.features.predictor import Amortised
+from asapc.ir import Distilled, Program
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Analysis
 from asapc.passes.candidates import Choice
@@ -24,6 +25,7 @@ from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
 from asapc.passes.observe import eager_calls
 from asapc.passes.select import compiled_programs, replacements_of
+from asapc.program.apply import beyond_map
 from asapc.program.call import Call, Child
 from asapc.program.calls import Operands, attribute, operator_calls, sites_of
 from asapc.program.compiled import Inside
@@ -80,12 +82,17 @@ def compiled_modules(
         wanted = [i for i in mine if choices[i].operator != TEACHER]
         calls = {o.site: o for o in operator_calls(compiled[number].graph)}
         sites = [matched[i - mine.start] for i in wanted]
-        modules, why = module_programs(analysis.model, program, sites, eager)
+        mapless = [n for n, i in enumerate(wanted) if not analysis.drop_maps and _is_mapless(choices[i])]
+        modules, why = module_programs(analysis.model, program, sites, eager, mapless)
         left |= why
         for module in modules:
             places = [wanted[index] for index in module.sites]
             found.append(_compiled(analysis, choices, module, places, compiled[number], number, calls))
     return _with_insides(analysis.model, found, example), left
+
+
+def _is_mapless(choice: Choice) -> bool:
+    return isinstance(choice.replacement, Amortised | Distilled) and beyond_map(choice.replacement)
 
 
 def _compiled(

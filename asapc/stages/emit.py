@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from asapc.inputs.program_operators import unlisted
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
 from asapc.measure.differences import largest_difference
+from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Site
 from asapc.passes.candidates import Choice
-from asapc.passes.patches import compiled_modules
+from asapc.passes.patches import chosen_programs, compiled_modules
 from asapc.program.call import Call, Undescribable, described, known_of, parameters_of, sizes_text
 from asapc.program.code import traced_inputs, traced_places
 from asapc.program.compiled import OwnCodeWarning
@@ -66,7 +67,7 @@ def emit(
         _note_unlisted(c.programs, progress)
         with progress.phase("reading it back and comparing"):
             verify_written(folder, analysis.model, c.programs, c.example)
-            _verify_live(folder, analysis.model, c.output, c.example)
+            _verify_live(folder, c, modules[1])
         _emit_onnx(folder, c, onnx, progress)
     return manifest
 
@@ -197,15 +198,24 @@ def verify_written(
             )
 
 
-def _verify_live(folder: Path, model: nn.Module | None, output: Any, example: Batch) -> None:
-    """A live model with what was written for it computes what was verified."""
-    written = read_artifact(folder, (), trust=True)
+def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
+    """A live model with what was written for it computes what was verified.
+
+    left: sites that stay the model's own code in it.
+    """
+    model, written = c.analysis.model, read_artifact(folder, (), trust=True)
     patches = read_patches(written)
     if model is None or not patches:
         return
+    output = c.output
+    if left:
+        own = Choice(TEACHER, "left to the model's own code")
+        of_sites = zip(c.analysis.sites, c.chosen.choices, strict=True)
+        choices = [own if site.name in left else choice for site, choice in of_sites]
+        output = Runner(model, chosen_programs(c.analysis, choices))(c.example)
     with installed_patches(model, patches, written.manifest["sites"]), warnings.catch_warnings():
         warnings.simplefilter("error", OwnCodeWarning)
-        error = largest_difference(output, Runner(model)(example))
+        error = largest_difference(output, Runner(model)(c.example))
     if not error <= ROUND_TRIP_TOLERANCE:
         raise VerificationError(
             "live: the patched model computes what was verified",
