@@ -15,7 +15,7 @@ from pydantic import AllowInfNan, Strict
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.features import Feature, total_width
+from asapc.features import MAX_COUNT, Feature, total_width
 from asapc.features.predictor import Amortised
 from asapc.inputs.settings import Place, Switch, checked, integer
 from asapc.ir import Coupling, Distilled, Ties
@@ -43,7 +43,9 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "output_factor": Annotated[list[_Finite], Len(4, 4)],
     },
 }  # fmt: skip
-_OF_HYBRIDS: Mapping[str, Any] = {"summary_tokens": integer(0), "summary_multiplier": _Finite}
+_OF_HYBRIDS: Mapping[str, Any] = {
+    "summary_tokens": integer(0, MAX_COUNT), "summary_multiplier": _Finite,
+}  # fmt: skip
 # Its tensors and their axes: H heads, D of a head, E of its values, n pivots or slices, as many in all of
 # them, w the width of a convolution.
 _AXES: Mapping[str, Mapping[str, str]] = {
@@ -53,6 +55,7 @@ _AXES: Mapping[str, Mapping[str, str]] = {
 }
 _DEPTHWISE = {"depthwise": "HEw"}  # of a hybrid operator that has one
 _DTYPES = {"inverse_temperature": torch.float64}
+_NOT_NEGATIVE = ("pivot_mass", "inverse_temperature", "head_multiplier")
 
 
 def tensor_of(
@@ -84,11 +87,14 @@ def check_tensor(
 
 
 def check_fit(
-    name: str, fit: Amortised | Distilled, heads: int | None = None, head_dim: int | None = None
-) -> None:
-    """InputError where the tensors do not fit each other, or a site of so many heads of that size."""
+    name: str, fit: Amortised | Distilled, heads: int | None = None, head_dim: int | None = None,
+    value_dim: int | None = None,
+) -> None:  # fmt: skip
+    """InputError where the tensors do not fit each other, or a site of so many heads of that size, with
+    values of another."""
     if isinstance(fit, Distilled):
-        _check_distilled(f"{name}.{fit.operator}", fit, heads, head_dim)
+        sizes = {"H": heads, "D": head_dim, "E": value_dim}
+        _check_distilled(f"{name}.{fit.operator}", fit, sizes)
         return
     for predictor in fit.predictors:
         stem = f"{name}.{predictor.side}"
@@ -115,18 +121,20 @@ def _dim_of(features: Sequence[Feature], parameters: Sequence[Tensor | None]) ->
     return next((tensor.shape[-1] for tensor in parameters if tensor is not None), None)
 
 
-def _check_distilled(name: str, distilled: Distilled, heads: int | None, head_dim: int | None) -> None:
+def _check_distilled(name: str, distilled: Distilled, known: Mapping[str, int | None]) -> None:
     types, axes = _described(distilled.operator, distilled.settings)
     if distilled.settings.keys() != types.keys() | axes.keys():
         wanted = ", ".join(sorted(types.keys() | axes.keys()))
         raise InputError(f"{name} must have {wanted}", got=", ".join(sorted(distilled.settings)))
     for key, kind in types.items():
         checked(distilled.settings[key], kind, Place(name, (key,)))
-    sizes = {"H": heads, "D": head_dim, "n": None, "E": None, "w": None}
+    sizes = {"n": None, "w": None, **known}
     for key, names in axes.items():
         tensor = distilled.settings[key]
         shape = [sizes[axis] for axis in names]
         check_tensor(f"{name}.{key}", tensor, shape, _DTYPES.get(key, torch.float32))
+        if key in _NOT_NEGATIVE and bool((tensor < 0).any()):
+            raise InputError(f"{name}.{key} must not be negative", got=f"{float(tensor.min()):g}")
         for axis, size in zip(names, tensor.shape, strict=True):
             sizes[axis] = sizes[axis] or size
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,13 +43,13 @@ from torch.nn import functional
 from asapc.calibration.collect import check_finite, pieces
 from asapc.calibration.kept import Kept
 from asapc.calibration.stored import SiteDistillation
+from asapc.calibration.students import COUPLING, TIES, Maker, asked, hybrid_of, maker_of, refusal
 from asapc.calibration.teacher import TeacherDuals
 from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.features.coarse import kmeans
 from asapc.inputs.recipe import Recipe
-from asapc.ir import Convention, Coupling, Distilled, OutputFactor, SiteTensors, Ties
-from asapc.operators.catalogue import HYBRIDS
+from asapc.ir import Convention, Distilled, SiteTensors
 from asapc.operators.hybrid import without_first
 from asapc.operators.matching import match, ranked
 from asapc.operators.ranks import clouds_of
@@ -69,13 +69,10 @@ STEPS = 200
 CHECK_EVERY = 25  # steps between looks at the held-out examples
 PATIENCE = 4  # looks without a better head before the fit stops
 LEARNING_RATE = 0.1  # in units of the first pivots' spread
-HALF_STEPS = 5
 
 SLICE_EXAMPLES = 64  # the products of candidates are summed over
 SLICE_ROWS = 64  # queries of an example
 CANDIDATES = 256  # directions a head chooses from, at least twice its slices
-COUPLING: Coupling = "monotone"
-TIES: Ties = "shared"
 MULTIPLIERS = tuple(2 ** (step / 2) for step in range(-6, 7))  # of a fitted loop's scores
 SECTIONS = 9  # of the interval around the best of them, which is then 1 % wide
 
@@ -121,7 +118,7 @@ class Distiller:
     """
 
     def __init__(self, name: str, convention: Convention, recipe: Recipe) -> None:
-        problem = refusal(name, convention, recipe)
+        problem = refusal(name, convention, recipe.fit_settings())
         if problem is not None:
             raise problem
         self.name = name
@@ -208,11 +205,11 @@ class Distiller:
 
     def _others(self, piece: _Piece) -> _Piece:
         """The rows of all tokens but the summary tokens, and what is seen of those tokens."""
-        t, count = piece.tensors, self.recipe.summary_tokens
+        t, count, what = piece.tensors, self.recipe.summary_tokens, asked(self.recipe.fit_settings())
         queries, keys = t.q.shape[2], t.k.shape[2]
         if queries != keys:
             raise InputError(
-                f"{self.name}: {_asked(self.recipe)} is for attention of tokens to themselves",
+                f"{self.name}: {what} is for attention of tokens to themselves",
                 got=f"{queries} queries and {keys} keys",
                 help="leave it out for this site, under `sites`",
             )
@@ -220,7 +217,7 @@ class Distiller:
         factor = factor_value(terms, queries, keys, t.keep)
         if not bool(((torch.as_tensor(factor) / queries - 1).abs() < ROUNDING).all()):
             raise InputError(
-                f"{self.name}: {_asked(self.recipe)} is for softmax attention, whose rows sum to 1",
+                f"{self.name}: {what} is for softmax attention, whose rows sum to 1",
                 got=f"the output factor {self.convention.output_factor}",
                 help="leave it out for this site, under `sites`",
             )
@@ -247,17 +244,13 @@ class Distiller:
             )
         train, held_out = self._parts()
         square = all(p.tensors.q.shape[2] == p.tensors.k.shape[2] for p in train)
-        convention = self.convention
-        if self.recipe.beside():  # of rows that sum to 1, whatever their number
-            convention = replace(convention, output_factor=OutputFactor(queries=1))
+        make = maker_of(self.name, self.convention, self.recipe.fit_settings(), square)
         if self.recipe.operator == "lot":
-            place = lot_maker(self.name, convention, square)
-            fit = fit_lot(train, held_out, place, self.recipe.pivots, self.recipe.seed, STEPS)
+            fit = fit_lot(train, held_out, make, self.recipe.pivots, self.recipe.seed, STEPS)
         elif self.recipe.operator == "esp_hard":
-            place = esp_maker(self.name, convention, square)
-            fit = fit_slices(train, held_out, place, self.recipe.slices, self.recipe.seed)
+            fit = fit_slices(train, held_out, make, self.recipe.slices, self.recipe.seed)
         else:
-            fit = fit_loop(train, held_out, convention, self.recipe.half_steps)
+            fit = fit_loop(train, held_out, make)
         if self.recipe.beside():
             fit = self._beside_softmax(fit, train, held_out)
         if not bool(fit.errors.isfinite().all()):
@@ -324,103 +317,8 @@ class _Fit:
     steps: tuple[int, ...]
 
 
-Maker = Callable[[Tensor, Tensor], Distilled]
-
-
-def _asked(recipe: Recipe) -> str:
-    key, value = next(iter(recipe.beside().items()))
-    return f"`{key}: {value}`"
-
-
-def refusal(name: str, convention: Convention, recipe: Recipe) -> InputError | None:
-    """Why a site of this convention cannot become what the recipe asks for; None where it can."""
-    if recipe.operator == "fitted_sinkhorn" and (recipe.half_steps - convention.half_steps) % 2:
-        parity = "odd" if convention.half_steps % 2 else "even"
-        return InputError(
-            f"recipe: {name}: half_steps must be {parity}: the loop ends on {convention.last_side}s, "
-            "as the layer does",
-            got=f"half_steps: {recipe.half_steps}",
-            help=f"write `half_steps: {recipe.half_steps + 1}`, for this site alone under `sites`",
-        )
-    if recipe.beside() and (convention.half_steps, convention.first_side) != (1, "row"):
-        return InputError(
-            f"recipe: {name}: {_asked(recipe)} is for softmax layers",
-            got=f"a Sinkhorn loop of {convention.half_steps} half-steps",
-            help="set it for softmax layers alone, under `sites`",
-        )
-    return None
-
-
-def hybrid_of(
-    fitted: Distilled, summary_tokens: int, multiplier: float, depthwise: Tensor | None
-) -> Distilled:
-    """The hybrid form of what was fitted.  multiplier: of the softmax layer's scores."""
-    beside = {
-        "summary_tokens": summary_tokens, "summary_multiplier": multiplier, "depthwise": depthwise,
-    }  # fmt: skip
-    return Distilled(HYBRIDS[fitted.operator], {**fitted.settings, **beside}, fitted.share)
-
-
 def _with(fitted: Distilled, **settings: Any) -> Distilled:
     return replace(fitted, settings={**fitted.settings, **settings})
-
-
-def lot_maker(name: str, convention: Convention, square: bool) -> Maker:
-    """(pivots [H, R, D], pivot_mass [H, R]) -> the operator, of the mass of the teacher's map.
-
-    square: there are always as many queries as keys, padding included.
-    """
-    factor, multiplier = convention.output_factor, convention.score_multiplier
-    if convention.mask == "none":
-        powers = [0.0, float(factor.keys + factor.active), float(factor.queries)]
-    elif square or factor.keys == 0:
-        powers = [0.0, float(factor.active), float(factor.queries + factor.keys)]
-    else:
-        raise _no_such_mass(name, convention, "lot")
-    settings = {
-        "key_bias": None, "query_multiplier": multiplier, "key_multiplier": multiplier,
-        "query_half_steps": HALF_STEPS, "queries_first": True, "key_half_steps": HALF_STEPS,
-        "keys_first": True, "output_factor": [factor.coefficient, *powers],
-    }  # fmt: skip
-    share = _share(convention)
-    return lambda pivots, mass: Distilled(
-        "lot", {"pivots": pivots, "pivot_mass": mass, **settings}, share
-    )
-
-
-def esp_maker(name: str, convention: Convention, square: bool) -> Maker:
-    """(slices [H, L, D], inverse_temperature [H]) -> the operator; its rows sum to a constant.
-
-    square: there are always as many queries as keys, padding included.
-    """
-    factor = convention.output_factor
-    unmasked = convention.mask == "none"
-    of_keys = factor.keys + (factor.active if unmasked else 0)
-    constant = (of_keys == 0 or square) and factor.queries + of_keys == 1
-    if not constant or (factor.active and not unmasked):
-        raise _no_such_mass(name, convention, "esp_hard")
-    settings = {
-        "squared_cost": False, "mean_cost": True, "output_factor": factor.coefficient,
-        "coupling": COUPLING, "ties": TIES,
-    }  # fmt: skip
-    share = _share(convention)
-    return lambda slices, tau: Distilled(
-        "esp_hard", {"slices": slices, "inverse_temperature": tau, **settings}, share
-    )
-
-
-def _share(convention: Convention) -> bool:
-    return convention.mask == "key" and convention.last_side == "column"
-
-
-def _no_such_mass(name: str, convention: Convention, operator: str) -> InputError:
-    return InputError(
-        f"{name}: {operator} must be able to give its rows the teacher's sums",
-        got=f"the output factor {convention.output_factor}, of another number of queries than keys"
-        if operator == "lot"
-        else f"the output factor {convention.output_factor}",
-        help="use `operator: asap` for this site",
-    )
 
 
 def fit_lot(
@@ -467,29 +365,25 @@ def fit_lot(
     return _Fit(final, errors, tuple(kept.tolist()))
 
 
-def fit_loop(
-    train: Sequence[_Piece], held_out: Sequence[_Piece], convention: Convention, half_steps: int
-) -> _Fit:
-    """The multiplier of each head's scores, from which `half_steps` half-steps come closest.
+def fit_loop(train: Sequence[_Piece], held_out: Sequence[_Piece], make: Maker) -> _Fit:
+    """The multiplier of each head's scores, by which a loop comes closest.
 
-    The best of MULTIPLIERS, then a golden section of the logarithm between its neighbours.
+    The best of MULTIPLIERS, then a golden section of the logarithm between its neighbours; what is kept
+    is the best that was tried: where 1 is exact, as for a softmax layer's own half-step, it is 1.
     """
-    settings = {
-        "score_multiplier": convention.score_multiplier, "half_steps": half_steps,
-        "rows_first": convention.first_side == "row",
-        "output_factor": factor_terms(convention.output_factor),
-    }  # fmt: skip
-
-    def loop(logs: Tensor) -> Distilled:
-        return Distilled("fitted_sinkhorn", {"head_multiplier": logs.exp().float(), **settings})
+    heads = train[0].target.shape[1]
+    best = torch.zeros(heads, dtype=torch.float64)  # the logarithms that were best so far, [H]
+    least = torch.full_like(best, math.inf)
 
     def error(logs: Tensor) -> Tensor:
-        return _mean_errors(loop(logs), train)
+        nonlocal best, least
+        errors = _mean_errors(make(logs.exp().float()), train)
+        best, least = torch.where(errors < least, logs, best), torch.minimum(errors, least)
+        return errors
 
-    heads = train[0].target.shape[1]
     grid = torch.tensor(MULTIPLIERS, dtype=torch.float64).log()
-    best = torch.stack([error(level.expand(heads)) for level in grid]).argmin(0)  # [H]
-    low, high = (grid[(best + side).clamp(0, len(grid) - 1)] for side in (-1, 1))
+    nearest = torch.stack([error(level.expand(heads)) for level in grid]).argmin(0)  # [H]
+    low, high = (grid[(nearest + side).clamp(0, len(grid) - 1)] for side in (-1, 1))
     share = (math.sqrt(5) - 1) / 2
     left, right = high - share * (high - low), low + share * (high - low)
     at_left, at_right = error(left), error(right)
@@ -500,8 +394,8 @@ def fit_loop(
         seen = error(fresh)
         left, right = torch.where(lower, fresh, right), torch.where(lower, left, fresh)
         at_left, at_right = torch.where(lower, seen, at_right), torch.where(lower, at_left, seen)
-    final = loop(torch.where(at_left <= at_right, left, right))
-    return _Fit(final, _mean_errors(final, held_out), (half_steps,) * heads)
+    final = make(best.exp().float())
+    return _Fit(final, _mean_errors(final, held_out), (SECTIONS,) * heads)
 
 
 def fit_depthwise(pieces: Sequence[_Piece], fitted: Distilled, width: int) -> Tensor:

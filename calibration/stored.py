@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asapc.calibration.checked import check_fit, distilled_tensors, tensor_of
+from asapc.calibration.students import check_follows
 from asapc.errors import InputError
 from asapc.features import Feature
 from asapc.features.clouds import Budget, Points, PredictedSide
@@ -331,6 +332,8 @@ def fit_from(
     if "operator" in data:
         distilled = _distilled(name, data, tensors)
         check_fit(name, distilled)
+        settings = {**_NO_HYBRID, **data["settings"]}
+        check_follows(name, convention, settings, distilled)
         return SiteDistillation(
             convention=convention,
             distilled=distilled,
@@ -340,7 +343,7 @@ def fit_from(
             held_out=int(data["held_out"]),
             tokens=int(data["tokens"]),
             fit_seconds=seconds,
-            settings={**_NO_HYBRID, **data["settings"]},
+            settings=settings,
         )
     plan = TransformPlan(**data["plan"])
     if plan != transform_plan(convention, plan.c_transforms, plan.side, plan.aim):
@@ -380,7 +383,7 @@ def _distilled(
     arguments = _is(dict, data["arguments"])
     held = distilled_tensors(operator, arguments, tensors, f"{name}.{operator}")
     settings = {key: value for key, value in arguments.items() if value != "tensor"} | held
-    return Distilled(operator, settings, bool(data["share"]))
+    return Distilled(operator, settings, _is(bool, data["share"]))
 
 
 def _predictor(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,12 @@ from torch.utils import _pytree as pytree
 from asapc.calibration.reading import Reading
 from asapc.calibration.shards import code_digest
 from asapc.device import CPU, running_on
-from asapc.errors import BranchError, VerificationError
+from asapc.errors import BranchError, InputError, VerificationError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.inputs.weights import fingerprint
 from asapc.ir import AnyConvention, Convention, Program
-from asapc.measure.differences import largest_difference
+from asapc.measure.differences import largest_difference, tensor_outputs
 from asapc.memory import give_back
 from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
@@ -47,7 +48,8 @@ OUTPUT_TOLERANCE = 1e-3  # the whole model's outputs, relative to max(1, largest
 class Site:
     """A site that replays: its convention, heads, and its largest error by what was tried.
 
-    head_dim: None where it is given its scores.
+    head_dim: None where it is given its scores.  value_dim: of a head's values, None where it does not
+    multiply any, or as many as the call says.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Site:
     head_dim: int | None
     replay_error: float
     replay: Mapping[str, float] = field(default_factory=dict)
+    value_dim: int | None = None
 
     @property
     def loop(self) -> Convention:
@@ -177,10 +180,15 @@ def analyse(
             facts = (site.convention, site.heads, site.head_dim)
             if worst <= TOLERANCE:
                 good.append(site)
-                sites.append(Site(site.name, *facts, worst, errors.errors))
+                sites.append(Site(site.name, *facts, worst, errors.errors, site.value_dim))
             else:
                 reason = f"does not replay on {tried}: relative error {worst:.2g}"
-                if errors.rounding > TOLERANCE:
+                if math.isinf(errors.rounding):
+                    reason = (
+                        f"its own code gives NaN or infinity on {tried}, as a softmax of -inf does for "
+                        "an example without active tokens"
+                    )
+                elif errors.rounding > TOLERANCE:
                     reason += (
                         f"; there its own code is {errors.rounding:.2g} from itself in float64, as where "
                         "a mask adds 1e6 to scores, a padded token is set to 1e18, or numbers are halves"
@@ -199,6 +207,7 @@ def analyse(
             error = _whole_replay(found_all, batch.on(device))
             allowed = OUTPUT_TOLERANCE + own_rounding(teacher.model, batch.on(device))
         if not error <= allowed:
+            _check_numbers(teacher, batch)
             raise VerificationError(
                 "the lossless rewrite reproduces the untouched model's outputs",
                 got=f"relative difference {error:.2g}",
@@ -305,6 +314,18 @@ def own_rounding(model: nn.Module | None, batch: Batch) -> float:
 
 def _single(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x
+
+
+def _check_numbers(teacher: Teacher, batch: Batch) -> None:
+    """InputError where the model's own outputs are NaN: nothing can be compared with them."""
+    if teacher.model is not None:
+        given = tensor_outputs(Runner(teacher.model)(batch))
+        if any(bool(output.isnan().any()) for output in given):
+            raise InputError(
+                f"{teacher.source}: the model's own outputs must be numbers on the data",
+                got="NaN",
+                help="leave out examples without active tokens, and inputs that are not finite",
+            )
 
 
 def _whole_replay(analysis: Analysis, batch: Batch) -> float:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asapc.calibration.checked import check_fit
-from asapc.calibration.distill import refusal
 from asapc.calibration.stored import AnySiteCalibration, Calibration, SiteCalibration
+from asapc.calibration.students import refusal
 from asapc.errors import InputError
 from asapc.features.predictor import TransformPlan, transform_plan
 from asapc.inputs.recipe import Recipe
@@ -66,7 +66,7 @@ def fits_needed(
     """What calibration has to fit for a site, from the site's recipe, each fit once.
 
     A plan is there where a dual is predicted. Alternatives that this convention has no plan for are left
-    out: see why_no_fit. So are candidates of `auto` that it cannot become: see distill.refusal.
+    out: see why_no_fit. So are candidates of `auto` that it cannot become: see students.refusal.
     """
     if not isinstance(convention, Convention):
         return []
@@ -75,7 +75,8 @@ def fits_needed(
     found: list[tuple[Recipe, TransformPlan | None]] = []
     for alternative in recipe.alternatives():
         if alternative.operator in DISTILLED:
-            if recipe.operator == "auto" and refusal("", convention, alternative) is not None:
+            settings = alternative.fit_settings()
+            if recipe.operator == "auto" and refusal("", convention, settings) is not None:
                 continue
             entry: tuple[Recipe, TransformPlan | None] = (alternative, None)
         elif alternative.operator == "asap":
@@ -118,7 +119,8 @@ def candidates_of(site: Site, recipe: Recipe, calibration: Calibration) -> list[
             )
         place = next(i for i, other in enumerate(calibration.sites[name]) if other is fit)
         try:
-            check_fit(f"{name}.{place}", fit.replacement, site.heads, site.head_dim)
+            sizes = (site.heads, site.head_dim, site.value_dim)
+            check_fit(f"{name}.{place}", fit.replacement, *sizes)
         except InputError as error:
             raise InputError(
                 f"calibration: {error.rule}",

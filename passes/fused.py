@@ -50,6 +50,8 @@ def why_it_stays(node: Node) -> str | None:
         return "softmax attention whose keys are shared by several heads (enable_gqa)"
     if rank_of(given["query"]) < 3 or not isinstance(query.shape[-1], int):
         return f"softmax attention of queries with the sizes {tuple(query.shape)}"
+    if given["value"].meta["val"].shape[-1] == 1:
+        return "softmax attention of values with one number a head"
     return None
 
 
@@ -77,8 +79,8 @@ def spelt_out(program: Program, calls: Collection[Node]) -> tuple[Program, dict[
         gone |= erased(graph, copy)
     for node in graph.graph.nodes:
         if node.target is aten.view.default:
-            # torch's fused kernels lay the heads of a token side by side, and what was a view of that need
-            # not be one of a product, or of what a layer becomes.
+            # torch's fused kernels lay the heads of a token side by side: what was a view of that need
+            # be none of a product, or of what a layer becomes.
             node.target = aten.reshape.default
     graph.recompile()
     check_graph(graph, "fused", [call.name for call in calls])

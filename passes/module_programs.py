@@ -169,12 +169,12 @@ class _Reader:
     def _shows_more(self, site: Site, inside: _Inside) -> bool:
         """Whether a module gives something within a site, its map too, that only the module reads."""
         part, mine, outputs = site.part(), set(inside.nodes), set(inside.call.outputs)
-        for node in (*part.inside, part.output):
+        within = part.inside - {part.output} if site.takes_values else part.inside | {part.output}
+        for node in within:
             read = {user for user in node.users if user in mine and user not in part.inside}
             given = node in outputs and not any(user in self.used - mine for user in node.users)
-            if node is not part.output or not site.takes_values:
-                if given or not read <= self.used:
-                    return True
+            if given or not read <= self.used:
+                return True
         return False
 
     def _differs(self, call: ModuleCall) -> str | None:

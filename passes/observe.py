@@ -179,9 +179,8 @@ def eager_calls(
 ) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
     """What every module is called with when the model runs, by name.
 
-    Some code asks whether it is being traced, and then calls its modules differently; some, as torch's own
-    encoder, asks whether they have hooks. So their forwards are replaced meanwhile, which is also what a
-    patch does.
+    Some code asks whether it is being traced, and then calls its modules differently. torch's own encoder
+    asks whether they have hooks, so forwards are replaced meanwhile, which is also what a patch does.
     """
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
     with contextlib.ExitStack() as stack:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from asapc.inputs.data import Batch
 from asapc.features.predictor import Amortised
+from asapc.inputs.data import Batch
 from asapc.ir import Distilled, Program
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Analysis

@@ -14,7 +14,7 @@ from typing import overload
 from torch import Tensor
 from torch.fx import Node
 
-from asapc.ir import AnyConvention, Program, Stop
+from asapc.ir import AnyConvention, Program, SiteTensors, Stop
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.plan.loops import Loop
@@ -62,6 +62,11 @@ class Site(ABC):
         """Its place in the graph."""
 
     @property
+    def value_dim(self) -> int | None:
+        """Of a head's values, where it multiplies any."""
+        return None
+
+    @property
     def stops_on(self) -> Collection[Node]:
         """What the loops whose early stops were tried work on: their scores; empty where none were."""
         return ()
@@ -73,6 +78,10 @@ class Site(ABC):
     def weighed(self, output: Tensor) -> Tensor:
         """What its part gives, as errors of it are measured."""
         return output
+
+    def completed(self, result: Tensor, seen: SiteTensors) -> Tensor:
+        """What its call gives, with what lift puts behind the call."""
+        return result
 
     @abstractmethod
     def part(self) -> Part:

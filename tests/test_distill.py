@@ -19,7 +19,7 @@ from torch import Tensor
 import asapc
 from asapc.calibration import distill
 from asapc.calibration.collect import SiteStatistics, finish
-from asapc.calibration.distill import Distiller, esp_maker, fit_lot, lot_maker
+from asapc.calibration.distill import Distiller, fit_lot
 from asapc.calibration.stored import (
     Calibration,
     SiteDistillation,
@@ -27,6 +27,7 @@ from asapc.calibration.stored import (
     load_calibration,
     save_calibration,
 )
+from asapc.calibration.students import esp_maker, lot_maker
 from asapc.cli import main
 from asapc.errors import InputError
 from asapc.features.predictor import transform_plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import asapc
+from asapc.artifact import read_artifact
 from asapc.errors import InputError, NoSiteError
 from asapc.inputs.recipe import Recipe, load_recipe
 from asapc.ir import Convention
@@ -25,19 +27,24 @@ DIM, HEADS = 16, 2
 
 
 class Encoder(nn.Module):
-    """[B, N] token ids, 0 is padding -> [B, 3].  fused: torch's attention, else written out."""
+    """[B, N] token ids, 0 is padding -> [B, 3].  fused: torch's attention, else written out; added: its
+    mask is added to the scores."""
 
-    def __init__(self, layers: int = 2, fused: bool = True, **given: Any) -> None:
+    def __init__(
+        self, layers: int = 2, fused: bool = True, added: bool = False, **given: Any
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(40, DIM)
         self.made = nn.ModuleList(nn.Linear(DIM, 3 * DIM) for _ in range(layers))
         self.out = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(layers))
         self.head = nn.Linear(DIM, 3)
-        self.fused, self.given = fused, given
+        self.fused, self.added, self.given = fused, added, given
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
         if self.fused:
             mask = None if self.given else keep[:, None, None, :]
+            if mask is not None and self.added:
+                mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.given)
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         return scores.masked_fill(~keep[:, None, None, :], float("-inf")).softmax(-1) @ v
@@ -47,7 +54,7 @@ class Encoder(nn.Module):
         for made, out in zip(self.made, self.out, strict=True):
             q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in made(x).chunk(3, -1))
             x = x + out(self.attend(q, k, v, keep).transpose(1, 2).flatten(2))
-        pooled: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True))
+        pooled: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
         return pooled
 
 
@@ -84,7 +91,12 @@ def test_layers_are_sites_where_that_is_asked_for(fused: bool) -> None:
     torch.testing.assert_close(program.graph(inputs), model(inputs))
 
 
-@pytest.mark.parametrize("mask", ["none", "bool", "float", "every query its own"])
+FAR = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    "mask", ["none", "bool", "float", "every query its own", "a filled bias", "a chosen bias"]
+)
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_a_fused_call_spelt_out_is_the_same(mask: str, scale: float | None) -> None:
     class Net(nn.Module):
@@ -93,6 +105,12 @@ def test_a_fused_call_spelt_out_is_the_same(mask: str, scale: float | None) -> N
                 "none": None, "bool": keep[:, None, None, :],
                 "float": torch.zeros(keep.shape).masked_fill(~keep, -1e9)[:, None, None, :],
                 "every query its own": keep[:, None, None, :] & keep[:, None, :, None],
+                "a filled bias": (q[..., :1] - k[..., 0][:, :, None]).masked_fill(
+                    ~keep[:, None, None, :], -math.inf
+                ),
+                "a chosen bias": torch.where(
+                    keep[:, None, None], q[..., :1] - k[..., 0][:, :, None], FAR
+                ),
             }[mask]  # fmt: skip
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=given, scale=scale)
 
@@ -118,11 +136,112 @@ def test_what_stays_as_it_is_stays_fused() -> None:
         assert sum(node.target is FUSED for node in program.graph.graph.nodes) == 2
 
 
-def test_layers_of_torch_itself() -> None:
-    layer = nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    _, sites = found_in(model, torch.randn(3, 9, DIM))
-    assert [site.convention.half_steps for site in sites] == [1, 1]
+class OfTorch(nn.Module):
+    """[B, N] token ids -> [B, 3] by torch's own encoder, whose fast path calls none of its modules."""
+
+    def __init__(self, masked: bool, **given: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, DIM), nn.Linear(DIM, 3)
+        layer = nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True, **given)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.masked = masked
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        padding = inputs == 0 if self.masked else None
+        found: Tensor = self.head(self.encoder(self.embed(inputs), src_key_padding_mask=padding)[:, 0])
+        return found
+
+
+def compiled(model: nn.Module, data: dict[str, np.ndarray], out: Path, **recipe: Any) -> nn.Module:
+    """Whose layers all became the operator, the model left as it was; the artefact is in `out`."""
+    recipe = {"from": "softmax", "pivots": 4, "max_examples": 32} | recipe
+    done = asapc.compile(model, data, recipe=recipe, examples=20, out=out)
+    sites = done.report.facts["sites"]
+    assert len(sites) > 0 and {site["operator"] for site in sites} == {recipe["operator"]}
+    assert not read_artifact(out, ()).manifest["live"]["left"]
+    return done.model
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("given", [{}, {"norm_first": True}], ids=["norm last", "norm first"])
+def test_layers_of_torch_itself(masked: bool, given: dict[str, bool], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = OfTorch(masked, **given).eval()
+    live = compiled(model, {"inputs": tokens()}, tmp_path / "out", operator="lot", depthwise=3)
+    whole = asapc.load(tmp_path / "out")
+    for length in (12, 7):
+        inputs = torch.from_numpy(tokens(5)[:, :length]).clamp(min=0 if masked else 1)
+        for grad in (True, False):  # with gradients torch's encoder calls its modules
+            with torch.set_grad_enabled(grad):
+                torch.testing.assert_close(live(inputs), whole(inputs), rtol=1e-4, atol=1e-5)
+                assert (live(inputs) - model(inputs)).abs().max() > 1e-3
+
+
+class Inside(Encoder):
+    """Whose attention is a module that returns its map, which nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__(fused=False)
+        self.blocks = nn.ModuleList(nn.ModuleList([Mapped()]) for _ in self.made)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        keep, x = inputs != 0, self.embed(inputs)
+        for made, out, (block,) in zip(self.made, self.out, self.blocks, strict=True):
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in made(x).chunk(3, -1))
+            x = x + out(block(q, k, v, keep)[0].transpose(1, 2).flatten(2))
+        pooled: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
+        return pooled
+
+
+class Mapped(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (q @ k.transpose(-1, -2)).masked_fill(~keep[:, None, None, :], -math.inf)
+        weights = scores.softmax(-1)
+        return weights @ v, weights
+
+
+@pytest.mark.parametrize("depthwise", [0, 3])
+def test_a_map_that_nobody_reads_is_not_computed(depthwise: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    recipe = {"operator": "lot", "depthwise": depthwise}
+    live = compiled(Inside().eval(), {"inputs": tokens()}, tmp_path / "out", **recipe)
+    manifest = read_artifact(tmp_path / "out", ()).manifest
+    assert [module["name"] for program in manifest["live"]["programs"]
+            for module in program["modules"]] == [""]
+    whole, inputs = asapc.load(tmp_path / "out"), torch.from_numpy(tokens(5))
+    torch.testing.assert_close(live(inputs), whole(inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_examples_without_tokens_stay_as_the_teacher_has_them(tmp_path: Path) -> None:
+    """Fused attention gives 0 for them; written out with -inf it gives NaN, which no operator does."""
+    inputs = tokens()
+    inputs[::3] = 0
+    recipe = {"from": "softmax", "operator": "lossless"}
+    for added in (False, True):
+        model = teacher(added=added)
+        done = asapc.compile(model, {"inputs": inputs}, recipe=recipe, examples=20)
+        assert [site["operator"] for site in done.report.facts["sites"]] == ["sinkhorn"] * 2
+        given = torch.from_numpy(inputs[:4])
+        torch.testing.assert_close(done.model(given), model(given), rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match="outputs must be numbers on the data"):  # torch's fast path
+        asapc.compile(OfTorch(True).eval(), {"inputs": inputs}, recipe=recipe)
+    with pytest.raises(NoSiteError, match="gives NaN or infinity on the data"):
+        asapc.compile(teacher(fused=False), {"inputs": inputs}, recipe=recipe)
+
+
+def test_the_reason_why_a_softmax_layer_is_none() -> None:
+    class Shared(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    def reason(model: nn.Module, *args: Tensor) -> str:
+        return {one.reason for one in found_in(model, *args)[1]}.pop()
+
+    inputs = torch.from_numpy(tokens(3))
+    assert "causal" in reason(teacher(is_causal=True), inputs)
+    assert "dropout" in reason(teacher(dropout_p=0.1), inputs)
+    assert "enable_gqa" in reason(Shared(), torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8))
+    assert "one query" in reason(teacher(), inputs[:, :1])
 
 
 @pytest.mark.parametrize("operator", ["lossless", "lot", "esp_hard"])
@@ -189,3 +308,16 @@ def test_a_bert_of_hugging_face() -> None:
     assert [site["operator"] for site in done.report.facts["sites"]] == ["lot"]
     found = done.model(**{name: torch.from_numpy(array[:5]) for name, array in data.items()})
     assert type(found) is transformers.modeling_outputs.SequenceClassifierOutput
+
+
+def test_a_t5_of_hugging_face(tmp_path: Path) -> None:
+    """Its bias and its mask reach fused attention as one tensor."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=40, d_model=DIM, d_kv=8, d_ff=DIM, num_layers=1, num_heads=HEADS
+    )
+    ids = tokens()
+    data = {"input_ids": np.maximum(ids, 1), "attention_mask": (ids != 0).astype(np.int64)}
+    model = transformers.T5EncoderModel(config).eval()
+    compiled(model, data, tmp_path / "out", operator="fitted_sinkhorn", depthwise=3)

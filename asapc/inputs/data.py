@@ -45,12 +45,28 @@ _PIECE = 256  # examples: a selection copies, so never a whole file at once
 _PIECE_BYTES = 1 << 24  # of them, where examples are large
 
 
+MET = 4096  # examples that are counted where none was found
+
+
 def split_of(hash: int) -> Split:
     """70 % calibration, 15 % selection, 15 % gate, by hash modulo 100."""
     remainder = hash % 100
     if remainder < 70:
         return "calibration"
     return "selection" if remainder < 85 else "gate"
+
+
+def empty_split(source: DataSource, split: Split) -> InputError:
+    """What is said of data without an example in one of its splits."""
+    met = [content for batch in source.batches(256, limit=MET) for content in batch.hashes]
+    examples = f"none of {len(met)}" if source.examples == len(met) else f"none of the first {len(met)}"
+    kinds = "" if len({*met}) == len(met) else f", {len({*met})} of them different"
+    return InputError(
+        f"{source.source}: the {split} split needs examples",
+        got=f"{examples}{kinds}",
+        help="examples are split by content: 70 % for calibration, 15 % each for selection and the gate; "
+        "pass more that differ, or other data to measure on",
+    )
 
 
 @dataclass

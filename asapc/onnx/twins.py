@@ -582,16 +582,17 @@ def _either(
     other: Callable[..., Tensor],
     given: Sequence[Tensor | None],
 ) -> Tensor:
-    """one(*given) or other(*given): in a file both, of which one runs.
+    """one(*given) or other(*given), flat: in a file both, of which one runs.
 
-    Not torch.cond, which compiles first and then takes its sizes for constants.
+    Not torch.cond, which compiles first and then takes its sizes for constants. Flat, since it compares
+    strides, and of a length that may be 0 they are no products of sizes.
     """
     tensors = tuple(tensor for tensor in given if tensor is not None)
 
     def filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*tensors: Tensor) -> Tensor:
             found = iter(tensors)
-            return function(*(None if tensor is None else next(found) for tensor in given))
+            return function(*(None if tensor is None else next(found) for tensor in given)).flatten()
 
         return call
 

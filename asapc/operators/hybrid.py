@@ -65,21 +65,21 @@ def hybrid(name: str, named: Named = reference_named) -> Callable[..., Tensor]:
         settings = dict(bound.arguments)
         q, k, v, keep, bias = (settings.pop(key, None) for key in ("q", "k", "v", "keep", "bias"))
         count, multiplier, depthwise = (settings.pop(key) for key in _SETTINGS)
-        others = {key: x[:, :, count:] for key, x in (("q", q), ("k", k), ("v", v)) if x is not None}
+        # Where there are no others the last token stands in: no branch, and no operator without tokens.
+        start = torch.sym_min(count, torch.sym_max(q.shape[2] - 1, 0)) if count else 0
+        others = {key: x[:, :, start:] for key, x in (("q", q), ("k", k), ("v", v)) if x is not None}
         seen = {
-            "keep": None if keep is None else keep[:, count:], "query_keep": None,
-            "bias": without_first(bias, count),
+            "keep": None if keep is None else keep[:, start:], "query_keep": None,
+            "bias": without_first(bias, start),
         }  # fmt: skip
-        if count and q.shape[2] <= count:  # there are no others
-            out = q[:, :, :0, :1].expand(-1, -1, -1, 0 if dense else v.shape[3])
-        else:
-            out = inner(*((others | seen | settings)[key] for key in own))
-            if count and seen["keep"] is not None:  # rows without another active key are 0
-                out = out.masked_fill(~seen["keep"].any(-1)[:, None, None, None], 0.0)
-            if depthwise is not None and not dense:
-                out = plus_depthwise(out, others["v"], depthwise, seen["keep"])
+        out = inner(*((others | seen | settings)[key] for key in own))
+        if count and seen["keep"] is not None:  # rows without another active key are 0
+            out = out.masked_fill(~seen["keep"].any(-1)[:, None, None, None], 0.0)
+        if depthwise is not None and not dense:
+            out = plus_depthwise(out, others["v"], depthwise, seen["keep"])
         if count == 0:
             return out
+        out = out[:, :, count - start :, count - start if dense else 0 :]
         first = bias if bias is None or bias.shape[-2] == 1 else bias[..., :count, :]
         values = () if dense else (v,)
         rows = softmax(q[:, :, :count], k, *values, keep, first, multiplier, *OF_ROWS)

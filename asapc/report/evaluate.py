@@ -24,7 +24,7 @@ from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.yaml_file import read_yaml_mapping
-from asapc.inputs.data import Batch, DataSource, open_data, recorded_data, split_of
+from asapc.inputs.data import Batch, DataSource, empty_split, open_data, recorded_data, split_of
 from asapc.inputs.faults import check_labels
 from asapc.inputs.onnx.settings import read_record, require_extra
 from asapc.inputs.recipe import Recipe
@@ -272,7 +272,7 @@ class Unseen:
     def __init__(self, artifact: Artifact, source: DataSource) -> None:
         """Raises InputError if the artefact has seen examples of the gate split."""
         self.seen = artifact.seen_hashes
-        self.source = source.source
+        self.data, self.source = source, source.source
         self.known = any(places.same(source.source, data) for data in _data_of(artifact))
         self.excluded = 0
         held_out = sum(split_of(content) == "gate" for content in self.seen)
@@ -296,11 +296,7 @@ class Unseen:
 
     def nothing(self) -> InputError:
         if self.known:
-            return InputError(
-                f"{self.source}: the gate split needs examples", got="none: too few examples in all",
-                help="15 % of the examples are for the gate, chosen by content; or pass other data "
-                "with --data",
-            )  # fmt: skip
+            return empty_split(self.data, "gate")
         return InputError(
             f"{self.source}: the report needs examples that calibration and selection have not seen",
             got=f"none: all {self.excluded} were seen" if self.excluded else "no examples",

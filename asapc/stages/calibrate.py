@@ -20,7 +20,7 @@ from asapc.calibration.stored import AnySiteCalibration
 from asapc.calibration.stream import Aside, Collector, Pending, stream, take_in
 from asapc.errors import InputError
 from asapc.features.predictor import transform_plan
-from asapc.inputs.data import Batch, DataSource, split_of
+from asapc.inputs.data import Batch, DataSource, empty_split, split_of
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Program, SiteTensors
@@ -126,11 +126,7 @@ def fit(
             processes,
         )
         if not seen:
-            raise InputError(
-                f"{source.source}: the calibration split needs examples",
-                got="none: too few examples in all",
-                help="70 % of the examples are used for calibration, chosen by content",
-            )
+            raise empty_split(source, "calibration")
         behind = digest([behind, seen])
         for p in waiting:
             if p.key in fits:

@@ -13,7 +13,7 @@ from asapc.calibration.stored import (
     load_calibration,
 )
 from asapc.errors import InputError, VerificationError
-from asapc.inputs.data import Batch, DataSource
+from asapc.inputs.data import Batch, DataSource, empty_split
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention
@@ -82,11 +82,7 @@ def choose(
         with progress.phase("verifying the lossless model"):
             teacher_ms = _verify_lossless(analysis, batches[0])
     elif _needs_selection(analysis, recipe):
-        raise InputError(
-            f"{source.source}: the selection split needs examples",
-            got="none: too few examples in all",
-            help="15 % of the examples are used for selection, chosen by content",
-        )
+        raise empty_split(source, "selection")
     selection = select(analysis, recipe, calibration, batches, progress, teacher_ms)
     choices, switch = _settled(analysis, selection.choices, batches, recipe)
     hashes = [content for batch in batches for content in batch.hashes]

@@ -27,7 +27,7 @@ from asapc.artifact import Artifact
 from asapc.device import CPU, moved
 from asapc.errors import InputError
 from asapc.formats import places
-from asapc.inputs.data import Batch, DataSource, Split, rows, split_of
+from asapc.inputs.data import Batch, DataSource, Split, empty_split, rows, split_of
 from asapc.inputs.faults import check_labels
 from asapc.ir import Program
 from asapc.kernels.library.gradients import depths
@@ -656,11 +656,7 @@ def _line(metrics: dict[str, float]) -> str:
 def _examples(source: DataSource, split: Split, settings: RefreshSettings) -> list[Batch]:
     found = source.gather(select=lambda content: split_of(content) == split, limit=settings.examples)
     if not found:
-        raise InputError(
-            f"{source.source}: the {split} split needs examples",
-            got="none: too few examples in all",
-            help="70 % of the examples are for training and 15 % for selection, chosen by content",
-        )
+        raise empty_split(source, split)
     return found
 
 

@@ -313,7 +313,7 @@ def run_experiments(
             if isinstance(masked, NoFit):
                 return f"with {spoken(node)} as key mask: {masked}"
             fit = masked
-            inputs[index] = key_pattern(neutral[index], alone & False, polarity)
+            inputs[index] = key_pattern(neutral[index], alone & False, polarity, _lowest(node))
             empty = experiment.attention(s, inputs, lengths)
             is_bias = role == "additive" and _adds_more(node)
             mask = KeyMask(
@@ -573,6 +573,12 @@ def _input_role(
     silent = isinstance(example, Tensor) and not bool(example.any())
     by_row = varies(node, -2) or (len(shape) == 4 and varies(node, -3))
     return "additive" if hides or (not by_row and (silent or shape[-2] == 1)) else "bias"
+
+
+def _lowest(node: Node) -> float:
+    """What an additive mask hides keys with: with -inf a key that is hidden can be told from no key."""
+    lowest = float(node.meta["example"].min()) if node.meta["val"].is_floating_point() else 0.0
+    return lowest if lowest <= MASKED_BELOW else HIDDEN_SCORE
 
 
 def _adds_more(node: Node) -> bool:

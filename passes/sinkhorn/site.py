@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from asapc.ir import Convention
+from asapc.ir import Convention, SiteTensors
 from asapc.operators.sinkhorn import loop_of
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
@@ -49,8 +50,18 @@ class AttentionSite(Site):
         return self.score.node
 
     @property
+    def value_dim(self) -> int | None:
+        width = self.value.values.shape[-1]
+        return width if isinstance(width, int) else None
+
+    @property
     def stops_on(self) -> tuple[Node, ...]:
         return (self.score.node,)
+
+    def completed(self, result: Tensor, seen: SiteTensors) -> Tensor:
+        if self.mask is None or not self.mask.zero_if_empty or seen.keep is None:
+            return result
+        return result * seen.keep.any(1)[:, None, None, None]
 
     def part(self) -> Part:
         return part_of(self.score, self.value, self.attention, self.inside, self.inputs, self.mask)

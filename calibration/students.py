@@ -1,0 +1,199 @@
+"""Students: the operators that a site may be distilled into, and all they are given that is not fitted.
+
+That follows from the teacher's convention and the recipe: a fit that a file holds is checked
+against it, since another operator would pass for the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from asapc.errors import InputError
+from asapc.inputs.recipe import HYBRID_KEYS
+from asapc.ir import Convention, Coupling, Distilled, OutputFactor, Ties
+from asapc.operators.catalogue import HYBRIDS
+from asapc.operators.sinkhorn import factor_terms
+
+HALF_STEPS = 5  # of each plan of a LOT operator
+COUPLING: Coupling = "monotone"
+TIES: Ties = "shared"
+
+FITTED = {"lot": 2, "esp_hard": 2, "fitted_sinkhorn": 1}  # tensors, which a maker is called with
+
+Maker = Callable[..., Distilled]
+"""Of the tensors that are fitted, the operator."""
+
+
+def refusal(name: str, convention: Convention, settings: Mapping[str, Any]) -> InputError | None:
+    """Why a site of this convention cannot become what the recipe asks for; None where it can.
+
+    settings: as Recipe.fit_settings.
+    """
+    if settings["operator"] == "fitted_sinkhorn":
+        count = settings["half_steps"]
+        if (count - convention.half_steps) % 2:
+            parity = "odd" if convention.half_steps % 2 else "even"
+            return InputError(
+                f"recipe: {name}: half_steps must be {parity}: the loop ends on {convention.last_side}s, "
+                "as the layer does",
+                got=f"half_steps: {count}",
+                help=f"write `half_steps: {count + 1}`, for this site alone under `sites`",
+            )
+    if beside(settings) and (convention.half_steps, convention.first_side) != (1, "row"):
+        return InputError(
+            f"recipe: {name}: {asked(settings)} is for softmax layers",
+            got=f"a Sinkhorn loop of {convention.half_steps} half-steps",
+            help="set it for softmax layers alone, under `sites`",
+        )
+    return None
+
+
+def beside(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked for that makes an operator a hybrid one."""
+    return {key: settings[key] for key in HYBRID_KEYS if settings.get(key)}
+
+
+def asked(settings: Mapping[str, Any]) -> str:
+    """The first of it, for messages."""
+    key, value = next(iter(beside(settings).items()))
+    return f"`{key}: {value}`"
+
+
+def maker_of(name: str, convention: Convention, settings: Mapping[str, Any], square: bool) -> Maker:
+    """What makes the recipe's operator, without what it is to keep beside it.
+
+    square: there are always as many queries as keys, padding included.  Raises InputError where the
+    operator cannot have the mass of the teacher's map.
+    """
+    if beside(settings):  # the others' rows sum to 1, whatever their number
+        convention = replace(convention, output_factor=OutputFactor(queries=1))
+    if settings["operator"] == "lot":
+        return lot_maker(name, convention, square)
+    if settings["operator"] == "esp_hard":
+        return esp_maker(name, convention, square)
+    return loop_maker(convention, settings["half_steps"])
+
+
+def hybrid_of(
+    fitted: Distilled, summary_tokens: int, multiplier: float, depthwise: Tensor | None
+) -> Distilled:
+    """The hybrid form of what was fitted.  multiplier: of the softmax layer's scores."""
+    beside = {
+        "summary_tokens": summary_tokens, "summary_multiplier": multiplier, "depthwise": depthwise,
+    }  # fmt: skip
+    return Distilled(HYBRIDS[fitted.operator], {**fitted.settings, **beside}, fitted.share)
+
+
+def check_follows(
+    name: str, convention: Convention, settings: Mapping[str, Any], given: Distilled
+) -> None:
+    """InputError where an operator is another than its convention and its settings make it."""
+    problem = refusal(name, convention, settings)
+    if problem is not None:
+        raise InputError(problem.rule, got=problem.got)
+    students = [_unfitted(name, convention, settings, True)]
+    with contextlib.suppress(InputError):  # of attention from some tokens to others, where it has one
+        students.append(_unfitted(name, convention, settings, False))
+    differences = [_difference(student, given) for student in students]
+    if None not in differences:
+        raise InputError(
+            f"{name} must be what its convention and its settings make it", got=differences[0]
+        )
+    kernel = given.settings.get("depthwise")
+    if kernel is not None and kernel.shape[2] != settings["depthwise"]:
+        rule = f"{name}: the convolution must be as wide as the settings say"
+        raise InputError(rule, got=f"{kernel.shape[2]}, `depthwise: {settings['depthwise']}`")
+
+
+def _unfitted(name: str, convention: Convention, settings: Mapping[str, Any], square: bool) -> Distilled:
+    """The operator with None for every tensor."""
+    student = maker_of(name, convention, settings, square)(*[None] * FITTED[settings["operator"]])
+    if not beside(settings):
+        return student
+    return hybrid_of(student, settings["summary_tokens"], convention.score_multiplier, None)
+
+
+def _difference(student: Distilled, given: Distilled) -> str | None:
+    """What of the second is not as in the first, None where all is.  Tensors may be any."""
+    if given.operator != student.operator:
+        return f"{given.operator}, not {student.operator}"
+    if given.share != student.share:
+        return f"share: {given.share}, not {student.share}"
+    for key, value in student.settings.items():
+        found = given.settings.get(key)
+        if not isinstance(found, Tensor) and found != value:
+            return f"{key}: {found}, not {value}"
+    return None
+
+
+def lot_maker(name: str, convention: Convention, square: bool) -> Maker:
+    """(pivots [H, R, D], pivot_mass [H, R]) -> the operator, of the mass of the teacher's map.
+
+    square: there are always as many queries as keys, padding included.
+    """
+    factor, multiplier = convention.output_factor, convention.score_multiplier
+    if convention.mask == "none":
+        powers = [0.0, float(factor.keys + factor.active), float(factor.queries)]
+    elif square or factor.keys == 0:
+        powers = [0.0, float(factor.active), float(factor.queries + factor.keys)]
+    else:
+        raise _no_such_mass(name, convention, "lot")
+    settings = {
+        "key_bias": None, "query_multiplier": multiplier, "key_multiplier": multiplier,
+        "query_half_steps": HALF_STEPS, "queries_first": True, "key_half_steps": HALF_STEPS,
+        "keys_first": True, "output_factor": [factor.coefficient, *powers],
+    }  # fmt: skip
+    share = _share(convention)
+    return lambda pivots, mass: Distilled(
+        "lot", {"pivots": pivots, "pivot_mass": mass, **settings}, share
+    )
+
+
+def esp_maker(name: str, convention: Convention, square: bool) -> Maker:
+    """(slices [H, L, D], inverse_temperature [H]) -> the operator; its rows sum to a constant.
+
+    square: there are always as many queries as keys, padding included.
+    """
+    factor = convention.output_factor
+    unmasked = convention.mask == "none"
+    of_keys = factor.keys + (factor.active if unmasked else 0)
+    constant = (of_keys == 0 or square) and factor.queries + of_keys == 1
+    if not constant or (factor.active and not unmasked):
+        raise _no_such_mass(name, convention, "esp_hard")
+    settings = {
+        "squared_cost": False, "mean_cost": True, "output_factor": factor.coefficient,
+        "coupling": COUPLING, "ties": TIES,
+    }  # fmt: skip
+    share = _share(convention)
+    return lambda slices, tau: Distilled(
+        "esp_hard", {"slices": slices, "inverse_temperature": tau, **settings}, share
+    )
+
+
+def _share(convention: Convention) -> bool:
+    return convention.mask == "key" and convention.last_side == "column"
+
+
+def _no_such_mass(name: str, convention: Convention, operator: str) -> InputError:
+    return InputError(
+        f"{name}: {operator} must be able to give its rows the teacher's sums",
+        got=f"the output factor {convention.output_factor}, of another number of queries than keys"
+        if operator == "lot"
+        else f"the output factor {convention.output_factor}",
+        help="use `operator: asap` for this site",
+    )
+
+
+def loop_maker(convention: Convention, half_steps: int) -> Maker:
+    """head_multiplier [H] -> a loop of so many half-steps that ends on the teacher's side."""
+    settings = {
+        "score_multiplier": convention.score_multiplier, "half_steps": half_steps,
+        "rows_first": convention.first_side == "row",
+        "output_factor": factor_terms(convention.output_factor),
+    }  # fmt: skip
+    return lambda multiplier: Distilled("fitted_sinkhorn", {"head_multiplier": multiplier, **settings})
