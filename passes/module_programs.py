@@ -144,14 +144,14 @@ class _Reader:
     def around(self, site: Site, mapless: bool) -> _Inside | str:
         """The smallest module around a site that can be called by itself, or why there is none.
 
-        One that gives nothing of the site which the model does not use goes before: many modules return
-        a map that nobody reads, which would be computed for nobody.
+        mapless: that gives nothing of the site which the model does not use, such as a map that nobody
+        reads.
         """
         if not self.program.calls:
             return "the model's own code is not at hand"
         needed = set(_nodes_of(site))
         last = max(needed, key=self.order.__getitem__)
-        reason, second = "no module holds it", None
+        reason = "no module holds it"
         for number, call in enumerate(self.program.calls):  # inner calls come first
             if call.hooked or not call.start <= self.order[last] < call.end:
                 continue
@@ -160,11 +160,12 @@ class _Reader:
                 reason = f"{call.name or 'the model'} {inside}"
             elif needed <= inside.known and last in inside.nodes:
                 problem = self._differs(call)
-                if problem is None and not self._shows_more(site, inside):
+                if problem is None and mapless and self._shows_more(site, inside):
+                    problem = "returns the map, which would be another one"
+                if problem is None:
                     return inside
-                second = inside if second is None and problem is None and not mapless else second
-                reason = f"{call.name or 'the model'} {problem or 'returns its map'}"
-        return reason if second is None else second
+                reason = f"{call.name or 'the model'} {problem}"
+        return reason
 
     def _shows_more(self, site: Site, inside: _Inside) -> bool:
         """Whether a module gives something within a site, its map too, that only the module reads."""

@@ -286,6 +286,7 @@ THETA = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 PIVOTS = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
 MASS = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0]])
 TAU = torch.tensor([0.5])
+KERNEL = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(2))
 FACTOR = [1.0, 1.0, 0.0, 0.0]
 
 
@@ -310,6 +311,13 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
     "esp_hard": lambda q, k, v, keep: OPS.esp_hard(q, k, v, keep, keep, THETA[:1], TAU, False, True, 1.0),
     "esp_hard, fewer keys": lambda q, k, v, keep: OPS.esp_hard(
         q[..., :2], k[..., :2], v, keep, None, THETA[:1, :2], TAU, False, True, 1.0, "monotone", "shared"
+    ),
+    "hybrid_esp_hard": lambda q, k, v, keep: OPS.hybrid_esp_hard(
+        q[..., :1], k[..., :1], v, keep, None, 1, 0.5, None, THETA[:1, :1], TAU, False, True, 1.0,
+        "monotone", "shared",
+    ),
+    "hybrid_lot": lambda q, k, v, keep: OPS.hybrid_lot(
+        q, k, v, keep, None, 2, 0.5, KERNEL, None, PIVOTS, MASS, 0.5, 0.4, 3, True, 2, False, FACTOR
     ),
     "esp_soft": lambda q, k, v, keep: OPS.esp_soft(
         q[..., :2], k[..., :2], v, keep, None, None, TAU, 0.1, True, False, 1.0, "monotone"

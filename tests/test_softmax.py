@@ -21,7 +21,9 @@ from asapc.ir import Convention
 from asapc.passes.capture import capture
 from asapc.passes.differences import matched_program
 from asapc.passes.fused import FUSED, fused_calls, spelt_out
+from asapc.passes.patches import compiled_modules
 from asapc.passes.regions import Refusal
+from asapc.stages import emit
 
 DIM, HEADS = 16, 2
 
@@ -200,16 +202,37 @@ class Mapped(nn.Module):
         return weights @ v, weights
 
 
-@pytest.mark.parametrize("depthwise", [0, 3])
-def test_a_map_that_nobody_reads_is_not_computed(depthwise: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("depthwise", "patched"), [(0, ["blocks.0.0", "blocks.1.0"]), (3, [""])])
+def test_a_map_that_lacks_a_convolution_is_not_given(
+    depthwise: int, patched: list[str], tmp_path: Path
+) -> None:
+    """The module around the one that would return it is patched instead."""
     torch.manual_seed(0)
     recipe = {"operator": "lot", "depthwise": depthwise}
     live = compiled(Inside().eval(), {"inputs": tokens()}, tmp_path / "out", **recipe)
-    manifest = read_artifact(tmp_path / "out", ()).manifest
-    assert [module["name"] for program in manifest["live"]["programs"]
-            for module in program["modules"]] == [""]
+    programs = read_artifact(tmp_path / "out", ()).manifest["live"]["programs"]
+    assert [module["name"] for program in programs for module in program["modules"]] == patched
     whole, inputs = asapc.load(tmp_path / "out"), torch.from_numpy(tokens(5))
     torch.testing.assert_close(live(inputs), whole(inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_live_model_is_verified_with_the_layers_that_stay_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def without_the_last(*given: Any) -> Any:
+        modules, left = compiled_modules(*given)
+        *kept, last = modules
+        return kept, {**left, last.sites[0]: "as this test has it"}
+
+    monkeypatch.setattr(emit, "compiled_modules", without_the_last)
+    torch.manual_seed(0)
+    recipe = {"from": "softmax", "operator": "lot", "pivots": 4, "max_examples": 32}
+    asapc.compile(Inside().eval(), {"inputs": tokens()}, recipe=recipe, examples=20, out=tmp_path / "out")
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="left to the model's own code.*as this test has it"):
+        live = asapc.load(tmp_path / "out", model=Inside().eval())
+    assert isinstance(live, Inside)
+    assert ["forward" in vars(block[0]) for block in live.blocks] == [True, False]
 
 
 def test_examples_without_tokens_stay_as_the_teacher_has_them(tmp_path: Path) -> None:
