@@ -8,7 +8,7 @@
     points: all               # all | active: features and regression without padded queries
     features: ["coarse:32"]   # families a dual is predicted from, see asapc.features
     fit: ls                   # ls | kl
-    ridge: 1.0e-3
+    ridge: 1.0e-5
     ridge_mode: risk          # risk: lambda = regression rows * ridge | direct: lambda = ridge
     coefficients: per_head    # per_head | pooled over heads | shared by heads and sites
     pivots: 32                # of lot, per head
@@ -184,7 +184,7 @@ class Recipe:
     points: Points = "all"
     features: tuple[str, ...] = ("coarse:32",)
     fit: Fit = "ls"
-    ridge: float = 1e-3
+    ridge: float = 1e-5
     ridge_mode: RidgeMode = "risk"
     coefficients: Coefficients = "per_head"
     pivots: int = 32
