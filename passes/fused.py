@@ -120,7 +120,8 @@ def _filled(mask: Node) -> tuple[Node, Node, bool, float] | None:
         added, where, low = mask.args
     else:
         return None
-    assert isinstance(where, Node) and isinstance(low, int | float)
-    if not isinstance(added, Node) or added.target in FILLED or low > MASKED_BELOW:
+    if not isinstance(low, int | float) or low > MASKED_BELOW:  # a number of a size is a node
+        return None
+    if not isinstance(where, Node) or not isinstance(added, Node) or added.target in FILLED:
         return None
     return added, where, mask.target is aten.masked_fill.Scalar, float(low)

@@ -124,6 +124,8 @@ class Lifting:
         keep, rank = self.nodes[narrow], rank_of(narrow)
         if mask.merged and rank == 3:
             keep, rank = self.operand(Canonical(narrow)), 4
+        elif mask.merged and rank == 2 and narrow is not mask.node:  # [B * H, M]
+            keep, rank = self.call(aten.unflatten.int, keep, 0, [-1, self.heads]), 3
         while rank > 2:
             keep = self.call(aten.select.int, keep, 1, 0)
             rank -= 1

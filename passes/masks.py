@@ -80,32 +80,74 @@ def heads_vary(node: Node, heads: int) -> bool:
         return False
     if value.dim() == 4:
         return varies(node, -3)
-    merged = value.shape[0]
-    sources = [operand for operand in node.all_input_nodes if is_tensor(operand)]
-    if not sources:
-        return not _is_one(merged)
-    return any(
-        heads_vary(source, heads)
-        for source in sources
-        if source.meta["val"].dim() == 4 or same(source.meta["val"].shape[0], merged)
-    )
+    return _merged_varies(node, -3, heads)
+
+
+def _merged_varies(node: Node, axis: int, heads: int) -> bool:
+    """Whether entries may differ between the heads of an example, along an axis of b * heads + h."""
+    shape = node.meta["val"].shape
+    if -axis > len(shape) or _is_one(shape[axis]) or node.target in FILLED:
+        return False
+    if _is_pointwise(node):
+        operands = (operand for operand in node.all_input_nodes if is_tensor(operand))
+        return any(_merged_varies(operand, axis, heads) for operand in operands)
+    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if source is None:
+        return True
+    if node.target is aten.unsqueeze.default:
+        return _merged_varies(source, _before(node, axis), heads)
+    if node.target in _RESHAPES:
+        return _merged(node, _unshaped(source), axis, heads)
+    if node.target is aten.repeat_interleave.self_int:
+        repeats, place = node.args[1], node.args[2] if len(node.args) > 2 else None
+        return not (repeats == heads and place == axis + len(shape))
+    if node.target is aten.repeat.default:
+        repeats = node.args[1]
+        assert isinstance(repeats, list | tuple)
+        return not same(repeats[axis], 1) or _merged_varies(source, axis, heads)
+    if node.target is aten.slice.Tensor and not same(shape[axis], source.meta["val"].shape[axis]):
+        return True
+    return node.target not in _SPREAD or _merged_varies(source, axis, heads)
+
+
+def _merged(node: Node, source: Node, axis: int, heads: int) -> bool:
+    """Of a reshape: the axes of its source that became one, the last of which is that of the heads."""
+    sizes, axes = source.meta["val"].shape, _long_axes(source)
+    if axis != _long_axes(node)[0]:
+        return True
+    total: Any = 1
+    for count, at in enumerate(axes, 1):
+        total = total * sizes[at]
+        if same(total, node.meta["val"].shape[axis]):
+            if count == 1:
+                return _merged_varies(source, at, heads)
+            return not same(sizes[at], heads) or varies(source, at)
+    # [B, N] repeated to [B, H N], which is [B H, N]
+    repeats = node.args and source.target is aten.repeat.default and source.args[1]
+    inner = source.args[0] if source.args else None
+    if not isinstance(repeats, list | tuple) or not isinstance(inner, Node):
+        return True
+    tokens = inner.meta["val"].shape[-1]
+    return [*repeats] != [1, heads] or not same(tokens, node.meta["val"].shape[-1])
 
 
 def _inserted(node: Node, source: Node, axis: int) -> bool:
     """Through an unsqueeze, whose new axis has a size of 1."""
+    return varies(source, _before(node, axis))
+
+
+def _before(node: Node, axis: int) -> int:
+    """An axis, where it was before an unsqueeze."""
     place = node.args[1]
     assert isinstance(place, int)
     from_end = place - rank_of(node) if place >= 0 else place
-    return varies(source, axis if axis > from_end else axis + 1)
+    return axis if axis > from_end else axis + 1
 
 
 def _reshaped(node: Node, source: Node, axis: int) -> bool:
     """Through a reshape, or several, such as [B, H, 1, M] to [B * H, 1, M] and back: along an axis of the
     same size, with the same sizes before it, or the same behind it."""
-    while source.target in (*_RESHAPES, aten.clone.default, aten.contiguous.default):
-        inner = source.args[0]
-        assert isinstance(inner, Node)
-        source = inner
+    source = _unshaped(source)
     now, then = _long_axes(node), _long_axes(source)
     if axis not in now:  # of a size that is always 1
         return False
@@ -117,6 +159,15 @@ def _reshaped(node: Node, source: Node, axis: int) -> bool:
         if len(found) == count and all(same(sizes[mine], others[theirs]) for mine, theirs in found):
             return varies(source, found[-1][1])
     return True
+
+
+def _unshaped(source: Node) -> Node:
+    """What a reshape is of, before all reshapes and copies."""
+    while source.target in (*_RESHAPES, aten.clone.default, aten.contiguous.default):
+        inner = source.args[0]
+        assert isinstance(inner, Node)
+        source = inner
+    return source
 
 
 def _long_axes(node: Node) -> list[int]:

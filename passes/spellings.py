@@ -107,6 +107,14 @@ def _inner(x: Node, y: Node) -> Calls:
     return [(aten.transpose.int, (y, 0, 1)), (aten.matmul.default, (x, LAST))]
 
 
+def _added(added: Node, x: Node, y: Node, beta: float = 1, alpha: float = 1) -> Calls:
+    """A mask or a bias, and a product: torch's multi-head attention with a mask."""
+    if beta != 1:
+        return None
+    scaled = [] if alpha == 1 else [(aten.mul.Scalar, (LAST, alpha))]
+    return [(aten.bmm.default, (x, y)), *scaled, (aten.add.Tensor, (LAST, added))]
+
+
 def _tensordot(x: Node, y: Node, of_x: list[int], of_y: list[int]) -> Calls:
     """As an einsum."""
     ranks = x.meta["val"].dim(), y.meta["val"].dim()
@@ -131,5 +139,6 @@ RESPELT: dict[Any, Callable[..., Calls]] = {
     aten.moveaxis.int: _moved,
     aten.inner.default: _inner,
     aten.tensordot.default: _tensordot,
+    aten.baddbmm.default: _added,
 }
 """From an operator's arguments to the calls that do the same, None where they would not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from asapc.ir import Convention
 from asapc.passes.capture import capture
 from asapc.passes.differences import matched_program
 from asapc.passes.fused import FUSED, fused_calls, spelt_out
+from asapc.passes.lift import lift
 from asapc.passes.patches import compiled_modules
 from asapc.passes.regions import Refusal
 from asapc.stages import emit
@@ -179,6 +181,34 @@ def test_layers_of_torch_itself(masked: bool, given: dict[str, bool], tmp_path: 
                 assert (live(inputs) - model(inputs)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("given", [{}, {"need_weights": False}, {"average_attn_weights": False}], ids=str)
+def test_multi_head_attention_of_torch(given: dict[str, bool]) -> None:
+    """With weights its scores are one operator with the mask, without them it is fused."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Any:
+            return self.attention(x, x, x, key_padding_mask=padding, **given)
+
+    torch.manual_seed(0)
+    model = Net().eval()
+
+    def inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(batch, length, DIM), torch.arange(length) > torch.arange(batch)[:, None] + 2
+
+    program, (found,) = found_in(model, *inputs(3, 9))
+    lifted = lift(program, [found]).graph
+    for size in ((3, 9), (1, 4), (5, 12)):
+        x, padding = inputs(*size)
+        (ours, shown), (theirs, meant) = lifted(x, padding), model(x, padding)
+        torch.testing.assert_close(ours, theirs)
+        if meant is not None:
+            torch.testing.assert_close(shown, meant)
+
+
 class Inside(Encoder):
     """Whose attention is a module that returns its map, which nobody reads."""
 
@@ -250,6 +280,68 @@ def test_examples_without_tokens_stay_as_the_teacher_has_them(tmp_path: Path) ->
         asapc.compile(OfTorch(True).eval(), {"inputs": inputs}, recipe=recipe)
     with pytest.raises(NoSiteError, match="gives NaN or infinity on the data"):
         asapc.compile(teacher(fused=False), {"inputs": inputs}, recipe=recipe)
+
+
+MASKS_OF_HEADS: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
+    # [B, M], whether keys below 20 are kept: [B * H, 1, M], or without the 1
+    "repeat_interleave": (True, lambda keep, low: keep.repeat_interleave(HEADS, 0)[:, None]),
+    "expand": (True, lambda keep, low: keep[:, None, None].expand(-1, HEADS, 1, -1).flatten(0, 1)),
+    "repeat": (True, lambda keep, low: keep.repeat(1, HEADS).reshape(-1, keep.shape[1])[:, None]),
+    "rows": (True, lambda keep, low: keep[:, None].repeat(1, HEADS, 1).view(-1, 1, keep.shape[1])),
+    "a number": (True, lambda keep, low: torch.zeros(keep.shape[0] * HEADS, keep.shape[1]).masked_fill(
+        ~keep.repeat_interleave(HEADS, 0), -1e9).unsqueeze(1)),
+    "stack": (False, lambda keep, low: torch.stack([keep, low], 1).flatten(0, 1)[:, None]),
+    "five axes": (False, lambda keep, low: torch.stack([keep, low], 1)[:, :, None, None].reshape(
+        -1, 1, keep.shape[1])),
+    "cat": (False, lambda keep, low: torch.cat([keep, low], 1).reshape(-1, 1, keep.shape[1])),
+    "tile": (False, lambda keep, low: keep.repeat(HEADS, 1)[:, None]),
+    "one head": (False, lambda keep, low: (
+        low.repeat_interleave(HEADS, 0) | (torch.arange(keep.shape[0] * HEADS) % HEADS == 0)[:, None]
+    )[:, None] & keep.repeat_interleave(HEADS, 0)[:, None]),
+    "stacked numbers": (False, lambda keep, low: torch.zeros(
+        keep.shape[0] * HEADS, keep.shape[1]).masked_fill(
+            ~torch.stack([keep, low], 1).reshape(-1, keep.shape[1]), -1e9)[:, None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS_OF_HEADS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_masks_that_may_differ_between_merged_heads_are_refused(name: str, fused: bool) -> None:
+    """Though on the example's tokens, all below 20, they do not."""
+    alike, mask_of = MASKS_OF_HEADS[name]
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+            keep = inputs != 0
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2).flatten(0, 1) for t in x.chunk(3, -1))
+            mask = mask_of(keep, keep & (inputs < 20))
+            if fused:
+                return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            scores = q @ k.transpose(-1, -2)
+            if mask.is_floating_point():
+                return (scores + mask).softmax(-1) @ v
+            return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+    inputs = torch.from_numpy(tokens(3)).clamp(max=19)
+    x = torch.randn(3, 12, 3 * DIM, generator=torch.Generator().manual_seed(0))
+    program, (found,) = found_in(Net(), x, inputs)
+    if not alike:
+        assert isinstance(found, Refusal) and "differs between heads" in found.reason
+        return
+    others = torch.from_numpy(tokens(5))
+    x = torch.randn(5, 12, 3 * DIM, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(lift(program, [found]).graph(x, others), Net()(x, others))
+
+
+def test_a_hidden_number_that_is_a_size_is_left_in_the_mask() -> None:
+    class Net(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+            mask = torch.where(keep[:, None, None], q[..., :1], -1e5 * k.shape[2])
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    q, k, v = torch.randn(3, 2, HEADS, 6, 8)
+    _, (found,) = found_in(Net(), q, k, v, torch.arange(6) < torch.tensor([[6], [4]]))
+    assert isinstance(found, Refusal)
 
 
 def test_the_reason_why_a_softmax_layer_is_none() -> None:
