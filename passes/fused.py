@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import Program
-from asapc.operators.masks import MASKED_BELOW
 from asapc.passes.lift import INERT
-from asapc.passes.masks import FILLED
-from asapc.passes.products import rank_of
+from asapc.passes.masks import varies
+from asapc.passes.products import rank_of, same
 from asapc.passes.verify import check_graph
 from asapc.passes.written import erased, moved, written
 from asapc.program.calls import copied
 
 aten = torch.ops.aten
 FUSED = aten.scaled_dot_product_attention.default
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 def fused_calls(program: Program) -> list[Node]:
@@ -50,7 +50,7 @@ def why_it_stays(node: Node) -> str | None:
         return "softmax attention whose keys are shared by several heads (enable_gqa)"
     if rank_of(given["query"]) < 3 or not isinstance(query.shape[-1], int):
         return f"softmax attention of queries with the sizes {tuple(query.shape)}"
-    if given["value"].meta["val"].shape[-1] == 1:
+    if same(given["value"].meta["val"].shape[-1], 1):
         return "softmax attention of values with one number a head"
     return None
 
@@ -79,8 +79,8 @@ def spelt_out(program: Program, calls: Collection[Node]) -> tuple[Program, dict[
         gone |= erased(graph, copy)
     for node in graph.graph.nodes:
         if node.target is aten.view.default:
-            # torch's fused kernels lay the heads of a token side by side: what was a view of that need
-            # be none of a product, or of what a layer becomes.
+            # A fused kernel's output has other strides than a product's: a view of it may be no view of
+            # what replaces it.
             node.target = aten.reshape.default
     graph.recompile()
     check_graph(graph, "fused", [call.name for call in calls])
@@ -99,19 +99,24 @@ def _write(write: Callable[..., Node], call: Node) -> Node:
         if of.dtype == torch.bool:
             hidden = write(aten.logical_not.default, mask)
             scores = write(aten.masked_fill.Scalar, scores, hidden, -math.inf)
-        elif (parts := _filled(mask)) is not None:
+        elif (parts := _filled(mask, q.meta["val"].dtype)) is not None:
             added, where, hides, low = parts
+            scores = scores if added is None else write(aten.add.Tensor, scores, added)
             where = where if hides else write(aten.logical_not.default, where)
-            scores = write(aten.masked_fill.Scalar, write(aten.add.Tensor, scores, added), where, low)
+            scores = write(aten.masked_fill.Scalar, scores, where, low)
         else:
             scores = write(aten.add.Tensor, scores, mask)
     # As the fused call has it, a row that sees no key gives 0.
     return write(aten.matmul.default, write(aten._safe_softmax.default, scores, -1), v)
 
 
-def _filled(mask: Node) -> tuple[Node, Node, bool, float] | None:
-    """Of a bias with one very low number for what is hidden: the bias, a mask, whether that is True where
-    something is hidden, and the number. Apart they are a bias and a mask that sites know."""
+def _filled(mask: Node, dtype: torch.dtype) -> tuple[Node | None, Node, bool, float] | None:
+    """Of a bias with the lowest number where something is hidden: the bias, None where it is 0, a mask,
+    whether that is True where something is hidden, and the number in the dtype of the scores.
+
+    Apart they are a bias and a mask that sites know. A higher number stays in the bias: where all is
+    hidden, the scores still count below it. So does that of keys alone, a mask that sites know as it is.
+    """
     while mask.target in (aten.clone.default, aten.contiguous.default):
         (mask,) = mask.all_input_nodes
     if mask.target is aten.where.ScalarOther:
@@ -120,8 +125,13 @@ def _filled(mask: Node) -> tuple[Node, Node, bool, float] | None:
         added, where, low = mask.args
     else:
         return None
-    if not isinstance(low, int | float) or low > MASKED_BELOW:  # a number of a size is a node
+    lowest = torch.finfo(dtype).min
+    if not isinstance(low, int | float) or low > lowest:  # a number of a size is a node
         return None
-    if not isinstance(where, Node) or not isinstance(added, Node) or added.target in FILLED:
+    if not isinstance(where, Node) or not isinstance(added, Node):
         return None
-    return added, where, mask.target is aten.masked_fill.Scalar, float(low)
+    zero = added.target in ZEROS
+    if not zero and not any(varies(mask, axis) for axis in (-2, -3)):
+        return None
+    hides = mask.target is aten.masked_fill.Scalar
+    return None if zero else added, where, hides, -math.inf if low < lowest else float(low)

@@ -144,8 +144,7 @@ class _Reader:
     def around(self, site: Site, mapless: bool) -> _Inside | str:
         """The smallest module around a site that can be called by itself, or why there is none.
 
-        mapless: that gives nothing of the site which the model does not use, such as a map that nobody
-        reads.
+        mapless: the site will have no map, so that no module may give it.
         """
         if not self.program.calls:
             return "the model's own code is not at hand"
@@ -160,23 +159,21 @@ class _Reader:
                 reason = f"{call.name or 'the model'} {inside}"
             elif needed <= inside.known and last in inside.nodes:
                 problem = self._differs(call)
-                if problem is None and mapless and self._shows_more(site, inside):
-                    problem = "returns the map, which would be another one"
+                if problem is None and mapless and self._gives_the_map(site, inside):
+                    problem = "returns its attention map, which a convolution on the values leaves out"
                 if problem is None:
                     return inside
                 reason = f"{call.name or 'the model'} {problem}"
         return reason
 
-    def _shows_more(self, site: Site, inside: _Inside) -> bool:
-        """Whether a module gives something within a site, its map too, that only the module reads."""
-        part, mine, outputs = site.part(), set(inside.nodes), set(inside.call.outputs)
-        within = part.inside - {part.output} if site.takes_values else part.inside | {part.output}
-        for node in within:
-            read = {user for user in node.users if user in mine and user not in part.inside}
-            given = node in outputs and not any(user in self.used - mine for user in node.users)
-            if given or not read <= self.used:
-                return True
-        return False
+    def _gives_the_map(self, site: Site, inside: _Inside) -> bool:
+        """Whether a module gives the site's map, or what is made of it, where the model reads neither."""
+        if site.takes_values:
+            return False
+        attention, mine = site.part().output, set(inside.nodes)
+        read = {user for user in attention.users if user in mine}
+        given = attention in inside.call.outputs
+        return not read <= self.used or (given and not attention.users.keys() & (self.used - mine))
 
     def _differs(self, call: ModuleCall) -> str | None:
         """Why the module, when the model runs, is not called as it was in the trace."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from asapc.passes.capture import capture
 from asapc.passes.differences import matched_program
 from asapc.passes.fused import FUSED, fused_calls, spelt_out
 from asapc.passes.lift import lift
+from asapc.passes.observe import eager_calls
 from asapc.passes.patches import compiled_modules
 from asapc.passes.regions import Refusal
 from asapc.stages import emit
@@ -333,6 +335,67 @@ def test_masks_that_may_differ_between_merged_heads_are_refused(name: str, fused
     torch.testing.assert_close(lift(program, [found]).graph(x, others), Net()(x, others))
 
 
+LOWEST = torch.finfo(torch.float32).min
+KEY_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "numbers": lambda keep: (1 - keep[:, None, None].float()).masked_fill(~keep[:, None, None], LOWEST),
+    "filled twice": lambda keep: torch.zeros(keep.shape).masked_fill(~keep, -math.inf).masked_fill(
+        ~keep, -math.inf)[:, None, None],
+    "multiplied, filled": lambda keep: ((1 - keep.float()) * -1e9).masked_fill(
+        ~keep, -math.inf)[:, None, None],
+    "rows": lambda keep: (1 - keep[:, None, None].expand(-1, 1, keep.shape[1], -1).float()).masked_fill(
+        ~keep[:, None, None], LOWEST),
+    "-2e4": lambda keep: torch.zeros(keep.shape).masked_fill(~keep, -2e4)[:, None, None],
+    "-inf": lambda keep: torch.zeros(keep.shape).masked_fill(~keep, -math.inf)[:, None, None],
+    "-inf, last": lambda keep: torch.zeros(len(keep), 1, 1, keep.shape[1]).masked_fill(
+        ~keep[:, None, None], -math.inf),
+    "bool": lambda keep: keep[:, None, None],
+}  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Fused, of q, k and v [B, N, D] each, which are queries, keys and values side by side."""
+
+    def __init__(self, mask_of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mask_of = mask_of
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in x.chunk(3, -1))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask_of(keep))
+
+
+@pytest.mark.parametrize("name", KEY_MASKS)
+def test_key_masks_of_any_making_are_one_mask(name: str) -> None:
+    model, keep = Attention(KEY_MASKS[name]), torch.from_numpy(tokens(4)) != 0
+    program, (found,) = found_in(model, torch.randn(4, 12, 3 * DIM), keep)
+    assert not isinstance(found, Refusal) and found.bias is None and found.mask is not None
+    x, keep = torch.randn(6, 12, 3 * DIM), torch.from_numpy(tokens(6)) != 0
+    keep[0], keep[1] = True, torch.arange(12) == 5
+    torch.testing.assert_close(lift(program, [found]).graph(x, keep), model(x, keep))
+
+
+@pytest.mark.parametrize("name", ["-inf, last", "bool"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_rows_without_keys_are_0_whatever_was_seen(name: str, padded: bool) -> None:
+    keep = torch.ones(4, 12, dtype=torch.bool)
+    keep[1:, 7:] = not padded
+    model = Attention(KEY_MASKS[name])
+    program, (found,) = found_in(model, torch.randn(4, 12, 3 * DIM), keep)
+    x = torch.randn(3, 12, 3 * DIM)
+    keep = torch.tensor([[True], [False], [True]]).expand(3, 12)
+    ours = lift(program, [found]).graph(x, keep)
+    assert not ours[1].any() and ours[0].any()
+    torch.testing.assert_close(ours, model(x, keep))
+
+
+def test_the_lowest_number_of_another_dtype() -> None:
+    def mask_of(keep: Tensor) -> Tensor:
+        return torch.where(keep[:, None, None], torch.ones(1, 1, 12, 12).half(), LOWEST)
+
+    given = torch.randn(3, 12, 3 * DIM).half(), torch.from_numpy(tokens(3)) != 0
+    found_in(Attention(mask_of), *given)  # where LOWEST is -inf
+
+
 def test_a_hidden_number_that_is_a_size_is_left_in_the_mask() -> None:
     class Net(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -436,3 +499,52 @@ def test_a_t5_of_hugging_face(tmp_path: Path) -> None:
     data = {"input_ids": np.maximum(ids, 1), "attention_mask": (ids != 0).astype(np.int64)}
     model = transformers.T5EncoderModel(config).eval()
     compiled(model, data, tmp_path / "out", operator="fitted_sinkhorn", depthwise=3)
+
+
+class Wrapper(nn.Module):
+    """Hands what is set on it to its child."""
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.add_module("child", child)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            setattr(self.child, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.child(x)
+
+
+class Sets(nn.Module):
+    """Chooses its forward on the first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forward = self.fast
+        return x + 1
+
+    def fast(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_calls_are_noted_whatever_a_module_does_with_its_forward() -> None:
+    layer = nn.Linear(2, 2)
+    own = layer.forward = functools.partial(nn.Linear.forward, layer)  # type: ignore[method-assign]
+    model = Wrapper(nn.Sequential(Sets(), layer))
+    x = torch.randn(3, 2)
+    expected = model(x)
+    assert "forward" in vars(model.child[0])
+    del vars(model.child[0])["forward"]
+    calls = eager_calls(model, (x,), {})
+    assert {name: len(seen) for name, seen in calls.items()} == {
+        "": 1, "child": 1, "child.0": 1, "child.1": 1,
+    }  # fmt: skip
+    assert calls[""][0][0][0] is x
+    assert "forward" not in vars(model) and "forward" not in vars(model.child)
+    assert vars(layer)["forward"] is own and vars(model.child[0])["forward"] == model.child[0].fast
+    torch.testing.assert_close(model(x), expected)
+    with pytest.raises(RuntimeError):
+        eager_calls(model, (torch.randn(3, 5),), {})
+    assert "forward" not in vars(model) and vars(layer)["forward"] is own

@@ -27,7 +27,7 @@ from asapc.errors import InputError
 from asapc.inputs.recipe import Recipe
 from asapc.ir import Convention, Distilled, OutputFactor, SiteTensors
 from asapc.onnx import twins
-from asapc.operators.catalogue import HYBRIDS, reference_named
+from asapc.operators.catalogue import HYBRIDS, OPERATORS, reference_named
 from asapc.operators.tokens import depthwise_values
 from asapc.passes.candidates import fits_needed
 from asapc.program.apply import apply_distilled
@@ -305,6 +305,8 @@ def test_a_forged_fit_is_no_other_operator(
              ("settings", {**document["settings"], "depthwise": 5 if beside else 3, "summary_tokens": 0}),
              ("convention", {**document["convention"], "score_multiplier": 0.7}),
              ("convention", {**document["convention"], "first_side": "column"})]  # fmt: skip
+    size = OPERATORS[operator].size
+    facts.append(("settings", {**document["settings"], size: document["settings"][size] + 2}))
     for key, other in facts:
         if key == "convention" and operator != "fitted_sinkhorn" and not beside:
             continue  # the operator alone does not know all of it

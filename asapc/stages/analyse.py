@@ -114,12 +114,13 @@ def require_sites(analysis: Analysis, progress: Progress) -> None:
         raise nothing_found()
     if not analysis.sites:
         reasons = "; ".join(f"{left.name}: {left.reason}" for left in analysis.left_alone[:4])
-        softmax = any("rows only" in left.reason for left in analysis.left_alone)
-        more = "; a recipe of calibrate and compile with `from: softmax` replaces softmax layers"
+        help = "`asapc inspect` lists every layer with its reason"
+        if not any(program.softmax for program in analysis.capture.programs):
+            help += "; to replace softmax layers, write `from: softmax` in the recipe"
         raise NoSiteError(
             "no attention layer of the model can be compiled",
             got=reasons,
-            help="`asapc inspect` lists every layer with its reason" + more * softmax,
+            help=help,
         )
     for left in analysis.left_alone:
         progress.note(f"{left.name} {left.status}: {left.reason}")
