@@ -441,7 +441,7 @@ def test_compile_with_a_recipe_that_was_not_fitted(
                  tmp_path / "o", "--recipe", recipe)  # fmt: skip
     expect(capsys, EXIT_BAD_INPUT, arguments, "was fitted for", "asapc calibrate")
     recipe.write_text(ASAP + "ridge: 1.0e+6\n")
-    expect(capsys, EXIT_BAD_INPUT, arguments, "was fitted with `ridge: 0.001`", "asapc calibrate")
+    expect(capsys, EXIT_BAD_INPUT, arguments, "was fitted with `ridge: 1e-05`", "asapc calibrate")
 
 
 def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(
