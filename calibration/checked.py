@@ -48,7 +48,7 @@ _OF_HYBRIDS: Mapping[str, Any] = {
 }  # fmt: skip
 # Its tensors and their axes: H heads, D of a head, E of its values, n pivots or slices, as many in all of
 # them, w the width of a convolution.
-_AXES: Mapping[str, Mapping[str, str]] = {
+AXES: Mapping[str, Mapping[str, str]] = {
     "lot": {"pivots": "HnD", "pivot_mass": "Hn"},
     "esp_hard": {"slices": "HnD", "inverse_temperature": "H"},
     "fitted_sinkhorn": {"head_multiplier": "H"},
@@ -146,11 +146,11 @@ def _described(
     that nothing is distilled into."""
     inner = OPERATORS[operator].hybrid_of
     if not inner:
-        return _SETTINGS[operator], _AXES[operator]
+        return _SETTINGS[operator], AXES[operator]
     types = {**_SETTINGS[inner], **_OF_HYBRIDS}
     if settings.get("depthwise") is None:
-        return {**types, "depthwise": Literal[None]}, _AXES[inner]
-    return types, {**_AXES[inner], **_DEPTHWISE}
+        return {**types, "depthwise": Literal[None]}, AXES[inner]
+    return types, {**AXES[inner], **_DEPTHWISE}
 
 
 def distilled_tensors(

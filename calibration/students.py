@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from asapc.calibration.checked import AXES
 from asapc.errors import InputError
-from asapc.inputs.recipe import HYBRID_KEYS
+from asapc.inputs.recipe import beside
 from asapc.ir import Convention, Coupling, Distilled, OutputFactor, Ties
 from asapc.operators.catalogue import HYBRIDS, OPERATORS
 from asapc.operators.sinkhorn import factor_terms
@@ -24,10 +25,8 @@ HALF_STEPS = 5  # of each plan of a LOT operator
 COUPLING: Coupling = "monotone"
 TIES: Ties = "shared"
 
-FITTED = {"lot": 2, "esp_hard": 2, "fitted_sinkhorn": 1}  # tensors, which a maker is called with
-
 Maker = Callable[..., Distilled]
-"""Of the tensors that are fitted, the operator."""
+"""Of the tensors that are fitted, in the order of checked.AXES, the operator."""
 
 
 def refusal(name: str, convention: Convention, settings: Mapping[str, Any]) -> InputError | None:
@@ -54,13 +53,8 @@ def refusal(name: str, convention: Convention, settings: Mapping[str, Any]) -> I
     return None
 
 
-def beside(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked for that makes an operator a hybrid one."""
-    return {key: settings[key] for key in HYBRID_KEYS if settings.get(key)}
-
-
 def asked(settings: Mapping[str, Any]) -> str:
-    """The first of it, for messages."""
+    """The first of what makes an operator a hybrid one, for messages."""
     key, value = next(iter(beside(settings).items()))
     return f"`{key}: {value}`"
 
@@ -99,7 +93,7 @@ def check_follows(
         raise InputError(problem.rule.removeprefix("recipe: "), got=problem.got)
     operator, size = settings["operator"], OPERATORS[settings["operator"]].size
     # Whether there are as many queries as keys, which no file says, changes nothing but what is refused.
-    student = maker_of(name, convention, settings, True)(*[None] * FITTED[operator])
+    student = maker_of(name, convention, settings, True)(*[None] * len(AXES[operator]))
     if beside(settings):
         student = hybrid_of(student, settings["summary_tokens"], convention.score_multiplier, None)
     difference = _difference(student, given)

@@ -71,8 +71,12 @@ def matched_program(program: Program) -> tuple[Program, Outcomes]:
     """What is found in a program, and the program it was found in: that which was captured, or one with
     sums of maps split, scalings joined with their maps, or fused attention spelt out, where that shows
     sites."""
-    program, reasons = _with_softmax(program) if program.softmax else (program, {})
-    program, found = _matched(program)
+    reasons: dict[str, str] = {}
+    if program.softmax:
+        program, found, reasons = _with_softmax(program)
+    else:
+        found = match(program)
+    program, found = _with_maps_apart(program, found)
     return program, [
         replace(one, reason=reasons[one.node])
         if isinstance(one, Refusal) and one.node in reasons else one
@@ -80,31 +84,33 @@ def matched_program(program: Program) -> tuple[Program, Outcomes]:
     ]  # fmt: skip
 
 
-def _with_softmax(program: Program) -> tuple[Program, dict[str, str]]:
-    """With the fused calls spelt out that this shows to be sites, and by name of the others why not."""
+def _with_softmax(program: Program) -> tuple[Program, Outcomes, dict[str, str]]:
+    """With the fused calls spelt out that this shows to be sites, what is found there, and by name of the
+    other calls why they are none."""
     why = {call: why_it_stays(call) for call in fused_calls(program)}
     plain = [call for call, reason in why.items() if reason is None]
     reasons = {call.name: reason for call, reason in why.items() if reason is not None}
     if not plain:
-        return program, reasons
+        return program, match(program), reasons
     spelt, products = spelt_out(program, plain)
     found = match(spelt)
     explained = _explained(found)
     shown = [call for call in plain if products[call] in explained]
     if len(shown) == len(plain):
-        return spelt, reasons
+        return spelt, found, reasons
     said = {one.name: one.reason for one in found if isinstance(one, Refusal)}
     program = spelt_out(program, shown)[0] if shown else program
-    names = {one.node: one.name for one in match(program) if isinstance(one, Refusal)}
+    found = match(program)
+    names = {one.node: one.name for one in found if isinstance(one, Refusal)}
     reasons |= {
         call.name: said[names[call.name]] for call in plain
         if call not in shown and names[call.name] in said
     }  # fmt: skip
-    return program, reasons
+    return program, found, reasons
 
 
-def _matched(program: Program) -> tuple[Program, Outcomes]:
-    found = match(program)
+def _with_maps_apart(program: Program, found: Outcomes) -> tuple[Program, Outcomes]:
+    """With sums of maps split, or scalings joined with their maps.  found: in the program as it is."""
     joined = joined_program(program)
     if joined is not None:
         again = match(joined)

@@ -20,7 +20,7 @@ _SPREAD = {  # entries are those of their first argument, as they were, repeated
     aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default,
     aten.lift_fresh_copy.default, aten.expand.default, aten.repeat.default, aten.slice.Tensor,
 }  # fmt: skip
-FILLED = {  # one value everywhere
+_FILLED = {  # one value everywhere
     aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default,
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -44,14 +44,14 @@ def varies(node: Node, axis: int) -> bool:
     if -axis > value.dim() or _is_one(value.shape[axis]):
         return False
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if node.target in FILLED or _is_always(node):
+    if node.target in _FILLED or _is_always(node):
         return False
     if node.target is aten.index.Tensor and source is not None:
         return _indexed(node, source, axis)
     if node.target in _SPREAD and source is not None:
         return varies(source, axis)
     if node.target is aten.unsqueeze.default and source is not None:
-        return _inserted(node, source, axis)
+        return varies(source, _before(node, axis))
     if node.target in _RESHAPES and source is not None:
         return _reshaped(node, source, axis)
     if _is_pointwise(node):
@@ -86,7 +86,7 @@ def heads_vary(node: Node, heads: int) -> bool:
 def _merged_varies(node: Node, axis: int, heads: int) -> bool:
     """Whether entries may differ between the heads of an example, along an axis of b * heads + h."""
     shape = node.meta["val"].shape
-    if -axis > len(shape) or _is_one(shape[axis]) or node.target in FILLED:
+    if -axis > len(shape) or _is_one(shape[axis]) or node.target in _FILLED:
         return False
     if _is_pointwise(node):
         operands = (operand for operand in node.all_input_nodes if is_tensor(operand))
@@ -123,21 +123,16 @@ def _merged(node: Node, source: Node, axis: int, heads: int) -> bool:
                 return _merged_varies(source, at, heads)
             return not same(sizes[at], heads) or varies(source, at)
     # [B, N] repeated to [B, H N], which is [B H, N]
-    repeats = node.args and source.target is aten.repeat.default and source.args[1]
-    inner = source.args[0] if source.args else None
-    if not isinstance(repeats, list | tuple) or not isinstance(inner, Node):
+    if source.target is not aten.repeat.default:
         return True
+    inner, repeats = source.args
+    assert isinstance(inner, Node) and isinstance(repeats, list | tuple)
     tokens = inner.meta["val"].shape[-1]
     return [*repeats] != [1, heads] or not same(tokens, node.meta["val"].shape[-1])
 
 
-def _inserted(node: Node, source: Node, axis: int) -> bool:
-    """Through an unsqueeze, whose new axis has a size of 1."""
-    return varies(source, _before(node, axis))
-
-
 def _before(node: Node, axis: int) -> int:
-    """An axis, where it was before an unsqueeze."""
+    """An axis that is not the new one, which has size 1, where it was before an unsqueeze."""
     place = node.args[1]
     assert isinstance(place, int)
     from_end = place - rank_of(node) if place >= 0 else place

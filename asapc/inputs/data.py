@@ -43,9 +43,7 @@ MAX_RATIO = 200
 
 _PIECE = 256  # examples: a selection copies, so never a whole file at once
 _PIECE_BYTES = 1 << 24  # of them, where examples are large
-
-
-MET = 4096  # examples that are counted where none was found
+_COUNTED = 4096  # examples, at most, where a split has none
 
 
 def split_of(hash: int) -> Split:
@@ -58,7 +56,7 @@ def split_of(hash: int) -> Split:
 
 def empty_split(source: DataSource, split: Split) -> InputError:
     """What is said of data without an example in one of its splits."""
-    met = [content for batch in source.batches(256, limit=MET) for content in batch.hashes]
+    met = [content for batch in source.batches(_PIECE, limit=_COUNTED) for content in batch.hashes]
     examples = f"none of {len(met)}" if source.examples == len(met) else f"none of the first {len(met)}"
     kinds = "" if len({*met}) == len(met) else f", {len({*met})} of them different"
     return InputError(

@@ -142,6 +142,14 @@ TYPES: Mapping[str, Any] = {
 }
 
 
+def beside(settings: Mapping[str, Any]) -> dict[str, int]:
+    """What a distilled operator is to keep beside it, by key: a hybrid one, if any.
+
+    settings: of a recipe, or of a fit, see Recipe.fit_settings.
+    """
+    return {key: settings[key] for key in HYBRID_KEYS if settings.get(key)}
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Every field has a default; `Recipe()` is the recipe used when none is given.
@@ -248,8 +256,8 @@ class Recipe:
         return " ".join(words)
 
     def beside(self) -> dict[str, int]:
-        """What a distilled operator is to keep beside it, by key: a hybrid one, if any."""
-        return {key: getattr(self, key) for key in HYBRID_KEYS if getattr(self, key)}
+        """As the function of that name."""
+        return beside(vars(self))
 
     def fit_settings(self) -> dict[str, Any]:
         """Everything a candidate's fit depends on but the convention and the plan: plain types."""

@@ -201,7 +201,7 @@ def verify_written(
 def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
     """A live model with what was written for it computes what was verified.
 
-    left: sites that stay the model's own code in it.
+    left: sites that stay the model's own code in it, and in the program that it is then held against.
     """
     model, written = c.analysis.model, read_artifact(folder, (), trust=True)
     patches = read_patches(written)
