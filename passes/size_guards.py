@@ -13,6 +13,7 @@ import itertools
 import operator
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,15 +75,20 @@ def keep_to_guards(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dic
         narrow(last, *_around(holds, names, hints, last))
 
 
-class _Guard:
-    """The truth of a guard for sizes by name, e.g. `L['x'].size()[1]`.  fixed: sizes that are numbers."""
+_Value = Callable[[Mapping[str, int]], Any]
+"""A part of a guard as a function of the sizes by name."""
 
-    def __init__(self, tree: ast.expr, names: frozenset[str], fixed: Mapping[str, int]) -> None:
-        self.tree, self.names, self.fixed = tree, names - {*fixed}, fixed
+
+@dataclass(frozen=True)
+class _Guard:
+    """The truth of a guard for sizes by name, e.g. `L['x'].size()[1]`."""
+
+    value: _Value
+    names: frozenset[str]
 
     def __call__(self, sizes: Mapping[str, int]) -> bool:
         try:
-            return bool(_value(self.tree, {**self.fixed, **sizes}))
+            return bool(self.value(sizes))
         except ZeroDivisionError:
             return False
 
@@ -90,47 +96,53 @@ class _Guard:
 def _read(text: str, fixed: Mapping[str, int]) -> _Guard:
     if len(text) > LONGEST:
         raise _Unreadable
+    names: set[str] = set()
     try:
-        tree = ast.parse(text, mode="eval").body
-        names = frozenset(_names(tree))
-        _value(tree, dict.fromkeys(names, 2))
+        value = _value(ast.parse(text, mode="eval").body, fixed, names)
+        value(dict.fromkeys(names, 2))
     except ZeroDivisionError:
         pass
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         raise _Unreadable from error
-    return _Guard(tree, names, fixed)
+    return _Guard(value, frozenset(names))
 
 
-def _names(tree: ast.expr) -> Iterable[str]:
-    """The sizes that a guard reads: nothing else in it is an indexed call."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
-            yield ast.unparse(node)
+def _value(tree: ast.expr, fixed: Mapping[str, int], names: set[str]) -> _Value:
+    """What a guard computes.  fixed: sizes that are numbers; names: takes up the others that are read."""
 
-
-def _value(tree: ast.expr, sizes: Mapping[str, int]) -> Any:
-    def of(node: ast.expr) -> Any:
-        return _value(node, sizes)
+    def of(node: ast.expr) -> _Value:
+        return _value(node, fixed, names)
 
     match tree:
         case ast.Constant(value=int() | float() as value):
-            return value
-        case ast.Subscript():
-            name = ast.unparse(tree)
-            if name in sizes:
-                return sizes[name]
+            return lambda _: value
+        case ast.Subscript(value=ast.Call()):
+            name = ast.unparse(tree)  # once, and not wherever the guard is asked
+            if name in fixed:
+                return lambda _: fixed[name]
+            names.add(name)
+            return operator.itemgetter(name)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](of(operand))
+            return _applied(_OPERATORS[type(op)], [of(operand)])
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](of(left), of(right))
+            return _applied(_OPERATORS[type(op)], [of(left), of(right)])
         case ast.BoolOp(op=op, values=values):
-            return (all if isinstance(op, ast.And) else any)(of(value) for value in values)
+            parts, together = [*map(of, values)], all if isinstance(op, ast.And) else any
+            return lambda sizes: together(part(sizes) for part in parts)
         case ast.Compare(left=left, ops=ops, comparators=others) if {*map(type, ops)} <= {*_OPERATORS}:
             pairs = itertools.pairwise([of(left), *map(of, others)])
-            return all(_OPERATORS[type(op)](*pair) for op, pair in zip(ops, pairs, strict=True))
+            links = [_applied(_OPERATORS[type(op)], pair) for op, pair in zip(ops, pairs, strict=True)]
+            return links[0] if len(links) == 1 else lambda sizes: all(link(sizes) for link in links)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*map(of, arguments))
+            return _applied(_FUNCTIONS[name], [*map(of, arguments)])
     raise _Unreadable
+
+
+def _applied(function: Callable[..., Any], arguments: Sequence[_Value]) -> _Value:
+    if len(arguments) == 2:
+        first, second = arguments
+        return lambda sizes: function(first(sizes), second(sizes))
+    return lambda sizes: function(*(argument(sizes) for argument in arguments))
 
 
 def _always(guard: _Guard, names: Mapping[str, Any], ranges: Mapping[Any, Any]) -> bool:
