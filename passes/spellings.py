@@ -3,6 +3,7 @@
 before: x.mT, torch.divide(x, y), torch.special.logsumexp(x, -1), torch.inner(x, y)
 after:  transpose(x, -2, -1), div(x, y), logsumexp(x, [-1]), matmul(x, transpose(y, 0, 1))
 
+A mask that a module makes anew for every step of its loop is made once: it is one input of that loop.
 Whatever looks for a product, a turn or a division by its operator then knows one of each.
 """
 
@@ -45,7 +46,7 @@ ALIASES = {
 
 def one_spelling(graph: GraphModule) -> bool:
     """Respell what has another spelling, in place; whether there was anything."""
-    changed = False
+    changed = merge_masks(graph)
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
@@ -59,6 +60,51 @@ def one_spelling(graph: GraphModule) -> bool:
         graph.recompile()
         check_graph(graph, "one_spelling")
     return changed
+
+
+def merge_masks(graph: GraphModule) -> bool:
+    """Make masks that are computed alike within one call of a module once, in place; whether any were.
+
+    Only what is computed of booleans and integers alone: the sums of a loop, of which another part of the
+    model may read a copy, stay as they are.
+    """
+    masks: set[Node] = set()
+    first: dict[str, Node] = {}
+    merged = False
+    for node in list(graph.graph.nodes):
+        if node.op == "placeholder" and not _is_float(node):
+            masks.add(node)
+        if node.op != "call_function" or not _is_repeatable(node, masks):
+            continue
+        masks.add(node)
+        key = repr((node.target, node.args, node.kwargs, _scope(node)))
+        other = first.setdefault(key, node)
+        if other is not node and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(other)
+            graph.graph.erase_node(node)
+            merged = True
+    return merged
+
+
+def _is_repeatable(node: Node, masks: set[Node]) -> bool:
+    """Whether an operator gives the same each time, and is given masks alone, or makes one of an input."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+        return False
+    sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
+    compared = not _is_float(node) and all(source.op == "placeholder" for source in sources)
+    return bool(sources) and (compared or all(source in masks for source in sources))
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _scope(node: Node) -> tuple[str, ...]:
+    """The calls of modules that a node was traced in."""
+    return tuple(node.meta.get("nn_module_stack") or ())
 
 
 def _respell(graph: GraphModule, node: Node) -> bool:
