@@ -87,6 +87,28 @@ _STABILISERS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+class Written:
+    """In which order a loop in the log domain adds its terms: it decides what becomes of scores so low
+    that nothing else keeps a digit next to them, see operators.plan.
+
+    form:   every half-step is a log_softmax ("softmax") or subtracts a logsumexp from scores ("logs");
+            duals that are formed anew and added in the end, those of the rows first ("duals") or last
+            ("reversed") or with one another ("summed"), or that are changed ("increments").
+    shares: uniform masses are 1/N and 1/M, not 1.
+    """
+
+    form: str
+    shares: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form not in WRITTEN:
+            raise ValueError(f"form must be one of {', '.join(WRITTEN)}")
+
+
+WRITTEN = ("softmax", "logs", "duals", "reversed", "summed", "increments")
+
+
+@dataclass(frozen=True)
 class Convention:
     """The exact finite loop a teacher runs: sides, half-steps, scores and mass.
 
@@ -292,6 +314,7 @@ class PlanConvention:
     by_head: tuple[float, ...] | None = None
     damping: tuple[float, float] | None = None
     mask: Mask = "none"
+    written: Written | None = None
 
     @property
     def balanced(self) -> bool:
@@ -327,6 +350,7 @@ class PlanConvention:
             **({} if self.by_head is None else {"by_head": list(self.by_head)}),
             **({} if self.damping is None else {"damping": list(self.damping)}),
             **({} if self.stabiliser is None else {"stabiliser": asdict(self.stabiliser)}),
+            **({} if self.written is None else {"written": asdict(self.written)}),
         }
 
     @classmethod
@@ -340,6 +364,7 @@ class PlanConvention:
             Stabiliser.of(**data["stabiliser"]) if data.get("stabiliser") else None,
             None if by_head is None else tuple(float(x) for x in by_head),
             None if damping is None else (float(damping[0]), float(damping[1])), data["mask"],
+            Written(**data["written"]) if data.get("written") else None,
         )  # fmt: skip
 
 

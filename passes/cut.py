@@ -49,7 +49,7 @@ class Part:
 
 
 class Cut:
-    """(inputs, masks) -> output, every lower precision promoted to float64.
+    """(inputs, masks) -> output, every lower precision promoted to float64 unless it is to stay as it is.
 
     inputs: tensors whose values are chosen; masks: boolean data tensors that enter besides.
     inside: what is computed from the inputs; sizes of anything else are numbers from outside.
@@ -62,10 +62,12 @@ class Cut:
         output: Node | tuple[Node, ...],
         inside: Container[Node],
         masks: Sequence[Node] = (),
+        promoted: bool = True,
     ) -> None:
         self.inputs, self.masks = tuple(inputs), tuple(masks)
-        self.symbols = symbol_hints(graph)
-        self.module, self.shells, self.sizes = _extract(graph, [*inputs, *masks], output, inside)
+        self.symbols, self.promoted = symbol_hints(graph), promoted
+        found = _extract(graph, [*inputs, *masks], output, inside, promoted)
+        self.module, self.shells, self.sizes = found
 
     def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
         """The node's shape under an assignment of symbols."""
@@ -109,10 +111,10 @@ class Cut:
     def _run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Any:
         sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
         device = next((x.device for x in tensors), None)  # a band alone is made from sizes
-        shells = [
-            torch.zeros(self.shape_of(x, lengths), dtype=torch.float64, device=device)
-            for x in self.shells
-        ]
+        shells = []
+        for x in self.shells:
+            dtype = torch.float64 if self.promoted else x.meta["val"].dtype
+            shells.append(torch.zeros(self.shape_of(x, lengths), dtype=dtype, device=device))
         with torch.no_grad():
             return self.module(*tensors, *shells, *sizes)
 
@@ -276,6 +278,7 @@ def _extract(
     cut: Sequence[Node],
     output: Node | tuple[Node, ...],
     inside: Container[Node],
+    promoted: bool = True,
 ) -> tuple[GraphModule, list[Node], list[Node]]:
     """A GraphModule (*cut, *shells, *sizes) -> output, every lower precision promoted to float64.
 
@@ -306,14 +309,17 @@ def _extract(
         env[node] = copy.placeholder(f"input_{index}")
     for node in graph.graph.nodes:
         if node in needed and node not in env:
-            new = copy.node_copy(node, env.__getitem__)
+            new = env[node] = copy.node_copy(node, env.__getitem__)
+            if not promoted:
+                continue
             new.args = torch.fx.node.map_aggregate(new.args, _promote)
             new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)
-            env[node] = copy.call_function(aten.to.dtype, (new, torch.float64)) if _made(node) else new
+            if _made(node):
+                env[node] = copy.call_function(aten.to.dtype, (new, torch.float64))
     copy.output(torch.fx.node.map_arg(output, env.__getitem__))
     module = GraphModule(graph, copy)
     for node in list(copy.nodes):
-        if node.op == "get_attr":
+        if node.op == "get_attr" and promoted:
             value = operator.attrgetter(str(node.target))(module)
             if isinstance(value, Tensor) and value.dtype in HALF_OR_SINGLE:
                 name = f"promoted_{node.name}"

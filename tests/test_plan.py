@@ -21,7 +21,7 @@ from asapc.cli import main
 from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import refused_call
 from asapc.inputs.teacher import Teacher
-from asapc.ir import OutputFactor, PlanConvention, Stabiliser
+from asapc.ir import OutputFactor, PlanConvention, Stabiliser, Written
 from asapc.operators import plan as reference
 from asapc.operators.catalogue import convention_from_dict
 from asapc.passes.analyse import Analysis, analyse
@@ -322,6 +322,7 @@ def test_conventions_are_written_and_read() -> None:
         PlanConvention(5, "row", -0.5, OutputFactor(keys=1), True, "constant", "input"),
         PlanConvention(4, "column", 2.0, stabiliser=stabiliser, by_head=(1.0, 0.5)),
         PlanConvention(4, "column", 2.0, OutputFactor(0.5, keys=0.3), damping=(0.8, 1.0)),
+        PlanConvention(4, "column", 2.0, written=Written("increments", True)),
     ):
         assert convention_from_dict(json.loads(json.dumps(convention.to_dict()))) == convention
 
@@ -331,6 +332,8 @@ def test_a_file_may_ask_for_no_other_constant() -> None:
     assert refused_call("asapc.plan.default", {"constant": 1e-6, "form": "scaling"}) is None
     assert refused_call("asapc.plan.default", {"constant": 1e-6, "start": "nowhere"}) is not None
     assert refused_call("asapc.plan.default", {"constant": 2.0}) is not None
+    assert refused_call("asapc.plan.default", {"form": "duals"}) is None
+    assert refused_call("asapc.plan.default", {"form": "unheard of"}) is not None
     assert refused_call("asapc.plan.default", {"damping": [0.8, 1.0]}) is None
     for damping in ([0.8], [0.8, 1.5], [0.0, 1.0], [float("nan"), 1.0]):
         assert refused_call("asapc.plan.default", {"damping": damping}) is not None
@@ -349,7 +352,8 @@ FOUND: dict[str, list[PlanConvention]] = {
                                by_head=(1.0, math.exp(0.8)))],
     "Expanded": [PlanConvention(6, "row", -math.exp(-0.3), OutputFactor(keys=1),
                                 by_head=(1.0, math.exp(0.8)))],
-    "Masses": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input")],
+    "Masses": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
+                              written=Written("duals"))],
     "TokensFirst": [PlanConvention(4, "row", 1.0, OutputFactor(keys=1))],
     "Scaled": [
         PlanConvention(6, "column", 1.0, OutputFactor(queries=1),
@@ -362,9 +366,11 @@ FOUND: dict[str, list[PlanConvention]] = {
     "Products": [PlanConvention(6, "row", 1.0, OutputFactor(queries=1))],
     "Bridged": [
         PlanConvention(4, "row", 1.0, OutputFactor(), target_marginal="constant"),
-        PlanConvention(4, "row", 1.0, OutputFactor(), source_marginal="constant"),
+        PlanConvention(4, "row", 1.0, OutputFactor(), source_marginal="constant",
+                       written=Written("duals", True)),
     ],
-    "PaddedMatcher": [PlanConvention(6, "row", 1.0, OutputFactor(), True, "input", "input")],
+    "PaddedMatcher": [PlanConvention(6, "row", 1.0, OutputFactor(), True, "input", "input",
+                                     written=Written("duals"))],
 }  # fmt: skip
 DAMPED = {
     "the same": (nets.Damped(), ()),

@@ -24,7 +24,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from asapc.ir import Coupling, Stabiliser, Ties, is_damping
+from asapc.ir import WRITTEN, Coupling, Stabiliser, Ties, is_damping
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.plan import DEFAULTS
 
@@ -252,7 +252,10 @@ def _plan(arguments: Mapping[str, Any]) -> str | None:
     damping = arguments["damping"]
     if damping is not None and not is_damping(damping):
         return f"damping={damping!r}"
-    return None if arguments["constant"] is None else _stabiliser(arguments)
+    if arguments["constant"] is None:
+        form = arguments["form"]
+        return None if form in (DEFAULTS["form"], *WRITTEN) else f"form={form!r}"
+    return _stabiliser(arguments)
 
 
 def _coupling(arguments: Mapping[str, Any]) -> str | None:

@@ -39,6 +39,11 @@ class Task:
         return reference.plan(scores, self.log_mu, self.log_nu, **self.settings)
 
     @property
+    def as_written(self) -> bool:
+        """Whether the order of a teacher's sums is known, see ir.Written."""
+        return self.stabiliser is None and self.settings["form"] != reference.DEFAULTS["form"]
+
+    @property
     def damping(self) -> Pair:
         rows, columns = self.settings["damping"] or (1.0, 1.0)
         return rows, columns

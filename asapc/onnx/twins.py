@@ -287,10 +287,10 @@ def plan(
     damping: Sequence[float] | None = None,
 ) -> Tensor:
     """Arguments and result as operators.plan.plan."""
-    if constant is not None:
+    if constant is not None or form != "plan":
         return plan_meaning.plan(
             scores, log_mu, log_nu, score_multiplier, half_steps, rows_first, output_factor, log, by_head,
-            constant, form, kind, start, shares, start_share,
+            constant, form, kind, start, shares, start_share, damping,
         )  # fmt: skip
     s = plan_meaning.scaled(widen(scores), score_multiplier, by_head)
     if damping is None:

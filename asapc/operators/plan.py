@@ -15,6 +15,7 @@ is asapc.kernels.cpu.plan.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from inspect import Parameter, signature
@@ -48,6 +49,35 @@ def plan_duals(
     return alternate(scores, *initial_duals(scores, None), half_steps, side, mu, nu, damping)
 
 
+def written_log_plan(
+    s: Tensor, log_mu: Tensor, log_nu: Tensor, half_steps: int, rows_first: bool, form: str,
+    damping: Sequence[float] | None,
+) -> Tensor:  # fmt: skip
+    """log P in the dtype of the scores, its terms added in the order in which a teacher's code adds them.
+
+    Next to a mask of -1e9 a float32 dual keeps no digit: what is left of a row or column that is hidden
+    as a whole depends on that order. s, log_mu, log_nu: as plan_duals takes them; form: see ir.Written.
+    """
+    f, g = torch.zeros_like(s[..., :1]), torch.zeros_like(s[..., :1, :])
+    mu, nu = log_mu.to(s.dtype)[..., :, None], log_nu.to(s.dtype)[..., None, :]
+    rows, columns = damping or (1.0, 1.0)
+    for step in range(half_steps):
+        turn = (step % 2 == 0) == rows_first
+        axis, mass = (-1, mu) if turn else (-2, nu)
+        if form == "softmax":
+            s = s.log_softmax(axis) + mass
+        elif form == "logs":
+            s = s - s.logsumexp(axis, keepdim=True) + mass
+        elif form == "increments":
+            change = mass - (s + f + g).logsumexp(axis, keepdim=True)
+            f, g = (f + change, g) if turn else (f, g + change)
+        elif turn:
+            f = rows * (mass - (s + g).logsumexp(axis, keepdim=True))
+        else:
+            g = columns * (mass - (s + f).logsumexp(axis, keepdim=True))
+    return s + (f + g) if form == "summed" else s + g + f if form == "reversed" else s + f + g
+
+
 def plan(
     scores: Tensor,
     log_mu: Tensor | None,
@@ -72,9 +102,22 @@ def plan(
     log_nu: to [B, H, M]; None where uniform.  output_factor: [coefficient, N power, M power, n power],
     n = M.  by_head: [H], None for 1 each.  constant, and what follows: ir.Stabiliser, with uniform
     marginals alone.  damping: [of rows, of columns], None for 1 each; not with a constant.
+    form: without a constant, of ir.Written, "plan" where no order is known; shares: uniform masses are
+    1/N and 1/M in that order, not 1.
     """
-    s = scaled(widen(scores), score_multiplier, by_head)
     factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
+    if constant is None and form != "plan":
+        logs = [log_mu, log_nu]
+        s = scaled(scores, score_multiplier, by_head)
+        for axis, given in enumerate(logs):
+            if given is None:
+                logs[axis] = s.new_full((s.shape[axis - 2],), -math.log(s.shape[axis - 2]) * shares)
+        last = 0 if rows_first == (half_steps % 2 == 1) else 1
+        if (log_mu, log_nu)[last] is None and not shares:
+            factor = factor / s.shape[last - 2]
+        log_plan = written_log_plan(s, *logs, half_steps, rows_first, form, damping)
+        return log_plan + math.log(factor) if log else log_plan.exp() * factor
+    s = scaled(widen(scores), score_multiplier, by_head)
     if constant is None:
         # Where all of a row (or column) is hidden by -1e9, what is left of it is what differs.
         # A damped dual does not take up what is subtracted.
@@ -125,5 +168,6 @@ def settings_of(convention: PlanConvention) -> dict[str, Any]:
         "output_factor": factor_terms(convention.output_factor), "log": convention.log,
         "by_head": None if convention.by_head is None else list(convention.by_head),
         **({} if stabiliser is None else asdict(stabiliser)),
+        **({} if convention.written is None else asdict(convention.written)),
         **({} if convention.damping is None else {"damping": list(convention.damping)}),
     }  # fmt: skip

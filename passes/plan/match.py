@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from asapc.passes.cut import (
 )
 from asapc.passes.experiment import STABILISED, NoFit, outcome
 from asapc.passes.plan.damped import Pair
+from asapc.passes.plan.hidden import with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error, plan_of
@@ -171,20 +172,33 @@ class _Region:
         self.given = _given(graph, self.start, self.inside)
         self.data = [x.node for x in self.given if x.data]
         self.constants = [x.node for x in self.given if not x.data]
-        self.cut = Cut(graph, [start, *self.data], (end, *self.constants), self.inside)
+        self.graph = graph
+        self.cut = self._cut(True)
         above = ancestors(*loop.sums, until=BARRIERS)
         self.stops = [
             stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & above
         ]
 
+    def _cut(self, promoted: bool) -> Cut:
+        given, made = [self.start.tensor.node, *self.data], (self.end.tensor.node, *self.constants)
+        return Cut(self.graph, given, made, self.inside, promoted=promoted)
+
+    @cached_property
+    def as_it_is(self) -> Cut:
+        """In the dtypes of the program."""
+        return self._cut(False)
+
     def observe(
         self, scores: Tensor, given: Mapping[Node, Tensor], lengths: dict[Any, int]
     ) -> tuple[Tensor, dict[Node, Tensor]]:
-        """What leaves [B, H, N, M] for scores [B, H, N, M], and what every input held."""
-        end = self.end
-        raw = self.raw(scores, lengths)
-        made, *constants = self.cut.run_all([raw, *(given[node] for node in self.data)], lengths)
-        out = end.matrices(made.double()).reshape(scores.shape)
+        """What leaves [B, H, N, M] for scores [B, H, N, M], and what every input held; in float64, or as
+        it is where scores are in another dtype."""
+        cut = self.cut if scores.dtype == torch.float64 else self.as_it_is
+        if cut is not self.cut:
+            given = {node: value.to(node.meta["val"].dtype) for node, value in given.items()}
+        tensors = [self.raw(scores, lengths), *(given[node] for node in self.data)]
+        made, *constants = cut.run_all(tensors, lengths)
+        out = self.end.matrices(made.to(scores.dtype)).reshape(scores.shape)
         return out, {**given, **dict(zip(self.constants, constants, strict=True))}
 
     def raw(self, scores: Tensor, lengths: dict[Any, int]) -> Tensor:
@@ -427,15 +441,15 @@ class _Trials:
         out, held = self.region.observe(scores, given, lengths)
         shape = self.region.cut.shape_of(self.region.start.tensor.node, lengths)
         added = [
-            self.region.start.matrices(held[node].double().broadcast_to(shape)).reshape(scores.shape)
+            self.region.start.matrices(held[node].to(scores.dtype).broadcast_to(shape)).reshape(scores.shape)
             for node in self.biases
         ]
         for coefficient, bias in zip(self.coefficients, added, strict=True):
             scores = scores + coefficient * bias
         if self.by_head is not None:
-            scores = scores * self.by_head[:, None, None]
+            scores = scores * self.by_head[:, None, None].to(scores.dtype)
         log_mu, log_nu = (
-            None if x is None else x.read(held[x.node].double())
+            None if x is None else x.read(held[x.node].to(scores.dtype))
             for x in (self.roles.log_mu, self.roles.log_nu)
         )
         return Observed(scores, out.exp() if self.log else out, log_mu, log_nu, mild), added
@@ -549,8 +563,11 @@ def _identified(
     if isinstance(fit, NoFit):
         return _Failure(4, _described(fit, observed))
     trials.roles = roles.powered(fit.powers)
-    wrong = _many_tokens(trials, lengths, fit) or _hidden(trials, lengths, fit)
-    return (fit, trials) if wrong is None else _Failure(5, wrong)
+    wrong = _many_tokens(trials, lengths, fit)
+    if wrong is not None:
+        return _Failure(5, wrong)
+    found = with_hidden(trials, size, lengths, fit, region.start.tensor.node, region.kernel)
+    return _Failure(5, found) if isinstance(found, str) else (found, trials)
 
 
 def _changed_by_stops(
@@ -583,21 +600,6 @@ def _many_tokens(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str 
     if error <= HELD:
         return None
     return f"another loop where there are {tokens} tokens; relative error {error:.2g}"
-
-
-def _hidden(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str | None:
-    """What is wrong where all scores of a token are as low as a mask makes them, None if nothing."""
-    for side, score in itertools.product(("row", "column"), (-1e7, -1e9, -math.inf)):
-        scores = trials.noise(trials.region.size(lengths)) / abs(trials.rough)
-        token = scores[..., -1, :] if side == "row" else scores[..., -1]
-        token.fill_(score if trials.rough > 0 else -score)
-        o, _ = trials.observe(scores, lengths, mild=False)
-        if not bool(o.plan.isfinite().all()):
-            continue  # the teacher gives nothing there either
-        error = plan_error(fit.convention, [o])
-        if not error <= HELD:
-            return f"a {side} of scores that are all {score:g} is another; relative error {error:.2g}"
-    return None
 
 
 def _described(failure: NoFit, observed: Sequence[Observed]) -> str:

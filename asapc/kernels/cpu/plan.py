@@ -28,6 +28,7 @@ from asapc.kernels.plan import Pair, Task, is_small
 from asapc.operators import plan as reference
 
 NEAR, FAR = -2e3, -1e7  # scores of masks that are low, but not so low that nothing is left of them
+ROUNDED = 500.0  # size of duals from which on what float32 rounds off may show
 SPREAD = 0.6  # of the safe range: how far scalings may spread where entries of K are lost
 
 
@@ -71,12 +72,15 @@ def plan(scores: Tensor, task: Task) -> Tensor:
             own_share = share if len(share) == 1 else share[part]
             sides = mu.part(part), nu.part(part)
             held = run(given[part], *sides, own_share, task, offset, out[part])
+            if task.as_written:
+                held = held & _near(given[part], task.settings["score_multiplier"])
             if task.settings["log"]:  # of a share that is 0 or infinite, nothing is left to add
                 held = held & own_share.isfinite() & (own_share != 0)
                 for lost in (side.lost() for side in sides if small or not balanced):
                     held = held if lost is None else held & ~lost.any(-1)
             if not bool(held.all()):
-                _in_log_domain(given, scores.shape[:2], task, out, start + (~held).nonzero().squeeze(1))
+                which = start + (~held).nonzero().squeeze(1)
+                _in_log_domain(given, scores.shape[:2], task, out, which, scores.dtype)
 
     each_worker(work, range(0, len(given), per_tile))
     return out.view(scores.shape).to(scores.dtype)
@@ -136,12 +140,25 @@ def _largest(scores: Tensor, multiplier: float) -> Tensor:
     return scores.amax() if multiplier > 0 else scores.amin()
 
 
+def _near(given: Tensor, multiplier: float) -> Tensor:
+    """Whether no row and no column of scores [G, N, M] is so low, or high, as a whole that its dual loses
+    digits that count: [G] bool."""
+    low, high = given.aminmax()
+    if max(-float(low), float(high)) * abs(multiplier) <= ROUNDED:
+        return torch.ones(len(given), dtype=torch.bool)
+    s = given * multiplier
+    return (s.amax(-1).abs().amax(-1) <= ROUNDED) & (s.amax(-2).abs().amax(-1) <= ROUNDED)
+
+
 def _in_log_domain(
-    given: Tensor, leads: Sequence[int], task: Task, out: Tensor, which: Tensor
+    given: Tensor, leads: Sequence[int], task: Task, out: Tensor, which: Tensor, dtype: torch.dtype
 ) -> None:
-    """The reference's result of some matrices [g] of `given` [G, N, M], into `out`.  leads: B and H."""
+    """The reference's result of some matrices [g] of `given` [G, N, M], into `out`.  leads: B and H;
+    dtype: of the scores, in which a known order of the sums is followed."""
     chosen = given[which][:, None]
-    if FAR < -float(chosen.masked_fill(chosen.isinf(), 0.0).abs().amax()) < NEAR:
+    if task.as_written:
+        chosen = chosen.to(dtype)
+    elif FAR < -float(chosen.masked_fill(chosen.isinf(), 0.0).abs().amax()) < NEAR:
         chosen = chosen.double()  # duals as large as a mask of -1e4 leave no digits to float32
 
     def own(logs: Tensor | None) -> Tensor | None:

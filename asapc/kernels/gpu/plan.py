@@ -29,6 +29,8 @@ def supported(scores: Tensor, task: Task) -> str | None:
         return "the kernel is for small matrices"
     if task.settings["half_steps"] < 1 or scores.numel() == 0:
         return "there is nothing to do"
+    if task.as_written:
+        return "what is left of hidden rows and columns depends on the order of the sums"
     stabiliser = task.stabiliser
     if stabiliser is not None and (stabiliser.form != "plan" or stabiliser.start not in STARTS):
         return "the kernel keeps a constant in the divisions of a plan alone"
