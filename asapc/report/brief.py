@@ -177,9 +177,6 @@ def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     ]
     ran = "{operator} {shape}: {kernel}, {reason}"
     lines += _told(_grouped(kernels, lambda kernel: ran.format_map(kernel)))
-    tuned = [site["tuned"]["gain"] for site in bench["sites"] if "tuned" in site]
-    if tuned:
-        lines.append(f"tuned for this machine: gain {number(min(tuned))} to {number(max(tuned))}")
     return lines
 
 

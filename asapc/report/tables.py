@@ -553,22 +553,9 @@ def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
         for site in bench["sites"]
         for kernel in site.get("kernels", ())
     )
-    tuned = tuple(
-        (str(site.get("name")), _sizes_text(site["tuned"]), number(site["tuned"]["gain"]))
-        for site in bench["sites"]
-        if "tuned" in site
-    )
-    if tuned:
-        tables.append(Table("Tuned", ("site", "sizes", "gain|"), tuned))
     if rows:
         tables.append(Table("Kernels", ("site", "operator", "shape", "kernel", "because"), rows))
     return tables
-
-
-def _sizes_text(tuned: Mapping[str, Any]) -> str:
-    """What was tuned and is not left to the kernels."""
-    sizes = {key: value for key, value in tuned.items() if key not in ("gain", "refused", "cache")}
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in sizes.items() if value)
 
 
 def onnx_tables(record: Mapping[str, Any]) -> list[Table]:
