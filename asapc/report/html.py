@@ -22,6 +22,9 @@ from markupsafe import Markup, escape
 from asapc.metrics import METRIC
 from asapc.report.advice import (
     DEFAULT_LIMITS,
+    LOSSLESS_COMMAND,
+    LOSSLESS_PYTHON,
+    LOSSLESS_RECIPE,
     Decision,
     Judgement,
     advise,
@@ -153,9 +156,9 @@ def _headline(report: Report, decision: Decision) -> dict[str, Any]:
         "basis": _limits_sentence(judged),
         "lossless": lossless.sentence if lossless is not None else "",
         "how": [] if lossless is None else [
-            ("from the same artefact, at once", lossless.python),
-            ("in a recipe, lossless.yaml", lossless.recipe),
-            ("compiled with it", lossless.command),
+            ("from the same artefact, at once", LOSSLESS_PYTHON),
+            ("in a recipe, lossless.yaml", LOSSLESS_RECIPE),
+            ("compiled with it", LOSSLESS_COMMAND),
         ],
         "failures": [(_outcome(check, judged), _check_text(check)) for check in failed[:FAILURES]],
         "more_failures": max(0, len(failed) - FAILURES),
