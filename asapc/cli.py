@@ -557,13 +557,6 @@ def bench(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say which kernel each site runs, and why.")
     ] = False,
-    tune: Annotated[
-        bool | None,
-        typer.Option(
-            "--tune/--no-tune",
-            help="Measure tile sizes for this machine and remember them, or leave them aside.",
-        ),
-    ] = None,
     torch_compile: Annotated[
         bool,
         typer.Option(
@@ -598,7 +591,6 @@ def bench(
             kwargs=kwargs,
             repeats=repeats,
             explain=explain,
-            tune=tune,
             torch_compile=torch_compile,
             trust=trust,
             remote_code=trust_remote_code,

@@ -570,10 +570,7 @@ def change_seed(random: Random, folder: Path) -> None:
     (folder / "seed").write_text(str(random.random()))
 
 
-def read_tuning(folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        thresholds._read_cache(folder / "thresholds.json")
+def read_thresholds(folder: Path) -> None:
     thresholds._users.cache_clear()
     thresholds._users(str(folder / "thresholds.json"))
 
@@ -802,10 +799,10 @@ TARGETS: dict[str, Target] = {
         change_seed, lambda f: hostile_calls((f / "seed").read_text(), f / "last"), runs=True
     ),
     "growth": Target(grow_onnx, run_onnx, runs=True, bounded=True),
-    "tuning": Target(
+    "thresholds": Target(
         one_of(change_json("thresholds.json"), change_json("thresholds.json"),
         change_bytes("thresholds.json"), change_folder(["thresholds.json"])),
-        read_tuning,
+        read_thresholds,
     ),
     "onnx": Target(
         one_of(change_onnx("teacher.onnx"), change_onnx("teacher.onnx"), change_bytes("teacher.onnx"),
@@ -870,7 +867,7 @@ def build_corpus(folder: Path) -> None:
     for name in ("program", "running"):
         torch.export.save(program, places[name] / "teacher.pt2")
     entry = {"cpu": {"tile_bytes": 1 << 20, "resident_bytes": 4096}, "cuda": {}}
-    (places["tuning"] / "thresholds.json").write_text(json.dumps(entry))
+    (places["thresholds"] / "thresholds.json").write_text(json.dumps(entry))
     (places["baseline"] / "report.json").write_text(json.dumps(a_report()))
     with Shards(places["shards"] / "parts", {"model": "a", "data": "b"}) as shards:
         shards.put("layers.0", {"gram": torch.eye(3)}, {"tokens": 3})

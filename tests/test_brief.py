@@ -95,7 +95,7 @@ def manifest(layers: int) -> dict[str, Any]:
 def timings(layers: int) -> dict[str, Any]:
     kernel = {"operator": "sinkhorn", "shape": "4x8x512x64", "kernel": "resident", "reason": WHY}
     sites = [
-        {"name": name(i), "operator": "asap", "speedup": 2.5 + i, "tuned": {"gain": 1.1},
+        {"name": name(i), "operator": "asap", "speedup": 2.5 + i,
          "kernels": [{**kernel, "kernel": f"resident {i % 7}"}]}
         for i in range(layers)
     ]  # fmt: skip

@@ -194,23 +194,6 @@ def test_bench_times_model_and_sites(compiled: Path, capsys: pytest.CaptureFixtu
     assert kernels[1]["shape"] == "B16 H2 N12 M12 D8"
 
 
-def test_bench_tunes_into_a_cache_that_can_be_left_aside(
-    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from asapc.kernels import thresholds
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    thresholds._cached.cache_clear()
-    result = run_json(capsys, "bench", compiled, "--repeats", 1, "--tune", *FAST)
-    entries = json.loads((tmp_path / "asapc" / "thresholds.json").read_text())
-    tuned = [site["tuned"] for site in result["sites"]]
-    assert tuned[0]["gain"] >= 1 and tuned[0] == tuned[1]  # one shape, one entry
-    assert [e["tile_bytes"] for e in entries.values()] == [tuned[0]["tile_bytes"]]
-    left = run_json(capsys, "bench", compiled, "--repeats", 1, "--no-tune", *FAST)
-    assert "tuned" not in left["sites"][0]
-    thresholds._cached.cache_clear()
-
-
 def test_moved_artefact_loads_in_a_fresh_process_without_training_code(
     work: Path, compiled: Path, tmp_path: Path
 ) -> None:

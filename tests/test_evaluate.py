@@ -182,7 +182,7 @@ def test_intervals_lengths_heads_and_certificates(work: Path) -> None:
         total = sum(e["examples"] * e["attention_rel_l2"] for e in site["by_length"])
         assert total / model["examples"] == pytest.approx(error)
         entries = {entry["name"]: entry for entry in site["certificates"]}
-        assert {"row_bound", "dual_stability", "kl_identity_reverse", "contraction_bound"} <= set(entries)
+        assert {"row_bound", "dual_stability", "kl_variance_bound", "contraction_bound"} <= set(entries)
         for entry in entries.values():
             assert entry["holds"] and entry["cases"] == 2 * model["examples"], entry
         assert entries["row_bound"]["bound"] == pytest.approx(site["metrics"]["row_bound"])

@@ -98,7 +98,7 @@ def test_every_part_is_there(full: str) -> None:
     for expected in (
         "target, 1 c-transform, rows rescaled, coarse:32", "482 → 14.8 ms at 32 × 256",
         "What was tried", "By head", "By length", "ASAP, Propositions B.8 and B.9",
-        "Certificates: 2 hold, 1 true but vacuous", "KL identity", "equal within 3.20e-13", "264 vacuous",
+        "Certificates: 2 hold, 1 true but vacuous", "KL variance bound", "264 vacuous",
         "Example 0, head 0, 256 active keys",
         "T=20, row first, column last, scale 0.0884, factor M, key mask",
         "prediction_agreement ≥ 0.998, attention_rel_l2 ≤ 0.02", "3 × asap target 1 coarse:16",

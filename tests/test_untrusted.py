@@ -483,10 +483,9 @@ def test_plain_text_stays() -> None:
 
 
 @pytest.mark.parametrize("kind", ["deep", "pipe", "device", "large", "list", "text"])
-def test_a_tuning_cache_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = thresholds.cache_file()
-    path.parent.mkdir()
+def test_thresholds_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    path = tmp_path / "thresholds.json"
+    monkeypatch.setenv("ASAPC_THRESHOLDS", str(path))
     match kind:
         case "deep":
             path.write_text("[" * 100_000)
@@ -500,12 +499,9 @@ def test_a_tuning_cache_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             path.write_text("[]")
         case "text":
             path.write_text("\xff")
-    thresholds._cached.cache_clear()
     before, start = memory_from_here(), time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.raises(InputError, match="ASAPC_THRESHOLDS"):
         thresholds.thresholds(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2))
-    thresholds._cached.cache_clear()
     assert peak() - before < 200 << 20 and time.monotonic() - start < 20
 
 

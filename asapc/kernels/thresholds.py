@@ -1,33 +1,20 @@
 """Where the loop's kernels change path: sizes measured per device class.
 
-Looked up in this order, key by key; a lookup never measures anything:
-
-    ASAPC_THRESHOLDS=FILE     the user's own, of the form of thresholds.json
-    the tuning cache          what `asapc bench --tune` measured on this machine, for such shapes
-    thresholds.json           shipped with the package
-
-The cache belongs to one device, dtype, range of shapes and state of the kernels' source. Results
-differ in the last bits between sizes: ASAPC_NO_TUNE=1 (and `bench --no-tune`) leaves the cache aside.
+Shipped in thresholds.json; ASAPC_THRESHOLDS=FILE, of the same form, takes precedence key by key. Results
+differ in the last bits between sizes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
-import secrets
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asapc.errors import InputError
@@ -60,7 +47,6 @@ class Thresholds:
 
 
 _forced: ContextVar[Thresholds | None] = ContextVar("asapc_thresholds", default=None)
-_cache_used: ContextVar[bool] = ContextVar("asapc_tuning_cache", default=True)
 
 
 def thresholds(q: Tensor, k: Tensor) -> Thresholds:
@@ -69,16 +55,13 @@ def thresholds(q: Tensor, k: Tensor) -> Thresholds:
     if forced is not None:
         return forced
     device = "cuda" if q.device.type == "cuda" else "cpu"
-    found = _shipped(device)
-    if _cache_used.get() and not os.environ.get("ASAPC_NO_TUNE"):
-        found = _merged(found, _cached().get(key_of(q, k), {}))
     path = os.environ.get("ASAPC_THRESHOLDS")
-    return found if path is None else _merged(found, _users(path).get(device, {}))
+    return _shipped(device) if path is None else replace(_shipped(device), **_users(path).get(device, {}))
 
 
 @contextmanager
 def using(forced: Thresholds) -> Iterator[None]:
-    """These for every lookup of this thread inside: for tuning and for tests."""
+    """These for every lookup of this thread inside: for measurements and for tests."""
     token = _forced.set(forced)
     try:
         yield
@@ -86,48 +69,10 @@ def using(forced: Thresholds) -> Iterator[None]:
         _forced.reset(token)
 
 
-@contextmanager
-def without_cache() -> Iterator[None]:
-    """As if nothing had been tuned, for lookups of this thread inside."""
-    token = _cache_used.set(False)
-    try:
-        yield
-    finally:
-        _cache_used.reset(token)
-
-
-def key_of(q: Tensor, k: Tensor) -> str:
-    """Device, dtype, shape bucket (powers of two, rounded up) and the kernels' source."""
-    if q.device.type == "cuda":
-        device = torch.cuda.get_device_name(q.device)
-    else:
-        device = f"{platform.processor() or platform.machine()} x{torch.get_num_threads()}"
-    sizes = (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3])
-    bucket = "x".join(str(1 << max(0, size - 1).bit_length()) for size in sizes)
-    return f"{device}|{str(q.dtype).removeprefix('torch.')}|{bucket}|{_source()}"
-
-
-def remember(key: str, found: Thresholds) -> Path:
-    """Write one entry of the tuning cache; returns its file."""
-    path = cache_file()
-    entries = {**_read_cache(path), key: {f.name: getattr(found, f.name) for f in fields(found)}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    partial.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
-    _cached.cache_clear()
-    return path
-
-
-def cache_file() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "asapc" / "thresholds.json"
-
-
 @cache
 def _shipped(device: str) -> Thresholds:
     text = files("asapc.kernels").joinpath("thresholds.json").read_text(encoding="utf-8")
-    return _merged(Thresholds(), parse_json(text)[device])
+    return Thresholds(**parse_json(text)[device])
 
 
 @cache
@@ -144,24 +89,6 @@ def _users(path: str) -> Mapping[str, Mapping[str, int]]:
     return by_device
 
 
-@cache
-def _cached() -> dict[str, dict[str, int]]:
-    return _read_cache(cache_file())
-
-
-def _read_cache(path: Path) -> dict[str, dict[str, int]]:
-    try:
-        document = read_json(path, MAX_BYTES)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warnings.warn(f"asapc: the tuning cache {path} is left aside: {error}", stacklevel=2)
-        return {}
-    if not isinstance(document, dict):
-        document = {}
-    return {key: entry for key, entry in document.items() if _is_entry(entry)}
-
-
 def _is_entry(entry: Any) -> bool:
     names = {field.name for field in fields(Thresholds)}
     return (
@@ -171,18 +98,3 @@ def _is_entry(entry: Any) -> bool:
         and all(entry.get(key, 0).bit_count() <= 1 for key in POWERS)
     )
 
-
-def _merged(base: Thresholds, entry: Mapping[str, int]) -> Thresholds:
-    return replace(base, **entry)
-
-
-@cache
-def _source() -> str:
-    """Of the kernels that the thresholds steer: another version of them is tuned anew."""
-    digest = hashlib.sha256()
-    for folder in ("cpu", "gpu"):
-        places = files("asapc.kernels").joinpath(folder).iterdir()
-        for place in sorted(places, key=lambda item: item.name):
-            if place.name.endswith(".py"):
-                digest.update(place.read_bytes())
-    return digest.hexdigest()[:12]

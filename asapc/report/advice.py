@@ -81,17 +81,16 @@ class Figures:
     speedup: float | None
     speedup_lossless: float | None
     agreement: float | None
-    agreement_interval: tuple[float, float] | None
     worst_site: str | None
     worst_error: float | None
 
 
 @dataclass(frozen=True)
 class Lossless:
-    """The lossless model in place of the compiled one, at most NEARLY slower.
+    """The lossless model in place of the compiled one.
 
     cost: the part of the compiled model's speed that it gives up, below 0 where it is the faster one.
-    compiled_ms, lossless_ms: the whole model.  recipe, command, python: how to get it.
+    compiled_ms, lossless_ms: the whole model.
     """
 
     cost: float
@@ -99,9 +98,6 @@ class Lossless:
     compiled_ms: float
     lossless_ms: float
     sentence: str
-    recipe: str = LOSSLESS_RECIPE
-    command: str = LOSSLESS_COMMAND
-    python: str = LOSSLESS_PYTHON
 
 
 @dataclass(frozen=True)
@@ -204,7 +200,6 @@ def figures(report: Report) -> Figures:
         finite(model.metric("speedup")),
         finite(model.metric("speedup_lossless")) if approximated else None,
         finite(model.metric("prediction_agreement")),
-        model.interval("prediction_agreement"),
         None if worst is None else worst.name,
         None if worst is None else worst.metric(ERROR),
     )
@@ -234,22 +229,14 @@ def decide(report: Report) -> Decision:
     if gate.verdict is None:
         return Decision("measure", "There is nothing to decide on yet.", "Nothing was measured.", judged)
     if gate.verdict == "ANOMALOUS":
-        first = gate.failures[0]
-        # A share that was measured, and still cannot be judged, rests on too few examples.
-        metric = METRIC.get(first.metric)
-        counts = first.metric == "examples" or (metric is not None and metric.share)
-        few = first.kind != "plausibility" and first.value is not None and counts
-        what = f"Measure {'on more examples' if few else 'again'} before you decide."
-        return Decision("measure", what, _message(first), judged)
+        again = "on more examples" if _few_examples(gate.failures[0]) else "again"
+        because = _message(gate.failures[0])
+        return Decision("measure", f"Measure {again} before you decide.", because, judged)
     if sites and all(site.operator == TEACHER for site in sites):
         return Decision("teacher", "Keep the teacher.", "Every layer still runs its own code.", judged)
     lossless = lossless_instead(report)
-    if lossless is not None and all(_mended(check, lossless) for check in gate.failures) and _kept(
-        gate.checks, lossless
-    ):
-        return Decision(
-            "lossless", "Take the lossless model instead.", lossless.sentence, judged, lossless=lossless
-        )
+    if lossless is not None and _mends(lossless, gate):
+        return _take_lossless(lossless, lossless.sentence, judged)
     if gate.failures:
         return _failed(report, judged)
     exact = sites and not any(site.approximate for site in sites)
@@ -257,47 +244,53 @@ def decide(report: Report) -> Decision:
     return Decision("ship", "Ship it.", because, judged, lossless=lossless)
 
 
+def _take_lossless(lossless: Lossless, because: str, judged: Judgement) -> Decision:
+    what = "Take the lossless model instead."
+    return Decision("lossless", what, because, judged, lossless=lossless)
+
+
 def _failed(report: Report, judged: Judgement) -> Decision:
     """Speed first: a model that is slower than its teacher is of no use however close it is."""
     failures = judged.gate.failures
-    seen = figures(report)
-    names = {site.name for site in report.sites}
-    slow = next((c for c in failures if c.metric == "speedup" and c.scope == "model"), None)
-    if slow is not None and seen.speedup is not None and seen.speedup < LEAST_SPEEDUP:
-        compiled, exact = f"{number(seen.speedup)}x", seen.speedup_lossless
-        instead = _lossless(report)
-        if (
-            instead is not None and exact is not None and exact >= LEAST_SPEEDUP
-            and all(_mended(check, instead) for check in failures) and _kept(judged.gate.checks, instead)
-        ):
+    speed = figures(report)
+    slow = any(check.metric == "speedup" and check.scope == "model" for check in failures)
+    if slow and speed.speedup is not None and speed.speedup < LEAST_SPEEDUP:
+        compiled, exact, lossless = f"{number(speed.speedup)}x", speed.speedup_lossless, _lossless(report)
+        fast = exact is not None and exact >= LEAST_SPEEDUP
+        if lossless is not None and fast and _mends(lossless, judged.gate):
             because = f"The compiled model is slower than the teacher ({compiled}), the lossless one is "
             because += f"{number(exact)}x as fast as the teacher."
-            return Decision(
-                "lossless", "Take the lossless model instead.", because, judged, lossless=instead
-            )
+            return _take_lossless(lossless, because, judged)
         because = f"The compiled model is slower: {compiled} the teacher's speed."
         return Decision("teacher", "Keep the teacher.", because, judged)
-    found = next((check for check in failures if check.scope in names), None)
-    if found is not None:
-        return Decision(
-            "look", f"Look at {short(found.scope)} first.", _message(found), judged, found.scope
-        )
-    first = _message(failures[0])
-    approximated = [site for site in worst_first(report.sites) if site.approximate]
-    metric = METRIC.get(failures[0].metric)
-    if failures[0].kind == "limit" and metric is not None and metric.budget and approximated:
-        shares = error_shares(report)
-        site = max((s.name for s in approximated), key=lambda name: shares.get(name, 0.0))
-        return Decision("look", f"Look at {short(site)} first.", first, judged, site)
-    return Decision("look", "Do not ship it yet.", first, judged)
+    names = {site.name for site in report.sites}
+    at_site = next((check for check in failures if check.scope in names), None)
+    check = at_site or failures[0]
+    site = check.scope if at_site else _worst_contributor(report, check)
+    what = "Do not ship it yet." if site is None else f"Look at {short(site)} first."
+    return Decision("look", what, _message(check), judged, site)
+
+
+def _worst_contributor(report: Report, check: Check) -> str | None:
+    """The site that makes most of the error, where a limit on the model's closeness failed."""
+    approximated = [site.name for site in worst_first(report.sites) if site.approximate]
+    if check.kind != "limit" or check.metric not in METRIC or not METRIC[check.metric].budget:
+        return None
+    shares = error_shares(report)
+    return max(approximated, key=lambda name: shares.get(name, 0.0), default=None)
+
+
+def _few_examples(check: Check) -> bool:
+    """A share that was measured, and still cannot be judged, rests on too few examples."""
+    metric = METRIC.get(check.metric)
+    counts = check.metric == "examples" or (metric is not None and metric.share)
+    return check.kind != "plausibility" and check.value is not None and counts
 
 
 def _message(check: Check) -> str:
     """The check in a sentence."""
-    if (
-        check.verdict == "REGRESSION" and check.kind == "limit" and check.metric in METRIC
-        and check.value is not None and check.limit is not None
-    ):
+    limited = check.verdict == "REGRESSION" and check.kind == "limit" and check.metric in METRIC
+    if limited and check.value is not None and check.limit is not None:
         name = NAMES.get(check.metric) or METRIC[check.metric].name
         where = "" if check.scope == "model" else f" of {short(check.scope)}"
         shown, limit = metric_text(check.metric, check.value), limit_text(check.metric, check.limit)
@@ -316,31 +309,29 @@ def _all_kept(judged: Judgement) -> str:
     return f"All {count} {kind}s {'are kept' if judged.default else 'passed'}."
 
 
-def _mended(check: Check, lossless: Lossless) -> bool:
-    """Whether a failure is gone with the lossless model, which is the teacher up to rounding."""
-    metric = METRIC.get(check.metric)
-    if metric is None or check.kind == "plausibility":
-        return False
-    if check.metric == "speedup" and check.kind == "limit":
-        return _kept([check], lossless)
-    return metric.budget or metric.untouched is not None
+def _mends(lossless: Lossless, gate: GateReport) -> bool:
+    """Whether every failure is gone with the lossless model, which is the teacher up to rounding, and
+    what was asked of the compiled model's speed is kept."""
+    return _keeps_speed(lossless, gate.checks) and all(
+        check.metric in METRIC and check.kind != "plausibility"
+        and (METRIC[check.metric].budget or METRIC[check.metric].untouched is not None
+             or (check.metric == "speedup" and check.kind == "limit"))
+        for check in gate.failures
+    )  # fmt: skip
 
 
-def _kept(checks: Iterable[Check], lossless: Lossless) -> bool:
-    """Whether the lossless model keeps what was asked of the compiled model's speed: limits on it and on
-    the time, and what it may have lost since a baseline."""
+def _keeps_speed(lossless: Lossless, checks: Iterable[Check]) -> bool:
+    """Limits on the model's speed and time, and what it may have lost since a baseline."""
+    own = {"speedup": lossless.speedup, "latency_compiled_ms": lossless.lossless_ms}
     for check in checks:
-        if check.scope != "model" or check.metric not in ("speedup", "latency_compiled_ms"):
+        if check.scope != "model" or check.metric not in own:
             continue
-        value = lossless.speedup if check.metric == "speedup" else lossless.lossless_ms
-        low, high = check.min, check.max
+        value, low, high = own[check.metric], check.min, check.max
         if check.kind == "baseline" and check.baseline is not None and check.metric == "speedup":
             low = check.baseline * (1 - (check.allowed or 0.0))
-        if value is None and (low is not None or high is not None):
-            return False
-        if value is not None and not (
-            (low is None or value >= low) and (high is None or value <= high)
-        ):
+        if low is None and high is None:
+            continue
+        if value is None or not (low or -math.inf) <= value <= (math.inf if high is None else high):
             return False
     return True
 
@@ -354,55 +345,44 @@ def lossless_instead(report: Report) -> Lossless | None:
     The times are the whole model's. Where the recipe named several shapes, the layers' times must agree
     at every one of them: what is as fast on short sequences may fall behind on long ones.
     """
-    found = _lossless(report)
-    if found is None or found.lossless_ms > (1 + NEARLY) * found.compiled_ms or _falls_behind(report):
-        return None
-    return found
+    lossless = _lossless(report)
+    near = lossless is not None and lossless.lossless_ms <= (1 + NEARLY) * lossless.compiled_ms
+    return lossless if near and not _falls_behind(report) else None
 
 
 def _lossless(report: Report) -> Lossless | None:
     """The lossless model, whatever it costs; None where there is nothing approximated, or no time, and
     where the compiled one was trained on labels since: the lossless one has the old weights."""
-    if _trained_on_labels(report):
-        return None
     model = report.model
     compiled = positive(model.metric("latency_compiled_ms"))
     exact = positive(model.metric("latency_lossless_ms"))
-    if compiled is None or exact is None or not any(site.approximate for site in report.sites):
+    approximated = any(site.approximate for site in report.sites)
+    if compiled is None or exact is None or not approximated or _trained_on_labels(report):
         return None
     cost = 1 - compiled / exact
     times = f"{number(exact)} ms against {number(compiled)} ms"
     if exact <= compiled:
         faster = "as fast as" if abs(cost) < 0.01 else "faster than"
-        told = f"It is {faster} the compiled model ({times})"
+        speed = f"It is {faster} the compiled model ({times})"
     else:
-        told = f"It takes {exact / compiled - 1:.0%} longer than the compiled model ({times})"
-    sentence = f"{told} and computes the teacher's attention exactly, up to rounding."
+        speed = f"It takes {exact / compiled - 1:.0%} longer than the compiled model ({times})"
+    sentence = f"{speed} and computes the teacher's attention exactly, up to rounding."
     return Lossless(cost, finite(model.metric("speedup_lossless")), compiled, exact, sentence)
 
 
 def _falls_behind(report: Report) -> bool:
     """Whether the layers take longer with exact operators at one of several shapes that were timed."""
     trail = report.selection or Trail()
-    pairs = [
-        (chosen, exact)
-        for site in report.sites if site.approximate
-        for chosen, exact in [_pair(trail, site)]
-        if chosen is not None and exact is not None
-    ]  # fmt: skip
-    shapes = dict.fromkeys(shape for chosen, _ in pairs for shape in chosen.latency_ms)
-    if len(shapes) < 2:
-        return False
-    for shape in shapes:
-        times = [
-            (chosen_ms, exact_ms)
-            for chosen, exact in pairs
-            if (chosen_ms := positive(chosen.latency_ms.get(shape))) is not None
-            and (exact_ms := positive(exact.latency_ms.get(shape))) is not None
-        ]
-        if sum(exact for _, exact in times) > (1 + NEARLY) * sum(chosen for chosen, _ in times):
-            return True
-    return False
+    pairs = [_pair(trail, site) for site in report.sites if site.approximate]
+    times = [(one.latency_ms, other.latency_ms) for one, other in pairs if one and other]
+    shapes = dict.fromkeys(shape for chosen, _ in times for shape in chosen)
+
+    def behind(shape: str) -> bool:
+        at_shape = [(positive(one.get(shape)), positive(other.get(shape))) for one, other in times]
+        known = [(one, other) for one, other in at_shape if one is not None and other is not None]
+        return sum(exact for _, exact in known) > (1 + NEARLY) * sum(chosen for chosen, _ in known)
+
+    return len(shapes) > 1 and any(map(behind, shapes))
 
 
 def _pair(trail: Trail, site: SiteReport) -> tuple[Tried | None, Tried | None]:

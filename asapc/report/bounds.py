@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from asapc.ir import Side
 from asapc.operators.c_transforms import close_columns, close_rows
 
-NODES = 12  # of Gauss and Legendre, in each panel
-PANEL = 4.0  # of the tilt's range: beyond, a pole of the integrand comes near
 POWER_STEPS = 4
 NEAR, FAR = 1e-3, 4.0  # how far duals are moved to measure a contraction
 DIAMETER_ENTRIES = 2**22  # of a block of differences between rows
@@ -123,12 +121,11 @@ def pinsker(divergence: Tensor) -> Tensor:
     return torch.sqrt(2 * divergence)
 
 
-@dataclass(frozen=True)
-class Duals:
-    """f [B, H, N] and g [B, H, n]; one of them may not be known before the first c-transform."""
+class Duals(NamedTuple):
+    """f [B, H, N] and g [B, H, n]; before the first c-transform the side that is not known is 0."""
 
-    f: Tensor | None
-    g: Tensor | None
+    f: Tensor
+    g: Tensor
 
 
 @dataclass(frozen=True)
@@ -141,26 +138,20 @@ class Block:
 
     def closed(self, start: Tensor, side: Side, c_transforms: int) -> list[Duals]:
         """The duals after 0, 1, ... c-transforms, the first on `side`, from the other side's dual."""
-        num_queries, num_keys = self.scores.shape[-2:]
-        log_mu, log_nu = (
-            self.scores.new_full((count,), mass)
-            for count, mass in ((num_queries, self.log_mu), (num_keys, self.log_nu))
-        )
-        f, g = (start, None) if side == "column" else (None, start)
-        found = [Duals(f, g)]
+        log_mu = self.scores.new_full(self.scores.shape[-2:-1], self.log_mu)
+        log_nu = self.scores.new_full(self.scores.shape[-1:], self.log_nu)
+        f, g = (torch.zeros_like(self.scores.select(axis, 0)) for axis in (-1, -2))
+        f, g = (start, g) if side == "column" else (f, start)
+        duals = [Duals(f, g)]
         for _ in range(c_transforms):
             if side == "column":
-                assert f is not None
-                g = close_columns(self.scores, f, log_nu)
+                g, side = close_columns(self.scores, f, log_nu), "row"
             else:
-                assert g is not None
-                f = close_rows(self.scores, g, log_mu)
-            side = "row" if side == "column" else "column"
-            found.append(Duals(f, g))
-        return found
+                f, side = close_rows(self.scores, g, log_mu), "column"
+            duals.append(Duals(f, g))
+        return duals
 
     def log_plan(self, duals: Duals) -> Tensor:
-        assert duals.f is not None and duals.g is not None
         return self.scores + duals.f[..., :, None] + duals.g[..., None, :]
 
     def positive(self) -> bool:
@@ -176,9 +167,7 @@ def measured_contraction(block: Block, g: Tensor, seed: int = 0) -> Tensor:
     """
 
     def iterate(start: Tensor) -> Tensor:
-        found = block.closed(start, "row", 2)[-1].g
-        assert found is not None
-        return found
+        return block.closed(start, "row", 2)[-1].g
 
     generator = torch.Generator().manual_seed(seed)
     change = torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.device)
@@ -213,27 +202,6 @@ class Tilt:
         ratio = self.log_pi_hat - self.log_pi
         reverse = (self.log_pi_hat.exp() * ratio).sum((-2, -1))
         return self.weight * reverse, -self.weight * (self.log_pi.exp() * ratio).sum((-2, -1))
-
-    def panels(self) -> int:
-        """Of the quadrature, so that 12 nodes in each leave nothing but rounding."""
-        spread = largest(spread_of(self.delta))
-        return max(1, math.ceil(spread / PANEL)) if math.isfinite(spread) else 1
-
-    def integrals(self) -> tuple[Tensor, Tensor]:
-        """sum_j nu_j int_0^1 t Var_{pi_j,t}(Delta) dt, and with 1 - t for t: [B, H] each (B.51, B.52)."""
-        nodes, weights = np.polynomial.legendre.leggauss(NODES)
-        reverse, forward = (torch.zeros_like(self.delta[..., 0]) for _ in range(2))
-        panels = self.panels()
-        powers = torch.stack([self.delta, self.delta.square()], -1)  # [B, H, X, 2]
-        for panel in range(panels):
-            for node, weight in zip(nodes, weights, strict=True):
-                t = (panel + (float(node) + 1) / 2) / panels
-                tilted = (self.log_pi + t * self.delta[..., :, None]).softmax(-2)
-                mean, square = (tilted.transpose(-1, -2) @ powers).unbind(-1)
-                variance = self.weight * (square - mean.square()).sum(-1)
-                reverse += t * variance * float(weight) / (2 * panels)
-                forward += (1 - t) * variance * float(weight) / (2 * panels)
-        return reverse, forward
 
     def variance_bound(self) -> Tensor:
         """sum_j nu_j sigma_j^2 / 2 with sigma_j = range(Delta) / 2, Popoviciu's for every t (B.53)."""

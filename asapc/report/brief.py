@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from asapc.report.advice import advise, decide, figures
+from asapc.report.advice import LOSSLESS_PYTHON, advise, decide, figures
 from asapc.report.document import Report
 from asapc.report.tables import (
     MODEL_LABELS,
@@ -106,7 +106,7 @@ def report_brief(report: Report) -> list[str]:
     verdict = gate.verdict if gate.verdict is not None else "no gate set; by default limits"
     lines = _wrapped(f"{verdict}: {decided.sentence} {decided.because}", most=5)
     if decided.lossless is not None:
-        lines.append(f"  {decided.lossless.python} is the lossless model")
+        lines.append(f"  {LOSSLESS_PYTHON} is the lossless model")
     if seen.speedup is not None:
         times = " -> ".join(
             f"{number(model.metric(key))} ms" for key in ("latency_teacher_ms", "latency_compiled_ms")
@@ -177,9 +177,6 @@ def bench_brief(bench: Mapping[str, Any]) -> list[str]:
     ]
     ran = "{operator} {shape}: {kernel}, {reason}"
     lines += _told(_grouped(kernels, lambda kernel: ran.format_map(kernel)))
-    tuned = [site["tuned"]["gain"] for site in bench["sites"] if "tuned" in site]
-    if tuned:
-        lines.append(f"tuned for this machine: gain {number(min(tuned))} to {number(max(tuned))}")
     return lines
 
 

@@ -11,34 +11,35 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from asapc.report.tables import Row, Table
+from asapc.report.tables import TONES, Row, Table
 from asapc.terminal.printed import one_line
 
 PIPE_WIDTH = 160  # a pipe or a log file has no width of its own
 NARROWEST = 16  # characters to which a column of words is folded; narrower, rows are stacked
 PADDING = 2  # around the cells of a column
-STYLES = {
-    "passed": "green", "matched": "green", "refused": "yellow", "ACCEPT": "green",
-    "REGRESSION": "bold red", "ANOMALOUS": "bold yellow",
-}  # fmt: skip
+STYLES = {"good": "green", "bad": "bold red", "odd": "bold yellow"}
 
 
 def print_result(parts: Iterable[Table | str], stream: TextIO) -> None:
     """Print tables, and lines as they are; plain text when `stream` is not a terminal.
 
-    A line's first word, up to a colon, has its style if STYLES knows it.
+    A line's first word, up to a colon, has the style of its tone, if it has one.
     """
     console = _console(stream)
     for part in parts:
         if isinstance(part, str):
             text = Text(one_line(part))
             first = part.partition(":")[0]
-            text.stylize(STYLES.get(first, ""), 0, len(first))
+            text.stylize(_style(first), 0, len(first))
             console.print(text, soft_wrap=True)
         elif _fits(part, console.width):
             console.print(_rich(part))
         else:
             console.print(_stacked(part), soft_wrap=True)
+
+
+def _style(word: str) -> str:
+    return STYLES.get(TONES.get(word, ""), "")
 
 
 def _console(stream: TextIO) -> Console:
@@ -73,7 +74,7 @@ def _rich(table: Table) -> RichTable:
             min_width=whole if right else min(whole, NARROWEST),
         )  # fmt: skip
     for row in table.rows:
-        rich.add_row(*(Text(one_line(cell), style=STYLES.get(cell, "")) for cell in row))
+        rich.add_row(*(Text(one_line(cell), style=_style(cell)) for cell in row))
     return rich
 
 
@@ -92,5 +93,5 @@ def _paragraph(row: Row, names: list[str]) -> Text:
     for name, cell in zip(names[1:], row[1:], strict=True):
         label = f"{one_line(name)}  " if name else ""
         text.append(f"    {label}")
-        text.append(f"{one_line(cell)}\n", style=STYLES.get(cell, ""))
+        text.append(f"{one_line(cell)}\n", style=_style(cell))
     return text

@@ -105,7 +105,6 @@ class Certificate(Record):
     cases: int | None = None
     vacuous: bool = False
     vacuous_cases: int | None = optional()
-    residual: float | None = optional()
 
 
 @dataclass(frozen=True)

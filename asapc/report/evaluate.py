@@ -10,7 +10,6 @@ report() measures both for the report and its gates; bench() times the models an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from asapc.inputs.faults import check_labels
 from asapc.inputs.onnx.settings import read_record, require_extra
 from asapc.inputs.recipe import Recipe
 from asapc.ir import SiteTensors
-from asapc.kernels.thresholds import key_of, without_cache
 from asapc.measure.bootstrap import LEVEL
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import OutputFidelity
@@ -48,7 +46,6 @@ from asapc.report.site_metrics import (
     explain_site,
     time_model,
     time_site,
-    tune_site,
 )
 from asapc.terminal.progress import Progress
 
@@ -359,7 +356,6 @@ def bench(
     kwargs: str | None = None,
     repeats: int = 10,
     explain: bool = False,
-    tune: bool | None = None,
     torch_compile: bool = False,
     trust: bool = False,
     remote_code: bool = False,
@@ -370,21 +366,15 @@ def bench(
 
     A site's teacher is the usual log-domain PyTorch loop on the site's own activations. Where there is
     a verified model.onnx, it is timed under ONNX Runtime with its teacher too.
-    explain: also which kernels each compiled site runs, and why. tune: True measures tile sizes for
-    every site first and keeps the best in the tuning cache; False leaves that cache aside.
+    explain: also which kernels each compiled site runs, and why.
     torch_compile: teacher and compiled model under torch.compile, too.  device: to time on.
     """
     artifact = read_artifact(artifact_path, trust=trust)
     surrounding = surrounding_model(artifact, model, weights, kwargs, remote_code)
     data = data or recorded_data(artifact.manifest["data"], artifact.folder, "bench")
     source = open_data(data, artifact.signature()).on(device)
-    with ExitStack() as stack:
-        stack.enter_context(artifact.running_on(device, surrounding))
-        if tune is False:
-            stack.enter_context(without_cache())
-        return _timed(
-            artifact, surrounding, source, repeats, explain, bool(tune), torch_compile, progress
-        )
+    with artifact.running_on(device, surrounding):
+        return _timed(artifact, surrounding, source, repeats, explain, torch_compile, progress)
 
 
 def _timed(
@@ -393,7 +383,6 @@ def _timed(
     source: DataSource,
     repeats: int,
     explain: bool,
-    tune: bool,
     torch_compile: bool,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -401,15 +390,6 @@ def _timed(
     batch = next(source.batches(recipe.batch_size))
     runners = {s: Runner(surrounding, p) for s, p in artifact.programs.items()}
     _, tensors = Tap(surrounding, artifact.programs["lossless"], artifact.site_names)(batch)
-    tuned: dict[int, dict[str, Any]] = {}
-    if tune:
-        by_key: dict[str, dict[str, Any]] = {}  # sites of one shape share an entry of the cache
-        indices = range(len(artifact.manifest["sites"]))
-        for index in progress.track(indices, "tuning sites", len(indices)):
-            key = key_of(tensors[index].q, tensors[index].k)
-            if key not in by_key:
-                by_key[key] = tune_site(artifact, index, tensors[index], repeats)
-            tuned[index] = by_key[key]
     with progress.phase("timing the whole model"):
         whole = time_model(runners, batch, repeats, torch_compile=torch_compile)
     sites = []
@@ -418,8 +398,6 @@ def _timed(
         sites.append({"name": entry["name"], "operator": entry["operator"], **measured})
         if explain:
             sites[-1]["kernels"] = explain_site(artifact, index, tensors[index])
-        if tuned:
-            sites[-1]["tuned"] = tuned[index]
     onnx: dict[str, Any] = {}
     if read_record(artifact.folder) is not None:
         require_extra()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -22,6 +22,9 @@ from markupsafe import Markup, escape
 from asapc.metrics import METRIC
 from asapc.report.advice import (
     DEFAULT_LIMITS,
+    LOSSLESS_COMMAND,
+    LOSSLESS_PYTHON,
+    LOSSLESS_RECIPE,
     Decision,
     Judgement,
     advise,
@@ -30,7 +33,16 @@ from asapc.report.advice import (
     lossless_instead,
     recipe_of,
 )
-from asapc.report.document import Check, GateReport, ModelReport, Numbers, Report, Trail, finite
+from asapc.report.document import (
+    Check,
+    GateReport,
+    ModelReport,
+    Numbers,
+    Report,
+    Trail,
+    TriedSite,
+    finite,
+)
 from asapc.report.layers import by_length, known, layers_of, shape_text, shapes_of
 from asapc.report.shown import (
     change_text,
@@ -45,6 +57,9 @@ from asapc.report.shown import (
     times_text,
 )
 from asapc.report.tables import (
+    TONES,
+    Cell,
+    Row,
     Table,
     audit_tables,
     exported_tables,
@@ -53,7 +68,6 @@ from asapc.report.tables import (
     refreshed_tables,
     refused_table,
 )
-from asapc.report.views import TONES, Bar, Cell, Grid, Headline, Layers, Plot, Tile
 
 FAILURES = 6  # named in the headline; all of them are under Gate
 ADVICE = 5  # on layers, of the most
@@ -61,38 +75,6 @@ CHECKS = 12  # of comparisons that passed: more are folded
 OUTCOMES = {
     "ship": "good", "lossless": "good", "teacher": "odd", "look": "odd", "measure": "odd",
 }  # fmt: skip
-
-
-@dataclass
-class Page:
-    """Everything on the page, in order."""
-
-    source: str
-    headline: Headline
-    warnings: list[str] = field(default_factory=list)
-    tiles: list[Tile] = field(default_factory=list)
-    times: list[Bar] = field(default_factory=list)
-    basis: str = ""
-    advice: list[str] = field(default_factory=list)
-    more_advice: int = 0
-    advice_recipe: str = ""
-    layers: Layers | None = None
-    lengths: list[Plot] = field(default_factory=list)
-    trail: list[tuple[str, str]] = field(default_factory=list)
-    rounds: Grid | None = None
-    candidates: list[tuple[str, str, Grid]] = field(default_factory=list)  # site, summary, table
-    audit: list[Grid] = field(default_factory=list)
-    refresh: list[Grid] = field(default_factory=list)
-    onnx: list[Grid] = field(default_factory=list)
-    gate: Grid | None = None
-    kept: Grid | None = None  # comparisons with the baseline that passed, where they are many
-    defaults: Grid | None = None
-    default_limits: str = ""  # the same as a gate file
-    baseline: list[tuple[str, str]] = field(default_factory=list)
-    left_alone: list[Grid] = field(default_factory=list)
-    numbers: Grid | None = None
-    provenance: list[tuple[str, str]] = field(default_factory=list)
-    environment: list[tuple[str, str]] = field(default_factory=list)
 
 
 def html(report: Report) -> str:
@@ -107,8 +89,8 @@ def html(report: Report) -> str:
     return environment.from_string(template).render(page=page(report))
 
 
-def page(report: Report) -> Page:
-    """What the template lays out."""
+def page(report: Report) -> dict[str, Any]:
+    """What the template lays out, part by part in order; a part that is empty is left out there."""
     model, gate = report.model, report.gate
     trail = report.selection or Trail()
     decision = decide(report)
@@ -117,40 +99,46 @@ def page(report: Report) -> Page:
     of_layers = [each for each in advice if each.site is not None]
     others = [each for each in advice if each.site is None]
     checks, kept = _gate(judged)
-    return Page(
-        source=model.source or "a model",
-        headline=_headline(report, decision),
-        warnings=[text for text in (*(w.text for w in report.warnings), report.chosen_elsewhere) if text],
-        tiles=_tiles(report),
-        times=_times(model),
-        basis=_basis(report),
-        advice=[each.sentence for each in (*of_layers[:ADVICE], *others)],
-        more_advice=max(0, len(of_layers) - ADVICE),
-        advice_recipe=recipe_of(of_layers[:ADVICE]),
-        layers=layers_of(report),
-        lengths=_model_lengths(report),
-        trail=_trail_facts(trail),
-        rounds=_rounds(trail),
-        candidates=_candidates(trail),
-        audit=[_grid(t) for t in audit_tables(report)],
-        refresh=[_grid(t) for t in refreshed_tables(report)],
-        onnx=[_grid(t) for t in exported_tables(report)],
-        gate=checks,
-        kept=kept,
-        defaults=_default_checks(judged),
-        default_limits=_gate_file(judged),
-        baseline=_facts(gate.baseline.to_json(), ("skipped",)) if gate.baseline is not None else [],
-        left_alone=[_grid(t) for t in refused_table(report.refused)],
-        numbers=_numbers(report),
-        provenance=_provenance(report),
-        environment=_facts(report.environment),
-    )
+    return {
+        "source": model.source or "a model",
+        "headline": _headline(report, decision),
+        "warnings": [w for w in (*(w.text for w in report.warnings), report.chosen_elsewhere) if w],
+        "tiles": _tiles(report),
+        "times": _times(model),
+        "basis": _basis(report),
+        "advice": [each.sentence for each in (*of_layers[:ADVICE], *others)],
+        "more_advice": max(0, len(of_layers) - ADVICE),
+        "advice_recipe": recipe_of(of_layers[:ADVICE]),
+        "layers": layers_of(report),
+        "lengths": _model_lengths(report),
+        "trail": _trail_facts(trail),
+        "rounds": _rounds(trail),
+        # (site, summary, table)
+        "candidates": [_candidates(site, trail) for site in trail.sites if site.candidates],
+        "audit": audit_tables(report),
+        "refresh": refreshed_tables(report),
+        "onnx": exported_tables(report),
+        "gate": checks,
+        "kept": kept,
+        "defaults": _default_checks(judged),
+        "default_limits": _gate_file(judged),
+        "baseline": _facts(gate.baseline.to_json(), ("skipped",)) if gate.baseline is not None else [],
+        "left_alone": refused_table(report.refused),
+        "numbers": _numbers(report),
+        "provenance": _provenance(report),
+        "environment": _facts(report.environment),
+    }
 
 
 # The headline
 
 
-def _headline(report: Report, decision: Decision) -> Headline:
+def _headline(report: Report, decision: Decision) -> dict[str, Any]:
+    """What to do, and what that rests on.
+
+    word: the verdict.  basis: which limits, in one sentence.  how: (what it is, text to copy) each.
+    failures: (class, message) each.
+    """
     judged = decision.judgement
     gate = judged.gate
     lossless = decision.lossless or lossless_instead(report)
@@ -158,24 +146,23 @@ def _headline(report: Report, decision: Decision) -> Headline:
     tone = OUTCOMES[decision.action] if gate.verdict is not None else ""
     if own is not None and (own != "ACCEPT" or not judged.default):
         tone = TONES[own]
-    failed = gate.failures
     # What the reason says already is not said again.
-    shown = [] if len(failed) == 1 else failed
-    return Headline(
-        word=own or "NO GATE",
-        tone=tone,
-        sentence=decision.sentence,
-        because=decision.because,
-        basis=_limits_sentence(judged),
-        lossless=lossless.sentence if lossless is not None else "",
-        how=[] if lossless is None else [
-            ("from the same artefact, at once", lossless.python),
-            ("in a recipe, lossless.yaml", lossless.recipe),
-            ("compiled with it", lossless.command),
+    failed = [] if len(gate.failures) == 1 else gate.failures
+    return {
+        "word": own or "NO GATE",
+        "tone": tone,
+        "sentence": decision.sentence,
+        "because": decision.because,
+        "basis": _limits_sentence(judged),
+        "lossless": lossless.sentence if lossless is not None else "",
+        "how": [] if lossless is None else [
+            ("from the same artefact, at once", LOSSLESS_PYTHON),
+            ("in a recipe, lossless.yaml", LOSSLESS_RECIPE),
+            ("compiled with it", LOSSLESS_COMMAND),
         ],
-        failures=[(_outcome(check, judged), _check_text(check)) for check in shown[:FAILURES]],
-        more_failures=max(0, len(shown) - FAILURES),
-    )  # fmt: skip
+        "failures": [(_outcome(check, judged), _check_text(check)) for check in failed[:FAILURES]],
+        "more_failures": max(0, len(failed) - FAILURES),
+    }  # fmt: skip
 
 
 def _limits_sentence(judged: Judgement) -> str:
@@ -212,32 +199,33 @@ def _check_text(check: Check) -> str:
     return check.message or f"{check.metric} of {check.scope}: {number(check.value)}"
 
 
-def _tiles(report: Report) -> list[Tile]:
-    """The three figures that a decision rests on."""
-    model, seen, tiles = report.model, figures(report), list[Tile]()
+def _tiles(report: Report) -> list[tuple[str, str, list[str]]]:
+    """The three figures that a decision rests on: (label, value, notes) each."""
+    model, figure = report.model, figures(report)
     earlier = _baseline_of(report.gate)
-    if seen.speedup is not None:
+    tiles = []
+    if figure.speedup is not None:
         notes = earlier("speedup")
-        if seen.speedup_lossless is not None:
-            notes = [f"{times_text(seen.speedup_lossless)} by lossless kernels alone", *notes]
-        tiles.append(Tile("Speed-up, whole model", times_text(seen.speedup), notes))
+        if figure.speedup_lossless is not None:
+            notes = [f"{times_text(figure.speedup_lossless)} by lossless kernels alone", *notes]
+        tiles.append(("Speed-up, whole model", times_text(figure.speedup), notes))
     before, after = (finite(model.metric(f"accuracy_{who}")) for who in ("teacher", "compiled"))
-    if seen.agreement is not None:
+    accuracy = "" if before is None or after is None else f"{before:.2%} → {after:.2%}"
+    drop = _interval(model, "accuracy_drop", " of the drop")
+    if figure.agreement is not None:
         notes = [*_interval(model, "prediction_agreement"), *earlier("prediction_agreement")]
-        if before is not None and after is not None:
-            notes.append(f"accuracy {before:.2%} → {after:.2%}")
-            notes += _interval(model, "accuracy_drop", " of the drop")
-        tiles.append(Tile("Predictions kept", f"{seen.agreement:.2%}", notes))
-    elif before is not None and after is not None:
-        notes = _interval(model, "accuracy_drop", " of the drop") or _interval(model, "accuracy_compiled")
-        tiles.append(Tile("Accuracy, teacher → compiled", f"{before:.2%} → {after:.2%}", notes))
-    if seen.worst_error is not None and seen.worst_site is not None:
-        where = "in every layer" if seen.worst_error == 0 else f"in {short(seen.worst_site, 40)}"
-        notes = [where, *earlier("attention_rel_l2", seen.worst_site)]
-        tiles.append(Tile("Attention error, worst layer", number(seen.worst_error), notes))
+        notes += [f"accuracy {accuracy}", *drop] if accuracy else []
+        tiles.append(("Predictions kept", f"{figure.agreement:.2%}", notes))
+    elif accuracy:
+        notes = drop or _interval(model, "accuracy_compiled")
+        tiles.append(("Accuracy, teacher → compiled", accuracy, notes))
+    if figure.worst_error is not None and figure.worst_site is not None:
+        where = "in every layer" if figure.worst_error == 0 else f"in {short(figure.worst_site, 40)}"
+        notes = [where, *earlier("attention_rel_l2", figure.worst_site)]
+        tiles.append(("Attention error, worst layer", number(figure.worst_error), notes))
     elif (output := finite(model.metric("output_rel_l2"))) is not None:
         notes = [*_interval(model, "output_rel_l2"), *earlier("output_rel_l2")]
-        tiles.append(Tile("Output error, relative", number(output), notes))
+        tiles.append(("Output error, relative", number(output), notes))
     return tiles
 
 
@@ -245,15 +233,15 @@ def _baseline_of(gate: GateReport) -> Callable[..., list[str]]:
     """What tells the difference to the baseline of a metric, in a line; in none where it has none."""
     checks = {(c.metric, c.scope): c for c in gate.checks if c.kind == "baseline"}
 
-    def told(metric: str, scope: str = "model") -> list[str]:
+    def change(metric: str, scope: str = "model") -> list[str]:
         check = checks.get((metric, scope))
         if check is None or check.value is None or check.baseline is None:
             return []
         before = metric_text(metric, check.baseline)
-        change = change_text(metric, check.value - check.baseline)
-        return [f"{change} against the baseline, {before}"]
+        difference = change_text(metric, check.value - check.baseline)
+        return [f"{difference} against the baseline, {before}"]
 
-    return told
+    return change
 
 
 def _interval(model: ModelReport, metric: str, of: str = "") -> list[str]:
@@ -261,14 +249,14 @@ def _interval(model: ModelReport, metric: str, of: str = "") -> list[str]:
     return [f"{model.confidence_level:.0%} interval{of} {ends}"] if ends else []
 
 
-def _times(model: ModelReport) -> list[Bar]:
+def _times(model: ModelReport) -> list[tuple[str, str, float, str]]:
+    """(kind, time, its share of the longest in per cent, speed-up) each."""
     kinds = ("teacher", "lossless", "compiled")
     times = {k: t for k in kinds if (t := positive(model.metric(f"latency_{k}_ms"))) is not None}
-    longest = max(times.values(), default=1.0)
     teacher = times.get("teacher")
     return [
-        Bar(kind, f"{number(time)} ms", 100 * time / longest,
-            "" if teacher is None or kind == "teacher" else times_text(teacher / time))
+        (kind, f"{number(time)} ms", 100 * time / max(times.values()),
+         "" if teacher is None or kind == "teacher" else times_text(teacher / time))
         for kind, time in times.items()
     ] if len(times) > 1 else []  # fmt: skip
 
@@ -277,22 +265,23 @@ def _basis(report: Report) -> str:
     """What the headline rests on, in one line."""
     examples, batch = (report.model.values.get(key) for key in ("examples", "batch"))
     device = report.environment.get("device")
-    parts = [] if examples is None else [f"{number(examples)} examples neither fitted nor selected on"]
-    parts += [] if batch is None else [f"times for batches of {number(batch)}"]
-    parts += [f"on {device}"] if device else []
-    return ", ".join(parts)
+    parts = [
+        "" if examples is None else f"{number(examples)} examples neither fitted nor selected on",
+        "" if batch is None else f"times for batches of {number(batch)}",
+        f"on {device}" if device else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
-# Lengths
-
-
-def _model_lengths(report: Report) -> list[Plot]:
+def _model_lengths(report: Report) -> list[tuple[str, Markup]]:
+    """(caption, picture) each."""
     bins = report.by_length
     changed = by_length("Model", bins, "prediction_agreement", "predictions changed", share=True)
     divergence = by_length("Model", bins, "logit_kl", "logit KL")
-    captions = ("Predictions changed, by length", "Logit KL, by length")
-    found = ((captions[0], changed), (captions[1], divergence))
-    return [Plot(caption, plot.picture) for caption, drawn in found for plot in drawn]
+    return [
+        *(("Predictions changed, by length", picture) for picture in changed),
+        *(("Logit KL, by length", picture) for picture in divergence),
+    ]
 
 
 # The decision trail
@@ -319,77 +308,64 @@ def _budget_text(budget: Numbers, between: str = ", ") -> str:
     )  # fmt: skip
 
 
-def _rounds(selection: Trail) -> Grid | None:
+def _rounds(selection: Trail) -> Table | None:
     memory = selection.objective == "memory"
     rows = []
     for index, entry in enumerate(selection.rounds, 1):
         choice = Counter(entry.choice.values())
         measured = [f"{key} {plain(v)}" for key, v in entry.measured.items() if v is not None]
-        rows.append(
-            [
-                Cell(str(index)),
-                Cell(_budget_text(entry.budget, "\n")),
-                Cell("\n".join(f"{n} × {label}" for label, n in choice.items())),
-                Cell(number(entry.predicted_mib if memory else entry.predicted_ms)),
-                Cell("\n".join(measured)),
-                Cell(entry.verdict, tone=TONES.get(entry.verdict, "bad" if entry.verdict else "")),
-            ]
-        )
-    unit = "MiB" if memory else "ms"
-    columns = [("round", False), ("budget", False), ("choice", False), (f"predicted {unit}", True),
-               ("whole model measured", False), ("verdict", False)]  # fmt: skip
-    return Grid("Rounds", columns, rows, marked=len(rows) - 1) if rows else None
+        rows.append((
+            str(index),
+            _budget_text(entry.budget, "\n"),
+            "\n".join(f"{n} × {label}" for label, n in choice.items()),
+            number(entry.predicted_mib if memory else entry.predicted_ms),
+            "\n".join(measured),
+            Cell(entry.verdict, tone=TONES.get(entry.verdict, "bad" if entry.verdict else "")),
+        ))  # fmt: skip
+    predicted = f"predicted {'MiB' if memory else 'ms'}|"
+    columns = ("round", "budget", "choice", predicted, "whole model measured", "verdict")
+    return Table("Rounds", columns, tuple(rows), marked=len(rows) - 1) if rows else None
 
 
-def _candidates(selection: Trail) -> list[tuple[str, str, Grid]]:
-    found = []
-    for site in selection.sites:
-        items = site.candidates
-        if not items:
-            continue
-        shapes = shapes_of(site)
-        alone = list(dict.fromkeys(key for candidate in items for key in candidate.alone))
-        memory = selection.objective == "memory" or any(
-            candidate.memory_mib is not None for candidate in items
-        )
-        columns = [("candidate", False), ("verdict", False), ("attention error", True),
-                   ("output error", True)]  # fmt: skip
-        columns += [(f"{label(key)}, alone", True) for key in alone]
-        columns += [(f"ms at {shape_text(shape)}", True) for shape in shapes]
-        columns += [("MiB", True)] if memory else []
-        rows: list[list[Cell]] = []
-        for candidate in items:
-            cells = [
-                Cell(
-                    candidate.label,
-                    "" if candidate.label.startswith(candidate.operator) else candidate.operator,
-                ),
-                Cell(candidate.verdict, tone="good" if candidate.chosen else ""),
-                Cell(number(candidate.attention_rel_l2)),
-                Cell(number(candidate.output_rel_l2)),
-            ]
-            cells += [Cell(metric_text(key, candidate.alone.get(key))) for key in alone]
-            for shape in shapes:
-                time, its = (
-                    positive(ms.get(shape)) for ms in (candidate.latency_ms, candidate.teacher_ms)
-                )
-                ratio = "" if time is None or its is None else times_text(its / time)
-                cells.append(Cell(number(time), ratio))
-            cells += [Cell(number(candidate.memory_mib))] if memory else []
-            rows.append(cells)
-        marked = max((i for i, candidate in enumerate(items) if candidate.chosen), default=None)
-        chosen = "nothing" if marked is None else items[marked].label
-        summary = f"{len(items)} candidate{'' if len(items) == 1 else 's'}, chosen: {chosen}"
-        note = "Below each time: how many times as fast as the teacher." if shapes else ""
-        grid = Grid(f"Candidates of {site.name}", columns, rows, marked, note)
-        found.append((site.name, summary, grid))
-    return found
+def _candidates(site: TriedSite, selection: Trail) -> tuple[str, str, Table]:
+    """Name of the site, what was chosen in a line, and everything that was tried there."""
+    tried, shapes = site.candidates, shapes_of(site)
+    alone = list(dict.fromkeys(key for candidate in tried for key in candidate.alone))
+    memory = selection.objective == "memory" or any(c.memory_mib is not None for c in tried)
+    rows: list[Row] = []
+    for candidate in tried:
+        named = candidate.label.startswith(candidate.operator)
+        times = []
+        for shape in shapes:
+            time, its = (positive(ms.get(shape)) for ms in (candidate.latency_ms, candidate.teacher_ms))
+            ratio = "" if time is None or its is None else times_text(its / time)
+            times.append(Cell(number(time), ratio))
+        rows.append((
+            Cell(candidate.label, "" if named else candidate.operator),
+            Cell(candidate.verdict, tone="good" if candidate.chosen else ""),
+            number(candidate.attention_rel_l2),
+            number(candidate.output_rel_l2),
+            *(metric_text(key, candidate.alone.get(key)) for key in alone),
+            *times,
+            *([number(candidate.memory_mib)] if memory else []),
+        ))  # fmt: skip
+    columns = (
+        "candidate", "verdict", "attention error|", "output error|",
+        *(f"{label(key)}, alone|" for key in alone),
+        *(f"ms at {shape_text(shape)}|" for shape in shapes),
+        *(["MiB|"] if memory else []),
+    )  # fmt: skip
+    marked = max((i for i, candidate in enumerate(tried) if candidate.chosen), default=None)
+    chosen = "nothing" if marked is None else tried[marked].label
+    summary = f"{len(tried)} candidate{'' if len(tried) == 1 else 's'}, chosen: {chosen}"
+    note = "Below each time: how many times as fast as the teacher." if shapes else ""
+    return site.name, summary, Table(f"Candidates of {site.name}", columns, tuple(rows), marked, note)
 
 
 # Gate, numbers, provenance
 
 
-def _gate(judged: Judgement) -> tuple[Grid | None, Grid | None]:
+def _gate(judged: Judgement) -> tuple[Table | None, Table | None]:
     """The checks, and those that passed against a baseline where they are many: it has every metric of
     every layer."""
     checks = [c for c in judged.gate.checks if not judged.default or c.kind == "baseline"]
@@ -400,38 +376,30 @@ def _gate(judged: Judgement) -> tuple[Grid | None, Grid | None]:
     return _checks("Gate checks", shown), kept
 
 
-def _checks(name: str, checks: Sequence[Check]) -> Grid | None:
-    rows = [
-        [
-            Cell(check.metric, check.scope),
-            Cell(_value_text(check)),
-            Cell(_limit_text(check)),
-            Cell(check.verdict, tone=TONES[check.verdict]),
-            Cell(check.message),
-        ]
-        for check in checks
-    ]
-    columns = [("metric", False), ("value", True), ("limit", False), ("verdict", False), ("", False)]
-    return _without_empty_last(Grid(name, columns, rows, stacked=True))
+def _checks(name: str, checks: Sequence[Check]) -> Table | None:
+    rows = tuple(
+        (Cell(c.metric, c.scope), _value_text(c), _limit_text(c), c.verdict, c.message) for c in checks
+    )
+    columns = ("metric", "value|", "limit", "verdict", "")
+    return _without_empty_last(Table(name, columns, rows, stacked=True))
 
 
-def _default_checks(judged: Judgement) -> Grid | None:
+def _default_checks(judged: Judgement) -> Table | None:
     """Not in the words of a verdict, which only a gate file gives."""
     sources = {limit.gate.metric: limit.source for limit in judged.limits}
     words = {"ACCEPT": "kept", "REGRESSION": "not kept", "ANOMALOUS": "cannot be judged"}
-    rows = [
-        [
+    rows = tuple(
+        (
             Cell(check.metric, check.scope),
-            Cell(_value_text(check)),
+            _value_text(check),
             Cell(_limit_text(check), sources.get(check.metric, "") if check.kind == "limit" else ""),
             Cell(words[check.verdict], tone=TONES[check.verdict]),
-            Cell("" if check.passed else check.message),
-        ]
+            "" if check.passed else check.message,
+        )
         for check in judged.gate.checks if judged.default and check.kind != "baseline"
-    ]  # fmt: skip
-    columns = [("metric", False), ("value", True), ("default limit", False), ("result", False),
-               ("", False)]  # fmt: skip
-    return _without_empty_last(Grid("Default limits", columns, rows, stacked=True))
+    )  # fmt: skip
+    columns = ("metric", "value|", "default limit", "result", "")
+    return _without_empty_last(Table("Default limits", columns, rows, stacked=True))
 
 
 def _value_text(check: Check) -> str:
@@ -444,11 +412,12 @@ def _gate_file(judged: Judgement) -> str:
     return "\n".join(f"{gate.metric}: {{{gate.bound}: {gate.limit:g}}}" for gate in limits)
 
 
-def _without_empty_last(grid: Grid) -> Grid | None:
+def _without_empty_last(table: Table) -> Table | None:
     """Without its last column where that says nothing; None without rows."""
-    if not any(row[-1].text for row in grid.rows):
-        grid = replace(grid, columns=grid.columns[:-1], rows=[row[:-1] for row in grid.rows])
-    return grid if grid.rows else None
+    if not any(row[-1] for row in table.rows):
+        rows = tuple(row[:-1] for row in table.rows)
+        table = replace(table, columns=table.columns[:-1], rows=rows)
+    return table if table.rows else None
 
 
 def _limit_text(check: Check) -> str:
@@ -462,26 +431,21 @@ def _limit_text(check: Check) -> str:
     return "plausible" if check.kind == "plausibility" else "-"
 
 
-def _numbers(report: Report) -> Grid | None:
-    model = report.model
-    checks = report.gate.checks
+def _numbers(report: Report) -> Table | None:
+    model, checks = report.model, report.gate.checks
     earlier = {c.metric: c.baseline for c in checks if c.kind == "baseline" and c.scope == "model"}
     compared = any(value is not None for value in earlier.values())
-    rows = []
+    rows: list[Row] = []
     for key, value in model.values.items():
         if key == "fingerprint" or isinstance(value, Mapping | list | tuple):
             continue
         unit = "×" if key.startswith("speedup") else ""
-        cells = [Cell(label(key)), Cell(metric_text(key, value) + unit)]
-        if compared:
-            before = earlier.get(key)
-            cells.append(Cell("" if before is None else metric_text(key, before) + unit))
-        rows.append([*cells, Cell(ends_text(model, key))])
-    level = f"{model.confidence_level:.0%} interval"
-    columns = [("whole model", False), ("value", True)]
-    columns += [("baseline", True)] if compared else []
-    columns.append((level, True))
-    return _without_empty_last(Grid("Everything measured on the whole model", columns, rows))
+        before = earlier.get(key)
+        was = [] if not compared else ["" if before is None else metric_text(key, before) + unit]
+        rows.append((label(key), metric_text(key, value) + unit, *was, ends_text(model, key)))
+    baseline = ["baseline|"] if compared else []
+    columns = ("whole model", "value|", *baseline, f"{model.confidence_level:.0%} interval|")
+    return _without_empty_last(Table("Everything measured on the whole model", columns, tuple(rows)))
 
 
 def _provenance(report: Report) -> list[tuple[str, str]]:
@@ -508,11 +472,6 @@ def _facts(
         for key, value in values.items()
         if key not in without and value not in (None, "", {}, [])
     ]
-
-
-def _grid(table: Table) -> Grid:
-    rows = [[Cell(text, tone=TONES.get(text, "")) for text in row] for row in table.rows]
-    return Grid(table.title, table.headings(), rows)
 
 
 def _whole(text: str) -> Markup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from markupsafe import Markup
 
@@ -38,16 +39,25 @@ from asapc.report.shown import (
     short,
     times_text,
 )
-from asapc.report.tables import amortised_text, convention_text, fit_text, number
-from asapc.report.views import TONES, Cell, Example, Grid, Layer, Layers, Plot
+from asapc.report.tables import Cell, Table, amortised_text, convention_text, fit_text, number
 
 PICTURED = 12  # layers with pictures, about 80 kB each
-LEFT_OUT = f"Without pictures: they are drawn for the {PICTURED} layers with the largest errors."
+NOT_PICTURED = {
+    "figures": [], "examples": [],
+    "note": f"Without pictures: they are drawn for the {PICTURED} layers with the largest errors.",
+}  # fmt: skip
 ERRORS = {"attention_rel_l2": "attention error", "output_rel_l2": "output error"}
 
 
-def layers_of(report: Report) -> Layers | None:
-    """None where nothing was compiled."""
+Picture = tuple[str, Markup]  # with its caption
+
+
+def layers_of(report: Report) -> dict[str, Any] | None:
+    """All layers, the worst first; None where nothing was compiled.
+
+    columns: what the cells of each are.  orders: what else they can be sorted by, (key, words) each; the
+    first is the one that they are in.  layers: see `_layer`.  note: which of them have no pictures.
+    """
     sites = worst_first(report.sites)
     if not sites:
         return None
@@ -59,43 +69,54 @@ def layers_of(report: Report) -> Layers | None:
     columns += ["error against the baseline"] if changes else []
     columns += ["speed of the layer"] if any(speeds.values()) else []
     orders = _orders(report, sites, speeds, changes)
-    drawn = {picture.name: picture.pairs for picture in report.pictures}
-    shares = error_shares(report)
-    largest = max((positive(site.metric("attention_rel_l2")) or 0.0 for site in sites), default=0.0)
     index = {id(site): place for place, site in enumerate(report.sites)}  # names may be alike
-    rows = []
+    largest = max((positive(site.metric("attention_rel_l2")) or 0.0 for site in sites), default=0.0)
+    shares = error_shares(report)
+    layers = []
     for place, site in enumerate(sites):
         cells = [_error(site, metric) for metric in present]
         cells += [_change(changes.get(site.name, {}))] if changes else []
         cells += [_speed_cell(speeds[site.name])] if any(speeds.values()) else []
-        pictured = place < PICTURED
-        tried = _tried(site.name, trail.of(site.name), trail) if pictured else []
-        rows.append(
-            Layer(
-                name=site.name,
-                anchor=f"layer-{index[id(site)]}",
-                operator=site.operator,
-                tone="amortised" if site.approximate else "exact",
-                summary=amortised_text(site.to_json()),
-                cells=cells,
-                share=_share(site, largest),
-                places=[order.index(id(site)) for _, _, order in orders],
-                facts=_facts(site, shares.get(site.name)),
-                figures=_figures(site, tried) if pictured else [],
-                note=(_note(trail, site.name) if tried else "") if pictured else LEFT_OUT,
-                examples=[_example(site.name, pair) for pair in drawn.get(site.name, ())]
-                if pictured else [],
-                certificates=_certificates(site),
-                violated=any(not certificate.holds for certificate in site.certificates),
-                metrics=_metrics(site.metrics),
-            )
-        )  # fmt: skip
+        layers.append({
+            "anchor": f"layer-{index[id(site)]}",
+            "cells": cells,
+            "share": _share(site, largest),  # its error, of the largest, in per cent
+            "places": [order.index(id(site)) for _, _, order in orders],  # in each of the orders
+            "facts": _facts(site, shares.get(site.name)),
+            **_layer(site),
+            **(_pictures(report, site, trail) if place < PICTURED else NOT_PICTURED),
+        })  # fmt: skip
     left = len(sites) - PICTURED
     note = "" if left <= 0 else (
         f"Pictures are drawn for the {PICTURED} layers with the largest attention errors; the other "
         f"{left} have their numbers."
     )  # fmt: skip
-    return Layers(columns, [(key, words) for key, words, _ in orders], rows, note)
+    orders_named = [(key, words) for key, words, _ in orders]
+    return {"columns": columns, "orders": orders_named, "layers": layers, "note": note}
+
+
+def _layer(site: SiteReport) -> dict[str, Any]:
+    """What a layer is and what was measured of it."""
+    return {
+        "name": site.name,
+        "operator": site.operator,
+        "tone": "amortised" if site.approximate else "exact",
+        "summary": amortised_text(site.to_json()),
+        "certificates": _certificates(site),
+        "violated": any(not certificate.holds for certificate in site.certificates),
+        "metrics": _metrics(site.metrics),
+    }
+
+
+def _pictures(report: Report, site: SiteReport, trail: Trail) -> dict[str, Any]:
+    tried = _tried(site.name, trail.of(site.name), trail)
+    lengths = by_length(site.name, site.by_length, "attention_rel_l2", "attention error")
+    drawn = {picture.name: picture.pairs for picture in report.pictures}
+    return {
+        "figures": [*tried, *_by_head(site), *(("By length", picture) for picture in lengths)],
+        "note": _note(trail, site.name) if tried else "",
+        "examples": [_example(site.name, pair) for pair in drawn.get(site.name, ())],
+    }
 
 
 def _orders(
@@ -210,48 +231,34 @@ def known(facts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in facts if text and text != "-"]
 
 
-def _metrics(metrics: Numbers) -> Grid | None:
-    rows = [
-        [Cell(label(key)), Cell(number(value)), Cell(METRIC[key].doc if key in METRIC else "")]
+def _metrics(metrics: Numbers) -> Table | None:
+    rows = tuple(
+        (label(key), number(value), METRIC[key].doc if key in METRIC else "")
         for key, value in metrics.items()
-    ]
-    columns = [("metric", False), ("value", True), ("what it is", False)]
-    return Grid("All metrics of this layer", columns, rows) if rows else None
+    )
+    return Table("All metrics of this layer", ("metric", "value|", "what it is"), rows) if rows else None
 
 
-def _certificates(site: SiteReport) -> Grid | None:
+def _certificates(site: SiteReport) -> Table | None:
     rows = []
     counts: dict[str, int] = {}
     for certificate in site.certificates:
         holds = "violated" if not certificate.holds else "vacuous" if certificate.vacuous else "holds"
         counts[holds] = counts.get(holds, 0) + 1
         name = certificate.name.replace("_", " ").replace("kl ", "KL ")
-        equal = "" if certificate.residual is None else f"equal within {number(certificate.residual)}"
         loose = f"{number(certificate.vacuous_cases)} vacuous" if certificate.vacuous_cases else ""
-        rows.append(
-            [
-                Cell(name, certificate.source or ""),
-                Cell(number(certificate.measured)),
-                Cell(number(certificate.bound), equal),
-                Cell(holds, tone=TONES[holds]),
-                Cell(number(certificate.cases), loose),
-            ]
-        )
-    columns = [("certificate", False), ("measured", True), ("bound", True), ("", False), ("cases", True)]
-    said = {"holds": "hold", "vacuous": "true but vacuous", "violated": "VIOLATED"}
-    summary = ", ".join(f"{counts[key]} {text}" for key, text in said.items() if key in counts)
-    note = "Vacuous: true, but the bound is too loose to say anything."
-    return Grid(
-        f"Certificates: {summary}", columns, rows, marked=None, note=note if "vacuous" in counts else ""
-    ) if rows else None  # fmt: skip
+        rows.append((
+            Cell(name, certificate.source or ""), number(certificate.measured),
+            number(certificate.bound), holds, Cell(number(certificate.cases), loose),
+        ))  # fmt: skip
+    columns = ("certificate", "measured|", "bound|", "", "cases|")
+    words = {"holds": "hold", "vacuous": "true but vacuous", "violated": "VIOLATED"}
+    summary = ", ".join(f"{counts[key]} {text}" for key, text in words.items() if key in counts)
+    note = "Vacuous: true, but the bound is too loose to say anything." if "vacuous" in counts else ""
+    return Table(f"Certificates: {summary}", columns, tuple(rows), note=note) if rows else None
 
 
 # Pictures
-
-
-def _figures(site: SiteReport, tried: Sequence[Plot]) -> list[Plot]:
-    lengths = by_length(site.name, site.by_length, "attention_rel_l2", "attention error")
-    return [*tried, *_by_head(site), *lengths]
 
 
 def _note(selection: Trail, name: str) -> str:
@@ -261,7 +268,7 @@ def _note(selection: Trail, name: str) -> str:
     return note
 
 
-def _tried(name: str, trail: TriedSite, selection: Trail) -> list[Plot]:
+def _tried(name: str, trail: TriedSite, selection: Trail) -> list[Picture]:
     points, unit, limit = candidate_points(trail, selection)
     if len(points) < 2:
         return []
@@ -269,7 +276,7 @@ def _tried(name: str, trail: TriedSite, selection: Trail) -> list[Plot]:
     alt = f"{name}: attention error against {unit} of {len(points)} candidates."
     if chosen is not None:
         alt += f" Chosen: {chosen.label}, error {number(chosen.error)}, {number(chosen.time)}."
-    return [Plot("What was tried", plots.pareto(points, unit, limit, safe(alt)))]
+    return [("What was tried", plots.pareto(points, unit, limit, safe(alt)))]
 
 
 def candidate_points(
@@ -301,27 +308,27 @@ def candidate_points(
     return points, unit, finite(selection.budget.get("attention_rel_l2"))
 
 
-def _by_head(site: SiteReport) -> list[Plot]:
+def _by_head(site: SiteReport) -> list[Picture]:
     errors = [finite(error) for error in site.by_head.get("attention_rel_l2", ())]
     if not errors:
         return []
     said = ", ".join(number(e) for e in errors[:16])
     alt = f"{site.name}: attention error of {len(errors)} heads: {said}"
     heads = [str(i) for i in range(len(errors))]
-    return [Plot("By head", plots.bars(errors, heads, "head", "attention error", safe(alt), mean=True))]
+    return [("By head", plots.bars(errors, heads, "head", "attention error", safe(alt), mean=True))]
 
 
 def by_length(
     name: str, bins: Sequence[LengthBin], metric: str, axis: str, *, share: bool = False
-) -> list[Plot]:
-    """Nothing where there is one length, which says what the mean says.  share: of what is lost."""
+) -> list[Markup]:
+    """A picture; none where there is one length, which says what the mean says.  share: of what is
+    lost."""
     values, names = length_values(bins, metric, share=share)
     if len(bins) < 2 or all(v is None for v in values):
         return []
     said = [f"{n.partition(chr(10))[0]}: {number(v)}" for n, v in zip(names, values, strict=True)]
     alt = f"{name}: {axis} by number of active tokens; {', '.join(said)}"
-    picture = plots.bars(values, names, "active tokens", axis, safe(alt), percent=share)
-    return [Plot("By length", picture)]
+    return [plots.bars(values, names, "active tokens", axis, safe(alt), percent=share)]
 
 
 def length_values(
@@ -340,22 +347,23 @@ def length_values(
     return values, [f"{s}\nn = {number(b.examples)}" for s, b in zip(spans, bins, strict=True)]
 
 
-def _example(name: str, pair: MapPair) -> Example:
+def _example(name: str, pair: MapPair) -> dict[str, Any]:
+    """A pair of maps, (name, data URI, what it shows) each, and the masses of rows and columns."""
     images = plots.map_images(pair)
     what = f"{name}, example {pair.example}, head {pair.head}"
     alt = f"{what}: row and column sums by token, teacher and compiled"
-    return Example(
-        caption=f"Example {pair.example}, head {pair.head}, {pair.active} active keys: error "
+    return {
+        "caption": f"Example {pair.example}, head {pair.head}, {pair.active} active keys: error "
         + number(pair.error),
-        maps=[
+        "maps": [
             ("teacher", Markup(images.teacher), f"Attention of the teacher: {what}"),
             ("compiled", Markup(images.compiled), f"Attention of the compiled layer: {what}"),
             ("difference", Markup(images.difference), f"Compiled minus teacher: {what}"),
         ],
-        scale=number(images.largest),
-        difference_scale=number(images.largest_difference),
-        masses=Plot("", plots.masses(pair, safe(alt))),
-    )
+        "scale": number(images.largest),
+        "difference_scale": number(images.largest_difference),
+        "masses": plots.masses(pair, safe(alt)),
+    }
 
 
 # Shapes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asapc.errors import InputError
 from asapc.formats.json_text import parse_json, read_file
-from asapc.report.advice import DEFAULT_LIMITS, advise, decide, figures, worst_first
+from asapc.report.advice import DEFAULT_LIMITS, LOSSLESS_PYTHON, advise, decide, figures, worst_first
 from asapc.report.baseline import MAX_BYTES
 from asapc.report.document import Report
 from asapc.report.shown import cleaned, ends_text, short, times_text
@@ -34,7 +34,7 @@ def report_html(report: Report, title: str | None = None) -> str:
         told.insert(0, f"{gate.verdict}: {len(gate.failures)} of {len(gate.checks)} checks failed")
     basis = "; ".join(told)
     hints = [advice.sentence for advice in advise(report)[:HINTS]]
-    how = [] if decision.lossless is None else [f"<code>{_text(decision.lossless.python)}</code>"]
+    how = [] if decision.lossless is None else [f"<code>{_text(LOSSLESS_PYTHON)}</code>"]
     parts = [
         f'<div style="{FAINT}">{_text(title or report.model.source or "a model")}</div>',
         f'<div style="font-size: 1.4em; font-weight: 700">{_text(decision.sentence)}</div>',

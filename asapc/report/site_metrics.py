@@ -24,7 +24,6 @@ from asapc.kernels.dispatch import explained
 from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
 from asapc.measure.timing import ENOUGH, interleaved_medians
 from asapc.measure.torch_compiled import torch_compiled
-from asapc.measure.tuning import tune
 from asapc.metrics import METRICS
 from asapc.operators.catalogue import TEACHER, convention_from_dict
 from asapc.operators.sinkhorn import clean_values, widen
@@ -83,13 +82,6 @@ def _ratios(
         "speedup": loop / chosen,
         "speedup_lossless": loop / better,
     }
-
-
-def tune_site(artifact: Artifact, index: int, t: SiteTensors, repeats: int) -> dict[str, Any]:
-    """Time the lossless operator on these tensors in other sizes; the best goes into the cache."""
-    lossless = site_function(artifact.programs["lossless"], artifact.site_names[index])
-    found = tune(partial(lossless, t, t.k), t.q, t.k, repeats)
-    return {**asdict(found.best), "gain": found.gain, "refused": found.refused, "cache": str(found.cache)}
 
 
 def explain_site(artifact: Artifact, index: int, t: SiteTensors) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What is shown of a result, independent of where: titled tables of already formatted cells.
 
-`asapc.report.text` turns them into Markdown, `asapc.report.console` into terminal tables.
+`asapc.report.text` turns them into Markdown, `asapc.report.console` into terminal tables, and the page's
+template into HTML.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from asapc.metrics import METRIC, METRICS, is_share
 from asapc.operators.catalogue import SIZES
@@ -16,18 +17,48 @@ from asapc.report.document import Check, GateReport, LengthBin, Report, SiteRepo
 
 Row = tuple[str, ...]
 
+# What a word says of a result: in a cell of its own it is coloured so, on a terminal and on the page.
+TONES = {
+    "ACCEPT": "good", "passed": "good", "matched": "good", "holds": "good", "inside the budget": "good",
+    "chosen": "good", "REGRESSION": "bad", "FAILED": "bad", "violated": "bad", "ANOMALOUS": "odd",
+    "vacuous": "odd", "refused": "odd",
+}  # fmt: skip
+
+
+class Cell(str):
+    """A cell with a second, smaller line, and a tone ("good", "bad", "odd") other than that of its word;
+    both are for the page alone."""
+
+    note: str
+    tone: str
+
+    def __new__(cls, text: str, note: str = "", tone: str | None = None) -> Self:
+        cell = super().__new__(cls, text)
+        cell.note, cell.tone = note, TONES.get(text, "") if tone is None else tone
+        return cell
+
 
 @dataclass(frozen=True)
 class Table:
-    """columns: headings; a heading that ends in "|" marks a right-aligned (numeric) column."""
+    """columns: headings; a heading that ends in "|" marks a right-aligned (numeric) column.
+
+    For the page: marked, the row to stand out; note, a line below; stacked, whether rows become cards on
+    a narrow screen, where others scroll.
+    """
 
     title: str
     columns: Row
     rows: tuple[Row, ...]
+    marked: int | None = None
+    note: str = ""
+    stacked: bool = False
 
     def headings(self) -> list[tuple[str, bool]]:
         """(heading, right-aligned) per column."""
         return [(name.removesuffix("|"), name.endswith("|")) for name in self.columns]
+
+    def cells(self) -> list[list[Cell]]:
+        return [[x if isinstance(x, Cell) else Cell(x) for x in row] for row in self.rows]
 
 
 MODEL_LABELS = {
@@ -553,22 +584,9 @@ def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
         for site in bench["sites"]
         for kernel in site.get("kernels", ())
     )
-    tuned = tuple(
-        (str(site.get("name")), _sizes_text(site["tuned"]), number(site["tuned"]["gain"]))
-        for site in bench["sites"]
-        if "tuned" in site
-    )
-    if tuned:
-        tables.append(Table("Tuned", ("site", "sizes", "gain|"), tuned))
     if rows:
         tables.append(Table("Kernels", ("site", "operator", "shape", "kernel", "because"), rows))
     return tables
-
-
-def _sizes_text(tuned: Mapping[str, Any]) -> str:
-    """What was tuned and is not left to the kernels."""
-    sizes = {key: value for key, value in tuned.items() if key not in ("gain", "refused", "cache")}
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in sizes.items() if value)
 
 
 def onnx_tables(record: Mapping[str, Any]) -> list[Table]:
