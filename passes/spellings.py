@@ -87,7 +87,7 @@ def merge_masks(graph: GraphModule) -> bool:
 
 
 def _is_repeatable(node: Node, masks: set[Node]) -> bool:
-    """Whether an operator gives the same each time, and is given masks alone, or makes one of an input."""
+    """Whether an operator gives the same each time and is given masks alone, or makes one of an input."""
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), Tensor):
         return False
     if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:

@@ -406,6 +406,8 @@ def alike(found: PlanConvention, expected: PlanConvention) -> None:
     if expected.by_head is not None:
         assert found.by_head == pytest.approx(expected.by_head, rel=1e-6)
     data, wanted = found.to_dict(), expected.to_dict()
+    if expected.written is None:  # which order of its sums a loop has is tested with hidden tokens
+        data.pop("written", None)
     assert data.keys() == wanted.keys()
     assert all(data[key] == wanted[key] for key in data.keys() - {"score_multiplier", "by_head"})
 
