@@ -36,7 +36,7 @@ from asapc.features.predictor import Amortised, transform_plan
 from asapc.formats.atomic import check_replaceable, replace_folder
 from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.data import Batch, DataSource, open_data, split_of
-from asapc.inputs.recipe import TYPES, Recipe, combinations, modern
+from asapc.inputs.recipe import TYPES, Recipe, combinations
 from asapc.inputs.settings import Place, checked, parse
 from asapc.inputs.teacher import Teacher
 from asapc.ir import Convention, Distilled, OutputFactor, Program, SiteTensors
@@ -122,7 +122,6 @@ def _blocks(value: Any, place: Place) -> list[list[Row]]:
 def _rows(block: Any, place: Place) -> list[Row]:
     if not isinstance(block, Mapping) or not block:
         raise InputError(f"{place} must be a mapping of recipe keys to values", got=repr(block))
-    block = modern(block, place)
     operators = block.get("operator")
     named = operators if isinstance(operators, list) else [operators]
     if "half_steps" in block and "fitted_sinkhorn" not in named:

@@ -31,7 +31,6 @@ from asapc.features.clouds import Budget, Points, PredictedSide
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan, transform_plan
 from asapc.formats.atomic import read_whole, replace_folder
 from asapc.formats.json_text import read_json
-from asapc.inputs.recipe import HYBRID_KEYS
 from asapc.inputs.weights import read_safetensors
 from asapc.ir import Convention, Distilled
 from asapc.operators.catalogue import HYBRIDS, OPERATORS
@@ -43,7 +42,6 @@ Kind = TypeVar("Kind")
 FORMAT_VERSION = 6
 _JSON, _TENSORS, _TIMINGS = "calibration.json", "calibration.safetensors", "timings.json"
 _HASHES = "seen_hashes"
-_NO_HYBRID = dict.fromkeys(HYBRID_KEYS, 0)  # of what earlier versions fitted
 
 
 @dataclass(frozen=True)
@@ -332,7 +330,7 @@ def fit_from(
     if "operator" in data:
         distilled = _distilled(name, data, tensors)
         check_fit(name, distilled)
-        settings = {**_NO_HYBRID, **data["settings"]}
+        settings = dict(data["settings"])
         check_follows(name, convention, settings, distilled)
         return SiteDistillation(
             convention=convention,
@@ -353,8 +351,6 @@ def fit_from(
     if tuple(dual["side"] for dual in duals) != plan.sides():
         raise ValueError(f"{name}: expected the duals {plan.sides()}")
     settings = dict(data["settings"])
-    if "features" in settings:
-        settings.setdefault("points", "all")  # earlier versions knew no others
     predictors = tuple(
         _predictor(name, features, plan.budget(convention, side), side, dual, tensors)
         for side, dual in zip(plan.sides(), duals, strict=True)

@@ -264,10 +264,10 @@ def test_a_minimal_report_promises_nothing() -> None:
 
 def test_verdicts() -> None:
     report = page_report.minimal_report()
-    check = {"metric": "speedup", "scope": "model", "value": 3.0, "min": 2.0, "passed": True}
+    check = {"kind": "limit", "metric": "speedup", "scope": "model", "value": 3.0, "min": 2.0}
     report["gate"] = {"verdict": "ACCEPT", "passed": True, "checks": [check]}
     assert 'class="tone-good"' in html(report)
-    report["gate"] = {"passed": False, "checks": [{**check, "passed": False}]}  # format 1
+    report["gate"] = {"checks": [{**check, "class": "REGRESSION"}]}
     assert "REGRESSION" in html(report)
     bad = {**check, "value": None, "passed": False, "class": "ANOMALOUS", "message": "was not measured"}
     report["gate"] = {"verdict": "ANOMALOUS", "passed": False, "checks": [bad]}

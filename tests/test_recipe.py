@@ -395,21 +395,3 @@ def test_what_is_wrong_about_a_choice_is_named(tmp_path: Path, text: str, messag
 def test_a_ridge_whose_products_are_finite(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"ridge must be a number from 0 to 1e\+30"):
         load_recipe(write(tmp_path, "ridge: 1.0e+308\n"))
-
-
-def test_earlier_names_are_taken_with_a_warning(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(
-        "operator: auto\nclosures: 3\ncandidates:\n  - {side: [key, source], closures: [1, 2]}\n"
-        "sites:\n  a: {side: key}\n"
-    )
-    with pytest.warns(UserWarning) as told:
-        recipe = load_recipe(path)
-    assert recipe.c_transforms == 3
-    assert recipe.candidates[0] == {"side": "target", "c_transforms": 1}
-    assert recipe.sites == {"a": {"side": "target"}} and len(recipe.candidates) == 4
-    said = [str(own.message) for own in told]
-    assert f"recipe {path}, line 2: `closures` is now `c_transforms`" in said
-    assert any("line 4" in own and "`side: key` is now `side: target`" in own for own in said)
-    with pytest.raises(InputError, match="c_transforms must be there once, got closures too"):
-        Recipe.from_dict({"c_transforms": 1, "closures": 1})

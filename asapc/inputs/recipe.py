@@ -34,7 +34,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -45,7 +44,7 @@ from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature
 from asapc.features.clouds import Points
 from asapc.features.predictor import Aim, RecipeSide
-from asapc.formats.yaml_file import Located, read_yaml_mapping
+from asapc.formats.yaml_file import read_yaml_mapping
 from asapc.inputs.settings import (
     Compound,
     NonNegative,
@@ -75,8 +74,6 @@ From = Literal["sinkhorn", "softmax"]
 Depthwise = Literal[0, 3, 5, 7, 9, 11, 13, 15]
 
 MAX_C_TRANSFORMS = 50
-EARLIER_KEYS = {"closures": "c_transforms"}
-EARLIER_VALUES = {"side": {"key": "target"}}
 MAX_HALF_STEPS = 1024
 MAX_CANDIDATES = 256
 MAX_SHAPES = 64
@@ -332,7 +329,7 @@ class Recipe:
         Raises InputError naming the key and what is allowed.
         """
         place = Place(where) if isinstance(where, str) else where
-        found = parse(modern(data, place), types or TYPES, place, _COMPOUND, source=source)
+        found = parse(data, types or TYPES, place, _COMPOUND, source=source)
         recipe = cls(**{"from_" if key == "from" else key: value for key, value in found.items()})
         recipe._check_used(place)
         return recipe
@@ -389,7 +386,6 @@ def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
         if not isinstance(block, Mapping) or not block:
             rule = f"{block_place} must be a mapping such as {{c_transforms: 1}}"
             raise InputError(rule, got=repr(block))
-        block = modern(block, block_place)
         for combination in combinations(block, str(block_place)):
             found.append(parse(combination, CANDIDATE_TYPES, block_place, _COMPOUND, source=block))
             if found[-1].get("operator") == "auto":
@@ -398,26 +394,6 @@ def _candidates(value: Any, place: Place) -> tuple[dict[str, Any], ...]:
             if len(found) > MAX_CANDIDATES:
                 raise InputError(f"{place}: at most {MAX_CANDIDATES} candidates", got="more")
     return tuple(found)
-
-
-def modern(data: Mapping[Any, Any], place: Place) -> Mapping[Any, Any]:
-    """A mapping with earlier names of keys and values replaced by today's, with a warning for each."""
-    found = Located()
-    for key, value in data.items():
-        where = place.line_of(key, data)
-        name = EARLIER_KEYS.get(key, key) if isinstance(key, str) else key
-        if name in found:
-            raise InputError(f"{where}: {name} must be there once", got=f"{key} too")
-        if name != key:
-            warnings.warn(f"{where}: `{key}` is now `{name}`", stacklevel=2)
-        found[name] = value
-        for old, new in EARLIER_VALUES.get(name, {}).items() if isinstance(name, str) else ():
-            if value == old or (isinstance(value, list | tuple) and old in value):
-                warnings.warn(f"{where}: `{name}: {old}` is now `{name}: {new}`", stacklevel=2)
-                found[name] = new if value == old else [new if item == old else item for item in value]
-        if isinstance(data, Located) and key in data.lines:
-            found.lines[name] = data.lines[key]
-    return found
 
 
 def combinations(block: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
@@ -467,7 +443,7 @@ def _sites(value: Any, place: Place) -> dict[str, dict[str, Any]]:
                 f"{where}: overrides must be a mapping such as {{operator: sinkhorn}}",
                 got=repr(overrides),
             )
-        parsed[pattern] = parse(modern(overrides, where), SITE_TYPES, where, _COMPOUND)
+        parsed[pattern] = parse(overrides, SITE_TYPES, where, _COMPOUND)
     return parsed
 
 

@@ -11,7 +11,7 @@ import math
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
 from asapc.metrics import METRICS, of
@@ -288,13 +288,6 @@ class Check(Record):
     @property
     def limit(self) -> Number:
         return self.max if self.min is None else self.min
-
-    @classmethod
-    def from_json(cls, document: Any, where: str) -> Self:
-        if isinstance(document, Mapping):  # of format 1, which had neither kinds nor classes
-            verdict = "ACCEPT" if document.get("passed") else "REGRESSION"
-            document = {"kind": "limit", "class": verdict, **document}
-        return super().from_json(document, where)
 
     def to_json(self) -> dict[str, Any]:
         without = {"bound_value": None} if self.confidence and self.bound_value is None else {}
