@@ -6,15 +6,17 @@ torch takes seconds to import, so everything that needs it is imported inside th
 from __future__ import annotations
 
 import contextlib
+import inspect as introspection
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from asapc import commands, session
-from asapc.commands import AUTO
+from asapc.commands import AUTO, NO_OPTIONS, Reading
 from asapc.errors import EXIT_BAD_INPUT, EXIT_GATE_FAILED, EXIT_OK, InputError, check_text, nothing_found
 from asapc.inputs.paths import check_artifact, check_data, check_file, check_model, is_array_file
 from asapc.metrics import MEASURED_EXAMPLES
@@ -109,48 +111,78 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every tabl
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
 
 
-@app.command()
+# What every command takes last, and what stands for a `Reading`.
+OUTPUT: dict[str, Any] = {"json": Json, "quiet": Quiet, "verbose": Verbose, "debug": Debug}
+READING: dict[str, Any] = {
+    "weights": Weights, "kwargs": Kwargs, "trust": Trust, "trust_remote_code": RemoteCode,
+}  # fmt: skip
+
+
+def command(name: str | None = None, processes: bool = False) -> Callable[..., Any]:
+    """Make a command of body(run, ...) -> exit code, None for 0: its parameters are the options.
+
+    A `Reading` becomes the options that it holds.  processes: several, started by torchrun, may run it.
+    """
+
+    def register(body: Callable[..., int | None]) -> Callable[..., int]:
+        own = list(introspection.signature(body, eval_str=True).parameters.values())[1:]
+        reads = any(parameter.annotation is Reading for parameter in own)
+
+        def call(**given: Any) -> int:
+            output = {key: given.pop(key) for key in OUTPUT}
+            if reads:
+                given["reading"] = Reading(**{key: given.pop(key) for key in READING})
+            return session.run(lambda run: body(run, **given), processes=processes, **output)
+
+        parameters = [x for parameter in own for x in _options(parameter)]
+        parameters += [_option(key, False, kind) for key, kind in OUTPUT.items()]
+        call.__name__, call.__doc__ = body.__name__, body.__doc__
+        call.__annotations__ = {x.name: x.annotation for x in parameters}
+        call.__signature__ = introspection.Signature(parameters)  # type: ignore[attr-defined]
+        app.command(name=name)(call)
+        return call
+
+    return register
+
+
+def _options(parameter: introspection.Parameter) -> list[introspection.Parameter]:
+    if parameter.annotation is not Reading:
+        return [parameter]
+    return [_option(each.name, each.default, READING[each.name]) for each in fields(Reading)]
+
+
+def _option(name: str, default: Any, kind: Any) -> introspection.Parameter:
+    positional = introspection.Parameter.POSITIONAL_OR_KEYWORD
+    return introspection.Parameter(name, positional, default=default, annotation=kind)
+
+
+@command()
 def inspect(
+    run: Session,
     model: Model,
     data: OptionalData = None,
-    weights: Weights = None,
-    kwargs: Kwargs = None,
-    trust: Trust = False,
-    trust_remote_code: RemoteCode = False,
+    reading: Reading = NO_OPTIONS,
     device: Device = AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """List every attention layer, and every loop of row and column sums: its convention, or why it is
     left alone.
 
     Exit code 3 where the model has neither.
     """
+    result = commands.inspect_model(model, data, reading, run.progress, device)
+    from asapc.report.brief import inspect_brief
+    from asapc.report.tables import inspect_tables
 
-    def body(run: Session) -> None:
-
-        result = commands.inspect_model(
-            model, data, weights, kwargs, trust, trust_remote_code, run.progress, device
-        )
-        from asapc.report.brief import inspect_brief
-        from asapc.report.tables import inspect_tables
-
-        run.show(result, inspect_brief, inspect_tables)
-        if not result["sites"]:
-            raise nothing_found()
-        if data is not None and any(site["status"] == "matched" for site in result["sites"]):
-            run.next(
-                "calibrate", model, data=data, o="calibration", weights=weights, kwargs=kwargs,
-                trust=trust, trust_remote_code=trust_remote_code,
-            )  # fmt: skip
-
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
+    run.show(result, inspect_brief, inspect_tables)
+    if not result["sites"]:
+        raise nothing_found()
+    if data is not None and any(site["status"] == "matched" for site in result["sites"]):
+        run.next("calibrate", model, data=data, o="calibration", **reading.options())
 
 
-@app.command()
+@command(processes=True)
 def calibrate(
+    run: Session,
     model: Model,
     data: Data,
     out: Annotated[str, typer.Option("--out", "-o", metavar="CALIB", help="Folder to write.")],
@@ -163,42 +195,29 @@ def calibrate(
         bool, typer.Option("--restart", help="Begin anew where an earlier run was cut short.")
     ] = False,
     max_memory: MaxMemory = None,
-    weights: Weights = None,
-    kwargs: Kwargs = None,
-    trust: Trust = False,
-    trust_remote_code: RemoteCode = False,
+    reading: Reading = NO_OPTIONS,
     device: Device = AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Fit each site's dual on data, streamed, or distil the operator that the recipe names."""
+    summary = commands.calibrate_model(
+        run, model, data, out, recipe, reading, sequential, restart, max_memory, device
+    )
+    from asapc.report.brief import calibration_brief
+    from asapc.report.tables import calibration_tables
 
-    def body(run: Session) -> None:
-
-        summary = commands.calibrate_model(
-            run, model, data, out, recipe, weights, kwargs, sequential, restart, max_memory, trust,
-            trust_remote_code, device,
-        )  # fmt: skip
-        from asapc.report.brief import calibration_brief
-        from asapc.report.tables import calibration_tables
-
-        run.show(summary, calibration_brief, calibration_tables)
-        if not summary["sites"]:
-            run.note("nothing had to be fitted: no layer predicts a dual or is distilled")
-        run.note(f"wrote {out}")
-        run.next(  # compile reads the calibration's recipe, and its data where that is a file
-            "compile", model, calibration=out, o=f"{Path(out)}.compiled",
-            data=None if is_array_file(data) else data, weights=weights, kwargs=kwargs, trust=trust,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug, processes=True)
+    run.show(summary, calibration_brief, calibration_tables)
+    if not summary["sites"]:
+        run.note("nothing had to be fitted: no layer predicts a dual or is distilled")
+    run.note(f"wrote {out}")
+    run.next(  # compile reads the calibration's recipe, and its data where that is a file
+        "compile", model, calibration=out, o=f"{Path(out)}.compiled",
+        data=None if is_array_file(data) else data, **reading.options(),
+    )  # fmt: skip
 
 
-@app.command()
+@command(processes=True)
 def study(
+    run: Session,
     model: Model,
     data: Data,
     grid: Annotated[str, typer.Option(metavar="GRID", help="YAML: blocks of ways to try.")],
@@ -210,51 +229,38 @@ def study(
         int, typer.Option(min=1, help="Examples to measure on, at most.")
     ] = MEASURED_EXAMPLES,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a batch.")] = 32,
-    weights: Weights = None,
-    kwargs: Kwargs = None,
-    trust: Trust = False,
-    trust_remote_code: RemoteCode = False,
+    reading: Reading = NO_OPTIONS,
     device: Device = AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Fit and measure a grid of ways to amortise one model, side by side."""
+    check_model(model, reading.weights)
+    check_data(data)
+    check_data(test)
+    check_file(grid, "grid")
+    from asapc.device import chosen_device
+    from asapc.study import load_grid
 
-    def body(run: Session) -> None:
-        check_model(model, weights)
-        check_data(data)
-        check_data(test)
-        check_file(grid, "grid")
-        from asapc.device import chosen_device
-        from asapc.study import load_grid
+    blocks = load_grid(grid)
+    place = chosen_device(device)
+    teacher = reading.teacher(model)
+    from asapc.study import study as run_study
 
-        blocks = load_grid(grid)
-        place = chosen_device(device)
-        from asapc.inputs.load import load_teacher
-        from asapc.study import study as run_study
+    with joined() as processes:
+        result = run_study(
+            teacher, data, blocks, out, run.progress,
+            test=test, max_test_examples=examples, batch_size=batch_size, processes=processes,
+            device=place,
+        )  # fmt: skip
+    from asapc.report.brief import study_brief
+    from asapc.report.tables import study_tables
 
-        teacher = load_teacher(
-            model, weights=weights, kwargs=kwargs, trust=trust, remote_code=trust_remote_code
-        )
-        with joined() as processes:
-            result = run_study(
-                teacher, data, blocks, out, run.progress,
-                test=test, max_test_examples=examples, batch_size=batch_size, processes=processes,
-                device=place,
-            )  # fmt: skip
-        from asapc.report.brief import study_brief
-        from asapc.report.tables import study_tables
-
-        run.show(result, study_brief, study_tables)
-        run.note(f"wrote {out}: study.json, study.csv, study.md")
-
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug, processes=True)
+    run.show(result, study_brief, study_tables)
+    run.note(f"wrote {out}: study.json, study.csv, study.md")
 
 
-@app.command()
+@command()
 def compile(
+    run: Session,
     model: Model,
     calibration: Annotated[
         str, typer.Option(metavar="CALIB", help="A folder `asapc calibrate` wrote.")
@@ -269,56 +275,45 @@ def compile(
     opset: Opset = None,
     tolerance: Tolerance = None,
     max_memory: MaxMemory = None,
-    weights: Weights = None,
-    kwargs: Kwargs = None,
-    trust: Trust = False,
-    trust_remote_code: RemoteCode = False,
+    reading: Reading = NO_OPTIONS,
     device: Device = AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Pick an operator per site, rewrite the model, verify it and write it."""
-
-    def body(run: Session) -> None:
-
-        _only_onnx("--emit", emit)
-        asked = opset is not None or tolerance is not None
-        is_onnx = Path(model).suffix == ".onnx" and not Path(model).is_dir()
-        if asked and emit is None and not is_onnx:
-            raise InputError(
-                "--opset and --tolerance are of an ONNX file", got="no --emit onnx",
-                help="add --emit onnx, or drop them",
-            )  # fmt: skip
-        from asapc.inputs.onnx.settings import MODEL, OnnxSettings, read_record
-
-        onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
-        manifest = commands.compile_model(
-            run, model, calibration, out, recipe, data, weights, kwargs, onnx=onnx,
-            max_memory=max_memory, trust=trust, remote_code=trust_remote_code, device=device,
+    _only_onnx("--emit", emit)
+    asked = opset is not None or tolerance is not None
+    is_onnx = Path(model).suffix == ".onnx" and not Path(model).is_dir()
+    if asked and emit is None and not is_onnx:
+        raise InputError(
+            "--opset and --tolerance are of an ONNX file", got="no --emit onnx",
+            help="add --emit onnx, or drop them",
         )  # fmt: skip
-        record = read_record(Path(out))
-        from asapc.report.brief import compile_brief
-        from asapc.report.tables import compile_tables
+    from asapc.inputs.onnx.settings import MODEL, OnnxSettings, read_record
 
-        result = manifest if record is None else {**manifest, "onnx_file": record}
-        run.show(result, compile_brief, compile_tables)
-        if record is not None:
-            run.note(f"wrote {Path(out) / MODEL}, which ONNX Runtime runs to the same outputs")
-        around = manifest["capture"] == "module"
-        run.note(f"wrote {out}; load it with asapc.load({out!r}{', model=...' if around else ''})")
-        run.next(
-            "report", out, data=data, model=model if around else None,
-            kwargs=kwargs if around else None, trust=trust,
-            trust_remote_code=trust_remote_code and around,
-        )  # fmt: skip
+    onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
+    manifest = commands.compile_model(
+        run, model, calibration, out, recipe, data, reading, onnx=onnx, max_memory=max_memory,
+        device=device,
+    )  # fmt: skip
+    record = read_record(Path(out))
+    from asapc.report.brief import compile_brief
+    from asapc.report.tables import compile_tables
 
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
+    result = manifest if record is None else {**manifest, "onnx_file": record}
+    run.show(result, compile_brief, compile_tables)
+    if record is not None:
+        run.note(f"wrote {Path(out) / MODEL}, which ONNX Runtime runs to the same outputs")
+    around = manifest["capture"] == "module"
+    run.note(f"wrote {out}; load it with asapc.load({out!r}{', model=...' if around else ''})")
+    run.next(
+        "report", out, data=data, model=model if around else None,
+        kwargs=reading.kwargs if around else None, trust=reading.trust,
+        trust_remote_code=reading.trust_remote_code and around,
+    )  # fmt: skip
 
 
-@app.command(name="run")
+@command(name="run")
 def whole(
+    run: Session,
     model: Model,
     data: Data,
     out: Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
@@ -327,33 +322,23 @@ def whole(
     examples: Examples = MEASURED_EXAMPLES,
     fast: Fast = False,
     max_memory: MaxMemory = None,
-    weights: Weights = None,
-    kwargs: Kwargs = None,
-    trust: Trust = False,
-    trust_remote_code: RemoteCode = False,
+    reading: Reading = NO_OPTIONS,
     device: Device = AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
 ) -> int:
     """Calibrate, compile and report in one go; writes OUT.calibration and OUT.
 
     What was cut short goes on where it was. Prints and exits as `asapc report` does.
     """
-
-    def body(run: Session) -> int:
-        result = commands.run_all(
-            run, model, data, out, recipe, gate, weights, kwargs, examples, fast=fast,
-            max_memory=max_memory, trust=trust, remote_code=trust_remote_code, device=device,
-        )  # fmt: skip
-        return _reported(run, result, out, data)
-
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
+    result = commands.run_all(
+        run, model, data, out, recipe, gate, reading, examples, fast=fast, max_memory=max_memory,
+        device=device,
+    )  # fmt: skip
+    return _reported(run, result, out, data)
 
 
-@app.command()
+@command()
 def export(
+    run: Session,
     artifact: ArtifactFolder,
     format: Annotated[str, typer.Option("--format", metavar="onnx", help="What to write.")] = "onnx",
     data: OptionalData = None,
@@ -363,39 +348,31 @@ def export(
     ] = False,
     tolerance: Tolerance = None,
     trust: Trust = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Write a compiled model as OUT/model.onnx, run it with ONNX Runtime and compare.
 
     Exit code 4, and no new file, where an output differs by more than the tolerance: an earlier verified
     model.onnx stays.
     """
+    _only_onnx("--format", format)
+    check_artifact(artifact)
+    check_data(data)
+    from asapc.inputs.onnx.settings import MODEL, OnnxSettings
 
-    def body(run: Session) -> None:
+    settings = OnnxSettings(opset, tolerance, float16)
+    from asapc import pipeline
 
-        _only_onnx("--format", format)
-        check_artifact(artifact)
-        check_data(data)
-        from asapc.inputs.onnx.settings import MODEL, OnnxSettings
+    record = pipeline.export(artifact, data, settings, run.progress, trust=trust)
+    from asapc.report.brief import onnx_brief
+    from asapc.report.tables import onnx_tables
 
-        settings = OnnxSettings(opset, tolerance, float16)
-        from asapc import pipeline
-
-        record = pipeline.export(artifact, data, settings, run.progress, trust=trust)
-        from asapc.report.brief import onnx_brief
-        from asapc.report.tables import onnx_tables
-
-        run.show({"artifact": artifact, **record}, onnx_brief, onnx_tables)
-        run.note(f"wrote {Path(artifact) / MODEL}")
-
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
+    run.show({"artifact": artifact, **record}, onnx_brief, onnx_tables)
+    run.note(f"wrote {Path(artifact) / MODEL}")
 
 
-@app.command()
+@command(processes=True)
 def refresh(
+    run: Session,
     artifact: ArtifactFolder,
     data: Data,
     labels: Annotated[
@@ -435,67 +412,56 @@ def refresh(
         str | None, typer.Option("--out", "-o", metavar="OUT2", help="Folder to write, else OUT.")
     ] = None,
     model: OptionalModel = None,
-    weights: Weights = None,
-    kwargs: Kwargs = None,
-    trust: Trust = False,
-    trust_remote_code: RemoteCode = False,
+    reading: Reading = NO_OPTIONS,
     device: Device = AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Train coefficients, norms, projections and head of a compiled model for a few epochs.
 
     With --anneal: train everything while soft sorts become exact.
     """
+    if labels == distil:
+        raise InputError(
+            "refresh: exactly one of --labels and --distil must be given",
+            got="both" if labels else "none",
+            help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
+        )
+    check_artifact(artifact)
+    check_data(data)
+    from asapc import pipeline
+    from asapc.device import chosen_device
+    from asapc.training.refresh import RefreshSettings
+    from asapc.training.tails import parsed_tail
 
-    def body(run: Session) -> None:
-        if labels == distil:
-            raise InputError(
-                "refresh: exactly one of --labels and --distil must be given",
-                got="both" if labels else "none",
-                help="--labels trains on the labels in DATA, --distil on the teacher's predictions",
-            )
-        check_artifact(artifact)
-        check_data(data)
-        from asapc import pipeline
-        from asapc.device import chosen_device
-        from asapc.training.refresh import RefreshSettings
-        from asapc.training.tails import parsed_tail
+    settings = RefreshSettings(
+        "labels" if labels else "distil", epochs, learning_rate, batch_size,
+        tuple(parameters or ()), seed, examples, anneal, tail=parsed_tail(tail), tolerance=tolerance,
+    )  # fmt: skip
+    from asapc.inputs.onnx.settings import MODEL
 
-        settings = RefreshSettings(
-            "labels" if labels else "distil", epochs, learning_rate, batch_size,
-            tuple(parameters or ()), seed, examples, anneal, tail=parsed_tail(tail), tolerance=tolerance,
+    has_onnx = (Path(artifact) / MODEL).exists()
+    with joined() as processes:
+        entry = pipeline.refresh(
+            artifact, data, settings, out, **reading.around(model), progress=run.progress,
+            processes=processes, device=chosen_device(device),
         )  # fmt: skip
-        from asapc.inputs.onnx.settings import MODEL
+    written = out or artifact
+    from asapc.report.brief import refresh_brief
+    from asapc.report.tables import refresh_tables
 
-        has_onnx = (Path(artifact) / MODEL).exists()
-        with joined() as processes:
-            entry = pipeline.refresh(
-                artifact, data, settings, out, model=model, weights=weights, kwargs=kwargs, trust=trust,
-                remote_code=trust_remote_code, progress=run.progress, processes=processes,
-                device=chosen_device(device),
-            )  # fmt: skip
-        written = out or artifact
-        from asapc.report.brief import refresh_brief
-        from asapc.report.tables import refresh_tables
-
-        run.show({"artifact": written, **entry}, refresh_brief, refresh_tables)
-        if has_onnx:
-            again = command_line("export", written, data=data, trust=trust)
-            run.note(f"{MODEL} is of the old weights and is left behind: {again}")
-        run.note(f"wrote {written}")
-        run.next(
-            "report", written, data=data, model=model, kwargs=kwargs, trust=trust,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug, processes=True)
+    run.show({"artifact": written, **entry}, refresh_brief, refresh_tables)
+    if has_onnx:
+        again = command_line("export", written, data=data, trust=reading.trust)
+        run.note(f"{MODEL} is of the old weights and is left behind: {again}")
+    run.note(f"wrote {written}")
+    run.next(
+        "report", written, data=data, model=model, kwargs=reading.kwargs, trust=reading.trust,
+        trust_remote_code=reading.trust_remote_code,
+    )  # fmt: skip
 
 
-@app.command()
+@command(processes=True)
 def report(
+    run: Session,
     artifact: ArtifactFolder,
     data: OptionalData = None,
     gate: GateFile = None,
@@ -521,36 +487,25 @@ def report(
     ] = False,
     max_memory: MaxMemory = None,
     model: OptionalModel = None,
-    weights: Weights = None,
-    kwargs: Kwargs = None,
-    trust: Trust = False,
-    trust_remote_code: RemoteCode = False,
+    reading: Reading = NO_OPTIONS,
     device: Device = AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
 ) -> int:
     """Measure fidelity and speed against the teacher; write report.json, .md, .html and junit.xml.
 
     With --gate or --baseline the verdict is ACCEPT (exit 0), REGRESSION (a limit or the baseline is not
     kept) or ANOMALOUS (a measurement is missing, NaN, on too few examples or too good); both exit 1.
     """
-
-    def body(run: Session) -> int:
-        result = commands.report_artifact(
-            run, artifact, data, gate, model, weights, kwargs, examples,
-            baseline=baseline, max_regression=max_regression or (), junit=junit, fast=fast,
-            max_memory=max_memory, torch_compile=torch_compile, trust=trust,
-            remote_code=trust_remote_code, device=device,
-        )  # fmt: skip
-        return _reported(run, result, artifact, data)
-
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug, processes=True)
+    result = commands.report_artifact(
+        run, artifact, data, gate, model, reading, examples,
+        baseline=baseline, max_regression=max_regression or (), junit=junit, fast=fast,
+        max_memory=max_memory, torch_compile=torch_compile, device=device,
+    )  # fmt: skip
+    return _reported(run, result, artifact, data)
 
 
-@app.command()
+@command()
 def bench(
+    run: Session,
     artifact: ArtifactFolder,
     data: OptionalData = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
@@ -565,49 +520,29 @@ def bench(
         ),
     ] = True,
     model: OptionalModel = None,
-    weights: Weights = None,
-    kwargs: Kwargs = None,
-    trust: Trust = False,
-    trust_remote_code: RemoteCode = False,
+    reading: Reading = NO_OPTIONS,
     device: Device = AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Time teacher, lossless loop and compiled model, whole and per site: medians and ratios."""
+    check_artifact(artifact)
+    check_data(data)
+    from asapc import pipeline
+    from asapc.device import chosen_device
 
-    def body(run: Session) -> None:
-        check_artifact(artifact)
-        check_data(data)
-        from asapc import pipeline
-        from asapc.device import chosen_device
+    result = pipeline.bench(
+        artifact, data, **reading.around(model), repeats=repeats, explain=explain,
+        torch_compile=torch_compile, progress=run.progress, device=chosen_device(device),
+    )  # fmt: skip
+    from asapc.report.brief import bench_brief
+    from asapc.report.tables import bench_tables
 
-        result = pipeline.bench(
-            artifact,
-            data,
-            model=model,
-            weights=weights,
-            kwargs=kwargs,
-            repeats=repeats,
-            explain=explain,
-            torch_compile=torch_compile,
-            trust=trust,
-            remote_code=trust_remote_code,
-            progress=run.progress,
-            device=chosen_device(device),
-        )
-        from asapc.report.brief import bench_brief
-        from asapc.report.tables import bench_tables
-
-        run.show(result, bench_brief, bench_tables)
-        _note_unverified(run, artifact, data)
-
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
+    run.show(result, bench_brief, bench_tables)
+    _note_unverified(run, artifact, data)
 
 
-@app.command()
+@command()
 def demo(
+    run: Session,
     out: Annotated[
         str, typer.Option("--out", "-o", metavar="FOLDER", help="Folder to work in.")
     ] = "asapc-demo",
@@ -615,22 +550,14 @@ def demo(
         str, typer.Option("--example", metavar="NAME", help="code (by default) or digits, the small one.")
     ] = "code",
     device: Device = AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> int:
+) -> None:
     """Go the whole way on a shipped checkpoint, and say what to ship.
 
     code: which package of Python's standard library up to 896 tokens are from. digits: 8 x 8 images.
     """
+    from asapc.demo import run_demo
 
-    def body(run: Session) -> None:
-        from asapc.demo import run_demo
-
-        run_demo(run, out, example, device)
-
-    return session.run(body, json=json, quiet=quiet, verbose=verbose, debug=debug)
+    run_demo(run, out, example, device)
 
 
 @app.callback(invoke_without_command=True)

@@ -6,6 +6,7 @@ torch takes seconds to import, so what needs it is imported after what can be re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,26 +20,53 @@ from asapc.terminal.progress import SILENT, Progress
 if TYPE_CHECKING:
     from asapc.calibration.stored import Calibration
     from asapc.inputs.onnx.settings import OnnxSettings
+    from asapc.inputs.teacher import Teacher
     from asapc.report import Report
 
 AUTO = "auto"  # of --device
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a model that the user names is read: the options that commands share for it."""
+
+    weights: str | None = None
+    kwargs: str | None = None
+    trust: bool = False
+    trust_remote_code: bool = False
+
+    def teacher(self, model: str) -> Teacher:
+        from asapc.inputs.load import load_teacher
+
+        return load_teacher(
+            model, weights=self.weights, kwargs=self.kwargs, trust=self.trust,
+            remote_code=self.trust_remote_code,
+        )  # fmt: skip
+
+    def around(self, model: str | None) -> dict[str, Any]:
+        """The pipeline's arguments for the model around an artefact's modules."""
+        return {"model": model, "weights": self.weights, "kwargs": self.kwargs, "trust": self.trust,
+                "remote_code": self.trust_remote_code}  # fmt: skip
+
+    def options(self) -> dict[str, Any]:
+        """For the line of a command that reads the same model."""
+        return asdict(self)
+
+
+NO_OPTIONS = Reading()
+
+
 def inspect_model(
-    model: str, data: str | None, weights: str | None, kwargs: str | None, trust: bool = False,
-    remote_code: bool = False, progress: Progress = SILENT, device: str = AUTO,
+    model: str, data: str | None, reading: Reading = NO_OPTIONS, progress: Progress = SILENT,
+    device: str = AUTO,
 ) -> dict[str, Any]:  # fmt: skip
     """The dictionary of `asapc inspect --json`."""
-    check_model(model, weights)
+    check_model(model, reading.weights)
     check_data(data)
     from asapc.device import chosen_device
 
     place = chosen_device(device)
-    from asapc.inputs.load import load_teacher
-
-    teacher = load_teacher(
-        model, weights=weights, kwargs=kwargs, trust=trust, remote_code=remote_code
-    )
+    teacher = reading.teacher(model)
     from asapc import pipeline
 
     return pipeline.inspect(teacher, data, progress, place).to_dict()
@@ -50,17 +78,14 @@ def calibrate_model(
     data: str,
     out: str,
     recipe: str | None,
-    weights: str | None = None,
-    kwargs: str | None = None,
+    reading: Reading = NO_OPTIONS,
     sequential: bool = False,
     restart: bool = False,
     max_memory: str | None = None,
-    trust: bool = False,
-    remote_code: bool = False,
     device: str = AUTO,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
-    check_model(model, weights)
+    check_model(model, reading.weights)
     check_data(data)
     check_file(recipe, "recipe")
     from asapc.inputs.recipe import load_recipe
@@ -70,11 +95,7 @@ def calibrate_model(
     from asapc.device import chosen_device
 
     place = chosen_device(device)
-    from asapc.inputs.load import load_teacher
-
-    teacher = load_teacher(
-        model, weights=weights, kwargs=kwargs, trust=trust, remote_code=remote_code
-    )
+    teacher = reading.teacher(model)
     from asapc import pipeline
 
     with joined() as processes:
@@ -92,19 +113,16 @@ def compile_model(
     out: str,
     recipe: str | None,
     data: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
+    reading: Reading = NO_OPTIONS,
     onnx: OnnxSettings | None = None,
     max_memory: str | None = None,
-    trust: bool = False,
-    remote_code: bool = False,
     device: str = AUTO,
 ) -> dict[str, Any]:
     """Compile and return the manifest.  Without a recipe, the calibration's is used.
 
     onnx: settings of OUT/model.onnx; without them only an .onnx model writes one.
     """
-    check_model(model, weights)
+    check_model(model, reading.weights)
     check_calibration(calibration)
     check_data(data)
     check_file(recipe, "recipe")
@@ -115,11 +133,7 @@ def compile_model(
     from asapc.device import chosen_device
 
     place = chosen_device(device)
-    from asapc.inputs.load import load_teacher
-
-    teacher = load_teacher(
-        model, weights=weights, kwargs=kwargs, trust=trust, remote_code=remote_code
-    )
+    teacher = reading.teacher(model)
     from asapc import pipeline
 
     return pipeline.compile(
@@ -133,8 +147,7 @@ def report_artifact(
     data: str | None,
     gate: str | None = None,
     model: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
+    reading: Reading = NO_OPTIONS,
     examples: int = MEASURED_EXAMPLES,
     *,
     baseline: str | None = None,
@@ -143,8 +156,6 @@ def report_artifact(
     fast: bool = False,
     max_memory: str | None = None,
     torch_compile: bool = False,
-    trust: bool = False,
-    remote_code: bool = False,
     device: str = AUTO,
 ) -> Report:
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
@@ -169,9 +180,9 @@ def report_artifact(
 
     with joined() as processes:
         result = pipeline.report(
-            artifact, data, limits, earlier, model=model, weights=weights, kwargs=kwargs,
-            examples=examples, fast=fast, max_memory=limit, torch_compile=torch_compile, trust=trust,
-            remote_code=remote_code, progress=run.progress, processes=processes, device=place,
+            artifact, data, limits, earlier, **reading.around(model), examples=examples, fast=fast,
+            max_memory=limit, torch_compile=torch_compile, progress=run.progress, processes=processes,
+            device=place,
         )  # fmt: skip
         if processes.first:
             with run.progress.phase("drawing the page"):
@@ -188,18 +199,15 @@ def run_all(
     out: str,
     recipe: str | None = None,
     gate: str | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
+    reading: Reading = NO_OPTIONS,
     examples: int = MEASURED_EXAMPLES,
     *,
     fast: bool = False,
     max_memory: str | None = None,
-    trust: bool = False,
-    remote_code: bool = False,
     device: str = AUTO,
 ) -> Report:
     """Calibrate into OUT.calibration, compile into OUT and report; the model is analysed once."""
-    check_model(model, weights)
+    check_model(model, reading.weights)
     check_data(data)
     check_file(recipe, "recipe")
     check_file(gate, "gates")
@@ -216,11 +224,7 @@ def run_all(
     from asapc.device import chosen_device
 
     place = chosen_device(device)
-    from asapc.inputs.load import load_teacher
-
-    teacher = load_teacher(
-        model, weights=weights, kwargs=kwargs, trust=trust, remote_code=remote_code
-    )
+    teacher = reading.teacher(model)
     from asapc import pipeline
     from asapc.stages.analyse import analysed_once
 
@@ -236,11 +240,12 @@ def run_all(
         device=place,
     )  # fmt: skip
     run.note("3 of 3: measuring")
-    around = manifest["capture"] == "module"
+    own = Reading(trust=True, trust_remote_code=reading.trust_remote_code).around(None)
+    if manifest["capture"] == "module":
+        own |= {"model": model, "weights": reading.weights, "kwargs": reading.kwargs}
     result = pipeline.report(
-        out, data, limits, model=model if around else None, weights=weights if around else None,
-        kwargs=kwargs if around else None, examples=examples, fast=fast, max_memory=limit, trust=True,
-        remote_code=remote_code, progress=run.progress, device=place,
+        out, data, limits, **own, examples=examples, fast=fast, max_memory=limit, progress=run.progress,
+        device=place,
     )  # fmt: skip
     with run.progress.phase("drawing the page"):
         write_report(out, result, run.note)

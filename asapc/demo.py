@@ -90,7 +90,7 @@ def run_demo(
 
     step(
         command_line("inspect", teacher),
-        partial(commands.inspect_model, teacher, None, None, None, device=device),
+        partial(commands.inspect_model, teacher, None, device=device),
         inspect_brief,
         inspect_tables,
     )
