@@ -155,7 +155,27 @@ def _scaling(mass: Tensor, total: Tensor) -> Tensor:
     return mass / total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
-def _sinkhorn_loop(
+LoopOf = Callable[..., tuple[Loop, float | Tensor, Tensor | None]]
+
+
+def _both(loop_of: LoopOf) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """(operator, operator_attention), with the arguments and results of their references.
+
+    loop_of: q, k and what follows the values, to the loop, the factor of its plan, and the mask.
+    """
+
+    def values(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+        loop, factor, keep = loop_of(q, k, *settings)
+        return (loop.apply(widen(clean_values(v, keep))) * factor).to(v.dtype)
+
+    def attention(q: Tensor, k: Tensor, *settings: Any) -> Tensor:
+        loop, factor, _ = loop_of(q, k, *settings)
+        return (loop.plan() * factor).to(q.dtype)
+
+    return values, attention
+
+
+def _asap_loop(
     q: Tensor,
     k: Tensor,
     keep: Tensor | None,
@@ -164,10 +184,12 @@ def _sinkhorn_loop(
     target_dual: Tensor | None,
     score_multiplier: float,
     half_steps: int,
-    first_side: Side,
     output_factor: Sequence[float],
+    first_side: Side | None = None,
 ) -> tuple[Loop, float | Tensor, Tensor | None]:
-    """The loop, the factor of its plan, and the mask with one key opened where none was active."""
+    """The mask has one key opened where none was active.  first_side: what the duals ask for, unless
+    there are none."""
+    side = first_side or asap_meaning.first_c_transform(source_dual, target_dual, half_steps)
     duals = [None if dual is None else asap_meaning.open_dual(dual, keep)
              for dual in (source_dual, target_dual)]  # fmt: skip
     q, opened, bias = open_empty(q, keep, bias)
@@ -182,32 +204,12 @@ def _sinkhorn_loop(
     log_mu, log_nu = _log_uniform(f), _log_uniform(g)
     if opened is not None:
         log_nu = torch.where(opened[:, None, :], log_nu, -math.inf)
-    loop = run_loop(scores, f, g, log_mu, log_nu, half_steps, first_side)
+    loop = run_loop(scores, f, g, log_mu, log_nu, half_steps, side)
     factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], opened)
     return loop, factor.to(scores.dtype) if isinstance(factor, Tensor) else factor, opened
 
 
-def sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    *_of_gradients: Any,
-) -> Tensor:
-    """Arguments and result as operators.sinkhorn.sinkhorn."""
-    side: Side = "row" if rows_first else "column"
-    loop, factor, opened = _sinkhorn_loop(
-        q, k, keep, bias, None, None, score_multiplier, half_steps, side, output_factor
-    )
-    return (loop.apply(widen(clean_values(v, opened))) * factor).to(v.dtype)
-
-
-def sinkhorn_attention(
+def _sinkhorn_loop(
     q: Tensor,
     k: Tensor,
     keep: Tensor | None,
@@ -217,13 +219,12 @@ def sinkhorn_attention(
     rows_first: bool,
     output_factor: Sequence[float],
     *_of_gradients: Any,
-) -> Tensor:
-    """Arguments and result as operators.sinkhorn.sinkhorn_attention."""
+) -> tuple[Loop, float | Tensor, Tensor | None]:
     side: Side = "row" if rows_first else "column"
-    loop, factor, _ = _sinkhorn_loop(
-        q, k, keep, bias, None, None, score_multiplier, half_steps, side, output_factor
-    )
-    return (loop.plan() * factor).to(q.dtype)
+    return _asap_loop(q, k, keep, bias, None, None, score_multiplier, half_steps, output_factor, side)
+
+
+sinkhorn, sinkhorn_attention = _both(_sinkhorn_loop)
 
 
 def _banded_loop(
@@ -236,7 +237,7 @@ def _banded_loop(
     output_factor: Sequence[float],
     low: int,
     high: int,
-) -> tuple[Loop, float | Tensor]:
+) -> tuple[Loop, float | Tensor, Tensor | None]:
     """The loop on all N x M scores, and the factor of its plan. In a band scalings may spread without
     end: every half-step is taken in the log domain."""
     scores = score_matrix(widen(q), widen(clean_values(k, keep)), None, None, score_multiplier)
@@ -251,21 +252,10 @@ def _banded_loop(
     scores = torch.where(shown, scores, -math.inf)
     loop = run_loop(scores, f, g, _log_uniform(f), log_nu, half_steps, side, log_steps=half_steps)
     factor = factor_value(output_factor, queries, keys, keep)
-    return loop, factor.to(scores.dtype) if isinstance(factor, Tensor) else factor
+    return loop, factor.to(scores.dtype) if isinstance(factor, Tensor) else factor, keep
 
 
-def banded_sinkhorn(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *settings: Any
-) -> Tensor:
-    """Arguments and result as operators.banded.banded_sinkhorn."""
-    loop, factor = _banded_loop(q, k, keep, *settings)
-    return (loop.apply(widen(clean_values(v, keep))) * factor).to(v.dtype)
-
-
-def banded_sinkhorn_attention(q: Tensor, k: Tensor, keep: Tensor | None, *settings: Any) -> Tensor:
-    """Arguments and result as operators.banded.banded_sinkhorn_attention."""
-    loop, factor = _banded_loop(q, k, keep, *settings)
-    return (loop.plan() * factor).to(q.dtype)
+banded_sinkhorn, banded_sinkhorn_attention = _both(_banded_loop)
 
 
 def plan(
@@ -322,45 +312,17 @@ def plan(
     return (log_plan + factor.log() if log else log_plan.exp() * factor).to(scores.dtype)
 
 
+_asap, asap_attention = _both(_asap_loop)
+
+
 def asap(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    source_dual: Tensor | None,
-    target_dual: Tensor | None,
-    score_multiplier: float,
-    c_transforms: int,
-    output_factor: Sequence[float],
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, *settings: Any
 ) -> Tensor:
     """Arguments and result as operators.asap.asap."""
-    side = asap_meaning.first_c_transform(source_dual, target_dual, c_transforms)
+    _, target_dual, score_multiplier, c_transforms, output_factor = settings
     if c_transforms == 1 and target_dual is not None:
         return _key_c_transform(q, k, v, keep, bias, target_dual, score_multiplier, output_factor)
-    loop, factor, opened = _sinkhorn_loop(
-        q, k, keep, bias, source_dual, target_dual, score_multiplier, c_transforms, side, output_factor
-    )
-    return (loop.apply(widen(clean_values(v, opened))) * factor).to(v.dtype)
-
-
-def asap_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    source_dual: Tensor | None,
-    target_dual: Tensor | None,
-    score_multiplier: float,
-    c_transforms: int,
-    output_factor: Sequence[float],
-) -> Tensor:
-    """Arguments and result as operators.asap.asap_attention."""
-    side = asap_meaning.first_c_transform(source_dual, target_dual, c_transforms)
-    loop, factor, _ = _sinkhorn_loop(
-        q, k, keep, bias, source_dual, target_dual, score_multiplier, c_transforms, side, output_factor
-    )
-    return (loop.plan() * factor).to(q.dtype)
+    return _asap(q, k, v, keep, bias, *settings)
 
 
 def _key_c_transform(
@@ -912,26 +874,14 @@ def _token_factor(
     return value
 
 
-def fitted_sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    head_multiplier: Tensor,
-    *loop: Any,
-) -> Tensor:
-    """Arguments and result as operators.fitted_sinkhorn.fitted_sinkhorn."""
-    q, bias = scaled(q, bias, head_multiplier)
-    return sinkhorn(q, k, v, keep, bias, *loop)
-
-
-def fitted_sinkhorn_attention(
+def _fitted_loop(
     q: Tensor, k: Tensor, keep: Tensor | None, bias: Tensor | None, head_multiplier: Tensor, *loop: Any
-) -> Tensor:
-    """Arguments and result as operators.fitted_sinkhorn.fitted_sinkhorn_attention."""
+) -> tuple[Loop, float | Tensor, Tensor | None]:
     points, bias = scaled(q, bias, head_multiplier)
-    return sinkhorn_attention(points, k, keep, bias, *loop).to(q.dtype)
+    return _sinkhorn_loop(points, k, keep, bias, *loop)
+
+
+fitted_sinkhorn, fitted_sinkhorn_attention = _both(_fitted_loop)
 
 
 def kept_keys(mask: Tensor, hides: float) -> Tensor:
