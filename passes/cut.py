@@ -49,10 +49,11 @@ class Part:
 
 
 class Cut:
-    """(inputs, masks) -> output, every lower precision promoted to float64.
+    """(inputs, masks) -> output, every lower precision promoted to `precision`.
 
     inputs: tensors whose values are chosen; masks: boolean data tensors that enter besides.
     inside: what is computed from the inputs; sizes of anything else are numbers from outside.
+    precision: float64, or float32 to see what rounding does beside numbers such as -1e9.
     """
 
     def __init__(
@@ -62,10 +63,13 @@ class Cut:
         output: Node | tuple[Node, ...],
         inside: Container[Node],
         masks: Sequence[Node] = (),
+        precision: torch.dtype = torch.float64,
     ) -> None:
-        self.inputs, self.masks = tuple(inputs), tuple(masks)
+        self.inputs, self.masks, self.precision = tuple(inputs), tuple(masks), precision
         self.symbols = symbol_hints(graph)
-        self.module, self.shells, self.sizes = _extract(graph, [*inputs, *masks], output, inside)
+        self.module, self.shells, self.sizes = _extract(
+            graph, [*inputs, *masks], output, inside, precision
+        )
 
     def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
         """The node's shape under an assignment of symbols."""
@@ -110,7 +114,7 @@ class Cut:
         sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
         device = next((x.device for x in tensors), None)  # a band alone is made from sizes
         shells = [
-            torch.zeros(self.shape_of(x, lengths), dtype=torch.float64, device=device)
+            torch.zeros(self.shape_of(x, lengths), dtype=self.precision, device=device)
             for x in self.shells
         ]
         with torch.no_grad():
@@ -276,8 +280,9 @@ def _extract(
     cut: Sequence[Node],
     output: Node | tuple[Node, ...],
     inside: Container[Node],
+    precision: torch.dtype,
 ) -> tuple[GraphModule, list[Node], list[Node]]:
-    """A GraphModule (*cut, *shells, *sizes) -> output, every lower precision promoted to float64.
+    """A GraphModule (*cut, *shells, *sizes) -> output, every lower precision promoted.
 
     shells: tensors from elsewhere of which only the shape enters; sizes: numbers from elsewhere.
     """
@@ -300,6 +305,10 @@ def _extract(
             sizes.append(node)
             continue
         stack.extend(node.all_input_nodes)
+
+    def promoted(value: Any) -> Any:
+        return precision if isinstance(value, torch.dtype) and value in HALF_OR_SINGLE else value
+
     copy = Graph()
     env: dict[Node, Node] = {}
     for index, node in enumerate([*cut, *shells, *sizes]):
@@ -307,9 +316,9 @@ def _extract(
     for node in graph.graph.nodes:
         if node in needed and node not in env:
             new = copy.node_copy(node, env.__getitem__)
-            new.args = torch.fx.node.map_aggregate(new.args, _promote)
-            new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)
-            env[node] = copy.call_function(aten.to.dtype, (new, torch.float64)) if _made(node) else new
+            new.args = torch.fx.node.map_aggregate(new.args, promoted)
+            new.kwargs = torch.fx.node.map_aggregate(new.kwargs, promoted)
+            env[node] = copy.call_function(aten.to.dtype, (new, precision)) if _made(node) else new
     copy.output(torch.fx.node.map_arg(output, env.__getitem__))
     module = GraphModule(graph, copy)
     for node in list(copy.nodes):
@@ -317,7 +326,7 @@ def _extract(
             value = operator.attrgetter(str(node.target))(module)
             if isinstance(value, Tensor) and value.dtype in HALF_OR_SINGLE:
                 name = f"promoted_{node.name}"
-                module.register_buffer(name, value.detach().double())
+                module.register_buffer(name, value.detach().to(precision))
                 node.target = name
     module.recompile()
     return module, shells, sizes
@@ -333,10 +342,6 @@ def _made(node: Node) -> bool:
 
 def _is_lower(node: Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype in HALF_OR_SINGLE
-
-
-def _promote(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in HALF_OR_SINGLE else value
 
 
 def symbol_hints(graph: GraphModule) -> dict[Any, int]:
