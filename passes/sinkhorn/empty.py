@@ -10,7 +10,7 @@ log M is lost beside -1e9 in float32. So the region runs in its own precision, t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Convention, OutputFactor
-from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
+from asapc.operators.masks import HIDDEN_SCORE
 from asapc.passes.branches import spoken
 from asapc.passes.products import Empty
 from asapc.passes.sinkhorn.probe import attention_of, factor_of
@@ -26,7 +26,8 @@ from asapc.passes.sinkhorn.probe import attention_of, factor_of
 SPREADS = (0.1, 3.0, 30.0)  # standard deviations of the scores, in units of epsilon
 ALIKE = 1e-4  # relative difference of maps in float32
 ROUNDED = 2e-3  # the same where scores stand beside -1e4
-FACTORS = tuple(2.0 ** (power / 4) for power in range(-24, 45))  # of scores beside HIDDEN_SCORE
+LAST_PLACE = 64.0  # of the low number beside which scores are lost, as of -1e9 in float32
+FACTORS = tuple(2.0 ** (power / 4) for power in range(-24, 45))  # of those scores
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class EmptyExamples:
         """Of a boolean mask, whose number is in the region's code."""
         return self._rounded(HIDDEN_SCORE) or self._unknown()
 
-    def of_scores(self) -> Empty | str:
-        """Of a mask that is added to scores, which may hide keys by any low number at run time."""
-        near = self._of(self._seen(self.experiment, MASKED_BELOW))
+    def of_scores(self, hides: float) -> Empty | str:
+        """Of a mask that is added to scores, which may hide keys by any number up to `hides`."""
+        near = self._of(self._seen(self.experiment, hides))
         far = self._rounded(float(torch.finfo(torch.float32).min))
         infinite = self._of(self._seen(self.own, -math.inf))
         if near is None or far is None or infinite is None or far.open or infinite.open:
@@ -113,12 +114,10 @@ class EmptyExamples:
         return next((x for x in options if all(_holds(x, one, ALIKE) for one in seen)), None)
 
     def _reach(self) -> float:
-        """How many units of HIDDEN_SCORE's last place the largest products q k are that are lost beside
-        it."""
+        """How many last places of a low number the largest products q k are that are lost beside it."""
         at = self.sizes[0]
         size = self.own.size(at)
-        inputs = self.hidden(at, HIDDEN_SCORE)
-        unit = last_place(HIDDEN_SCORE, self.own.cut.precision)
+        inputs = self.hidden(at, -LAST_PLACE / torch.finfo(self.own.cut.precision).eps)
         s = torch.zeros(size, dtype=torch.float64)
         s[..., 0, 0], s[..., -1, -1] = 1.0, -1.0
         lost = 0.0
@@ -127,12 +126,7 @@ class EmptyExamples:
             if not _alike(theirs, theirs.flatten()[0].expand_as(theirs), ALIKE):
                 break
             lost = factor
-        return lost / unit
-
-
-def last_place(number: float, dtype: torch.dtype) -> float:
-    """The unit in the last place of a number."""
-    return float(torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(abs(number))))
+        return lost / LAST_PLACE
 
 
 def value_of(share: OutputFactor, queries: int, keys: int) -> float:
@@ -154,8 +148,3 @@ def _holds(empty: Empty, seen: _Seen, tolerance: float) -> bool:
 
 def _alike(theirs: Tensor, ours: Tensor, tolerance: float) -> bool:
     return bool((theirs - ours).abs().max() <= tolerance * ours.abs().max())
-
-
-def any_of(shares: Iterable[OutputFactor]) -> bool:
-    """Whether there is anything to multiply by."""
-    return any(share != OutputFactor() for share in shares)

@@ -331,7 +331,7 @@ def run_experiments(
 
             plain = replace(fit.convention, mask="none")
             examples = EmptyExamples(experiment, plain, node, sizes, hidden)
-            empty = examples.of_scores() if polarity is None else examples.of_mask()
+            empty = examples.of_scores(hides) if polarity is None else examples.of_mask()
             if isinstance(empty, str):
                 return empty
             is_bias = role == "additive" and _adds_more(node)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import Convention, SiteTensors
-from asapc.operators.sinkhorn import loop_of
+from asapc.operators.sinkhorn import loop_of, opened_keys
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import Canonical, KeyMask, Product, rank_of
@@ -58,6 +58,11 @@ class AttentionSite(Site):
     @property
     def stops_on(self) -> tuple[Node, ...]:
         return (self.score.node,)
+
+    def opened(self, keep: Tensor) -> Tensor:
+        mask = self.mask
+        is_open = mask is not None and mask.empty.open and mask.true_means_masked is not None
+        return opened_keys(keep) if is_open else keep
 
     def completed(self, result: Tensor, seen: SiteTensors) -> Tensor:
         if self.mask is None or seen.keep is None:
