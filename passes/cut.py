@@ -49,10 +49,12 @@ class Part:
 
 
 class Cut:
-    """(inputs, masks) -> output, every lower precision promoted to float64 unless it is to stay as it is.
+    """(inputs, masks) -> output, every lower precision promoted to `precision`.
 
     inputs: tensors whose values are chosen; masks: boolean data tensors that enter besides.
     inside: what is computed from the inputs; sizes of anything else are numbers from outside.
+    precision: float64, or float32 to see what rounding does beside numbers such as -1e9; None leaves every
+        precision as it is.
     """
 
     def __init__(
@@ -62,12 +64,13 @@ class Cut:
         output: Node | tuple[Node, ...],
         inside: Container[Node],
         masks: Sequence[Node] = (),
-        promoted: bool = True,
+        precision: torch.dtype | None = torch.float64,
     ) -> None:
-        self.inputs, self.masks = tuple(inputs), tuple(masks)
-        self.symbols, self.promoted = symbol_hints(graph), promoted
-        found = _extract(graph, [*inputs, *masks], output, inside, promoted)
-        self.module, self.shells, self.sizes = found
+        self.inputs, self.masks, self.precision = tuple(inputs), tuple(masks), precision
+        self.symbols = symbol_hints(graph)
+        self.module, self.shells, self.sizes = _extract(
+            graph, [*inputs, *masks], output, inside, precision
+        )
 
     def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
         """The node's shape under an assignment of symbols."""
@@ -111,10 +114,10 @@ class Cut:
     def _run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Any:
         sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
         device = next((x.device for x in tensors), None)  # a band alone is made from sizes
-        shells = []
-        for x in self.shells:
-            dtype = torch.float64 if self.promoted else x.meta["val"].dtype
-            shells.append(torch.zeros(self.shape_of(x, lengths), dtype=dtype, device=device))
+        shells = [
+            torch.zeros(self.shape_of(x, lengths), dtype=self.precision or x.meta["val"].dtype, device=device)
+            for x in self.shells
+        ]
         with torch.no_grad():
             return self.module(*tensors, *shells, *sizes)
 
@@ -278,9 +281,9 @@ def _extract(
     cut: Sequence[Node],
     output: Node | tuple[Node, ...],
     inside: Container[Node],
-    promoted: bool = True,
+    precision: torch.dtype | None,
 ) -> tuple[GraphModule, list[Node], list[Node]]:
-    """A GraphModule (*cut, *shells, *sizes) -> output, every lower precision promoted to float64.
+    """A GraphModule (*cut, *shells, *sizes) -> output, every lower precision promoted.
 
     shells: tensors from elsewhere of which only the shape enters; sizes: numbers from elsewhere.
     """
@@ -303,27 +306,30 @@ def _extract(
             sizes.append(node)
             continue
         stack.extend(node.all_input_nodes)
+
+    def promoted(value: Any) -> Any:
+        lower = isinstance(value, torch.dtype) and value in HALF_OR_SINGLE
+        return precision if lower and precision is not None else value
+
     copy = Graph()
     env: dict[Node, Node] = {}
     for index, node in enumerate([*cut, *shells, *sizes]):
         env[node] = copy.placeholder(f"input_{index}")
     for node in graph.graph.nodes:
         if node in needed and node not in env:
-            new = env[node] = copy.node_copy(node, env.__getitem__)
-            if not promoted:
-                continue
-            new.args = torch.fx.node.map_aggregate(new.args, _promote)
-            new.kwargs = torch.fx.node.map_aggregate(new.kwargs, _promote)
-            if _made(node):
-                env[node] = copy.call_function(aten.to.dtype, (new, torch.float64))
+            new = copy.node_copy(node, env.__getitem__)
+            new.args = torch.fx.node.map_aggregate(new.args, promoted)
+            new.kwargs = torch.fx.node.map_aggregate(new.kwargs, promoted)
+            made = precision is not None and _made(node)
+            env[node] = copy.call_function(aten.to.dtype, (new, precision)) if made else new
     copy.output(torch.fx.node.map_arg(output, env.__getitem__))
     module = GraphModule(graph, copy)
     for node in list(copy.nodes):
-        if node.op == "get_attr" and promoted:
+        if node.op == "get_attr" and precision is not None:
             value = operator.attrgetter(str(node.target))(module)
             if isinstance(value, Tensor) and value.dtype in HALF_OR_SINGLE:
                 name = f"promoted_{node.name}"
-                module.register_buffer(name, value.detach().double())
+                module.register_buffer(name, value.detach().to(precision))
                 node.target = name
     module.recompile()
     return module, shells, sizes
@@ -339,10 +345,6 @@ def _made(node: Node) -> bool:
 
 def _is_lower(node: Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype in HALF_OR_SINGLE
-
-
-def _promote(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in HALF_OR_SINGLE else value
 
 
 def symbol_hints(graph: GraphModule) -> dict[Any, int]:

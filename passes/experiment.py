@@ -61,9 +61,10 @@ class Experiment:
         output: Canonical,
         inside: Container[Node],
         masks: Sequence[Node] = (),
+        precision: torch.dtype = torch.float64,
     ) -> None:
         self.inputs, self.output = tuple(inputs), output
-        self.cut = Cut(graph, [tensor.node for tensor in inputs], output.node, inside, masks)
+        self.cut = Cut(graph, [tensor.node for tensor in inputs], output.node, inside, masks, precision)
 
     def dims(self, tensor: Canonical, lengths: dict[Any, int]) -> tuple[int, ...]:
         """The shape with canonical axes, as many as the graph has."""

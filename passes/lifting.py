@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from asapc.ir import OutputFactor
 from asapc.operators.catalogue import Operator
 from asapc.operators.masks import MASKED_BELOW
 from asapc.passes.products import Canonical, KeyMask, Product, rank_of
@@ -115,22 +118,14 @@ class Lifting:
                 result = self.call(aten.flatten.using_ints, result, 0, 1)
         return self.turned_back(result, canonical.order)
 
-    def keep(self, mask: KeyMask | None, q: Node) -> Node | None:
-        """[B, M] bool, True on active keys, from the mask node wherever it entered.  q: [B, H, N, D]."""
+    def keep(self, mask: KeyMask | None, q: Node, k: Node | None = None) -> Node | None:
+        """[B, M] bool, True on active keys, from the mask node wherever it entered.  q: [B, H, N, D];
+        k: [B, H, M, D], where all keys of some examples may be active instead of none."""
         if mask is None:
             return None
         batch = self.call(aten.sym_size.int, q, 0)
-        narrow = _narrowest(mask.node)
-        keep, rank = self.nodes[narrow], rank_of(narrow)
-        if mask.merged and rank == 3:
-            keep, rank = self.operand(Canonical(narrow)), 4
-        elif mask.merged and rank == 2 and narrow is not mask.node:  # [B * H, M]
-            keep, rank = self.call(aten.unflatten.int, keep, 0, [-1, self.heads]), 3
-        while rank > 2:
-            keep = self.call(aten.select.int, keep, 1, 0)
-            rank -= 1
-        if rank == 1:
-            keep = self.call(aten.unsqueeze.default, keep, 0)
+        entered = self._of_keys(mask)
+        keep = entered
         if mask.true_means_masked is None:
             if mask.is_bias:
                 keep = self.call(aten.gt.Scalar, keep, MASKED_BELOW)
@@ -138,7 +133,57 @@ class Lifting:
                 keep = self.call(torch.ops.asapc.kept_keys.default, keep, mask.hides)
         elif mask.true_means_masked:
             keep = self.call(aten.logical_not.default, keep)
-        return self.call(aten.expand.default, keep, [batch, -1])
+        keep = self.call(aten.expand.default, keep, [batch, -1])
+        if not mask.empty.open or k is None:
+            return keep
+        if mask.true_means_masked is None:
+            rest = (mask.empty.reach, mask.is_bias)
+            return self.call(torch.ops.asapc.keys_of_empty.default, keep, entered, q, k, *rest)
+        none = self.call(aten.logical_not.default, self.call(aten.any.dim, keep, 1, True))
+        return self.call(aten.logical_or.default, keep, none)
+
+    def _of_keys(self, mask: KeyMask) -> Node:
+        """[B or 1, M], what a mask says of each key."""
+        narrow = _narrowest(mask.node)
+        found, rank = self.nodes[narrow], rank_of(narrow)
+        if mask.merged and rank == 3:
+            found, rank = self.operand(Canonical(narrow)), 4
+        elif mask.merged and rank == 2 and narrow is not mask.node:  # [B * H, M]
+            found, rank = self.call(aten.unflatten.int, found, 0, [-1, self.heads]), 3
+        while rank > 2:
+            found = self.call(aten.select.int, found, 1, 0)
+            rank -= 1
+        return self.call(aten.unsqueeze.default, found, 0) if rank == 1 else found
+
+    def share(self, mask: KeyMask | None, keep: Node | None, q: Node, k: Node) -> Node | None:
+        """[B, 1, 1, 1], by which the operator's result is multiplied, 1 for examples with active keys;
+        None where it is 1 for all.  See products.Empty."""
+        if mask is None or keep is None:
+            return None
+        empty, additive = mask.empty, mask.true_means_masked is None
+        others = [empty.share, *([empty.infinite] if additive else [])]
+        if all(share == OutputFactor() for share in others):
+            return None
+        some = self.call(aten.view.default, self.call(aten.any.dim, keep, 1), [-1, 1, 1, 1])
+        if all(share == OutputFactor(0.0) for share in others):
+            return some
+        none = self.call(aten.logical_not.default, some)
+        ones = self.call(aten.new_ones.default, q, [self.call(aten.sym_size.int, q, 0), 1, 1, 1])
+        share = self.call(aten.masked_fill.Scalar, ones, none, self._number(empty.share, q, k))
+        if additive and empty.infinite != empty.share:
+            highest = self.call(aten.amax.default, self._of_keys(mask), [-1])
+            low = self.call(aten.view.default, self.call(aten.eq.Scalar, highest, -math.inf), [-1, 1, 1, 1])
+            value = self._number(empty.infinite, q, k)
+            share = self.call(aten.masked_fill.Scalar, share, low, value)
+        return share
+
+    def _number(self, share: OutputFactor, q: Node, k: Node) -> Any:
+        number: Any = share.coefficient
+        for tensor, power in ((q, share.queries), (k, share.keys)):
+            for _ in range(abs(int(power))):
+                size = self.call(aten.sym_size.int, tensor, 2)
+                number = self.call(operator.mul if power > 0 else operator.truediv, number, size)
+        return number
 
 
 def _narrowest(node: Node) -> Node:

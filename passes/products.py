@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from asapc.ir import Program
+from asapc.ir import OutputFactor, Program
 from asapc.operators.masks import HIDDEN_SCORE
 from asapc.passes.cut import is_tensor
 
@@ -93,6 +93,24 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Empty:
+    """What an example without an active key gives, beside the operator's map of equal scores.
+
+    share:    by how much its map is larger: 0 where it gives nothing, NaN where it gives NaN.
+    open:     it is the map of the scores with every key active instead, as low numbers that are added to
+              all scores alike change nothing.
+    reach:    additive masks: below this number of units in the last place of what hides them, scores are
+              lost beside it, and only then are they as equal; 0 where they always are.
+    infinite: additive masks: the share where all numbers are -inf.
+    """
+
+    share: OutputFactor = OutputFactor()
+    open: bool = False
+    reach: float = 0.0
+    infinite: OutputFactor = OutputFactor()
+
+
+@dataclass(frozen=True)
 class KeyMask:
     """A node that masks keys: bool with the given polarity, or additive with very low entries."""
 
@@ -100,7 +118,7 @@ class KeyMask:
     true_means_masked: bool | None  # None: additive
     merged: bool  # leading dimension is batch times heads
     is_bias: bool = False  # additive, and what it holds besides very low entries is added to the scores
-    zero_if_empty: bool = False  # an example without keys gives 0, not what equal scores give
+    empty: Empty = Empty()
     hides: float = HIDDEN_SCORE  # additive: scores up to here remove their keys
 
 

@@ -4,8 +4,8 @@ On every batch the operator, as it will run, is held against the map that the te
 that is in half precision and far from itself, against the teacher's own code in float64. Data may
 be harmless: a loop that has converged there is any longer loop. So the teacher's part of the graph is
 cut out in float64 and both are run again where the data does not go: queries a quarter and four times as
-long, those of a Sinkhorn layer longer still until rows are nearly one-hot; fewer tokens; all but one key
-masked. Of batches of the same sizes that is done on the first, and of layers whose parts are the same
+long, those of a Sinkhorn layer longer still until rows are nearly one-hot; fewer tokens; all keys but one
+masked, and all of them, in the model's own precision. Of batches of the same sizes that is done on the first, and of layers whose parts are the same
 graph with the same constants, too: the others are tried at the sharpest queries alone.
 """
 
@@ -39,6 +39,8 @@ HALVES = (torch.float16, torch.bfloat16)
 SCALES = {"queries / 4": 0.25, "as given, in float64": 1.0, "queries x 4": 4.0}
 SHARPER = tuple(float(1 << power) for power in range(4, 13))
 ONE_HOT = 0.9  # mean largest entry of a softmax of the scores at which rows are nearly one-hot
+LOWEST = torch.finfo(torch.float32).min  # which all scores are lost beside
+NONE = -1  # no key is active
 EXAMPLES = 2  # of each batch, beyond the data
 ENTRIES = 1 << 18  # of a map beyond the data: of larger ones, one example
 
@@ -151,7 +153,7 @@ def replay(
     for name, given, t in progress.track(observed(), "replaying", len(batches) * len(sites)):
         site = sites[name][1]
         expected = _canonical(given[parts[name].output], parts[name])
-        beyond = _Beyond(cuts[name], site, parts[name], given, t, references[name])
+        beyond = _Beyond(cuts[name], sites[name][0].graph, site, parts[name], given, t, references[name])
         if expected.dtype in HALVES:
             expected, t = beyond.exact(), _single(t)
         if not bool(site.weighed(expected).isfinite().all()):
@@ -209,21 +211,25 @@ class _Beyond:
     def __init__(
         self,
         cut: Cut,
+        graph: GraphModule,
         site: Site,
         part: Part,
         values: Mapping[Node, Tensor],
         seen: SiteTensors,
         reference: SiteFunction,
     ) -> None:
-        self.cut, self.site, self.part, self.seen, self.reference = cut, site, part, seen, reference
-        self._given = values
+        self.cut, self.graph, self.site, self.part = cut, graph, site, part
+        self.seen, self.reference, self._given = seen, reference, values
         self.sizes = self.cut.lengths(_sizes(part.inputs, values))
         self.heads = seen.q.shape[1]
 
     @cached_property
     def values(self) -> Mapping[Node, Tensor]:
         """In float64, made when they are needed: they are as large as all else that is held here."""
-        return {node: _double(value) for node, value in self._given.items()}
+        return {
+            node: value.to(self.cut.precision) if value.is_floating_point() else value
+            for node, value in self._given.items()
+        }
 
     def errors(self, sharpest_alone: bool) -> Iterable[tuple[str, float]]:
         """What was tried, and the error.  sharpest_alone: only where rows are nearly one-hot, or, in
@@ -252,7 +258,8 @@ class _Beyond:
         if fewer is not None:
             others["fewer tokens"] = self._error(fewer, 1.0)
         if self.part.masks and self.seen.k.shape[2] > 1:
-            others["all but one key masked"] = self._error(few, 1.0, one_key=True)
+            others["all but one key masked"] = self._error(few, 1.0, active=self.seen.k.shape[2] // 2)
+            others["no key active"] = self._in_own_precision()._error(few, 1.0, active=NONE)
         yield from ((tried, error) for tried, error in others.items() if error is not None)
 
     def rounding(self, given: Tensor) -> float:
@@ -283,6 +290,14 @@ class _Beyond:
             if share >= ONE_HOT:
                 return
 
+    def _in_own_precision(self) -> _Beyond:
+        """The same in float32, unless the teacher has float64: rounding beside the numbers that hide keys
+        decides what an example without any gives."""
+        if any(node.meta["val"].dtype == torch.float64 for node in self.part.inputs):
+            return self
+        cut = Cut(self.graph, self.part.inputs, self.part.output, self.part.inside, precision=torch.float32)
+        return _Beyond(cut, self.graph, self.site, self.part, self._given, self.seen, self.reference)
+
     def _with_examples(self) -> dict[Any, int]:
         """Sizes with few examples, where their number is free."""
         q, k = self.seen.q, self.seen.k
@@ -311,17 +326,16 @@ class _Beyond:
         return {**sizes, symbol: min(to, sizes[symbol])}
 
     def _error(
-        self, sizes: dict[Any, int], scale: float, one_key: bool = False
+        self, sizes: dict[Any, int], scale: float, active: int | None = None
     ) -> float | None:
-        """The relative error; None where the teacher's own code is not finite."""
+        """The relative error; None where the teacher's own code is not finite.  active: the only key that
+        is not masked, NONE for none."""
         tensors = [self._input(node, sizes) for node in self.part.inputs]
         tensors[0] = self.site.scaled(tensors[0], scale)
         t = self._tensors(sizes, scale)
-        if one_key:
-            active = t.k.shape[2] // 2
-            only = torch.zeros(t.k.shape[0], t.k.shape[2], dtype=torch.bool, device=t.k.device)
-            only[:, active] = True
-            t = replace(t, keep=only, query_keep=None if t.query_keep is None else only)
+        if active is not None:
+            only = torch.arange(t.k.shape[2], device=t.k.device).expand(len(t.k), -1) == active
+            t = replace(t, keep=self.site.opened(only), query_keep=None if t.query_keep is None else only)
             hidden = dict(self.part.masks)
             tensors = [
                 _all_but(value, active, hidden[node]) if node in hidden else value
@@ -409,7 +423,7 @@ def _all_but(mask: Tensor, active: int, hidden: bool | None) -> Tensor:
     others = torch.arange(mask.shape[-1], device=mask.device) != active
     if hidden is None:
         shown = torch.where(mask <= MASKED_BELOW, 0.0, mask)
-        return torch.where(others, HIDDEN_SCORE, shown)
+        return torch.where(others, HIDDEN_SCORE if active != NONE else LOWEST, shown)
     return torch.where(others, hidden, not hidden).expand(mask.shape).contiguous()
 
 

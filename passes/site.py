@@ -79,6 +79,10 @@ class Site(ABC):
         """What its part gives, as errors of it are measured."""
         return output
 
+    def opened(self, keep: Tensor) -> Tensor:
+        """The keys [B, M] that the site's operator is told are active, of those that a mask keeps."""
+        return keep
+
     def completed(self, result: Tensor, seen: SiteTensors) -> Tensor:
         """What its call gives, with what lift puts behind the call."""
         return result

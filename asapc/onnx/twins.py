@@ -37,6 +37,7 @@ from asapc.operators import ranks as esp_ranks
 from asapc.operators.banded import in_band, seen_keys
 from asapc.operators.fitted_sinkhorn import scaled
 from asapc.operators.hybrid import hybrid
+from asapc.operators.masks import FINE
 from asapc.operators.matching import rank_partners
 from asapc.operators.ranks import Clouds as Ranks
 from asapc.operators.sinkhorn import (
@@ -887,6 +888,14 @@ fitted_sinkhorn, fitted_sinkhorn_attention = _both(_fitted_loop)
 def kept_keys(mask: Tensor, hides: float) -> Tensor:
     """True on the keys that an additive mask keeps; a graph cannot refuse what is neither."""
     return mask > hides
+
+
+def keys_of_empty(
+    keep: Tensor, mask: Tensor, q: Tensor, k: Tensor, reach: float, is_bias: bool
+) -> Tensor:
+    """keep with every key active where none is and scores stay what they are beside the mask."""
+    fine = mask.amax(-1) > -2.0 * FINE / torch.finfo(q.dtype).eps
+    return keep | (~keep.any(-1) & fine)[:, None]
 
 
 def _named(name: str) -> Callable[..., Tensor]:

@@ -26,6 +26,7 @@ from asapc.operators.sinkhorn import (
     clean_values,
     initial_duals,
     open_empty,
+    opened_keys,
     run_half_steps,
     score_matrix,
     widen,
@@ -82,8 +83,7 @@ def asap(
         widen(q), widen(k), keep, bias, source_dual, target_dual,
         score_multiplier, c_transforms, output_factor,
     )  # fmt: skip
-    _, opened, _ = open_empty(q, keep, None)
-    return (attention @ widen(clean_values(v, opened))).to(v.dtype)
+    return (attention @ widen(clean_values(v, opened_keys(keep)))).to(v.dtype)
 
 
 def open_dual(dual: Tensor, keep: Tensor | None) -> Tensor:

@@ -6,6 +6,8 @@ every precision. Anything between is a bias of the scores, which no mask can sta
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,20 +16,78 @@ from asapc.errors import InputError
 MASKED_BELOW = -1e4  # an additive score up to here removes its key
 HIDDEN_SCORE = -1e9  # what most code adds
 RULE = "an additive key mask holds 0, or scores so low that they hide a key, as where it was compiled"
+RULE_OF_EMPTY = (
+    "an additive mask that hides every key of an example holds one number there, which scores are lost "
+    "beside, or which leaves them as they are"
+)
+HELP_OF_EMPTY = "hide keys by -1e4 or by torch.finfo(dtype).min, or leave out examples without keys"
+FINE = 2.0**-10  # of scores in units of epsilon: what -1e4 leaves of them in float32
 HELP = "compile with data whose masks hold such numbers: they are then added to the scores as a bias"
 
 
 def kept_keys(mask: Tensor, hides: float) -> Tensor:
     """True on the keys that an additive mask keeps, in its shape.  hides: scores up to here hide a key.
 
-    Raises InputError on a number between 0 and `hides`, or above 0; on a GPU, where nothing waits for a
+    Raises InputError on a number between 0 and `hides`, above 0, or NaN; on a GPU, where nothing waits for a
     number, it is a device-side assertion.
     """
     kept = mask > hides
-    hard = (~kept | (mask == 0)).all()
+    hard = ((mask <= hides) | (mask == 0)).all()
     if mask.device.type != "cpu":
         torch._assert_async(hard, RULE)
     elif not bool(hard):
-        soft = mask[kept & (mask != 0)]
+        soft = mask[~(mask <= hides) & (mask != 0)]
         raise InputError(RULE, got=f"{len(soft)} others, such as {float(soft[0]):g}", help=HELP)
     return kept
+
+
+def keys_of_empty(
+    keep: Tensor, mask: Tensor, q: Tensor, k: Tensor, reach: float, is_bias: bool
+) -> Tensor:
+    """keep [B, M] with every key active in an example without any, unless its scores are lost.
+
+    A number that is added to all scores of an example hides none. Where its last place is larger than
+    the scores, it makes them equal: such an example is left without an active key.
+    mask: [B or 1, M], added to scores.  q: [B, H, N, D]; k: [B, H, M, D].  reach: last places of the
+    number below which products q k are lost.  is_bias: its numbers may differ where they leave scores
+    as they are.
+    Raises InputError where they do neither; on a GPU, it is a device-side assertion.
+    """
+    empty = ~keep.any(-1)
+    on_cpu = mask.device.type == "cpu"
+    if on_cpu and not bool(empty.any()):
+        return keep.clone()
+    highest = mask.amax(-1)
+    unit = last_place(highest, q.dtype)
+    alike = (mask == highest[:, None]).all(-1)
+    fine = unit <= FINE
+    size = largest_products(q, k, empty) if on_cpu else bound_of_products(q, k)
+    lost = alike & ((unit * reach > size) | highest.isneginf()) | highest.isnan()
+    clear = ~empty | lost | (fine if is_bias else fine & alike)
+    if not on_cpu:
+        torch._assert_async(clear.all(), RULE_OF_EMPTY)
+    elif not bool(clear.all()):
+        number = float(highest.expand(len(keep))[~clear][0])
+        got = f"{number:g} beside scores that are neither larger nor smaller than its last place"
+        raise InputError(RULE_OF_EMPTY, got=got, help=HELP_OF_EMPTY)
+    return keep | (empty & fine)[:, None]
+
+
+def last_place(number: Tensor, dtype: torch.dtype) -> Tensor:
+    """The unit in the last place of finite numbers [*] in a dtype."""
+    exponent = number.double().abs().log2().floor()
+    return torch.where(number.isfinite(), torch.finfo(dtype).eps * 2.0**exponent, math.inf)
+
+
+def largest_products(q: Tensor, k: Tensor, chosen: Tensor) -> Tensor:
+    """The largest |q k| of chosen examples, 0 for others: [B]."""
+    largest = q.new_zeros(len(q), dtype=torch.float64)
+    products = q[chosen].double() @ k[chosen].double().transpose(-1, -2)
+    largest[chosen] = products.abs().flatten(1).amax(-1)
+    return largest
+
+
+def bound_of_products(q: Tensor, k: Tensor) -> Tensor:
+    """What no |q k| of an example is larger than: [B]."""
+    first, second = (x.double().norm(dim=-1).flatten(1).amax(-1) for x in (q, k))
+    return first * second

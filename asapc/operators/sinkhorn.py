@@ -27,11 +27,19 @@ def open_empty(
     """
     if keep is None:
         return q, keep, bias
-    empty = ~keep.any(-1)
-    here = empty[:, None, None, None]
+    here = ~keep.any(-1)[:, None, None, None]
     if bias is not None:
         bias = torch.where(here, 0.0, bias)
-    return q.masked_fill(here, 0.0), keep | empty[:, None], bias
+    return q.masked_fill(here, 0.0), opened_keys(keep), bias
+
+
+@overload
+def opened_keys(keep: Tensor) -> Tensor: ...
+@overload
+def opened_keys(keep: None) -> None: ...
+def opened_keys(keep: Tensor | None) -> Tensor | None:
+    """[B, M], with every key of an example that has no active one active."""
+    return None if keep is None else keep | ~keep.any(-1, keepdim=True)
 
 
 def clean_values(v: Tensor, keep: Tensor | None) -> Tensor:

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Stabiliser
-from asapc.operators.sinkhorn import clean_values, factor_value, open_empty, score_matrix, widen
+from asapc.operators.sinkhorn import (
+    clean_values,
+    factor_value,
+    open_empty,
+    opened_keys,
+    score_matrix,
+    widen,
+)
 
 
 def stabilised_plans(
@@ -126,7 +133,7 @@ def stabilised_sinkhorn(
         q, k, keep, bias, score_multiplier, half_steps, rows_first,
         Stabiliser.of(form, kind, constant, start, shares, start_share), output_factor,
     )  # fmt: skip
-    values = b * clean_values(v, keep).double()
+    values = b * clean_values(v, opened_keys(keep)).double()
     return (a * factor * (kernel @ values)).to(v.dtype)
 
 

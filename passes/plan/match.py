@@ -173,20 +173,20 @@ class _Region:
         self.data = [x.node for x in self.given if x.data]
         self.constants = [x.node for x in self.given if not x.data]
         self.graph = graph
-        self.cut = self._cut(True)
+        self.cut = self._cut(torch.float64)
         above = ancestors(*loop.sums, until=BARRIERS)
         self.stops = [
             stop for stop in program.stops if ancestors(stop.residual, until=BARRIERS) & above
         ]
 
-    def _cut(self, promoted: bool) -> Cut:
+    def _cut(self, precision: torch.dtype | None) -> Cut:
         given, made = [self.start.tensor.node, *self.data], (self.end.tensor.node, *self.constants)
-        return Cut(self.graph, given, made, self.inside, promoted=promoted)
+        return Cut(self.graph, given, made, self.inside, precision=precision)
 
     @cached_property
     def as_it_is(self) -> Cut:
         """In the dtypes of the program."""
-        return self._cut(False)
+        return self._cut(None)
 
     def observe(
         self, scores: Tensor, given: Mapping[Node, Tensor], lengths: dict[Any, int]

@@ -30,6 +30,7 @@ from asapc.passes.experiment import STABILISED, Experiment, NoFit, assigned, out
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, site_name
 from asapc.passes.regions import Region
+from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.probe import (
     HELD,
     MILD,
@@ -75,11 +76,17 @@ CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
 class RegionExperiment(Experiment):
     """A region as a function of scores, masks and biases."""
 
-    def __init__(self, program: Program, region: Region) -> None:
+    def __init__(
+        self, program: Program, region: Region, precision: torch.dtype = torch.float64
+    ) -> None:
         inputs = [region.score.result, *map(Canonical, region.inputs)]
         output = Canonical(region.attention, region.value.left_order)
-        super().__init__(program.graph, inputs, output, region.inside)
-        self.region = region
+        super().__init__(program.graph, inputs, output, region.inside, precision=precision)
+        self.program, self.region = program, region
+
+    def in_single(self) -> RegionExperiment:
+        """The same in float32."""
+        return RegionExperiment(self.program, self.region, torch.float32)
 
     def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
         """Of the scores."""
@@ -96,7 +103,8 @@ class RegionExperiment(Experiment):
         self, scores: Tensor, inputs: Sequence[Tensor], lengths: dict[Any, int]
     ) -> Tensor:
         """In the shape of the scores."""
-        return self.run([scores, *inputs], lengths).reshape(scores.shape)
+        given = (x.to(self.cut.precision) if x.is_floating_point() else x for x in (scores, *inputs))
+        return self.run([*given], lengths).reshape(scores.shape)
 
 
 def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
@@ -313,12 +321,21 @@ def run_experiments(
             if isinstance(masked, NoFit):
                 return f"with {spoken(node)} as key mask: {masked}"
             fit = masked
-            inputs[index] = key_pattern(neutral[index], alone & False, polarity, _lowest(node))
-            empty = experiment.attention(s, inputs, lengths)
+
+            def hidden(at: dict[Any, int], score: float, index: int = index,
+                       polarity: bool | None = polarity) -> list[Tensor]:  # fmt: skip
+                none = resized(experiment, region, neutral, at)
+                everything = torch.zeros(none[index].shape[-1], dtype=torch.bool)
+                none[index] = key_pattern(none[index], everything, polarity, score)
+                return none
+
+            plain = replace(fit.convention, mask="none")
+            examples = EmptyExamples(experiment, plain, node, sizes, hidden)
+            empty = examples.of_scores(hides) if polarity is None else examples.of_mask()
+            if isinstance(empty, str):
+                return empty
             is_bias = role == "additive" and _adds_more(node)
-            mask = KeyMask(
-                node, polarity, merged or _merged(node, region), is_bias, not bool(empty.any()), hides
-            )
+            mask = KeyMask(node, polarity, merged or _merged(node, region), is_bias, empty, hides)
         if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
             if bias is not None:
                 return f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})"
@@ -573,12 +590,6 @@ def _input_role(
     silent = isinstance(example, Tensor) and not bool(example.any())
     by_row = varies(node, -2) or (len(shape) == 4 and varies(node, -3))
     return "additive" if hides or (not by_row and (silent or shape[-2] == 1)) else "bias"
-
-
-def _lowest(node: Node) -> float:
-    """What an additive mask hides keys with: with -inf a key that is hidden can be told from no key."""
-    lowest = float(node.meta["example"].min()) if node.meta["val"].is_floating_point() else 0.0
-    return lowest if lowest <= MASKED_BELOW else HIDDEN_SCORE
 
 
 def _adds_more(node: Node) -> bool:

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import Convention, SiteTensors
-from asapc.operators.sinkhorn import loop_of
+from asapc.operators.sinkhorn import loop_of, opened_keys
 from asapc.passes.cut import Part
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import Canonical, KeyMask, Product, rank_of
+from asapc.passes.sinkhorn.empty import value_of
 from asapc.passes.site import Site
 
 aten = torch.ops.aten
@@ -58,10 +59,16 @@ class AttentionSite(Site):
     def stops_on(self) -> tuple[Node, ...]:
         return (self.score.node,)
 
+    def opened(self, keep: Tensor) -> Tensor:
+        mask = self.mask
+        is_open = mask is not None and mask.empty.open and mask.true_means_masked is not None
+        return opened_keys(keep) if is_open else keep
+
     def completed(self, result: Tensor, seen: SiteTensors) -> Tensor:
-        if self.mask is None or not self.mask.zero_if_empty or seen.keep is None:
+        if self.mask is None or seen.keep is None:
             return result
-        return result * seen.keep.any(1)[:, None, None, None]
+        share = value_of(self.mask.empty.share, seen.q.shape[2], seen.k.shape[2])
+        return torch.where(seen.keep.any(1)[:, None, None, None], result, result * share)
 
     def part(self) -> Part:
         return part_of(self.score, self.value, self.attention, self.inside, self.inputs, self.mask)
@@ -69,16 +76,12 @@ class AttentionSite(Site):
     def lift(self, lifting: Lifting) -> list[Swap]:
         with lifting.before_map(self.value):
             q, k = lifting.operand(self.score.map), lifting.operand(self.score.keys)
-            keep = lifting.keep(self.mask, q)
+            keep = lifting.keep(self.mask, q, k)
             bias = None if self.bias is None else _bias(lifting, self.bias)
-            shown = None
-            if self.mask is not None and self.mask.zero_if_empty:
-                # [B, 1, 1, 1], True for examples with keys: the teacher gives 0 for the others.
-                any_key = lifting.call(aten.any.dim, keep, 1)
-                shown = lifting.call(aten.view.default, any_key, [-1, 1, 1, 1])
+            share = lifting.share(self.mask, keep, q, k)
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
-            return lifting.put_map(operator, q, k, rest, self.value, shown)
+            return lifting.put_map(operator, q, k, rest, self.value, share)
 
 
 def part_of(

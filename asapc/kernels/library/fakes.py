@@ -69,6 +69,11 @@ def kept_keys(arguments: Mapping[str, Any]) -> Tensor:
     return mask.new_empty(mask.shape, dtype=torch.bool)
 
 
+def keys_of_empty(arguments: Mapping[str, Any]) -> Tensor:
+    keep: Tensor = arguments["keep"]
+    return torch.empty_like(keep, memory_format=torch.contiguous_format)
+
+
 def gradients(arguments: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
     """One of the size of each of these arguments, empty where it is not given."""
     q: Tensor = arguments["q"]

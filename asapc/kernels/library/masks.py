@@ -1,4 +1,4 @@
-"""asapc::kept_keys: an additive mask as a boolean one."""
+"""asapc::kept_keys, keys_of_empty: an additive mask as a boolean one."""
 
 from __future__ import annotations
 
@@ -8,3 +8,5 @@ from asapc.operators import masks
 
 kept_keys = operator(masks.kept_keys)
 register_fake(kept_keys, fakes.kept_keys)
+keys_of_empty = operator(masks.keys_of_empty)
+register_fake(keys_of_empty, fakes.keys_of_empty)

@@ -1,0 +1,150 @@
+"""Empty: what a loop gives an example in which a mask hides every key.
+
+before: a region whose loop and key mask are known
+after:  products.Empty, or why no operator can stand for it
+
+Code hides keys by finite numbers, and where all scores are as low, what it gives is decided by rounding:
+log M is lost beside -1e9 in float32. So the region runs in its own precision, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.ir import Convention, OutputFactor
+from asapc.operators.masks import HIDDEN_SCORE
+from asapc.passes.branches import spoken
+from asapc.passes.products import Empty
+from asapc.passes.sinkhorn.probe import attention_of, factor_of
+
+SPREADS = (0.1, 3.0, 30.0)  # standard deviations of the scores, in units of epsilon
+ALIKE = 1e-4  # relative difference of maps in float32
+ROUNDED = 2e-3  # the same where scores stand beside -1e4
+LAST_PLACE = 64.0  # of the low number beside which scores are lost, as of -1e9 in float32
+FACTORS = tuple(2.0 ** (power / 4) for power in range(-24, 45))  # of those scores
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One map [B, H, N, M] of an example without keys, of equal scores, and of the scores if all were
+    active; the latter two as the convention has them."""
+
+    theirs: Tensor
+    equal: Tensor
+    open: Tensor
+
+
+class EmptyExamples:
+    """A region with every key hidden.
+
+    experiment: passes.sinkhorn.match.RegionExperiment.  inputs: (lengths, those with every key hidden by
+    a number) at each of the sizes to try.
+    """
+
+    def __init__(
+        self, experiment: Any, convention: Convention, node: Any, sizes: Sequence[dict[Any, int]],
+        hidden: Any,
+    ) -> None:  # fmt: skip
+        self.experiment, self.convention, self.node = experiment, convention, node
+        self.sizes, self.hidden = sizes, hidden
+        wide = experiment.region.score.node.meta["val"].dtype == torch.float64
+        self.own = experiment if wide else experiment.in_single()
+
+    def of_mask(self) -> Empty | str:
+        """Of a boolean mask, whose number is in the region's code."""
+        return self._rounded(HIDDEN_SCORE) or self._unknown()
+
+    def of_scores(self, hides: float) -> Empty | str:
+        """Of a mask that is added to scores, which may hide keys by any number up to `hides`."""
+        near = self._of(self._seen(self.experiment, hides))
+        far = self._rounded(float(torch.finfo(torch.float32).min))
+        infinite = self._of(self._seen(self.own, -math.inf))
+        if near is None or far is None or infinite is None or far.open or infinite.open:
+            return self._unknown()
+        if near == far:
+            return Empty(far.share, infinite=infinite.share)
+        if not near.open or far.share.coefficient == 0.0:
+            return self._unknown()
+        return Empty(far.share, True, self._reach(), infinite.share)
+
+    def _unknown(self) -> str:
+        return f"what an example gives in which {spoken(self.node)} hides every key is not known"
+
+    def _rounded(self, score: float) -> Empty | None:
+        """What it gives in its own precision; as in float64 where that is nothing but rounding."""
+        own = self._seen(self.own, score)
+        if self.own is self.experiment:
+            return self._of(own)
+        exact = self._of(self._seen(self.experiment, score))
+        if exact is not None and all(_holds(exact, seen, ROUNDED) for seen in own):
+            return exact
+        return self._of(own)
+
+    def _seen(self, experiment: Any, score: float) -> list[_Seen]:
+        generator = torch.Generator().manual_seed(9)
+        plain = self.convention
+        observed = []
+        for at in self.sizes:
+            size = experiment.size(at)
+            for spread in SPREADS:
+                s = torch.randn(size, generator=generator, dtype=torch.float64)
+                s = s * spread / abs(plain.score_multiplier)
+                theirs = experiment.attention(s, self.hidden(at, score), at)
+                s, theirs = (x if x.dim() == 4 else x[:, None] for x in (s, theirs))
+                equal, opened = (attention_of(plain, x, None) for x in (torch.zeros_like(s), s))
+                observed.append(_Seen(theirs, equal, opened))
+        return observed
+
+    def _of(self, seen: Sequence[_Seen]) -> Empty | None:
+        """The simplest that holds, None if nothing does."""
+        mild = [x for x in seen if bool(x.theirs.isfinite().all())]
+        if not mild:
+            nothing = all(bool(x.theirs.isnan().all()) for x in seen)
+            return Empty(OutputFactor(math.nan)) if nothing else None
+        share = factor_of([_ratio(x) for x in mild])
+        options = [Empty(), Empty(OutputFactor(0.0)), Empty(open=True)]
+        if isinstance(share, OutputFactor):
+            options.insert(2, Empty(share))
+        return next((x for x in options if all(_holds(x, one, ALIKE) for one in seen)), None)
+
+    def _reach(self) -> float:
+        """How many last places of a low number the largest products q k are that are lost beside it."""
+        at = self.sizes[0]
+        size = self.own.size(at)
+        inputs = self.hidden(at, -LAST_PLACE / torch.finfo(self.own.cut.precision).eps)
+        s = torch.zeros(size, dtype=torch.float64)
+        s[..., 0, 0], s[..., -1, -1] = 1.0, -1.0
+        lost = 0.0
+        for factor in FACTORS:
+            theirs = self.own.attention(s * factor, inputs, at)
+            if not _alike(theirs, theirs.flatten()[0].expand_as(theirs), ALIKE):
+                break
+            lost = factor
+        return lost / LAST_PLACE
+
+
+def value_of(share: OutputFactor, queries: int, keys: int) -> float:
+    return float(share.coefficient * queries**share.queries * keys**share.keys)
+
+
+def _ratio(seen: _Seen) -> tuple[int, int, float, float]:
+    queries, keys = seen.theirs.shape[-2:]
+    return queries, keys, float(keys), float(seen.theirs.flatten()[0] / seen.equal.flatten()[0])
+
+
+def _holds(empty: Empty, seen: _Seen, tolerance: float) -> bool:
+    """Whether a map is what is said.  One that is not finite says nothing where all keys would be active:
+    exp(S) is not, at sharp scores."""
+    if empty.open:
+        return not bool(seen.theirs.isfinite().all()) or _alike(seen.theirs, seen.open, tolerance)
+    return _alike(seen.theirs, seen.equal * value_of(empty.share, *seen.theirs.shape[-2:]), tolerance)
+
+
+def _alike(theirs: Tensor, ours: Tensor, tolerance: float) -> bool:
+    return bool((theirs - ours).abs().max() <= tolerance * ours.abs().max())
