@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,11 +29,11 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from asapc.errors import BranchError, InputError
-from asapc.formats.limits import MOST, fixed_size, limits_of
+from asapc.formats.limits import MOST, demand, fixed_size, limits_of
 from asapc.inputs.data import Batch
 from asapc.inputs.faults import HELP, RULE, argument_names, data_fault
 from asapc.ir import Program, Stop
-from asapc.measure.differences import largest_difference
+from asapc.measure.differences import largest_difference, tensor_outputs
 from asapc.passes.branches import (
     CDIST,
     Answers,
@@ -49,7 +50,7 @@ from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Observer
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
-from asapc.passes.size_guards import keep_to_guards
+from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 
 
@@ -73,6 +74,7 @@ class Capture:
 
 
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
+ALIKE = 1e-5  # the same in single precision, where both run the same operators
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
 
 
@@ -241,9 +243,10 @@ def _traced(
     watching, plain = observer.watching(module), plain_types(spaces)
     with Trace(answers=answers) as budget, plain, FreeIndices(), quiet_torch():
         repeated = Repeated(budget, observer)
-        with repeated.tracing(module) if copies else contextlib.nullcontext(), watching:
+        once = repeated.tracing(module) if copies else contextlib.nullcontext()
+        with once, watching, noting_questions() as questions:
             exported = export_graph(module, args, kwargs, shapes)
-    keep_to_guards(exported, args, kwargs)
+    keep_to_guards(exported, args, kwargs, questions)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     one_spelling(graph)
@@ -264,15 +267,19 @@ def _traced(
 def _check_ones(
     module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Where one token, or one example, takes another way, sizes so small are none of the program's.
+    """Where one token or example, or none, or one of both, takes another way, sizes so small are none of
+    the program's.
 
-    A trace takes every free size to be 2 or more, and has no guard for a branch on 1.
+    A trace takes every free size to be 2 or more, and has no guard for a branch of torch's own on 1.
     """
-    for symbol, size in _free_sizes(graph).items():
-        ranges = size.node.shape_env.var_to_range
-        if not symbol.is_Symbol or ranges[symbol].lower > 2:
+    free = _free_sizes(graph)
+    alone = [(symbol,) for symbol in free if symbol.is_Symbol]
+    together = itertools.combinations((symbol for symbol, in alone), 2)  # numbers of examples come first
+    for count, symbols in (*((n, one) for n in (0, 1) for one in alone), *((1, two) for two in together)):
+        environment, last = free[symbols[-1]].node.shape_env, symbols[-1]
+        if any(limits_of(environment, symbol)[0] > count for symbol in symbols):
             continue
-        own_args, own_kwargs = _resized(graph, args, kwargs, symbol, 1)
+        own_args, own_kwargs = _resized(graph, args, kwargs, dict.fromkeys(symbols, count))
         with torch.random.fork_rng(devices=[]), Trace():
             try:
                 expected = module(*own_args, **own_kwargs)
@@ -280,13 +287,22 @@ def _check_ones(
                 continue
         try:
             found = graph(*own_args, **own_kwargs)
-            alike = largest_difference(expected, found) <= SAME
+            alike = _alike(expected, found)
         except BranchError:
             continue  # these few examples answer otherwise, which the program says
         except Exception:  # the graph cannot: the program must not be asked
             alike = False
         if not alike:
-            ranges[symbol] = ranges[symbol] & ValueRanges(3, int_oo)
+            demand(environment, last, count + 1)
+
+
+def _alike(expected: Any, found: Any) -> bool:
+    """Whether two outputs are the same to rounding; NaN is NaN, as in a mean of no tokens."""
+    ours, theirs = tensor_outputs(expected), tensor_outputs(found)
+    exact = all(x.dtype in (torch.float32, torch.float64) for x in ours)
+    if largest_difference(expected, found) <= (ALIKE if exact else SAME):
+        return True
+    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 
 def _check_many(
@@ -301,7 +317,7 @@ def _check_many(
         count = CDIST + 5 if few else CDIST - 5
         if not symbol.is_Symbol or not ranges[symbol].lower <= count <= ranges[symbol].upper:
             continue
-        other_args, other_kwargs = _resized(graph, args, kwargs, symbol, count)
+        other_args, other_kwargs = _resized(graph, args, kwargs, {symbol: count})
         try:
             with torch.random.fork_rng(devices=[]), Trace():
                 expected = module(*other_args, **other_kwargs)
@@ -339,15 +355,16 @@ def _symbolic(value: torch.Tensor) -> list[torch.SymInt]:
 
 
 def _resized(
-    graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], symbol: Any, count: int
+    graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Mapping[Any, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example with `count` entries, again from the first, along every axis of this size."""
+    """The example with so many entries, again from the first, along every axis of these sizes."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
 
     def resized(given: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
         for axis, size in enumerate(traced.shape):
-            if fixed_size(size) is None and size.node.expr == symbol:  # type: ignore[attr-defined]
+            count = None if fixed_size(size) is not None else counts.get(size.node.expr)  # type: ignore[attr-defined]
+            if count is not None:
                 rows = torch.arange(count, device=given.device) % max(1, given.shape[axis])
                 given = given.index_select(axis, rows[: count if given.shape[axis] else 0])
         return given
@@ -466,7 +483,7 @@ def size_hint(size: int | torch.SymInt) -> Any:
     """Dim.STATIC for a number, Dim.AUTO with the limits of a size, None if it has none."""
     if isinstance(size, int) or fixed_size(size) is not None:
         return Dim.STATIC
-    low, high = limits_of(size.node.shape_env.var_to_range, size.node.expr)
+    low, high = limits_of(size.node.shape_env, size.node.expr)
     if (low, high) == (0, MOST):
         return None
     if low == high:

@@ -4,16 +4,22 @@ torch.export traces a branch on a size one way. Where the branch is an interval 
 range. Anything else (`n % 5 == 0`, `n > batch`, `min(12, n // 2)` half-steps) is a guard in text, and a
 graph that is run without its guards computes something else where they fail. So the ranges are narrowed
 until every guard holds in them; most guards are true of all sizes, and narrow nothing.
+
+torch takes every size to be 2 or more, and has no guard for `B == 1`. So what the model's own code asks
+of sizes is noted while it is traced, and a program holds for smaller ones where the answers are the same.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import operator
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +28,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from asapc.formats.limits import fixed_size
+from asapc.formats.limits import demand, fixed_size
 
 SIZES = range(2, 4097)  # at which a guard on one size is tried
 LARGE = (5000, 8192, 10_000, 65_536, 1_000_000)  # besides: where it still holds, it has no upper end
 TRIED = 2000  # pairs, or more, of sizes at which a guard on several is tried
+FEW = (0, 1, 2, 3, 5, 9, 17, 33, 65, 513)  # the sizes besides one of 0 or 1 at which a question is asked
+FEW_TRIED = 200  # of them, where it is of more than two sizes
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 LONGEST = 10_000  # characters of a guard that is read
 _OPERATORS: Mapping[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
@@ -41,17 +50,59 @@ class _Unreadable(Exception):
     """A guard that is not arithmetic on sizes."""
 
 
-def keep_to_guards(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Question:
+    """What a model's own code asked of sizes: an expression that is true or not, and what it was."""
+
+    expression: Any
+    answer: bool
+
+    def at(self, sizes: Mapping[Any, int]) -> bool | None:
+        """The answer for these sizes, None where there is none."""
+        try:
+            return bool(self.expression.xreplace(sizes))
+        except (ZeroDivisionError, TypeError, ValueError):
+            return None
+
+
+@contextlib.contextmanager
+def noting_questions() -> Iterator[list[Question]]:
+    """All that the model's own code asks of its sizes while it is traced, each once."""
+    noted: dict[Question, None] = {}
+    questions: list[Question] = []
+    asked = torch.SymBool.__bool__
+
+    def __bool__(self: torch.SymBool) -> bool:
+        answer = asked(self)
+        question = Question(self.node.expr, answer)
+        of_the_model = not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_MODELS)
+        if of_the_model and question not in noted:
+            noted[question] = None
+            questions.append(question)
+        return answer
+
+    torch.SymBool.__bool__ = __bool__  # type: ignore[method-assign]
+    try:
+        yield questions
+    finally:
+        torch.SymBool.__bool__ = asked  # type: ignore[method-assign]
+
+
+def keep_to_guards(
+    exported: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any],
+    questions: Sequence[Question] = (),
+) -> None:  # fmt: skip
     """Narrow the ranges of a program's sizes, in its shape environment, to where its guards hold.
 
-    args, kwargs: the example, for which they do.
+    args, kwargs: the example, for which they do.  questions: of the model's own code.
     """
     known = _sizes(exported, args, kwargs)
     fixed = {name: size for name, (size, *_) in known.items() if isinstance(size, int)}
     sizes = {name: entry for name, entry in known.items() if name not in fixed}
     if not sizes:
         return
-    ranges = next(iter(sizes.values()))[0].node.shape_env.var_to_range
+    environment = next(iter(sizes.values()))[0].node.shape_env
+    ranges = environment.var_to_range
     hints = {size.node.expr: hint for size, hint, _ in sizes.values()}
     lengths = {size.node.expr for size, _, axis in sizes.values() if axis > 0}
 
@@ -73,6 +124,41 @@ def keep_to_guards(exported: ExportedProgram, args: tuple[Any, ...], kwargs: dic
         for symbol in others:
             narrow(symbol, hints[symbol], hints[symbol])
         narrow(last, *_around(holds, names, hints, last))
+    for question in questions:
+        question = replace(question, expression=environment.replace(question.expression))
+        for symbol, size in _least(question, hints, lengths).items():
+            demand(environment, symbol, size)
+
+
+def _least(question: Question, hints: Mapping[Any, int], lengths: Collection[Any]) -> dict[Any, int]:
+    """What sizes are at least where a question is answered as it was: of 2 and more, guards say it.
+
+    Of all ways to leave out the small sizes that answer otherwise, the one that leaves out fewest, and
+    lengths rather than numbers of examples.
+    """
+    asked = question.expression
+    symbols = sorted(getattr(asked, "free_symbols", ()), key=str)
+    if not symbols or not {*symbols} <= {*hints}:
+        return {}
+    points: Iterable[tuple[int, ...]] = itertools.product(FEW, repeat=len(symbols))
+    if len(symbols) > 2:
+        draw = random.Random(0)
+        points = (tuple(draw.choices(FEW, k=len(symbols))) for _ in range(FEW_TRIED))
+    otherwise = [
+        point for point in points
+        if min(point) < 2 and question.at(dict(zip(symbols, point, strict=True))) is not question.answer
+    ]
+    ways = [
+        least for least in itertools.product(range(4), repeat=len(symbols))
+        if all(size <= max(2, min(3, hints[s])) for s, size in zip(symbols, least, strict=True))
+        and all(any(n < size for n, size in zip(point, least, strict=True)) for point in otherwise)
+    ]  # fmt: skip
+
+    def loss(least: tuple[int, ...]) -> tuple[int, int]:
+        examples = (n for s, n in zip(symbols, least, strict=True) if s not in lengths)
+        return sum(least), max(examples, default=0)
+
+    return dict(zip(symbols, min(ways, key=loss), strict=True))
 
 
 _Value = Callable[[Mapping[str, int]], Any]

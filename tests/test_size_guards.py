@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.export import Dim
 from asapc.errors import InputError
 from asapc.formats.limits import MOST
 from asapc.inputs.data import Batch
+from asapc.passes import size_guards
 from asapc.passes.capture import capture
 from asapc.program.call import known_of
 from asapc.program.runner import Runner
@@ -101,7 +103,47 @@ class One(nn.Module):
 def test_a_branch_on_a_size_of_one_is_not_the_programs(axis: int) -> None:
     (program,) = capture(One(axis), (torch.randn(*EXAMPLE, 4),), {}).programs
     limits = allowed(program)
-    assert limits[axis] == (3, MOST) and limits[1 - axis] == (0, MOST)
+    assert limits[axis] == (2, MOST) and limits[1 - axis] == (0, MOST)
+
+
+ONES: dict[str, tuple[Callable[[int, int], bool], int, int]] = {
+    "b == 1 and n > 16": (lambda b, n: b == 1 and n > 16, 2, 0),
+    "b * n <= 2": (lambda b, n: b * n <= 2, 1, 3),
+    "b + n < 4": (lambda b, n: b + n < 4, 1, 3),
+    "n // 2 == 0": (lambda b, n: n // 2 == 0, 0, 2),
+    "b in (1, 2)": (lambda b, n: b in (1, 2), 3, 0),
+    "(b, n) == (1, 1)": (lambda b, n: (b, n) == (1, 1), 2, 0),
+    "b * n < 2": (lambda b, n: b * n < 2, 1, 2),
+    "n >= 1": (lambda b, n: n >= 1, 0, 0),
+}
+
+
+class Asking(nn.Module):
+    def __init__(self, branch: str) -> None:
+        super().__init__()
+        self.asks = ONES[branch][0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(-1) if self.asks(x.shape[0], x.shape[1]) else x.log_softmax(-1)
+
+
+@pytest.mark.parametrize("branch", ONES)
+def test_what_code_asks_of_small_sizes_is_held_to_in_combination(branch: str) -> None:
+    """One example alone does the same as several, and a trace has no guard for it."""
+    (program,) = capture(Asking(branch), (torch.randn(*EXAMPLE, 4),), {}).programs
+    _, examples, tokens = ONES[branch]
+    assert allowed(program) == ((examples, MOST), (tokens, MOST))
+
+
+def test_an_example_of_two_is_the_programs_own() -> None:
+    (program,) = capture(Asking("b * n <= 2"), (torch.randn(2, 2, 4),), {}).programs
+    assert allowed(program) == ((2, MOST), (2, MOST))
+
+
+def test_one_example_of_one_token_is_tried_where_torch_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size_guards, "_NOT_THE_MODELS", str(Path(__file__).parent))
+    (program,) = capture(Asking("b * n < 2"), (torch.randn(*EXAMPLE, 4),), {}).programs
+    assert allowed(program) == ((0, MOST), (2, MOST))
 
 
 class Views(nn.Module):

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 MOST = 2**31 - 1  # of a size that has no limit
 
 
-def limits_of(ranges: Mapping[Any, Any], symbol: Any) -> tuple[int, int]:
-    """Least and most of a symbol, by the ranges of a program or of its shape environment.
+_LEAST = "asapc_least"  # of a shape environment: what sizes are at least, by symbol
 
-    Every size is traced as 2 or more and may be less: 0 stands for no limit.
+
+def limits_of(environment: Any, symbol: Any) -> tuple[int, int]:
+    """Least and most of a symbol of a shape environment.
+
+    Every size is traced as 2 or more and may be less, unless `demand` was told so: 0 stands for no limit.
     """
-    limits = ranges.get(symbol)
+    limits = environment.var_to_range.get(symbol)
     if limits is None:
         return 0, MOST
     if limits.lower == limits.upper:
         return int(limits.lower), int(limits.upper)
-    low = int(limits.lower) if limits.lower > 2 else 0
+    low = int(limits.lower) if limits.lower > 2 else getattr(environment, _LEAST, {}).get(symbol, 0)
     return low, int(limits.upper) if limits.upper < MOST else MOST
+
+
+def demand(environment: Any, symbol: Any, least: int) -> None:
+    """Let a size be `least` (up to 3) or more."""
+    noted = getattr(environment, _LEAST, {})
+    setattr(environment, _LEAST, {**noted, symbol: max(least, noted.get(symbol, 0))})
 
 
 def fixed_size(size: Any) -> int | None:

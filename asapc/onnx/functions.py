@@ -159,7 +159,7 @@ def stand_ins(values: Sequence[Tensor]) -> list[tuple[int, ...]]:
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in symbols:
                 symbols[symbol] = _stand_in(
-                    limits_of(length.node.shape_env.var_to_range, symbol), symbols.values()
+                    limits_of(length.node.shape_env, symbol), symbols.values()
                 )
         return int(expression.subs(symbols))
 

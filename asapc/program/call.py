@@ -565,7 +565,7 @@ def known_of(
                 continue
             name = str(size.node.expr)
             sizes.append(name)
-            ends = limits_of(size.node.shape_env.var_to_range, size.node.expr)
+            ends = limits_of(size.node.shape_env, size.node.expr)
             if ends != (0, MOST):
                 limits[name] = ends
         same = None if same_as is None else same_as[index]

@@ -227,7 +227,7 @@ class _Region:
         for size, length in wanted:
             symbol = _free(size)
             if symbol is not None and symbol not in set_:
-                low, high = limits_of(size.node.shape_env.var_to_range, symbol)
+                low, high = limits_of(size.node.shape_env, symbol)
                 found[symbol] = max(low, min(length, high))
                 set_.add(symbol)
         return found

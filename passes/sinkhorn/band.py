@@ -160,7 +160,7 @@ def _lengths(shape: Sequence[Any]) -> Iterator[tuple[dict[Any, int] | None, int]
     beside = tokens.node.expr - symbol
     if others or not beside.is_number:
         return
-    low, high = limits_of(tokens.node.shape_env.var_to_range, symbol)
+    low, high = limits_of(tokens.node.shape_env, symbol)
     most = high + int(beside)
     wanted = {*LENGTHS, LONGEST, int(tokens.node.hint), *([most] if most < LONGEST else [])}
     one = assigned((size, 1) for size in leads)

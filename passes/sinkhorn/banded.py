@@ -200,7 +200,7 @@ class _Trials:
         tokens = self.experiment.region.score.result.shape[-1]
         if fixed_size(tokens) is None:
             (symbol,) = tokens.node.expr.free_symbols
-            longest = limits_of(tokens.node.shape_env.var_to_range, symbol)[1]
+            longest = limits_of(tokens.node.shape_env, symbol)[1]
             side = max(-self.convention.low, self.convention.high)
             found[symbol] = min(side + more, longest)
         return found

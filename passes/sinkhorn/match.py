@@ -501,7 +501,7 @@ def _many_tokens(
     tokens = min(LONGEST_PROBE, int(math.sqrt(PROBE_WORK / (others * convention.half_steps))))
     sizes = [size for size in shape[-2:] if isinstance(size, torch.SymInt)]
     for size in sizes:
-        tokens = min(tokens, limits_of(size.node.shape_env.var_to_range, size.node.expr)[1])
+        tokens = min(tokens, limits_of(size.node.shape_env, size.node.expr)[1])
     at = {**lengths, **dict.fromkeys(_symbols(sizes), tokens)}
     if at == lengths or tokens <= max(experiment.size(lengths)[-2:]):
         return None

@@ -180,7 +180,7 @@ def _check_sizes(program: GraphModule, feeds: Mapping[str, Tensor]) -> None:
             if isinstance(size, int):
                 low = high = size
             else:
-                low, high = limits_of(size.node.shape_env.var_to_range, size.node.expr)
+                low, high = limits_of(size.node.shape_env, size.node.expr)
             if not low <= length <= high:
                 raise InputError(
                     "the program runs at these sizes",
