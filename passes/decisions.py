@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from asapc.passes.branches import spoken
-from asapc.passes.cut import HALVES, SHAPE_ONLY, Part, ancestors, descendants, is_tensor
+from asapc.passes.cut import SHAPE_ONLY, Part, ancestors, descendants, is_tensor
 from asapc.passes.products import BARRIERS
 
 aten = torch.ops.aten
@@ -27,7 +27,14 @@ BOUNDS = {
     aten.clamp_max.default, aten.clamp_max.Tensor, aten.clip.default, aten.relu.default,
     aten.relu6.default, aten.hardtanh.default, aten.threshold.default, aten.maximum.default,
     aten.minimum.default, aten.fmax.default, aten.fmin.default, aten.nan_to_num.default,
-    aten.hardshrink.default, aten.softshrink.default, aten.leaky_relu.default,
+    aten.hardshrink.default, aten.softshrink.default, aten.leaky_relu.default, aten.max.other,
+    aten.min.other, aten.clip.Tensor,
+}  # fmt: skip
+SIGNS = {  # what differs most where their input changes its sign, softly or not
+    aten.sign.default, aten.sgn.default, aten.heaviside.default, aten.signbit.default,
+    aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.hardsigmoid.default,
+    aten.log_sigmoid.default, aten.softplus.default, aten.silu.default, aten.gelu.default,
+    aten.elu.default, aten.atan.default,
 }  # fmt: skip
 STEPS = {
     aten.round.default, aten.round.decimals, aten.floor.default, aten.ceil.default, aten.trunc.default,
@@ -35,9 +42,9 @@ STEPS = {
     aten.div.Tensor_mode, aten.div.Scalar_mode, aten.remainder.Scalar, aten.remainder.Tensor,
     aten.fmod.Scalar, aten.fmod.Tensor, aten.bucketize.Tensor, aten.searchsorted.Tensor,
 }  # fmt: skip
+CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.type_as.default}
 FINITE = {aten.isnan.default, aten.isinf.default, aten.isfinite.default}
 SMALL, HUGE = 1e-2, 1e30  # numbers that only keep a division or a logarithm from what is not finite
-
 
 
 class Change(NamedTuple):
@@ -69,7 +76,7 @@ class Decisions(Interpreter):
         super().__init__(module)
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._made = {node for node in descendants(inputs[:by]) if _holds_numbers(node)}
-        self.nodes = {node for node in self._made if _is_bool(node) or node.target in BOUNDS}
+        self.nodes = {node for node in self._made if _is_bool(node) or node.target in BOUNDS | SIGNS}
         self._sides: set[tuple[Node, int]] = set()
 
     def taken(self) -> Sides:
@@ -94,11 +101,11 @@ class Decisions(Interpreter):
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
         if n in self.nodes:
-            if _is_bool(n):
-                sides = value
+            compared = self.env[next(x for x in n.all_input_nodes if x in self._made)]
+            if n.target in BOUNDS:
+                sides = (value > compared).int() - (value < compared).int()
             else:
-                compared = self.env[next(x for x in n.all_input_nodes if x in self._made)]
-                sides = (value > compared).int() - (value < compared).int() * 2
+                sides = compared.sign() if n.target in SIGNS else value
             self._sides.update((n, int(side)) for side in sides.unique())
         return value
 
@@ -123,15 +130,12 @@ def rounded(part: Part) -> str | None:
         node for node in ancestors(*part.inputs, until=BARRIERS)
         if is_tensor(node) and (node.target in BARRIERS or node.op in ("placeholder", "get_attr"))
     ]  # fmt: skip
-    if any(node.meta["val"].dtype in HALVES for node in layers):
+    if any(_is_short(node) for node in layers):
         return None  # a model, or what an autocast makes of one, in half precision throughout
     for node in part.inside:
-        for source in node.all_input_nodes:
-            dtypes = [x.meta["val"].dtype for x in (source, node) if is_tensor(x)]
-            if len(dtypes) == 2 and source in part.inside and dtypes[0] in HALVES and (
-                dtypes[1].is_floating_point and dtypes[1] not in HALVES
-            ):  # fmt: skip
-                name = str(dtypes[0]).removeprefix("torch.")
+        for source in part.inside & {*node.all_input_nodes}:
+            if _is_short(source) and _is_float(node) and not _is_short(node):
+                name = str(source.meta["val"].dtype).removeprefix("torch.")
                 return f"{spoken(source)} rounds to {name} what is computed in single precision"
     return None
 
@@ -182,19 +186,23 @@ def _holds_numbers(node: Node) -> bool:
     return node.target not in SHAPE_ONLY and node.target is not aten.sym_size.int
 
 
+def _is_float(node: Node) -> bool:
+    return is_tensor(node) and bool(node.meta["val"].is_floating_point())
+
+
+def _is_short(node: Node) -> bool:
+    """Whether it has fewer digits than single precision."""
+    return _is_float(node) and node.meta["val"].dtype.itemsize < torch.float32.itemsize
+
+
 def _is_bool(node: Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype == torch.bool
 
 
 def _is_step(node: Node) -> bool:
     """Whether numbers become whole ones."""
-    if not is_tensor(node):
+    sources = [source for source in node.all_input_nodes if is_tensor(source)]
+    if not is_tensor(node) or not sources or not sources[0].meta["val"].is_floating_point():
         return False
-    if node.target in STEPS:
-        return True
-    casts = node.target in (aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout)
-    source = node.all_input_nodes[0] if casts else None
-    return (
-        source is not None and source.meta["val"].is_floating_point()
-        and not node.meta["val"].is_floating_point() and node.meta["val"].dtype != torch.bool
-    )  # fmt: skip
+    to_whole = not (node.meta["val"].is_floating_point() or _is_bool(node))
+    return node.target in STEPS or (to_whole and node.target in CASTS)
