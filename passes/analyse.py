@@ -32,11 +32,12 @@ from asapc.measure.differences import largest_difference, tensor_outputs
 from asapc.memory import give_back
 from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
+from asapc.passes.cut import HALVES
 from asapc.passes.differences import matched_program
 from asapc.passes.lift import lift
 from asapc.passes.match import not_the_model
 from asapc.passes.regions import Refusal
-from asapc.passes.replay import HALVES, TOLERANCE, Replayed, replay
+from asapc.passes.replay import TOLERANCE, Replayed, replay
 from asapc.passes.site import Site as MatchedSite
 from asapc.program.runner import Runner
 from asapc.terminal.progress import SILENT, Progress

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 aten = torch.ops.aten
 
@@ -26,7 +26,8 @@ SHAPE_ONLY = {
     aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
 MOST_STEPS = 64  # of what a mask is made of, up to which two are compared
-HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+HALF_OR_SINGLE = (torch.float32, *HALVES)
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Cut:
 
     inputs: tensors whose values are chosen; masks: boolean data tensors that enter besides.
     inside: what is computed from the inputs; sizes of anything else are numbers from outside.
-    precision: float64, or float32 to see what rounding does beside numbers such as -1e9; None leaves every
-        precision as it is.
+    precision: float64, or float32 to see what rounding does beside numbers such as -1e9; None leaves
+        each as it is.
     """
 
     def __init__(
@@ -101,9 +102,11 @@ class Cut:
             digest.update(f"{said}\n".encode())
         return digest.hexdigest()
 
-    def run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Tensor:
-        """The output for inputs and masks in their own layouts."""
-        result: Tensor = self._run(tensors, lengths)
+    def run(
+        self, tensors: Sequence[Tensor], lengths: dict[Any, int], through: Interpreter | None = None
+    ) -> Tensor:
+        """The output for inputs and masks in their own layouts.  through: what runs the module."""
+        result: Tensor = self._run(tensors, lengths, through)
         return result
 
     def run_all(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> tuple[Tensor, ...]:
@@ -111,15 +114,20 @@ class Cut:
         results: tuple[Tensor, ...] = self._run(tensors, lengths)
         return results
 
-    def _run(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Any:
+    def _run(
+        self, tensors: Sequence[Tensor], lengths: dict[Any, int], through: Interpreter | None = None
+    ) -> Any:
         sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
         device = next((x.device for x in tensors), None)  # a band alone is made from sizes
         shells = [
-            torch.zeros(self.shape_of(x, lengths), dtype=self.precision or x.meta["val"].dtype, device=device)
+            torch.zeros(
+                self.shape_of(x, lengths), dtype=self.precision or x.meta["val"].dtype, device=device
+            )
             for x in self.shells
         ]
         with torch.no_grad():
-            return self.module(*tensors, *shells, *sizes)
+            run = self.module if through is None else through.run
+            return run(*tensors, *shells, *sizes)
 
 
 def made_alike(node: Node) -> object:

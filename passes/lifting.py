@@ -172,7 +172,8 @@ class Lifting:
         share = self.call(aten.masked_fill.Scalar, ones, none, self._number(empty.share, q, k))
         if additive and empty.infinite != empty.share:
             highest = self.call(aten.amax.default, self._of_keys(mask), [-1])
-            low = self.call(aten.view.default, self.call(aten.eq.Scalar, highest, -math.inf), [-1, 1, 1, 1])
+            lowest = self.call(aten.eq.Scalar, highest, -math.inf)
+            low = self.call(aten.view.default, lowest, [-1, 1, 1, 1])
             value = self._number(empty.infinite, q, k)
             share = self.call(aten.masked_fill.Scalar, share, low, value)
         return share

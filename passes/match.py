@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.ir import Program
 from asapc.passes.cut import ancestors
+from asapc.passes.decisions import rounded
 from asapc.passes.early_stop import stop_left, stops_by_scores
 from asapc.passes.families import MATCHERS
 from asapc.passes.fused import fused_calls
@@ -59,7 +60,7 @@ def match(program: Program) -> list[Site | Refusal]:
     ]  # fmt: skip
     apart = _loops_apart([loop for loop in loops if not taken & {*loop.sums}], left, reasons)
     results: list[tuple[Node, Site | Refusal]] = [
-        (site.at, _unless_it_stops(program, site)) for site in sites.values()
+        (site.at, _unless_it_rounds(_unless_it_stops(program, site))) for site in sites.values()
     ]
     results += [(place.at, _refused(program, place, reasons)) for place in _explained(left, reasons)]
     results += [(loop.at, _refused_loop(program, loop, reasons[loop.at])) for loop in apart]
@@ -162,6 +163,14 @@ def _unless_it_stops(program: Program, site: Site) -> Site | Refusal:
                 reason = "its loops may end early, which is understood in Sinkhorn layers only"
                 return Refusal(site.name, reason, part.output.name)
     return site
+
+
+def _unless_it_rounds(site: Site | Refusal) -> Site | Refusal:
+    """A site whose code rounds its scores on the way is refused: promoted to float64, it did not."""
+    if isinstance(site, Refusal):
+        return site
+    where = rounded(site.part())
+    return site if where is None else Refusal(site.name, where, site.part().output.name)
 
 
 def _record_examples(program: Program) -> None:

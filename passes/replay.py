@@ -5,16 +5,17 @@ that is in half precision and far from itself, against the teacher's own code in
 be harmless: a loop that has converged there is any longer loop. So the teacher's part of the graph is
 cut out in float64 and both are run again where the data does not go: queries a quarter and four times as
 long, those of a Sinkhorn layer longer still until rows are nearly one-hot; fewer tokens; all keys but one
-masked, and all of them, in the model's own precision. Of batches of the same sizes that is done on the first, and of layers whose parts are the same
-graph with the same constants, too: the others are tried at the sharpest queries alone.
+masked, and all of them, in the model's own precision. Of batches of the same sizes that is done on the
+first, and of layers whose parts are the same graph with the same constants, too: the others are tried at
+the sharpest queries alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from asapc.ir import Convention, PlanConvention, Program, SiteTensors
 from asapc.operators.banded import BandedConvention, in_band
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import score_matrix
-from asapc.passes.cut import Cut, Part, evaluate
+from asapc.passes.branches import spoken
+from asapc.passes.cut import HALVES, Cut, Part, evaluate
+from asapc.passes.decisions import Change, Decisions, Sides, both_sides
 from asapc.passes.lift import beside
 from asapc.passes.site import Site
 from asapc.program.calls import SiteFunction, site_function
@@ -35,14 +38,19 @@ from asapc.program.runner import Tap
 from asapc.terminal.progress import SILENT, Progress
 
 TOLERANCE = 1e-4  # of maps, relative to the largest entry
-HALVES = (torch.float16, torch.bfloat16)
-SCALES = {"queries / 4": 0.25, "as given, in float64": 1.0, "queries x 4": 4.0}
+FAR = {  # as far as single precision still tells scores apart
+    "queries / 1000": Change(1e-3), "queries x 1e5": Change(1e5), "keys + 1e5": Change(shift=1e5),
+}  # fmt: skip
+AS_GIVEN = Change()
+SCALES = {"queries / 4": Change(0.25), "as given, in float64": AS_GIVEN, "queries x 4": Change(4.0)}
+BY_SCORES = (Convention, PlanConvention, BandedConvention)
 SHARPER = tuple(float(1 << power) for power in range(4, 13))
 ONE_HOT = 0.9  # mean largest entry of a softmax of the scores at which rows are nearly one-hot
 LOWEST = torch.finfo(torch.float32).min  # which all scores are lost beside
-NONE = -1  # no key is active
 EXAMPLES = 2  # of each batch, beyond the data
 ENTRIES = 1 << 18  # of a map beyond the data: of larger ones, one example
+FEW = 12  # tokens of the many runs that look for thresholds
+ROUNDED = 10.0  # times the error of single precision on the same scores, which nobody can hold
 
 
 @dataclass
@@ -238,28 +246,36 @@ class _Beyond:
         if sharpest_alone:
             one_hot = next((scale for scale, is_one in self._sharper(few) if is_one), None)
             tried = "queries x 4" if one_hot is None else "rows nearly one-hot"
-            error = self._error(few, SCALES["queries x 4"] if one_hot is None else one_hot)
+            error = self._error(few, SCALES["queries x 4"] if one_hot is None else Change(one_hot))
             if error is not None:
                 yield tried, error
             return
-        for tried, scale in SCALES.items():
-            error = self._error(few, scale)
+        for tried, change in SCALES.items():
+            error = self._error(few, change)
             if error is not None:
                 yield tried, error
         others: dict[str, float | None] = {}
         for scale, one_hot in self._sharper(few):
-            error = self._error(few, scale)
+            error = self._error(few, Change(scale))
             if error is None:
                 break  # the teacher itself is not finite here
             others["sharper queries"] = max(error, others.get("sharper queries") or 0.0)
             if one_hot:
                 others["rows nearly one-hot"] = error
+        small = self._with_tokens(few, lambda length: min(FEW, length))
+        yield from self._beyond_thresholds(small)
+        others |= {tried: self._robust_error(small, change) for tried, change in FAR.items()}
         fewer = self._fewer_tokens(few)
         if fewer is not None:
-            others["fewer tokens"] = self._error(fewer, 1.0)
+            others["fewer tokens"] = self._error(fewer)
         if self.part.masks and self.seen.k.shape[2] > 1:
-            others["all but one key masked"] = self._error(few, 1.0, active=self.seen.k.shape[2] // 2)
-            others["no key active"] = self._in_own_precision()._error(few, 1.0, active=NONE)
+            others["all but one key masked"] = self._error(few, active=[self.seen.k.shape[2] // 2])
+        if self.part.masks:
+            others["no key active"] = self._in_own_precision()._error(few, active=[])
+        if self.part.masks and not isinstance(self.site.convention, BY_SCORES):
+            others["some keys masked, others far below them"] = self._robust_error(
+                few, Change(1e30), [key for key in range(self.seen.k.shape[2]) if key % 3 != 1]
+            )
         yield from ((tried, error) for tried, error in others.items() if error is not None)
 
     def rounding(self, given: Tensor) -> float:
@@ -275,9 +291,9 @@ class _Beyond:
         """Growing scales of a Sinkhorn layer's queries, to the first at which a softmax of the scores is
         nearly one-hot, and whether it is."""
         convention = self.site.convention
-        if not isinstance(convention, Convention | PlanConvention | BandedConvention):
+        if not isinstance(convention, BY_SCORES):
             return
-        t = self._tensors(sizes, 1.0)
+        t = self._tensors(sizes)
         scores = score_matrix(t.q, t.k, t.keep, None, convention.score_multiplier)
         if isinstance(convention, BandedConvention):
             tokens = t.q.shape[2], t.k.shape[2]
@@ -295,8 +311,9 @@ class _Beyond:
         decides what an example without any gives."""
         if any(node.meta["val"].dtype == torch.float64 for node in self.part.inputs):
             return self
-        cut = Cut(self.graph, self.part.inputs, self.part.output, self.part.inside, precision=torch.float32)
-        return _Beyond(cut, self.graph, self.site, self.part, self._given, self.seen, self.reference)
+        part = self.part
+        cut = Cut(self.graph, part.inputs, part.output, part.inside, precision=torch.float32)
+        return _Beyond(cut, self.graph, self.site, part, self._given, self.seen, self.reference)
 
     def _with_examples(self) -> dict[Any, int]:
         """Sizes with few examples, where their number is free."""
@@ -305,13 +322,44 @@ class _Beyond:
         return self._shrunk(self.sizes, self.part.batch, min(most, q.shape[0]))
 
     def _fewer_tokens(self, sizes: dict[Any, int]) -> dict[Any, int] | None:
-        if self.seen.log_mu is not None or self.seen.log_nu is not None:
-            return None  # marginals are those of all the tokens
-        fewer = dict(sizes)
-        for size in (self.part.queries, self.part.keys):
-            length = evaluate(size, sizes)
-            fewer = self._shrunk(fewer, size, max(2, length * 2 // 3))
+        fewer = self._with_tokens(sizes, lambda length: max(2, length * 2 // 3))
         return None if fewer == sizes else fewer
+
+    def _with_tokens(self, sizes: dict[Any, int], count: Callable[[int], int]) -> dict[Any, int]:
+        """Sizes with as many tokens of what there are, where their number is free."""
+        if self.seen.log_mu is not None or self.seen.log_nu is not None:
+            return sizes  # marginals are those of all the tokens
+        for size in (self.part.queries, self.part.keys):
+            sizes = self._shrunk(sizes, size, count(evaluate(size, sizes)))
+        return sizes
+
+    def _beyond_thresholds(self, sizes: dict[Any, int]) -> Iterator[tuple[str, float]]:
+        """The errors on both sides of everything that the part decides by its scores."""
+        decisions = Decisions(self.cut.module, 1 if self.seen.scored else 2)
+        if not decisions.nodes:
+            return
+
+        def look(change: Change) -> Sides:
+            self.cut.run(self._inputs(sizes, change), sizes, decisions)
+            return decisions.taken()
+
+        for node, error in both_sides(decisions, look, partial(self._robust_error, sizes)):
+            if error is None:
+                yield f"any scores: {spoken(node)} asks what never is so", math.inf
+            else:
+                yield f"scores by which {spoken(node)} decides otherwise", error
+
+    def _robust_error(
+        self, sizes: dict[Any, int], change: Change, active: list[int] | None = None
+    ) -> float | None:
+        """The relative error, 0 where the operator's own in single precision is about as large."""
+        error = self._error(sizes, change, active)
+        if error is None or error <= TOLERANCE:
+            return error
+        t = self._masked(self._tensors(sizes, change), active)
+        with torch.no_grad():
+            exact, rounded = (self.reference(x, x.v) for x in (t, _single(t, (torch.float64,))))
+        return 0.0 if error <= ROUNDED * _difference(self.site, rounded, exact) else error
 
     def _shrunk(self, sizes: dict[Any, int], size: Any, to: int) -> dict[Any, int]:
         """Sizes in which a dynamic one, or the only symbol of a product, is smaller."""
@@ -326,16 +374,12 @@ class _Beyond:
         return {**sizes, symbol: min(to, sizes[symbol])}
 
     def _error(
-        self, sizes: dict[Any, int], scale: float, active: int | None = None
+        self, sizes: dict[Any, int], change: Change = AS_GIVEN, active: list[int] | None = None
     ) -> float | None:
-        """The relative error; None where the teacher's own code is not finite.  active: the only key that
-        is not masked, NONE for none."""
-        tensors = [self._input(node, sizes) for node in self.part.inputs]
-        tensors[0] = self.site.scaled(tensors[0], scale)
-        t = self._tensors(sizes, scale)
+        """The relative error; None where the teacher's own code is not finite.  active: the keys that are
+        not masked, those of the data by default."""
+        tensors, t = self._inputs(sizes, change), self._masked(self._tensors(sizes, change), active)
         if active is not None:
-            only = torch.arange(t.k.shape[2], device=t.k.device).expand(len(t.k), -1) == active
-            t = replace(t, keep=self.site.opened(only), query_keep=None if t.query_keep is None else only)
             hidden = dict(self.part.masks)
             tensors = [
                 _all_but(value, active, hidden[node]) if node in hidden else value
@@ -348,20 +392,44 @@ class _Beyond:
             ours = self.site.completed(self.reference(t, _values(self.site, t, theirs)), t)
         return _difference(self.site, ours.reshape(theirs.shape), theirs)
 
+    def _masked(self, t: SiteTensors, active: list[int] | None) -> SiteTensors:
+        if active is None:
+            return t
+        only = torch.zeros(t.k.shape[0], t.k.shape[2], dtype=torch.bool, device=t.k.device)
+        only[:, active] = True
+        return replace(t, keep=self.site.opened(only), query_keep=None if t.query_keep is None else only)
+
+    def _inputs(self, sizes: dict[Any, int], change: Change) -> list[Tensor]:
+        tensors = [self._input(node, sizes) for node in self.part.inputs]
+        for place, (scale, shift) in enumerate(self._parts(change)):
+            tensors[place] = self.site.scaled(tensors[place], scale, shift)
+        return tensors
+
+    def _parts(self, change: Change) -> tuple[Change, ...]:
+        """Of queries and keys, or of scores.  Keys that are shifted alike shift each row of scores."""
+        if self.seen.scored:
+            return (change,)
+        if isinstance(self.site.convention, BY_SCORES):
+            return Change(change.scale), Change(shift=change.shift)
+        half = Change(math.copysign(abs(change.scale) ** 0.5, change.scale), change.shift)
+        return half, half
+
     def _input(self, node: Node, sizes: dict[Any, int]) -> Tensor:
         shape = self.cut.shape_of(node, sizes)
         return self.values[node][tuple(slice(0, length) for length in shape)].contiguous()
 
-    def _tensors(self, sizes: dict[Any, int], scale: float) -> SiteTensors:
+    def _tensors(self, sizes: dict[Any, int], change: Change = AS_GIVEN) -> SiteTensors:
         t = self.seen
         batch = evaluate(self.part.batch, sizes)
         if t.q.shape[0] * self.heads == evaluate(self.part.batch, self.sizes) and self.heads > 1:
             batch //= self.heads  # heads are merged into the batch
         n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
         width = m if t.scored else t.q.shape[3]  # scores have keys where queries have axes
+        q, k = _double(t.q[:batch, :, :n, :width]), _double(t.k[:batch, :, :m, :width])
+        of_q, of_k = (*self._parts(change), AS_GIVEN)[:2]
         return SiteTensors(
-            q=_double(t.q[:batch, :, :n, :width]) * scale,
-            k=_double(t.k[:batch, :, :m, :width]),
+            q=q * of_q.scale + of_q.shift,
+            k=k * of_k.scale + of_k.shift,
             keep=None if t.keep is None else t.keep[:batch, :m],
             bias=None if t.bias is None else _double(_bias(t.bias, batch, n, m)),
             query_keep=None if t.query_keep is None else t.query_keep[:batch, :n],
@@ -418,12 +486,13 @@ def _multiples(size: torch.SymInt) -> int:
     return int(unit) if unit.is_number and expr == unit * symbol else 0
 
 
-def _all_but(mask: Tensor, active: int, hidden: bool | None) -> Tensor:
-    """The mask with every key but one hidden."""
-    others = torch.arange(mask.shape[-1], device=mask.device) != active
+def _all_but(mask: Tensor, active: list[int], hidden: bool | None) -> Tensor:
+    """The mask with every key but these hidden."""
+    others = torch.ones(mask.shape[-1], dtype=torch.bool, device=mask.device)
+    others[active] = False
     if hidden is None:
         shown = torch.where(mask <= MASKED_BELOW, 0.0, mask)
-        return torch.where(others, HIDDEN_SCORE if active != NONE else LOWEST, shown)
+        return torch.where(others, HIDDEN_SCORE if active else LOWEST, shown)
     return torch.where(others, hidden, not hidden).expand(mask.shape).contiguous()
 
 
@@ -431,11 +500,11 @@ def _canonical(value: Tensor, part: Part) -> Tensor:
     return value if part.order is None else value.permute(part.order)
 
 
-def _single(t: SiteTensors) -> SiteTensors:
-    """Without half precision."""
+def _single(t: SiteTensors, others: tuple[torch.dtype, ...] = HALVES) -> SiteTensors:
+    """Single precision in place of others."""
     given = {field.name: getattr(t, field.name) for field in fields(SiteTensors)}
     wide: dict[str, Any] = {
-        name: x.float() for name, x in given.items() if isinstance(x, Tensor) and x.dtype in HALVES
+        name: x.float() for name, x in given.items() if isinstance(x, Tensor) and x.dtype in others
     }
     return replace(t, **wide)
 

@@ -71,9 +71,9 @@ class Site(ABC):
         """What the loops whose early stops were tried work on: their scores; empty where none were."""
         return ()
 
-    def scaled(self, given: Tensor, scale: float) -> Tensor:
-        """The first input of its part where the scores are scaled."""
-        return given * scale
+    def scaled(self, given: Tensor, scale: float, shift: float = 0.0) -> Tensor:
+        """The first input of its part where the scores are scaled and then shifted."""
+        return given * scale + shift
 
     def weighed(self, output: Tensor) -> Tensor:
         """What its part gives, as errors of it are measured."""

@@ -102,6 +102,8 @@ def test_every_condition_is_tried_on_every_batch() -> None:
     assert set(errors) == {
         "the data", "queries / 4", "as given, in float64", "queries x 4", "sharper queries",
         "rows nearly one-hot", "fewer tokens", "all but one key masked",
+        "queries / 1000", "queries x 1e5", "keys + 1e5",
+        "scores by which `v[v > 9 * 1e8] = 0.0` (attention_zoo.py, line 53) decides otherwise",
     }  # fmt: skip
     assert errors.pop("the data") < 1e-5
     assert max(errors.values()) < 1e-9  # float64
@@ -146,7 +148,7 @@ def test_what_only_sharp_scores_show_is_seen() -> None:
     program.graph.recompile()
     found = replay(None, [program], [[site]], [batch(x)])[site.name]
     assert found.errors["the data"] < TOLERANCE < found.worst[1]
-    assert found.worst[0] in ("queries x 4", "sharper queries", "rows nearly one-hot")
+    assert any(found.errors[tried] > TOLERANCE for tried in ("queries x 4", "sharper queries"))
 
 
 class Interpolated(zoo.SlicedSoft):

@@ -28,8 +28,8 @@ HELP = "compile with data whose masks hold such numbers: they are then added to 
 def kept_keys(mask: Tensor, hides: float) -> Tensor:
     """True on the keys that an additive mask keeps, in its shape.  hides: scores up to here hide a key.
 
-    Raises InputError on a number between 0 and `hides`, above 0, or NaN; on a GPU, where nothing waits for a
-    number, it is a device-side assertion.
+    Raises InputError on a number between 0 and `hides`, above 0, or NaN; on a GPU, where nothing waits
+    for a number, it is a device-side assertion.
     """
     kept = mask > hides
     hard = ((mask <= hides) | (mask == 0)).all()

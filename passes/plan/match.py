@@ -52,6 +52,7 @@ from asapc.passes.sinkhorn.match import (
     SPREADS,
     guesses_of,
     overflown,
+    some_zeros,
     without_choice,
 )
 from asapc.passes.sinkhorn.probe import HELD, MILD, blocks, double_centre, score_multiplier
@@ -485,12 +486,13 @@ class _Trials:
 
     def at(
         self, spread: float, lengths: dict[Any, int], rows: float = 0.0, columns: float = 0.0,
-        all: float = 0.0, massless: bool = False,
+        all: float = 0.0, massless: bool = False, zeros: bool = False,
     ) -> Observed | None:  # fmt: skip
         """On scores of this standard deviation, in units of epsilon, with a number added to every row,
         every column, or all; None where that overflows."""
         size = self.region.size(lengths)
         s = self.noise(size) * spread
+        s = s.masked_fill(some_zeros(s), 0.0) if zeros else s
         s = s + rows * self.noise((*size[:-1], 1)) + columns * self.noise((*size[:-2], 1, size[-1])) + all
         shifted = bool(rows or columns or all)
         o, _ = self.observe(s / abs(self.rough), lengths, spread <= MILD and not shifted, massless)
@@ -556,6 +558,7 @@ def _identified(
     for offset in SHIFTS:  # where scores are shifted, what is subtracted before exp is seen
         drawn += [trials.at(1.0, lengths, rows=offset), trials.at(1.0, lengths, columns=offset),
                   trials.at(1.0, lengths, all=offset)]  # fmt: skip
+    drawn.append(trials.at(MILD, lengths, zeros=True))
     observed = [o for o in drawn if o is not None]
     fit = identify_plan(observed, region.guesses, damped=damped)
     if isinstance(fit, PlanFit) and fit.rival is not None:

@@ -6,6 +6,7 @@ after:  torch.ops.asapc.plan(scores, log_mu, log_nu, ...)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,8 +134,8 @@ class PlanSite(Site):
     biases: tuple[tuple[Node, float], ...]
     kernel: bool = False
 
-    def scaled(self, given: Tensor, scale: float) -> Tensor:
-        return given**scale if self.kernel else given * scale
+    def scaled(self, given: Tensor, scale: float, shift: float = 0.0) -> Tensor:
+        return given**scale * math.exp(min(shift, 709.0)) if self.kernel else given * scale + shift
 
     def weighed(self, output: Tensor) -> Tensor:
         """Logarithms below LEAST_LOG count as that: such an entry is nothing, whatever it is."""

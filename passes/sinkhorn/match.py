@@ -250,11 +250,13 @@ def run_experiments(
         return _describe(rough, region, softmax_only)
 
     def sample(
-        spread: float, at: dict[Any, int], rows: float = 0.0, columns: float = 0.0, all: float = 0.0
-    ) -> Sample | None:
+        spread: float, at: dict[Any, int], rows: float = 0.0, columns: float = 0.0, all: float = 0.0,
+        zeros: bool = False,
+    ) -> Sample | None:  # fmt: skip
         size = experiment.size(at)
         inputs = neutral if at is lengths else resized(experiment, region, neutral, at)
         s = scores(spread / abs(rough), size)
+        s = s.masked_fill(some_zeros(s), 0.0) if zeros else s
         by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
         s = s + (rows * by_row + columns * by_column + all) / rough
         a = experiment.attention(s, inputs, at)
@@ -269,6 +271,7 @@ def run_experiments(
     for offset in SHIFTS:  # where scores are shifted, what is subtracted before exp is seen
         drawn += [sample(1.0, lengths, rows=offset), sample(1.0, lengths, columns=offset),
                   sample(1.0, lengths, all=offset)]  # fmt: skip
+    drawn.append(sample(MILD, lengths, zeros=True))
     samples = [finite for finite in drawn if finite is not None]
     if not samples:
         return "the region gives NaN or infinity on random scores"
@@ -470,6 +473,12 @@ def _stopping(
     return what_a_stop_changes(
         stops, residuals, region.inside, convention.half_steps, attention, itertools.chain(*some)
     )
+
+
+def some_zeros(scores: Tensor) -> Tensor:
+    """Every third of the scores, [*, N, M]: code may take one that is exactly 0 for a padded one."""
+    rows, columns = (torch.arange(size) for size in scores.shape[-2:])
+    return (rows[:, None] + columns) % 3 == 0
 
 
 def _symbols(sizes: Sequence[Any]) -> set[Any]:

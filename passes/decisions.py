@@ -1,0 +1,208 @@
+"""Decisions: what a part of a graph does differently where its scores are larger, smaller or 0.
+
+    where(|S| < 0.2, ..), S.clamp(-1e4, 1e4), nan_to_num, relu, maximum: sides of a threshold
+    round, floor, // and casts to whole numbers: steps everywhere
+
+No experiment on scores of an ordinary size sees a threshold at 1e4. So a run notes on which side of each
+it was, and who tries conventions scales the scores until both sides of each have been seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from asapc.passes.branches import spoken
+from asapc.passes.cut import SHAPE_ONLY, Part, ancestors, descendants, is_tensor
+from asapc.passes.products import BARRIERS
+
+aten = torch.ops.aten
+
+BOUNDS = {
+    aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor,
+    aten.clamp_max.default, aten.clamp_max.Tensor, aten.clip.default, aten.relu.default,
+    aten.relu6.default, aten.hardtanh.default, aten.threshold.default, aten.maximum.default,
+    aten.minimum.default, aten.fmax.default, aten.fmin.default, aten.nan_to_num.default,
+    aten.hardshrink.default, aten.softshrink.default, aten.leaky_relu.default, aten.max.other,
+    aten.min.other, aten.clip.Tensor,
+}  # fmt: skip
+SIGNS = {  # what differs most where their input changes its sign, softly or not
+    aten.sign.default, aten.sgn.default, aten.heaviside.default, aten.signbit.default,
+    aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.hardsigmoid.default,
+    aten.log_sigmoid.default, aten.softplus.default, aten.silu.default, aten.gelu.default,
+    aten.elu.default, aten.atan.default,
+}  # fmt: skip
+STEPS = {
+    aten.round.default, aten.round.decimals, aten.floor.default, aten.ceil.default, aten.trunc.default,
+    aten.fix.default, aten.frac.default, aten.floor_divide.default, aten.floor_divide.Scalar,
+    aten.div.Tensor_mode, aten.div.Scalar_mode, aten.remainder.Scalar, aten.remainder.Tensor,
+    aten.fmod.Scalar, aten.fmod.Tensor, aten.bucketize.Tensor, aten.searchsorted.Tensor,
+}  # fmt: skip
+CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.type_as.default}
+FINITE = {aten.isnan.default, aten.isinf.default, aten.isfinite.default}
+SMALL, HUGE = 1e-2, 1e30  # numbers that only keep a division or a logarithm from what is not finite
+
+
+class Change(NamedTuple):
+    """Of all scores: S -> scale S + shift, where the shift may be another in every row."""
+
+    scale: float = 1.0
+    shift: float = 0.0
+
+
+TRIED = (
+    [Change(10.0**power) for power in range(-30, 38)],
+    [Change(-(10.0**power)) for power in range(-30, 38, 3)],
+    [Change(shift=10.0**power) for power in range(-3, 38)],
+    [Change(shift=-(10.0**power)) for power in range(-3, 38)],
+)  # single precision holds what is between
+HALVINGS = 8  # of a decade in which a decision changes: to 1 %
+
+Sides = frozenset[tuple[Node, int]]
+"""Of every decision, the sides that its entries were on: 1 and 0, or above, below and within bounds."""
+
+
+class Decisions(Interpreter):
+    """Runs a cut as it is, and notes on which sides of its thresholds the entries are.
+
+    by: the inputs, by their number, on which the decisions of interest depend.
+    """
+
+    def __init__(self, module: GraphModule, by: int = 1) -> None:
+        super().__init__(module)
+        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self._made = {node for node in descendants(inputs[:by]) if _holds_numbers(node)}
+        self.nodes = {node for node in self._made if _is_bool(node) or node.target in BOUNDS | SIGNS}
+        self._sides: set[tuple[Node, int]] = set()
+
+    def taken(self) -> Sides:
+        """The sides of all runs since they were taken last."""
+        sides, self._sides = frozenset(self._sides), set()
+        return sides
+
+    def one_sided(self, seen: Sides) -> list[Node]:
+        """Questions to which only one answer was ever seen, apart from whether something is finite or a
+        divisor too small."""
+        return [
+            node for node in self.module.graph.nodes
+            if node in self.nodes and _is_bool(node) and not self._guards(node)
+            and len({side for at, side in seen if at is node}) < 2
+        ]  # fmt: skip
+
+    def first(self, sides: Iterable[tuple[Node, int]]) -> Node:
+        """The decision among these that is made first."""
+        among = {node for node, _ in sides}
+        return next(node for node in self.module.graph.nodes if node in among)
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n in self.nodes:
+            compared = self.env[next(x for x in n.all_input_nodes if x in self._made)]
+            if n.target in BOUNDS:
+                sides = (value > compared).int() - (value < compared).int()
+            else:
+                sides = compared.sign() if n.target in SIGNS else value
+            self._sides.update((n, int(side)) for side in sides.unique())
+        return value
+
+    def _guards(self, node: Node) -> bool:
+        """Whether a question is only whether numbers are finite, or a divisor as good as 0."""
+        made = [source for source in node.all_input_nodes if source in self._made]
+        if node.target in FINITE or (len(node.args) == 2 and node.args[0] is node.args[1]):
+            return True
+        if all(_is_bool(source) for source in made):
+            return all(self._guards(source) for source in made)
+        numbers = [x for x in node.args[1:] if isinstance(x, int | float)]
+        return len(numbers) == 1 and (abs(numbers[0]) <= SMALL or abs(numbers[0]) >= HUGE)
+
+
+def rounded(part: Part) -> str | None:
+    """Where a part rounds what it computes, to whole numbers or to a half, which no operator does."""
+    scores = descendants(part.inputs[:1]) & part.inside
+    for node in sorted(scores, key=lambda node: node.name):
+        if _is_step(node):
+            return f"{spoken(node)} rounds scores"
+    layers = [
+        node for node in ancestors(*part.inputs, until=BARRIERS)
+        if is_tensor(node) and (node.target in BARRIERS or node.op in ("placeholder", "get_attr"))
+    ]  # fmt: skip
+    if any(_is_short(node) for node in layers):
+        return None  # a model, or what an autocast makes of one, in half precision throughout
+    for node in part.inside:
+        for source in part.inside & {*node.all_input_nodes}:
+            if _is_short(source) and _is_float(node) and not _is_short(node):
+                name = str(source.meta["val"].dtype).removeprefix("torch.")
+                return f"{spoken(source)} rounds to {name} what is computed in single precision"
+    return None
+
+
+def both_sides(
+    decisions: Decisions, look: Callable[[Change], Sides], judge: Callable[[Change], float | None]
+) -> Iterator[tuple[Node, float | None]]:
+    """Every decision of which another side was reached, with the error there; None: always the same side.
+
+    look: the sides after a change; judge: the error there, None where the original is not finite.
+    """
+    known: Sides = frozenset()
+    for line in TRIED:
+        before: tuple[Change, Sides] | None = None
+        for change in line:
+            at = change, look(change)
+            tried, crossed = [at], frozenset[tuple[Node, int]]()
+            if before is not None and before[1] != at[1]:
+                crossed = before[1] ^ at[1]
+                tried = [*_nearest(look, before, at), at]
+            for where, sides in tried:
+                changed = sides - known or crossed
+                error = judge(where) if changed else None
+                if error is not None:
+                    known |= sides
+                    yield decisions.first(changed), error
+            before = at
+    yield from ((node, None) for node in decisions.one_sided(known))
+
+
+def _nearest(
+    look: Callable[[Change], Sides], below: tuple[Change, Sides], above: tuple[Change, Sides]
+) -> list[tuple[Change, Sides]]:
+    """What is seen just before and just behind the place where it first changes."""
+    for _ in range(HALVINGS):
+        pairs = zip(below[0], above[0], strict=True)
+        middle = Change(*(math.copysign((one * other) ** 0.5, other) for one, other in pairs))
+        sides = look(middle)
+        if sides == below[1]:
+            below = middle, sides
+        else:
+            above = middle, sides
+    return [below, above]
+
+
+def _holds_numbers(node: Node) -> bool:
+    """Whether values, not only the shape, of what a node is made of enter."""
+    return node.target not in SHAPE_ONLY and node.target is not aten.sym_size.int
+
+
+def _is_float(node: Node) -> bool:
+    return is_tensor(node) and bool(node.meta["val"].is_floating_point())
+
+
+def _is_short(node: Node) -> bool:
+    """Whether it has fewer digits than single precision."""
+    return _is_float(node) and node.meta["val"].dtype.itemsize < torch.float32.itemsize
+
+
+def _is_bool(node: Node) -> bool:
+    return is_tensor(node) and node.meta["val"].dtype == torch.bool
+
+
+def _is_step(node: Node) -> bool:
+    """Whether numbers become whole ones."""
+    sources = [source for source in node.all_input_nodes if is_tensor(source)]
+    if not is_tensor(node) or not sources or not sources[0].meta["val"].is_floating_point():
+        return False
+    to_whole = not (node.meta["val"].is_floating_point() or _is_bool(node))
+    return node.target in STEPS or (to_whole and node.target in CASTS)
