@@ -681,7 +681,9 @@ def interval_text(key: str, confidence: Mapping[str, Sequence[float | None]]) ->
 def _fidelity_table(sites: Sequence[SiteReport]) -> list[Table]:
     keys = [m.key for m in METRICS if m.column and any(m.key in site.metrics for site in sites)]
     metrics = {_heading(key): partial(_site_metric, key) for key in keys}
-    columns = {"site": lambda site: site.name, "operator": lambda site: site.operator, **metrics}
+    columns: dict[str, Callable[[SiteReport], str]] = {
+        "site": lambda site: site.name, "operator": lambda site: site.operator, **metrics,
+    }  # fmt: skip
     return listed("Fidelity to the teacher, per site", sites, columns)
 
 
