@@ -130,7 +130,7 @@ def run_demo(
         "folder": out, "example": example, "steps": steps, "comparison": comparison, "ship": shipped,
         "why": why, "report": reports["asap"],
     }  # fmt: skip
-    closing = [comparison_table(comparison)]
+    closing = comparison_table(comparison)
     run.show(result, lambda _: [*closing, f"ship {folder / shipped}: {why}"], lambda _: closing)
     run.note(f"the compiled models and their reports are in {folder / 'lossless'} and {folder / 'asap'}")
     return result

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from asapc.artifact import places_moved, read_artifact, surrounding_model, write_refreshed
 from asapc.calibration.stored import Calibration, save_calibration
@@ -28,7 +27,6 @@ from asapc.inputs.onnx.settings import OnnxSettings, require_extra
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
 from asapc.memory import MemoryLimit
-from asapc.metrics import MEASURED_EXAMPLES
 from asapc.processes import ALONE, Processes
 from asapc.report import Report, evaluate
 from asapc.report.baseline import Baseline, compare
@@ -174,30 +172,13 @@ def report(
     data: str | DataSource | None,
     limits: Sequence[Gate] = (),
     baseline: Baseline | None = None,
-    *,
-    model: str | nn.Module | None = None,
-    weights: str | None = None,
-    kwargs: str | None = None,
-    examples: int = MEASURED_EXAMPLES,
-    fast: bool = False,
-    max_memory: int | None = None,
-    torch_compile: bool = False,
-    trust: bool = False,
-    remote_code: bool = False,
-    progress: Progress,
-    processes: Processes = ALONE,
-    device: torch.device = CPU,
+    **options: Any,
 ) -> Report:
     """Measure on unseen examples, compare with the baseline, check the limits.
 
-    fast: without certificates and pictures.  max_memory, torch_compile, processes, device: see
-    evaluate.report.
+    options: of evaluate.report, which measures.
     """
-    measured = evaluate.report(
-        artifact_path, data, model=model, weights=weights, kwargs=kwargs, examples=examples, fast=fast,
-        max_memory=max_memory, torch_compile=torch_compile, trust=trust, remote_code=remote_code,
-        progress=progress, processes=processes, device=device,
-    )  # fmt: skip
+    measured = evaluate.report(artifact_path, data, **options)
     comparison = None if baseline is None else compare(measured, baseline)
     return replace(measured, gate=gate_result(measured, limits, comparison))
 

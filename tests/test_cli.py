@@ -639,5 +639,5 @@ def test_the_demo_compares_the_loops_and_shows_its_commands(
 def test_the_closing_table_shows_what_is_missing() -> None:
     from asapc.report.tables import comparison_table
 
-    table = comparison_table([{"name": "teacher: torch.compile cannot run: no compiler"}])
+    (table,) = comparison_table([{"name": "teacher: torch.compile cannot run: no compiler"}])
     assert table.rows == (("teacher: torch.compile cannot run: no compiler", *"------"),)

@@ -170,10 +170,10 @@ def test_what_is_kept_is_shared() -> None:
 
 def test_commands_keep_their_limit(tmp_path: Path) -> None:
     """Whole commands, seen from outside. One batch of the recipe's size would take more."""
-    write_teacher(tmp_path / "teacher", seq_len=256, n_layers=2)
-    write_data(tmp_path / "data.npz", tokens=256)
+    write_teacher(tmp_path / "teacher", seq_len=256, n_layers=1)
+    write_data(tmp_path / "data.npz", examples=200, tokens=256)
     (tmp_path / "recipe.yaml").write_text(
-        "{batch_size: 128, max_examples: 64, fit: kl, features: [norm]}"
+        "{batch_size: 128, max_examples: 32, fit: kl, features: [norm]}"
     )
     code = (
         "import sys; from asapc.cli import main; from asapc.memory import peak;"

@@ -307,11 +307,11 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
     "lot, unmasked": lambda q, k, v, keep: OPS.lot(
         q, k, v, None, None, None, PIVOTS, MASS, 0.5, 0.4, 3, True, 2, False, FACTOR
     ),
-    # Every slice is traced by itself: one, and two, are as good as many.
-    "esp_hard": lambda q, k, v, keep: OPS.esp_hard(q, k, v, keep, keep, THETA[:1], TAU, False, True, 1.0),
-    "esp_hard, fewer keys": lambda q, k, v, keep: OPS.esp_hard(
-        q[..., :2], k[..., :2], v, keep, None, THETA[:1, :2], TAU, False, True, 1.0, "monotone", "shared"
+    # Every slice and axis is traced by itself: one is as good as many.
+    "esp_hard": lambda q, k, v, keep: OPS.esp_hard(
+        q[..., :1], k[..., :1], v, keep, keep, THETA[:1, :1], TAU, False, True, 1.0
     ),
+    # The exact coupling and a mask of the keys alone, beside summary tokens.
     "hybrid_esp_hard": lambda q, k, v, keep: OPS.hybrid_esp_hard(
         q[..., :1], k[..., :1], v, keep, None, 1, 0.5, None, THETA[:1, :1], TAU, False, True, 1.0,
         "monotone", "shared",

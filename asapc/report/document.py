@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
+from asapc.errors import InputError
 from asapc.formats.records import OPTIONAL, Record, apart, optional, rest
 from asapc.metrics import METRICS, of
 from asapc.operators.catalogue import OUTCOMES, TEACHER
+from asapc.terminal.hints import install_line
 
 REPORT_FORMAT = 3
 Class = Literal["ACCEPT", "REGRESSION", "ANOMALOUS"]
@@ -449,7 +451,15 @@ class Report(Record):
         one with the largest attention error unless told.  Raises InputError: another word, a site that
         is not there, nothing measured to draw, matplotlib not installed.
         """
-        return pkgutil.resolve_name("asapc.report.figures:figure")(self, what, site)
+        try:
+            draw = pkgutil.resolve_name("asapc.report.figures:figure")
+        except ModuleNotFoundError as error:
+            module = (error.name or "").partition(".")[0]
+            if module not in ("matplotlib", "markupsafe"):
+                raise
+            needed = f"figures need {module}, which is not installed"
+            raise InputError(needed, help=install_line("report")) from None
+        return draw(self, what, site)
 
     def _repr_html_(self) -> str:
         """What a notebook shows.  By name, like the figures: what draws a report imports this module."""

@@ -15,17 +15,15 @@ a notebook shows it after `%matplotlib inline`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from asapc.errors import InputError
+from asapc.report import layers, plots
 from asapc.report.advice import ERROR, judgement, worst_first
 from asapc.report.document import Report, SiteReport, Trail, finite
 from asapc.report.shown import cleaned, positive, short
-from asapc.terminal.hints import install_line
 from asapc.terminal.printed import short as repr_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MOST = 48  # layers in one figure
 LONGEST_NAME = 36
@@ -35,15 +33,6 @@ def figure(report: Report, what: str = "errors", site: str | None = None) -> Fig
     """See asapc.report.document.Report.figure."""
     if what not in FIGURES:
         raise InputError(f"figure: there is no {repr_of(what)}", help=f"one of {', '.join(FIGURES)}")
-    try:
-        from asapc.report import plots
-    except ModuleNotFoundError as error:
-        module = (error.name or "").partition(".")[0]
-        if module not in ("matplotlib", "markupsafe"):
-            raise
-        raise InputError(
-            f"figures need {module}, which is not installed", help=install_line("report")
-        ) from None
     with plots.style(plots.ALONE):
         drawn = FIGURES[what](report, site)
         drawn.set_dpi(100)
@@ -51,8 +40,6 @@ def figure(report: Report, what: str = "errors", site: str | None = None) -> Fig
 
 
 def _errors(report: Report, site: str | None) -> Figure:
-    from asapc.report import plots
-
     sites = [s for s in worst_first(report.sites) if s.metric(ERROR) is not None][:MOST]
     if not sites:
         raise _nothing("errors", "no layer's attention was compared")
@@ -66,8 +53,6 @@ def _errors(report: Report, site: str | None) -> Figure:
 
 
 def _times(report: Report, site: str | None) -> Figure:
-    from asapc.report import plots
-
     kinds = ("teacher", "lossless", "compiled")
     times = {k: t for k in kinds if (t := positive(report.model.metric(f"latency_{k}_ms"))) is not None}
     if not times:
@@ -77,8 +62,6 @@ def _times(report: Report, site: str | None) -> Figure:
 
 
 def _heads(report: Report, site: str | None) -> Figure:
-    from asapc.report import plots
-
     shown = _site(report, site)
     errors = [finite(error) for error in shown.by_head.get(ERROR, ())]
     if not errors:
@@ -88,8 +71,6 @@ def _heads(report: Report, site: str | None) -> Figure:
 
 
 def _lengths(report: Report, site: str | None) -> Figure:
-    from asapc.report import layers, plots
-
     shown = _site(report, site)
     values, names = layers.length_values(shown.by_length, ERROR)
     if all(value is None for value in values):
@@ -98,8 +79,6 @@ def _lengths(report: Report, site: str | None) -> Figure:
 
 
 def _candidates(report: Report, site: str | None) -> Figure:
-    from asapc.report import layers, plots
-
     shown, trail = _site(report, site), report.selection or Trail()
     points, unit, limit = layers.candidate_points(trail.of(shown.name), trail)
     if len(points) < 2:
@@ -108,8 +87,6 @@ def _candidates(report: Report, site: str | None) -> Figure:
 
 
 def _maps(report: Report, site: str | None) -> Figure:
-    from asapc.report import plots
-
     shown = _site(report, site)
     pairs = next((p.pairs for p in report.pictures if p.name == shown.name), ())
     if not pairs:

@@ -14,14 +14,13 @@ import base64
 import io
 import math
 import re
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
 import matplotlib
+import numpy as np
 import torch
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -29,6 +28,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
+from PIL import Image  # which matplotlib needs, too
 
 from asapc.report.pictures import MapPair
 from asapc.report.tables import number
@@ -213,7 +213,7 @@ def masses(pair: MapPair, alt: str) -> Markup:
         return _svg(*draw_masses(pair), alt)
 
 
-def draw_masses(pair: MapPair, colors: Colors = PAGE) -> Drawing:
+def draw_masses(pair: MapPair) -> Drawing:
     figure = Figure(figsize=(WIDTH / 72, 270 / 72), dpi=72)
     panels = figure.subplots(2, 1)
     figure.subplots_adjust(left=50 / WIDTH, right=1 - 8 / WIDTH, top=1 - 20 / 270,
@@ -227,17 +227,17 @@ def draw_masses(pair: MapPair, colors: Colors = PAGE) -> Drawing:
         finite = finite[finite.isfinite()]
         # Deviations below a hundredth are drawn as the flat lines they are.
         spread = max(0.02, 1.15 * float((finite - 1).abs().max()) if len(finite) else 0.0)
-        axes.axhline(1, color=colors.line, linewidth=0.8)
-        axes.plot(*_lists(teacher), color=colors.teacher, linewidth=4, alpha=0.6,
+        axes.axhline(1, color=PAGE.line, linewidth=0.8)
+        axes.plot(*_lists(teacher), color=PAGE.teacher, linewidth=4, alpha=0.6,
                   solid_joinstyle="round")  # fmt: skip
-        axes.plot(*_lists(compiled), color=colors.compiled, linewidth=1.3)
+        axes.plot(*_lists(compiled), color=PAGE.compiled, linewidth=1.3)
         axes.set_ylim(1 - spread, 1 + spread)
         step = _linear_ticks(spread)[-1]
         axes.set_yticks([1 - step, 1, 1 + step], [f"{1 - step:.3g}", "1", f"{1 + step:.3g}"])
         axes.set_xlim(0, max(1, len(sums[0]) - 1))
         axes.grid(axis="y")
         axes.spines["left"].set_visible(False)
-        axes.set_title(what, loc="left", fontsize=10.5, color=colors.muted, pad=5)
+        axes.set_title(what, loc="left", fontsize=10.5, color=PAGE.muted, pad=5)
         ticks = [t for t in _linear_ticks(max(1, len(sums[0]) - 1)) if t == int(t)]
         axes.set_xticks(ticks, [f"{int(t)}" for t in ticks])
     panels[1].set_xlabel("token")
@@ -246,7 +246,7 @@ def draw_masses(pair: MapPair, colors: Colors = PAGE) -> Drawing:
 
 def draw_lines(
     values: Sequence[float | None], names: Sequence[str], axis: str, limit: float | None,
-    fills: Sequence[str], colors: Colors = ALONE,
+    fills: Sequence[str],
 ) -> Figure:  # fmt: skip
     """A horizontal bar for each value, the first on top; what is not finite is a mark at the end.
 
@@ -266,23 +266,23 @@ def draw_lines(
         axes.annotate(
             text, (largest if value is None else max(value, 0.0), index), xytext=(4, 0),
             textcoords="offset points", va="center", fontsize=10.5,
-            color=colors.over if value is None else colors.ink,
+            color=ALONE.over if value is None else ALONE.ink,
         )  # fmt: skip
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, largest * 1.04)
     axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", labelcolor=colors.ink)
+    axes.tick_params(axis="y", labelcolor=ALONE.ink)
     ticks = _linear_ticks(largest)
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(axis if limit is None else f"{axis} (dashed: limit {limit:g})")
     if limit is not None:
-        axes.axvline(limit, color=colors.over, linewidth=1, dashes=(4, 3))
+        axes.axvline(limit, color=ALONE.over, linewidth=1, dashes=(4, 3))
     return figure
 
 
-def draw_maps(pair: MapPair, colors: Colors = ALONE) -> Figure:
+def draw_maps(pair: MapPair) -> Figure:
     """Teacher, compiled and their difference, on the scales that the page has."""
     ends = map_images(pair)
     teacher, compiled = pair.teacher.double(), pair.compiled.double()
@@ -299,7 +299,7 @@ def draw_maps(pair: MapPair, colors: Colors = ALONE) -> Figure:
         shown = axes.imshow(values.tolist(), cmap=shades, vmin=low, vmax=high, interpolation="nearest")
         axes.set_xticks([])
         axes.set_yticks([])
-        axes.set_title(title, loc="left", fontsize=11, color=colors.ink)
+        axes.set_title(title, loc="left", fontsize=11, color=ALONE.ink)
         figure.colorbar(shown, ax=axes, fraction=0.046)
     return figure
 
@@ -337,10 +337,11 @@ def map_images(pair: MapPair) -> MapImages:
     difference = pair.compiled.double() - pair.teacher.double()
     spread = difference[difference.isfinite()].abs()
     furthest = float(torch.quantile(spread, 0.995)) if len(spread) else 0.0
+    top, end = largest or 1.0, furthest or 1.0  # of nothing but zeros
     return MapImages(
-        _png(pair.teacher.double(), 0.0, largest, SEQUENTIAL),
-        _png(pair.compiled.double(), 0.0, largest, SEQUENTIAL),
-        _png(difference, -furthest, furthest, DIVERGING),
+        _png(pair.teacher.double(), 0.0, top, SEQUENTIAL),
+        _png(pair.compiled.double(), 0.0, top, SEQUENTIAL),
+        _png(difference, -end, end, DIVERGING),
         largest,
         furthest,
     )
@@ -350,28 +351,15 @@ def _png(
     values: torch.Tensor, low: float, high: float, stops: Sequence[tuple[int, int, int]]
 ) -> str:
     """[n, m] as a palette PNG, one pixel a cell; what is not finite is magenta."""
-    span = high - low
-    share = (values - low) / span if span > 0 else torch.full_like(values, 0.5 if low else 0.0)
-    index = (share.clamp(0, 1) * 254).round()
-    index = torch.where(values.isfinite(), index, torch.full_like(index, 255)).to(torch.uint8)
-    palette = bytes(
-        round(component) for i in range(255) for component in _between(stops, i / 254)
-    ) + bytes((255, 0, 200))
-    rows = b"".join(b"\0" + bytes(row) for row in index.tolist())
-    header = struct.pack(">IIBBBBB", index.shape[1], index.shape[0], 8, 3, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"PLTE", palette), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b""))
-    data = b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in chunks
-    )
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
-def _between(stops: Sequence[tuple[int, int, int]], share: float) -> list[float]:
-    place = share * (len(stops) - 1)
-    first = min(int(place), len(stops) - 2)
-    part = place - first
-    return [(1 - part) * a + part * b for a, b in zip(stops[first], stops[first + 1], strict=True)]
+    share = ((values - low) / (high - low)).clamp(0, 1)
+    index = torch.where(values.isfinite(), (share * 254).round(), 255)
+    places, ends = np.linspace(0, 1, 255), np.linspace(0, 1, len(stops))
+    palette = np.stack([np.interp(places, ends, channel) for channel in zip(*stops, strict=True)], 1)
+    image = Image.fromarray(index.to(torch.uint8).numpy(), "L")
+    image.putpalette([*palette.round().astype(int).flatten().tolist(), 255, 0, 200])
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 # Drawing

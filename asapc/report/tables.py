@@ -7,13 +7,14 @@ template into HTML.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 from asapc.metrics import METRIC, METRICS, is_share
 from asapc.operators.catalogue import SIZES
-from asapc.report.document import Check, GateReport, LengthBin, Report, SiteReport, Trail
+from asapc.report.document import Check, GateReport, Report, SiteReport, Trail
 
 Row = tuple[str, ...]
 
@@ -59,6 +60,36 @@ class Table:
 
     def cells(self) -> list[list[Cell]]:
         return [[x if isinstance(x, Cell) else Cell(x) for x in row] for row in self.rows]
+
+
+Item = TypeVar("Item")
+
+
+def listed(
+    title: str, items: Iterable[Item], columns: Mapping[str, Callable[[Item], str]]
+) -> list[Table]:
+    """A row for each item; no table without items.  columns: by its heading, what a cell says."""
+    rows = tuple(tuple(text(item) for text in columns.values()) for item in items)
+    return [Table(title, tuple(columns), rows)] if rows else []
+
+
+def _text_of(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda item: str(item.get(key) or "")
+
+
+def _number_of(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda item: number(item.get(key))
+
+
+def _metrics_of(
+    keys: Iterable[str], value: Callable[[Any, str], Any] = lambda item, key: item.get(key)
+) -> dict[str, Callable[[Any], str]]:
+    """A column for each metric."""
+    return {_heading(key): partial(_metric_cell, key, value) for key in keys}
+
+
+def _metric_cell(key: str, value: Callable[[Any, str], Any], item: Any) -> str:
+    return metric_text(key, value(item, key))
 
 
 MODEL_LABELS = {
@@ -236,11 +267,11 @@ def report_tables(report: Report) -> list[Table]:
     tables += warnings_table([warning.to_json() for warning in report.warnings])
     tables.append(_model_table("Model", report.model.to_json()))
     if sites:
-        tables.append(_fidelity_table(sites))
+        tables += _fidelity_table(sites)
         tables += certificates_table(sites)
         tables += length_tables(report)
         tables += _latency_table([site.to_json() for site in sites])
-        tables.append(_choice_table("Why", [site.to_json() for site in sites]))
+        tables += _choice_table("Why", [site.to_json() for site in sites])
     tables += selection_tables(report.selection or Trail())
     tables += audit_tables(report)
     tables += refused_table(report.refused)
@@ -268,107 +299,91 @@ def exported_tables(report: Report) -> list[Table]:
 
 def certificates_table(sites: Sequence[SiteReport]) -> list[Table]:
     """Proven bounds beside what was measured; none in a report without."""
-    rows = tuple(
-        (
-            site.name,
-            certificate.name,
-            number(certificate.bound),
-            number(certificate.measured),
-            "vacuous" if certificate.vacuous else number(certificate.holds),
-            number(certificate.cases),
-            certificate.source or "",
-        )
-        for site in sites
-        for certificate in site.certificates
+    return listed(
+        "Certificates",
+        ((site.name, certificate) for site in sites for certificate in site.certificates),
+        {
+            "site": lambda row: row[0],
+            "certificate": lambda row: row[1].name,
+            "bound|": lambda row: number(row[1].bound),
+            "measured|": lambda row: number(row[1].measured),
+            "holds": lambda row: "vacuous" if row[1].vacuous else number(row[1].holds),
+            "cases|": lambda row: number(row[1].cases),
+            "source": lambda row: row[1].source or "",
+        },
     )
-    columns = ("site", "certificate", "bound|", "measured|", "holds", "cases|", "source")
-    return [Table("Certificates", columns, rows)] if rows else []
 
 
 def length_tables(report: Report) -> list[Table]:
     """Errors by the length of an example: the model's predictions, and attention per site."""
-    tables = []
-    keys = ("prediction_agreement", "logit_kl")
-    rows = tuple(_length_row(length_bin, *keys) for length_bin in report.by_length)
-    if rows:
-        columns = ("active keys", "examples|", *_headings(keys))
-        tables.append(Table("By length of the example", columns, rows))
-    rows = tuple(
-        (site.name, *_length_row(length_bin, "attention_rel_l2"))
-        for site in report.sites
-        for length_bin in site.by_length
-    )
-    if rows:
-        columns = ("site", "active keys", "examples|", *_headings(["attention_rel_l2"]))
-        tables.append(Table("By length of the example, per site", columns, rows))
-    return tables
+    of_model = ((report.model.source, length_bin) for length_bin in report.by_length)
+    of_sites = ((site.name, length_bin) for site in report.sites for length_bin in site.by_length)
+    lengths: dict[str, Callable[[Any], str]] = {
+        "active keys": lambda row: f"{row[1].low} to {row[1].high}",
+        "examples|": lambda row: number(row[1].examples),
+    }
+
+    def metrics(*keys: str) -> dict[str, Callable[[Any], str]]:
+        return _metrics_of(keys, lambda row, key: row[1].metrics.get(key))
+
+    title, site = "By length of the example", {"site": lambda row: row[0]}
+    return [
+        *listed(title, of_model, lengths | metrics("prediction_agreement", "logit_kl")),
+        *listed(f"{title}, per site", of_sites, site | lengths | metrics("attention_rel_l2")),
+    ]
 
 
-def _length_row(length_bin: LengthBin, *keys: str) -> Row:
-    values = (metric_text(key, length_bin.metrics.get(key)) for key in keys)
-    return (f"{length_bin.low} to {length_bin.high}", number(length_bin.examples), *values)
-
-
-def _headings(keys: Iterable[str]) -> Row:
-    return tuple(f"{METRIC[key].column or METRIC[key].label}|" for key in keys)
+def _heading(key: str) -> str:
+    return f"{METRIC[key].column or METRIC[key].label}|"
 
 
 def selection_tables(selection: Trail) -> list[Table]:
     """What was tried and why it lost, and the rounds of the whole model; none without a selection."""
-    tried = tuple(
-        (
-            site.name,
-            candidate.label,
-            number(candidate.attention_rel_l2),
-            number(candidate.output_rel_l2),
-            _cell(candidate.latency_ms),
-            _cell(candidate.teacher_ms),
-            number(candidate.memory_mib),
-            candidate.verdict,
-        )
-        for site in selection.sites
-        for candidate in site.candidates
+    unit = "mib" if selection.objective == "memory" else "ms"
+    tried = listed(
+        f"Selection by {selection.objective}, budget: {_cell(selection.budget) or 'none'}",
+        ((site.name, candidate) for site in selection.sites for candidate in site.candidates),
+        {
+            "site": lambda row: row[0],
+            "candidate": lambda row: row[1].label,
+            _heading("attention_rel_l2"): lambda row: number(row[1].attention_rel_l2),
+            _heading("output_rel_l2"): lambda row: number(row[1].output_rel_l2),
+            "ms|": lambda row: _cell(row[1].latency_ms),
+            "teacher ms|": lambda row: _cell(row[1].teacher_ms),
+            "MiB|": lambda row: number(row[1].memory_mib),
+            "verdict": lambda row: row[1].verdict,
+        },
     )
-    memory = selection.objective == "memory"
-    rounds = tuple(
-        (
-            str(place),
-            _cell(entry.budget),
-            _cell(entry.measured),
-            number(entry.predicted_mib if memory else entry.predicted_ms),
-            entry.verdict,
-        )
-        for place, entry in enumerate(selection.rounds, 1)
+    rounds = listed(
+        "Selection: the whole model",
+        enumerate(selection.rounds, 1),
+        {
+            "round": lambda row: str(row[0]),
+            "budget": lambda row: _cell(row[1].budget),
+            "measured": lambda row: _cell(row[1].measured),
+            f"predicted {unit.replace('mib', 'MiB')}|": lambda row: number(
+                getattr(row[1], f"predicted_{unit}")
+            ),
+            "verdict": lambda row: row[1].verdict,
+        },
     )
-    tables = []
-    if tried:
-        budget = _cell(selection.budget) or "none"
-        title = f"Selection by {selection.objective}, budget: {budget}"
-        errors = _headings(("attention_rel_l2", "output_rel_l2"))
-        columns = ("site", "candidate", *errors, "ms|", "teacher ms|", "MiB|", "verdict")
-        tables.append(Table(title, columns, tried))
-    if rounds:
-        predicted = f"predicted {'MiB' if memory else 'ms'}|"
-        of_rounds = ("round", "budget", "measured", predicted, "verdict")
-        tables.append(Table("Selection: the whole model", of_rounds, rounds))
-    return tables
+    return [*tried, *rounds]
 
 
 def soft_to_hard_tables(audit: Mapping[str, Any]) -> list[Table]:
     """What making sorts exact does to the whole model; none for a model without soft sorts."""
-    shares = ("accuracy", "prediction_change")
-    rows = tuple(
-        (
-            str(variant.get("name")),
-            *(metric_text(key, variant.get(key)) for key in shares),
-            *(number(variant.get(key)) for key in ("row_err", "col_err", "entropy")),
-            number(variant.get("examples_per_second")),
-        )
-        for variant in audit.get("variants", ())
+    return listed(
+        "Soft to hard: the model by how it sorts",
+        audit.get("variants", ()),
+        {
+            "sorts": lambda variant: str(variant.get("name")),
+            **_metrics_of(("accuracy", "prediction_change")),
+            _heading("row_err"): _number_of("row_err"),
+            _heading("col_err"): _number_of("col_err"),
+            "entropy|": _number_of("entropy"),
+            "examples/s|": _number_of("examples_per_second"),
+        },
     )
-    balance = _headings(("row_err", "col_err"))
-    columns = ("sorts", *_headings(shares), *balance, "entropy|", "examples/s|")
-    return [Table("Soft to hard: the model by how it sorts", columns, rows)] if rows else []
 
 
 def gate_table(gate: GateReport) -> list[Table]:
@@ -405,51 +420,48 @@ def _percent(value: Any) -> str:
 
 def refused_table(refused: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Layers that were left as they are, with the reason."""
-    rows = tuple(
-        (str(item.get("name")), str(item.get("status")), str(item.get("reason") or ""))
-        for item in refused
-    )
-    return [Table("Left as they were", ("name", "status", "reason"), rows)] if rows else []
+    columns = {key: _text_of(key) for key in ("name", "status", "reason")}
+    return listed("Left as they were", refused, columns)
 
 
 def warnings_table(warnings: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Fits that rest on too few examples or regression rows, see asapc.calibration.enough."""
-    rows = tuple(
-        (
-            _cell(warning.get("sites", ())[:1]),
-            number(max(0, len(warning.get("sites", ())) - 1)),
-            f"{number(warning.get('given'))} {warning.get('of')}",
-            number(warning.get("needed")),
-        )
-        for warning in warnings
+    return listed(
+        "Warning: fits that rest on too little data",
+        warnings,
+        {
+            "site": lambda warning: _cell(warning.get("sites", ())[:1]),
+            "sites more|": lambda warning: number(max(0, len(warning.get("sites", ())) - 1)),
+            "fitted on|": lambda warning: f"{number(warning.get('given'))} {warning.get('of')}",
+            "needed|": _number_of("needed"),
+        },
     )
-    columns = ("site", "sites more|", "fitted on|", "needed|")
-    return [Table("Warning: fits that rest on too little data", columns, rows)] if rows else []
 
 
 def inspect_tables(inspection: Mapping[str, Any]) -> list[Table]:
     """Every attention layer found: convention if it is Sinkhorn, reason if it is not compiled."""
+    sites = inspection["sites"]
+    columns: dict[str, Callable[[Any], str]] = {
+        "site": _text_of("name"),
+        "status": _text_of("status"),
+        "heads|": _number_of("heads"),
+        "dim|": _number_of("head_dim"),
+        "convention": lambda site: convention_text(site.get("convention")),
+        "replay error|": _number_of("replay_error"),
+        "reason": _text_of("reason"),
+    }
     title = f"{inspection.get('model')} (capture: {inspection.get('capture')})"
-    rows = tuple(
-        (
-            str(site.get("name")),
-            str(site.get("status")),
-            number(site.get("heads")),
-            number(site.get("head_dim")),
-            convention_text(site.get("convention")),
-            number(site.get("replay_error")),
-            str(site.get("reason") or ""),
-        )
-        for site in inspection["sites"]
-    )
-    columns = ("site", "status", "heads|", "dim|", "convention", "replay error|", "reason")
-    tried = sorted({name for site in inspection["sites"] for name in site.get("replay") or ()})
-    worst = tuple(
-        (str(site.get("name")), *(number((site.get("replay") or {}).get(name)) for name in tried))
-        for site in inspection["sites"] if site.get("replay")
-    )  # fmt: skip
-    replayed = [Table("Replayed on", ("site", *(f"{name}|" for name in tried)), worst)] if worst else []
-    return [Table(title, columns, rows), *replayed]
+    replayed = [site for site in sites if site.get("replay")]
+    tried = sorted({name for site in replayed for name in site["replay"]})
+    errors = {f"{name}|": partial(_replay_error, name) for name in tried}
+    return [
+        *(listed(title, sites, columns) or [Table(title, tuple(columns), ())]),
+        *listed("Replayed on", replayed, {"site": _text_of("name"), **errors}),
+    ]
+
+
+def _replay_error(name: str, site: Mapping[str, Any]) -> str:
+    return number(site["replay"].get(name))
 
 
 def amortised_text(site: Mapping[str, Any]) -> str:
@@ -497,29 +509,27 @@ def fit_text(site: Mapping[str, Any]) -> str:
 
 def calibration_tables(summary: Mapping[str, Any]) -> list[Table]:
     """The fit of every site, where any was."""
-    rows = tuple(
-        (
-            str(site.get("name")),
-            amortised_text(site),
-            fit_text(site),
-            number(site.get("examples")),
-            number(site.get("tokens")),
-            number(site.get("r2")),
-            number(site.get("condition_number")),
-            number(site.get("fit_seconds")),
-        )
-        for site in summary["sites"]
+    fits = listed(
+        f"Calibration of {summary.get('model')}, {summary.get('order')}",
+        summary["sites"],
+        {
+            "site": _text_of("name"),
+            "predicted": amortised_text,
+            "fit": fit_text,
+            "examples|": _number_of("examples"),
+            "tokens|": _number_of("tokens"),
+            "R2 in-sample|": _number_of("r2"),
+            "cond|": _number_of("condition_number"),
+            "s|": _number_of("fit_seconds"),
+        },
     )
-    columns = ("site", "predicted", "fit", "examples|", "tokens|", "R2 in-sample|", "cond|", "s|")
-    title = f"Calibration of {summary.get('model')}, {summary.get('order')}"
-    fits = [Table(title, columns, rows)] if rows else []
     return [*fits, *warnings_table(summary["warnings"])]
 
 
 def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
     """What every site became; with an entry `onnx_file` also what model.onnx is."""
     return [
-        _choice_table("Compiled", manifest["sites"]),
+        *_choice_table("Compiled", manifest["sites"]),
         *sizes_table(manifest.get("sizes", "")),
         *refused_table(manifest.get("refused", ())),
         *warnings_table(manifest.get("warnings", ())),
@@ -532,18 +542,18 @@ def sizes_table(sizes: str) -> list[Table]:
     return [Table("Holds for", ("", ""), (("sizes", sizes),))] if sizes else []
 
 
-def _choice_table(title: str, sites: Sequence[Mapping[str, Any]]) -> Table:
-    rows = tuple(
-        (
-            str(site.get("name")),
-            str(site.get("operator")),
-            amortised_text(site),
-            convention_text(site.get("convention")),
-            str(site.get("reason") or ""),
-        )
-        for site in sites
+def _choice_table(title: str, sites: Sequence[Mapping[str, Any]]) -> list[Table]:
+    return listed(
+        title,
+        sites,
+        {
+            "site": _text_of("name"),
+            "operator": _text_of("operator"),
+            "predicted": amortised_text,
+            "convention": lambda site: convention_text(site.get("convention")),
+            "reason": _text_of("reason"),
+        },
     )
-    return Table(title, ("site", "operator", "predicted", "convention", "reason"), rows)
 
 
 def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
@@ -560,17 +570,19 @@ def refresh_tables(entry: Mapping[str, Any]) -> list[Table]:
         (MODEL_LABELS.get(key, key), *(metric_text(key, side.get(key)) for side in (before, after)))
         for key in before
     )
-    audit, shares = entry.get("soft_to_hard", {}), ("accuracy", "prediction_change")
-    sorts = tuple(
-        (name, *(metric_text(share, audit.get(key, {}).get(share)) for share in shares))
-        for name, key in (("soft", "soft"), ("exact, before", "before"), ("exact, annealed", "after"))
+    audit = entry.get("soft_to_hard", {})
+    sorts = (("soft", "soft"), ("exact, before", "before"), ("exact, annealed", "after"))
+    shares = _metrics_of(
+        ("accuracy", "prediction_change"), lambda row, key: audit.get(row[1], {}).get(key)
     )
-    columns = ("sorts", *_headings(shares))
     return [
         Table("Refresh: trained after the replacement", ("", ""), rows),
         Table("Refresh: on the selection split", ("", "before|", "after|"), changes),
-        *([Table("Refresh: from soft to hard, selection split", columns, sorts)] if audit else []),
-    ]
+        *listed(
+            "Refresh: from soft to hard, selection split", sorts if audit else (),
+            {"sorts": lambda row: row[0], **shares},
+        ),
+    ]  # fmt: skip
 
 
 def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
@@ -579,14 +591,13 @@ def bench_tables(bench: Mapping[str, Any]) -> list[Table]:
     if "onnx" in bench:
         tables.append(_model_table("Whole model, ONNX Runtime", bench["onnx"]))
     tables += _latency_table(bench["sites"])
-    rows = tuple(
-        (str(site.get("name")), *(str(kernel[key]) for key in ("operator", "shape", "kernel", "reason")))
+    kernels = (
+        {"site": site.get("name"), **kernel}
         for site in bench["sites"]
         for kernel in site.get("kernels", ())
     )
-    if rows:
-        tables.append(Table("Kernels", ("site", "operator", "shape", "kernel", "because"), rows))
-    return tables
+    columns = {key: _text_of(key) for key in ("site", "operator", "shape", "kernel")}
+    return [*tables, *listed("Kernels", kernels, {**columns, "because": _text_of("reason")})]
 
 
 def onnx_tables(record: Mapping[str, Any]) -> list[Table]:
@@ -615,45 +626,35 @@ def study_tables(result: Mapping[str, Any]) -> list[Table]:
     baseline = {"sites": len(result["sites"]), **result["baseline"]}
     baseline.update({name: result.get(name) for name in shown})
     rows = sorted(result["rows"], key=lambda row: float(row["attention_rel_l2"]))
-    metrics = [metric.key for metric in METRICS if metric.study == "table"]
-    columns = (
-        "", "features", "side", "c_transforms|", "fit", "shared", "ridge|", "examples|",
-        *_headings(metrics), "site ms|", "predict ms|",
-    )  # fmt: skip
-    keys = (*metrics, "site_ms", "predict_ms")
-    cells = tuple(
-        (
-            "*" if row.get("pareto") else "",
-            str(row.get("features")),
-            str(row.get("side") or "-"),
-            ", ".join([number(row.get("c_transforms")), *_choices(row)]),
-            str(row.get("fit") or "-"),
-            str(row.get("coefficients") or "-"),
-            number(row.get("ridge")) + (" direct" if row.get("ridge_mode") == "direct" else ""),
-            number(row.get("examples")),
-            *(metric_text(key, row.get(key)) for key in keys),
-        )
-        for row in rows
-    )
-    return [_model_table("Baseline", baseline), Table("Rows", columns, cells)]
+    columns: dict[str, Callable[[Any], str]] = {
+        "": lambda row: "*" if row.get("pareto") else "",
+        "features": _text_of("features"),
+        "side": lambda row: str(row.get("side") or "-"),
+        "c_transforms|": lambda row: ", ".join([number(row.get("c_transforms")), *_choices(row)]),
+        "fit": lambda row: str(row.get("fit") or "-"),
+        "shared": lambda row: str(row.get("coefficients") or "-"),
+        "ridge|": lambda row: number(row.get("ridge"))
+        + (" direct" if row.get("ridge_mode") == "direct" else ""),
+        "examples|": _number_of("examples"),
+        **_metrics_of(metric.key for metric in METRICS if metric.study == "table"),
+        "site ms|": _number_of("site_ms"),
+        "predict ms|": _number_of("predict_ms"),
+    }
+    return [_model_table("Baseline", baseline), *listed("Rows", rows, columns)]
 
 
-def comparison_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+def comparison_table(rows: Iterable[Mapping[str, Any]]) -> list[Table]:
     """The demo's closing table: usual loop, torch.compile, lossless, amortised."""
-    keys = ("attention_rel_l2", "prediction_agreement", "accuracy")
-    return Table(
+    return listed(
         "Usual loop, better loop, no loop",
-        ("", "compile s|", "latency ms|", "speedup|", *_headings(keys)),
-        tuple(
-            (
-                str(row.get("name")),
-                number(row.get("compile_seconds")),
-                number(row.get("latency_ms")),
-                "-" if row.get("speedup") is None else f"{number(row['speedup'])}x",
-                *(metric_text(key, row.get(key)) for key in keys),
-            )
-            for row in rows
-        ),
+        rows,
+        {
+            "": _text_of("name"),
+            "compile s|": _number_of("compile_seconds"),
+            "latency ms|": _number_of("latency_ms"),
+            "speedup|": lambda row: "-" if row.get("speedup") is None else f"{number(row['speedup'])}x",
+            **_metrics_of(("attention_rel_l2", "prediction_agreement", "accuracy")),
+        },
     )
 
 
@@ -677,34 +678,28 @@ def interval_text(key: str, confidence: Mapping[str, Sequence[float | None]]) ->
     return " to ".join(metric_text(key, end) for end in confidence.get(key, ())) or "-"
 
 
-def _fidelity_table(sites: Sequence[SiteReport]) -> Table:
-    keys = [
-        metric.key for metric in METRICS if metric.column and any(metric.key in s.metrics for s in sites)
-    ]
-    return Table(
-        "Fidelity to the teacher, per site",
-        ("site", "operator", *_headings(keys)),
-        tuple(
-            (site.name, site.operator, *(number(site.metrics.get(key)) for key in keys))
-            for site in sites
-        ),
-    )
+def _fidelity_table(sites: Sequence[SiteReport]) -> list[Table]:
+    keys = [m.key for m in METRICS if m.column and any(m.key in site.metrics for site in sites)]
+    metrics = {_heading(key): partial(_site_metric, key) for key in keys}
+    columns: dict[str, Callable[[SiteReport], str]] = {
+        "site": lambda site: site.name, "operator": lambda site: site.operator, **metrics,
+    }  # fmt: skip
+    return listed("Fidelity to the teacher, per site", sites, columns)
+
+
+def _site_metric(key: str, site: SiteReport) -> str:
+    return number(site.metrics.get(key))
 
 
 def _latency_table(sites: Sequence[Mapping[str, Any]]) -> list[Table]:
     timed = [metric.key for metric in METRICS if metric.column and metric.scope == "both"]
     keys = [key for key in timed if any(site.get(key) is not None for site in sites)]
-    if not keys:
-        return []
-    rows = tuple(
-        (
-            str(site.get("name")),
-            str(site.get("operator") or "-"),
-            *(number(site.get(key)) for key in keys),
-        )
-        for site in sites
-    )
-    return [Table("Latency, per site", ("site", "operator", *_headings(keys)), rows)]
+    columns: dict[str, Callable[[Any], str]] = {
+        "site": _text_of("name"),
+        "operator": lambda site: str(site.get("operator") or "-"),
+        **{_heading(key): _number_of(key) for key in keys},
+    }
+    return listed("Latency, per site", sites if keys else (), columns)
 
 
 def _cell(value: Any) -> str:
