@@ -69,6 +69,7 @@ STEPS = {
 MANY_EXAMPLES = 32
 MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
+KNOWN = 9  # experiments that are passed where a loop is known, and another end of it would change nothing
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
 
@@ -87,11 +88,13 @@ def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
         return Unidentified(reason, frozenset(loop.sums), found.at)
     nearest: _Failure | None = None
     for number, (part, start, end, kernel) in enumerate(_tried(program, loop, found)):
-        damped = number < MOST_DAMPED
-        result = outcome(partial(_site, program, part, start, end, kernel, damped))
+        sums = len(part.sums) if number < MOST_DAMPED else 0
+        result = outcome(partial(_site, program, part, start, end, kernel, sums))
         if isinstance(result, PlanSite):
             return _past_exp(result)
         failure = _Failure(0, result) if isinstance(result, str) else result
+        if failure.reached >= KNOWN:
+            return Unidentified(f"a loop of rows and columns: {failure.reason}", frozenset(loop.sums), loop.at)
         nearest = failure if nearest is None or failure.reached > nearest.reached else nearest
     assert nearest is not None
     return Unidentified(f"a loop of rows and columns: {nearest.reason}", frozenset(loop.sums), loop.at)
@@ -509,7 +512,7 @@ class _Trials:
 
 
 def _site(
-    program: Program, loop: Loop, start: Node, end: Node, kernel: bool, damped: bool
+    program: Program, loop: Loop, start: Node, end: Node, kernel: bool, sums: int
 ) -> PlanSite | _Failure:
     region = _Region(program, loop, start, end, kernel)
     if sizes_of(region.end.tensor, region.start.tensor) is None:
@@ -520,19 +523,19 @@ def _site(
     lengths = region.lengths()
     failures = []
     for role in roles:
-        found = _identified(region, role, lengths, damped)
+        found = _identified(region, role, lengths, sums)
         if isinstance(found, _Failure):
             failures.append(found)
             continue
         changed = _changed_by_stops(program, region, *found, lengths)
         if changed is not None:
-            return _Failure(9, changed.replace("the attention", "the plan"))
+            return _Failure(KNOWN, changed.replace("the attention", "the plan"))
         return _made(program, region, *found)
     return max(failures, key=lambda failure: failure.reached)
 
 
 def _identified(
-    region: _Region, roles: _Roles, lengths: dict[Any, int], damped: bool
+    region: _Region, roles: _Roles, lengths: dict[Any, int], sums: int
 ) -> tuple[PlanFit, _Trials] | _Failure:
     size = region.size(lengths)
     trials = _Trials(region, roles, False)
@@ -542,13 +545,13 @@ def _identified(
     if alone is not None:
         one, other = (trials.observe(trials.noise(size), lengths)[0].plan for _ in range(2))
         if not roles.nodes and float((one - other).abs().max()) <= STABILISED * float(one.abs().max()):
-            return _Failure(9, alone)
+            return _Failure(KNOWN, alone)
     unknown = trials.measure(lengths)
     if unknown is not None:
         return _Failure(2, str(unknown))
     if roles.nodes:  # which role is right is seen on a few mild scores
         few = [o for spread in (1.0, 3.0) if (o := trials.at(spread, lengths)) is not None]
-        sketch = identify_plan(few, most=TRIED, damped=damped)
+        sketch = identify_plan(few, most=TRIED, sums=sums)
         if isinstance(sketch, NoFit):
             return _Failure(3, str(sketch))
     longer = region.lengths(5)
@@ -560,7 +563,7 @@ def _identified(
                   trials.at(1.0, lengths, all=offset)]  # fmt: skip
     drawn.append(trials.at(MILD, lengths, zeros=True))
     observed = [o for o in drawn if o is not None]
-    fit = identify_plan(observed, region.guesses, damped=damped)
+    fit = identify_plan(observed, region.guesses, sums=sums)
     if isinstance(fit, PlanFit) and fit.rival is not None:
         fit = _separated(trials, lengths, observed, fit)
     if isinstance(fit, NoFit):
