@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.formats.limits import limits_of
-from asapc.ir import Program
+from asapc.ir import Program, Side
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     PROBE_BATCH,
@@ -66,10 +66,13 @@ STEPS = {
     aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.log.default,
     aten.exp.default, *VIEWS,
 }  # fmt: skip
+COMPARED = {aten.gt.Scalar, aten.le.Scalar, aten.eq.Scalar, aten.ne.Scalar}
 MANY_EXAMPLES = 32
+MOST_CONSTANTS = 4  # vectors of parameters or sizes alone that are tried as marginals
 MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
 KNOWN = 9  # experiments that are passed where a loop is known, and another end of it would change nothing
+LEAST = 1e-290  # largest entry of a row or column of a plan that has its digits
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
 
@@ -158,6 +161,7 @@ class _Region:
     """Everything between a start and an end, as a function of the scores and of what else enters.
 
     kernel: whether the start holds exp(scores), as where a constant is added to a softmax.
+    spares: whether its code asks what is 0, as it does where it does not divide by sums that are.
     """
 
     def __init__(
@@ -173,6 +177,7 @@ class _Region:
         self.inside = frozenset(inside | {end})
         self.ordered = [node for node in graph.graph.nodes if node in self.inside]
         self.guesses = guesses_of(self.ordered)
+        self.spares = any(n.target in COMPARED and n.args[1] == 0 for n in self.ordered)
         self.given = _given(graph, self.start, self.inside)
         self.data = [x.node for x in self.given if x.data]
         self.constants = [x.node for x in self.given if not x.data]
@@ -323,8 +328,12 @@ class _Roles:
     log_nu: MarginalInput | None = None
 
     @property
+    def given(self) -> list[MarginalInput]:
+        return [x for x in (self.log_mu, self.log_nu) if x is not None]
+
+    @property
     def nodes(self) -> set[Node]:
-        return {x.node for x in (self.log_mu, self.log_nu) if x is not None}
+        return {x.node for x in self.given}
 
     def powered(self, powers: Pair) -> _Roles:
         """The same, taken to these powers."""
@@ -333,8 +342,12 @@ class _Roles:
 
 
 def _roles(region: _Region) -> list[_Roles] | str:
-    """What the vectors among the inputs may be, the simplest first; a reason where one is nothing."""
-    options: list[list[tuple[str, MarginalInput] | None]] = []
+    """What the vectors among the inputs may be, the simplest first; a reason where one is nothing.
+
+    One input can be a marginal of the rows, and one of the columns: data must be, constants may.
+    """
+    options: list[tuple[Side, MarginalInput]] = []
+    data: set[Node] = set()
     for given in region.given:
         value = given.node.meta["val"]
         if _is_matrix(given.node, region.start):
@@ -344,16 +357,16 @@ def _roles(region: _Region) -> list[_Roles] | str:
         found = _sides(given.node, region.start, given.data) if value.is_floating_point() else []
         if given.data and not found:
             return _enters(given.node, "neither a marginal nor a bias")
-        options.append([*([] if given.data else [None]), *found])
-    roles = []
-    for chosen in itertools.product(*options):
-        by_side: dict[str, MarginalInput] = {}
-        for pair in chosen:
-            if pair is not None:
-                by_side.setdefault(pair[0], pair[1])
-        if len(by_side) == sum(pair is not None for pair in chosen):
-            roles.append(_Roles(**by_side))
-    return roles or "two inputs could be the same marginal"
+        options += found
+        data |= {given.node} if given.data else set()
+    constants = {marginal.node for _, marginal in options} - data
+    if len(data) > 2 or len(constants) > MOST_CONSTANTS:
+        return "more vectors enter its half-steps than it has marginals"
+    rows, columns = ([None, *(x for side, x in options if side == one)] for one in ("row", "column"))
+    roles = [_Roles(mu, nu) for mu, nu in itertools.product(rows, columns)]
+    return [
+        role for role in roles if role.nodes >= data and len(role.nodes) == len(role.given)
+    ] or "two inputs could be the same marginal"
 
 
 def _enters(node: Node, what: str) -> str:
@@ -371,12 +384,13 @@ def _is_matrix(node: Node, start: Layout) -> bool:
     )
 
 
-def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[str, MarginalInput] | None]:
+def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[Side, MarginalInput]]:
     """The marginals that a tensor may be."""
     shape = [*node.meta["val"].shape]
     rank, leads = len(shape), rank_of(start.tensor.node) - 2
-    found: list[tuple[str, MarginalInput] | None] = []
-    for side, tokens in (("log_mu", start.queries), ("log_nu", start.keys)):
+    found: list[tuple[Side, MarginalInput]] = []
+    sides: tuple[tuple[Side, Any], ...] = (("row", start.queries), ("column", start.keys))
+    for side, tokens in sides:
         drop: int | None = None
         if rank and same(shape[-1], tokens):
             one = rank == leads + 2 and isinstance(shape[-2], int) and shape[-2] == 1
@@ -499,8 +513,9 @@ class _Trials:
         s = s + rows * self.noise((*size[:-1], 1)) + columns * self.noise((*size[:-2], 1, size[-1])) + all
         shifted = bool(rows or columns or all)
         o, _ = self.observe(s / abs(self.rough), lengths, spread <= MILD and not shifted, massless)
-        return None if overflown(o.plan) else o
-
+        # Where a sum that is 0 is not divided, those that have lost digits on the way to 0 show nothing.
+        lost = min(float(o.plan.amax(axis).min()) for axis in (-1, -2)) < LEAST
+        return None if overflown(o.plan) or (lost and self.region.spares) else o
 
     def fed(
         self, scores: Tensor, lengths: dict[Any, int]
@@ -572,7 +587,8 @@ def _identified(
     wrong = _many_tokens(trials, lengths, fit)
     if wrong is not None:
         return _Failure(5, wrong)
-    found = with_hidden(trials, size, lengths, fit, region.start.tensor.node, region.kernel)
+    low = None if region.kernel else region.start.tensor.node
+    found = with_hidden(trials, size, lengths, fit, low, region.spares)
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
 
 
