@@ -79,18 +79,10 @@ def divided_with_constant(s: Tensor, axes: list[int]) -> Tensor:
     return plan
 
 
-def divided_where_positive(s: Tensor, axes: list[int]) -> Tensor:
-    plan = s.exp()
-    for axis in axes:
-        total = plan.sum(axis, keepdim=True)
-        plan = torch.where(total > 0, plan / total, torch.zeros_like(plan))
-    return plan
-
-
 SPELLINGS: dict[str, tuple[Spelling, list[int]]] = {
     f"{spelling.__name__}, {name}": (spelling, axes)
     for spelling in (softmaxes, subtracted, increments, rows_added_first, columns_added_first,
-                     duals_added_first, divided, divided_with_constant, divided_where_positive)
+                     duals_added_first, divided, divided_with_constant)
     for name, axes in {"rows first": [-1, -2] * 3, "columns first": [-2, -1] * 2 + [-2]}.items()
 }  # fmt: skip
 

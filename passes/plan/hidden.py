@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from asapc.ir import WRITTEN, PlanConvention, Stabiliser, Written
+from asapc.ir import WRITTEN, PlanConvention, Written
 from asapc.passes.cut import is_tensor
 from asapc.passes.plan.loops import NORMS, PRODUCTS, SOFTMAXES, SUMS
 from asapc.passes.plan.probe import Observed, PlanFit, plan_of
@@ -28,7 +28,7 @@ from asapc.passes.sinkhorn.probe import HELD
 aten = torch.ops.aten
 
 EXACTLY = (-1e7, -1e9, -math.inf)  # low scores in float64
-LOW = (-1e9, -math.inf, -1e4, -150.0)  # and in the loop's own dtype, where -inf stands for its lowest number
+LOW = (-1e9, -math.inf, -1e4)  # and in the loop's own dtype, where -inf stands for its lowest number
 PATTERNS = ("a row", "a column", "both", "all", "all but one")
 # Nothing that goes through one of these is as low as a mask. A table that is looked up may be.
 BOUNDED = {
@@ -65,13 +65,12 @@ def may_hide(scores: Node) -> bool:
 
 
 def with_hidden(
-    trials: Trials, size: Sequence[int], lengths: dict[Any, int], fit: PlanFit, scores: Node | None,
-    spares: bool,
-) -> PlanFit | str:  # fmt: skip
+    trials: Trials, size: Sequence[int], lengths: dict[Any, int], fit: PlanFit, scores: Node | None
+) -> PlanFit | str:
     """The fit that also gives what the loop makes of hidden rows and columns, or what is wrong with it.
 
     size: [B, H, N, M] of the scores.  scores: where they are, None where these are no scores but their
-    exponentials.  spares: whether sums that are 0 may not be divided by.
+    exponentials.
     """
     dtypes = [torch.float64]
     tried = [(torch.float64, *pair) for pair in itertools.product(EXACTLY, PATTERNS[:2])]
@@ -85,7 +84,7 @@ def with_hidden(
         for dtype, low, pattern in tried
     ]  # fmt: skip
     failures = []
-    for convention in _conventions(fit.convention, dtypes[1:], spares):
+    for convention in _conventions(fit.convention, len(dtypes) > 1):
         wrong = next(
             ((text, error) for text, limit, o in observed
              if not (error := _error(convention, o)) <= limit), None,
@@ -94,7 +93,7 @@ def with_hidden(
             return replace(fit, convention=convention)
         failures.append(wrong)
     text, error = failures[0]
-    return f"{text} gives another plan (relative error {error:.2g}): hide tokens by log_softmax or marginals"
+    return f"{text} gives another plan (relative error {error:.2g}): hide tokens by their marginals"
 
 
 def _hidden(
@@ -114,20 +113,13 @@ def _hidden(
     return scores
 
 
-def _conventions(
-    found: PlanConvention, dtypes: Sequence[torch.dtype], spares: bool
-) -> Iterator[PlanConvention]:
-    """The convention without an order of its sums, and with each; the one that leaves out what is 0."""
+def _conventions(found: PlanConvention, hides: bool) -> Iterator[PlanConvention]:
+    """The convention without an order of its sums; where scores may hide something, with each."""
     yield found
-    if found.stabiliser is not None:
-        return
-    forms = WRITTEN if found.damping is None else ("duals", "reversed", "summed")
-    for shares, form in itertools.product((False, True), forms if dtypes else ()):
-        yield replace(found, written=Written(form, shares))
-    if spares and found.balanced:
-        least = torch.finfo(dtypes[0] if dtypes else torch.float32)
-        smallest = least.smallest_normal * least.eps
-        yield replace(found, stabiliser=Stabiliser("plan", "clamp", smallest))
+    if found.stabiliser is None and hides:
+        forms = WRITTEN if found.damping is None else ("duals", "reversed", "summed")
+        for shares, form in itertools.product((False, True), forms):
+            yield replace(found, written=Written(form, shares))
 
 
 def _error(convention: PlanConvention, observed: Observed) -> float:

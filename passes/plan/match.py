@@ -66,13 +66,11 @@ STEPS = {
     aten.expand_as.default, aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.log.default,
     aten.exp.default, *VIEWS,
 }  # fmt: skip
-COMPARED = {aten.gt.Scalar, aten.le.Scalar, aten.eq.Scalar, aten.ne.Scalar}
 MANY_EXAMPLES = 32
 MOST_CONSTANTS = 4  # vectors of parameters or sizes alone that are tried as marginals
 MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
 KNOWN = 9  # experiments that are passed where a loop is known, and another end of it would change nothing
-LEAST = 1e-290  # largest entry of a row or column of a plan that has its digits
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
 
@@ -97,7 +95,8 @@ def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
             return _past_exp(result)
         failure = _Failure(0, result) if isinstance(result, str) else result
         if failure.reached >= KNOWN:
-            return Unidentified(f"a loop of rows and columns: {failure.reason}", frozenset(loop.sums), loop.at)
+            nearest = failure
+            break
         nearest = failure if nearest is None or failure.reached > nearest.reached else nearest
     assert nearest is not None
     return Unidentified(f"a loop of rows and columns: {nearest.reason}", frozenset(loop.sums), loop.at)
@@ -161,7 +160,6 @@ class _Region:
     """Everything between a start and an end, as a function of the scores and of what else enters.
 
     kernel: whether the start holds exp(scores), as where a constant is added to a softmax.
-    spares: whether its code asks what is 0, as it does where it does not divide by sums that are.
     """
 
     def __init__(
@@ -177,7 +175,6 @@ class _Region:
         self.inside = frozenset(inside | {end})
         self.ordered = [node for node in graph.graph.nodes if node in self.inside]
         self.guesses = guesses_of(self.ordered)
-        self.spares = any(n.target in COMPARED and n.args[1] == 0 for n in self.ordered)
         self.given = _given(graph, self.start, self.inside)
         self.data = [x.node for x in self.given if x.data]
         self.constants = [x.node for x in self.given if not x.data]
@@ -513,9 +510,7 @@ class _Trials:
         s = s + rows * self.noise((*size[:-1], 1)) + columns * self.noise((*size[:-2], 1, size[-1])) + all
         shifted = bool(rows or columns or all)
         o, _ = self.observe(s / abs(self.rough), lengths, spread <= MILD and not shifted, massless)
-        # Where a sum that is 0 is not divided, those that have lost digits on the way to 0 show nothing.
-        lost = min(float(o.plan.amax(axis).min()) for axis in (-1, -2)) < LEAST
-        return None if overflown(o.plan) or (lost and self.region.spares) else o
+        return None if overflown(o.plan) else o
 
     def fed(
         self, scores: Tensor, lengths: dict[Any, int]
@@ -588,7 +583,7 @@ def _identified(
     if wrong is not None:
         return _Failure(5, wrong)
     low = None if region.kernel else region.start.tensor.node
-    found = with_hidden(trials, size, lengths, fit, low, region.spares)
+    found = with_hidden(trials, size, lengths, fit, low)
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
 
 
