@@ -107,7 +107,8 @@ def what_a_stop_changes(
     attention: Callable[[Trial, int], Tensor],
     trials: Iterable[Trial],
 ) -> str | None:
-    """Why the full budget is not what the teacher computes; None where stopping changes nothing.
+    """Why the full budget is not what the teacher computes, at the first scores that show it; None where
+    stopping changes nothing.
 
     inside: the region, in order.  half_steps: the full budget.  attention: after so many half-steps.
     trials: spreads close to each other, for a stop changes most where it has just become due.
@@ -119,7 +120,6 @@ def what_a_stop_changes(
         )
     if any(not _sums_before(stop.residual, inside) for stop in stops):
         return "it branches on its scores before its loop begins"
-    worst, at = 0.0, stops[0].threshold
     for trial in trials:
         values = residuals(trial.tensors, trial.lengths)
         ended = (stop for stop, value in zip(stops, values, strict=True)
@@ -131,14 +131,12 @@ def what_a_stop_changes(
         for done in _half_steps_before(first.residual, inside, half_steps):
             stopped = attention(trial, done)
             error = float((stopped - full).abs().amax() / full.abs().amax().clamp(min=1e-300))
-            if error > worst:
-                worst, at = error, first.threshold
-    if worst <= HELD:
-        return None
-    return (
-        f"its loop ends early where a residual is at most {at:g}, which changes the attention by up to "
-        f"{worst:.2g} of its largest entry"
-    )
+            if error > HELD:
+                return (
+                    f"its loop ends early where a residual is at most {first.threshold:g}, which changes "
+                    f"the attention by {error:.2g} of its largest entry"
+                )
+    return None
 
 
 def _half_steps_before(residual: Node, inside: Sequence[Node], half_steps: int) -> list[int]:

@@ -408,7 +408,7 @@ class _Beyond:
     def _parts(self, change: Change) -> tuple[Change, ...]:
         """Of queries and keys, or of scores.  Keys that are shifted alike shift each row of scores."""
         if self.seen.scored:
-            return (change,)
+            return (Change(change.scale, min(change.shift, self.site.largest_shift)),)
         if isinstance(self.site.convention, BY_SCORES):
             return Change(change.scale), Change(shift=change.shift)
         half = Change(math.copysign(abs(change.scale) ** 0.5, change.scale), change.shift)

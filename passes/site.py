@@ -6,6 +6,7 @@ what it found there: a Site of its own, which knows its operator call, or why it
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,11 @@ class Site(ABC):
     def stops_on(self) -> Collection[Node]:
         """What the loops whose early stops were tried work on: their scores; empty where none were."""
         return ()
+
+    @property
+    def largest_shift(self) -> float:
+        """What its scores may be shifted by at most."""
+        return math.inf
 
     def scaled(self, given: Tensor, scale: float, shift: float = 0.0) -> Tensor:
         """The first input of its part where the scores are scaled and then shifted."""

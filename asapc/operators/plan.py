@@ -15,7 +15,6 @@ is asapc.kernels.cpu.plan.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from inspect import Parameter, signature
@@ -50,17 +49,23 @@ def plan_duals(
 
 
 def written_log_plan(
-    s: Tensor, log_mu: Tensor, log_nu: Tensor, half_steps: int, rows_first: bool, form: str,
-    damping: Sequence[float] | None,
+    s: Tensor, log_mu: Tensor | None, log_nu: Tensor | None, half_steps: int, rows_first: bool,
+    form: str, shares: bool, damping: Sequence[float] | None,
 ) -> Tensor:  # fmt: skip
     """log P in the dtype of the scores, its terms added in the order in which a teacher's code adds them.
 
     Next to a mask of -1e9 a float32 dual keeps no digit: what is left of a row or column that is hidden
-    as a whole depends on that order. s, log_mu, log_nu: as plan_duals takes them; form: see ir.Written.
+    as a whole depends on that order. s, log_mu, log_nu: as plan_duals takes them; form, shares: as in
+    ir.Written.
     """
     f, g = torch.zeros_like(s[..., :1]), torch.zeros_like(s[..., :1, :])
-    mu, nu = log_mu.to(s.dtype)[..., :, None], log_nu.to(s.dtype)[..., None, :]
-    rows, columns = damping or (1.0, 1.0)
+    uniform = log_marginals(*s.shape[-2:], None, s)
+    mu, nu = (
+        (alike if shares else torch.zeros_like(alike)) if x is None else x
+        for x, alike in zip((log_mu, log_nu), uniform, strict=True)
+    )
+    mu, nu = mu.to(s.dtype)[..., :, None], nu.to(s.dtype)[..., None, :]
+    (rows, columns), axis = damping or (1.0, 1.0), -1
     for step in range(half_steps):
         turn = (step % 2 == 0) == rows_first
         axis, mass = (-1, mu) if turn else (-2, nu)
@@ -75,7 +80,9 @@ def written_log_plan(
             f = rows * (mass - (s + g).logsumexp(axis, keepdim=True))
         else:
             g = columns * (mass - (s + f).logsumexp(axis, keepdim=True))
-    return s + (f + g) if form == "summed" else s + g + f if form == "reversed" else s + f + g
+    logs = s + (f + g) if form == "summed" else s + g + f if form == "reversed" else s + f + g
+    given, last = (log_mu, uniform[0]) if axis == -1 else (log_nu, uniform[1])
+    return logs if shares or given is not None else logs + last[0]
 
 
 def plan(
@@ -105,18 +112,11 @@ def plan(
     form: without a constant, of ir.Written, "plan" where no order is known; shares: uniform masses are
     1/N and 1/M in that order, not 1.
     """
-    factor = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
+    factor: Any = factor_value(output_factor, scores.shape[-2], scores.shape[-1], None)
     if constant is None and form != "plan":
-        logs = [log_mu, log_nu]
         s = scaled(scores, score_multiplier, by_head)
-        for axis, given in enumerate(logs):
-            if given is None:
-                logs[axis] = s.new_full((s.shape[axis - 2],), -math.log(s.shape[axis - 2]) * shares)
-        last = 0 if rows_first == (half_steps % 2 == 1) else 1
-        if (log_mu, log_nu)[last] is None and not shares:
-            factor = factor / s.shape[last - 2]
-        log_plan = written_log_plan(s, *logs, half_steps, rows_first, form, damping)
-        return log_plan + math.log(factor) if log else log_plan.exp() * factor
+        logs = written_log_plan(s, log_mu, log_nu, half_steps, rows_first, form, shares, damping)
+        return logs + torch.log(s.new_full((), factor)) if log else logs.exp() * factor
     s = scaled(widen(scores), score_multiplier, by_head)
     if constant is None:
         # Where all of a row (or column) is hidden by -1e9, what is left of it is what differs.
@@ -128,8 +128,7 @@ def plan(
         log_plan = s + f[..., :, None] + g[..., None, :]
         if not log:
             return (log_plan.exp() * factor).to(scores.dtype)
-        filled: Any = factor  # a mask alone makes it a tensor
-        return (log_plan + torch.log(log_plan.new_full((), filled))).to(scores.dtype)
+        return (log_plan + torch.log(log_plan.new_full((), factor))).to(scores.dtype)
     if log_mu is not None or log_nu is not None or damping is not None:
         raise ValueError("a constant in the divisions is known with balanced, uniform marginals alone")
     stabiliser = Stabiliser.of(form, kind, constant, start, shares, start_share)

@@ -24,10 +24,10 @@ from torch import Tensor
 from asapc.ir import OutputFactor, Side
 from asapc.operators.c_transforms import log_marginals
 from asapc.passes.experiment import EXACT
-from asapc.passes.sinkhorn.probe import Budget, Plans, factor_of, loop_plans, search_budget
+from asapc.passes.sinkhorn.probe import BEYOND, Budget, Plans, factor_of, loop_plans, search_budget
 
+SEARCHED = 24  # half-steps of the longest loop in which the damping of the other side is searched for
 LEAST, STRAIGHT = 1e-3, 1e-6  # the smallest damping; how far from a line the duals may be
-SEARCHED = 24  # half-steps up to which the damping of the side before the last is searched for
 CONVERGED = 1e-7  # what is left of the start after a loop that no scores tell from a longer one
 
 Pair = tuple[float, float]
@@ -78,15 +78,18 @@ class Damped:
     budget: Budget
 
 
-def identify_damping(observed: Sequence[Given], most: int) -> Damped | None:
-    """The unbalanced loop that comes nearest, None if no damping explains the side that comes last."""
+def identify_damping(observed: Sequence[Given], sums: int) -> Damped | None:
+    """The unbalanced loop that comes nearest, None if no damping explains the side that comes last.
+
+    sums: how many over rows and columns the loop has, which is about how many half-steps.
+    """
     best: Damped | None = None
     sides: tuple[Side, ...] = ("row", "column")
     marginals = any(x is not None for o in observed for x in (o.log_mu, o.log_nu))
     for last, outside in itertools.product(sides, (False, True) if marginals else (False,)):
         points = [o.line(last, outside) for o in observed]
         damping = _slope(torch.cat([x for x, _ in points]), torch.cat([y for _, y in points]))
-        for found in () if damping is None else _tried(observed, last, damping, outside, most):
+        for found in () if damping is None else _tried(observed, last, damping, outside, sums):
             if best is None or found.budget.error < best.budget.error:
                 best = found
             if best.budget.error <= EXACT:
@@ -104,7 +107,7 @@ def _slope(x: Tensor, y: Tensor) -> float | None:
 
 
 def _tried(
-    observed: Sequence[Given], last: Side, damping: float, outside: bool, most: int
+    observed: Sequence[Given], last: Side, damping: float, outside: bool, sums: int
 ) -> Iterator[Damped]:
     """Loops whose last side is damped so, with each damping that the other may have."""
     given = any(x is not None for o in observed for x in (o.log_mu, o.log_nu))
@@ -116,8 +119,8 @@ def _tried(
 
     for other in dict.fromkeys((damping, 1.0)):
         loops = [o.loop(*with_other(other)) for o in observed]
-        yield Damped(*with_other(other), search_budget(plans, loops, (last,), most))
-    for half_steps in range(2, SEARCHED + 1):
+        yield Damped(*with_other(other), search_budget(plans, loops, (last,), sums + BEYOND))
+    for half_steps in range(max(sums - 1, 2), min(sums + 1, SEARCHED) + 1):
         first = _from(last)[(half_steps - 1) % 2]
 
         def missed(

@@ -21,7 +21,7 @@ from torch.fx import Node
 from asapc.ir import WRITTEN, PlanConvention, Written
 from asapc.passes.cut import is_tensor
 from asapc.passes.plan.loops import NORMS, PRODUCTS, SOFTMAXES, SUMS
-from asapc.passes.plan.probe import Observed, PlanFit, plan_error, plan_of
+from asapc.passes.plan.probe import Observed, PlanFit, plan_of
 from asapc.passes.products import BARRIERS
 from asapc.passes.sinkhorn.probe import HELD
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 EXACTLY = (-1e7, -1e9, -math.inf)  # low scores in float64
 LOW = (-1e9, -math.inf, -1e4)  # and in the loop's own dtype, where -inf stands for its lowest number
-PATTERNS = ("row", "column", "both", "all", "all but one")
+PATTERNS = ("a row", "a column", "both", "all", "all but one")
 # Nothing that goes through one of these is as low as a mask. A table that is looked up may be.
 BOUNDED = {
     *(BARRIERS - {aten.embedding.default}), *SOFTMAXES, *SUMS, *NORMS, *PRODUCTS, aten.mm.default,
@@ -65,42 +65,35 @@ def may_hide(scores: Node) -> bool:
 
 
 def with_hidden(
-    trials: Trials, size: Sequence[int], lengths: dict[Any, int], fit: PlanFit, scores: Node, kernel: bool
-) -> PlanFit | str:  # fmt: skip
+    trials: Trials, size: Sequence[int], lengths: dict[Any, int], fit: PlanFit, scores: Node | None
+) -> PlanFit | str:
     """The fit that also gives what the loop makes of hidden rows and columns, or what is wrong with it.
 
-    size: [B, H, N, M] of the scores, which hold their exponentials where `kernel`.
+    size: [B, H, N, M] of the scores.  scores: where they are, None where these are no scores but their
+    exponentials.
     """
-    for side, low in itertools.product(PATTERNS[:2], EXACTLY):
-        o, _ = trials.observe(_hidden(trials, size, side, low), lengths, mild=False)
-        if not bool(o.plan.isfinite().all()):
-            continue  # the teacher gives nothing there either
-        error = plan_error(fit.convention, [o])
-        if not error <= HELD:
-            return f"a {side} of scores that are all {low:g} is another; relative error {error:.2g}"
-    if kernel or not may_hide(scores):
-        return fit
-    dtype = scores.meta["val"].dtype
+    dtypes = [torch.float64]
+    tried = [(torch.float64, *pair) for pair in itertools.product(EXACTLY, PATTERNS[:2])]
+    if scores is not None and may_hide(scores):
+        dtypes.append(scores.meta["val"].dtype)
+        tried += [(dtypes[-1], *pair) for pair in itertools.product(LOW, PATTERNS)]
     observed = [
-        trials.observe(_hidden(trials, size, pattern, low, dtype), lengths, mild=False)[0]
-        for low, pattern in itertools.product(LOW, PATTERNS)
-    ]
-    tolerance = max(HELD, 4 * torch.finfo(dtype).eps)
-    nearest = math.inf
-    for convention in _conventions(fit.convention):
-        error = 0.0
-        for o in observed:
-            error = max(error, _error(convention, o))
-            if not error <= tolerance:
-                break
-        else:
+        (f"{pattern} of scores that are {low:g} in {str(dtype).removeprefix('torch.')}",
+         max(HELD, 4 * torch.finfo(dtype).eps),
+         trials.observe(_hidden(trials, size, pattern, low, dtype), lengths, mild=False)[0])
+        for dtype, low, pattern in tried
+    ]  # fmt: skip
+    failures = []
+    for convention in _conventions(fit.convention, len(dtypes) > 1):
+        wrong = next(
+            ((text, error) for text, limit, o in observed
+             if not (error := _error(convention, o)) <= limit), None,
+        )  # fmt: skip
+        if wrong is None:
             return replace(fit, convention=convention)
-        nearest = min(nearest, error)
-    kind = str(dtype).removeprefix("torch.")
-    return (
-        f"where a mask makes all scores of a row or column low, its sums in {kind} leave another plan "
-        f"(relative error {nearest:.2g}): hide tokens by marginals, or by log_softmax in every half-step"
-    )
+        failures.append(wrong)
+    text, error = failures[0]
+    return f"{text} gives another plan (relative error {error:.2g}): hide tokens by their marginals"
 
 
 def _hidden(
@@ -111,8 +104,8 @@ def _hidden(
     if dtype != torch.float64:
         low = max(low, torch.finfo(dtype).min)
     hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool)
-    hidden[-1] = pattern in ("row", "both")
-    hidden[:, -1] |= pattern in ("column", "both")
+    hidden[-1] = pattern in ("a row", "both")
+    hidden[:, -1] |= pattern in ("a column", "both")
     if pattern.startswith("all"):
         hidden[:] = True
         hidden[0, 0] = pattern == "all"
@@ -120,10 +113,10 @@ def _hidden(
     return scores
 
 
-def _conventions(found: PlanConvention) -> Iterator[PlanConvention]:
-    """The convention without an order of its sums, and with each."""
+def _conventions(found: PlanConvention, hides: bool) -> Iterator[PlanConvention]:
+    """The convention without an order of its sums; where scores may hide something, with each."""
     yield found
-    if found.stabiliser is None:
+    if found.stabiliser is None and hides:
         forms = WRITTEN if found.damping is None else ("duals", "reversed", "summed")
         for shares, form in itertools.product((False, True), forms):
             yield replace(found, written=Written(form, shares))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.formats.limits import limits_of
-from asapc.ir import Program
+from asapc.ir import Program, Side
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     PROBE_BATCH,
@@ -67,8 +67,10 @@ STEPS = {
     aten.exp.default, *VIEWS,
 }  # fmt: skip
 MANY_EXAMPLES = 32
+MOST_CONSTANTS = 4  # vectors of parameters or sizes alone that are tried as marginals
 MOST_DAMPED = 4  # of the likeliest ends of a loop, those at which it is tried as an unbalanced one
 MOST_KERNELS = 2  # tensors that are tried as exp(scores), where no scores explain a loop
+KNOWN = 9  # experiments that are passed where a loop is known, and another end of it would change nothing
 TRIED = 1000  # half-steps of the longest loop by which the roles of inputs are told apart
 
 
@@ -87,11 +89,14 @@ def _examine(program: Program, loop: Loop) -> PlanSite | Unidentified:
         return Unidentified(reason, frozenset(loop.sums), found.at)
     nearest: _Failure | None = None
     for number, (part, start, end, kernel) in enumerate(_tried(program, loop, found)):
-        damped = number < MOST_DAMPED
-        result = outcome(partial(_site, program, part, start, end, kernel, damped))
+        sums = len(part.sums) if number < MOST_DAMPED else 0
+        result = outcome(partial(_site, program, part, start, end, kernel, sums))
         if isinstance(result, PlanSite):
             return _past_exp(result)
         failure = _Failure(0, result) if isinstance(result, str) else result
+        if failure.reached >= KNOWN:
+            nearest = failure
+            break
         nearest = failure if nearest is None or failure.reached > nearest.reached else nearest
     assert nearest is not None
     return Unidentified(f"a loop of rows and columns: {nearest.reason}", frozenset(loop.sums), loop.at)
@@ -320,8 +325,12 @@ class _Roles:
     log_nu: MarginalInput | None = None
 
     @property
+    def given(self) -> list[MarginalInput]:
+        return [x for x in (self.log_mu, self.log_nu) if x is not None]
+
+    @property
     def nodes(self) -> set[Node]:
-        return {x.node for x in (self.log_mu, self.log_nu) if x is not None}
+        return {x.node for x in self.given}
 
     def powered(self, powers: Pair) -> _Roles:
         """The same, taken to these powers."""
@@ -330,8 +339,12 @@ class _Roles:
 
 
 def _roles(region: _Region) -> list[_Roles] | str:
-    """What the vectors among the inputs may be, the simplest first; a reason where one is nothing."""
-    options: list[list[tuple[str, MarginalInput] | None]] = []
+    """What the vectors among the inputs may be, the simplest first; a reason where one is nothing.
+
+    One input can be a marginal of the rows, and one of the columns: data must be, constants may.
+    """
+    options: list[tuple[Side, MarginalInput]] = []
+    data: set[Node] = set()
     for given in region.given:
         value = given.node.meta["val"]
         if _is_matrix(given.node, region.start):
@@ -341,16 +354,16 @@ def _roles(region: _Region) -> list[_Roles] | str:
         found = _sides(given.node, region.start, given.data) if value.is_floating_point() else []
         if given.data and not found:
             return _enters(given.node, "neither a marginal nor a bias")
-        options.append([*([] if given.data else [None]), *found])
-    roles = []
-    for chosen in itertools.product(*options):
-        by_side: dict[str, MarginalInput] = {}
-        for pair in chosen:
-            if pair is not None:
-                by_side.setdefault(pair[0], pair[1])
-        if len(by_side) == sum(pair is not None for pair in chosen):
-            roles.append(_Roles(**by_side))
-    return roles or "two inputs could be the same marginal"
+        options += found
+        data |= {given.node} if given.data else set()
+    constants = {marginal.node for _, marginal in options} - data
+    if len(data) > 2 or len(constants) > MOST_CONSTANTS:
+        return "more vectors enter its half-steps than it has marginals"
+    rows, columns = ([None, *(x for side, x in options if side == one)] for one in ("row", "column"))
+    roles = [_Roles(mu, nu) for mu, nu in itertools.product(rows, columns)]
+    return [
+        role for role in roles if role.nodes >= data and len(role.nodes) == len(role.given)
+    ] or "two inputs could be the same marginal"
 
 
 def _enters(node: Node, what: str) -> str:
@@ -368,12 +381,13 @@ def _is_matrix(node: Node, start: Layout) -> bool:
     )
 
 
-def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[str, MarginalInput] | None]:
+def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[Side, MarginalInput]]:
     """The marginals that a tensor may be."""
     shape = [*node.meta["val"].shape]
     rank, leads = len(shape), rank_of(start.tensor.node) - 2
-    found: list[tuple[str, MarginalInput] | None] = []
-    for side, tokens in (("log_mu", start.queries), ("log_nu", start.keys)):
+    found: list[tuple[Side, MarginalInput]] = []
+    sides: tuple[tuple[Side, Any], ...] = (("row", start.queries), ("column", start.keys))
+    for side, tokens in sides:
         drop: int | None = None
         if rank and same(shape[-1], tokens):
             one = rank == leads + 2 and isinstance(shape[-2], int) and shape[-2] == 1
@@ -498,7 +512,6 @@ class _Trials:
         o, _ = self.observe(s / abs(self.rough), lengths, spread <= MILD and not shifted, massless)
         return None if overflown(o.plan) else o
 
-
     def fed(
         self, scores: Tensor, lengths: dict[Any, int]
     ) -> tuple[list[Tensor], Observed]:
@@ -509,7 +522,7 @@ class _Trials:
 
 
 def _site(
-    program: Program, loop: Loop, start: Node, end: Node, kernel: bool, damped: bool
+    program: Program, loop: Loop, start: Node, end: Node, kernel: bool, sums: int
 ) -> PlanSite | _Failure:
     region = _Region(program, loop, start, end, kernel)
     if sizes_of(region.end.tensor, region.start.tensor) is None:
@@ -520,19 +533,19 @@ def _site(
     lengths = region.lengths()
     failures = []
     for role in roles:
-        found = _identified(region, role, lengths, damped)
+        found = _identified(region, role, lengths, sums)
         if isinstance(found, _Failure):
             failures.append(found)
             continue
         changed = _changed_by_stops(program, region, *found, lengths)
         if changed is not None:
-            return _Failure(9, changed.replace("the attention", "the plan"))
+            return _Failure(KNOWN, changed.replace("the attention", "the plan"))
         return _made(program, region, *found)
     return max(failures, key=lambda failure: failure.reached)
 
 
 def _identified(
-    region: _Region, roles: _Roles, lengths: dict[Any, int], damped: bool
+    region: _Region, roles: _Roles, lengths: dict[Any, int], sums: int
 ) -> tuple[PlanFit, _Trials] | _Failure:
     size = region.size(lengths)
     trials = _Trials(region, roles, False)
@@ -542,13 +555,13 @@ def _identified(
     if alone is not None:
         one, other = (trials.observe(trials.noise(size), lengths)[0].plan for _ in range(2))
         if not roles.nodes and float((one - other).abs().max()) <= STABILISED * float(one.abs().max()):
-            return _Failure(9, alone)
+            return _Failure(KNOWN, alone)
     unknown = trials.measure(lengths)
     if unknown is not None:
         return _Failure(2, str(unknown))
     if roles.nodes:  # which role is right is seen on a few mild scores
         few = [o for spread in (1.0, 3.0) if (o := trials.at(spread, lengths)) is not None]
-        sketch = identify_plan(few, most=TRIED, damped=damped)
+        sketch = identify_plan(few, most=TRIED, sums=sums)
         if isinstance(sketch, NoFit):
             return _Failure(3, str(sketch))
     longer = region.lengths(5)
@@ -560,7 +573,7 @@ def _identified(
                   trials.at(1.0, lengths, all=offset)]  # fmt: skip
     drawn.append(trials.at(MILD, lengths, zeros=True))
     observed = [o for o in drawn if o is not None]
-    fit = identify_plan(observed, region.guesses, damped=damped)
+    fit = identify_plan(observed, region.guesses, sums=sums)
     if isinstance(fit, PlanFit) and fit.rival is not None:
         fit = _separated(trials, lengths, observed, fit)
     if isinstance(fit, NoFit):
@@ -569,7 +582,8 @@ def _identified(
     wrong = _many_tokens(trials, lengths, fit)
     if wrong is not None:
         return _Failure(5, wrong)
-    found = with_hidden(trials, size, lengths, fit, region.start.tensor.node, region.kernel)
+    low = None if region.kernel else region.start.tensor.node
+    found = with_hidden(trials, size, lengths, fit, low)
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
 
 

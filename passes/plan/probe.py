@@ -86,17 +86,17 @@ class PlanFit:
 
 def identify_plan(
     observed: Sequence[Observed], guesses: Guesses = NO_GUESS, most: int = MAX_HALF_STEPS,
-    damped: bool = True,
+    sums: int = 0,
 ) -> PlanFit | NoFit:  # fmt: skip
     """The convention that reproduces everything, or why none does; the mildest scores come first.
 
-    damped: whether an unbalanced loop is looked for where no balanced one is found, which takes long.
+    sums: of the loop where an unbalanced one is looked for if no balanced one is found, 0 where not.
     """
     if any(x is not None for o in observed for x in (o.log_mu, o.log_nu)):
-        return _with_marginals(observed, most, damped)
+        return _with_marginals(observed, most, sums)
     found = identify([o.sample for o in observed], guesses=guesses)
     if isinstance(found, NoFit):
-        return (_damped(observed, most) if damped else None) or found
+        return (_damped(observed, sums) if sums else None) or found
     conventions = [
         None if loop is None else PlanConvention(
             loop.half_steps, loop.first_side, loop.score_multiplier, loop.output_factor,
@@ -108,7 +108,7 @@ def identify_plan(
     return PlanFit(conventions[0], found.error, conventions[1])
 
 
-def _with_marginals(observed: Sequence[Observed], most: int, damped: bool) -> PlanFit | NoFit:
+def _with_marginals(observed: Sequence[Observed], most: int, sums: int) -> PlanFit | NoFit:
     mild = [o for o in observed if o.mild] or list(observed)
     multiplier = score_multiplier([o.sample for o in mild])
     if isinstance(multiplier, NoFit):
@@ -116,7 +116,7 @@ def _with_marginals(observed: Sequence[Observed], most: int, damped: bool) -> Pl
     mildest = mild[: max(1, len(mild) // 2)]
     at_mild = _budget(mildest, multiplier, most)
     if not at_mild.error <= STABILISED:
-        return (_damped(observed, most) if damped else None) or NoFit(
+        return (_damped(observed, sums) if sums else None) or NoFit(
             f"not a finite Sinkhorn loop of at most {most} half-steps with these marginals (best: "
             f"{at_mild.half_steps} half-steps, {at_mild.first_side}s first)", at_mild.error,
         )  # fmt: skip
@@ -151,7 +151,7 @@ def _with_marginals(observed: Sequence[Observed], most: int, damped: bool) -> Pl
     return PlanFit(convention, error, replace(convention, first_side=first, half_steps=half_steps))
 
 
-def _damped(observed: Sequence[Observed], most: int) -> PlanFit | None:
+def _damped(observed: Sequence[Observed], sums: int) -> PlanFit | None:
     """The unbalanced loop that reproduces everything, None if none does."""
     mild = [o for o in observed if o.mild]
     multiplier = score_multiplier([o.sample for o in mild])
@@ -159,7 +159,7 @@ def _damped(observed: Sequence[Observed], most: int) -> PlanFit | None:
         return None
     heads = [o.head() for o in mild[: max(1, len(mild) // 2)]]
     given = [Given(multiplier * o.scores, o.plan, o.log_mu, o.log_nu) for o in heads]
-    found = identify_damping(given, most)
+    found = identify_damping(given, sums)
     if found is None or not found.budget.error <= EXACT:
         return None
     budget = found.budget

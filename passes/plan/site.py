@@ -24,7 +24,7 @@ from asapc.passes.site import Site
 
 aten = torch.ops.aten
 
-LEAST_LOG = -100.0
+LEAST_LOG, LARGEST_LOG = -100.0, 300.0  # of plans and kernels, whose sums float64 still holds
 MOST_HEADS = 64  # of an axis of a fixed size: tokens are no heads
 
 
@@ -135,7 +135,11 @@ class PlanSite(Site):
     kernel: bool = False
 
     def scaled(self, given: Tensor, scale: float, shift: float = 0.0) -> Tensor:
-        return given**scale * math.exp(min(shift, 709.0)) if self.kernel else given * scale + shift
+        return given**scale * math.exp(shift) if self.kernel else given * scale + shift
+
+    @property
+    def largest_shift(self) -> float:
+        return LARGEST_LOG if self.kernel else math.inf
 
     def weighed(self, output: Tensor) -> Tensor:
         """Logarithms below LEAST_LOG count as that: such an entry is nothing, whatever it is."""

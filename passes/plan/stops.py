@@ -16,7 +16,10 @@ from asapc.passes.early_stop import Trial, residuals_of, what_a_stop_changes
 from asapc.passes.plan.probe import Observed
 
 SPREADS = (0.0, *(3e-3 * 1.6**step for step in range(25)))  # of the scores, in units of epsilon
+FEW_SPREADS = SPREADS[::3]  # where there is much to compute
 FAR = 16.0  # times as many examples, all but one of which are flat
+
+MUCH = 1 << 14  # scores
 
 Draw = Callable[[Tensor, dict[Any, int]], tuple[Sequence[Tensor], Observed]]
 """From scores [B, H, N, M] and sizes: what is fed to the region's inputs, and what comes out."""
@@ -53,7 +56,7 @@ def changed_by_stops(
         scores[only] = noise[only]
         # In a far larger batch one sharp example does less to a mean, or to its square.
         smaller = 1.0 if only == slice(None) else FAR**2
-        for spread in SPREADS:
+        for spread in FEW_SPREADS if noise.numel() > MUCH else SPREADS:
             tensors, found = draw(scores * spread, at)
             yield _Trial(tensors, at, found.scores, None, smaller, found)
 
