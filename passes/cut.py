@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
 PROBE_LENGTHS = (11, 14)  # queries and keys of a probe where the lengths are dynamic
 PROBE_BATCH = 2
+POSITIONS = {aten.arange.default, aten.arange.start, aten.arange.start_step}
+FARTHEST = 4096  # a larger number is no position
 SHAPE_ONLY = {
     aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default,
     aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
@@ -101,6 +104,23 @@ class Cut:
                 said = (node.op, str(node.target), given_to_it)
             digest.update(f"{said}\n".encode())
         return digest.hexdigest()
+
+    def thresholds(self) -> set[int]:
+        """Numbers that enter what is made of positions alone: from there on something else may happen."""
+        given = {*list(self.module.graph.nodes)[: len(self.inputs) + len(self.masks)]}
+        places: set[Node] = set()
+        found: set[int] = set()
+        for node in self.module.graph.nodes:
+            sources = {*node.all_input_nodes}
+            if sources & given:
+                given.add(node)
+            elif node.target in POSITIONS:
+                places.add(node)
+            elif sources & places:
+                places.add(node)
+                numbers = (abs(x) for x in pytree.tree_leaves(node.args[1:]) if type(x) in (int, float))
+                found |= {int(number) for number in numbers if max(PROBE_LENGTHS) < number <= FARTHEST}
+        return found
 
     def run(
         self, tensors: Sequence[Tensor], lengths: dict[Any, int], through: Interpreter | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from asapc.formats.limits import fixed_size, limits_of
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, Cut, evaluate
 from asapc.passes.products import Canonical
 
 EXACT = 1e-9  # relative error in float64 of what is the convention, to rounding
 STABILISED = 1e-6  # the same with a constant too small to matter, such as log(1 / N + 1e-8)
+MANY = 33  # examples at which what was found on a few is checked
+LONGER, LONGEST = (40, 150), 520  # tokens of one example, likewise; the last or four times the data's
+PROBE_WORK = 3e7  # entries of all half-steps up to which such a check goes
+FARTHEST_WORK = 4e8  # the same where positions are compared with a number that lies beyond
 
 Result = TypeVar("Result")
 
@@ -122,3 +127,46 @@ def assigned(sizes: Iterable[tuple[Any, int]]) -> dict[Any, int]:
             for symbol in sorted(size.node.expr.free_symbols, key=str):
                 found.setdefault(symbol, value)
     return found
+
+
+def larger_sizes(
+    cut: Cut, lengths: dict[Any, int], batch: Sequence[Any], tokens: Sequence[Any], depth: float
+) -> list[dict[Any, int]]:
+    """Sizes at which what small ones show is checked: many examples of few tokens, one example of more
+    and more, past every number that positions are compared with.
+
+    batch, tokens: the sizes that are free to change.  depth: half-steps of all heads of one example.
+    Raises ValueError where a check past such a number is too expensive to be made.
+    """
+    examples, places = (_free(sizes) for sizes in (batch, tokens))
+    places = {symbol: size for symbol, size in places.items() if symbol not in examples}
+    found = [{**lengths, **_within(examples, [MANY] * len(examples))}] if examples else []
+    most = max((limits_of(size.node.shape_env, symbol)[1] for symbol, size in places.items()), default=0)
+    longest = min(max([LONGEST, *(4 * size.node.hint for size in places.values())]), most)
+    longest = min(longest, int(math.sqrt(PROBE_WORK / depth)))
+    beyond = min(max(cut.thresholds(), default=0) * 9 // 8, most)
+    if beyond > longest and beyond**2 * depth > FARTHEST_WORK:
+        raise ValueError(f"what it does from position {beyond} on is too expensive to be tried")
+    one = {**lengths, **_within(examples, [1] * len(examples))}
+    for count in (*(n for n in LONGER if n < longest), max(longest, beyond)):
+        wanted = [count - 3 * place for place in range(len(places))]  # queries and keys are not as many
+        if count > max((lengths[symbol] for symbol in places), default=count):
+            found.append({**one, **_within(places, wanted)})
+    return [sizes for sizes in found if sizes != lengths]
+
+
+def _free(sizes: Sequence[Any]) -> dict[Any, torch.SymInt]:
+    """The symbols of sizes, each with a size that it is in."""
+    return {
+        symbol: size for size in sizes if isinstance(size, torch.SymInt) and fixed_size(size) is None
+        for symbol in sorted(size.node.expr.free_symbols, key=str)
+    }  # fmt: skip
+
+
+def _within(symbols: Mapping[Any, torch.SymInt], wanted: Sequence[int]) -> dict[Any, int]:
+    """The numbers, or what is next to them in the limits of the program."""
+    limits = {symbol: limits_of(size.node.shape_env, symbol) for symbol, size in symbols.items()}
+    return {
+        symbol: min(max(number, low), high)
+        for (symbol, (low, high)), number in zip(limits.items(), wanted, strict=True)
+    }

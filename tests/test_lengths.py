@@ -1,9 +1,11 @@
-"""Lengths that a trace does not hold for are refused: a model may branch on its length."""
+"""Lengths that a trace does not hold for are refused, and what begins at some size is found."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import attention_zoo as zoo
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,11 @@ from torch import Tensor, nn
 from asapc.errors import InputError
 from asapc.inputs.onnx.verify import run_program
 from asapc.ir import Program
+from asapc.measure.differences import largest_difference
 from asapc.passes.capture import capture, export_graph, program_of
+from asapc.passes.lift import lift
+from asapc.passes.match import match
+from asapc.passes.regions import Refusal
 
 
 class Branching(nn.Module):
@@ -72,3 +78,68 @@ def test_onnx_files_are_not_compared_there() -> None:
     with pytest.raises(InputError, match="x: 4, traced for 6 to 12"):
         run_program(program, feeds)
     assert run_program(program, dict(zip(feeds, inputs(9), strict=True)))[0].shape == (3, 9, 4)
+
+
+def distances(scores: Tensor) -> Tensor:
+    places = torch.arange(scores.shape[-1])
+    return (places[:, None] - places).abs()
+
+
+def late(n: int) -> Tensor:
+    """1 for up to 24 tokens, then more."""
+    return torch.ones(n).sum().clamp(min=24) / 24
+
+
+LATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a bias from distance 330 on": lambda s: s - 0.05 * (distances(s) - 330).clamp(min=0),
+    "a bias from distance 600 on": lambda s: s * (1 - 0.5 * (distances(s) >= 600)),
+    "queries from the 330th on": lambda s: s * (1 + (torch.arange(s.shape[-2]) >= 330))[:, None],
+    "examples from the ninth on": lambda s: s * (1 + (torch.arange(s.shape[0]) >= 8))[:, None, None, None],
+    "a temperature from 25 tokens on": lambda s: s / late(s.shape[-1]),
+}
+
+
+class Late(zoo._Projected):
+    def __init__(self, what: str) -> None:
+        super().__init__(8, 1)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = LATE[self.what](q @ k.transpose(-1, -2))
+        for step in range(4):
+            scores = scores - scores.logsumexp(-1 - step % 2, keepdim=True)
+        return self.merge(scores.exp() @ v)
+
+
+class LateSliced(zoo.SlicedSoft):
+    def __init__(self) -> None:
+        super().__init__(8, 1)
+
+    def weights(self, plans: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        cost = (torch.cdist(q, k).unsqueeze(2) * plans).sum((-1, -2))
+        return torch.softmax(-0.3 * late(q.shape[2]) * cost, -1)
+
+
+class LateGlued(zoo.Glued):
+    def plan(self, scores: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+        return super().plan(scores / late(max(scores.shape[-2:])), log_a, log_b)
+
+
+LATE_MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{what: lambda what=what: Late(what) for what in LATE}, "ESP": LateSliced, "LOT": LateGlued,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LATE_MODELS)
+def test_what_begins_at_a_size_that_the_data_does_not_have(what: str) -> None:
+    """A layer is what it is at any size, or is left as it is."""
+    torch.manual_seed(0)
+    model = LATE_MODELS[what]().eval()
+    width = 8 if what != "LOT" else 16
+    program = capture(model, (torch.randn(3, 10, width),), {}).programs[0]
+    sites = [site for site in match(program) if not isinstance(site, Refusal)]
+    lifted = lift(program, sites).graph
+    for batch, tokens in ((1, 680), (12, 40)):
+        x = 2 * torch.randn(batch, tokens, width)
+        assert largest_difference(model(x), lifted(x)) < 1e-4

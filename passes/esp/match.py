@@ -6,6 +6,7 @@ after:  EspSite with the queries, the keys and everything the operator needs, or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +35,7 @@ from asapc.passes.esp.probe import (
     tied_points,
 )
 from asapc.passes.esp.site import EspSite
-from asapc.passes.experiment import STABILISED, Experiment, NoFit, outcome
+from asapc.passes.experiment import STABILISED, Experiment, NoFit, larger_sizes, outcome
 from asapc.passes.products import (
     SORTS,
     Canonical,
@@ -56,6 +57,7 @@ LAYERS = {
     aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default,
     aten.batch_norm.default, aten.embedding.default, aten.conv1d.default, aten.conv2d.default,
 }  # fmt: skip
+FORMED = 4  # matrices of a slice that are formed on the way, as if they were half-steps
 LARGEST_LENGTH = 512  # a fixed length beyond this would be probed with gigabytes of plans
 
 
@@ -63,6 +65,7 @@ def find_esp(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     """The sliced plans that are multiplied by values, and what sorts without being one."""
     within: set[Node] = set()
     likely: list[EspConvention] = []  # conventions of other layers, tried first
+    checked: dict[object, str | None] = {}
     for place in places:
         value = place.value
         if not place.regions and value.node in within:
@@ -70,7 +73,7 @@ def find_esp(program: Program, places: Sequence[Place]) -> Iterator[Found]:
         found = _clouds(value) if rank_of(value.left) in (3, 4) else None
         if found is None:
             continue
-        site = outcome(partial(_examine, program, value, *found, likely))
+        site = outcome(partial(_examine, program, value, *found, likely, checked))
         within |= found[1]
         if isinstance(site, str):
             yield value.node, Unidentified(site, frozenset(found[1]))
@@ -120,7 +123,9 @@ def _examine(
     between: set[Node],
     masks: Sequence[Node],
     likely: Sequence[EspConvention],
+    checked: dict[object, str | None],
 ) -> EspSite | str:
+    """The site, or why it is none.  checked: what was wrong at larger sizes in layers that are alike."""
     if len(masks) > 1:
         return f"two masks enter the sorts ({spoken(masks[0])} and {spoken(masks[1])})"
     clouds = [Canonical(node) for node in pair]
@@ -154,6 +159,12 @@ def _examine(
         further = [reason for reason in reasons if NO_TEMPERATURE not in reason]
         return (further + reasons or ["not a sliced plan: its rows are not the queries'"])[0]
     _, fit, trial = min(fits, key=lambda entry: entry[0])
+    alike = (experiment.cut.fingerprint(), trial.swapped, trial.hidden, fit.convention)
+    if alike not in checked:
+        checked[alike] = _at_larger_sizes(trial, clouds, sizes[0], fit)
+    wrong = checked[alike]
+    if wrong is not None:
+        return wrong
     q, k = (pair[1], pair[0]) if trial.swapped else pair
     mask: KeyMask | None = None
     error = fit.error
@@ -221,6 +232,26 @@ class _Trial:
         result = self.experiment.run((k, q) if self.swapped else (q, k), lengths, masks)
         finite = bool(result.isfinite().all())
         return result.reshape(*q.shape[:3], k.shape[2]) if finite else None
+
+
+def _at_larger_sizes(
+    trial: _Trial, clouds: Sequence[Canonical], lengths: dict[Any, int], fit: EspFit
+) -> str | None:
+    """What is wrong with a convention where there are many tokens or examples, None if nothing."""
+    generator = torch.Generator().manual_seed(3)
+    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
+    q, _ = trial.shapes(lengths)
+    count = fit.slices.shape[-2] if fit.slices is not None else q[3]
+    for at in larger_sizes(trial.experiment.cut, lengths, batch, tokens, FORMED * q[1] * count):
+        shapes = trial.shapes(at)
+        q, k = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+        result = trial.observer([at], [shapes])(q, k)
+        sample = [] if result is None else [EspSample(q, k, result)]
+        error = error_of(fit.convention, fit.slices, sample, fit.weights) if sample else math.inf
+        if not error <= STABILISED:
+            sizes = f"{q.shape[2]} queries and {k.shape[2]} keys"
+            return f"another sliced plan where there are {sizes}; relative error {error:.2g}"
+    return None
 
 
 def _slices(graph: GraphModule, pair: tuple[Node, Node], between: set[Node]) -> list[Tensor | None]:

@@ -24,7 +24,16 @@ from asapc.operators.lot import lot as lot_reference
 from asapc.operators.sinkhorn import factor_terms, factor_value
 from asapc.passes.branches import spoken
 from asapc.passes.cut import PROBE_BATCH, ancestors, data_dependent, descendants, is_tensor, separate
-from asapc.passes.experiment import EXACT, STABILISED, Experiment, NoFit, assigned, outcome, snapped
+from asapc.passes.experiment import (
+    EXACT,
+    STABILISED,
+    Experiment,
+    NoFit,
+    assigned,
+    larger_sizes,
+    outcome,
+    snapped,
+)
 from asapc.passes.lot.half import Half
 from asapc.passes.lot.parameters import candidates, per_head
 from asapc.passes.lot.probe import HalfFit, Masses, identify_half
@@ -318,6 +327,12 @@ def _glued(
         queries.half, keys.half, queries.pivots.shape[1], factor,
         "key" if any(node is not None for node in masks) else "none",
     )  # fmt: skip
+    for at in _larger_sizes(whole, candidate):
+        rows = _observed(whole, candidate, queries, keys, [at], glue)
+        worst = max(_error(row, factor) for row in rows)
+        if not worst <= STABILISED:
+            sizes_tried = f"{rows[0][2]} queries and {rows[0][3]} keys"
+            return f"other plans where there are {sizes_tried}; relative error {worst:.2g}"
     inside = frozenset(query_half.between | key_half.between | whole.between)
     site = LotSite(
         site_name(program, candidate.outer.node), convention, query_half.heads, query_half.width,
@@ -379,6 +394,13 @@ def _folded(weight: Tensor, queries: HalfFit) -> Masses | None:
         if not either:
             return None
     return Masses(table, by_row)
+
+
+def _larger_sizes(whole: _Whole, candidate: _Candidate) -> list[dict[Any, int]]:
+    """Of many examples, and of many tokens."""
+    clouds = [half.points for half in whole.halves]
+    batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
+    return larger_sizes(whole.experiment.cut, _sizes(candidate)[0], batch, tokens, whole.halves[0].heads)
 
 
 def _on_pivots(fit: HalfFit, pivots: Tensor) -> HalfFit | None:

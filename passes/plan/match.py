@@ -33,7 +33,7 @@ from asapc.passes.cut import (
     holds_tensors,
     is_tensor,
 )
-from asapc.passes.experiment import STABILISED, NoFit, outcome
+from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome
 from asapc.passes.plan.damped import Pair
 from asapc.passes.plan.hidden import with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
@@ -45,14 +45,13 @@ from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
 from asapc.passes.sinkhorn.match import (
     FEW_SPREADS,
     LARGE,
-    LONGEST_PROBE,
-    PROBE_WORK,
     SEPARATES,
     SHIFTS,
     SPREADS,
     guesses_of,
     overflown,
     some_zeros,
+    where,
     without_choice,
 )
 from asapc.passes.sinkhorn.probe import HELD, MILD, blocks, double_centre, score_multiplier
@@ -579,7 +578,7 @@ def _identified(
     if isinstance(fit, NoFit):
         return _Failure(4, _described(fit, observed))
     trials.roles = roles.powered(fit.powers)
-    wrong = _many_tokens(trials, lengths, fit)
+    wrong = _at_larger_sizes(trials, lengths, fit)
     if wrong is not None:
         return _Failure(5, wrong)
     low = None if region.kernel else region.start.tensor.node
@@ -604,19 +603,17 @@ def _changed_by_stops(
     )  # fmt: skip
 
 
-def _many_tokens(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str | None:
-    """What is wrong with a convention where there are many tokens, None if nothing: log(1 / N + 1e-6) is
-    log(1 / N) for a few."""
-    others = math.prod(trials.region.size(lengths)[:-2])
-    tokens = min(LONGEST_PROBE, int(math.sqrt(PROBE_WORK / (others * fit.convention.half_steps))))
-    at = trials.region.lengths(tokens - max(PROBE_LENGTHS))
-    if tokens <= max(PROBE_LENGTHS) or at == lengths:
-        return None
-    o = trials.at(1.0, at)
-    error = math.inf if o is None else plan_error(fit.convention, [o])
-    if error <= HELD:
-        return None
-    return f"another loop where there are {tokens} tokens; relative error {error:.2g}"
+def _at_larger_sizes(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str | None:
+    """What is wrong with a convention where there are many tokens or examples, None if nothing."""
+    region = trials.region
+    *batch, rows, columns = region.start.tensor.shape
+    depth = fit.convention.half_steps * region.size(lengths)[1]
+    for at in larger_sizes(region.cut, lengths, batch, (rows, columns), depth):
+        o = trials.at(1.0, at)
+        error = math.inf if o is None else plan_error(fit.convention, [o])
+        if not error <= HELD:
+            return f"another loop {where(region.size(at))}; relative error {error:.2g}"
+    return None
 
 
 def _described(failure: NoFit, observed: Sequence[Observed]) -> str:

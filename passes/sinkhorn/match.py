@@ -20,13 +20,19 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from asapc.formats.limits import limits_of
 from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, is_tensor, made_alike
 from asapc.passes.early_stop import Trial, residuals_cut, residuals_of, what_a_stop_changes
-from asapc.passes.experiment import STABILISED, Experiment, NoFit, assigned, outcome
+from asapc.passes.experiment import (
+    STABILISED,
+    Experiment,
+    NoFit,
+    assigned,
+    larger_sizes,
+    outcome,
+)
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, site_name
 from asapc.passes.regions import Region
@@ -63,8 +69,6 @@ FAR = 16.0  # times as many examples, and as many tokens, of which all but a few
 SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
-LONGEST_PROBE = 300  # tokens at which a constant is seen that grows with their number
-PROBE_WORK = 2e7  # entries of all half-steps of such a probe
 SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
 USED_ELSEWHERE = "an intermediate value of the loop is also used elsewhere"
@@ -282,9 +286,9 @@ def run_experiments(
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
     mildest = samples[: len(sizes)]
-    longer = _many_tokens(experiment, neutral, lengths, fit.convention)
-    if longer is not None:
-        return longer
+    elsewhere = _at_larger_sizes(experiment, neutral, lengths, fit.convention)
+    if elsewhere is not None:
+        return elsewhere
 
     mask: KeyMask | None = None
     bias: ScoreBias | None = None
@@ -497,31 +501,30 @@ def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:
     return score_multiplier([Sample(four(scores), four(attention))])
 
 
-def _many_tokens(
+def _at_larger_sizes(
     experiment: RegionExperiment,
     neutral: Sequence[Tensor],
     lengths: dict[Any, int],
     convention: Convention,
 ) -> str | None:
-    """What is wrong with a convention where there are many tokens, None if nothing: log(1 / N + 1e-6)
-    is log(1 / N) for a few."""
-    shape = experiment.region.score.result.shape
-    others = math.prod(experiment.size(lengths)[:-2])
-    tokens = min(LONGEST_PROBE, int(math.sqrt(PROBE_WORK / (others * convention.half_steps))))
-    sizes = [size for size in shape[-2:] if isinstance(size, torch.SymInt)]
-    for size in sizes:
-        tokens = min(tokens, limits_of(size.node.shape_env, size.node.expr)[1])
-    at = {**lengths, **dict.fromkeys(_symbols(sizes), tokens)}
-    if at == lengths or tokens <= max(experiment.size(lengths)[-2:]):
-        return None
+    """What is wrong with a convention where there are many tokens or examples, None if nothing:
+    log(1 / N + 1e-6) is log(1 / N) for a few."""
+    *batch, queries, keys = experiment.region.score.result.shape
+    depth = convention.half_steps * experiment.size(lengths)[-3] / (PROBE_BATCH if len(batch) < 2 else 1)
     generator = torch.Generator().manual_seed(5)
-    s = torch.randn(experiment.size(at), generator=generator, dtype=torch.float64)
-    s = s / abs(convention.score_multiplier)
-    a = experiment.attention(s, resized(experiment, experiment.region, neutral, at), at)
-    error = convention_error(convention, [Sample(four(s), four(a))])
-    if error <= HELD:
-        return None
-    return f"another loop where there are {tokens} tokens; relative error {error:.2g}"
+    for at in larger_sizes(experiment.cut, lengths, batch, (queries, keys), depth):
+        s = torch.randn(experiment.size(at), generator=generator, dtype=torch.float64)
+        s = s / abs(convention.score_multiplier)
+        a = experiment.attention(s, resized(experiment, experiment.region, neutral, at), at)
+        error = convention_error(convention, [Sample(four(s), four(a))])
+        if not error <= HELD:
+            return f"another loop {where(s.shape)}; relative error {error:.2g}"
+    return None
+
+
+def where(sizes: Sequence[int]) -> str:
+    """Scores of these sizes, in words."""
+    return f"where scores are {' x '.join(map(str, sizes))}"
 
 
 def _separated(
