@@ -10,7 +10,7 @@ it was, and who tries conventions scales the scores until both sides of each hav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,27 +23,18 @@ from asapc.passes.products import BARRIERS
 aten = torch.ops.aten
 
 BOUNDS = {
-    aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor,
-    aten.clamp_max.default, aten.clamp_max.Tensor, aten.clip.default, aten.relu.default,
-    aten.relu6.default, aten.hardtanh.default, aten.threshold.default, aten.maximum.default,
-    aten.minimum.default, aten.fmax.default, aten.fmin.default, aten.nan_to_num.default,
-    aten.hardshrink.default, aten.softshrink.default, aten.leaky_relu.default, aten.max.other,
-    aten.min.other, aten.clip.Tensor,
+    "clamp", "clamp_min", "clamp_max", "clip", "relu", "relu6", "hardtanh", "threshold", "maximum",
+    "minimum", "fmax", "fmin", "nan_to_num", "hardshrink", "softshrink", "leaky_relu",
 }  # fmt: skip
-SIGNS = {  # what differs most where their input changes its sign, softly or not
-    aten.sign.default, aten.sgn.default, aten.heaviside.default, aten.signbit.default,
-    aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.hardsigmoid.default,
-    aten.log_sigmoid.default, aten.softplus.default, aten.silu.default, aten.gelu.default,
-    aten.elu.default, aten.atan.default,
+SIGNS = {  # what differs most where its input changes its sign, softly or not
+    "sign", "sgn", "heaviside", "signbit", "sigmoid", "tanh", "erf", "hardsigmoid", "log_sigmoid",
+    "softplus", "silu", "gelu", "elu", "atan",
 }  # fmt: skip
 STEPS = {
-    aten.round.default, aten.round.decimals, aten.floor.default, aten.ceil.default, aten.trunc.default,
-    aten.fix.default, aten.frac.default, aten.floor_divide.default, aten.floor_divide.Scalar,
-    aten.div.Tensor_mode, aten.div.Scalar_mode, aten.remainder.Scalar, aten.remainder.Tensor,
-    aten.fmod.Scalar, aten.fmod.Tensor, aten.bucketize.Tensor, aten.searchsorted.Tensor,
+    "round", "floor", "ceil", "trunc", "fix", "frac", "floor_divide", "remainder", "fmod", "bucketize",
+    "searchsorted",
 }  # fmt: skip
-CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.type_as.default}
-FINITE = {aten.isnan.default, aten.isinf.default, aten.isfinite.default}
+FINITE = {"isnan", "isinf", "isfinite"}
 SMALL, HUGE = 1e-2, 1e30  # numbers that only keep a division or a logarithm from what is not finite
 
 
@@ -76,7 +67,8 @@ class Decisions(Interpreter):
         super().__init__(module)
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._made = {node for node in descendants(inputs[:by]) if _holds_numbers(node)}
-        self.nodes = {node for node in self._made if _is_bool(node) or node.target in BOUNDS | SIGNS}
+        self.nodes = {node for node in self._made if _is_bool(node) or _name(node) in BOUNDS | SIGNS}
+        self.place = list(module.graph.nodes).index
         self._sides: set[tuple[Node, int]] = set()
 
     def taken(self) -> Sides:
@@ -93,26 +85,21 @@ class Decisions(Interpreter):
             and len({side for at, side in seen if at is node}) < 2
         ]  # fmt: skip
 
-    def first(self, sides: Iterable[tuple[Node, int]]) -> Node:
-        """The decision among these that is made first."""
-        among = {node for node, _ in sides}
-        return next(node for node in self.module.graph.nodes if node in among)
-
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
         if n in self.nodes:
             compared = self.env[next(x for x in n.all_input_nodes if x in self._made)]
-            if n.target in BOUNDS:
+            if _name(n) in BOUNDS:
                 sides = (value > compared).int() - (value < compared).int()
             else:
-                sides = compared.sign() if n.target in SIGNS else value
+                sides = compared.sign() if _name(n) in SIGNS else value
             self._sides.update((n, int(side)) for side in sides.unique())
         return value
 
     def _guards(self, node: Node) -> bool:
         """Whether a question is only whether numbers are finite, or a divisor as good as 0."""
         made = [source for source in node.all_input_nodes if source in self._made]
-        if node.target in FINITE or (len(node.args) == 2 and node.args[0] is node.args[1]):
+        if _name(node) in FINITE or (len(node.args) == 2 and node.args[0] is node.args[1]):
             return True
         if all(_is_bool(source) for source in made):
             return all(self._guards(source) for source in made)
@@ -161,7 +148,7 @@ def both_sides(
                 error = judge(where) if changed else None
                 if error is not None:
                     known |= sides
-                    yield decisions.first(changed), error
+                    yield min((node for node, _ in changed), key=decisions.place), error
             before = at
     yield from ((node, None) for node in decisions.one_sided(known))
 
@@ -204,5 +191,14 @@ def _is_step(node: Node) -> bool:
     sources = [source for source in node.all_input_nodes if is_tensor(source)]
     if not is_tensor(node) or not sources or not sources[0].meta["val"].is_floating_point():
         return False
-    to_whole = not (node.meta["val"].is_floating_point() or _is_bool(node))
-    return node.target in STEPS or (to_whole and node.target in CASTS)
+    modes = {"floor", "trunc"} & {*node.args, *node.kwargs.values()}
+    to_whole = node.target in _CASTS and not _is_float(node) and not _is_bool(node)
+    return _name(node) in STEPS or bool(modes) or to_whole
+
+
+_CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout}
+
+
+def _name(node: Node) -> str:
+    """Of its operator, whatever the kinds of its arguments."""
+    return str(node.target).split(".")[1] if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -265,8 +265,8 @@ class _Beyond:
         small = self._with_tokens(few, lambda length: min(FEW, length))
         yield from self._beyond_thresholds(small)
         others |= {tried: self._robust_error(small, change) for tried, change in FAR.items()}
-        fewer = self._fewer_tokens(few)
-        if fewer is not None:
+        fewer = self._with_tokens(few, lambda length: max(2, length * 2 // 3))
+        if fewer != few:
             others["fewer tokens"] = self._error(fewer)
         if self.part.masks and self.seen.k.shape[2] > 1:
             others["all but one key masked"] = self._error(few, active=[self.seen.k.shape[2] // 2])
@@ -321,10 +321,6 @@ class _Beyond:
         most = 1 if self.heads * q.shape[2] * k.shape[2] > ENTRIES else EXAMPLES
         return self._shrunk(self.sizes, self.part.batch, min(most, q.shape[0]))
 
-    def _fewer_tokens(self, sizes: dict[Any, int]) -> dict[Any, int] | None:
-        fewer = self._with_tokens(sizes, lambda length: max(2, length * 2 // 3))
-        return None if fewer == sizes else fewer
-
     def _with_tokens(self, sizes: dict[Any, int], count: Callable[[int], int]) -> dict[Any, int]:
         """Sizes with as many tokens of what there are, where their number is free."""
         if self.seen.log_mu is not None or self.seen.log_nu is not None:
@@ -344,10 +340,7 @@ class _Beyond:
             return decisions.taken()
 
         for node, error in both_sides(decisions, look, partial(self._robust_error, sizes)):
-            if error is None:
-                yield f"any scores: {spoken(node)} asks what never is so", math.inf
-            else:
-                yield f"scores by which {spoken(node)} decides otherwise", error
+            yield f"scores on the other side of {spoken(node)}", math.inf if error is None else error
 
     def _robust_error(
         self, sizes: dict[Any, int], change: Change, active: list[int] | None = None
@@ -358,7 +351,10 @@ class _Beyond:
             return error
         t = self._masked(self._tensors(sizes, change), active)
         with torch.no_grad():
-            exact, rounded = (self.reference(x, x.v) for x in (t, _single(t, (torch.float64,))))
+            exact, rounded = (
+                self.reference(x, x.v if self.site.takes_values else None)
+                for x in (t, _single(t, (torch.float64,)))
+            )
         return 0.0 if error <= ROUNDED * _difference(self.site, rounded, exact) else error
 
     def _shrunk(self, sizes: dict[Any, int], size: Any, to: int) -> dict[Any, int]:

@@ -40,6 +40,8 @@ ALIASES = {
     aten.swapdims.default: aten.transpose.int,
     aten.concat.default: aten.cat.default,
     aten.concatenate.default: aten.cat.default,
+    aten.max.other: aten.maximum.default,
+    aten.min.other: aten.minimum.default,
 }
 """Operators of one signature that do the same."""
 

@@ -1,0 +1,203 @@
+"""What a layer decides by its scores, and what it rounds: whole layers as users write them, compiled only
+where they are the same from the smallest scores to the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attention_zoo as zoo
+import pytest
+import torch
+from torch import Tensor
+
+from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
+from asapc.measure.differences import largest_difference
+from asapc.passes.analyse import Analysis, analyse
+
+SCALES = (1e-3, 0.05, 1.0, 30.0, 1e3)  # at larger ones single precision is 1e-4 from itself
+
+
+def log_loop(s: Tensor, half_steps: int = 3) -> Tensor:
+    for step in range(half_steps):
+        s = s - torch.logsumexp(s, -1 - step % 2, keepdim=True)
+    return s.exp()
+
+
+def divided(p: Tensor, constant: float = 0.0) -> Tensor:
+    for axis in (-2, -1, -2, -1):
+        p = p / (p.sum(axis, keepdim=True) + constant)
+    return p
+
+
+class Layer(zoo._Projected):
+    def __init__(self, attention: Callable[[Tensor], Tensor]) -> None:
+        torch.manual_seed(0)
+        super().__init__(dim=8)
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.merge(self.attention(q @ k.transpose(-1, -2)) @ v)
+
+
+def analysed(model: torch.nn.Module, *inputs: Tensor) -> Analysis:
+    teacher = Teacher(model.eval(), None, "test", "", False, None)
+    return analyse(teacher, Batch(inputs, {}, None, list(range(len(inputs[0])))))
+
+
+def largest(s: Tensor) -> Tensor:
+    return s.abs().amax((-1, -2), keepdim=True)
+
+
+def refused(attention: Callable[[Tensor], Tensor]) -> str:
+    torch.manual_seed(1)
+    analysis = analysed(Layer(attention), torch.randn(2, 6, 8))
+    assert not analysis.sites
+    return analysis.left_alone[0].reason
+
+
+THRESHOLDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads of small scores are uniform": lambda s: torch.where(largest(s) < 0.2, torch.zeros_like(s), s),
+    "clamp far above": lambda s: s.clamp(-1e4, 1e4),
+    "clamp by filling": lambda s: s.masked_fill(s.abs() > 5e3, 0.0),
+    "rescaled where the spread is large": lambda s: s / (s.std() / 2000).clamp(min=1.0),
+    "a window between two decades": lambda s: torch.where(
+        (largest(s) > 0.045) & (largest(s) < 0.055), torch.zeros_like(s), s
+    ),
+    "a smooth step": lambda s: s + s * torch.sigmoid(1e6 * (largest(s) - 3e3)),
+    "a sign": lambda s: s * (1.5 + 0.5 * torch.sign(s.std() - 0.01)),
+    "what never happens here": lambda s: torch.where(
+        s.amax(-1, keepdim=True) > 5 * s.std(-1, keepdim=True) + s.mean(-1, keepdim=True), s * 0.0, s
+    ),
+}
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_thresholds_on_scores_are_seen_on_both_sides(name: str) -> None:
+    reason = refused(lambda s: log_loop(THRESHOLDS[name](s)))
+    assert "does not replay on scores on the other side of `" in reason or "keys + 1e5" in reason
+
+
+ROUNDED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "to a half and back": (lambda s: log_loop(s.half().float()), "rounds to float16"),
+    "the plan": (lambda s: divided(s.softmax(-1)).bfloat16().float(), "rounds to bfloat16"),
+    "in the midst of the loop": (
+        lambda s: log_loop(log_loop(s).log().half().float(), 2), "rounds to float16"
+    ),
+    "to small numbers": (lambda s: log_loop(torch.round(s * 1e7) / 1e7), "rounds scores"),
+    "to whole numbers": (lambda s: log_loop(s + (s * 1e-6).int().float()), "rounds scores"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_is_rounded_on_the_way_is_refused(name: str) -> None:
+    attention, reason = ROUNDED[name]
+    assert reason in refused(attention)
+
+
+GUARDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "only numbers": lambda s: log_loop(torch.nan_to_num(s)),
+    "only numbers, asked": lambda s: log_loop(torch.where(s.isnan(), torch.zeros_like(s), s)),
+    "the least number": lambda s: log_loop(s.clamp(min=torch.finfo(s.dtype).min)),
+    "an added constant": lambda s: divided(s.softmax(-1), 1e-8),
+    "nothing above 0": lambda s: divided((s - s.amax(-1, keepdim=True)).clamp(max=0.0).exp(), 1e-8),
+    "in float64": lambda s: divided(s.double().softmax(-1), torch.finfo(torch.float64).eps).float(),
+    "between 0 and 1": lambda s: divided(s.softmax(-1)).clamp(0.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_guards_that_change_nothing_are_compiled(name: str) -> None:
+    model = Layer(GUARDS[name])
+    torch.manual_seed(1)
+    x = torch.randn(2, 6, 8)
+    analysis = analysed(model, x)
+    assert analysis.sites, analysis.left_alone
+    for scale in SCALES:
+        given = x * scale**0.5
+        with torch.no_grad():
+            if bool(model(given).isfinite().all()):
+                assert largest_difference(model(given), analysis.lifted[0].graph(given)) < 1e-5
+
+
+class Sorted(zoo.SlicedSoft):
+    """Padded tokens get a low number and are sorted last."""
+
+    low, hard = -1e4, False
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        hidden, sides = padded[:, None, None, :], []
+        for points in (q, k):
+            values = points.transpose(-1, -2).masked_fill(hidden, self.low)
+            if self.hard:
+                order = values.argsort(dim=-1, descending=True, stable=True)
+                shown = (~hidden[..., None, :]).to(x.dtype)
+                sides.append((order[..., None] == torch.arange(x.shape[1])).to(x.dtype) * shown)
+                continue
+            ordered = values.sort(dim=-1, descending=True).values
+            logits = -((ordered[..., :, None] - values[..., None, :]) ** 2) / 0.1
+            logits = logits.masked_fill(hidden[..., None, :], self.low)
+            sides.append(torch.softmax(logits, -1) * (ordered > self.low / 2)[..., None])
+        plans = sides[0].transpose(-1, -2) @ sides[1]
+        weights = self.weights(plans, q, k)
+        return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+LEAST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@pytest.mark.parametrize("low", [-1e4, -1e9, LEAST])
+def test_sorts_in_which_tokens_fall_below_padding(low: float, hard: bool) -> None:
+    torch.manual_seed(0)
+    model = Sorted().eval()
+    model.low, model.hard = low, hard
+    x, padded = torch.randn(3, 7, 16), torch.arange(7) >= torch.tensor([[7], [7], [7]])
+    analysis = analysed(model, x, padded)
+    if low > LEAST:
+        assert not analysis.sites and "does not replay on s" in analysis.left_alone[0].reason
+        return
+    assert analysis.sites, analysis.left_alone
+    for counts in ([0, 1, 7], [3, 0, 0]):
+        padded = torch.arange(7) >= torch.tensor(counts)[:, None]
+        for scale in (1e-3, 1.0, 1e3, 1e9):
+            with torch.no_grad():
+                ours, theirs = analysis.lifted[0].graph(x * scale, padded), model(x * scale, padded)
+            assert largest_difference(theirs, ours) < 1e-5
+
+
+class Weighed(zoo.Glued):
+    """Padding by masses: what hides a token is a number, or none."""
+
+    low, least = -1e30, 0
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        sigma, count = torch.softmax(self.masses, -1), keep.sum(-1).clamp(min=self.least).to(x.dtype)
+        uniform = (-count.log())[:, None, None].expand(-1, self.heads, x.shape[1])
+        uniform = uniform.masked_fill(~keep[:, None, :], self.low)
+        first = self.plan(0.5 * (q @ self.pivots.mT), uniform, sigma.log())
+        second = self.plan(0.5 * (k @ self.pivots.mT), uniform, sigma.log())
+        return self.merge(count[:, None, None, None] * (first @ (second.mT @ v / sigma[..., None])))
+
+
+@pytest.mark.parametrize(
+    ("low", "least", "half_steps"), [(-1e30, 1, 4), (-1e30, 1, 3), (-torch.inf, 1, 4), (-torch.inf, 0, 4)]
+)
+def test_glued_plans_without_tokens(low: float, least: int, half_steps: int) -> None:
+    torch.manual_seed(0)
+    model = Weighed().eval()
+    model.low, model.least, model.half_steps = low, least, half_steps
+    x, keep = torch.randn(3, 7, 16), torch.ones(3, 7, dtype=torch.bool)
+    analysis = analysed(model, x, keep)
+    if low > -torch.inf and half_steps == 4:
+        assert "does not replay on all keys masked" in analysis.left_alone[0].reason
+        return
+    assert analysis.sites, analysis.left_alone
+    keep = torch.arange(7) < torch.tensor([[0], [1], [5]])
+    with torch.no_grad():
+        ours, theirs = analysis.lifted[0].graph(x, keep), model(x, keep)
+    defined = theirs.isfinite().all(-1).all(-1)  # nothing is promised elsewhere
+    assert bool(defined[1:].all()) and largest_difference(theirs[defined], ours[defined]) < 1e-5
