@@ -643,31 +643,25 @@ def _content_hashes(tensors: Mapping[str, Tensor]) -> list[int]:
 def rows(batch: Batch, index: list[int] | range) -> Batch:
     """The examples at index; a range gives views, a list copies."""
 
-    def pick(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def pick(value: Tensor) -> Tensor:
         return value[index.start : index.stop] if isinstance(index, range) else value[index]
 
     return replace(
-        batch,
-        args=tuple(pick(value) for value in batch.args),
-        kwargs={name: pick(value) for name, value in batch.kwargs.items()},
-        labels=pick(batch.labels),
+        _mapped(batch, pick),
+        labels=None if batch.labels is None else pick(batch.labels),
         hashes=[batch.hashes[i] for i in index],
         numbers=[batch.numbers[i] for i in index] if batch.numbers else [],
     )
 
 
 def own(batch: Batch) -> Batch:
-    """The same in memory of its own: a view keeps all of what it is a part of."""
-    def copied(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value
+    """A copy; a view would keep the parent tensor alive."""
+    return _mapped(batch, Tensor.clone)
 
-    return replace(
-        batch,
-        args=tuple(copied(value) for value in batch.args),
-        kwargs={name: copied(value) for name, value in batch.kwargs.items()},
-    )
+
+def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    args, kwargs = pytree.tree_map_only(Tensor, function, (batch.args, batch.kwargs))
+    return replace(batch, args=args, kwargs=kwargs)
 
 
 def _layout(batch: Batch) -> tuple[Any, ...]:

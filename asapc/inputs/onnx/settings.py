@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Interval
+from pydantic import AllowInfNan, Strict, StringConstraints, ValidationError, create_model
 
 from asapc.errors import InputError
 from asapc.formats.json_text import read_json
+from asapc.inputs.settings import Switch
 from asapc.terminal.hints import install_line
 
 MODEL, RECORD = "model.onnx", "onnx.json"
@@ -58,8 +61,10 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         record = read_json(path)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: must be readable JSON", got=str(error)) from error
-    if not _is_record(record):
-        raise InputError(f"{path}: must be what `asapc export` writes", help="export again")
+    try:
+        _Record.model_validate(record)
+    except ValidationError:
+        raise InputError(f"{path}: must be what `asapc export` writes", help="export again") from None
     checked: dict[str, Any] = record
     return checked if digest_of(folder / MODEL) == checked["sha256"] else None
 
@@ -80,40 +85,15 @@ def digest_of(path: Path) -> str | None:
         raise InputError(f"{path}: must be readable", got=error.strerror) from error
 
 
-def _is_record(record: Any) -> bool:
-    return isinstance(record, dict) and all(
-        key in record and holds(record[key]) for key, holds in _HOLDS.items()
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**63
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float and math.isfinite(value) and value >= 0
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(shape, dict) and all(map(_is_count, shape.values())) for shape in value
-    )
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
-
-
-_HOLDS: dict[str, Callable[[Any], bool]] = {
-    "opset": _is_count, "bytes": _is_count, "sha256": _is_digest,
-    "float16": lambda value: isinstance(value, bool),
-    "functions": _are_names, "largest": _is_number, "tolerance": _is_number,
-    "shapes": _are_sizes, "skipped": _are_sizes,
+_Count = Annotated[int, Strict(), Interval(gt=0, lt=2**63)]
+_Error = Annotated[float, Strict(), AllowInfNan(False), Ge(0)]
+_Sizes = list[dict[str, _Count]]
+_Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+_RECORD: Mapping[str, Any] = {  # and what else `asapc export` may write
+    "opset": _Count, "bytes": _Count, "sha256": _Digest, "float16": Switch, "functions": list[str],
+    "largest": _Error, "tolerance": _Error, "shapes": _Sizes, "skipped": _Sizes,
 }  # fmt: skip
+_Record: Any = create_model("_Record", **{key: (kind, ...) for key, kind in _RECORD.items()})
 
 
 def require_extra() -> None:
