@@ -170,46 +170,18 @@ def study(
     require_sites(analysis, progress)
     _check_cut_short(grid, analysis)
     with analysis.running_on(device):
-        return _studied(
-            analysis, source.on(device), teacher.source, grid, out, progress,
-            None if test is None else open_data(test, signature).on(device),
-            max_test_examples, batch_size, processes,
-        )  # fmt: skip
-
-
-def _studied(
-    analysis: Analysis,
-    source: DataSource,
-    model: str,
-    grid: Sequence[Sequence[Row]],
-    out: str | Path,
-    progress: Progress,
-    test: DataSource | None,
-    max_test_examples: int,
-    batch_size: int,
-    processes: Processes,
-) -> dict[str, Any]:
-    bench = _Bench(
-        analysis, source, test, max_test_examples, grid, batch_size, progress, processes
-    )
-    rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {}
-    for number, block in enumerate(grid, 1):
-        rows += bench.block(block, f"block {number}/{len(grid)}")
-        result = {
-            "model": model,
-            "sites": [site.name for site in analysis.sites],
-            "examples": bench.examples,
-            "map_examples": min(MAP_EXAMPLES, bench.examples),
-            "batch": batch_size,
-            "output_values": "own" if all(t.v is not None for t in bench.seen[0]) else "keys",
-            "baseline": bench.baseline,
-            "rows": mark_pareto(rows),
-            "environment": environment(source.device),
-        }
-        if processes.first:
-            with replace_folder(out) as folder:
-                _write(folder, result)
+        held = None if test is None else open_data(test, signature).on(device)
+        bench = _Bench(
+            analysis, source.on(device), held, max_test_examples, grid, batch_size, progress, processes
+        )
+        rows: list[dict[str, Any]] = []
+        result: dict[str, Any] = {}
+        for number, block in enumerate(grid, 1):
+            rows += bench.block(block, f"block {number}/{len(grid)}")
+            result = {"model": teacher.source, **bench.facts(), "rows": mark_pareto(rows)}
+            if processes.first:
+                with replace_folder(out) as folder:
+                    _write(folder, result)
     return result
 
 
@@ -269,6 +241,18 @@ class _Bench:
         self.baseline = {
             "accuracy_teacher": fidelity.metrics().get("accuracy_teacher"),
             **self._site_times(),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What all rows have in common."""
+        return {
+            "sites": [site.name for site in self.analysis.sites],
+            "examples": self.examples,
+            "map_examples": min(MAP_EXAMPLES, self.examples),
+            "batch": self.batch_size,
+            "output_values": "own" if all(t.v is not None for t in self.seen[0]) else "keys",
+            "baseline": self.baseline,
+            "environment": environment(self.source.device),
         }
 
     def _test(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,11 +88,10 @@ _Count = Annotated[int, Strict(), Interval(gt=0, lt=2**63)]
 _Error = Annotated[float, Strict(), AllowInfNan(False), Ge(0)]
 _Sizes = list[dict[str, _Count]]
 _Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
-_RECORD: Mapping[str, Any] = {  # and what else `asapc export` may write
-    "opset": _Count, "bytes": _Count, "sha256": _Digest, "float16": Switch, "functions": list[str],
-    "largest": _Error, "tolerance": _Error, "shapes": _Sizes, "skipped": _Sizes,
-}  # fmt: skip
-_Record: Any = create_model("_Record", **{key: (kind, ...) for key, kind in _RECORD.items()})
+_Record = create_model(  # and what else `asapc export` may write
+    "_Record", opset=_Count, bytes=_Count, sha256=_Digest, float16=Switch, functions=list[str],
+    largest=_Error, tolerance=_Error, shapes=_Sizes, skipped=_Sizes,
+)  # fmt: skip
 
 
 def require_extra() -> None:
