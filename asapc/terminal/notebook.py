@@ -8,18 +8,16 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
-from typing import Any, TypeVar
+from typing import Any
 
 from asapc.terminal.printed import escaped
-from asapc.terminal.progress import Progress, make_progress
+from asapc.terminal.progress import Bars, Progress, left, make_progress
 
-Item = TypeVar("Item")
 INTERVAL = 0.2  # seconds between updates
-LONG = 2.0  # seconds: less is not worth saying that it is left
 
 
 def progress_here(*, quiet: bool) -> Progress:
@@ -46,14 +44,12 @@ class _Bar:
         label = escape(escaped(self.label))
         if self.total is None:
             return f"<div><progress></progress> {label} {self.done or ''}</div>"
-        passed = time.monotonic() - self.start
-        left = passed / self.done * (self.total - self.done) if self.done else 0.0
-        told = f", about {left:.0f} s left" if left >= LONG else ""
+        rest = left(time.monotonic() - self.start, self.done, self.total)
         counted = f'value="{self.done}" max="{max(self.total, 1)}"'
-        return f"<div><progress {counted}></progress> {label} {self.done}/{self.total}{told}</div>"
+        return f"<div><progress {counted}></progress> {label} {self.done}/{self.total}{rest}</div>"
 
 
-class NotebookProgress(Progress):
+class NotebookProgress(Bars):
     """Bars below each other where loops are nested; notes are printed."""
 
     def __init__(self) -> None:
@@ -61,21 +57,6 @@ class NotebookProgress(Progress):
         self._handle: Any = None
         self._bars: list[_Bar] = []
         self._last = 0.0
-
-    def track(
-        self, iterable: Iterable[Item], label: str, total: int | None = None
-    ) -> Iterator[Item]:
-        if total is None and isinstance(iterable, Sized):
-            total = len(iterable)
-        with self._bar(label, total) as advance:
-            for item in iterable:
-                yield item
-                advance()
-
-    @contextmanager
-    def phase(self, label: str) -> Iterator[None]:
-        with self._bar(label, None):
-            yield
 
     def note(self, text: str) -> None:
         print(escaped(text), flush=True)

@@ -62,7 +62,7 @@ class PlainProgress(Progress):
             now = time.monotonic()
             if now - last >= self.interval:
                 last = now
-                self.note(f"{label}: {done}{of_total}{_left(now - start, done, total)}")
+                self.note(f"{label}: {done}{of_total}{left(now - start, done, total)}")
         self.note(f"{label}: {done}{of_total}, {time.monotonic() - start:.1f} s")
 
     @contextmanager
@@ -77,15 +77,8 @@ class PlainProgress(Progress):
         print(escaped(text), file=self.stream, flush=True)
 
 
-class RichProgress(Progress):
-    """Bars that vanish when their loop ends; notes are printed above them."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        from rich.console import Console
-
-        self.console = Console(file=sys.stderr if stream is None else stream, highlight=False)
-        self._bars: RichBars | None = None
-        self._depth = 0
+class Bars(Progress):
+    """A bar for each loop and phase, gone when it ends."""
 
     def track(
         self, iterable: Iterable[Item], label: str, total: int | None = None
@@ -99,6 +92,21 @@ class RichProgress(Progress):
     def phase(self, label: str) -> Iterator[None]:
         with self._bar(label, None):
             yield
+
+    def _bar(self, label: str, total: int | None) -> AbstractContextManager[Callable[[], None]]:
+        """Gives what advances it by one."""
+        raise NotImplementedError
+
+
+class RichProgress(Bars):
+    """Bars on a terminal; notes are printed above them."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        from rich.console import Console
+
+        self.console = Console(file=sys.stderr if stream is None else stream, highlight=False)
+        self._bars: RichBars | None = None
+        self._depth = 0
 
     def note(self, text: str) -> None:
         self.console.print(escaped(text), markup=False, soft_wrap=True)
@@ -166,7 +174,7 @@ def _length(iterable: Iterable[Item], total: int | None) -> int | None:
     return len(iterable) if isinstance(iterable, Sized) else None
 
 
-def _left(passed: float, done: int, total: int | None) -> str:
+def left(passed: float, done: int, total: int | None) -> str:
     """", about 40 s left", where that is known and more than a moment."""
-    seconds = 0.0 if total is None else passed / done * (total - done)
+    seconds = passed / done * (total - done) if total is not None and done else 0.0
     return f", about {seconds:.0f} s left" if seconds >= LONG else ""
