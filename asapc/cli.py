@@ -115,6 +115,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a fa
 OUTPUT: dict[str, Any] = {"json": Json, "quiet": Quiet, "verbose": Verbose, "debug": Debug}
 READING: dict[str, Any] = {
     "weights": Weights, "kwargs": Kwargs, "trust": Trust, "trust_remote_code": RemoteCode,
+    "device": Device,
 }  # fmt: skip
 
 
@@ -162,14 +163,13 @@ def inspect(
     model: Model,
     data: OptionalData = None,
     reading: Reading = NO_OPTIONS,
-    device: Device = AUTO,
 ) -> None:
     """List every attention layer, and every loop of row and column sums: its convention, or why it is
     left alone.
 
     Exit code 3 where the model has neither.
     """
-    result = commands.inspect_model(model, data, reading, run.progress, device)
+    result = commands.inspect_model(model, data, reading, run.progress)
     from asapc.report.brief import inspect_brief
     from asapc.report.tables import inspect_tables
 
@@ -196,11 +196,10 @@ def calibrate(
     ] = False,
     max_memory: MaxMemory = None,
     reading: Reading = NO_OPTIONS,
-    device: Device = AUTO,
 ) -> None:
     """Fit each site's dual on data, streamed, or distil the operator that the recipe names."""
     summary = commands.calibrate_model(
-        run, model, data, out, recipe, reading, sequential, restart, max_memory, device
+        run, model, data, out, recipe, reading, sequential, restart, max_memory
     )
     from asapc.report.brief import calibration_brief
     from asapc.report.tables import calibration_tables
@@ -230,18 +229,16 @@ def study(
     ] = MEASURED_EXAMPLES,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a batch.")] = 32,
     reading: Reading = NO_OPTIONS,
-    device: Device = AUTO,
 ) -> None:
     """Fit and measure a grid of ways to amortise one model, side by side."""
     check_model(model, reading.weights)
     check_data(data)
     check_data(test)
     check_file(grid, "grid")
-    from asapc.device import chosen_device
     from asapc.study import load_grid
 
     blocks = load_grid(grid)
-    place = chosen_device(device)
+    place = reading.place()
     teacher = reading.teacher(model)
     from asapc.study import study as run_study
 
@@ -276,7 +273,6 @@ def compile(
     tolerance: Tolerance = None,
     max_memory: MaxMemory = None,
     reading: Reading = NO_OPTIONS,
-    device: Device = AUTO,
 ) -> None:
     """Pick an operator per site, rewrite the model, verify it and write it."""
     _only_onnx("--emit", emit)
@@ -291,9 +287,8 @@ def compile(
 
     onnx = OnnxSettings(opset, tolerance) if asked or emit is not None else None
     manifest = commands.compile_model(
-        run, model, calibration, out, recipe, data, reading, onnx=onnx, max_memory=max_memory,
-        device=device,
-    )  # fmt: skip
+        run, model, calibration, out, recipe, data, reading, onnx=onnx, max_memory=max_memory
+    )
     record = read_record(Path(out))
     from asapc.report.brief import compile_brief
     from asapc.report.tables import compile_tables
@@ -323,16 +318,14 @@ def whole(
     fast: Fast = False,
     max_memory: MaxMemory = None,
     reading: Reading = NO_OPTIONS,
-    device: Device = AUTO,
 ) -> int:
     """Calibrate, compile and report in one go; writes OUT.calibration and OUT.
 
     What was cut short goes on where it was. Prints and exits as `asapc report` does.
     """
     result = commands.run_all(
-        run, model, data, out, recipe, gate, reading, examples, fast=fast, max_memory=max_memory,
-        device=device,
-    )  # fmt: skip
+        run, model, data, out, recipe, gate, reading, examples, fast=fast, max_memory=max_memory
+    )
     return _reported(run, result, out, data)
 
 
@@ -413,7 +406,6 @@ def refresh(
     ] = None,
     model: OptionalModel = None,
     reading: Reading = NO_OPTIONS,
-    device: Device = AUTO,
 ) -> None:
     """Train coefficients, norms, projections and head of a compiled model for a few epochs.
 
@@ -428,7 +420,6 @@ def refresh(
     check_artifact(artifact)
     check_data(data)
     from asapc import pipeline
-    from asapc.device import chosen_device
     from asapc.training.refresh import RefreshSettings
     from asapc.training.tails import parsed_tail
 
@@ -442,7 +433,7 @@ def refresh(
     with joined() as processes:
         entry = pipeline.refresh(
             artifact, data, settings, out, **reading.around(model), progress=run.progress,
-            processes=processes, device=chosen_device(device),
+            processes=processes, device=reading.place(),
         )  # fmt: skip
     written = out or artifact
     from asapc.report.brief import refresh_brief
@@ -488,7 +479,6 @@ def report(
     max_memory: MaxMemory = None,
     model: OptionalModel = None,
     reading: Reading = NO_OPTIONS,
-    device: Device = AUTO,
 ) -> int:
     """Measure fidelity and speed against the teacher; write report.json, .md, .html and junit.xml.
 
@@ -498,7 +488,7 @@ def report(
     result = commands.report_artifact(
         run, artifact, data, gate, model, reading, examples,
         baseline=baseline, max_regression=max_regression or (), junit=junit, fast=fast,
-        max_memory=max_memory, torch_compile=torch_compile, device=device,
+        max_memory=max_memory, torch_compile=torch_compile,
     )  # fmt: skip
     return _reported(run, result, artifact, data)
 
@@ -521,17 +511,15 @@ def bench(
     ] = True,
     model: OptionalModel = None,
     reading: Reading = NO_OPTIONS,
-    device: Device = AUTO,
 ) -> None:
     """Time teacher, lossless loop and compiled model, whole and per site: medians and ratios."""
     check_artifact(artifact)
     check_data(data)
     from asapc import pipeline
-    from asapc.device import chosen_device
 
     result = pipeline.bench(
         artifact, data, **reading.around(model), repeats=repeats, explain=explain,
-        torch_compile=torch_compile, progress=run.progress, device=chosen_device(device),
+        torch_compile=torch_compile, progress=run.progress, device=reading.place(),
     )  # fmt: skip
     from asapc.report.brief import bench_brief
     from asapc.report.tables import bench_tables

@@ -18,6 +18,8 @@ from asapc.session import Session
 from asapc.terminal.progress import SILENT, Progress
 
 if TYPE_CHECKING:
+    import torch
+
     from asapc.calibration.stored import Calibration
     from asapc.inputs.onnx.settings import OnnxSettings
     from asapc.inputs.teacher import Teacher
@@ -28,12 +30,13 @@ AUTO = "auto"  # of --device
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model that the user names is read: the options that commands share for it."""
+    """How a model that the user names is read, and where it runs: the options that commands share."""
 
     weights: str | None = None
     kwargs: str | None = None
     trust: bool = False
     trust_remote_code: bool = False
+    device: str = AUTO
 
     def teacher(self, model: str) -> Teacher:
         from asapc.inputs.load import load_teacher
@@ -43,6 +46,11 @@ class Reading:
             remote_code=self.trust_remote_code,
         )  # fmt: skip
 
+    def place(self) -> torch.device:
+        from asapc.device import chosen_device
+
+        return chosen_device(self.device)
+
     def around(self, model: str | None) -> dict[str, Any]:
         """The pipeline's arguments for the model around an artefact's modules."""
         return {"model": model, "weights": self.weights, "kwargs": self.kwargs, "trust": self.trust,
@@ -50,22 +58,19 @@ class Reading:
 
     def options(self) -> dict[str, Any]:
         """For the line of a command that reads the same model."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "device"}
 
 
 NO_OPTIONS = Reading()
 
 
 def inspect_model(
-    model: str, data: str | None, reading: Reading = NO_OPTIONS, progress: Progress = SILENT,
-    device: str = AUTO,
-) -> dict[str, Any]:  # fmt: skip
+    model: str, data: str | None, reading: Reading = NO_OPTIONS, progress: Progress = SILENT
+) -> dict[str, Any]:
     """The dictionary of `asapc inspect --json`."""
     check_model(model, reading.weights)
     check_data(data)
-    from asapc.device import chosen_device
-
-    place = chosen_device(device)
+    place = reading.place()
     teacher = reading.teacher(model)
     from asapc import pipeline
 
@@ -82,7 +87,6 @@ def calibrate_model(
     sequential: bool = False,
     restart: bool = False,
     max_memory: str | None = None,
-    device: str = AUTO,
 ) -> dict[str, Any]:
     """Calibrate and summarise: the dictionary of `asapc calibrate --json`."""
     check_model(model, reading.weights)
@@ -92,9 +96,7 @@ def calibrate_model(
 
     resolved = load_recipe(recipe)
     limit = _size(max_memory)
-    from asapc.device import chosen_device
-
-    place = chosen_device(device)
+    place = reading.place()
     teacher = reading.teacher(model)
     from asapc import pipeline
 
@@ -116,7 +118,6 @@ def compile_model(
     reading: Reading = NO_OPTIONS,
     onnx: OnnxSettings | None = None,
     max_memory: str | None = None,
-    device: str = AUTO,
 ) -> dict[str, Any]:
     """Compile and return the manifest.  Without a recipe, the calibration's is used.
 
@@ -130,9 +131,7 @@ def compile_model(
 
     resolved = None if recipe is None else load_recipe(recipe)
     limit = _size(max_memory)
-    from asapc.device import chosen_device
-
-    place = chosen_device(device)
+    place = reading.place()
     teacher = reading.teacher(model)
     from asapc import pipeline
 
@@ -156,7 +155,6 @@ def report_artifact(
     fast: bool = False,
     max_memory: str | None = None,
     torch_compile: bool = False,
-    device: str = AUTO,
 ) -> Report:
     """Measure, check the gates, compare with the baseline and write the report into the artefact."""
     check_artifact(artifact)
@@ -171,9 +169,7 @@ def report_artifact(
         raise InputError("--max-regression needs a --baseline to compare with")
     earlier = None if baseline is None else regression.load_baseline(baseline, allowance)
     limit = _size(max_memory)
-    from asapc.device import chosen_device
-
-    place = chosen_device(device)
+    place = reading.place()
     if junit is not None:
         make_parent(junit)  # before minutes of measuring, not after
     from asapc import pipeline
@@ -204,7 +200,6 @@ def run_all(
     *,
     fast: bool = False,
     max_memory: str | None = None,
-    device: str = AUTO,
 ) -> Report:
     """Calibrate into OUT.calibration, compile into OUT and report; the model is analysed once."""
     check_model(model, reading.weights)
@@ -221,9 +216,7 @@ def run_all(
     from asapc.inputs.recipe import load_recipe
 
     resolved, limit = load_recipe(recipe), _size(max_memory)
-    from asapc.device import chosen_device
-
-    place = chosen_device(device)
+    place = reading.place()
     teacher = reading.teacher(model)
     from asapc import pipeline
     from asapc.stages.analyse import analysed_once

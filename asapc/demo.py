@@ -70,7 +70,7 @@ def run_demo(
     folder = Path(out)
     _place(folder, example)
     teacher, data, calibration = (str(folder / name) for name in ("teacher", f"{example}.npz", "calib"))
-    steps: list[dict[str, Any]] = []
+    reading, steps = commands.Reading(device=device), list[dict[str, Any]]()
 
     def step(
         command: str,
@@ -90,14 +90,14 @@ def run_demo(
 
     step(
         command_line("inspect", teacher),
-        partial(commands.inspect_model, teacher, None, device=device),
+        partial(commands.inspect_model, teacher, None, reading),
         inspect_brief,
         inspect_tables,
     )
     recipe = str(folder / "asap.yaml")
     step(
         command_line("calibrate", teacher, data=data, o=calibration, recipe=recipe),
-        partial(commands.calibrate_model, run, teacher, data, calibration, recipe, device=device),
+        partial(commands.calibrate_model, run, teacher, data, calibration, recipe, reading),
         calibration_brief,
         calibration_tables,
     )
@@ -109,7 +109,7 @@ def run_demo(
                 "compile", teacher, calibration=calibration, o=artifact, recipe=recipe, data=data
             ),
             partial(
-                commands.compile_model, run, teacher, calibration, artifact, recipe, data, device=device
+                commands.compile_model, run, teacher, calibration, artifact, recipe, data, reading
             ),
             compile_brief,
             compile_tables,
@@ -118,7 +118,7 @@ def run_demo(
         fast = name != "asap"  # the page of one of them is enough
         reports[name] = step(
             command_line("report", artifact, data=data, fast=fast),
-            partial(commands.report_artifact, run, artifact, data, fast=fast, device=device),
+            partial(commands.report_artifact, run, artifact, data, reading=reading, fast=fast),
             report_brief,
             report_tables,
         )
