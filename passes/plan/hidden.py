@@ -28,7 +28,7 @@ from asapc.passes.sinkhorn.probe import HELD
 aten = torch.ops.aten
 
 EXACTLY = (-1e7, -1e9, -math.inf)  # low scores in float64
-LOW = (-1e9, -math.inf, -1e4)  # and in the loop's own dtype, where -inf stands for its lowest number
+LOW = (-1e9, -1e300, -1e4)  # and in the loop's own dtype, whose lowest number may be above these
 PATTERNS = ("a row", "a column", "both", "all", "all but one")
 # Nothing that goes through one of these is as low as a mask. A table that is looked up may be.
 BOUNDED = {
@@ -76,7 +76,8 @@ def with_hidden(
     tried = [(torch.float64, *pair) for pair in itertools.product(EXACTLY, PATTERNS[:2])]
     if scores is not None and may_hide(scores):
         dtypes.append(scores.meta["val"].dtype)
-        tried += [(dtypes[-1], *pair) for pair in itertools.product(LOW, PATTERNS)]
+        lowest = torch.finfo(dtypes[-1]).min
+        tried += [(dtypes[-1], max(low, lowest), which) for low in LOW for which in PATTERNS]
     observed = [
         (f"{pattern} of scores that are {low:g} in {str(dtype).removeprefix('torch.')}",
          max(HELD, 4 * torch.finfo(dtype).eps),
@@ -101,8 +102,6 @@ def _hidden(
 ) -> Tensor:
     """Random scores [B, H, N, M], of whose last example one row or column, or more, is hidden."""
     scores = (trials.noise(size) / abs(trials.rough)).to(dtype)
-    if dtype != torch.float64:
-        low = max(low, torch.finfo(dtype).min)
     hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool)
     hidden[-1] = pattern in ("a row", "both")
     hidden[:, -1] |= pattern in ("a column", "both")
