@@ -118,6 +118,8 @@ def agrees(net: nn.Module, ours: Runner, *inputs: Tensor) -> None:
     """Every example that the original gives, relative to its largest entry."""
     with torch.no_grad():
         theirs, found = net(*inputs), ours(Batch(inputs, {}, None, [0] * len(inputs[0])))
+    if getattr(net, "log", False):
+        theirs, found = theirs.exp(), found.exp()
     finite = theirs.isfinite().flatten(1).all(1)
     assert int(finite.sum()) >= len(finite) // 2
     theirs, found = theirs[finite].flatten(1), found[finite].flatten(1)
@@ -133,3 +135,97 @@ def test_what_hides_at_run_time_alone(name: str) -> None:
     ours = Runner(None, analysis.lifted)
     for n, m in ((9, 7), (36, 7)):
         agrees(net, ours, scores_that_hide(n, m))
+
+
+class Masked(nn.Module):
+    """Points, and a mask that hides nothing in the data, applied in one of the usual ways."""
+
+    def __init__(self, how: str, spelling: Spelling) -> None:
+        super().__init__()
+        self.how, self.spelling = how, spelling
+        self.kinds = nn.Embedding.from_pretrained(torch.tensor([[0.0], [-1e4], [-1e9]]))
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        scores = x @ y.mT
+        if self.how == "filled":
+            scores = scores.masked_fill(~mask[:, None], -1e9)
+        elif self.how == "both sides":
+            scores = torch.where(mask[:, None] & mask[:, : x.shape[1], None], scores, -1e9)
+        elif self.how == "added":
+            scores = scores + (1.0 - mask.float())[:, None] * torch.finfo(scores.dtype).min
+        else:  # looked up by kind of token
+            scores = scores + self.kinds(2 - 2 * mask.long()).mT
+        if self.how == "both sides":
+            scores = nn.functional.pad(scores, (0, 1, 0, 1))
+        return self.spelling(scores, [-1, -2] * 3)
+
+
+@pytest.mark.parametrize("how", ["filled", "both sides", "added", "looked up"])
+@pytest.mark.parametrize("spelling", [softmaxes, rows_added_first], ids=lambda f: f.__name__)
+def test_a_mask_that_hides_nothing_in_the_data(how: str, spelling: Spelling) -> None:
+    net = Masked(how, spelling)
+    tokens = (9, 9) if how == "both sides" else (9, 7)
+    x, y = (random(9, n, 4, seed=n) for n in tokens)
+    analysis = analysed(net, x[:4], y[:4], torch.ones(4, tokens[1], dtype=torch.bool))
+    assert len(analysis.sites) == 1
+    mask = torch.arange(tokens[1]) < torch.tensor([7, 4, 1, 0, 7, 6, 2, 0, 7])[:, None]
+    for spread in (0.1, 1.0, 10.0):
+        agrees(net, Runner(None, analysis.lifted), spread * x, spread * y, mask)
+
+
+def test_hidden_tokens_in_float64() -> None:
+    net = Loop(rows_added_first, [-1, -2] * 3)
+    analysis = analysed(net, random(4, 9, 7).double())
+    for low in (-1e9, torch.finfo(torch.float64).min):
+        given = random(7, 9, 7).double().masked_fill(hidden(9, 7), low)
+        agrees(net, Runner(None, analysis.lifted), given)
+
+
+class Given(nn.Module):
+    """Masses that are given, both sides or columns alone, and costs; the log plan or the plan."""
+
+    def __init__(self, log: bool, damping: float = 1.0) -> None:
+        super().__init__()
+        self.log, self.damping = log, damping
+
+    def forward(self, cost: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
+        f, g = torch.zeros_like(mu), torch.zeros_like(nu)
+        for _ in range(3):
+            f = mu.log() - (g[:, None] - 2 * cost).logsumexp(-1)
+            g = self.damping * (nu.log() - (f[..., None] - 2 * cost).logsumexp(-2))
+        plan = f[..., None] + g[:, None] - 2 * cost
+        return plan if self.log else plan.exp()
+
+
+@pytest.mark.parametrize("net", [Given(False), Given(True), Given(False, 0.7)],
+                         ids=["plan", "log", "damped"])  # fmt: skip
+def test_hidden_costs_beside_given_masses(net: Given) -> None:
+    mu, nu = random(7, 9, seed=1).softmax(-1), random(7, 7, seed=2).softmax(-1)
+    analysis = analysed(net, random(4, 9, 7), mu[:4], nu[:4])
+    assert len(analysis.sites) == 1
+    ours = Runner(None, analysis.lifted)
+    for spread, low in itertools.product((0.1, 3.0, 30.0), LOW[:2]):
+        given = -(spread * random(7, 9, 7)).masked_fill(hidden(9, 7), low)
+        agrees(net, ours, given, mu, nu)
+        masked = torch.arange(7) < torch.tensor([5, 7, 5, 1, 7, 2, 6])[:, None]
+        agrees(net, ours, given, mu, nu * masked)  # and columns without mass
+        agrees(net, ours, -spread * random(7, 9, 7), mu, nu * masked)
+
+
+class Biased(nn.Module):
+    """A bias that is added in every half-step, which may hide tokens as well."""
+
+    def forward(self, x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+        scores = x @ y.mT
+        f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
+        for _ in range(3):
+            f = -(scores + g + bias).logsumexp(-1, keepdim=True)
+            g = -(scores + f + bias).logsumexp(-2, keepdim=True)
+        return (scores + f + g + bias).exp()
+
+
+def test_a_bias_in_every_half_step_may_hide_and_is_refused() -> None:
+    """Beside -1e9, (S + g) + bias is not (S + bias) + g."""
+    analysis = analysed(Biased(), random(4, 9, 4), random(4, 7, 4), random(4, 9, 7))
+    (left,) = analysis.left_alone
+    assert "hide tokens by their marginals" in left.reason

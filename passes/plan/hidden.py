@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from asapc.passes.sinkhorn.probe import HELD
 aten = torch.ops.aten
 
 EXACTLY = (-1e7, -1e9, -math.inf)  # low scores in float64
-LOW = (-1e9, -math.inf, -1e4)  # and in the loop's own dtype, where -inf stands for its lowest number
+LOW = (-1e9, -1e300, -1e4)  # and in the loop's own dtype, whose lowest number may be above these
 PATTERNS = ("a row", "a column", "both", "all", "all but one")
 # Nothing that goes through one of these is as low as a mask. A table that is looked up may be.
 BOUNDED = {
@@ -36,17 +35,6 @@ BOUNDED = {
     aten.sigmoid.default, aten.tanh.default, aten.cdist.default, aten._cdist_forward.default,
     aten.logsumexp.default, aten.scaled_dot_product_attention.default, aten.relu.default,
 }  # fmt: skip
-
-
-class Trials(Protocol):
-    """Observations of a loop, see plan.match."""
-
-    rough: float
-
-    def noise(self, size: Sequence[int]) -> Tensor: ...
-    def observe(
-        self, scores: Tensor, lengths: dict[Any, int], mild: bool = True
-    ) -> tuple[Observed, list[Tensor]]: ...
 
 
 def may_hide(scores: Node) -> bool:
@@ -65,26 +53,25 @@ def may_hide(scores: Node) -> bool:
 
 
 def with_hidden(
-    trials: Trials, size: Sequence[int], lengths: dict[Any, int], fit: PlanFit, scores: Node | None
-) -> PlanFit | str:
+    draw: Callable[[], Tensor], show: Callable[[Tensor], Observed], fit: PlanFit,
+    own: torch.dtype | None,
+) -> PlanFit | str:  # fmt: skip
     """The fit that also gives what the loop makes of hidden rows and columns, or what is wrong with it.
 
-    size: [B, H, N, M] of the scores.  scores: where they are, None where these are no scores but their
-    exponentials.
+    draw: random scores [B, H, N, M]; show: what the loop makes of scores, in their dtype.  own: the dtype
+    of the loop, None where nothing can hide any of its scores.
     """
-    dtypes = [torch.float64]
-    tried = [(torch.float64, *pair) for pair in itertools.product(EXACTLY, PATTERNS[:2])]
-    if scores is not None and may_hide(scores):
-        dtypes.append(scores.meta["val"].dtype)
-        tried += [(dtypes[-1], *pair) for pair in itertools.product(LOW, PATTERNS)]
+    tried = [(torch.float64, low, which) for low in EXACTLY for which in PATTERNS[:2]]
+    if own is not None:
+        tried += [(own, max(low, torch.finfo(own).min), which) for low in LOW for which in PATTERNS]
+    sign = 1.0 if fit.convention.score_multiplier > 0 else -1.0
     observed = [
-        (f"{pattern} of scores that are {low:g} in {str(dtype).removeprefix('torch.')}",
-         max(HELD, 4 * torch.finfo(dtype).eps),
-         trials.observe(_hidden(trials, size, pattern, low, dtype), lengths, mild=False)[0])
+        (f"{pattern} of scores that are {sign * low:g} in {str(dtype).removeprefix('torch.')}",
+         max(HELD, 4 * torch.finfo(dtype).eps), show(_hidden(draw().to(dtype), pattern, sign * low)))
         for dtype, low, pattern in tried
     ]  # fmt: skip
     failures = []
-    for convention in _conventions(fit.convention, len(dtypes) > 1):
+    for convention in _conventions(fit.convention, own is not None):
         wrong = next(
             ((text, error) for text, limit, o in observed
              if not (error := _error(convention, o)) <= limit), None,
@@ -96,20 +83,15 @@ def with_hidden(
     return f"{text} gives another plan (relative error {error:.2g}): hide tokens by their marginals"
 
 
-def _hidden(
-    trials: Trials, size: Sequence[int], pattern: str, low: float, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Random scores [B, H, N, M], of whose last example one row or column, or more, is hidden."""
-    scores = (trials.noise(size) / abs(trials.rough)).to(dtype)
-    if dtype != torch.float64:
-        low = max(low, torch.finfo(dtype).min)
+def _hidden(scores: Tensor, pattern: str, low: float) -> Tensor:
+    """The scores [B, H, N, M] with a row, a column, or more, of the last example hidden."""
     hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool)
     hidden[-1] = pattern in ("a row", "both")
     hidden[:, -1] |= pattern in ("a column", "both")
     if pattern.startswith("all"):
         hidden[:] = True
         hidden[0, 0] = pattern == "all"
-    scores[-1] = scores[-1].masked_fill(hidden, math.copysign(low, -trials.rough))
+    scores[-1] = scores[-1].masked_fill(hidden, low)
     return scores
 
 

@@ -35,7 +35,7 @@ from asapc.passes.cut import (
 )
 from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome
 from asapc.passes.plan.damped import Pair
-from asapc.passes.plan.hidden import with_hidden
+from asapc.passes.plan.hidden import may_hide, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
 from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error, plan_of
@@ -147,14 +147,6 @@ class _Failure:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Given:
-    """A tensor that enters a loop beside its scores: data, or a constant that is not one number."""
-
-    node: Node
-    data: bool
-
-
 class _Region:
     """Everything between a start and an end, as a function of the scores and of what else enters.
 
@@ -175,8 +167,8 @@ class _Region:
         self.ordered = [node for node in graph.graph.nodes if node in self.inside]
         self.guesses = guesses_of(self.ordered)
         self.given = _given(graph, self.start, self.inside)
-        self.data = [x.node for x in self.given if x.data]
-        self.constants = [x.node for x in self.given if not x.data]
+        self.data = [node for node, is_data in self.given.items() if is_data]
+        self.constants = [node for node in self.given if node not in self.data]
         self.graph = graph
         self.cut = self._cut(torch.float64)
         above = ancestors(*loop.sums, until=BARRIERS)
@@ -265,8 +257,9 @@ def _free(size: Any) -> Any:
     return symbol if (size.node.expr - symbol).is_number else None
 
 
-def _given(graph: GraphModule, scores: Layout, inside: frozenset[Node]) -> list[_Given]:
-    """What enters beside the scores, by the tensor that it is made of."""
+def _given(graph: GraphModule, scores: Layout, inside: frozenset[Node]) -> dict[Node, bool]:
+    """What enters beside the scores, by the tensor that it is made of: whether it is data, and not a
+    constant, which is not one number then."""
     data, start = data_dependent(graph), scores.tensor.node
     found: dict[Node, bool] = {}
     for node in graph.graph.nodes:
@@ -278,7 +271,7 @@ def _given(graph: GraphModule, scores: Layout, inside: frozenset[Node]) -> list[
             root = _root(source, scores)
             if root in data or not _is_one_number(root):
                 found.setdefault(root, root in data)
-    return [_Given(node, is_data) for node, is_data in found.items()]
+    return found
 
 
 def _root(node: Node, scores: Layout) -> Node:
@@ -343,20 +336,19 @@ def _roles(region: _Region) -> list[_Roles] | str:
     One input can be a marginal of the rows, and one of the columns: data must be, constants may.
     """
     options: list[tuple[Side, MarginalInput]] = []
-    data: set[Node] = set()
-    for given in region.given:
-        value = given.node.meta["val"]
-        if _is_matrix(given.node, region.start):
-            if not value.is_floating_point():
-                return _enters(given.node, "a mask in every half-step: hide scores before the loop")
+    for node, is_data in region.given.items():
+        floats = node.meta["val"].is_floating_point()
+        if _is_matrix(node, region.start):
+            if not floats:
+                return _enters(node, "a mask in every half-step: hide scores before the loop")
             continue
-        found = _sides(given.node, region.start, given.data) if value.is_floating_point() else []
-        if given.data and not found:
-            return _enters(given.node, "neither a marginal nor a bias")
+        found = _sides(node, region.start, is_data) if floats else []
+        if is_data and not found:
+            return _enters(node, "neither a marginal nor a bias")
         options += found
-        data |= {given.node} if given.data else set()
-    constants = {marginal.node for _, marginal in options} - data
-    if len(data) > 2 or len(constants) > MOST_CONSTANTS:
+    given = {marginal.node for _, marginal in options}
+    data = given & {*region.data}
+    if len(data) > 2 or len(given - data) > MOST_CONSTANTS:
         return "more vectors enter its half-steps than it has marginals"
     rows, columns = ([None, *(x for side, x in options if side == one)] for one in ("row", "column"))
     roles = [_Roles(mu, nu) for mu, nu in itertools.product(rows, columns)]
@@ -421,10 +413,17 @@ class _Trials:
     def __init__(self, region: _Region, roles: _Roles, log: bool) -> None:
         self.region, self.roles, self.log = region, roles, log
         self.generator = torch.Generator().manual_seed(0)
-        self.biases = [x.node for x in region.given if _is_matrix(x.node, region.start)]
+        self.biases = [node for node in region.given if _is_matrix(node, region.start)]
         self.rough = 1.0
         self.coefficients: list[float] = [0.0] * len(self.biases)
         self.by_head: Tensor | None = None
+
+    @property
+    def hides(self) -> torch.dtype | None:
+        """Of the scores, where they or what is added to them may be as low as a mask."""
+        node = self.region.start.tensor.node
+        hides = not self.region.kernel and any(map(may_hide, (node, *self.biases)))
+        return node.meta["val"].dtype if hides else None
 
     def noise(self, size: Sequence[int]) -> Tensor:
         return torch.randn(tuple(size), generator=self.generator, dtype=torch.float64)
@@ -581,8 +580,10 @@ def _identified(
     wrong = _at_larger_sizes(trials, lengths, fit)
     if wrong is not None:
         return _Failure(5, wrong)
-    low = None if region.kernel else region.start.tensor.node
-    found = with_hidden(trials, size, lengths, fit, low)
+    found = with_hidden(
+        lambda: trials.noise(size) / abs(trials.rough),
+        lambda scores: trials.observe(scores, lengths, mild=False)[0], fit, trials.hides,
+    )  # fmt: skip
     return _Failure(5, found) if isinstance(found, str) else (found, trials)
 
 
