@@ -37,6 +37,7 @@ from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, site_name
 from asapc.passes.regions import Region
 from asapc.passes.sinkhorn.empty import EmptyExamples
+from asapc.passes.sinkhorn.hard import with_low_numbers
 from asapc.passes.sinkhorn.probe import (
     HELD,
     MILD,
@@ -355,6 +356,11 @@ def run_experiments(
             if isinstance(coefficient, NoFit):
                 return _describe(coefficient, region, False)
             bias = ScoreBias(node, coefficient, merged or _merged(node, region))
+            if mask is None or mask.node is not node:
+                checked = with_low_numbers(experiment, fit.convention, bias, neutral, lengths)
+                if isinstance(checked, str):
+                    return checked
+                bias = checked
     return fit, mask, bias, neutral
 
 
