@@ -649,8 +649,8 @@ def _neutral_inputs(
     for index, role in enumerate(roles):
         if role != "mask":
             continue
-        # A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by low
-        # numbers, what no mask gives: then it is seen where it hides some.
+        # A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by
+        # low numbers, what no mask gives: then it is seen where it hides some.
         attention = experiment.attention(scores, neutral, lengths)
         flipped = list(neutral)
         flipped[index] = ~neutral[index]

@@ -29,12 +29,12 @@ def rooted(region: Region) -> Region:
         if found is not None:
             roots[node], nodes = found
             made |= nodes
-    if len(set(roots.values())) != 1 or (len(roots) == 1 and _broadcasts(*roots, region)):
+    if len(set(roots.values())) != 1 or (len(roots) == 1 and _broadcasts(next(iter(roots)), region)):
         return region
     order = {node: place for place, node in enumerate(region.score.node.graph.nodes)}
     inside = sorted({*region.inside, *made}, key=order.__getitem__)
     inputs = dict.fromkeys(roots.get(node, node) for node in region.inputs)
-    return replace(region, inside=tuple(inside), inputs=tuple(inputs), root=[*roots.values()][0])
+    return replace(region, inside=tuple(inside), inputs=tuple(inputs), root=next(iter(roots.values())))
 
 
 def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
