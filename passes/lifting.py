@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from asapc.ir import OutputFactor
 from asapc.operators.catalogue import Operator
 from asapc.operators.masks import MASKED_BELOW
-from asapc.passes.products import Canonical, KeyMask, Product, rank_of
+from asapc.passes.products import SAME, Canonical, KeyMask, Product, rank_of
 from asapc.program.calls import SITE, put_call, put_tensor
 
 aten = torch.ops.aten
@@ -162,7 +162,7 @@ class Lifting:
             return None
         empty, additive = mask.empty, mask.true_means_masked is None
         others = [empty.share, *([empty.infinite] if additive else [])]
-        if all(share == OutputFactor() for share in others):
+        if all(share == SAME for share in others):
             return None
         some = self.call(aten.view.default, self.call(aten.any.dim, keep, 1), [-1, 1, 1, 1])
         if all(share == OutputFactor(0.0) for share in others):

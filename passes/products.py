@@ -92,6 +92,9 @@ class Product:
         return Canonical(self.node, self.out_order)
 
 
+SAME = OutputFactor()
+
+
 @dataclass(frozen=True)
 class Empty:
     """What an example without an active key gives, beside the operator's map of equal scores.
@@ -104,10 +107,10 @@ class Empty:
     infinite: additive masks: the share where all numbers are -inf.
     """
 
-    share: OutputFactor = OutputFactor()
+    share: OutputFactor = SAME
     open: bool = False
     reach: float = 0.0
-    infinite: OutputFactor = OutputFactor()
+    infinite: OutputFactor = SAME
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Region:
     attention: Node
     inside: tuple[Node, ...]
     inputs: tuple[Node, ...]  # masks and biases: tensors from outside that are more than constants
+    root: Node | None = None  # of the inputs: a mask [B, M] of which what enters is made inside
 
 
 def holds_attention(graph: GraphModule) -> bool:

@@ -93,6 +93,7 @@ def calls() -> dict[str, tuple[Any, list[Any]]]:
             [bias[None], None, None, 0.5, 5, True, ATTENTION, False, None, 1e-6, "scaling", "add"],
         ),
         "kept_keys": (ops.kept_keys, [torch.where(keep, 0.0, -1e9), -1e4]),
+        "rows_kept": (ops.rows_kept, [bias, True]),
         "keys_of_empty": (
             ops.keys_of_empty, [keep & False, torch.full(keep.shape, -1e4), q, k, 0.5, False]
         ),
@@ -164,7 +165,7 @@ def test_an_operator_under_autocast_is_the_operator(name: str, threads: int) -> 
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if "keys" not in name])  # no numbers
+@pytest.mark.parametrize("name", [name for name in CALLS if "keys" not in name and "kept" not in name])
 def test_every_mixture_that_autocast_makes_is_taken(name: str) -> None:
     """One input in half precision beside float32, or the other way round.
 

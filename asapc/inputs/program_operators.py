@@ -125,7 +125,7 @@ GROUPS = (
         "sym_constrain_range sym_constrain_range_for_size sym_numel sym_size sym_stride",
     ),
 )
-_MARKS = {"child", "holds", "kept_keys", "keys_of_empty"}
+_MARKS = {"child", "holds", "kept_keys", "keys_of_empty", "rows_kept"}
 OWN = tuple(sorted(
     _MARKS.union({"dual", "dual_and_row_mass"}, *(x.names for x in OPERATORS.values()))
 ))  # fmt: skip

@@ -890,6 +890,15 @@ def kept_keys(mask: Tensor, hides: float) -> Tensor:
     return mask > hides
 
 
+def rows_kept(bias: Tensor, small: bool) -> Tensor:
+    """True on the rows that are not all -inf, nor, where `small`, hold numbers that scores are lost
+    beside: a graph cannot refuse them, and gives NaN."""
+    kept = bias.amax(-1, keepdim=True) > -math.inf
+    if small:
+        kept = kept & (bias.abs() < 2.0 * FINE / torch.finfo(torch.float32).eps).all(-1, keepdim=True)
+    return kept
+
+
 def keys_of_empty(
     keep: Tensor, mask: Tensor, q: Tensor, k: Tensor, reach: float, is_bias: bool
 ) -> Tensor:

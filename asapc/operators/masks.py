@@ -21,6 +21,7 @@ RULE_OF_EMPTY = (
     "beside, or which leaves them as they are"
 )
 HELP_OF_EMPTY = "hide keys by -1e4 or by torch.finfo(dtype).min, or leave out examples without keys"
+RULE_OF_BIAS = "a score bias holds numbers beside which scores are not lost, as where it was compiled"
 FINE = 2.0**-10  # of scores in units of epsilon: what -1e4 leaves of them in float32
 HELP = "compile with data whose masks hold such numbers: they are then added to the scores as a bias"
 
@@ -71,6 +72,23 @@ def keys_of_empty(
         got = f"{number:g} beside scores that are neither larger nor smaller than its last place"
         raise InputError(RULE_OF_EMPTY, got=got, help=HELP_OF_EMPTY)
     return keep | (empty & fine)[:, None]
+
+
+def rows_kept(bias: Tensor, small: bool) -> Tensor:
+    """True on the rows of a bias [*, N or 1, M] that are not all -inf: [*, N or 1, 1].
+
+    small: whether all its numbers must be such that scores are kept beside them.
+    Raises InputError where they are not; on a GPU, it is a device-side assertion.
+    """
+    if small:
+        dtype = torch.float64 if bias.dtype == torch.float64 else torch.float32
+        kept = (bias.abs() < 2.0 * FINE / torch.finfo(dtype).eps).all()
+        if bias.device.type != "cpu":
+            torch._assert_async(kept, RULE_OF_BIAS)
+        elif not bool(kept):
+            largest = float(bias.flatten()[bias.abs().argmax()])
+            raise InputError(RULE_OF_BIAS, got=f"{largest:g}", help=HELP)
+    return bias.amax(-1, keepdim=True) > -math.inf
 
 
 def last_place(number: Tensor, dtype: torch.dtype) -> Tensor:

@@ -37,6 +37,7 @@ from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, site_name
 from asapc.passes.regions import Region
 from asapc.passes.sinkhorn.empty import EmptyExamples
+from asapc.passes.sinkhorn.hard import with_low_numbers
 from asapc.passes.sinkhorn.probe import (
     HELD,
     MILD,
@@ -50,6 +51,7 @@ from asapc.passes.sinkhorn.probe import (
     score_multiplier,
     with_factor,
 )
+from asapc.passes.sinkhorn.roots import rooted
 from asapc.passes.sinkhorn.site import AttentionSite, ScoreBias
 from asapc.passes.site import Found, Place, Unidentified
 
@@ -134,10 +136,14 @@ def _examine(
     shape = region.score.result.shape
     if len(shape) not in (3, 4):
         return Unidentified(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
+    elsewhere = used_outside(region)
+    inner, region = region, rooted(region)
     found = outcome(lambda: _identified(program, region, stops, known))
+    if isinstance(found, str) and region is not inner:
+        region = inner
+        found = outcome(lambda: _identified(program, region, stops, known))
     if isinstance(found, str):
         return Unidentified(found)
-    elsewhere = used_outside(region)
     if elsewhere is not None:
         return Unidentified(USED_ELSEWHERE, node=elsewhere)
     fit, mask, bias, _ = found
@@ -350,6 +356,11 @@ def run_experiments(
             if isinstance(coefficient, NoFit):
                 return _describe(coefficient, region, False)
             bias = ScoreBias(node, coefficient, merged or _merged(node, region))
+            if mask is None or mask.node is not node:
+                checked = with_low_numbers(experiment, fit.convention, bias, neutral, lengths)
+                if isinstance(checked, str):
+                    return checked
+                bias = checked
     return fit, mask, bias, neutral
 
 
@@ -626,6 +637,8 @@ def _neutral_inputs(
         neutral.append(torch.full(shape, shown.get(node, 0.0)).to(dtype))
         example = node.meta.get("example")
         if role in ("mask", "additive") and isinstance(example, Tensor):
+            if node is region.root:
+                continue  # [B, M]: how it enters is inside
             if varies(node, -2):
                 return (
                     f"the mask {spoken(node)} differs between queries (causal or windowed), or may on "
@@ -636,14 +649,26 @@ def _neutral_inputs(
     for index, role in enumerate(roles):
         if role != "mask":
             continue
-        # A mask that hides everything gives no attention at all, NaN, or the same to every key.
+        # A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by
+        # low numbers, what no mask gives: then it is seen where it hides some.
         attention = experiment.attention(scores, neutral, lengths)
         flipped = list(neutral)
         flipped[index] = ~neutral[index]
         other = experiment.attention(scores, flipped, lengths)
-        if _informative(other, scores) > _informative(attention, scores):
+        more, less = _informative(other, scores), _informative(attention, scores)
+        if more > less or (more == less and _hides_some(experiment, index, flipped, lengths, scores)):
             neutral = flipped
     return neutral
+
+
+def _hides_some(
+    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], lengths: dict[Any, int],
+    scores: Tensor,
+) -> bool:  # fmt: skip
+    """Whether a boolean mask hides the keys at which it is not as it is in the neutral inputs."""
+    inputs, active = list(neutral), torch.arange(scores.shape[-1]) % 3 != 1
+    inputs[index] = key_pattern(neutral[index], active, bool(not neutral[index].flatten()[0]))
+    return not bool(experiment.attention(scores, inputs, lengths)[..., ~active].any())
 
 
 def _informative(attention: Tensor, scores: Tensor) -> int:

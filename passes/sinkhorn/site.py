@@ -6,6 +6,7 @@ after:  torch.ops.asapc.sinkhorn(q, k, v, keep, bias, ...), or stabilised_sinkho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,11 +27,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ScoreBias:
-    """A node added to the scores with a coefficient, in units of epsilon."""
+    """A node added to the scores with a coefficient, in units of epsilon.
+
+    small: the operator is the loop only where scores are kept beside its numbers, which is checked.
+    all_or_nan: the loop gives NaN where a query's numbers are all -inf.
+    """
 
     node: Node
     coefficient: float
     merged: bool
+    small: bool = False
+    all_or_nan: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,9 @@ class AttentionSite(Site):
             keep = lifting.keep(self.mask, q, k)
             bias = None if self.bias is None else _bias(lifting, self.bias)
             share = lifting.share(self.mask, keep, q, k)
+            if self.bias is not None and (self.bias.small or self.bias.all_or_nan):
+                kept = lifting.call(torch.ops.asapc.rows_kept.default, bias, self.bias.small)
+                q = lifting.call(aten.where.ScalarOther, kept, q, math.nan)
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
             return lifting.put_map(operator, q, k, rest, self.value, share)

@@ -74,6 +74,11 @@ def keys_of_empty(arguments: Mapping[str, Any]) -> Tensor:
     return torch.empty_like(keep, memory_format=torch.contiguous_format)
 
 
+def rows_kept(arguments: Mapping[str, Any]) -> Tensor:
+    bias: Tensor = arguments["bias"]
+    return bias.new_empty((*bias.shape[:-1], 1), dtype=torch.bool)
+
+
 def gradients(arguments: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
     """One of the size of each of these arguments, empty where it is not given."""
     q: Tensor = arguments["q"]

@@ -1,0 +1,111 @@
+"""Hard biases: what a loop makes of numbers such as -1e9 that come where its data held a soft bias.
+
+before: a score bias whose coefficient is known
+after:  the same, with a check at run time where the operator follows small numbers alone; or why the loop
+        needs its scores as the code makes them
+
+Beside -1e9 a float32 dual loses its other terms, and a loop that subtracts sums from scores loses others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.ir import Convention, SiteTensors
+from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
+from asapc.operators.sinkhorn import loop_of
+from asapc.passes.branches import spoken
+from asapc.passes.cut import depends_on_data
+from asapc.passes.masks import varies
+from asapc.passes.sinkhorn.site import ScoreBias
+from asapc.program.calls import apply_operator
+
+VALUES = (HIDDEN_SCORE, float(torch.finfo(torch.float32).min))
+ALIKE = 1e-3  # relative difference of maps in float32
+SPREAD, SHARP = 3.0, 30.0  # of the scores, in units of epsilon
+
+
+def with_low_numbers(
+    experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor],
+    lengths: dict[Any, int],
+) -> ScoreBias | str:  # fmt: skip
+    """The bias, with its check where it needs one, or why it is none.
+
+    experiment: passes.sinkhorn.match.RegionExperiment.
+    """
+    example = bias.node.meta["example"]
+    hard = bool((example <= MASKED_BELOW).any())
+    if not depends_on_data(bias.node) and not hard:
+        return bias
+    trials = _Trials(experiment, convention, bias, neutral, lengths)
+    if trials.follows():
+        return replace(bias, all_or_nan=trials.is_nan_without_keys())
+    if bool(example.any()) and not hard:
+        return replace(bias, small=True)
+    return f"{spoken(bias.node)} may hide keys by low numbers, which only the scores it is added to show"
+
+
+class _Trials:
+    """The operator beside the code, in the code's own precision."""
+
+    def __init__(
+        self, experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor],
+        lengths: dict[Any, int],
+    ) -> None:  # fmt: skip
+        wide = experiment.region.score.node.meta["val"].dtype == torch.float64
+        self.own = experiment if wide else experiment.in_single()
+        self.index, self.bias = experiment.region.inputs.index(bias.node), bias
+        self.neutral, self.lengths = neutral, lengths
+        self.operator, self.settings = loop_of(convention)
+        self.unit = 1.0 / abs(convention.score_multiplier)
+        self.generator = torch.Generator().manual_seed(12)
+
+    def follows(self) -> bool:
+        """Whether the two make the same of low numbers."""
+        patterns = _patterns(self.neutral[self.index], varies(self.bias.node, -2))
+        tried = ((*pattern, value) for pattern in patterns for value in VALUES)
+        return all(self._are_alike(*trial) for trial in tried)
+
+    def is_nan_without_keys(self) -> bool:
+        """Whether the code gives NaN where the bias is -inf everywhere, as no operator does."""
+        nothing = torch.full_like(self.neutral[self.index], -math.inf)
+        return bool(self._theirs(self._scores(1.0), nothing).isnan().all())
+
+    def _scores(self, spread: float) -> Tensor:
+        size = self.own.size(self.lengths)
+        s = torch.randn(size, generator=self.generator, dtype=torch.float64)
+        return (s * spread * self.unit).to(self.own.cut.precision)
+
+    def _theirs(self, scores: Tensor, value: Tensor) -> Tensor:
+        inputs = [*self.neutral]
+        inputs[self.index] = value
+        found: Tensor = self.own.attention(scores, inputs, self.lengths)
+        return found
+
+    def _are_alike(self, hidden: Tensor, spread: float, low: float) -> bool:
+        s = self._scores(spread)
+        value = torch.where(hidden, low, self.neutral[self.index])
+        theirs = self._theirs(s, value)
+        added = (value * self.bias.coefficient).to(s.dtype)
+        shaped, added = (x if x.dim() != 3 else x[:, None] for x in (s, added))
+        seen = replace(SiteTensors.of_scores(shaped), bias=added, scored=False)
+        ours = apply_operator(self.operator, seen, None, self.settings).reshape(theirs.shape)
+        return bool((ours - theirs).abs().max() <= ALIKE * theirs.abs().max())
+
+
+def _patterns(neutral: Tensor, by_query: bool) -> Iterator[tuple[Tensor, float]]:
+    """Where low numbers are, and the spread of the scores: at some keys, at all but one, at all, and at
+    some keys of some queries."""
+    keys = torch.arange(neutral.shape[-1])
+    yield (keys % 3 == 1).expand(neutral.shape), SPREAD
+    yield (keys != len(keys) // 2).expand(neutral.shape), SPREAD
+    yield (keys >= 0).expand(neutral.shape), SHARP
+    if by_query:
+        queries = torch.arange(neutral.shape[-2])[:, None]
+        yield ((keys + 2 * queries) % 5 < 2).expand(neutral.shape), SPREAD

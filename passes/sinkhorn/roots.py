@@ -1,0 +1,81 @@
+"""Roots: the boolean key mask that everything else in a loop is made of.
+
+before: inputs (1 - keep) * -1e9, log(1 / n) and n, of keep [B, M]
+after:  keep is the only input, and how the others are made of it is inside the region
+
+Then an experiment that hides keys hides them as the code does, with the numbers that it has, whatever the
+data holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from asapc.passes.cut import depends_on_data, is_tensor, mask_root
+from asapc.passes.products import BARRIERS, rank_of, same
+from asapc.passes.regions import Region
+
+
+def rooted(region: Region) -> Region:
+    """The region with the mask as its input in place of all that is made of it; as it is where there are
+    several, or one boolean tensor is made of it that broadcasts to the scores."""
+    roots: dict[Node, Node] = {}
+    made: set[Node] = set()
+    for node in region.inputs:
+        found = _made_of(node, region) if depends_on_data(node) else None
+        if found is not None:
+            roots[node], nodes = found
+            made |= nodes
+    if len(set(roots.values())) != 1 or (len(roots) == 1 and _broadcasts(next(iter(roots)), region)):
+        return region
+    order = {node: place for place, node in enumerate(region.score.node.graph.nodes)}
+    inside = sorted({*region.inside, *made}, key=order.__getitem__)
+    inputs = dict.fromkeys(roots.get(node, node) for node in region.inputs)
+    return replace(region, inside=tuple(inside), inputs=tuple(inputs), root=next(iter(roots.values())))
+
+
+def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
+    """The only mask [B, M] that a node is computed of, and what is computed on the way; None where other
+    data enters, or parameters."""
+    found: set[Node] = set()
+    between: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in between or current in found or not is_tensor(current):
+            continue
+        if _is_bool(current) and depends_on_data(current):
+            root = mask_root(current)
+            if root is not current:
+                between |= _path(current, root)
+            found.add(root)
+        elif current.op != "call_function" or current.target in BARRIERS:
+            return None
+        else:
+            between.add(current)
+            stack.extend(current.all_input_nodes)
+    if len(found) != 1:
+        return None
+    (root,) = found
+    keys = region.score.result.shape[-1]
+    return (root, between) if rank_of(root) == 2 and same(root.meta["val"].shape[-1], keys) else None
+
+
+def _path(node: Node, root: Node) -> set[Node]:
+    """From a view or negation of the root to what it is of."""
+    path: set[Node] = set()
+    while node is not root:
+        path.add(node)
+        (node,) = (source for source in node.all_input_nodes if is_tensor(source))
+    return path
+
+
+def _broadcasts(node: Node, region: Region) -> bool:
+    return _is_bool(node) and rank_of(node) in (2, len(region.score.result.shape))
+
+
+def _is_bool(node: Node) -> bool:
+    return is_tensor(node) and node.meta["val"].dtype == torch.bool

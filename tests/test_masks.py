@@ -1,0 +1,226 @@
+"""Key masks however they are written: what the compiled layer gives is what the original gives, wherever
+keys are hidden: none, some, all but one, all of some examples, or all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
+from asapc.errors import InputError
+from asapc.passes.capture import capture
+from asapc.passes.lift import lift
+from asapc.passes.match import match
+from asapc.passes.plan.site import PlanSite
+from asapc.passes.regions import Refusal
+from asapc.passes.sinkhorn.site import AttentionSite
+
+LOWEST = torch.finfo(torch.float32).min
+B, N, D, HEADS = 3, 8, 8, 2
+Spelling = Callable[[Tensor, Tensor], Tensor]
+
+
+def active(*counts: int) -> Tensor:
+    return torch.arange(N) < torch.tensor(counts)[:, None]
+
+
+KEEPS = {
+    "full": active(N, N, N), "padded": active(N, 5, 3), "one key": active(1, 1, 1),
+    "no key": active(0, 0, 0), "mixed": active(N, 0, 1),
+}  # fmt: skip
+
+
+class Layer(nn.Module):
+    """Attention whose map is a function of its products and of a mask."""
+
+    def __init__(self, plan: Spelling) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+        self.plan = plan
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return (self.plan(q @ k.transpose(-1, -2) / 2, mask) @ v).transpose(1, 2).flatten(2)
+
+
+def divided(plan: Tensor, steps: int = 3, constant: float = 1e-8) -> Tensor:
+    for step in range(steps):
+        plan = plan / (plan.sum(-2 if step % 2 else -1, keepdim=True) + constant)
+    return plan
+
+
+def log_divided(s: Tensor, hide: Callable[[Tensor], Tensor] = lambda s: s, steps: int = 5) -> Tensor:
+    for step in range(steps):
+        s = hide(s)
+        s = s - s.logsumexp(-2 if step % 2 else -1, keepdim=True)
+    return s.exp()
+
+
+def filled(low: float) -> Spelling:
+    return lambda s, keep: divided(s.masked_fill(~keep[:, None, None], low).softmax(-1), 4)
+
+
+def shifted(low: float) -> Spelling:
+    def plan(s: Tensor, keep: Tensor) -> Tensor:
+        s = torch.where(keep[:, None, None], s, low)
+        return divided((s - s.amax(-1, keepdim=True)).exp())
+
+    return plan
+
+
+def subtracted(low: float) -> Spelling:
+    return lambda s, keep: divided((s + (1.0 - keep.float())[:, None, None] * low).softmax(-1), 4)
+
+
+def hidden_in_the_loop(low: float) -> Spelling:
+    return lambda s, keep: log_divided(s, lambda s: s.masked_fill(~keep[:, None, None], low))
+
+
+def added_in_the_loop(low: float) -> Spelling:
+    return lambda s, keep: log_divided(s, lambda s: s + torch.where(keep, 0.0, low)[:, None, None])
+
+
+def potentials(low: float) -> Spelling:
+    """Potentials [B, H, N] and [B, H, M], the latter with a mask [B, 1, M]."""
+
+    def plan(s: Tensor, keep: Tensor) -> Tensor:
+        s = s.masked_fill(~keep[:, None, None], low)
+        f, g = torch.zeros_like(s[..., 0]), torch.zeros_like(s[..., 0, :])
+        for _ in range(2):
+            f = -torch.logsumexp(s + g[..., None, :], -1) - math.log(N)
+            g = (-torch.logsumexp(s + f[..., None], -2) - math.log(N)).masked_fill(~keep[:, None], low)
+        f = -torch.logsumexp(s + g[..., None, :], -1) - math.log(N)
+        return torch.exp(s + f[..., None] + g[..., None, :]) * N
+
+    return plan
+
+
+def shares_of_active_keys(s: Tensor, keep: Tensor) -> Tensor:
+    """Marginals 1 / n of n active keys, and the map times n."""
+    count = keep.sum(-1).float()[:, None, None]
+    s = s.masked_fill(~keep[:, None, None], -math.inf)
+    f, g = torch.zeros_like(s[..., 0]), torch.zeros_like(s[..., 0, :])
+    for _ in range(2):
+        f = -torch.logsumexp(s + g[..., None, :], -1) - math.log(N)
+        g = (-torch.logsumexp(s + f[..., None], -2) - count.log()).masked_fill(~keep[:, None], -math.inf)
+    return torch.exp(s + f[..., None] + g[..., None, :]) * count[..., None]
+
+
+def multiplied(s: Tensor, keep: Tensor) -> Tensor:
+    return divided(s.exp() * keep[:, None, None])
+
+
+def without_nan(s: Tensor, keep: Tensor) -> Tensor:
+    """-inf throughout, and sums that are finite."""
+    s = s.masked_fill(~keep[:, None, None], -math.inf)
+    for step in range(3):
+        s = s - s.logsumexp(-2 if step % 2 else -1, keepdim=True).clamp(min=-1e4)
+    return s.exp()
+
+
+SPELLINGS = {
+    "filled with -1e4": filled(-1e4), "filled with the least": filled(LOWEST),
+    "filled with -inf": filled(-math.inf), "where, -1e9": shifted(-1e9),
+    "where, -inf": shifted(-math.inf),
+    "subtracted -1e4": subtracted(-1e4), "subtracted -1e9": subtracted(-1e9),
+    "subtracted the least": subtracted(LOWEST), "in the loop, -1e9": hidden_in_the_loop(-1e9),
+    "in the loop, the least": hidden_in_the_loop(LOWEST),
+    "in the loop, -inf": hidden_in_the_loop(-math.inf),
+    "added in the loop": added_in_the_loop(-1e9), "potentials, -1e9": potentials(-1e9),
+    "potentials, -inf": potentials(-math.inf), "shares of active keys": shares_of_active_keys,
+    "multiplied": multiplied, "without NaN": without_nan,
+}  # fmt: skip
+
+
+def compiled(plan: Spelling, mask: Tensor) -> tuple[nn.Module, nn.Module, AttentionSite]:
+    """The original and what it becomes, of data with this mask."""
+    torch.manual_seed(0)
+    model = Layer(plan).eval()
+    program = capture(model, (torch.randn(B, N, D), mask), {}).programs[0]
+    (site,) = match(program)
+    assert isinstance(site, AttentionSite | PlanSite), site
+    return model, lift(program, [site]).graph, site  # type: ignore[return-value]
+
+
+def assert_same(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Numbers where the original has numbers, and NaN where it has NaN."""
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+DATA = [*((name, "padded") for name in SPELLINGS), *((name, "full") for name in [*SPELLINGS][::3])]
+
+
+@pytest.mark.parametrize(("name", "data"), DATA)  # without padding, data says nothing about padding
+@torch.no_grad()
+def test_every_spelling_is_the_original_wherever_keys_are_hidden(name: str, data: str) -> None:
+    model, lifted, site = compiled(SPELLINGS[name], KEEPS[data])
+    assert site.convention.mask == "key"
+    for spread in (0.1, 3.0, 30.0):
+        x = torch.randn(B, N, D) * spread**0.5
+        for keep in KEEPS.values():
+            expected = model(x, keep)
+            try:
+                found = lifted(x, keep)
+            except InputError as error:  # -1e9 is added to all scores, which it rounds to 64ths of them
+                assert "-1e+09" in str(error) and spread == 30.0 and not bool(keep.any(-1).all())
+                continue
+            assert_same(found, expected, 2e-3 if "-1e4" in name else 1e-4)
+
+
+def given(loop: Callable[[Tensor], Tensor]) -> Spelling:
+    """A mask that the caller adds: [B, M], or [B, N, M]."""
+    return lambda s, mask: loop(s + (mask[:, None, None] if mask.dim() == 2 else mask[:, None]))
+
+
+def soft(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+ADDED = {  # loop, and the mask that calibration has
+    "protected, nothing hidden": (lambda s: divided(s.softmax(-1), 4), torch.zeros(B, N)),
+    "protected, soft": (lambda s: divided(s.softmax(-1), 4), soft((B, N))),
+    "protected, of pairs": (lambda s: divided(s.softmax(-1), 4), torch.zeros(B, N, N)),
+    "plain, nothing hidden": (log_divided, torch.zeros(B, N)),
+    "plain, soft": (log_divided, soft((B, N))),
+    "plain, of pairs": (log_divided, soft((B, N, N))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADDED)
+@torch.no_grad()
+def test_a_mask_that_is_added_is_followed_or_refused_when_it_runs(name: str) -> None:
+    """Whatever numbers come: never another result."""
+    loop, mask = ADDED[name]
+    model, lifted, _ = compiled(given(loop), mask)
+    same = 0
+    for low in (-1e4, -1e6, -1e9, LOWEST, -math.inf):
+        for keep in KEEPS.values():
+            x, added = torch.randn(B, N, D), torch.where(keep, 0.0, low)
+            added = added if mask.dim() == 2 else added[:, None].expand(-1, N, -1).contiguous()
+            expected = model(x, added)
+            try:
+                found = lifted(x, added)
+            except InputError:
+                continue
+            same += 1
+            assert_same(found, expected, 2e-2 if low == -1e6 else 2e-3)
+    assert same >= (9 if "plain, " in name and mask.any() else 20)
+
+
+def test_a_sum_of_zero_that_is_left_alone_is_another_loop() -> None:
+    """Where scores are sharp, sums are 0 in float32 and their rows are lost: no operator has that."""
+
+    def plan(s: Tensor, keep: Tensor) -> Tensor:
+        weights = (s - s.amax(-1, keepdim=True)).exp() * keep[:, None, None]
+        for step in range(3):
+            total = weights.sum(-2 if step % 2 else -1, keepdim=True)
+            weights = torch.where(total > 0, weights / total, 0.0)
+        return weights
+
+    program = capture(Layer(plan).eval(), (torch.randn(B, N, D), KEEPS["padded"]), {}).programs[0]
+    (found,) = match(program)
+    assert isinstance(found, Refusal)
