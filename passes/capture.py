@@ -50,6 +50,7 @@ from asapc.passes.indices import FreeIndices
 from asapc.passes.observe import Observer
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
+from asapc.passes.size_functions import free_functions
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
 
@@ -233,19 +234,27 @@ def _traced(
     numbers: bool,
     spaces: Sequence[dict[str, Any]],
     copies: bool = True,
+    functions: bool = True,
 ) -> Program:
     """numbers: of the data are those of the example.  spaces: see plain_types.  copies: whether modules
-    that are alike are traced once."""
+    that are alike are traced once.  functions: whether those of sizes are computed by the program."""
     args, kwargs = pytree.tree_map(_packed, (args, kwargs))
     shapes = _dynamic_shapes(args, kwargs, module.forward)
     observer = Observer()
     answers, output = _answers(module, args, kwargs, numbers)
     watching, plain = observer.watching(module), plain_types(spaces)
-    with Trace(answers=answers) as budget, plain, FreeIndices(), quiet_torch():
-        repeated = Repeated(budget, observer)
-        once = repeated.tracing(module) if copies else contextlib.nullcontext()
-        with once, watching, noting_questions() as questions:
-            exported = export_graph(module, args, kwargs, shapes)
+    used: list[str] = []
+    free = free_functions(used) if functions else contextlib.nullcontext()
+    try:
+        with Trace(answers=answers) as budget, plain, FreeIndices(), quiet_torch():
+            repeated = Repeated(budget, observer)
+            once = repeated.tracing(module) if copies else contextlib.nullcontext()
+            with once, watching, noting_questions() as questions, free:
+                exported = export_graph(module, args, kwargs, shapes)
+    except Exception:
+        if not used:
+            raise
+        return _traced(name, module, args, kwargs, numbers, spaces, copies, functions=False)
     keep_to_guards(exported, args, kwargs, questions)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
@@ -253,8 +262,8 @@ def _traced(
     split_einsums(graph)
     check_branches(graph)
     calls = observer.calls(graph)
-    if repeated.copied and not _same_output(output, graph, args, kwargs):
-        return _traced(name, module, args, kwargs, numbers, spaces, copies=False)
+    if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
+        return _traced(name, module, args, kwargs, numbers, spaces, copies and bool(used), not used)
     _check_ones(module, graph, args, kwargs)
     if budget.widened:
         _check_many(module, graph, args, kwargs)
@@ -423,16 +432,21 @@ def _dynamic_shapes(
     args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
 ) -> Any:
     """Batch and length, the first two axes, are dynamic if the model turns out to allow it: the channels
-    of a picture are what its first layer takes. Pixels are not.
+    of a picture are what its first layer takes. Pixels are not. Of queries, keys and values
+    [B, H, N, D] heads are not, and the length is the third axis; of a mask beside them the fourth too.
 
     A size of 1 cannot be traced as dynamic.
     """
+    of_heads = _of_heads(pytree.tree_leaves((args, kwargs)))
 
     def dims(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return None
+        free = {0, 1}
+        if of_heads is not None and value.dim() == 4:
+            free = {0, 2} if value.shape[3] == of_heads else {0, 2, 3}
         return {
-            axis: Dim.AUTO if axis < 2 and value.shape[axis] > 1 else Dim.STATIC
+            axis: Dim.AUTO if axis in free and value.shape[axis] > 1 else Dim.STATIC
             for axis in range(value.dim())
         }
 
@@ -445,6 +459,16 @@ def _dynamic_shapes(
     except TypeError:
         return None  # the model itself will say what is wrong with the call
     return pytree.tree_map(dims, dict(bound.arguments))
+
+
+def _of_heads(leaves: Sequence[Any]) -> int | None:
+    """D, where the first three tensors with four axes are [B, H, N, D], [B, H, M, D] and [B, H, M, E]."""
+    four = [x.shape for x in leaves
+            if isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point()][:3]  # fmt: skip
+    if len(four) < 3 or len({shape[:2] for shape in four}) > 1:
+        return None
+    q, k, v = four
+    return int(q[3]) if q[3] == k[3] and k[2] == v[2] else None
 
 
 def _bounded(shapes: Any, exported: ExportedProgram) -> Any:

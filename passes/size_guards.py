@@ -75,8 +75,7 @@ def noting_questions() -> Iterator[list[Question]]:
     def __bool__(self: torch.SymBool) -> bool:
         answer = asked(self)
         question = Question(self.node.expr, answer)
-        of_the_model = not sys._getframe(1).f_code.co_filename.startswith(_NOT_THE_MODELS)
-        if of_the_model and question not in noted:
+        if by_the_model() and question not in noted:
             noted[question] = None
             questions.append(question)
         return answer
@@ -86,6 +85,11 @@ def noting_questions() -> Iterator[list[Question]]:
         yield questions
     finally:
         torch.SymBool.__bool__ = asked  # type: ignore[method-assign]
+
+
+def by_the_model() -> bool:
+    """Whether the function that asks this was called by a model's own code."""
+    return not sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_MODELS)
 
 
 def keep_to_guards(

@@ -21,6 +21,7 @@ from asapc.passes.capture import capture
 from asapc.program.call import known_of
 from asapc.program.runner import Runner
 
+MATH_LOG = math.log
 EXAMPLE = (3, 9)  # examples and tokens
 BRANCHES: dict[str, Callable[[int, int], int]] = {
     "n % 5": lambda b, n: 3 if n % 5 == 0 else 7,
@@ -176,21 +177,62 @@ def test_sizes_of_nested_inputs_are_found_by_name() -> None:
     assert known[0].sizes[1] not in limits
 
 
+FUNCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "log": lambda s, n: s * math.log(n),
+    "ratio": lambda s, n: s * (1.0 / math.log(1 + 2 * n)),
+    "at most 1": lambda s, n: s * min(1.0, math.log(n) / math.log(64)),
+    "sqrt": lambda s, n: s / math.sqrt(n),
+    "filled": lambda s, n: s + torch.full((n,), -math.log(n)).cumsum(0),
+    "a number": lambda s, n: s * int(math.log2(n)),
+}
+
+
 class Entropy(nn.Module):
-    """Scores scaled with the logarithm of their number, which a trace holds as a number."""
+    """Scores scaled with a function of their number."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self.function = FUNCTIONS[function]
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x @ x.transpose(-1, -2) * math.log(x.shape[1])).softmax(-1)
+        return self.function(x @ x.transpose(-1, -2), x.shape[1]).softmax(-1)
+
+
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "a number"])
+def test_a_function_of_a_length_is_computed_where_the_program_runs(function: str) -> None:
+    model = Entropy(function)
+    (program,) = capture(model, (torch.randn(*EXAMPLE, 4),), {}).programs
+    assert allowed(program) == ((0, MOST), (0, MOST))
+    for n in (2, 5, 100):
+        x = torch.randn(3, n, 4)
+        torch.testing.assert_close(program.graph(x), model(x))
+    assert math.log is MATH_LOG
 
 
 def test_a_length_that_became_a_number_is_not_run_at_another() -> None:
-    model = Entropy()
+    model = Entropy("a number")
     x = torch.randn(*EXAMPLE, 4, generator=torch.Generator().manual_seed(0))
     run = Runner(model, capture(model, (x,), {}).programs)
     torch.testing.assert_close(run(Batch((x[:2],), {}, None, [0, 1])), model(x[:2]))
     with pytest.raises(InputError, match="the program holds for x") as caught:
         run(Batch((x[:, :5],), {}, None, [0, 1, 2]))
     assert "x: size 1 was captured as 9, and is 5" in str(caught.value)
+
+
+class Heads(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) + bias).softmax(-1) @ v
+
+
+def test_queries_keys_and_values_of_heads_have_free_lengths() -> None:
+    def inputs(b: int, n: int, m: int) -> tuple[Tensor, ...]:
+        return (torch.randn(b, 2, n, 4), *(torch.randn(b, 2, m, 4) for _ in range(2)),
+                torch.randn(b, 1, n, m))  # fmt: skip
+
+    (program,) = capture(Heads(), inputs(3, 8, 8), {}).programs
+    for sizes in ((3, 8, 8), (2, 5, 30), (1, 1, 2)):
+        given = inputs(*sizes)
+        torch.testing.assert_close(program.graph(*given), Heads()(*given))
 
 
 class Places(nn.Module):

@@ -1,0 +1,45 @@
+"""Functions of sizes: `math.log(n)` of a length is computed where the program runs, at whatever length.
+
+A trace makes a number of what `math` is given, and a program with it holds for that length alone. As a
+tensor of one double it is part of the graph; torch takes such a tensor for the number that it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from asapc.passes.size_guards import by_the_model
+
+FUNCTIONS = ("log", "log2", "log10", "log1p", "sqrt", "exp")
+
+
+@contextlib.contextmanager
+def free_functions(used: list[str]) -> Iterator[None]:
+    """Let a model's own code take functions of sizes while it is traced.  used: takes up their names."""
+    plain = {name: getattr(math, name) for name in FUNCTIONS}
+    for name, function in plain.items():
+        setattr(math, name, _of_sizes(name, function, used))
+    try:
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(math, name, function)
+
+
+def _of_sizes(name: str, plain: Callable[..., float], used: list[str]) -> Callable[..., Any]:
+    def function(x: Any, *more: Any) -> Any:
+        if more or not isinstance(x, (torch.SymInt, torch.SymFloat)) or not by_the_model():
+            return plain(x, *more)
+        if x.node.is_constant() or x.node.maybe_as_int() is not None:
+            return plain(x)
+        used.append(name)
+        if name == "sqrt":
+            return x**0.5  # a trace keeps powers as numbers
+        return getattr(torch, name)(torch.scalar_tensor(x, dtype=torch.float64))
+
+    return function
