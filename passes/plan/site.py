@@ -6,7 +6,6 @@ after:  torch.ops.asapc.plan(scores, log_mu, log_nu, ...)
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +134,7 @@ class PlanSite(Site):
     kernel: bool = False
 
     def scaled(self, given: Tensor, scale: float, shift: float = 0.0) -> Tensor:
-        return given**scale * math.exp(min(shift, 709.0)) if self.kernel else given * scale + shift
+        return given**scale if self.kernel else super().scaled(given, scale, shift)
 
     def weighed(self, output: Tensor) -> Tensor:
         """Logarithms below LEAST_LOG count as that: such an entry is nothing, whatever it is."""
