@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from asapc.passes.branches import spoken
 from asapc.passes.cut import SHAPE_ONLY, Part, ancestors, descendants, is_tensor
-from asapc.passes.products import BARRIERS
+from asapc.passes.products import BARRIERS, VIEWS
 
 aten = torch.ops.aten
 
@@ -35,7 +35,8 @@ STEPS = {
     "searchsorted",
 }  # fmt: skip
 FINITE = {"isnan", "isinf", "isfinite"}
-SMALL, HUGE = 1e-2, 1e30  # numbers that only keep a division or a logarithm from what is not finite
+SMALL = 1e-2  # what only keeps a division or a logarithm from what is not finite is smaller
+HUGE = 1e7  # single precision tells no scores apart by 1 that are larger
 
 
 class Change(NamedTuple):
@@ -45,13 +46,15 @@ class Change(NamedTuple):
     shift: float = 0.0
 
 
+POWERS = (*range(-30, -3, 9), *range(-3, 8), *range(10, 38, 9))
 TRIED = (
-    [Change(10.0**power) for power in range(-30, 38)],
-    [Change(-(10.0**power)) for power in range(-30, 38, 3)],
-    [Change(shift=10.0**power) for power in range(-3, 38)],
-    [Change(shift=-(10.0**power)) for power in range(-3, 38)],
+    [Change(10.0**power) for power in POWERS],
+    [Change(-(10.0**power)) for power in POWERS[::6]],
+    [Change(shift=10.0**power) for power in POWERS[3:]],
+    [Change(shift=-(10.0**power)) for power in POWERS[3::2]],
 )  # single precision holds what is between
-HALVINGS = 8  # of a decade in which a decision changes: to 1 %
+HALVINGS = 8  # of what lies between two of them, where a decision changes there
+COARSE = 3  # times fewer of both, where each takes long
 
 Sides = frozenset[tuple[Node, int]]
 """Of every decision, the sides that its entries were on: 1 and 0, or above, below and within bounds."""
@@ -78,7 +81,7 @@ class Decisions(Interpreter):
 
     def one_sided(self, seen: Sides) -> list[Node]:
         """Questions to which only one answer was ever seen, apart from whether something is finite or a
-        divisor too small."""
+        divisor too small, or a number too large."""
         return [
             node for node in self.module.graph.nodes
             if node in self.nodes and _is_bool(node) and not self._guards(node)
@@ -108,7 +111,8 @@ class Decisions(Interpreter):
 
 
 def rounded(part: Part) -> str | None:
-    """Where a part rounds what it computes, to whole numbers or to a half, which no operator does."""
+    """Where a part rounds what it computes, to whole numbers or to a half, which no operator does; a half
+    that is only handed on is a matter of what comes after."""
     scores = descendants(part.inputs[:1]) & part.inside
     for node in sorted(scores, key=lambda node: node.name):
         if _is_step(node):
@@ -119,45 +123,54 @@ def rounded(part: Part) -> str | None:
     ]  # fmt: skip
     if any(_is_short(node) for node in layers):
         return None  # a model, or what an autocast makes of one, in half precision throughout
+    handed_on = {node for node in part.inside if _is_short(node) and node.target in VIEWS}
     for node in part.inside:
-        for source in part.inside & {*node.all_input_nodes}:
-            if _is_short(source) and _is_float(node) and not _is_short(node):
-                name = str(source.meta["val"].dtype).removeprefix("torch.")
-                return f"{spoken(source)} rounds to {name} what is computed in single precision"
+        if _is_short(node) and not (node in handed_on and part.inside & {*node.users} <= handed_on):
+            name = str(node.meta["val"].dtype).removeprefix("torch.")
+            return f"{spoken(node)} rounds to {name} what is computed in single precision"
     return None
 
 
 def both_sides(
-    decisions: Decisions, look: Callable[[Change], Sides], judge: Callable[[Change], float | None]
+    decisions: Decisions,
+    look: Callable[[Change], Sides],
+    judge: Callable[[Change], float | None],
+    coarsely: bool = False,
 ) -> Iterator[tuple[Node, float | None]]:
     """Every decision of which another side was reached, with the error there; None: always the same side.
 
-    look: the sides after a change; judge: the error there, None where the original is not finite.
+    look: the sides after a change; judge: the error there, None where nobody can tell.
     """
     known: Sides = frozenset()
+    answers: Sides = frozenset()  # those on scores that are not all the same to single precision
+    part = COARSE if coarsely else 1
     for line in TRIED:
         before: tuple[Change, Sides] | None = None
-        for change in line:
+        for change in line[::part]:
             at = change, look(change)
             tried, crossed = [at], frozenset[tuple[Node, int]]()
             if before is not None and before[1] != at[1]:
                 crossed = before[1] ^ at[1]
-                tried = [*_nearest(look, before, at), at]
+                tried = [*_nearest(look, before, at, HALVINGS // part), at]
             for where, sides in tried:
                 changed = sides - known or crossed
                 error = judge(where) if changed else None
                 if error is not None:
                     known |= sides
+                    answers |= sides if max(map(abs, where)) <= HUGE else frozenset()
                     yield min((node for node, _ in changed), key=decisions.place), error
             before = at
-    yield from ((node, None) for node in decisions.one_sided(known))
+    yield from ((node, None) for node in decisions.one_sided(answers))
 
 
 def _nearest(
-    look: Callable[[Change], Sides], below: tuple[Change, Sides], above: tuple[Change, Sides]
+    look: Callable[[Change], Sides],
+    below: tuple[Change, Sides],
+    above: tuple[Change, Sides],
+    halvings: int,
 ) -> list[tuple[Change, Sides]]:
     """What is seen just before and just behind the place where it first changes."""
-    for _ in range(HALVINGS):
+    for _ in range(halvings):
         pairs = zip(below[0], above[0], strict=True)
         middle = Change(*(math.copysign((one * other) ** 0.5, other) for one, other in pairs))
         sides = look(middle)

@@ -50,6 +50,7 @@ LOWEST = torch.finfo(torch.float32).min  # which all scores are lost beside
 EXAMPLES = 2  # of each batch, beyond the data
 ENTRIES = 1 << 18  # of a map beyond the data: of larger ones, one example
 FEW = 12  # tokens of the many runs that look for thresholds
+FEW_ENTRIES = 1 << 12  # of a map: of larger ones, fewer runs and one example
 ROUNDED = 10.0  # times the error of single precision on the same scores, which nobody can hold
 
 
@@ -334,18 +335,21 @@ class _Beyond:
         decisions = Decisions(self.cut.module, 1 if self.seen.scored else 2)
         if not decisions.nodes:
             return
+        n, m = (evaluate(size, sizes) for size in (self.part.queries, self.part.keys))
+        large = self.heads * n * m > FEW_ENTRIES
+        sizes = self._shrunk(sizes, self.part.batch, 1) if large else sizes
 
         def look(change: Change) -> Sides:
             self.cut.run(self._inputs(sizes, change), sizes, decisions)
             return decisions.taken()
 
-        for node, error in both_sides(decisions, look, partial(self._robust_error, sizes)):
+        for node, error in both_sides(decisions, look, partial(self._robust_error, sizes), large):
             yield f"scores on the other side of {spoken(node)}", math.inf if error is None else error
 
     def _robust_error(
         self, sizes: dict[Any, int], change: Change, active: list[int] | None = None
     ) -> float | None:
-        """The relative error, 0 where the operator's own in single precision is about as large."""
+        """The relative error; None also where the operator's own in single precision is as large."""
         error = self._error(sizes, change, active)
         if error is None or error <= TOLERANCE:
             return error
@@ -355,7 +359,7 @@ class _Beyond:
                 self.reference(x, x.v if self.site.takes_values else None)
                 for x in (t, _single(t, (torch.float64,)))
             )
-        return 0.0 if error <= ROUNDED * _difference(self.site, rounded, exact) else error
+        return None if error <= ROUNDED * _difference(self.site, rounded, exact) else error
 
     def _shrunk(self, sizes: dict[Any, int], size: Any, to: int) -> dict[Any, int]:
         """Sizes in which a dynamic one, or the only symbol of a product, is smaller."""

@@ -55,6 +55,7 @@ class Site(ABC):
     head_dim: int | None
     probe_error: float
 
+    kernel = False  # whether its part begins with exp(scores), which no shift leaves in range
     takes_values = False  # whether its part ends with A v; with A otherwise
 
     @property
