@@ -8,6 +8,7 @@ of them; `--one SEED` prints a program and every case, `--shrink` the plainest p
 
 from __future__ import annotations
 
+import ast
 import copy
 import linecache
 import random
@@ -424,8 +425,6 @@ def _loop(spec: Spec) -> tuple[list[str], list[str]]:
     count = {"ones": [], "shares": ["n_here = s.shape[dim]", "log_n = math.log(n_here)"],
              "active": ["n_here = (~hide).sum(-1, keepdim=True).to(s.dtype) if dim == -2 else s.shape[-2]",
                         "log_n = torch.as_tensor(n_here).log()"]}[spec["marginals"]]  # fmt: skip
-    if spec["marginals"] == "active":
-        count = count if spec["family"] == "sinkhorn" else []
     g, start, end = spec["guard"], [], ["p = s.exp()"]
     total = f"(p.sum(dim, keepdim=True){g})"
     start = ["damping = 0.85"] if spec["damping"] == "parameter" else []  # replaced below where it is learnt
@@ -1122,8 +1121,7 @@ def differing(spec: Spec) -> Spec:
     return {name: value for name, value in spec.items() if value != plain()[name]}
 
 
-def show(seed: int, shrink: bool) -> None:
-    spec = drawn(seed)
+def show(spec: Spec, seed: int, shrink: bool) -> None:
     verdict = judge(spec, seed)
     if shrink and verdict.outcome in ("SILENT", "raw error"):
         spec, verdict = shrunk(spec, seed, verdict)
@@ -1155,13 +1153,19 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--one", type=int, help="print this program and all that became of it")
+    parser.add_argument("--spec", help="the program of these ingredients, such as \"twist='training', steps=2\"")
     parser.add_argument("--shrink", action="store_true", help="the plainest program that fails alike")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="refusals, errors and ingredients, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.spec is not None:
+        named = ast.parse(f"dict({arguments.spec})", mode="eval").body.keywords  # type: ignore[attr-defined]
+        spec = {keyword.arg: ast.literal_eval(keyword.value) for keyword in named}
+        show(settled(plain() | spec), arguments.one or 0, arguments.shrink)
+        return
     if arguments.one is not None:
-        show(arguments.one, arguments.shrink)
+        show(drawn(arguments.one), arguments.one, arguments.shrink)
         return
     counts: Counter[str] = Counter()
     seconds = 0.0
