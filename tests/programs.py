@@ -239,6 +239,8 @@ def settled(spec: Spec) -> Spec:
         s.update(marginals="shares")
     if s["mask"] == "none":
         s.update(value="-1e9", padding_shown=False)
+    if s["way"] == "add_where" and s["dtype"] == "double" and "finfo" in s["value"]:
+        s.update(value="-1e9")  # which no float32 holds
     if s["way"] == "add" and "inf" in s["value"]:
         s.update(way="fill")
     if s["way"] == "multiply" and not exp:
