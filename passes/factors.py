@@ -47,6 +47,7 @@ def moved_factors(program: Program) -> Program | None:
         gone |= _erased_above(graph, node)
     if not became:
         return None
+    became = {node: result for node, result in became.items() if result not in gone}  # of two in turn
     graph.recompile()
     check_graph(graph, "factors", [node.name for node in became])
     return moved(program, graph, nodes, gone, became)

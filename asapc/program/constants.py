@@ -128,9 +128,6 @@ def transformed() -> str | None:
     if forward_ad._current_level >= 0:
         return "it is called in forward-mode differentiation (torch.func.jvp, dual numbers)"
     stack = torch._C._functorch.get_interpreter_stack() or ()
-    kinds = {str(transform.key()).rpartition(".")[2] for transform in stack}
-    if "Jvp" in kinds:
-        return "it is called in forward-mode differentiation (torch.func.jvp)"
-    if "Vmap" in kinds:
-        return "it is called under torch.vmap"
-    return None
+    kinds = [str(transform.key()).rpartition(".")[2] for transform in stack]
+    names = [name for name in kinds if name in ("Vmap", "Grad", "Jvp")]
+    return f"it is called under a transform of torch.func ({', '.join(names).lower()})" if names else None
