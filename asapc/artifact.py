@@ -727,23 +727,29 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
         from asapc.program.sequence import SequenceCode, token_axes  # torch.distributed is large
 
         _warn_whole(manifest["sites"] if stage == "graph" else ())
-        return CompiledModel(
-            graph, SequenceCode(flat, dtype, sequence_group, token_axes(call)), call, source, lines
-        )
-    code = GraphCode(flat, dtype)
-    _put_constants(artifact, graph)
+        code: GraphCode = SequenceCode(flat, dtype, sequence_group, token_axes(call))
+    else:
+        code = GraphCode(flat, dtype)
+    sites = _holding(manifest["sites"], stage)
+    _put_constants(artifact, graph, sites)
     model = CompiledModel(graph, code, call, source, lines)
-    model.forward.constants = constants_of(model, manifest["sites"] if stage != "teacher" else ())()
-    if stage == "graph":
+    model.forward.constants = constants_of(model, sites)()
+    if stage == "graph" and sequence_group is None:
         attach(model, [(code, manifest["programs"][0]["calls"][stage])], manifest["sites"])
         shown_by(model, Summary(source, lines, artifact.folder))
     return model
 
 
-def _put_constants(artifact: Artifact, graph: GraphModule) -> None:
+def _holding(sites: Sequence[Mapping[str, Any]], stage: Stage) -> list[Mapping[str, Any]]:
+    """The sites of a stage; where the model's own code stays, none of its weights is a constant."""
+    own = [stage == "teacher" or (stage, site["operator"]) == ("graph", "teacher") for site in sites]
+    return [{**site, "constants": {}} if is_own else site for is_own, site in zip(own, sites, strict=True)]
+
+
+def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mapping[str, Any]]) -> None:
     """Give the module of a program the weights that its sites hold as constants: they are loaded, saved
     and compared as the model's others are."""
-    held = {name: kind for site in artifact.manifest["sites"] for name, kind in site["constants"].items()}
+    held = {name: kind for site in sites for name, kind in site["constants"].items()}
     held = {name: kind for name, kind in held.items() if name not in tensors_of(graph)}
     stored = read_safetensors(artifact.folder / "model.safetensors") if held else {}
     for name, kind in held.items():

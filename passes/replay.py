@@ -86,7 +86,9 @@ class Replayed:
     def to_json(self) -> dict[str, Any]:
         """Numbers that are not finite as None."""
         sites = {name: _plain(found) for name, found in self.sites.items()}
-        return {"of": self.of, "sites": sites, "output_error": self.output_error, "gradient": self.gradient}
+        return {
+            "of": self.of, "sites": sites, "output_error": self.output_error, "gradient": self.gradient
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Replayed | None:

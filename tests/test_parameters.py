@@ -59,7 +59,8 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.log_tau = nn.Parameter(torch.tensor(-0.3))
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, HEADS)[:, None, None])
-        self.bias = nn.Parameter(torch.linspace(-1, 1, HEADS * TOKENS * TOKENS).view(HEADS, TOKENS, TOKENS))
+        biases = torch.linspace(-1, 1, HEADS * TOKENS * TOKENS)
+        self.bias = nn.Parameter(biases.view(HEADS, TOKENS, TOKENS))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
@@ -125,7 +126,8 @@ def test_what_multiplies_scores_is_read_from_its_parameter() -> None:
     read = {name for name, _ in lifted.graph.named_parameters()}
     assert {f"{layer}.{name}" for layer, kind in enumerate(LIVE) for name in LIVE[kind]} <= read
     assert no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), ()) is None
-    torch.testing.assert_close(second(lifted.graph, tokens()), second(model, tokens()), rtol=1e-3, atol=1e-3)
+    ours, theirs = second(lifted.graph, tokens()), second(model, tokens())
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.2)  # of the graph as well, which holds the same

@@ -338,4 +338,6 @@ def site_line(site: Mapping[str, Any]) -> str:
         facts += [str(name) for name in site.get("features") or ()]
     elif "half_steps" in convention:
         facts.append(f"{convention['half_steps']} half-steps")
+    if site.get("no_gradient") is not None:
+        facts.append("inference only")
     return f"{site['name']}: {operator}" + (f" ({', '.join(facts)})" if facts else "")

@@ -47,11 +47,12 @@ class _Held:
             last, at_version, address = self.known
             if last is tensor and (at_version, address) == (version, tensor.data_ptr()):
                 return True
-        self.known = None if small else (tensor, version, tensor.data_ptr())
-        if torch.equal(tensor.detach().cpu(), self.value.to(tensor.dtype)):
-            return True
-        self.known = None
-        return False
+        try:
+            same = torch.equal(tensor.detach().cpu(), self.value.to(tensor.dtype))
+        except (RuntimeError, TypeError):  # a tensor that is no longer numbers in memory
+            same = False
+        self.known = (tensor, version, tensor.data_ptr()) if same and not small else None
+        return same
 
 
 class Constants:
@@ -69,9 +70,12 @@ class Constants:
         self.no_gradient = no_gradient
 
     def difference(self) -> str | None:
-        """Which weight has another value.  A trace has none: it holds for the values of the trace."""
-        if not self.held or torch.compiler.is_compiling():
-            return None
+        """Which weight has another value.  What torch.export makes holds for the values of its trace."""
+        return self._other() if self.held and not torch.compiler.is_exporting() else None
+
+    @torch.compiler.disable
+    def _other(self) -> str | None:
+        """At every call, of a compiled caller, too."""
         other = next((held.name for held in self.held if not held.is_same()), None)
         return other and f"{other} has another value than the one that was compiled into it as a constant"
 

@@ -163,8 +163,8 @@ def _manifest_site(site: Site, choice: Choice) -> dict[str, Any]:
         "convention": site.convention.to_dict(),
         "replay_error": site.replay_error,
         "replay": dict(site.replay),
-        "constants": {} if choice.operator == TEACHER else dict(site.constants),
-        "no_gradient": None if choice.operator == TEACHER else site.no_gradient,
+        "constants": dict(site.constants),
+        "no_gradient": site.no_gradient,
         "selection_attention_rel_l2": choice.attention_rel_l2,
         **fit_facts(choice.fit),
     }
