@@ -73,7 +73,7 @@ from asapc.program.calls import attribute, name_calls, sites_of
 from asapc.program.code import GraphCode, flat_graph, tensors_of, traced_inputs
 from asapc.program.compiled import OPERATORS, CompiledModel, Inside, Operators, site_line
 from asapc.program.exported import exported_program
-from asapc.program.live import Patch, install, operator_name, prepared, warn_left
+from asapc.program.live import Patch, constants_of, install, operator_name, prepared, warn_left
 from asapc.program.monitor import attach
 from asapc.program.summary import Summary, shown_by
 from asapc.terminal.printed import reason
@@ -428,13 +428,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 _SITE_KEYS = (
     "name", "operator", "reason", "convention", "replay_error", "replay", "side", "c_transforms",
     "rescaled", "coefficients", "features", "fit", "fit_converged", "r2", "condition_number",
+    "constants", "no_gradient",
 )  # fmt: skip
 _TEXTS = ("name", "operator", "reason")
+_HELD = ("parameter", "buffer")  # what a site may hold as a constant
 _MAYBE: dict[str, type | UnionType] = {  # the type of what may also be null
     "replay_error": int | float, "side": str, "c_transforms": int, "rescaled": bool, "aim": str,
     "points": str, "coefficients": str, "features": list, "fit": str, "fit_converged": bool,
     "r2": int | float, "condition_number": int | float, "heads": int, "head_dim": int,
-    "selection_attention_rel_l2": int | float,
+    "selection_attention_rel_l2": int | float, "no_gradient": str,
 }  # fmt: skip
 
 
@@ -513,6 +515,9 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         tried = site["replay"]
         numbers = is_dict(tried) and all(isinstance(x, int | float) for x in tried.values())
         require(numbers, "a site's replay lists errors", tried)
+        held = site["constants"]
+        named = is_dict(held) and set(map(str, held.values())) <= set(_HELD)
+        require(named, f"a site's constants are each a {' or a '.join(_HELD)}", held)
         names = site["features"] or []
         require(all(isinstance(x, str) for x in names), "a site's features are names", names)
         try:
@@ -722,15 +727,49 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
         from asapc.program.sequence import SequenceCode, token_axes  # torch.distributed is large
 
         _warn_whole(manifest["sites"] if stage == "graph" else ())
-        return CompiledModel(
-            graph, SequenceCode(flat, dtype, sequence_group, token_axes(call)), call, source, lines
-        )
-    code = GraphCode(flat, dtype)
+        code: GraphCode = SequenceCode(flat, dtype, sequence_group, token_axes(call))
+    else:
+        code = GraphCode(flat, dtype)
+    sites = _holding(manifest["sites"], stage)
+    _put_constants(artifact, graph, sites)
     model = CompiledModel(graph, code, call, source, lines)
-    if stage == "graph":
+    model.forward.constants = constants_of(model, sites)()
+    if stage == "graph" and sequence_group is None:
         attach(model, [(code, manifest["programs"][0]["calls"][stage])], manifest["sites"])
         shown_by(model, Summary(source, lines, artifact.folder))
     return model
+
+
+def _holding(sites: Sequence[Mapping[str, Any]], stage: Stage) -> list[Mapping[str, Any]]:
+    """The sites of a stage; where the model's own code stays, none of its weights is a constant."""
+    own = [stage == "teacher" or (stage, site["operator"]) == ("graph", "teacher") for site in sites]
+    return [{**site, "constants": {}} if is_own else site for is_own, site in zip(own, sites, strict=True)]
+
+
+def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mapping[str, Any]]) -> None:
+    """Give the module of a program the weights that its sites hold as constants: they are loaded, saved
+    and compared as the model's others are."""
+    held = {name: kind for site in sites for name, kind in site["constants"].items()}
+    held = {name: kind for name, kind in held.items() if name not in tensors_of(graph)}
+    stored = read_safetensors(artifact.folder / "model.safetensors") if held else {}
+    for name, kind in held.items():
+        try:
+            owner: nn.Module = graph
+            *path, leaf = name.split(".")
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            if kind == "buffer":
+                owner.register_buffer(leaf, stored[f"0.{name}"])
+            else:
+                tensor = stored[f"0.{name}"]
+                owner.register_parameter(leaf, nn.Parameter(tensor, tensor.is_floating_point()))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{artifact.folder}: model.safetensors must hold the constant {name}", got=reason(error),
+                help="compile again",
+            ) from error  # fmt: skip
 
 
 def _warn_whole(sites: Sequence[Mapping[str, Any]]) -> None:

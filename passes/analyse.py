@@ -34,6 +34,7 @@ from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.cut import HALVES
 from asapc.passes.differences import matched_program
+from asapc.passes.gradients import held_by, no_gradient
 from asapc.passes.lift import lift
 from asapc.passes.match import not_the_model
 from asapc.passes.regions import Refusal
@@ -50,7 +51,8 @@ class Site:
     """A site that replays: its convention, heads, and its largest error by what was tried.
 
     head_dim: None where it is given its scores.  value_dim: of a head's values, None where it does not
-    multiply any, or as many as the call says.
+    multiply any, or as many as the call says.  constants, no_gradient: the model's weights that it holds,
+    and why its gradient is not the model's, see passes.gradients.
     """
 
     name: str
@@ -60,6 +62,8 @@ class Site:
     replay_error: float
     replay: Mapping[str, float] = field(default_factory=dict)
     value_dim: int | None = None
+    constants: Mapping[str, str] = field(default_factory=dict)
+    no_gradient: str | None = None
 
     @property
     def loop(self) -> Convention:
@@ -216,7 +220,30 @@ def analyse(
                 "captured graph; raise its stopping threshold, or export that part as its own module",
             )
         found_all.replayed = replace(known, output_error=error)
+    if sites:
+        _note_gradients(found_all, batch.on(device), device)
     return found_all
+
+
+def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> None:
+    """Put into the analysis what its sites hold of weights, and why their gradients are other ones."""
+    held: dict[str, dict[str, str]] = {}
+    for program, lifted, its_sites in zip(
+        analysis.capture.programs, analysis.lifted, analysis.matched, strict=True
+    ):
+        held |= held_by(program, lifted, its_sites)
+    gradient = analysis.replayed.gradient
+    if gradient is None:
+        whole = replace(analysis, drop_maps=False)
+        model = analysis.model or analysis.capture.untouched[0].graph
+        lossless = whole.lifted_without(()) if analysis.drop_maps else analysis.lifted
+        with analysis.running_on(device):
+            names = {name for its in held.values() for name in its}
+            gradient = no_gradient(model, lossless, batch, names) or ""
+        analysis.replayed = replace(analysis.replayed, gradient=gradient)
+    analysis.sites = [
+        replace(site, constants=held[site.name], no_gradient=gradient or None) for site in analysis.sites
+    ]
 
 
 def _digest(

@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 
 from asapc.ir import Program
 from asapc.passes.cut import ancestors, is_tensor
+from asapc.passes.factors import moved_factors
 from asapc.passes.fused import fused_calls, spelt_out, why_it_stays
 from asapc.passes.lift import INERT
 from asapc.passes.masks import varies
@@ -69,8 +70,19 @@ class _Stuck(Exception):
 
 def matched_program(program: Program) -> tuple[Program, Outcomes]:
     """What is found in a program, and the program it was found in: that which was captured, or one with
-    sums of maps split, scalings joined with their maps, or fused attention spelt out, where that shows
-    sites."""
+    sums of maps split, scalings joined with their maps, factors of scores at the queries, or fused attention
+    spelt out, where that shows sites."""
+    scaled = moved_factors(program)
+    if scaled is None:
+        return _matched(program)
+    found = _matched(scaled)
+    if _sites(found[1]) == len(found[1]) > 0:
+        return found
+    as_it_was = _matched(program)
+    return as_it_was if _sites(as_it_was[1]) > _sites(found[1]) else found
+
+
+def _matched(program: Program) -> tuple[Program, Outcomes]:
     reasons: dict[str, str] = {}
     if program.softmax:
         program, found, reasons = _with_softmax(program)

@@ -82,11 +82,14 @@ class Replayed:
     of: str
     sites: Mapping[str, Replay]
     output_error: float | None = None
+    gradient: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Numbers that are not finite as None."""
         sites = {name: _plain(found) for name, found in self.sites.items()}
-        return {"of": self.of, "sites": sites, "output_error": self.output_error}
+        return {
+            "of": self.of, "sites": sites, "output_error": self.output_error, "gradient": self.gradient
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Replayed | None:
@@ -100,7 +103,11 @@ class Replayed:
                 for name, found in document["sites"].items()
             }
             error = document.get("output_error")
-            return cls(str(document["of"]), sites, None if error is None else _number(error))
+            gradient = document.get("gradient")
+            return cls(
+                str(document["of"]), sites, None if error is None else _number(error),
+                gradient if gradient is None else str(gradient),
+            )  # fmt: skip
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
 

@@ -28,9 +28,19 @@ from torch import Tensor, nn
 from asapc.errors import BranchError, InputError
 from asapc.program.call import Call, rebuilt, shortened, types_at_hand
 from asapc.program.code import GraphCode
+from asapc.program.constants import Constants, transformed
 
 OPERATORS = "asapc"  # of a module: what its operators were fitted with
 REPLICATE = "_replicate_for_data_parallel"
+# What is asked of a call, and what helps where it does not hold.
+AS_CAPTURED = (
+    "a compiled model takes the arguments it was captured with",
+    "call it as the calibration data did, or compile it on data with these arguments",
+)
+AS_THE_ORIGINAL = (
+    "a compiled model computes what its original does, or nothing",
+    "load it with model=, so that the original's code can run, or compile again",
+)
 
 
 class OwnCodeWarning(UserWarning):
@@ -182,6 +192,7 @@ class Forward:
         self.live = live
         self.before = before
         self.inside = tuple(inside)
+        self.constants = Constants()
         self.types = types_at_hand(call.output)
         self.warned: set[str] = set()
 
@@ -236,21 +247,26 @@ class Forward:
             problem = self._another()
         if problem is not None:
             return self._otherwise(problem, args, kwargs)
+        missing = self.constants.missing(self.module, flat)
+        problem = self.constants.difference() or transformed() or (missing if self.live else None)
+        if problem is not None:
+            return self._otherwise(problem, args, kwargs, AS_THE_ORIGINAL)
         try:
             found = self.code(self.module, flat)
         except BranchError as branch:
             if not self.live:
                 raise
             return self._otherwise(f"{branch.rule}: here it is not", args, kwargs)
+        if missing is not None:
+            found = self.constants.refusing(found, missing)
         return rebuilt(self.call.output, found, self.types)
 
-    def _otherwise(self, problem: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _otherwise(
+        self, problem: str, args: Sequence[Any], kwargs: Mapping[str, Any],
+        rule: tuple[str, str] = AS_CAPTURED,
+    ) -> Any:  # fmt: skip
         if not self.live:
-            raise InputError(
-                f"{self.name}: a compiled model takes the arguments it was captured with",
-                got=problem,
-                help="call it as the calibration data did, or compile it on data with these arguments",
-            )
+            raise InputError(f"{self.name}: {rule[0]}", got=problem, help=rule[1])
         if problem not in self.warned:
             self.warned.add(problem)
             warnings.warn(
@@ -322,4 +338,6 @@ def site_line(site: Mapping[str, Any]) -> str:
         facts += [str(name) for name in site.get("features") or ()]
     elif "half_steps" in convention:
         facts.append(f"{convention['half_steps']} half-steps")
+    if site.get("no_gradient") is not None:
+        facts.append("inference only")
     return f"{site['name']}: {operator}" + (f" ({', '.join(facts)})" if facts else "")

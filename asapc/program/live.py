@@ -25,8 +25,9 @@ from __future__ import annotations
 import contextlib
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from asapc.errors import InputError
 from asapc.program.call import Call, Child, Constant, Group, Leaf, Tree, leaves
 from asapc.program.code import GraphCode, flat_graph, sweep, tensors_of
 from asapc.program.compiled import OPERATORS, REPLICATE, Forward, Inside, Operators, site_line
+from asapc.program.constants import Constants
 from asapc.program.summary import shown_by
 
 
@@ -66,11 +68,16 @@ class Patch:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked patch: what goes into the module."""
+    """A checked patch: what goes into the module.  constants: made once the weights are loaded."""
 
     module: nn.Module
     operators: Operators
     forward: Forward
+    constants: Callable[[], Constants]
+
+    def put(self) -> None:
+        self.forward.constants = self.constants()
+        _put(self.module, self.forward, self.operators)
 
 
 def prepared(
@@ -80,15 +87,15 @@ def prepared(
 
     sites: of the manifest.  Raises InputError where the model is not the one that was compiled.
     """
-    lines = {str(site["name"]): site_line(site) for site in sites}
-    return [_made(model, patch, [lines[name] for name in patch.sites]) for patch in patches]
+    by_name = {str(site["name"]): site for site in sites}
+    return [_made(model, patch, [by_name[name] for name in patch.sites]) for patch in patches]
 
 
 def install(model: nn.Module, made: Sequence[Prepared]) -> None:
     """Patch the model in place; earlier patches are taken out."""
     remove(model)
     for patch in made:
-        _put(patch.module, patch.forward, patch.operators)
+        patch.put()
 
 
 def remove(model: nn.Module) -> None:
@@ -115,7 +122,7 @@ def installed_patches(
     ]
     try:
         for patch in made:
-            _put(patch.module, patch.forward, patch.operators)
+            patch.put()
         yield
     finally:
         for module, forward, operators in before:
@@ -135,7 +142,7 @@ def _put(module: nn.Module, forward: Any, operators: nn.Module | None) -> None:
         module.__dict__[REPLICATE] = forward.replica
 
 
-def _made(model: nn.Module, patch: Patch, lines: Sequence[str]) -> Prepared:
+def _made(model: nn.Module, patch: Patch, sites: Sequence[Mapping[str, Any]]) -> Prepared:
     what = f"{patch.name or 'the model'}"
     try:
         module = model.get_submodule(patch.name)
@@ -168,7 +175,8 @@ def _made(model: nn.Module, patch: Patch, lines: Sequence[str]) -> Prepared:
             f"{what}: the artefact must hold a program of it that can be run", got=str(error)[:200],
             help="compile again",
         ) from error  # fmt: skip
-    operators = Operators({renamed[name]: tensor for name, tensor in patch.tensors.items()}, lines)
+    operators = Operators({renamed[name]: tensor for name, tensor in patch.tensors.items()},
+                          [site_line(site) for site in sites])  # fmt: skip
     _check(module, graph, what, dict(operators.named_buffers()))
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
     (outputs,) = graph.output_node().args
@@ -181,7 +189,20 @@ def _made(model: nn.Module, patch: Patch, lines: Sequence[str]) -> Prepared:
         )  # fmt: skip
     code = GraphCode(graph, patch.dtype)
     forward = Forward(module, code, patch.call, what, live=True, before=before, inside=patch.inside)
-    return Prepared(module, operators, forward)
+    return Prepared(module, operators, forward, constants_of(model, sites))
+
+
+def constants_of(
+    model: nn.Module, sites: Sequence[Mapping[str, Any]]
+) -> Callable[[], Constants]:
+    """What the sites hold of the model's weights, as the weights are when it is called."""
+    names = [str(name) for site in sites for name in site["constants"]]
+    tensors = tensors_of(model)
+    gone = next((name for name in names if name not in tensors), None)
+    if gone is not None:
+        raise _another(f"it has no weight {gone}")
+    reasons = [site["no_gradient"] for site in sites if site["no_gradient"] is not None]
+    return partial(Constants, model, names, reasons[0] if reasons else None)
 
 
 def operator_name(name: str) -> str:

@@ -163,6 +163,8 @@ def _manifest_site(site: Site, choice: Choice) -> dict[str, Any]:
         "convention": site.convention.to_dict(),
         "replay_error": site.replay_error,
         "replay": dict(site.replay),
+        "constants": dict(site.constants),
+        "no_gradient": site.no_gradient,
         "selection_attention_rel_l2": choice.attention_rel_l2,
         **fit_facts(choice.fit),
     }

@@ -178,33 +178,50 @@ def differentiate(
         output_grads: Sequence[Tensor],
         told: list[Tensor] | None,
     ) -> dict[str, Tensor]:
-        if as_loop is not None:
+        if as_loop is not None and not torch.is_grad_enabled():
             found = _by_kernels(reference.__name__, arguments, needed, output_grads[0], as_loop, told)
             if found is not None:
                 return found
             if told is not None:
                 told.append(_through(arguments, as_loop))
-        with torch.enable_grad():
-            leaves = {
-                name: x.detach().requires_grad_(bool(needed.get(name))) if isinstance(x, Tensor) else x
-                for name, x in arguments.items()
-            }
-            output = reference(**leaves)
-        wanted = {n: x for n, x in leaves.items() if isinstance(x, Tensor) and x.requires_grad}
-        outputs = [output] if isinstance(output, Tensor) else list(output)
-        # An output that depends on nothing differentiable (n / N) has no gradient to give.
-        pairs = [
-            (result, grad)
-            for result, grad in zip(outputs, output_grads, strict=True)
-            if result.requires_grad and grad is not None
-        ]
-        grads = torch.autograd.grad(
-            [result for result, _ in pairs], [*wanted.values()], [grad for _, grad in pairs],
-            allow_unused=True,
-        )  # fmt: skip
-        return dict(zip(wanted, grads, strict=True))
+        return of_reference(reference, arguments, needed, output_grads)
 
     registered.register_autograd(backward, setup_context=setup_context)
+
+
+def of_reference(
+    reference: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    needed: Mapping[str, Any],
+    output_grads: Sequence[Tensor],
+) -> dict[str, Tensor]:
+    """The gradients of what is needed; they can be differentiated where gradients are recorded, as they
+    are in a backward pass with create_graph=True."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves = {
+            name: _leaf(x, bool(needed.get(name)), again) if isinstance(x, Tensor) else x
+            for name, x in arguments.items()
+        }
+        output = reference(**leaves)
+    wanted = {n: x for n, x in leaves.items() if isinstance(x, Tensor) and needed.get(n)}
+    outputs = [output] if isinstance(output, Tensor) else list(output)
+    # An output that depends on nothing differentiable (n / N) has no gradient to give.
+    pairs = [
+        (result, grad)
+        for result, grad in zip(outputs, output_grads, strict=True)
+        if result.requires_grad and grad is not None
+    ]
+    grads = torch.autograd.grad(
+        [result for result, _ in pairs], [*wanted.values()], [grad for _, grad in pairs],
+        allow_unused=True, create_graph=again,
+    )  # fmt: skip
+    return dict(zip(wanted, grads, strict=True))
+
+
+def _leaf(x: Tensor, needed: bool, again: bool) -> Tensor:
+    """What the reference is differentiated by; still of the graph that x is of, for second derivatives."""
+    return x.view_as(x) if again and needed else x.detach().requires_grad_(needed)
 
 
 def _is_tensor_list(value: Any) -> bool:

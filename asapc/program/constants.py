@@ -1,0 +1,137 @@
+"""Constants: weights whose values a compiled forward holds, and derivatives that it does not have.
+
+A convention is found by experiments. What the code took from a weight there, such as a temperature that
+every step of a loop divides by, is a number of the operator afterwards: another value of the weight, and
+its gradient, are the original's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from asapc.errors import InputError
+
+COMPARED = 1 << 14  # entries on a CPU that are compared at every call: p.data.copy_() leaves no trace
+
+
+class _Held:
+    """A weight of a module, as it was compiled, and as it last had that value."""
+
+    def __init__(self, root: nn.Module, name: str) -> None:
+        path, _, self.leaf = name.rpartition(".")
+        self.owner, self.name = root.get_submodule(path), name
+        tensor = self.tensor
+        if tensor is None:
+            raise AttributeError(name)
+        self.value = tensor.detach().cpu().clone()
+        self.known: tuple[Tensor, int, int] | None = None
+
+    @property
+    def tensor(self) -> Tensor | None:
+        tensor = self.owner._parameters.get(self.leaf)
+        return self.owner._buffers.get(self.leaf) if tensor is None else tensor
+
+    def is_same(self) -> bool:
+        """Whether the value is the compiled one, rounded to the dtype that it has now."""
+        tensor = self.tensor
+        if tensor is None or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        small = tensor.is_cpu and tensor.numel() <= COMPARED
+        version = -1 if tensor.is_inference() else tensor._version
+        if not small and self.known is not None:
+            last, at_version, address = self.known
+            if last is tensor and (at_version, address) == (version, tensor.data_ptr()):
+                return True
+        try:
+            same = torch.equal(tensor.detach().cpu(), self.value.to(tensor.dtype))
+        except (RuntimeError, TypeError):  # a tensor that is no longer numbers in memory
+            same = False
+        self.known = (tensor, version, tensor.data_ptr()) if same and not small else None
+        return same
+
+
+class Constants:
+    """What a compiled forward takes from weights as constants.
+
+    names: of the weights, from `root`; their values are those that they have now.  no_gradient: why the
+    gradients of the compiled code are not the original's, None where they are.
+    Raises AttributeError for a name that the root does not have.
+    """
+
+    def __init__(
+        self, root: nn.Module | None = None, names: Iterable[str] = (), no_gradient: str | None = None
+    ) -> None:
+        self.held = [_Held(root, name) for name in sorted(set(names))] if root is not None else []
+        self.no_gradient = no_gradient
+
+    def difference(self) -> str | None:
+        """Which weight has another value.  What torch.export makes holds for the values of its trace."""
+        return self._other() if self.held and not torch.compiler.is_exporting() else None
+
+    @torch.compiler.disable
+    def _other(self) -> str | None:
+        """At every call, of a compiled caller, too."""
+        other = next((held.name for held in self.held if not held.is_same()), None)
+        return other and f"{other} has another value than the one that was compiled into it as a constant"
+
+    def missing(self, module: nn.Module, given: Sequence[Any]) -> str | None:
+        """Which gradient may be asked for that the compiled code does not have."""
+        if not torch.is_grad_enabled():
+            return None
+        for held in self.held:
+            tensor = held.tensor
+            if tensor is not None and tensor.requires_grad:
+                return f"{held.name} requires a gradient, and is a constant of the compiled code"
+        if self.no_gradient is not None and any(x.requires_grad for x in _tensors(module, given)):
+            return f"it is compiled for inference only: {self.no_gradient}"
+        return None
+
+    def refusing(self, outputs: Sequence[Any], missing: str) -> tuple[Any, ...]:
+        """The outputs, of which a backward pass is an error."""
+        tensors = [held.tensor for held in self.held]
+        trained = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+
+        def refused(output: Any) -> Any:
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                return output
+            return _NoGradient.apply(missing, output, *trained)
+
+        return tuple(refused(output) for output in outputs)
+
+
+def _tensors(module: nn.Module, given: Sequence[Any]) -> Iterator[Tensor]:
+    yield from (x for x in given if isinstance(x, Tensor))
+    yield from module.parameters()
+
+
+class _NoGradient(torch.autograd.Function):
+    """output -> output, and an InputError where its gradient is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, missing: str, output: Tensor, *trained: Tensor) -> Tensor:
+        ctx.missing = missing
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise InputError(
+            "a compiled model has the gradients of the original", got=ctx.missing,
+            help="load it with model=, so that the original's code can run, or set requires_grad_(False)",
+        )  # fmt: skip
+
+
+def transformed() -> str | None:
+    """The transform of torch that a call is made under and operators do not have, in words."""
+    if torch.compiler.is_compiling():
+        return None
+    if forward_ad._current_level >= 0:
+        return "it is called in forward-mode differentiation (torch.func.jvp, dual numbers)"
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    kinds = [str(transform.key()).rpartition(".")[2] for transform in stack]
+    names = [name for name in kinds if name in ("Vmap", "Grad", "Jvp")]
+    return f"it is called under a transform of torch.func ({', '.join(names).lower()})" if names else None

@@ -1,0 +1,194 @@
+"""Gradients: what sites hold of a model's weights, and its derivatives against those of its rewrite.
+
+A graph has lost what the code says of gradients: no_grad, a backward of its own. So the model itself is
+differentiated, once, with a random cotangent, with respect to its weights and its inputs. Where the
+lossless rewrite has other gradients it is for inference only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from asapc.inputs.data import Batch
+from asapc.ir import Program
+from asapc.measure.differences import tensor_outputs
+from asapc.passes.cut import ancestors
+from asapc.passes.site import Site
+from asapc.program.code import traced_places
+from asapc.program.runner import installed
+
+TOLERANCE = 1e-2  # of a gradient, relative to its largest entry
+ROUNDING = 2e-5  # of the largest entry of all gradients, below which a difference may be rounding
+HALVES = 50.0  # times as much, of a model in half precision
+MOST_BYTES = 1 << 31  # that one backward pass may keep
+EXAMPLES = 2
+Gradients = Mapping[str, Tensor | None]
+
+
+def held_by(program: Program, lifted: Program, sites: Sequence[Site]) -> dict[str, dict[str, str]]:
+    """The weights whose values each site holds as constants: parameter or buffer, by name.
+
+    Names are those in the model. They enter its part of the graph, and not as an input of it, which its
+    call is given. What a rewrite has left out is held by somebody: where no part has it, by all of them.
+    """
+    kinds = {name: "parameter" for name, _ in program.graph.named_parameters(remove_duplicate=False)}
+    kinds |= {name: "buffer" for name, _ in program.graph.named_buffers(remove_duplicate=False)}
+    prefix = f"{program.name}." if program.name else ""
+    read = _weights(ancestors(program.graph.graph.output_node()))
+    left = read - _weights(ancestors(lifted.graph.graph.output_node()))
+    parts = [site.part() for site in sites]
+    within = [_weights(_above(part.output, part.inputs)) for part in parts]
+    nobodys = left - {name for names in within for name in names}
+    return {
+        site.name: {prefix + name: kinds[name] for name in sorted(names | nobodys) if name in kinds}
+        for site, names in zip(sites, within, strict=True)
+    }
+
+
+def _weights(nodes: set[Node]) -> set[str]:
+    return {str(node.target) for node in nodes if node.op == "get_attr"}
+
+
+def _above(output: Node, inputs: Container[Node]) -> set[Node]:
+    """The nodes that an output is computed from, up to the inputs."""
+    found: set[Node] = set()
+    stack = [output]
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in inputs:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def no_gradient(
+    model: nn.Module, lifted: Sequence[Program], batch: Batch, held: Container[str]
+) -> str | None:
+    """Why the rewrite of a model has other gradients than it, None where it has the same.
+
+    held: weights that are constants of the rewrite; it has no gradient of them.
+    """
+    few = _few(batch)
+    size = _kept_bytes(lifted) * len(few) / max(1, len(batch))
+    if size > MOST_BYTES:
+        shorter = _shorter(few, lifted[0], math.ceil(math.sqrt(size / MOST_BYTES)))
+        if lifted[0].name or shorter is None:
+            return f"its gradient takes {size / 2**30:.0f} GiB on the example, and was not compared"
+        few = shorter
+    try:
+        theirs = _gradients(model, {}, few)
+    except Exception as error:  # the user's code, which may have no gradient at all
+        return f"its own gradient fails: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
+    if theirs is None:
+        return "its own outputs have no gradient"
+    graphs: dict[str, nn.Module] = {program.name: program.graph for program in lifted}
+    try:
+        ours = _gradients(graphs.get("", model), {} if "" in graphs else graphs, few)
+    except (RuntimeError, NotImplementedError) as error:  # an operator without a gradient
+        return f"the compiled code has no gradient: {str(error).splitlines()[0][:80]}"
+    return _difference(theirs, ours or {}, held)
+
+
+def _few(batch: Batch) -> Batch:
+    """The first examples."""
+    def first(x: Any) -> Any:
+        return x[:EXAMPLES] if isinstance(x, Tensor) and x.dim() and len(x) == len(batch) else x
+
+    args, kwargs = pytree.tree_map(first, (batch.args, batch.kwargs))
+    return replace(batch, args=args, kwargs=kwargs, hashes=batch.hashes[:EXAMPLES])
+
+
+def _shorter(batch: Batch, program: Program, by: int) -> Batch | None:
+    """With lengths that are free divided; None where no length is."""
+    given, spec = pytree.tree_flatten((batch.args, batch.kwargs))
+    places = iter(traced_places(program.graph))
+    cut = False
+    for number, x in enumerate(given):
+        place = next(places, None) if isinstance(x, Tensor) else None
+        for axis, size in enumerate(place.meta["val"].shape if place is not None else ()):
+            if axis and isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                given[number] = given[number].narrow(axis, 0, max(2, given[number].shape[axis] // by))
+                cut = True
+    args, kwargs = pytree.tree_unflatten(given, spec)
+    return replace(batch, args=args, kwargs=kwargs) if cut else None
+
+
+def _kept_bytes(programs: Sequence[Program]) -> int:
+    """About what the model's own backward pass keeps of the example."""
+    total = 0
+    for program in programs:
+        for node in program.untouched.graph.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "call_function" and isinstance(value, Tensor):
+                size = 1
+                for n in value.shape:
+                    size *= n.node.hint if isinstance(n, torch.SymInt) else n
+                total += size * value.element_size()
+    return total
+
+
+def _gradients(caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch) -> Gradients | None:
+    """Of a random combination of the outputs, by weight and number of the input; None where no output has
+    any.  The caller's own tensors are left as they are.  graphs: put in place of its modules."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        if graphs:
+            stack.enter_context(installed(caller, graphs))
+        leaves: dict[int, Tensor] = {}
+        names: dict[str, Tensor] = {}
+        for name, weight in caller.named_parameters(remove_duplicate=False):
+            leaf = leaves.setdefault(id(weight), weight.detach().clone())
+            names[name] = leaf.requires_grad_(leaf.is_floating_point())
+        for name, buffer in caller.named_buffers(remove_duplicate=False):
+            names[name] = buffer.clone()
+        inputs: dict[str, Tensor] = {}
+
+        def leaf_of(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            return inputs.setdefault(f"input {len(inputs)}", x.detach().clone().requires_grad_())
+
+        args, kwargs = pytree.tree_map(leaf_of, (batch.args, batch.kwargs))
+        wanted = {**{name: x for name, x in names.items() if x.requires_grad}, **inputs}
+        outputs = tensor_outputs(functional_call(caller, names, args, kwargs))
+        outputs = [x for x in outputs if x.requires_grad]
+        if not outputs or not wanted:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
+        found = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
+    return dict(zip(wanted, found, strict=True))
+
+
+def _difference(theirs: Gradients, ours: Gradients, held: Container[str]) -> str | None:
+    """The gradient that differs most, in words.  What is not finite in the model is left out."""
+    finite = {
+        name: grad for name, grad in theirs.items()
+        if name not in held and grad is not None and bool(grad.isfinite().all())
+    }  # fmt: skip
+    largest = max((float(grad.abs().max()) for grad in finite.values() if grad.numel()), default=0.0)
+    worst, where = 0.0, ""
+    for name in sorted(theirs.keys() | ours.keys()):
+        if name in held or (theirs.get(name) is not None and name not in finite):
+            continue
+        known = [grad for grad in (finite.get(name), ours.get(name)) if grad is not None]
+        if not known or not known[0].numel():
+            continue
+        factor = HALVES if known[0].dtype in (torch.float16, torch.bfloat16) else 1.0
+        size = max(float(grad.abs().max()) for grad in known)
+        one, other = known[0].double(), known[1].double() if len(known) > 1 else torch.zeros(())
+        error = float((one - other.to(one)).abs().max())
+        allowed = factor * (TOLERANCE * size + ROUNDING * largest)
+        if not error <= allowed and error / size > worst:
+            worst, where = error / size, name
+    return f"its own gradient is another: that of {where} differs by {worst:.2g}" if where else None

@@ -1,0 +1,297 @@
+"""Parameters and gradients: what a site takes from a weight is read from it, or its change is no secret."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import asapc
+from asapc.artifact import read_artifact, read_manifest
+from asapc.errors import InputError
+from asapc.inputs.data import Batch
+from asapc.ir import Program
+from asapc.passes.capture import capture
+from asapc.passes.differences import matched_program
+from asapc.passes.gradients import held_by, no_gradient
+from asapc.passes.lift import lift
+from asapc.passes.site import Site
+from asapc.program.compiled import OwnCodeWarning
+
+TOKENS, DIM, HEADS = 6, 8, 2
+
+
+def plan_of(scores: Tensor, steps: int = 3) -> Tensor:
+    for _ in range(steps):
+        scores = scores - scores.logsumexp(-1, keepdim=True)
+        scores = scores - scores.logsumexp(-2, keepdim=True)
+    return scores.exp()
+
+
+class WithBackward(torch.autograd.Function):
+    """A map with the gradient of its last half-step alone."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        plan = plan_of(scores)
+        ctx.save_for_backward(plan)
+        return plan
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (plan,) = ctx.saved_tensors
+        return plan * (grads[0] - (grads[0] * plan).sum(-1, keepdim=True))
+
+
+class Attention(nn.Module):
+    """kind: how a parameter, or a gradient, enters."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.log_tau = nn.Parameter(torch.tensor(-0.3))
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, HEADS)[:, None, None])
+        biases = torch.linspace(-1, 1, HEADS * TOKENS * TOKENS)
+        self.bias = nn.Parameter(biases.view(HEADS, TOKENS, TOKENS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        result = self.attention(q @ k.transpose(-1, -2) / 2, q, k) @ v
+        return self.out(result.transpose(1, 2).flatten(2))
+
+    def attention(self, scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        tau = self.log_tau.exp()
+        if self.kind == "einsum":
+            scores = torch.einsum("bhnd,bhmd->bhnm", q, k)
+            return plan_of(scores * F.softplus(self.gain))
+        if self.kind == "inside":
+            g = torch.zeros_like(scores[..., :1, :])
+            for _ in range(3):
+                f = -tau * ((scores + g) / tau).logsumexp(-1, keepdim=True)
+                g = -tau * ((scores + f) / tau).logsumexp(-2, keepdim=True)
+            return ((scores + f + g) / tau).exp()
+        if self.kind == "without duals":
+            with torch.no_grad():
+                g = torch.zeros_like(scores[..., :1, :])
+                for _ in range(3):
+                    f = -(scores + g).logsumexp(-1, keepdim=True)
+                    g = -(scores + f).logsumexp(-2, keepdim=True)
+            return (scores + f + g).exp()
+        kinds: dict[str, Callable[[], Tensor]] = {
+            "temperature": lambda: plan_of(scores / tau),
+            "gain": lambda: plan_of(scores * self.gain),
+            "bias": lambda: plan_of((scores + self.bias) / tau),
+            "both": lambda: plan_of((scores * self.gain - self.bias) / tau),
+            "plan": lambda: plan_of(scores) * tau,
+            "detached": lambda: plan_of(scores).detach(),
+            "backward": lambda: WithBackward.apply(scores),
+            "no parameter": lambda: plan_of(scores),
+        }
+        return kinds[self.kind]()
+
+
+def net(*kinds: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*map(Attention, kinds)).eval()
+
+
+def tokens(count: int = 3) -> Tensor:
+    return torch.randn(count, TOKENS, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def lossless(model: nn.Module) -> tuple[Program, Program, list[Any]]:
+    """The program that sites were found in, with operators, and what was found."""
+    (captured,) = capture(model, (tokens(),), {}).programs
+    program, found = matched_program(captured)
+    return program, lift(program, [site for site in found if isinstance(site, Site)]), found
+
+
+LIVE = {"temperature": {"log_tau"}, "gain": {"gain"}, "einsum": {"gain"}, "bias": {"log_tau", "bias"},
+        "both": {"log_tau", "gain", "bias"}}  # fmt: skip
+
+
+def test_what_multiplies_scores_is_read_from_its_parameter() -> None:
+    model = net(*LIVE)
+    program, lifted, found = lossless(model)
+    assert [site.convention.to_dict()["half_steps"] for site in found] == [6] * len(LIVE)
+    assert held_by(program, lifted, found) == {site.name: {} for site in found}
+    read = {name for name, _ in lifted.graph.named_parameters()}
+    assert {f"{layer}.{name}" for layer, kind in enumerate(LIVE) for name in LIVE[kind]} <= read
+    assert no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), ()) is None
+    ours, theirs = second(lifted.graph, tokens()), second(model, tokens())
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2)  # of the graph as well, which holds the same
+        torch.testing.assert_close(lifted.graph(tokens()), model(tokens()))
+
+
+def second(model: nn.Module, x: Tensor) -> Tensor:
+    """Of a penalty on the gradient, with respect to a weight."""
+    given = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
+    (found,) = torch.autograd.grad(slope.square().sum(), model.get_parameter("0.qkv.weight"))
+    return found
+
+
+HELD = {"inside": ["log_tau"], "plan": ["log_tau"], "no parameter": []}
+
+
+def test_what_a_site_holds_is_known() -> None:
+    program, lifted, found = lossless(net(*HELD))
+    held = held_by(program, lifted, found)
+    assert held == {
+        str(layer): {f"{layer}.{name}": "parameter" for name in names}
+        for layer, names in enumerate(HELD.values())
+    }
+
+
+@pytest.mark.parametrize("kind", ["without duals", "detached", "backward", "no parameter"])
+def test_other_gradients_are_found(kind: str) -> None:
+    model = net(kind)
+    _, lifted, _ = lossless(model)
+    before = copy.deepcopy(model.state_dict())
+    reason = no_gradient(model, [lifted], Batch((tokens(),), {}, None, [0] * 3), ())
+    assert (reason is None) == (kind == "no parameter")
+    assert reason is None or "its own gradient is another" in reason
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# Compiled models
+
+
+RECIPE = {"operator": "lossless", "batch_size": 16, "max_examples": 16, "selection_examples": 8}
+
+
+KIND = {"held": "inside", "other": "without duals"}
+
+
+@pytest.fixture(scope="module")
+def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """held: a site with a constant; other: one with another gradient."""
+    folder = tmp_path_factory.mktemp("parameters")
+    for name, kind in KIND.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            asapc.compile(net(kind), {"input": tokens(40)}, recipe=RECIPE, out=folder / name, examples=8)
+    return {name: folder / name for name in KIND}
+
+
+def gradient(model: nn.Module, x: Tensor) -> Tensor:
+    given = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(model(given).square().sum(), given)
+    return found
+
+
+def change(model: nn.Module, way: str) -> None:
+    layer: Any = model.get_submodule("0")
+    if way == "load":
+        state = {name: 1.3 * x for name, x in model.state_dict().items() if name.endswith("log_tau")}
+        model.load_state_dict(state, strict=False)
+    elif way == "data":
+        layer.log_tau.data.copy_(torch.tensor(0.4))
+    elif way == "step":
+        layer.log_tau.grad = torch.ones(())
+        torch.optim.SGD([layer.log_tau], lr=0.2).step()
+    else:
+        layer.log_tau = nn.Parameter(torch.tensor(0.4))
+
+
+@pytest.mark.parametrize("way", ["load", "data", "step", "replaced"])
+def test_another_value_of_a_constant_is_no_secret(outs: dict[str, Path], way: str) -> None:
+    original, alone = net("inside"), asapc.load(outs["held"])
+    live = asapc.load(outs["held"], model=copy.deepcopy(original))
+    x = tokens()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)
+        for model in (live, alone):
+            torch.testing.assert_close(model(x), original(x))
+    for model in (original, live, alone):
+        change(model, way)
+    with torch.no_grad():
+        with pytest.warns(OwnCodeWarning, match=r"0\.log_tau has another value"):
+            assert torch.equal(live(x), original(x))
+        assert torch.equal(live(x), original(x))
+        with pytest.raises(InputError, match=r"0\.log_tau has another value"):
+            alone(x)
+        moved = copy.deepcopy(net("inside"))
+        live.load_state_dict(moved.state_dict(), strict=False)  # and back
+        alone.load_state_dict(moved.state_dict(), strict=False)
+        for model in (live, alone):
+            torch.testing.assert_close(model(x), moved(x))
+
+
+@pytest.mark.parametrize(
+    "out, says", [("held", "log_tau requires a gradient"), ("other", "inference only: its own gradient")]
+)
+def test_gradients_that_are_not_there_are_the_originals_or_an_error(
+    outs: dict[str, Path], out: str, says: str
+) -> None:
+    original, alone = net(KIND[out]), asapc.load(outs[out])
+    live = asapc.load(outs[out], model=copy.deepcopy(original))
+    x = tokens()
+    with pytest.warns(OwnCodeWarning, match=says):
+        assert torch.equal(gradient(live, x), gradient(original, x))
+    torch.testing.assert_close(alone(x), original(x))  # without a backward pass nothing is wrong
+    with pytest.raises(InputError, match=says):
+        gradient(alone, x)
+    with torch.no_grad():  # and inference is compiled
+        assert not torch.equal(live(x), original(x))
+        torch.testing.assert_close(live(x), original(x))
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x.cos(),))[1],
+    "vmap": lambda model, x: torch.vmap(model)(x[:, None]),
+    "grad": lambda model, x: torch.func.grad(lambda given: model(given).square().sum())(x),
+    "jacfwd": lambda model, x: torch.func.jacfwd(lambda given: model(given).sum((0, 1)))(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_are_the_originals_or_an_error(outs: dict[str, Path], transform: str) -> None:
+    original, call = net("inside"), TRANSFORMS[transform]
+    live = asapc.load(outs["held"], model=copy.deepcopy(original))
+    with pytest.warns(OwnCodeWarning, match=r"torch\.func"):
+        assert torch.equal(call(live, tokens()), call(original, tokens()))
+    with pytest.raises(InputError, match=r"torch\.func"):
+        call(asapc.load(outs["held"]), tokens())
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_second_derivatives_of_sorted_plans(dense: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, theta = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((1, 1, 4, 3), (1, 1, 4, 3), (1, 1, 4, 2), (3, 3))
+    )
+    tau = torch.tensor([1.5], dtype=torch.float64)
+
+    def hard(q: Tensor, k: Tensor, v: Tensor, tau: Tensor) -> Tensor:
+        target = torch.ops.asapc.esp_hard_attention if dense else torch.ops.asapc.esp_hard
+        values = {} if dense else {"v": v}
+        return target(
+            q=q, k=k, **values, keep=None, query_keep=None, slices=theta, inverse_temperature=tau,
+            squared_cost=True, mean_cost=False, output_factor=1.0, coupling="interpolated", ties="shared",
+            slice_weight=None, query_power=0, key_power=0,
+        )  # fmt: skip
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, tau)]
+    assert torch.autograd.gradgradcheck(hard, leaves)
+
+
+def test_a_manifest_says_what_is_held(outs: dict[str, Path]) -> None:
+    sites = {name: read_manifest(out)["sites"][0] for name, out in outs.items()}
+    assert [sites[name]["constants"] for name in KIND] == [{"0.log_tau": "parameter"}, {}]
+    assert [sites[name]["no_gradient"] is None for name in KIND] == [True, False]
+    assert "0.log_tau" in dict(asapc.load(outs["held"]).named_parameters())
+    assert read_artifact(outs["held"], ()).site_names == ["0"]
