@@ -244,7 +244,7 @@ def _identified(
     what the program of the whole model holds: its attention is captured by module then. So it is where
     the code branches on data, and other data takes the other way."""
     with progress.phase("tracing the model"):
-        captured = capture(subject, batch.args, batch.kwargs)
+        captured = capture(subject, batch.args, batch.kwargs, more)
         if isinstance(subject, nn.Module):
             captured = _of_one_way(subject, captured, batch, more)
     captured, outcomes = _matched(captured, progress, softmax)
@@ -252,7 +252,7 @@ def _identified(
         reason = not_the_model(captured.programs[0], outcomes[0])
         if reason is not None:
             with progress.phase("tracing its modules"):
-                alone = capture_modules(subject, batch.args, batch.kwargs, reason)
+                alone = capture_modules(subject, batch.args, batch.kwargs, reason, captured.observed)
             if alone.programs:
                 return _matched(alone, progress, softmax)
     return captured, outcomes
@@ -277,7 +277,7 @@ def _of_one_way(
     if other is None:
         return captured
     if captured.kind == "whole":
-        captured = capture_modules(model, batch.args, batch.kwargs, other)
+        captured = capture_modules(model, batch.args, batch.kwargs, other, captured.observed)
         return _of_one_way(model, captured, batch, more)
     kept = [program for program in captured.programs if ways[program.name] is None]
     left = [(name, way) for name, way in ways.items() if way is not None]
