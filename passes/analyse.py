@@ -199,7 +199,7 @@ def analyse(
         regions_of.append(good)
     for name, why in captured.skipped:
         regions.append(name)
-        left.append(LeftAlone(name, "refused", f"cannot be captured by torch.export: {why}"))
+        left.append(LeftAlone(name, "refused", f"cannot be captured: {why}"))
     found_all = Analysis(
         teacher.model, captured, lifted, regions_of, sites, left, regions, known, drop_maps
     )

@@ -73,9 +73,10 @@ class OfEverything(Layer):
         return attended(self, x, tau * LIMITS["tau"], self._steps * self.options["n"] // 3)
 
 
-class OfGrad(Layer):
+class OfModes(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x, steps=3 if torch.is_grad_enabled() else 5)
+        traced = torch.compiler.is_compiling() or exporting()
+        return attended(self, x, steps=2 + torch.is_grad_enabled() + 2 * self.training + 4 * traced)
 
 
 class OfGraph(Layer):
@@ -83,24 +84,14 @@ class OfGraph(Layer):
         return attended(self, x, steps=3 if self.qk(x).requires_grad else 5)
 
 
-class OfTraining(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x, steps=3 if self.training else 5)
-
-
 class WithDropout(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(attended(self, x), 0.1, self.training)
 
 
-class OfTracing(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x, steps=3 if torch.compiler.is_compiling() or exporting() else 5)
-
-
 class OfLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x, steps=2 + 2 * SHARED.layer)
+        return attended(self, x, steps=SHARED.layer)
 
 
 SHARED = Context()
@@ -123,7 +114,7 @@ def stack(*layers: type[Layer]) -> Stack:
     return Stack(*(layer() for layer in layers)).eval()
 
 
-KINDS = (OfEverything, OfGrad, OfGraph, OfTraining, WithDropout, OfTracing, OfLayer, OfLayer)
+KINDS = (OfEverything, OfModes, OfLayer, OfLayer)
 
 
 @pytest.fixture(scope="module")
@@ -230,13 +221,9 @@ def test_a_guard_passes_again_when_all_is_as_it_was(pair: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "grad", "training", "text"),
     [
-        (OfGrad, False, False, None),
-        (OfGrad, True, False, "gradients are recorded"),
-        (OfGraph, True, False, "gradients are recorded"),
-        (OfTraining, False, True, "training mode"),
-        (OfTraining, True, False, None),
-        (WithDropout, False, False, None),
-        (OfTracing, True, False, None),
+        (OfModes, False, False, None),
+        (OfModes, True, False, "gradients are recorded"),
+        (OfModes, False, True, "training mode"),
         (OfEverything, True, True, None),
     ],
 )
@@ -289,20 +276,21 @@ def _analysed(model: nn.Module) -> Analysis:
     return analyse(Teacher(model, None, "net", "", False, None), first, more=more)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (Counts, "reads calls, which is not always the same"),
-        (CountsInABuffer, "seen, that is written"),
-        (Decays, "reads context.tau"),
-        (Caches, "reads taus"),
-    ],
-)
-def test_state_that_changes_is_left_to_the_code(kind: type[Layer], text: str) -> None:
-    analysis = _analysed(stack(kind, Layer))
-    assert analysis.capture.kind == "module" and analysis.names == ["layers.1"]
-    (left,) = analysis.left_alone
-    assert left.name == "layers.0" and text in left.reason
+def test_state_that_changes_is_left_to_the_code() -> None:
+    analysis = _analysed(stack(Counts, CountsInABuffer, Decays, Caches, Layer))
+    assert analysis.capture.kind == "module" and analysis.names == ["layers.4"]
+    texts = ("reads calls, which is not always the same", "seen, that is written", "reads context.tau",
+             "reads taus")  # fmt: skip
+    for number, (left, text) in enumerate(zip(analysis.left_alone, texts, strict=True)):
+        assert left.name == f"layers.{number}" and text in left.reason
+
+
+def test_questions_of_the_mode() -> None:
+    model, x = stack(OfGraph, WithDropout), torch.randn(2, 5, 4)
+    with torch.no_grad():
+        found = observed(model, [Batch((x,), {}, None, [])] * 2)
+    assert found.questions["layers.0"] == {"grad", "inputs"}
+    assert found.questions["layers.1"] == set()  # dropout alone
 
 
 class Asks(Stack):
@@ -345,7 +333,7 @@ class Careless:
 
 class Odd(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        return attended(self, x, getattr(self, "care" + "less").tau)
+        return attended(self, x, getattr(self, "".join(("care", "less"))).tau)
 
 
 def test_looking_runs_no_code() -> None:

@@ -328,7 +328,7 @@ class Reads:
                 found = _stepped(found, step)
             if found is GONE or not _same(encoded(found), expected):
                 now = "is gone" if found is GONE else f"is {_shown(found)}"
-                captured = f"{known!r}" if not isinstance(expected, tuple) else " ".join(expected)
+                captured = repr(expected) if not isinstance(expected, tuple) else " ".join(expected)
                 return text_of(steps), f"was captured as {captured}, and {now}"
         self._watched[:] = [module, list(_checks(module, [steps for steps, _ in self.values]))]
         return None
@@ -336,7 +336,8 @@ class Reads:
     def _traced_difference(self, module: nn.Module) -> tuple[str, str] | None:
         """The same in plain Python, which torch.compile follows and guards; of attributes and items."""
         for steps, expected in self.values:
-            if isinstance(expected, tuple) or any(kind not in ("attr", "key", "item") for kind, _ in steps):
+            followed = [kind in ("attr", "key", "item") for kind, _ in steps]
+            if isinstance(expected, tuple) or not all(followed):
                 continue
             found: Any = module
             for kind, name in steps:
