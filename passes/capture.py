@@ -47,7 +47,7 @@ from asapc.passes.branches import (
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.indices import FreeIndices
-from asapc.passes.observe import Observer, replaced_forward
+from asapc.passes.observe import Leave, Observer, entering, replaced_forward
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
 from asapc.passes.size_guards import keep_to_guards, noting_questions
@@ -556,26 +556,14 @@ def _capture_modules(
     """Programs of the smallest modules that hold a site and can be exported."""
     stack: list[str] = []
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    handles = []
-    for name, module in model.named_modules():
 
-        def enter(_: nn.Module, call_args: Any, call_kwargs: Any, name: str = name) -> None:
-            stack.append(name)
-            calls.setdefault(name, _detached((call_args, call_kwargs)))
+    def enter(name: str, call_args: Any, call_kwargs: Any) -> Leave:
+        stack.append(name)
+        calls.setdefault(name, _detached((call_args, call_kwargs)))
+        return stack.pop
 
-        def leave(*_: Any) -> None:
-            stack.pop()
-
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    counter = _Counter(stack)
-    try:
-        with counter:
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-
+    with _Counter(stack) as counter, entering(model, enter):
+        model(*args, **kwargs)
     modules = dict(model.named_modules())
     found: list[Program] = []
     failed: dict[str, str] = {}

@@ -345,3 +345,20 @@ def test_looking_runs_no_code() -> None:
     assert names.attributes is None  # a name that is made while it runs
     path = (("attr", "careless"), ("attr", "tau"))
     assert reachable(model.layers[0], names)[path] == 1.0 and not found.changing
+
+
+class Scripted(Stack):
+    """A layer is a script, and the model cannot be captured whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(super().forward(x).detach().numpy())
+
+
+def test_scripts_and_lazy_layers() -> None:
+    model = Scripted(Layer(), Layer()).eval()
+    model.layers[0].out = torch.jit.script(nn.Linear(4, 4))
+    analysis = _analysed(model)
+    assert analysis.names == ["layers.0", "layers.1"] or [x.name for x in analysis.left_alone] == ["layers.0"]
+    model.layers[0].out = nn.LazyLinear(4)
+    with pytest.raises(asapc.errors.InputError, match="layers.0.out.weight"):
+        asapc.compile(model, {"x": torch.randn(8, 6, 4)})

@@ -76,9 +76,10 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
         for step, inner in _children(thing, names, not steps, files):
             if isinstance(inner, ModuleType) and _is_librarys(inner):
                 continue
-            path = (*steps, step)
-            value = encoded(inner)
-            if not isinstance(inner, nn.Module):
+            path, value = (*steps, step), encoded(inner)
+            ran = isinstance(inner, FunctionType) and inner.__code__ in names.code
+            is_name = step[0] == "global" and isinstance(value, tuple) and value[0] == "named"
+            if not isinstance(inner, nn.Module) and (ran or not is_name):
                 values[path] = value
             if isinstance(value, tuple) and id(inner) not in known and len(path) < DEEPEST:
                 known[id(inner)] = inner
@@ -262,7 +263,7 @@ def _stepped(thing: Any, step: Step) -> Any:
     if kind == "attr":
         return attribute(thing, str(name))
     if kind == "key":
-        return dict.get(thing, name, GONE) if isinstance(thing, dict) else GONE
+        return dict.get(thing, name, GONE) if isinstance(thing, dict) else GONE  # type: ignore[arg-type]
     if kind == "item":
         place = isinstance(thing, list | tuple | deque) and int(name) < len(thing)
         return thing[int(name)] if place else GONE
@@ -392,7 +393,7 @@ def _value(data: Any) -> Value:
         if type(kind) is str and type(text) is str:
             return kind, text
     elif data is None or type(data) in (bool, int, float, str):
-        return data  # type: ignore[no-any-return]
+        return data
     raise ValueError("a value is a number, text, null, or an object of some kind")
 
 
