@@ -128,7 +128,11 @@ def compile(
     home = _home(model)
     there = home if isinstance(model, nn.Module) else chosen_device("auto")
     place = there if device is None else chosen_device(device)
-    with running_on(CPU, [model if isinstance(model, nn.Module) else None]):
+    generators = [there] if there.type == "cuda" else []
+    with (
+        running_on(CPU, [model if isinstance(model, nn.Module) else None]),
+        torch.random.fork_rng(devices=generators),
+    ):
         compiled = _compiled(model, data, budget, recipe, gates, out, examples, place, quiet)
     compiled.model.to(home)
     return compiled
@@ -153,6 +157,7 @@ def _compiled(
 ) -> Compiled:
     progress = progress_here(quiet=quiet)
     teacher = _teacher(model)
+    untouched = uncompiled(model) if isinstance(model, nn.Module) else teacher.model
     source = data_of(data, forward_signature(teacher))
     parsed = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe or {})
     if budget is not None:
@@ -173,7 +178,7 @@ def _compiled(
         for warning in manifest["warnings"]:
             warnings.warn(warning["text"], FewExamplesWarning, stacklevel=3)
         manifest = read_manifest(artifact)
-        around = copy.deepcopy(teacher.model) if manifest["capture"] == "module" else None
+        around = copy.deepcopy(untouched) if manifest["capture"] == "module" else None
         measured = pipeline.report(
             artifact, source, limits, model=around, examples=examples, trust=True, progress=progress,
             device=device,
@@ -184,7 +189,7 @@ def _compiled(
         live, sites = manifest["live"], manifest["sites"]
         kept = teacher.onnx is None and all(site["operator"] == "teacher" for site in sites)
         patchable = around is not None or (not live["left"] and (live["programs"] or kept))
-        copied = copy.deepcopy(teacher.model) if patchable else None  # a program has no module to patch
+        copied = copy.deepcopy(untouched) if patchable else None  # a program has no module to patch
         compiled = load(artifact, model=copied, trust=True)  # which this call has written
         shown = Summary(str(measured.model.source), (), artifact, report._repr_html_())
         shown_by(compiled, shown)
@@ -201,5 +206,10 @@ def _teacher(model: nn.Module | str) -> Teacher:
         )
     if model.training:
         raise InputError("compile: the model must be in eval mode", help="call model.eval() first")
-    model = uncompiled(model)
+    model = _working_copy(uncompiled(model))
     return Teacher(model, None, type(model).__qualname__, fingerprint(model.state_dict()), False, None)
+
+
+def _working_copy(model: nn.Module) -> nn.Module:
+    """A copy that runs in its place: the same parameters, with buffers and attributes of its own."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})

@@ -75,6 +75,7 @@ from asapc.program.compiled import OPERATORS, CompiledModel, Inside, Operators, 
 from asapc.program.exported import exported_program
 from asapc.program.live import Patch, constants_of, install, operator_name, prepared, warn_left
 from asapc.program.monitor import attach
+from asapc.program.state import QUESTIONS
 from asapc.program.summary import Summary, shown_by
 from asapc.terminal.printed import reason
 
@@ -475,6 +476,9 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     require(are_texts, "teacher, data and calibration_order are text", teacher)
     require(isinstance(manifest.get("sizes", ""), str), "sizes is text", manifest.get("sizes"))
     require(is_dict(manifest.get("refresh", {})), "refresh is a mapping", manifest.get("refresh"))
+    questions = manifest.get("questions", [])
+    known = are_strings(questions) and set(questions) <= set(QUESTIONS)
+    require(known, f"questions are some of {', '.join(QUESTIONS)}", questions)
     ends = manifest.get("onnx", {"inputs": [], "outputs": []})
     told = is_dict(ends, "inputs", "outputs") and all(are_strings(names) for names in ends.values())
     require(told, "onnx lists the names of inputs and outputs", ends)
@@ -734,6 +738,7 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     _put_constants(artifact, graph, sites)
     model = CompiledModel(graph, code, call, source, lines)
     model.forward.constants = constants_of(model, sites)()
+    model.forward.questions = tuple(manifest.get("questions", ()))
     if stage == "graph" and sequence_group is None:
         attach(model, [(code, manifest["programs"][0]["calls"][stage])], manifest["sites"])
         shown_by(model, Summary(source, lines, artifact.folder))

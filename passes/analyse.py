@@ -203,7 +203,7 @@ def analyse(
         regions_of.append(good)
     for name, why in captured.skipped:
         regions.append(name)
-        left.append(LeftAlone(name, "refused", f"cannot be captured by torch.export: {why}"))
+        left.append(LeftAlone(name, "refused", f"cannot be captured: {why}"))
     found_all = Analysis(
         teacher.model, captured, lifted, regions_of, sites, left, regions, known, drop_maps
     )
@@ -271,7 +271,7 @@ def _identified(
     what the program of the whole model holds: its attention is captured by module then. So it is where
     the code branches on data, and other data takes the other way."""
     with progress.phase("tracing the model"):
-        captured = capture(subject, batch.args, batch.kwargs)
+        captured = capture(subject, batch.args, batch.kwargs, more)
         if isinstance(subject, nn.Module):
             captured = _of_one_way(subject, captured, batch, more)
     captured, outcomes = _matched(captured, progress, softmax)
@@ -279,7 +279,7 @@ def _identified(
         reason = not_the_model(captured.programs[0], outcomes[0])
         if reason is not None:
             with progress.phase("tracing its modules"):
-                alone = capture_modules(subject, batch.args, batch.kwargs, reason)
+                alone = capture_modules(subject, batch.args, batch.kwargs, reason, captured.observed)
             if alone.programs:
                 return _matched(alone, progress, softmax)
     return captured, outcomes
@@ -304,7 +304,7 @@ def _of_one_way(
     if other is None:
         return captured
     if captured.kind == "whole":
-        captured = capture_modules(model, batch.args, batch.kwargs, other)
+        captured = capture_modules(model, batch.args, batch.kwargs, other, captured.observed)
         return _of_one_way(model, captured, batch, more)
     kept = [program for program in captured.programs if ways[program.name] is None]
     left = [(name, way) for name, way in ways.items() if way is not None]

@@ -47,12 +47,13 @@ from asapc.passes.branches import (
 from asapc.passes.early_stop import firsts_and_lasts
 from asapc.passes.einsum import split_einsums
 from asapc.passes.indices import FreeIndices
-from asapc.passes.observe import Observer
+from asapc.passes.observe import Leave, Observer, entering, replaced_forward
 from asapc.passes.regions import holds_attention
 from asapc.passes.repeated import Repeated
 from asapc.passes.size_functions import free_functions
 from asapc.passes.size_guards import keep_to_guards, noting_questions
 from asapc.passes.spellings import one_spelling
+from asapc.passes.state import Observed, observed, untraced
 
 
 @dataclass
@@ -61,12 +62,14 @@ class Capture:
 
     reason:  why the whole forward could not be exported, for kind "module".
     skipped: (module name, why) of modules with attention-like products that no program covers.
+    observed: what the model's code reads besides its arguments.
     """
 
     kind: Literal["whole", "module"]
     programs: list[Program]
     reason: str | None = None
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    observed: Observed = field(default_factory=Observed)
 
     @property
     def untouched(self) -> list[Program]:
@@ -93,10 +96,12 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def capture(
-    model: nn.Module | ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Capture:
+    model: nn.Module | ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any],
+    more: Sequence[Batch] = (),
+) -> Capture:  # fmt: skip
     """Capture `model` on one example call; batch and length stay dynamic where the model allows.
 
+    more: batches on which its state is looked at, besides the example.
     Raises InputError if the model fails on the example. What cannot be exported, neither whole nor by a
     module with two activation products, is among `skipped`.
     """
@@ -105,24 +110,45 @@ def capture(
         run_example(program.graph, args, kwargs)
         return Capture("whole", [program])
     with _undisturbed(model):
+        example = Batch(args, kwargs, None, [])
         try:
-            return Capture("whole", [_export("", model, args, kwargs)])
-        except Exception as error:  # torch.export raises many types; the reason is kept and shown
-            reason = reason_of(error)
-        run_example(model, args, kwargs)  # a trace runs it too: only where that failed is it asked why
-    captured = capture_modules(model, args, kwargs, reason)
+            state = observed(model, [example, *more[:1], example])
+        except Exception:
+            run_example(model, args, kwargs)
+            state = observed(model, [example, example])  # it fails on more data, which is told later
+        with _as_eager(model, state):
+            try:
+                reason = state.reason("", one_program=False)
+                if reason is None:
+                    return Capture("whole", [_export("", model, args, kwargs, state)], observed=state)
+            except Exception as error:  # torch.export raises many types; the reason is kept and shown
+                reason = reason_of(error)
+    captured = capture_modules(model, args, kwargs, reason, state)
     if not captured.programs and not captured.skipped:
         captured.skipped.append((type(model).__name__, reason))
     return captured
 
 
+@contextlib.contextmanager
+def _as_eager(model: nn.Module, state: Observed) -> Iterator[None]:
+    """Code that computes something else where it is traced is told that it is not."""
+    if not state.eager:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                stack.enter_context(replaced_forward(module, untraced))
+        yield
+
+
 def capture_modules(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, state: Observed
 ) -> Capture:
     """The smallest modules that hold attention, each by itself.  reason: why the model is not whole."""
-    with _undisturbed(model):
-        programs, skipped = _capture_modules(model, args, kwargs)
-    return Capture("module", programs, reason, skipped)
+    with _undisturbed(model), _as_eager(model, state):
+        programs, skipped = _capture_modules(model, args, kwargs, state)
+    return Capture("module", programs, reason, skipped, state)
 
 
 def program_of(
@@ -182,7 +208,7 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _export(
-    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: Observed
 ) -> Program:
     """A trace; where it stops at code that asks for the type of a tensor, again with the plain answer;
     where it stops at a number of the data, again with the numbers of the example."""
@@ -191,7 +217,7 @@ def _export(
     first: Exception | None = None
     while True:
         try:
-            return _traced(name, module, args, kwargs, numbers, spaces)
+            return _traced(name, module, args, kwargs, numbers, spaces, state)
         except Exception as error:
             first = first or error
             asking = asking_for_types(error)
@@ -223,7 +249,7 @@ def _same_output(
 ) -> bool:
     with torch.random.fork_rng(devices=[]):
         found = graph(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    return largest_difference(expected, found) <= SAME
+    return _alike(expected, found)
 
 
 def _traced(
@@ -233,6 +259,7 @@ def _traced(
     kwargs: dict[str, Any],
     numbers: bool,
     spaces: Sequence[dict[str, Any]],
+    state: Observed,
     copies: bool = True,
     functions: bool = True,
 ) -> Program:
@@ -247,14 +274,14 @@ def _traced(
     free = free_functions(used) if functions else contextlib.nullcontext()
     try:
         with Trace(answers=answers) as budget, plain, FreeIndices(), quiet_torch():
-            repeated = Repeated(budget, observer)
+            repeated = Repeated(budget, observer, state.within(name))
             once = repeated.tracing(module) if copies else contextlib.nullcontext()
             with once, watching, noting_questions() as questions, free:
                 exported = export_graph(module, args, kwargs, shapes)
     except Exception:
         if not used:
             raise
-        return _traced(name, module, args, kwargs, numbers, spaces, copies, functions=False)
+        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=False)
     keep_to_guards(exported, args, kwargs, questions)
     graph = exported.module(check_guards=False)
     assert isinstance(graph, GraphModule)
@@ -263,7 +290,7 @@ def _traced(
     check_branches(graph)
     calls = observer.calls(graph)
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
-        return _traced(name, module, args, kwargs, numbers, spaces, copies and bool(used), not used)
+        return _traced(name, module, args, kwargs, numbers, spaces, state, copies and bool(used), not used)
     _check_ones(module, graph, args, kwargs)
     if budget.widened:
         _check_many(module, graph, args, kwargs)
@@ -548,31 +575,19 @@ _SUMS = {
 
 
 def _capture_modules(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: Observed
 ) -> tuple[list[Program], list[tuple[str, str]]]:
     """Programs of the smallest modules that hold a site and can be exported."""
     stack: list[str] = []
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    handles = []
-    for name, module in model.named_modules():
 
-        def enter(_: nn.Module, call_args: Any, call_kwargs: Any, name: str = name) -> None:
-            stack.append(name)
-            calls.setdefault(name, _detached((call_args, call_kwargs)))
+    def enter(name: str, call_args: Any, call_kwargs: Any) -> Leave:
+        stack.append(name)
+        calls.setdefault(name, _detached((call_args, call_kwargs)))
+        return stack.pop
 
-        def leave(*_: Any) -> None:
-            stack.pop()
-
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    counter = _Counter(stack)
-    try:
-        with counter:
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-
+    with _Counter(stack) as counter, entering(model, enter):
+        model(*args, **kwargs)
     modules = dict(model.named_modules())
     found: list[Program] = []
     failed: dict[str, str] = {}
@@ -585,8 +600,12 @@ def _capture_modules(
         if any(_related(name, program.name) for program in found):
             continue
         call_args, call_kwargs = calls[name]
+        reason = state.reason(name, one_program=True)
+        if reason is not None:
+            failed[name] = reason
+            continue
         try:
-            program = _export(name, modules[name], call_args, call_kwargs)
+            program = _export(name, modules[name], call_args, call_kwargs, state)
         except Exception as error:  # its parent may still cover it; else it is reported
             failed[name] = reason_of(error)
             continue

@@ -183,32 +183,55 @@ def eager_calls(
     asks whether they have hooks, so forwards are replaced meanwhile, which is also what a patch does.
     """
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                stack.enter_context(_noted(module, name, calls))
-        with torch.no_grad():
-            model(*args, **kwargs)
+
+    def note(name: str, args: Any, kwargs: Any) -> None:
+        calls.setdefault(name, []).append(_kept((args, kwargs)))
+
+    with entering(model, note), torch.no_grad():
+        model(*args, **kwargs)
     return calls
 
 
+Leave = Callable[[], object]
+
+
 @contextlib.contextmanager
-def _noted(
-    module: nn.Module, name: str, calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]
-) -> Iterator[None]:
-    """Notes what the module's forward is called with."""
+def entering(model: nn.Module, enter: Callable[[str, Any, Any], Leave | None]) -> Iterator[None]:
+    """Call enter(name, args, kwargs) before the forward of each module, and what it gives afterwards."""
+
+    def around(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leave = enter(name, args, kwargs)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            if leave is not None:
+                leave()
+
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                stack.enter_context(replaced_forward(module, functools.partial(around, name)))
+        yield
+
+
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
+    """The module's forward is around(forward, ...) for a while.
+
+    torch's own encoder asks whether its modules have hooks, so that a forward is what is replaced.
+    """
     forward, own = module.forward, vars(module).get("forward")
 
     @functools.wraps(forward)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        calls.setdefault(name, []).append(_kept((args, kwargs)))
-        return forward(*args, **kwargs)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return around(forward, *args, **kwargs)
 
-    vars(module)["forward"] = noting  # past a __setattr__ that hands it on, or refuses it
+    vars(replaced)["before"] = own  # see program.state.attribute
+    vars(module)["forward"] = replaced  # past a __setattr__ that hands it on, or refuses it
     try:
         yield
     finally:
-        if vars(module).get("forward") is noting:  # the module may have set its own meanwhile
+        if vars(module).get("forward") is replaced:  # the module may have set its own meanwhile
             if own is None:
                 del vars(module)["forward"]
             else:

@@ -23,7 +23,7 @@ from asapc.passes.candidates import Choice
 from asapc.passes.capture import Capture
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
-from asapc.passes.observe import eager_calls
+from asapc.passes.observe import eager_calls, entering
 from asapc.passes.select import compiled_programs, replacements_of
 from asapc.program.apply import beyond_map
 from asapc.program.call import Call, Child
@@ -88,7 +88,7 @@ def compiled_modules(
         for module in modules:
             places = [wanted[index] for index in module.sites]
             found.append(_compiled(analysis, choices, module, places, compiled[number], number, calls))
-    return _with_insides(analysis.model, found, example), left
+    return _with_insides(analysis, found, example), left
 
 
 def _is_mapless(choice: Choice) -> bool:
@@ -130,39 +130,27 @@ def _compiled(
 
 
 def _with_insides(
-    model: nn.Module, found: Sequence[CompiledModule], example: Batch
+    analysis: Analysis, found: Sequence[CompiledModule], example: Batch
 ) -> list[CompiledModule]:
-    """With what their modules are like when they are called.
-
-    What a forward pass changes, such as a counter, is left out: it is no setting.
-    """
+    """With what the modules inside are like when they are called, and what their code reads."""
+    model, observed = analysis.model, analysis.capture.observed
+    assert model is not None
     paths = {
         module.program.name: _taken_over(model.get_submodule(module.program.name), module)
         for module in found
     }
-    seen: dict[str, list[list[Inside]]] = {name: [] for name in paths}
+    insides: dict[str, tuple[Inside, ...]] = {}
 
-    def look(name: str) -> None:
-        module = model.get_submodule(name)
-        seen[name].append([Inside.of(module.get_submodule(path), path) for path in paths[name]])
+    def enter(name: str, *_: Any) -> None:
+        for path in paths.get(name, ()) if name not in insides else ():
+            module, full = model.get_submodule(name).get_submodule(path), f"{name}.{path}".strip(".")
+            reads = observed.guard(full, observed.reads(full, module))
+            insides[name] = (*insides.get(name, ()), Inside.of(module, path, reads))
 
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: look(name))
-        for name in paths
-    ]
-    try:
-        for name in paths:
-            look(name)
-        if found:
-            with torch.no_grad():
-                model(*example.args, **example.kwargs)
-        for name in paths:
-            look(name)
-    finally:
-        for handle in handles:
-            handle.remove()
-    steady = {name: tuple(map(Inside.steady, *looks)) for name, looks in seen.items()}
-    return [replace(module, inside=steady[module.program.name]) for module in found]
+    if found:
+        with entering(model, enter), torch.no_grad():
+            model(*example.args, **example.kwargs)
+    return [replace(module, inside=insides[module.program.name]) for module in found]
 
 
 def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from asapc.passes.branches import Trace
 from asapc.passes.observe import Observer
+from asapc.passes.state import Observed
 
 _OWN = ("_parameters", "_buffers", "_modules", "forward")  # told apart, or put there by a trace
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -69,6 +70,7 @@ class Repeated:
 
     trace: Trace
     observer: Observer
+    observed: Observed = field(default_factory=Observed)
     copied: int = 0
     _samples: dict[Any, _Sample | None] = field(default_factory=dict)
 
@@ -93,7 +95,7 @@ class Repeated:
             if mode is None:  # the model runs, and is not traced
                 return own(*args, **kwargs)
             given, spec = pytree.tree_flatten((args, kwargs))
-            key = (_state(module), spec, _described(given))
+            key = (self._state(name, module), spec, _described(given))
             if key in self._samples:
                 sample = self._samples[key]
                 if sample is None:
@@ -102,7 +104,14 @@ class Repeated:
                 return _Copy(mode.tracer, self.observer, sample, name, module, given).made()
             return self._traced(mode.tracer, key, name, module, own, args, kwargs)
 
+        vars(forward)["before"] = None  # see program.state.attribute
         return forward
+
+    def _state(self, name: str, module: nn.Module) -> Any:
+        """With what its code can read besides, at this moment: a model may set it for each layer."""
+        parts = module.named_modules(prefix=name)
+        reads = [self.observed.reads(part, inner).items() for part, inner in parts]
+        return _state(module), tuple(map(tuple, reads))
 
     def _traced(
         self, tracer: Any, key: Any, name: str, module: nn.Module, own: Callable[..., Any],
@@ -123,7 +132,7 @@ class Repeated:
             self.trace.asked == asked
             and len(after) == len(given) and all(map(_is, given, after))
             and written == [_node_of(x, tracer) for x in (*given, *weights.values())]
-            and key[0] == _state(module)
+            and key[0] == self._state(name, module)
         )  # fmt: skip
         sources = _sources(tracer, nodes, given, weights)
         known = {*nodes, *(sources or ())}

@@ -247,7 +247,7 @@ def settled(spec: Spec) -> Spec:
         s.update(way="fill")
     if exp and s["mask"] != "none" and not s["guard"]:
         s.update(guard=" + 1e-8")  # without it sums of hidden columns are 0, and the original is NaN
-    if s["way"] == "both_sides" and s["cross"] or s["rows_zeroed"] and s["cross"]:
+    if (s["way"] == "both_sides" and s["cross"]) or (s["rows_zeroed"] and s["cross"]):
         s.update(way="fill" if s["way"] == "both_sides" else s["way"], rows_zeroed=False)
     if s["mask"] == s["bias"] + "s":
         s.update(mask="padded_bm")
@@ -636,7 +636,7 @@ def _lot(spec: Spec, loop: list[str]) -> tuple[list[str], list[str]]:
 def _parent(spec: Spec) -> str:
     names = parameters_of(spec)
     layers = 2 if spec["parent"] == "two" else 1
-    init = [f"self.ctx = types.SimpleNamespace(layer=0)",
+    init = ["self.ctx = types.SimpleNamespace(layer=0)",
             f"self.layers = nn.ModuleList(Attention(self.ctx) for _ in range({layers}))",
             "self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 8)"]  # fmt: skip
     if spec["mask"] == "tokens":
@@ -992,7 +992,7 @@ def difference(ours: Results, theirs: Results, exacts: list[Results], case: Case
             own = _by_example((other.double() - true.double()).abs().where(known, 0.0)) / largest
             rounding = torch.maximum(rounding, own)
         error = _by_example((found.double() - true.double()).abs().where(known, 0.0).nan_to_num(torch.inf)) / largest
-        if steep or case.spread > 10 and case.keep == "all":
+        if steep or (case.spread > 10 and case.keep == "all"):
             rounding = rounding.max()
         ratio = error / (tolerance + 4 * rounding)
         if ratio.numel() and float(ratio.max()) > worst:
@@ -1091,7 +1091,7 @@ def _case_verdicts(
         exacts.append(run(original, spec, case, seed, torch.float32, 1e-6 if not exacts else 2e-7))
     told = {}
     for name, subject in subjects.items():
-        if name == "original" and case.name != "mild" or name == "artefact" and case.mode == "event":
+        if (name == "original" and case.name != "mild") or (name == "artefact" and case.mode == "event"):
             continue
         if name == "artefact" and spec["dropout"] and case.mode == "train":
             continue
@@ -1103,7 +1103,7 @@ def _case_verdicts(
 
 def _verdict(ours: Results, theirs: Results, exacts: list[Results], case: Case) -> str:
     if ours.error is not None:
-        named = isinstance(ours.error, AsapcError) or case.mode == "load" and "state_dict" in str(ours.error)
+        named = isinstance(ours.error, AsapcError) or (case.mode == "load" and "state_dict" in str(ours.error))
         where = traceback.extract_tb(ours.error.__traceback__)[-1]
         text = f"{type(ours.error).__name__}: {' '.join(str(ours.error).split())[:160]}"
         return f"error: {text}" if named else f"raw error: {text} ({Path(where.filename).name}:{where.lineno})"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import programs
+import pytest
 
 # Seeds whose programs between them are accepted, refused, patched and captured by modules, in a second or two each.
 SEEDS: tuple[int, ...] = ()

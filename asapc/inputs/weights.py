@@ -58,7 +58,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """sha256 over names, dtypes, shapes and bytes, in the order of the names."""
+    """sha256 over names, dtypes, shapes and bytes, in the order of the names.  Raises InputError."""
+    lazy = [name for name, tensor in state.items() if isinstance(tensor, UninitializedTensorMixin)]
+    if lazy:
+        raise InputError(
+            "a model's weights must have their sizes", got=f"{', '.join(lazy[:4])} of lazy layers",
+            help="call the model once on a batch, then compile it",
+        )  # fmt: skip
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()

@@ -15,10 +15,9 @@ the tensor that it is called on, which cannot be told from its cast: casts follo
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType, MethodType
 from typing import Any
 
@@ -26,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from asapc.errors import BranchError, InputError
-from asapc.program.call import Call, rebuilt, shortened, types_at_hand
+from asapc.program.call import Call, rebuilt, types_at_hand
 from asapc.program.code import GraphCode
 from asapc.program.constants import Constants, transformed
+from asapc.program.state import Reads, asked, own_forward
 
 OPERATORS = "asapc"  # of a module: what its operators were fitted with
 REPLICATE = "_replicate_for_data_parallel"
@@ -81,89 +81,62 @@ class Inside:
     kind:        its class's name.
     own_forward: its instance had a forward that its class does not have.
     hooked:      it had hooks, which the trace has.
-    values:      of its plain public attributes, by name.
+    reads:       what its code read besides its arguments.
     """
 
     path: str
     kind: str
     own_forward: bool
     hooked: bool
-    values: tuple[tuple[str, bool | int | float | str | None], ...]
+    reads: Reads
     _names: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_names", tuple(self.path.split(".")) if self.path else ())
 
-    def steady(self, *others: Inside) -> Inside:
-        """With the values that it has in all of these."""
-        shared = [pair for pair in self.values if all(pair in other.values for other in others)]
-        return replace(self, values=tuple(shared))
-
     @classmethod
-    def of(cls, module: nn.Module, path: str) -> Inside:
-        """As it is now.  Its mode, and dropout, have no part in a compiled forward."""
-        known: dict[str, Any] = {}
-        for kind in reversed(type(module).__mro__):
-            if issubclass(kind, nn.Module) and kind is not nn.Module:
-                known |= vars(kind)
-        known |= vars(module)
-        dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-        plain = tuple(
-            (name, value) for name, value in sorted(known.items())
-            if not name.startswith("_") and name != "training" and not dropout and _is_plain(value)
-        )  # fmt: skip
-        return cls(path, type(module).__qualname__, "forward" in vars(module), _is_hooked(module), plain)
+    def of(cls, module: nn.Module, path: str, reads: Reads) -> Inside:
+        """As it is now."""
+        kept = own_forward(module) is not None
+        return cls(path, type(module).__qualname__, kept, _is_hooked(module), reads)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         return {"path": self.path, "class": self.kind, "own_forward": self.own_forward,
-                "hooked": self.hooked, "values": dict(self.values)}  # fmt: skip
+                "hooked": self.hooked, "reads": self.reads.to_dict()}  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Inside:
         """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
-        values = tuple((str(name), value) for name, value in data["values"].items())
-        if not all(_is_plain(value) for _, value in values):
-            raise ValueError("an attribute is a number, text or null")
         return cls(
             str(data["path"]),
             str(data["class"]),
             data["own_forward"] is True,
             data["hooked"] is True,
-            values,
+            Reads.from_dict(data["reads"]),
         )
 
-    def difference(self, root: nn.Module) -> str | None:
-        """How the module differs from the captured one, or None.  root: the patched module."""
+    def difference(self, root: nn.Module, flat: Sequence[Any] = ()) -> str | None:
+        """How the module differs from the captured one, or None.  root: the patched module; flat: the
+        tensors that it is called with."""
         module: nn.Module | None = root
         for name in self._names:
             module = module._modules.get(name) if module is not None else None
-        if self.path and (
-            module is None or type(module).__qualname__ != self.kind
-            or ("forward" in module.__dict__) != self.own_forward
-        ):  # fmt: skip
+        if module is None or (self.path and (
+            type(module).__qualname__ != self.kind or ("forward" in module.__dict__) != self.own_forward
+        )):  # fmt: skip
             return f"its {self.path}, whose code was compiled, is replaced"
-        if self.path and module is not None and _is_hooked(module) != self.hooked:
+        if self.path and _is_hooked(module) != self.hooked:
             return f"its {self.path}, whose code was compiled, has other hooks"
-        for name, value in self.values:
-            found = getattr(module, name, _GONE)
-            if found is not value and (type(found) is not type(value) or found != value):
-                given = "is gone" if found is _GONE else f"is {shortened(found)}"
-                return f"{'.'.join((*self._names, name))} was captured as {value!r}, and {given}"
-        return None
-
-
-_GONE = object()
+        other = self.reads.difference(module)
+        if other is not None:
+            where, text = other
+            return f"{'.'.join((*self._names, where))} {text}"
+        return asked(self.reads.questions, module, flat) if self.reads.questions else None
 
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is float:
-        return math.isfinite(value)
-    return value is None or type(value) in (bool, int, str)
 
 
 class Forward:
@@ -173,6 +146,7 @@ class Forward:
             differs from the captured one. Without it that is an InputError.
     before: what its instance had in place of its class's forward.
     inside: the modules whose code the graph has, as they were captured.
+    questions: that code asked of the mode it runs in, where there are no modules; see program.state.
     """
 
     def __init__(
@@ -184,6 +158,7 @@ class Forward:
         live: bool = False,
         before: Callable[..., Any] | None = None,
         inside: Sequence[Inside] = (),
+        questions: Sequence[str] = (),
     ) -> None:
         self.module = module
         self.code = code
@@ -193,6 +168,7 @@ class Forward:
         self.before = before
         self.inside = tuple(inside)
         self.constants = Constants()
+        self.questions = tuple(questions)
         self.types = types_at_hand(call.output)
         self.warned: set[str] = set()
 
@@ -234,9 +210,12 @@ class Forward:
         made.__dict__[REPLICATE] = forward.replica
         return made
 
-    def _another(self) -> str | None:
+    def _another(self, flat: Sequence[Any]) -> str | None:
+        problem = asked(self.questions, self.module, flat) if self.questions else None
+        if problem is not None:
+            return problem
         for inside in self.inside:
-            problem = inside.difference(self.module)
+            problem = inside.difference(self.module, flat)
             if problem is not None:
                 return problem
         return None
@@ -244,7 +223,7 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flat, problem = self.call.flat(args, kwargs)
         if problem is None:
-            problem = self._another()
+            problem = self._another(flat)
         if problem is not None:
             return self._otherwise(problem, args, kwargs)
         missing = self.constants.missing(self.module, flat)

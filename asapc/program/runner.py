@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -157,6 +158,7 @@ class _OfWatcherError(BaseException):
 
 
 See = Callable[[str, SiteTensors], None]
+_PLAYED = ("forward", "_forward_hooks", "_forward_pre_hooks")  # of a module, by its program
 
 
 def _unseen(site: str, seen: SiteTensors) -> None:
@@ -165,17 +167,21 @@ def _unseen(site: str, seen: SiteTensors) -> None:
 
 @contextlib.contextmanager
 def installed(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Put modules at their dotted names, and the originals back afterwards."""
-    originals = {name: model.get_submodule(name) for name in modules}
+    """Let programs stand for the modules of these names, which keep all that others read from them.
+
+    A program has the hooks of its module.
+    """
+    changed = [(vars(model.get_submodule(name)), program) for name, program in modules.items()]
+    before = [{name: own[name] for name in _PLAYED if name in own} for own, _ in changed]
     try:
-        for name, module in modules.items():
-            _place(model, name, module)
+        for own, program in changed:
+            own.update({name: OrderedDict() for name in _PLAYED[1:]}, forward=_calling(program))
         yield
     finally:
-        for name, module in originals.items():
-            _place(model, name, module)
+        for (own, _), known in zip(changed, before, strict=True):
+            own.pop("forward", None)
+            own.update(known)
 
 
-def _place(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    model.get_submodule(parent)._modules[leaf] = module
+def _calling(program: nn.Module) -> Callable[..., Any]:
+    return lambda *args, **kwargs: program(*args, **kwargs)

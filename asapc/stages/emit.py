@@ -96,6 +96,9 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
         manifest["soft_to_hard"] = c.chosen.switch
     if teacher.onnx is not None:
         manifest["onnx"] = _interface(teacher)
+    questions = sorted(set().union(*analysis.capture.observed.questions.values()))
+    if c.whole and questions:
+        manifest["questions"] = questions
     return manifest
 
 

@@ -6,6 +6,7 @@ after:  torch.ops.asapc.plan(scores, log_mu, log_nu, ...)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 

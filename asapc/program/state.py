@@ -1,0 +1,459 @@
+"""State: what code read besides its arguments, as paths from a module to plain values.
+
+    self.ctx.tau     [("attr", "ctx"), ("attr", "tau")]                  0.5
+    TAU of the file  [("attr", "forward"), ("global", "TAU")]            0.5
+    tau of a factory [("attr", "forward"), ("cell", "tau")]              0.5
+
+A trace has all of it as constants. Walking a path reads dicts, lists and cells alone: no property and no
+code of the user's runs, and nothing is imported, for a manifest is not trusted.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import inspect
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asapc.program.call import shortened
+
+Step = tuple[str, str | int]
+Steps = tuple[Step, ...]
+Value = bool | int | float | str | None | tuple[str, str]
+"""A plain value, or what kind of object it is, and which."""
+
+GONE = object()
+MOST = 2000  # values of one module
+DEEPEST = 8  # steps
+LONGEST = 64  # containers whose items are looked at one by one
+_KINDS = ("attr", "key", "item", "cell", "global", "default", "part")
+_PARTS = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget")
+# What torch keeps on a module, and what has a guard of its own or is live.
+_OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the code of one module loads.
+
+    attributes: None for all, where names are made while it runs.  code: of the functions that ran.
+    """
+
+    attributes: frozenset[str] | None = frozenset()
+    globals: frozenset[str] = frozenset()
+    code: frozenset[CodeType] = frozenset()
+
+
+EVERYTHING = Names(None)
+
+
+class TooMuch(Exception):
+    """More values than a guard can look at."""
+
+
+def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
+    """The plain values that code which loads these names can read from a module, by path.
+
+    Raises TooMuch.
+    """
+    values: dict[Steps, Value] = {}
+    known: dict[int, Any] = {id(root): root}  # kept, so that identities are
+    files: set[int] = set()  # whose globals have been looked at
+    queue: deque[tuple[Steps, Any]] = deque([((), root)])
+    while queue:
+        steps, thing = queue.popleft()
+        for step, inner in _children(thing, names, not steps, files):
+            if isinstance(inner, ModuleType) and _is_librarys(inner):
+                continue
+            path, value = (*steps, step), encoded(inner)
+            ran = isinstance(inner, FunctionType) and inner.__code__ in names.code
+            is_name = step[0] == "global" and isinstance(value, tuple) and value[0] == "named"
+            if not isinstance(inner, nn.Module) and (ran or not is_name):
+                values[path] = value
+            if isinstance(value, tuple) and id(inner) not in known and len(path) < DEEPEST:
+                known[id(inner)] = inner
+                queue.append((path, inner))
+        if len(values) > MOST:
+            raise TooMuch(f"its code may read more than {MOST} values besides its arguments")
+    return values
+
+
+def encoded(thing: Any) -> Value:
+    """A plain value itself; of anything else the kind of it, and what tells it from others."""
+    kind = type(thing)
+    if thing is None or kind in (bool, int) or (kind is float and math.isfinite(thing)):
+        return thing  # type: ignore[no-any-return]
+    if kind is str:
+        return str(thing) if len(thing) <= 200 else ("text", _digest(thing.encode()))
+    if isinstance(thing, Tensor):
+        return ("tensor", _tensor_digest(thing))
+    if kind.__module__ == "numpy" and hasattr(thing, "tobytes"):
+        return ("array", _digest(f"{thing.dtype} {thing.shape}".encode() + thing.tobytes()))
+    if isinstance(thing, list | tuple | deque | dict):
+        text = repr(list(thing)) if isinstance(thing, dict) and _are_plain(thing) else str(len(thing))
+        return (kind.__name__, text if len(text) <= 200 else _digest(text.encode()))
+    if isinstance(thing, set | frozenset):
+        return ("set", _digest(repr(sorted(map(repr, thing))).encode()) if _are_plain(thing) else "")
+    if isinstance(thing, FunctionType | BuiltinFunctionType | type | ModuleType):
+        return ("named", str(getattr(thing, "__qualname__", None) or thing.__name__))
+    if isinstance(thing, float | complex | bytes | enum.Enum | range | torch.dtype | torch.device):
+        return ("value", repr(thing)[:200])
+    if kind.__module__ == "itertools":
+        return ("value", repr(thing)[:200])  # a counter shows where it is
+    return ("object", kind.__qualname__)
+
+
+def _are_plain(things: Any) -> bool:
+    return all(type(x) in (bool, int, float, str, type(None)) for x in things)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    if torch._C._len_torch_dispatch_stack():  # a trace would take the copy for one of the model's
+        return f"{id(tensor)} {tensor._version}"
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
+        return f"{tensor.dtype} {[*tensor.shape]}"
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return _digest(f"{tensor.dtype} {[*tensor.shape]}".encode() + data)
+
+
+def _children(
+    thing: Any, names: Names, is_root: bool, files: set[int]
+) -> Iterator[tuple[Step, Any]]:
+    """What can be read from an object in one step."""
+    if isinstance(thing, Tensor | str | bytes):
+        return
+    if isinstance(thing, FunctionType):
+        if thing.__code__ in names.code:
+            yield from _of_function(thing, names if id(thing.__globals__) not in files else Names())
+            files.add(id(thing.__globals__))
+        return
+    if isinstance(thing, dict) and len(thing) <= LONGEST:
+        for key in list(thing):
+            if type(key) in (str, int):
+                yield ("key", key), dict.__getitem__(thing, key)
+    if isinstance(thing, list | tuple | deque) and len(thing) <= LONGEST:
+        for place, item in enumerate(list(thing)):
+            yield ("item", place), item
+    for part in _PARTS:
+        if isinstance(thing, MethodType | functools.partial | property | staticmethod | classmethod):
+            inner = getattr(thing, part, None)
+            if inner is not None:
+                yield ("part", part), inner
+    if not _is_librarys(thing):
+        for name in _attributes(thing, names, is_root):
+            inner = attribute(thing, name)
+            if inner is not GONE:
+                yield ("attr", name), inner
+
+
+def _of_function(function: FunctionType, names: Names) -> Iterator[tuple[Step, Any]]:
+    for name in function.__code__.co_freevars:
+        inner = _stepped(function, ("cell", name))
+        if inner is not GONE:
+            yield ("cell", name), inner
+    for name in sorted(names.globals & function.__globals__.keys()):
+        yield ("global", name), function.__globals__[name]
+    for place, inner in enumerate(function.__defaults__ or ()):
+        yield ("default", place), inner
+    for name, inner in (function.__kwdefaults__ or {}).items():
+        yield ("default", name), inner
+    if "__wrapped__" in vars(function):
+        yield ("part", "__wrapped__"), vars(function)["__wrapped__"]
+
+
+def _is_librarys(thing: Any) -> bool:
+    """An object of torch's or Python's own whose attributes no guard can know; nor need it."""
+    if isinstance(thing, nn.Module):
+        return False
+    named = isinstance(thing, type | ModuleType)
+    home = (thing.__name__ if isinstance(thing, ModuleType) else thing.__module__) if named else (
+        type(thing).__module__)  # fmt: skip
+    top = str(home).partition(".")[0]
+    return top in (_LIBRARIES if named else {"torch", "numpy", "itertools"})
+
+
+def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
+    """The names of its attributes that code may load."""
+    own, lists = _dict_of(thing), isinstance(thing, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    of_torch = isinstance(thing, nn.Module) and type(thing).__module__.startswith("torch.")
+    if of_torch and not is_root and not lists:
+        return  # a layer that is called, as it is then
+    parts = thing._modules if isinstance(thing, nn.Module) else {}
+    classes = [kind for kind in _mro(thing) if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    if names.attributes is None:
+        for name in own:
+            if name not in _OF_TORCH or not isinstance(thing, nn.Module):
+                yield name
+        for kind in classes:
+            for name, value in vars(kind).items():
+                if name not in own and not name.startswith("__") and _are_plain([value]):
+                    yield name
+    else:
+        of_class = {name for kind in classes for name in vars(kind)}
+        for name in sorted(names.attributes & (own.keys() | of_class | parts.keys())):
+            if name not in _OF_TORCH or not isinstance(thing, nn.Module):
+                yield name
+    if lists:
+        yield from (name for name in parts if name not in (names.attributes or ()))
+    if is_root:
+        yield "forward"
+
+
+def _dict_of(thing: Any) -> Mapping[str, Any]:
+    if isinstance(thing, type):
+        return vars(thing)
+    try:
+        found = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _mro(thing: Any) -> tuple[type, ...]:
+    return thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
+
+
+def own_forward(thing: Any) -> Any:
+    """The forward of an instance that its class does not have, or None: not what stands for it."""
+    value = _dict_of(thing).get("forward")
+    while value is not None and "before" in _dict_of(value):
+        value = _dict_of(value)["before"]
+    return value
+
+
+def attribute(thing: Any, name: str) -> Any:
+    """As it is stored, on the object or its class, or GONE."""
+    own = _dict_of(thing)
+    if name in own and not isinstance(thing, type):
+        value = own_forward(thing) if name == "forward" else own[name]
+        if value is not None or name != "forward":
+            return value
+    for kind in _mro(thing):
+        if name in vars(kind):
+            value = vars(kind)[name]
+            if inspect.ismemberdescriptor(value) and not isinstance(thing, type):
+                try:
+                    return value.__get__(thing)  # of __slots__
+                except AttributeError:
+                    return GONE
+            return value
+    if isinstance(thing, nn.Module):
+        return thing._modules.get(name, GONE)
+    return GONE
+
+
+def _stepped(thing: Any, step: Step) -> Any:
+    """What one step leads to, or GONE."""
+    kind, name = step
+    if kind == "attr":
+        return attribute(thing, str(name))
+    if kind == "key":
+        return dict.get(thing, name, GONE) if isinstance(thing, dict) else GONE  # type: ignore[arg-type]
+    if kind == "item":
+        place = isinstance(thing, list | tuple | deque) and int(name) < len(thing)
+        return thing[int(name)] if place else GONE
+    if kind == "part":
+        known = isinstance(
+            thing, FunctionType | MethodType | functools.partial | property | staticmethod | classmethod
+        )
+        return getattr(thing, str(name), GONE) if known and name in _PARTS else GONE
+    if not isinstance(thing, FunctionType):
+        return GONE
+    if kind == "global":
+        return thing.__globals__.get(str(name), GONE)
+    if kind == "default":
+        named = isinstance(name, str)
+        return (thing.__kwdefaults__ or {}).get(name, GONE) if named else (
+            _stepped(thing.__defaults__ or (), ("item", name)))  # fmt: skip
+    names = thing.__code__.co_freevars
+    if name not in names or thing.__closure__ is None:
+        return GONE
+    try:
+        return thing.__closure__[names.index(str(name))].cell_contents
+    except ValueError:  # nothing is in it yet
+        return GONE
+
+
+def text_of(steps: Steps) -> str:
+    """As code says it: ctx.tau, opts['n'], TAU."""
+    text = ""
+    for place, (kind, name) in enumerate(steps):
+        if kind in ("cell", "global"):
+            text = str(name)
+        elif kind in ("key", "item"):
+            text += f"[{name!r}]"
+        elif kind == "attr" and not (name == "forward" and place + 1 < len(steps)):
+            text += f".{name}" if text else str(name)
+    return text or "an argument's default"
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The values that a module's code read when it was captured.
+
+    questions: of a mode, all of which were answered with no; see QUESTIONS.
+    """
+
+    values: tuple[tuple[Steps, Value], ...] = ()
+    questions: tuple[str, ...] = ()
+    _watched: list[Any] = field(default_factory=lambda: [None, ()], init=False, repr=False, compare=False)
+
+    def difference(self, module: nn.Module) -> tuple[str, str] | None:
+        """(what, how it differs) of the first value that is another in this module, or None.
+
+        While every object on the way is the very one that it was, nothing is compared.
+        """
+        if torch.compiler.is_compiling():
+            return self._traced_difference(module)
+        watched, checks = self._watched
+        if watched is module and all(get(key, GONE) is value for get, key, value in checks):
+            return None
+        for steps, expected in self.values:
+            found: Any = module
+            for step in steps:
+                found = _stepped(found, step)
+            if found is GONE or not _same(encoded(found), expected):
+                now = "is gone" if found is GONE else f"is {_shown(found)}"
+                captured = repr(expected) if not isinstance(expected, tuple) else " ".join(expected)
+                return text_of(steps), f"was captured as {captured}, and {now}"
+        self._watched[:] = [module, list(_checks(module, [steps for steps, _ in self.values]))]
+        return None
+
+    def _traced_difference(self, module: nn.Module) -> tuple[str, str] | None:
+        """The same in plain Python, which torch.compile follows and guards; of attributes and items."""
+        for steps, expected in self.values:
+            followed = [kind in ("attr", "key", "item") for kind, _ in steps]
+            if isinstance(expected, tuple) or not all(followed):
+                continue
+            found: Any = module
+            for kind, name in steps:
+                found = getattr(found, str(name), GONE) if kind == "attr" else found[name]
+            if type(found) is not type(expected) or found != expected:
+                return text_of(steps), f"was captured as {expected!r}"
+        return None
+
+    def __deepcopy__(self, memo: Any) -> Reads:
+        return Reads(self.values, self.questions)
+
+    def __reduce__(self) -> Any:
+        return Reads, (self.values, self.questions)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        values = [[[list(step) for step in steps], list(value) if isinstance(value, tuple) else value]
+                  for steps, value in self.values]  # fmt: skip
+        return {"values": values, "questions": list(self.questions)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Reads:
+        """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
+        values = tuple((tuple(map(_step, steps)), _value(value)) for steps, value in data["values"])
+        questions = tuple(data["questions"])
+        if not all(question in QUESTIONS for question in questions):
+            raise ValueError(f"a question is one of {', '.join(QUESTIONS)}")
+        return cls(values, questions)
+
+
+def _same(one: Value, other: Value) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def _shown(found: Any) -> str:
+    value = encoded(found)
+    return " ".join(value) if isinstance(value, tuple) and value[0] == "object" else shortened(found)
+
+
+def _step(data: Any) -> Step:
+    kind, name = data
+    if kind not in _KINDS or type(name) not in (str, int):
+        raise ValueError(f"a step is one of {', '.join(_KINDS)}, and a name")
+    if kind == "item" and (type(name) is not int or name < 0):
+        raise ValueError("an item has a place")
+    return kind, name
+
+
+def _value(data: Any) -> Value:
+    if isinstance(data, list):
+        kind, text = data
+        if type(kind) is str and type(text) is str:
+            return kind, text
+    elif data is None or type(data) in (bool, int, float, str):
+        return data
+    raise ValueError("a value is a number, text, null, or an object of some kind")
+
+
+Check = tuple[Callable[..., Any], Any, Any]
+
+
+def _checks(module: nn.Module, paths: Sequence[Steps]) -> Iterator[Check]:
+    """(get, key, value): nothing on these paths has changed where get(key, GONE) is the value for all."""
+    done: set[Steps] = set()
+    for steps in paths:
+        thing: Any = module
+        for place, step in enumerate(steps):
+            inner, prefix = _stepped(thing, step), steps[: place + 1]
+            if prefix not in done:
+                done.add(prefix)
+                yield from _check(thing, step, inner)
+            thing = inner
+
+
+def _check(thing: Any, step: Step, inner: Any) -> Iterator[Check]:
+    kind, name = step
+    if kind == "attr" and not isinstance(thing, type):
+        own = _dict_of(thing)
+        if isinstance(own, dict) and (name in own or type(thing).__dictoffset__):
+            yield functools.partial(dict.get, own), name, own.get(str(name), GONE)
+        if name in own:
+            yield from _of_tensor(inner)
+            return
+    if kind == "key":
+        yield functools.partial(dict.get, thing), name, inner
+    elif kind == "global":
+        yield thing.__globals__.get, name, inner
+    elif kind != "item" or not isinstance(thing, tuple):
+        yield (lambda step, _: _stepped(thing, step)), step, inner
+    if isinstance(inner, list | deque | dict | set):
+        yield (lambda *_: len(inner)), None, len(inner)
+    yield from _of_tensor(inner)
+
+
+def _of_tensor(inner: Any) -> Iterator[Check]:
+    if isinstance(inner, Tensor) and not inner.is_inference():
+        yield (lambda *_: inner._version), None, inner._version
+
+
+# What code asks of the mode it runs in. A captured program is the answer no to each.
+QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
+    "grad": ("gradients are recorded", lambda *_: torch.is_grad_enabled()),
+    "inference": ("inference_mode is on", lambda *_: torch.is_inference_mode_enabled()),
+    "autocast": ("autocast is on", lambda *_: any(
+        torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))),
+    "inputs": ("an input requires a gradient", lambda _, flat: any(
+        isinstance(x, Tensor) and x.requires_grad for x in flat)),
+    "training": ("it is in training mode", lambda module, _: module.training),
+}  # fmt: skip
+
+
+def asked(questions: Sequence[str], module: nn.Module, flat: Sequence[Any]) -> str | None:
+    """What is otherwise than when the program was captured, whose code asks for it, or None."""
+    for question in questions:
+        text, is_so = QUESTIONS[question]
+        if is_so(module, flat):
+            return f"{text}, which its code asks for, and was captured without"
+    return None

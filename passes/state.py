@@ -1,0 +1,367 @@
+"""State: what the modules of a model read besides their arguments, and whether it stays as it is.
+
+before: an nn.Module and two or three batches
+after:  Observed: for every module the plain values that its code reads (asapc.program.state), the modes
+        it asks for, and why it is not the same at every call, where it is not
+
+The model runs once while a profile notes which functions run in which module: the names that they load
+say what they can read. It runs twice more, and what can be read is noted whenever a module is entered. A
+value that differs between two runs is state that a trace would freeze. `self.calls += 1` alone reads
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+import asapc.inputs
+from asapc.inputs.data import Batch
+from asapc.passes.observe import Leave, entering
+from asapc.program.state import GONE, Names, Reads, Steps, TooMuch, Value, reachable, text_of
+
+_HERE = Path(asapc.inputs.__file__).parent
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(_HERE))
+_BY_CALL = {
+    torch.is_grad_enabled: "grad", torch.is_inference_mode_enabled: "inference",
+    torch.is_autocast_enabled: "autocast", torch.is_autocast_cpu_enabled: "autocast",
+}  # fmt: skip
+_BY_NAME = {
+    "requires_grad": ("grad", "inputs"), "grad_fn": ("grad", "inputs"), "is_leaf": ("grad", "inputs"),
+    "is_inference": ("inference",), "training": ("training",),
+}  # fmt: skip
+_TRACED = [
+    getattr(home, name).__code__
+    for home in (torch.compiler, torch._utils, torch._dynamo if "torch._dynamo" in sys.modules else None)
+    for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")
+    if hasattr(getattr(home, name, None), "__code__")
+]
+_FLAGS = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
+_ANY_NAME = {"vars", "__dict__", "attrgetter", "__getattribute__", "getattr_static", "getmembers"}
+
+
+@dataclass
+class Observed:
+    """By the name of a module.
+
+    names:     what its code loads.
+    questions: of modes, that it asks; see asapc.program.state.QUESTIONS.
+    values:    that it can read, the same whenever it is entered.
+    changing:  why it does not always compute the same, from run to run.
+    varying:   why not, from call to call of one run.
+    eager:     whether code computes something else where it is told that it is traced.
+    """
+
+    names: dict[str, Names] = field(default_factory=dict)
+    questions: dict[str, frozenset[str]] = field(default_factory=dict)
+    values: dict[str, dict[Steps, Value]] = field(default_factory=dict)
+    changing: dict[str, str] = field(default_factory=dict)
+    varying: dict[str, str] = field(default_factory=dict)
+    eager: bool = False
+
+    def reason(self, within: str, one_program: bool) -> str | None:
+        """Why a program of this module would not be what it computes.
+
+        one_program: for all of its calls, where a program of the whole model has each of them.
+        """
+        for name, reason in {**(self.varying if one_program else {}), **self.changing}.items():
+            if not within or name == within or name.startswith(f"{within}."):
+                return f"{name or 'the model'} {reason}"
+        return None
+
+    def guard(self, name: str, now: dict[Steps, Value]) -> Reads:
+        """What must be as it was for a compiled forward that has this module's code.
+
+        now: what the module can read when the patched one around it is entered. What is another by the
+        time that it is entered itself is set on the way, by code that is compiled as well.
+        """
+        steady = self.values.get(name, {}).items()
+        values = tuple((steps, value) for steps, value in steady if now.get(steps, GONE) == value)
+        return Reads(values, tuple(sorted(self.questions.get(name, ()))))
+
+    def within(self, outer: str) -> Observed:
+        """Of a module and its parts, by their names in it."""
+        start = f"{outer}." if outer else ""
+        inner = {n.removeprefix(outer).removeprefix("."): x for n, x in self.names.items()
+                 if n == outer or n.startswith(start)}  # fmt: skip
+        return Observed(inner)
+
+    def reads(self, name: str, module: nn.Module) -> dict[Steps, Value]:
+        """What the module of this name can read at this moment."""
+        names = self.names.get(name, Names())
+        return reachable(module, _of_torch(module) or names)
+
+
+def observed(model: nn.Module, batches: Sequence[Batch]) -> Observed:
+    """What the model reads on these batches, the first of which is its example."""
+    found, example = Observed(), batches[0]
+    profile = _Profile()
+    with entering(model, profile.enter):
+        profile.run(lambda: model(*example.args, **example.kwargs))
+    for name, module in model.named_modules():
+        codes = profile.codes.get(name, set())
+        found.names[name] = _names(codes)
+        asked = profile.questions.get(name, set())
+        loaded = found.names[name].attributes or frozenset()
+        asked |= {question for key in loaded & _BY_NAME.keys() for question in _BY_NAME[key]}
+        if codes and not _of_torch(module):
+            found.questions[name] = frozenset(asked)
+    found.eager = profile.traced and not _is_the_same_traced(model, example)
+    runs = [_entries(model, batch, found) for batch in (example, *batches[1:])]
+    for name in found.names:
+        _compare(name, [run.get(name, []) for run in runs], found)
+    if any("training" in asked for asked in found.questions.values()) and not _trains(model, example):
+        found.questions = {name: asked - {"training"} for name, asked in found.questions.items()}
+    return found
+
+
+def _of_torch(module: nn.Module) -> Names | None:
+    """The names that torch's own layers load: all of their settings."""
+    if not type(module).__module__.startswith("torch."):
+        return None
+    dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    own = vars(module).items()
+    return Names(frozenset(name for name, value in own if not dropout and not isinstance(value, Tensor)))
+
+
+class _Profile:
+    """Which of the user's functions run while which module does."""
+
+    def __init__(self) -> None:
+        self.codes: dict[str, set[CodeType]] = {}
+        self.questions: dict[str, set[str]] = {}
+        self.traced = False
+        self._stack: list[str] = []
+        self._users = functools.cache(lambda file: not file.startswith(_NOT_THE_USERS))
+
+    def enter(self, name: str, *_: Any) -> Leave:
+        self._stack.append(name)
+        return self._stack.pop
+
+    def run(self, call: Callable[[], Any]) -> None:
+        before = sys.getprofile()
+        sys.setprofile(self)
+        try:
+            call()
+        finally:
+            sys.setprofile(before)
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if not self._stack or event not in ("call", "c_call"):
+            return
+        code = frame.f_code
+        if event == "call" and code in _TRACED and frame.f_back is not None:
+            self.traced |= self._users(frame.f_back.f_code.co_filename)
+        elif self._users(code.co_filename):
+            if event == "call":
+                self.codes.setdefault(self._stack[-1], set()).add(code)
+            elif (question := _question(arg)) is not None:
+                self.questions.setdefault(self._stack[-1], set()).add(question)
+
+
+def _question(function: Any) -> str | None:
+    try:
+        return _BY_CALL.get(function)
+    except TypeError:  # of an object that has no hash
+        return None
+
+
+def _names(codes: Collection[CodeType]) -> Names:
+    """What these functions load.  Their constants count where they ask for attributes by name."""
+    attributes: set[str] = set()
+    loaded: set[str] = set()
+    for code in codes:
+        before, asking = "", 0
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and before != "COPY":
+                attributes.add(str(step.argval))
+            elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                loaded.add(str(step.argval))
+                asking += step.argval in ("getattr", "hasattr")
+            before = step.opname
+        if asking:
+            texts = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
+            attributes |= texts
+            if len(texts) < asking:
+                attributes.add("vars")  # names that are made while it runs
+    everything = bool(_ANY_NAME & (attributes | loaded))
+    return Names(None if everything else frozenset(attributes), frozenset(loaded), frozenset(codes))
+
+
+@dataclass
+class _Entry:
+    values: dict[Steps, Value] | TooMuch
+    weights: dict[str, tuple[Tensor, int]]
+
+
+def _entries(model: nn.Module, batch: Batch, found: Observed) -> dict[str, list[_Entry]]:
+    """What every module can read, whenever it is entered in one run."""
+    entries: dict[str, list[_Entry]] = {}
+
+    def enter(name: str, *_: Any) -> None:
+        module = model.get_submodule(name)
+        try:
+            values: dict[Steps, Value] | TooMuch = found.reads(name, module)
+        except TooMuch as error:
+            values = error
+        own = {**module._parameters, **module._buffers}
+        kept = {key: x for key, x in own.items() if x is not None and not x.is_inference()}
+        weights = {key: (x, x._version) for key, x in kept.items()}
+        entries.setdefault(name, []).append(_Entry(values, weights))
+
+    with entering(model, enter):
+        model(*batch.args, **batch.kwargs)
+    return entries
+
+
+def _compare(name: str, runs: Sequence[Sequence[_Entry]], found: Observed) -> None:
+    """Notes of a module what it always reads, and what makes it change."""
+    everything = [entry for run in runs for entry in run]
+    if not everything:
+        return
+    for entries, told in (*((pair, found.changing) for pair in zip(*runs, strict=False)),
+                          (everything, found.varying)):  # fmt: skip
+        for first, other in ((entries[0], entry) for entry in entries[1:]):
+            reason = _difference(first, other)
+            if reason is not None:
+                told.setdefault(name, reason)
+    first = everything[0].values
+    if isinstance(first, TooMuch):
+        found.changing[name] = str(first)
+        return
+    found.values[name] = {
+        steps: value for steps, value in first.items()
+        if all(entry.values.get(steps, GONE) == value for entry in everything)  # type: ignore[union-attr]
+    }  # fmt: skip
+
+
+def _difference(one: _Entry, other: _Entry) -> str | None:
+    """What is read of one and is another there, or a weight that was written."""
+    if isinstance(one.values, TooMuch) or isinstance(other.values, TooMuch):
+        return None
+    for steps in dict.fromkeys((*one.values, *other.values)):
+        pair = one.values.get(steps, GONE), other.values.get(steps, GONE)
+        if type(pair[0]) is not type(pair[1]) or pair[0] != pair[1]:
+            shown = " and ".join(_shown(value) for value in pair)
+            return f"reads {text_of(steps)}, which is not always the same ({shown})"
+    for key, (tensor, version) in one.weights.items():
+        now = other.weights.get(key)
+        if now is None or now[0] is not tensor or now[1] != version:
+            return f"has a weight or buffer, {key}, that is written while the model runs"
+    return None
+
+
+def _shown(value: Any) -> str:
+    if value is GONE:
+        return "nothing"
+    return " ".join(value) if isinstance(value, tuple) else repr(value)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout keeps everything.  called: the functions of torch, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "dropout" in getattr(func, "__name__", ""):
+            return args[0] if args else (kwargs or {})["input"]
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+            args = args[:4]
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _trains(model: nn.Module, example: Batch) -> bool:
+    """Whether the model's own code computes something else in training mode, dropout apart."""
+    before = {module: module.training for module in model.modules()}
+
+    def run() -> Any:
+        with torch.random.fork_rng(devices=[]), _NoDropout() as mode:
+            torch.manual_seed(0)
+            return model(*example.args, **example.kwargs), mode.called
+
+    expected = run()
+    try:
+        for module in before:
+            module.training = not type(module).__module__.startswith("torch.")
+        found = run()
+        return found[1] != expected[1] or not _identical(found[0], expected[0])
+    except Exception:  # of the model, which then is another in training mode
+        return True
+    finally:
+        for module, flag in before.items():
+            module.training = flag
+
+
+# Tracing
+
+
+@contextlib.contextmanager
+def answering(traced: bool) -> Iterator[None]:
+    """What torch.compiler.is_compiling and is_exporting answer."""
+    before = {name: getattr(torch.compiler, name) for name in _FLAGS}
+    try:
+        for name in _FLAGS:
+            setattr(torch.compiler, name, traced)
+        yield
+    finally:
+        for name, flag in before.items():
+            setattr(torch.compiler, name, flag)
+
+
+def untraced(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A forward that is told that it is not traced."""
+    with answering(False):
+        return forward(*args, **kwargs)
+
+
+def _is_the_same_traced(model: nn.Module, batch: Batch) -> bool:
+    """Whether the model computes the same, bit for bit, where it is told that it is being traced: on the
+    batch, and on what differs from it in what it hides."""
+    leaves, spec = pytree.tree_flatten((batch.args, batch.kwargs))
+    for place in (None, *range(len(leaves))):
+        args, kwargs = pytree.tree_unflatten(
+            [_masked(leaf) if place == number else leaf for number, leaf in enumerate(leaves)], spec
+        )
+        outputs = []
+        for traced in (False, True):
+            try:
+                with torch.random.fork_rng(devices=[]), answering(traced):
+                    outputs.append(model(*args, **kwargs))
+            except Exception as error:  # of the model: inputs that it does not take
+                outputs.append(type(error).__name__)
+        if not _identical(*outputs):
+            return False
+    return True
+
+
+def _masked(leaf: Any) -> Any:
+    """Another half of the tokens hidden, if it is a mask; other numbers otherwise."""
+    if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+        return leaf
+    changed = leaf.clone()
+    changed[..., leaf.shape[-1] // 2 :] = 0
+    return changed
+
+
+def _identical(one: Any, other: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False)
+    return all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y)
+        for x, y in pairs
+    )

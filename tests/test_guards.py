@@ -1,0 +1,364 @@
+"""What a program takes for granted is guarded: state, closures, globals, modes, being traced."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_exporting as exporting
+
+import asapc
+from asapc.inputs.data import Batch
+from asapc.inputs.teacher import Teacher
+from asapc.passes.analyse import Analysis, analyse
+from asapc.passes.state import observed
+from asapc.program.compiled import OwnCodeWarning
+from asapc.program.runner import installed
+from asapc.program.state import Reads, reachable
+
+TAU = 1.0
+LIMITS = {"tau": 1.0}
+
+
+def attended(layer: Layer, x: Tensor, tau: Any = 1.0, steps: int = 3) -> Tensor:
+    q, k = layer.qk(x).chunk(2, -1)
+    scores = 3 * q @ k.mT / tau
+    f, g = torch.zeros_like(scores[..., :1]), torch.zeros_like(scores[..., :1, :])
+    for _ in range(steps):
+        f = -torch.logsumexp(scores + g, -1, keepdim=True)
+        g = -torch.logsumexp(scores + f, -2, keepdim=True)
+    return torch.exp(scores + f + g) @ layer.out(x)
+
+
+def temperature(tau: float) -> Callable[[], float]:
+    return lambda: tau
+
+
+@dataclasses.dataclass
+class Context:
+    tau: float = 1.0
+    layer: int = 0
+
+
+class Slots:
+    __slots__ = ("tau",)
+
+    def __init__(self) -> None:
+        self.tau = 1.0
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.out = nn.Linear(4, 8), nn.Linear(4, 4)
+        self.context, self.options, self._steps, self.taus = Context(), {"n": 3}, 3, [1.0]
+        self.tau, self.slots, self.plain, self.calls = temperature(1.0), Slots(), torch.ones(()), 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x)
+
+
+class OfEverything(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # and nothing reads it
+        tau = self.context.tau * self.taus[0] * self.tau() * self.slots.tau * self.plain * TAU
+        return attended(self, x, tau * LIMITS["tau"], self._steps * self.options["n"] // 3)
+
+
+class OfModes(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        traced = torch.compiler.is_compiling() or exporting()
+        return attended(self, x, steps=2 + torch.is_grad_enabled() + 2 * self.training + 4 * traced)
+
+
+class OfGraph(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, steps=3 if self.qk(x).requires_grad else 5)
+
+
+class WithDropout(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(attended(self, x), 0.1, self.training)
+
+
+class OfLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, steps=SHARED.layer)
+
+
+SHARED = Context()
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: Layer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            SHARED.layer = number
+            x = x + layer(x)
+        return x.mean(1)
+
+
+def stack(*layers: type[Layer]) -> Stack:
+    torch.manual_seed(0)
+    return Stack(*(layer() for layer in layers)).eval()
+
+
+KINDS = (OfEverything, OfModes, OfLayer, OfLayer)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stack, Any]:
+    """The model, and its compiled form."""
+    model, x = stack(*KINDS), torch.randn(48, 6, 4)
+    before = _state(model)
+    out = tmp_path_factory.mktemp("guards") / "out"
+    generator = torch.get_rng_state()
+    made = asapc.compile(
+        model, {"x": x}, recipe={"operator": "lossless", "batch_size": 16}, examples=16, out=out
+    )
+    assert _state(model) == before and torch.equal(torch.get_rng_state(), generator)
+    assert not made.report.facts.get("refused")
+    return model, made.model, out
+
+
+def _state(model: nn.Module) -> Any:
+    plain = [{k: repr(v) for k, v in vars(m).items() if not k.startswith("_")} for m in model.modules()]
+    return plain, {name: x.tolist() for name, x in model.state_dict().items()}
+
+
+def _compared(pair: Any, number: int, change: Callable[[Layer], None], grad: bool = False) -> list[str]:
+    """Of a layer and its compiled form, both changed: they are equal.  Gives what was warned of."""
+    model, compiled, _ = copy.deepcopy(pair)
+    one, other = model.layers[number], compiled.layers[number]
+    change(one), change(other)
+    SHARED.layer = number
+    x = torch.randn(2, 5, 4)
+    with torch.set_grad_enabled(grad), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        expected = one(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(other(x), expected, rtol=1e-5, atol=1e-6)
+    return [str(w.message) for w in caught if issubclass(w.category, OwnCodeWarning)]
+
+
+def _set(*path: Any) -> Callable[[Layer], None]:
+    def change(layer: Layer) -> None:
+        *names, last, value = path
+        thing: Any = layer
+        for name in names:
+            thing = getattr(thing, name)
+        if isinstance(thing, dict | list):
+            thing[last] = value
+        else:
+            setattr(thing, last, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda layer: None, None),
+        (_set("calls", 7), None),
+        (_set("anything", 7), None),
+        (_set("context", "layer", 7), None),
+        (_set("context", Context()), None),
+        (_set("context", "tau", 2.0), "context.tau was captured as 1.0, and is 2.0"),
+        (_set("context", Context(3.0)), "context.tau"),
+        (_set("options", "n", 6), r"options['n'] was captured as 3, and is 6"),
+        (_set("_steps", 6), "_steps was captured as 3, and is 6"),
+        (_set("taus", 0, 2.0), "taus[0]"),
+        (_set("tau", temperature(2.0)), "tau was captured as 1.0, and is 2.0"),
+        (_set("slots", "tau", 2.0), "slots.tau"),
+        (_set("plain", torch.full((), 2.0)), "plain"),
+        (lambda layer: layer.plain.mul_(2), "plain"),
+    ],
+)
+def test_what_was_read_is_guarded(pair: Any, change: Callable[[Layer], None], text: str | None) -> None:
+    warned = _compared(pair, 0, change)
+    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+
+
+def test_globals_are_guarded(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "TAU", 2.0)
+        (warned,) = _compared(pair, 0, lambda layer: None)
+        assert "TAU was captured as 1.0, and is 2.0" in warned
+    monkeypatch.setitem(LIMITS, "tau", 2.0)
+    (warned,) = _compared(pair, 0, lambda layer: None)
+    assert "LIMITS['tau'] was captured as 1.0" in warned
+
+
+def test_a_guard_passes_again_when_all_is_as_it_was(pair: Any) -> None:
+    layer = copy.deepcopy(pair[1]).layers[0]
+    inside = layer.forward.inside[0]
+    assert inside.difference(layer) is None is inside.difference(layer)
+    layer.context.tau = 2.0
+    assert inside.difference(layer) is not None
+    layer.context.tau = 1.0
+    assert inside.difference(layer) is None
+    reads = json.loads(json.dumps(inside.reads.to_dict()))
+    assert Reads.from_dict(reads) == inside.reads
+    for wrong in ([["call", "x"]], [["item", -1]], [["attr", None]]):
+        with pytest.raises((ValueError, TypeError)):
+            Reads.from_dict({"values": [[wrong, 1]], "questions": []})
+    with pytest.raises(ValueError, match="a question"):
+        Reads.from_dict({"values": [], "questions": ["anything"]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "grad", "training", "text"),
+    [
+        (OfModes, False, False, None),
+        (OfModes, True, False, "gradients are recorded"),
+        (OfModes, False, True, "training mode"),
+        (OfEverything, True, True, None),
+    ],
+)
+def test_modes_are_guarded(pair: Any, kind: type, grad: bool, training: bool, text: str | None) -> None:
+    warned = _compared(pair, KINDS.index(kind), lambda layer: layer.train(training) and None, grad)
+    assert len(warned) == (text is not None) and (text is None or text in warned[0]), warned
+
+
+def test_what_a_parent_sets_for_each_layer(pair: Any) -> None:
+    model, compiled, out = pair
+    x = torch.randn(3, 5, 4)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+    whole = asapc.load(out)  # which has no code of its own
+    with torch.no_grad():
+        torch.testing.assert_close(whole(x), model(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(asapc.errors.InputError, match="gradients are recorded"):
+        whole(x)
+
+
+class Counts(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return attended(self, x, steps=3 if self.calls < 9 else 6)
+
+
+class CountsInABuffer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return attended(self, x, steps=3 if self.seen < 9 else 6)
+
+
+class Decays(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.context.tau *= 0.9
+        return attended(self, x, self.context.tau)
+
+
+class Caches(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.plain, Tensor) or len(self.taus) != x.shape[1]:
+            self.taus = [0.1 * place for place in range(x.shape[1])]
+        return attended(self, x + sum(self.taus))
+
+
+def _analysed(model: nn.Module) -> Analysis:
+    x = torch.randn(8, 6, 4)
+    first, *more = (Batch((part,), {}, None, [0] * 4) for part in (x[:4], 3 * x[4:, :5]))
+    return analyse(Teacher(model, None, "net", "", False, None), first, more=more)
+
+
+def test_state_that_changes_is_left_to_the_code() -> None:
+    analysis = _analysed(stack(Counts, CountsInABuffer, Decays, Caches, Layer))
+    assert analysis.capture.kind == "module" and analysis.names == ["layers.4"]
+    texts = ("reads calls, which is not always the same", "seen, that is written", "reads context.tau",
+             "reads taus")  # fmt: skip
+    for number, (left, text) in enumerate(zip(analysis.left_alone, texts, strict=True)):
+        assert left.name == f"layers.{number}" and text in left.reason
+
+
+def test_questions_of_the_mode() -> None:
+    model, x = stack(OfGraph, WithDropout), torch.randn(2, 5, 4)
+    with torch.no_grad():
+        found = observed(model, [Batch((x,), {}, None, [])] * 2)
+    assert found.questions["layers.0"] == {"grad", "inputs"}
+    assert found.questions["layers.1"] == set()  # dropout alone
+
+
+class Asks(Stack):
+    """Reads what its layers keep, and cannot be captured whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) * layer.taus[0]
+        return torch.from_numpy(x.detach().numpy()).mean(1)
+
+
+def test_a_program_stands_for_a_module_that_keeps_its_attributes() -> None:
+    torch.manual_seed(0)
+    model = Asks(Layer(), Layer()).eval()
+    model.layers[1].register_forward_hook(lambda module, given, output: output * 2)
+    analysis = _analysed(model)
+    assert analysis.names == ["layers.0", "layers.1"] and analysis.capture.kind == "module"
+    x, graphs = torch.randn(2, 6, 4), {p.name: p.graph for p in analysis.lifted}
+    with torch.no_grad(), installed(model, graphs):
+        found = model(x)
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(x), rtol=1e-5, atol=1e-6)
+    assert all("forward" not in vars(layer) for layer in model.layers)
+    assert len(model.layers[1]._forward_hooks) == 1
+
+
+class Careless:
+    """Everything of it that is not stored fails."""
+
+    def __init__(self) -> None:
+        self.itself, self.tau = self, 1.0
+
+    @property
+    def broken(self) -> float:
+        raise AssertionError("a property was asked")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+class Odd(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return attended(self, x, getattr(self, "".join(("care", "less"))).tau)
+
+
+def test_looking_runs_no_code() -> None:
+    model = stack(Odd)
+    model.layers[0].careless = Careless()
+    with torch.no_grad():
+        found = observed(model, [Batch((torch.randn(2, 5, 4),), {}, None, [])] * 2)
+    names = found.names["layers.0"]
+    assert names.attributes is None  # a name that is made while it runs
+    path = (("attr", "careless"), ("attr", "tau"))
+    assert reachable(model.layers[0], names)[path] == 1.0 and not found.changing
+
+
+class Scripted(Stack):
+    """A layer is a script, and the model cannot be captured whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(super().forward(x).detach().numpy())
+
+
+def test_scripts_and_lazy_layers() -> None:
+    model = Scripted(Layer(), Layer()).eval()
+    model.layers[0].out = torch.jit.script(nn.Linear(4, 4))
+    analysis = _analysed(model)
+    assert analysis.names == ["layers.0", "layers.1"] or [x.name for x in analysis.left_alone] == ["layers.0"]
+    model.layers[0].out = nn.LazyLinear(4)
+    with pytest.raises(asapc.errors.InputError, match="layers.0.out.weight"):
+        asapc.compile(model, {"x": torch.randn(8, 6, 4)})
