@@ -748,7 +748,8 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
 def _holding(sites: Sequence[Mapping[str, Any]], stage: Stage) -> list[Mapping[str, Any]]:
     """The sites of a stage; where the model's own code stays, none of its weights is a constant."""
     own = [stage == "teacher" or (stage, site["operator"]) == ("graph", "teacher") for site in sites]
-    return [{**site, "constants": {}} if is_own else site for is_own, site in zip(own, sites, strict=True)]
+    pairs = zip(own, sites, strict=True)
+    return [{**site, "constants": {}} if is_own else site for is_own, site in pairs]
 
 
 def _put_constants(artifact: Artifact, graph: GraphModule, sites: Sequence[Mapping[str, Any]]) -> None:

@@ -290,7 +290,8 @@ def _traced(
     check_branches(graph)
     calls = observer.calls(graph)
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
-        return _traced(name, module, args, kwargs, numbers, spaces, state, copies and bool(used), not used)
+        copies = copies and bool(used)
+        return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=not used)
     _check_ones(module, graph, args, kwargs)
     if budget.widened:
         _check_many(module, graph, args, kwargs)

@@ -70,8 +70,8 @@ class _Stuck(Exception):
 
 def matched_program(program: Program) -> tuple[Program, Outcomes]:
     """What is found in a program, and the program it was found in: that which was captured, or one with
-    sums of maps split, scalings joined with their maps, factors of scores at the queries, or fused attention
-    spelt out, where that shows sites."""
+    sums of maps split, scalings joined with their maps, factors of scores at the queries, or fused
+    attention spelt out, where that shows sites."""
     scaled = moved_factors(program)
     if scaled is None:
         return _matched(program)

@@ -3,9 +3,9 @@
 before: (q k^T + b) * t
 after:  (q * t) k^T + b * t
 
-t is one number, or one a head, computed from parameters alone: a learnt temperature, a gain. A site takes the
-product of what it is given for its scores, so the parameter is read where the program runs, is trained,
-and may be loaded.
+t is one number, or one a head, computed from parameters alone: a learnt temperature, a gain. A site takes
+the product of what it is given for its scores, so the parameter is read where the program runs, is
+trained, and may be loaded.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def _pushed(graph: GraphModule, node: Node, scaling: Any, factor: Node) -> Node:
         return written(graph, node, node.target, *terms)
     first, *others = node.args
     assert isinstance(first, Node)
-    return written(graph, node, node.target, _pushed(graph, first, scaling, factor), *others, **node.kwargs)
+    pushed = _pushed(graph, first, scaling, factor)
+    return written(graph, node, node.target, pushed, *others, **node.kwargs)
 
 
 def _aligned(graph: GraphModule, node: Node, factor: Node) -> Node:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from asapc.errors import InputError
 from asapc.formats.user_code import describe

@@ -220,7 +220,7 @@ def of_reference(
 
 
 def _leaf(x: Tensor, needed: bool, again: bool) -> Tensor:
-    """What the reference is differentiated by; still of the graph that x is of, for second derivatives."""
+    """What the reference is differentiated by; still of the graph of x, for second derivatives."""
     return x.view_as(x) if again and needed else x.detach().requires_grad_(needed)
 
 
