@@ -26,7 +26,7 @@ from asapc.report import html as rendering
 from asapc.report import write_report
 from asapc.report.layers import PICTURED
 from asapc.report.pictures import MapPair, SitePictures
-from asapc.report.plots import Point, bars, map_images, masses, pareto
+from asapc.report.plots import Point, draw_bars, draw_masses, draw_pareto, inline, map_images
 from asapc.report.text import json_text
 
 VOID = {"meta", "link", "img", "br", "wbr", "input"}
@@ -485,7 +485,8 @@ def test_a_map_is_the_numbers_it_shows() -> None:
     [0.0], [1e-9, 1e-9], [1e300, 1.0], [None], [math.inf, 1.0], [-3e-9], [0.3] * 200,
 ], ids=["zero", "tiny", "huge", "none", "inf", "negative", "many"])  # fmt: skip
 def test_bars_of_any_size(values: list[float | None]) -> None:
-    picture = bars(values, [str(i) for i in range(len(values))], "head", "error", "alt", mean=True)
+    names = [str(i) for i in range(len(values))]
+    picture = inline("alt", draw_bars, values, names, "head", "error", mean=True)
     assert "nan" not in picture and "inf" not in picture
     Reader(str(picture))
 
@@ -502,7 +503,7 @@ def test_candidates_anywhere(points: list[tuple[float, float]]) -> None:
         for i, (error, time) in enumerate(points)
     ]
     for limit in (None, 0.0, 1e-12, 0.02, 1e6):
-        picture = str(pareto(shown, "ms", limit, "alt"))
+        picture = str(inline("alt", draw_pareto, shown, "ms", limit))
         Reader(picture)
         view = [float(number) for number in re.findall(r'<use [^>]*x="([-\d.]+)"', picture)]
         assert all(0 <= x <= 330 for x in view)
@@ -512,7 +513,8 @@ def test_masses_of_one_token_and_of_many() -> None:
     for count in (1, 2, 500):
         sums = torch.linspace(0.9, 1.1, count)
         teacher = torch.full((1, 1), 1.0)
-        picture = masses(MapPair(0, 0, count, teacher, teacher, (sums, sums), (sums, sums)), "alt")
+        pair = MapPair(0, 0, count, teacher, teacher, (sums, sums), (sums, sums))
+        picture = inline("alt", draw_masses, pair)
         assert len(picture) < 15_000
         Reader(str(picture))
 

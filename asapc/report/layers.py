@@ -276,7 +276,7 @@ def _tried(name: str, trail: TriedSite, selection: Trail) -> list[Picture]:
     alt = f"{name}: attention error against {unit} of {len(points)} candidates."
     if chosen is not None:
         alt += f" Chosen: {chosen.label}, error {number(chosen.error)}, {number(chosen.time)}."
-    return [("What was tried", plots.pareto(points, unit, limit, safe(alt)))]
+    return [("What was tried", plots.inline(safe(alt), plots.draw_pareto, points, unit, limit))]
 
 
 def candidate_points(
@@ -315,7 +315,10 @@ def _by_head(site: SiteReport) -> list[Picture]:
     said = ", ".join(number(e) for e in errors[:16])
     alt = f"{site.name}: attention error of {len(errors)} heads: {said}"
     heads = [str(i) for i in range(len(errors))]
-    return [("By head", plots.bars(errors, heads, "head", "attention error", safe(alt), mean=True))]
+    drawn = plots.inline(
+        safe(alt), plots.draw_bars, errors, heads, "head", "attention error", mean=True
+    )
+    return [("By head", drawn)]
 
 
 def by_length(
@@ -328,7 +331,9 @@ def by_length(
         return []
     said = [f"{n.partition(chr(10))[0]}: {number(v)}" for n, v in zip(names, values, strict=True)]
     alt = f"{name}: {axis} by number of active tokens; {', '.join(said)}"
-    return [plots.bars(values, names, "active tokens", axis, safe(alt), percent=share)]
+    return [
+        plots.inline(safe(alt), plots.draw_bars, values, names, "active tokens", axis, percent=share)
+    ]
 
 
 def length_values(
@@ -362,7 +367,7 @@ def _example(name: str, pair: MapPair) -> dict[str, Any]:
         ],
         "scale": number(images.largest),
         "difference_scale": number(images.largest_difference),
-        "masses": plots.masses(pair, safe(alt)),
+        "masses": plots.inline(safe(alt), plots.draw_masses, pair),
     }
 
 

@@ -14,7 +14,7 @@ import base64
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
@@ -94,16 +94,19 @@ class Point:
     chosen: bool
 
 
-def pareto(points: Sequence[Point], unit: str, limit: float | None, alt: str) -> Markup:
-    """Error against time; everything left of and below a point beats it. limit: of the error."""
+def inline(alt: str, draw: Callable[..., Drawing], *arguments: Any, **options: Any) -> Markup:
+    """What draw_pareto, draw_bars or draw_masses makes of its arguments, as an element of the page."""
     with style():
-        return _svg(*draw_pareto(points, unit, limit), alt)
+        return _svg(*draw(*arguments, **options), alt)
 
 
 def draw_pareto(
     points: Sequence[Point], unit: str, limit: float | None, colors: Colors = PAGE
 ) -> Drawing:
-    """The same as a figure; see `style`, in which all of these are to be called."""
+    """Error against time; everything left of and below a point beats it. limit: of the error.
+
+    All of these are to be called inside `style`.
+    """
     figure, axes = _figure(WIDTH, HEIGHT, left=50, bottom=40)
     errors = [p.error for p in points if p.error > EXACT]
     low = math.floor(math.log10(min(errors, default=1e-3)))
@@ -158,20 +161,11 @@ def draw_pareto(
     return figure, titles
 
 
-def bars(
-    values: Sequence[float | None], names: Sequence[str], axis: str, unit: str, alt: str,
-    *, mean: bool = False, percent: bool = False,
-) -> Markup:  # fmt: skip
-    """A bar for each value; None and infinity are a mark at the top. Names are text that asapc writes."""
-    with style():
-        drawing = draw_bars(values, names, axis, unit, mean=mean, percent=percent)
-        return _svg(*drawing, alt)
-
-
 def draw_bars(
     values: Sequence[float | None], names: Sequence[str], axis: str, unit: str, colors: Colors = PAGE,
     *, mean: bool = False, percent: bool = False,
 ) -> Drawing:  # fmt: skip
+    """A bar for each value; None and infinity are a mark at the top. Names are text that asapc writes."""
     shown = [v if v is not None and math.isfinite(v) else None for v in values]
     # A divergence of equal outputs rounds to a little below zero.
     largest = max((v for v in shown if v is not None and v > 0), default=0.01 if percent else 1.0)
@@ -207,13 +201,8 @@ def draw_bars(
     return figure, titles
 
 
-def masses(pair: MapPair, alt: str) -> Markup:
-    """Row and column sums by token, teacher broad and compiled thin; 1 is balanced."""
-    with style():
-        return _svg(*draw_masses(pair), alt)
-
-
 def draw_masses(pair: MapPair) -> Drawing:
+    """Row and column sums by token, teacher broad and compiled thin; 1 is balanced."""
     figure = Figure(figsize=(WIDTH / 72, 270 / 72), dpi=72)
     panels = figure.subplots(2, 1)
     figure.subplots_adjust(left=50 / WIDTH, right=1 - 8 / WIDTH, top=1 - 20 / 270,
