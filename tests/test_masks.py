@@ -211,6 +211,20 @@ def test_a_mask_that_is_added_is_followed_or_refused_when_it_runs(name: str) -> 
     assert same >= (9 if "plain, " in name and mask.any() else 20)
 
 
+@torch.no_grad()
+def test_a_bias_looked_up_by_token_hides_tokens_that_the_data_did_not_have() -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(2, 1)
+    table.weight[0] = -1e9
+    model, lifted, site = compiled(
+        lambda s, keep: log_divided(s + table(keep.long())[:, None, None, :, 0]), KEEPS["full"]
+    )
+    assert isinstance(site, PlanSite)  # of the scores as the code makes them
+    for keep in KEEPS.values():
+        x = torch.randn(B, N, D)
+        assert_same(lifted(x, keep), model(x, keep), 1e-4)
+
+
 def test_a_sum_of_zero_that_is_left_alone_is_another_loop() -> None:
     """Where scores are sharp, sums are 0 in float32 and their rows are lost: no operator has that."""
 

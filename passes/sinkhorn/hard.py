@@ -10,18 +10,20 @@ Beside -1e9 a float32 dual loses its other terms, and a loop that subtracts sums
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from asapc.ir import Convention, SiteTensors
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import loop_of
 from asapc.passes.branches import spoken
-from asapc.passes.cut import depends_on_data
+from asapc.passes.cut import ancestors, depends_on_data
 from asapc.passes.masks import varies
 from asapc.passes.sinkhorn.site import ScoreBias
 from asapc.program.calls import apply_operator
@@ -40,7 +42,7 @@ def with_low_numbers(
     experiment: passes.sinkhorn.match.RegionExperiment.
     """
     example = bias.node.meta["example"]
-    hard = bool((example <= MASKED_BELOW).any())
+    hard = bool((example <= MASKED_BELOW).any()) or _looks_up_low_numbers(bias.node)
     if not depends_on_data(bias.node) and not hard:
         return bias
     trials = _Trials(experiment, convention, bias, neutral, lengths)
@@ -49,6 +51,14 @@ def with_low_numbers(
     if bool(example.any()) and not hard:
         return replace(bias, small=True)
     return f"{spoken(bias.node)} may hide keys by low numbers, which only the scores it is added to show"
+
+
+def _looks_up_low_numbers(bias: Node) -> bool:
+    """Whether one of its tables has a number that hides keys, which the data did not ask for."""
+    module = bias.graph.owning_module
+    tables = [operator.attrgetter(str(node.target))(module) for node in ancestors(bias)
+              if node.op == "get_attr"]  # fmt: skip
+    return any(bool((x <= MASKED_BELOW).any()) for x in tables if isinstance(x, Tensor))
 
 
 class _Trials:
