@@ -333,7 +333,7 @@ def _alike_at(
     counts: Mapping[Any, int], tolerance: float,
 ) -> bool | None:  # fmt: skip
     """Whether both give the same at these sizes; None where the module gives nothing, or the program says
-    that its examples answer otherwise.  tolerance: in single precision; NaN is NaN, as of no tokens."""
+    that its examples answer otherwise.  tolerance: see _alike."""
     args, kwargs = _resized(graph, args, kwargs, counts)
     with torch.random.fork_rng(devices=[]):
         try:
@@ -342,16 +342,21 @@ def _alike_at(
         except Exception:
             return None
         try:
-            found = graph(*args, **kwargs)
-            ours, theirs = tensor_outputs(expected), tensor_outputs(found)
-            exact = all(x.dtype in (torch.float32, torch.float64) for x in ours)
-            if largest_difference(expected, found) <= (tolerance if exact else SAME):
-                return True
-            return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+            return _alike(expected, graph(*args, **kwargs), tolerance)
         except BranchError:
             return None
         except Exception:  # the graph cannot: the program must not be asked
             return False
+
+
+def _alike(expected: Any, found: Any, tolerance: float = ALIKE) -> bool:
+    """Whether two outputs are the same, in single precision to the tolerance; NaN is NaN, as in a mean of
+    no tokens."""
+    ours, theirs = tensor_outputs(expected), tensor_outputs(found)
+    exact = all(x.dtype in (torch.float32, torch.float64) for x in ours)
+    if largest_difference(expected, found) <= (tolerance if exact else SAME):
+        return True
+    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 
 def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
