@@ -79,6 +79,7 @@ class Capture:
 
 SAME = 1e-3  # relative difference up to which a graph computes what the module does
 ALIKE = 1e-5  # the same in single precision, where both run the same operators
+FEW_SIZES = 5  # up to which two at once are tried, and not all
 MOST_TRIED = 48  # comparisons that are all tried the other way; of more, the first and last of a loop
 
 
@@ -292,103 +293,81 @@ def _traced(
     if (repeated.copied or used) and not _same_output(output, graph, args, kwargs):
         copies = copies and bool(used)
         return _traced(name, module, args, kwargs, numbers, spaces, state, copies, functions=not used)
-    _check_ones(module, graph, args, kwargs)
-    if budget.widened:
-        _check_many(module, graph, args, kwargs)
+    _check_sizes(module, graph, args, kwargs, budget.widened)
     shapes = _bounded(shapes, exported)
     stops = tuple(Stop(node, budget.thresholds[number]) for number, node in observer.residuals)
     _check_stops(module, args, kwargs, [(number, node) for number, node in observer.residuals])
     return Program(name, graph, args, kwargs, shapes, stops, calls)
 
 
-def _check_ones(
-    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _check_sizes(
+    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], widened: bool
 ) -> None:
-    """Where one token or example, or none, or one of both, takes another way, sizes so small are none of
-    the program's.
+    """Where torch's own code takes another way for a size, it is none of the program's.
 
-    A trace takes every free size to be 2 or more, and has no guard for a branch of torch's own on 1.
+    A trace takes every free size to be 2 or more, and has no guard for a branch on less: none and one are
+    tried, and two sizes of one at once, of which the length is limited.  widened: torch.cdist was traced
+    past its branch on a size.
     """
     free = _free_sizes(graph)
-    alone = [(symbol,) for symbol in free if symbol.is_Symbol]
-    together = itertools.combinations((symbol for symbol, in alone), 2)  # numbers of examples come first
+    alone = [(symbol,) for symbol in free]
+    together = itertools.combinations(free, 2) if len(free) < FEW_SIZES else [tuple(free)]
     for count, symbols in (*((n, one) for n in (0, 1) for one in alone), *((1, two) for two in together)):
-        environment, last = free[symbols[-1]].node.shape_env, symbols[-1]
+        environment = free[symbols[-1]].node.shape_env
         if any(limits_of(environment, symbol)[0] > count for symbol in symbols):
             continue
-        own_args, own_kwargs = _resized(graph, args, kwargs, dict.fromkeys(symbols, count))
-        with torch.random.fork_rng(devices=[]), Trace():
-            try:
-                expected = module(*own_args, **own_kwargs)
-            except Exception:
-                continue
+        if _alike_at(module, graph, args, kwargs, dict.fromkeys(symbols, count), ALIKE) is False:
+            demand(environment, symbols[-1], count + 1)
+    for symbol, size in free.items() if widened else ():
+        ranges = size.node.shape_env.var_to_range
+        few = size.node.hint <= CDIST
+        count = CDIST + 5 if few else CDIST - 5
+        if not ranges[symbol].lower <= count <= ranges[symbol].upper:
+            continue
+        if not _alike_at(module, graph, args, kwargs, {symbol: count}, SAME):
+            ranges[symbol] &= ValueRanges(2, CDIST) if few else ValueRanges(CDIST + 1, int_oo)
+
+
+def _alike_at(
+    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any],
+    counts: Mapping[Any, int], tolerance: float,
+) -> bool | None:  # fmt: skip
+    """Whether both give the same at these sizes; None where the module gives nothing, or the program says
+    that its examples answer otherwise.  tolerance: see _alike."""
+    args, kwargs = _resized(graph, args, kwargs, counts)
+    with torch.random.fork_rng(devices=[]):
         try:
-            found = graph(*own_args, **own_kwargs)
-            alike = _alike(expected, found)
+            with Trace():
+                expected = module(*args, **kwargs)
+        except Exception:
+            return None
+        try:
+            return _alike(expected, graph(*args, **kwargs), tolerance)
         except BranchError:
-            continue  # these few examples answer otherwise, which the program says
+            return None
         except Exception:  # the graph cannot: the program must not be asked
-            alike = False
-        if not alike:
-            demand(environment, last, count + 1)
+            return False
 
 
-def _alike(expected: Any, found: Any) -> bool:
-    """Whether two outputs are the same to rounding; NaN is NaN, as in a mean of no tokens."""
+def _alike(expected: Any, found: Any, tolerance: float = ALIKE) -> bool:
+    """Whether two outputs are the same, in single precision to the tolerance; NaN is NaN, as in a mean of
+    no tokens."""
     ours, theirs = tensor_outputs(expected), tensor_outputs(found)
     exact = all(x.dtype in (torch.float32, torch.float64) for x in ours)
-    if largest_difference(expected, found) <= (ALIKE if exact else SAME):
+    if largest_difference(expected, found) <= (tolerance if exact else SAME):
         return True
     return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 
-def _check_many(
-    module: nn.Module, graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Where the module computes something else on the other side of torch.cdist's branch on a size, or
-    cannot be asked, sizes on that side are none of the program's."""
-    hints = _hints(graph, args, kwargs)
-    for symbol, size in _free_sizes(graph).items():
-        ranges = size.node.shape_env.var_to_range
-        few = hints.get(symbol, 0) <= CDIST
-        count = CDIST + 5 if few else CDIST - 5
-        if not symbol.is_Symbol or not ranges[symbol].lower <= count <= ranges[symbol].upper:
-            continue
-        other_args, other_kwargs = _resized(graph, args, kwargs, {symbol: count})
-        try:
-            with torch.random.fork_rng(devices=[]), Trace():
-                expected = module(*other_args, **other_kwargs)
-            alike = largest_difference(expected, graph(*other_args, **other_kwargs)) <= SAME
-        except Exception:  # of the module or the program: it is not asked for sizes it was not tried at
-            alike = False
-        if not alike:
-            ranges[symbol] &= ValueRanges(2, CDIST) if few else ValueRanges(CDIST + 1, int_oo)
-
-
-def _hints(graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, int]:
-    """What the free sizes are in the example, by symbol."""
-    places = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
-    return {
-        size.node.expr: int(count)  # type: ignore[attr-defined]
-        for leaf, value in zip(pytree.tree_leaves((args, kwargs)), places, strict=True)
-        if isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor)
-        for count, size in zip(leaf.shape, value.shape, strict=True) if fixed_size(size) is None
-    }  # fmt: skip
-
-
 def _free_sizes(graph: GraphModule) -> dict[Any, torch.SymInt]:
-    """Those of the inputs, by symbol."""
+    """Those of the inputs that are nothing but themselves, by symbol."""
     values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
     return {
-        size.node.expr: size
-        for value in values if isinstance(value, torch.Tensor)
-        for size in _symbolic(value)
+        size.node.expr: size for size in sizes
+        if isinstance(size, torch.SymInt) and fixed_size(size) is None and size.node.expr.is_Symbol
     }  # fmt: skip
-
-
-def _symbolic(value: torch.Tensor) -> list[torch.SymInt]:
-    sizes: list[Any] = list(value.shape)
-    return [size for size in sizes if isinstance(size, torch.SymInt) and fixed_size(size) is None]
 
 
 def _resized(

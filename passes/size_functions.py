@@ -40,6 +40,7 @@ def _of_sizes(name: str, plain: Callable[..., float], used: list[str]) -> Callab
         used.append(name)
         if name == "sqrt":
             return x**0.5  # a trace keeps powers as numbers
-        return getattr(torch, name)(torch.scalar_tensor(x, dtype=torch.float64))
+        number: Any = x
+        return getattr(torch, name)(torch.scalar_tensor(number, dtype=torch.float64))
 
     return function

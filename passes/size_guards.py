@@ -152,7 +152,7 @@ def _least(question: Question, hints: Mapping[Any, int], lengths: Collection[Any
         point for point in points
         if min(point) < 2 and question.at(dict(zip(symbols, point, strict=True))) is not question.answer
     ]
-    ways = [
+    ways: list[tuple[int, ...]] = [
         least for least in itertools.product(range(4), repeat=len(symbols))
         if all(size <= max(2, min(3, hints[s])) for s, size in zip(symbols, least, strict=True))
         and all(any(n < size for n, size in zip(point, least, strict=True)) for point in otherwise)
