@@ -278,11 +278,17 @@ def plan(
     damping: Sequence[float] | None = None,
 ) -> Tensor:
     """Arguments and result as operators.plan.plan."""
-    if constant is not None or form != "plan":
+    if constant is not None:
         return plan_meaning.plan(
             scores, log_mu, log_nu, score_multiplier, half_steps, rows_first, output_factor, log, by_head,
             constant, form, kind, start, shares, start_share, damping,
         )  # fmt: skip
+    if form != "plan":
+        log_plan = plan_meaning.written_log_plan(
+            plan_meaning.scaled(scores, score_multiplier, by_head), log_mu, log_nu, half_steps,
+            rows_first, form, shares, damping,
+        )  # fmt: skip
+        return _with_factor(log_plan, output_factor, log).to(scores.dtype)
     s = plan_meaning.scaled(widen(scores), score_multiplier, by_head)
     if damping is None:
         top = s.amax(-1 if rows_first else -2, keepdim=True)
@@ -308,9 +314,15 @@ def plan(
             else:
                 g = damping[1] * _closed(nu, log_sum_exp(s + f[..., :, None], -2))
     log_plan = s + f[..., :, None] + g[..., None, :]
-    factor = _count(f) ** output_factor[1] * _count(g) ** (output_factor[2] + output_factor[3])
+    return _with_factor(log_plan, output_factor, log).to(scores.dtype)
+
+
+def _with_factor(log_plan: Tensor, output_factor: Sequence[float], log: bool) -> Tensor:
+    """factor * P, or its logarithm, of log P [B, H, N, M]."""
+    queries, keys = _count(log_plan[..., 0]), _count(log_plan[..., 0, :])
+    factor = queries ** output_factor[1] * keys ** (output_factor[2] + output_factor[3])
     factor = factor * output_factor[0]
-    return (log_plan + factor.log() if log else log_plan.exp() * factor).to(scores.dtype)
+    return log_plan + factor.log() if log else log_plan.exp() * factor
 
 
 _asap, asap_attention = _both(_asap_loop)

@@ -59,12 +59,10 @@ def written_log_plan(
     ir.Written.
     """
     f, g = torch.zeros_like(s[..., :1]), torch.zeros_like(s[..., :1, :])
-    uniform = log_marginals(*s.shape[-2:], None, s)
-    mu, nu = (
-        (alike if shares else torch.zeros_like(alike)) if x is None else x
-        for x, alike in zip((log_mu, log_nu), uniform, strict=True)
-    )
-    mu, nu = mu.to(s.dtype)[..., :, None], nu.to(s.dtype)[..., None, :]
+    # Counted, not asked for: a graph of this holds for every size.
+    logs = [torch.ones_like(x).sum(axis, keepdim=True).log() for x, axis in ((f, -2), (g, -1))]
+    mu = -logs[0] * shares if log_mu is None else log_mu.to(s.dtype)[..., :, None]
+    nu = -logs[1] * shares if log_nu is None else log_nu.to(s.dtype)[..., None, :]
     (rows, columns), axis = damping or (1.0, 1.0), -1
     for step in range(half_steps):
         turn = (step % 2 == 0) == rows_first
@@ -80,9 +78,9 @@ def written_log_plan(
             f = rows * (mass - (s + g).logsumexp(axis, keepdim=True))
         else:
             g = columns * (mass - (s + f).logsumexp(axis, keepdim=True))
-    logs = s + (f + g) if form == "summed" else s + g + f if form == "reversed" else s + f + g
-    given, last = (log_mu, uniform[0]) if axis == -1 else (log_nu, uniform[1])
-    return logs if shares or given is not None else logs + last[0]
+    log_plan = s + (f + g) if form == "summed" else s + g + f if form == "reversed" else s + f + g
+    given, count = (log_mu, logs[0]) if axis == -1 else (log_nu, logs[1])
+    return log_plan if shares or given is not None else log_plan - count
 
 
 def plan(
