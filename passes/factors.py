@@ -38,10 +38,11 @@ def moved_factors(program: Program) -> Program | None:
     became: dict[Node, Node] = {}
     for node in list(graph.graph.nodes):
         factor = _factor(node, parameters)
-        if factor is None or not _is_linear(node.args[0], factor, node):
+        scores = node.args[0] if factor is not None else None
+        if factor is None or not isinstance(scores, Node) or not _is_linear(scores, factor, node):
             continue
         with graph.graph.inserting_before(node):
-            result = _pushed(graph, node.args[0], node.target, factor)
+            result = _pushed(graph, scores, node.target, factor)
         node.replace_all_uses_with(result)
         became[node] = result
         gone |= _erased_above(graph, node)
@@ -58,7 +59,9 @@ def _factor(node: Node, parameters: set[str]) -> Node | None:
     if node.target not in SCALINGS or not is_tensor(node):
         return None
     scores, factor = node.args[:2]
-    if not all(isinstance(x, Node) and is_tensor(x) for x in (scores, factor)):
+    if not isinstance(scores, Node) or not isinstance(factor, Node):
+        return None
+    if not is_tensor(scores) or not is_tensor(factor):
         return None
     shape = factor.meta["val"].shape
     is_number = all(n == 1 for n in shape)
@@ -105,7 +108,7 @@ def _pushed(graph: GraphModule, node: Node, scaling: Any, factor: Node) -> Node:
         terms = [
             _pushed(graph, x, scaling, factor) if _is_linear(x, factor, node)
             else written(graph, node, scaling, x, factor)
-            for x in node.args[:2]
+            for x in node.args[:2] if isinstance(x, Node)
         ]  # fmt: skip
         return written(graph, node, node.target, *terms)
     first, *others = node.args
