@@ -358,7 +358,7 @@ def test_scripts_and_lazy_layers() -> None:
     model = Scripted(Layer(), Layer()).eval()
     model.layers[0].out = torch.jit.script(nn.Linear(4, 4))
     analysis = _analysed(model)
-    assert analysis.names == ["layers.0", "layers.1"] or [x.name for x in analysis.left_alone] == ["layers.0"]
+    assert "layers.1" in analysis.names and "layers.0" in analysis.regions
     model.layers[0].out = nn.LazyLinear(4)
-    with pytest.raises(asapc.errors.InputError, match="layers.0.out.weight"):
+    with pytest.raises(asapc.errors.InputError, match=r"layers\.0\.out\.weight"):
         asapc.compile(model, {"x": torch.randn(8, 6, 4)})
