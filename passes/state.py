@@ -49,7 +49,12 @@ _TRACED = [
     if hasattr(getattr(home, name, None), "__code__")
 ]
 _FLAGS = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
-_ANY_NAME = {"vars", "__dict__", "attrgetter", "__getattribute__", "getattr_static", "getmembers"}
+_PYTHON = str(Path(contextlib.__file__).parent)
+_ANY_NAME = {
+    "asdict", "astuple", "vars", "__dict__", "attrgetter", "__getattribute__", "getattr_static",
+    "getmembers",
+}  # fmt: skip
+_LOOKUPS = ("__getattribute__", "__getattr__", "__setattr__", "__delattr__")
 
 
 @dataclass
@@ -144,7 +149,7 @@ class _Profile:
         self.questions: dict[str, set[str]] = {}
         self.traced = False
         self._stack: list[str] = []
-        self._users = functools.cache(lambda file: not file.startswith(_NOT_THE_USERS))
+        self._users = functools.cache(_is_users)
 
     def enter(self, name: str, *_: Any) -> Leave:
         self._stack.append(name)
@@ -171,6 +176,12 @@ class _Profile:
                 self.questions.setdefault(self._stack[-1], set()).add(question)
 
 
+def _is_users(file: str) -> bool:
+    """Whether a file is neither torch's, nor ours, nor Python's own."""
+    pythons = file.startswith(_PYTHON) and "site-packages" not in file
+    return not pythons and not file.startswith(_NOT_THE_USERS)
+
+
 def _question(function: Any) -> str | None:
     try:
         return _BY_CALL.get(function)
@@ -183,6 +194,8 @@ def _names(codes: Collection[CodeType]) -> Names:
     attributes: set[str] = set()
     loaded: set[str] = set()
     for code in codes:
+        if code.co_name in _LOOKUPS:
+            continue  # of names that other code has loaded
         before, asking = "", 0
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and before != "COPY":

@@ -93,7 +93,7 @@ def encoded(thing: Any) -> Value:
     """A plain value itself; of anything else the kind of it, and what tells it from others."""
     kind = type(thing)
     if thing is None or kind in (bool, int) or (kind is float and math.isfinite(thing)):
-        return thing  # type: ignore[no-any-return]
+        return thing
     if kind is str:
         return str(thing) if len(thing) <= 200 else ("text", _digest(thing.encode()))
     if isinstance(thing, Tensor):
@@ -263,7 +263,7 @@ def _stepped(thing: Any, step: Step) -> Any:
     if kind == "attr":
         return attribute(thing, str(name))
     if kind == "key":
-        return dict.get(thing, name, GONE) if isinstance(thing, dict) else GONE  # type: ignore[arg-type]
+        return dict.get(thing, name, GONE) if isinstance(thing, dict) else GONE
     if kind == "item":
         place = isinstance(thing, list | tuple | deque) and int(name) < len(thing)
         return thing[int(name)] if place else GONE
@@ -278,7 +278,7 @@ def _stepped(thing: Any, step: Step) -> Any:
         return thing.__globals__.get(str(name), GONE)
     if kind == "default":
         named = isinstance(name, str)
-        return (thing.__kwdefaults__ or {}).get(name, GONE) if named else (
+        return (thing.__kwdefaults__ or {}).get(str(name), GONE) if named else (
             _stepped(thing.__defaults__ or (), ("item", name)))  # fmt: skip
     names = thing.__code__.co_freevars
     if name not in names or thing.__closure__ is None:
