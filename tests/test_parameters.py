@@ -1,4 +1,4 @@
-"""Parameters and gradients: what a site takes from a weight is read from it, or its change is no secret."""
+"""Parameters and gradients: what a site takes from a weight is read from it, or a change is no secret."""
 
 from __future__ import annotations
 
