@@ -71,7 +71,8 @@ class Decisions(Interpreter):
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._made = {node for node in descendants(inputs[:by]) if _holds_numbers(node)}
         self.nodes = {node for node in self._made if _is_bool(node) or _name(node) in BOUNDS | SIGNS}
-        self.place = list(module.graph.nodes).index
+        self._in_order = list(module.graph.nodes)
+        self.place = self._in_order.index
         self._sides: set[tuple[Node, int]] = set()
 
     def taken(self) -> Sides:
@@ -83,7 +84,7 @@ class Decisions(Interpreter):
         """Questions to which only one answer was ever seen, apart from whether something is finite or a
         divisor too small, or a number too large."""
         return [
-            node for node in self.module.graph.nodes
+            node for node in self._in_order
             if node in self.nodes and _is_bool(node) and not self._guards(node)
             and len({side for at, side in seen if at is node}) < 2
         ]  # fmt: skip

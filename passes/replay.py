@@ -30,7 +30,7 @@ from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import score_matrix
 from asapc.passes.branches import spoken
 from asapc.passes.cut import HALVES, Cut, Part, evaluate
-from asapc.passes.decisions import Change, Decisions, Sides, both_sides
+from asapc.passes.decisions import HUGE, Change, Decisions, Sides, both_sides
 from asapc.passes.lift import beside
 from asapc.passes.site import Site
 from asapc.program.calls import SiteFunction, site_function
@@ -51,6 +51,7 @@ EXAMPLES = 2  # of each batch, beyond the data
 ENTRIES = 1 << 18  # of a map beyond the data: of larger ones, one example
 FEW = 12  # tokens of the many runs that look for thresholds
 FEW_ENTRIES = 1 << 12  # of a map: of larger ones, fewer runs and one example
+BEYOND = (1e8, 1e9, 1e10)  # scales at which only what takes no differences of scores still is right
 ROUNDED = 10.0  # times the error of single precision on the same scores, which nobody can hold
 
 
@@ -356,17 +357,28 @@ class _Beyond:
     def _robust_error(
         self, sizes: dict[Any, int], change: Change, active: list[int] | None = None
     ) -> float | None:
-        """The relative error; None also where the operator's own in single precision is as large."""
+        """The relative error; None also where nobody can tell in single precision."""
         error = self._error(sizes, change, active)
         if error is None or error <= TOLERANCE:
             return error
+        own = self._own_rounding(sizes, change, active)
+        if max(map(abs, change)) > HUGE:  # there one scale may be lucky
+            own = max(own, *(self._own_rounding(sizes, Change(scale), active) for scale in BEYOND))
+            own = own if own <= TOLERANCE else math.inf
+        return None if error <= ROUNDED * own else error
+
+    def _own_rounding(
+        self, sizes: dict[Any, int], change: Change, active: list[int] | None
+    ) -> float:
+        """How far the operator in single precision is from itself; infinite where it is not finite."""
         t = self._masked(self._tensors(sizes, change), active)
         with torch.no_grad():
-            exact, rounded = (
+            exact, single = (
                 self.reference(x, x.v if self.site.takes_values else None)
                 for x in (t, _single(t, (torch.float64,)))
             )
-        return None if error <= ROUNDED * _difference(self.site, rounded, exact) else error
+        error = _difference(self.site, single, exact)
+        return math.inf if error != error else error
 
     def _shrunk(self, sizes: dict[Any, int], size: Any, to: int) -> dict[Any, int]:
         """Sizes in which a dynamic one, or the only symbol of a product, is smaller."""

@@ -55,7 +55,6 @@ class Site(ABC):
     head_dim: int | None
     probe_error: float
 
-    kernel = False  # whether its part begins with exp(scores), which no shift leaves in range
     takes_values = False  # whether its part ends with A v; with A otherwise
 
     @property
