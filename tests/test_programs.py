@@ -5,7 +5,7 @@ from __future__ import annotations
 import programs
 import pytest
 
-# Seeds whose programs between them are accepted, refused, patched and captured by modules, in a second or two each.
+# Programs that are accepted, refused, patched and captured by modules, in a second or two each.
 SEEDS: tuple[int, ...] = ()
 # Seeds that differed when they were last run, for whoever mends them; move them up when they hold.
 FOUND: tuple[int, ...] = ()
@@ -15,8 +15,12 @@ FOUND: tuple[int, ...] = ()
 def test_a_program_never_differs_silently(seed: int) -> None:
     spec = programs.drawn(seed)
     verdict = programs.judge(spec, seed)
-    wrong = {name: text for name, text in verdict.cases.items() if text.startswith(("SILENT", "raw error"))}
-    assert verdict.outcome in programs.SAFE and not wrong, f"{programs.differing(spec)}: {wrong or verdict.text}"
+    wrong = {
+        name: text for name, text in verdict.cases.items() if text.startswith(("SILENT", "raw error"))
+    }
+    assert verdict.outcome in programs.SAFE and not wrong, (
+        f"{programs.differing(spec)}: {wrong or verdict.text}"
+    )
 
 
 def test_a_silent_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
