@@ -201,6 +201,8 @@ def settled(spec: Spec) -> Spec:
         if s["family"] == "esp" and s["mask"] != "none":
             s.update(mask="padded_bm")
         s.update(place="before", dropout=0.0)
+    if s["family"] == "mixer" and "log_temperature" in (s["twist"], s["second"]):
+        s.update(twist="temperature", second="none")  # a mixer has no heads
     if s["family"] == "matcher":
         s.update(cross=True, returns="tensor", form="potentials", heads=1)
         if s["mask"] == "tokens":
