@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import programs
 import pytest
+from torch import Tensor, nn
 
-# Seeds whose programs between them are accepted, refused, patched and captured by modules, in a second or two each.
-SEEDS: tuple[int, ...] = ()
-# Seeds that differed when they were last run, for whoever mends them; move them up when they hold.
-FOUND: tuple[int, ...] = ()
+# Programs that are accepted, refused, patched and captured by modules, in a second or two each.
+SEEDS = (
+    203, 210, 217, 218, 220, 223, 224, 229, 230, 232, 235, 239,
+    241, 243, 245, 246, 254, 256, 259, 264, 276, 277, 279, 289,
+)  # fmt: skip
+# Programs that differed when they were last run, for whoever mends them: they move up when they hold.
+FOUND = (
+    200, 202, 204, 206, 208, 209, 211, 215, 219, 222, 227, 228, 231, 233, 244, 248, 250, 252, 253,
+    255, 257, 258, 262, 265, 269, 274, 275,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_program_never_differs_silently(seed: int) -> None:
     spec = programs.drawn(seed)
     verdict = programs.judge(spec, seed)
-    wrong = {name: text for name, text in verdict.cases.items() if text.startswith(("SILENT", "raw error"))}
-    assert verdict.outcome in programs.SAFE and not wrong, f"{programs.differing(spec)}: {wrong or verdict.text}"
+    wrong = {
+        name: text for name, text in verdict.cases.items() if text.startswith(("SILENT", "raw error"))
+    }
+    assert verdict.outcome in programs.SAFE and not wrong, (
+        f"{programs.differing(spec)}: {wrong or verdict.text}"
+    )
 
 
 def test_a_silent_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that is compiled to something else: one padded key too many is attended to."""
+    """Of a compiled model whose outputs are a thousandth off."""
     compiled_of = programs.compiled_of
 
-    def off(model, data):  # type: ignore[no-untyped-def]
+    def off(model: nn.Module, data: dict[str, Tensor]) -> tuple[nn.Module, None, list[str]]:
         live, _, sites = compiled_of(model, data)
-        hook = lambda module, args, out: out * (1 + 1e-3)  # noqa: E731
-        live.register_forward_hook(hook)
+        live.register_forward_hook(lambda module, args, out: out * 1.001)
         return live, None, sites
 
     monkeypatch.setattr(programs, "compiled_of", off)
