@@ -162,7 +162,7 @@ def _least(question: Question, hints: Mapping[Any, int], lengths: Collection[Any
         examples = (n for s, n in zip(symbols, least, strict=True) if s not in lengths)
         return sum(least), max(examples, default=0)
 
-    return dict(zip(symbols, min(ways, key=loss), strict=True))
+    return dict(zip(symbols, sorted(ways, key=loss)[0], strict=True))
 
 
 _Value = Callable[[Mapping[str, int]], Any]

@@ -434,7 +434,8 @@ def test_an_example_without_keys_gets_what_the_teacher_gives() -> None:
     keep = torch.arange(10) < torch.tensor([[10], [7], [4]])
     program = capture(model, (x, keep), {}).programs[0]
     (found,) = match(program)
-    assert isinstance(found, AttentionSite) and found.mask is not None and found.mask.empty.share.coefficient == 0.0
+    assert isinstance(found, AttentionSite) and found.mask is not None
+    assert found.mask.empty.share.coefficient == 0.0
     with torch.no_grad():
         keep = keep & torch.tensor([[True], [False], [True]])
         torch.testing.assert_close(lift(program, [found]).graph(x, keep), model(x, keep),

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
 
 from asapc.errors import InputError
 from asapc.formats.user_code import describe
@@ -60,7 +59,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
     """sha256 over names, dtypes, shapes and bytes, in the order of the names.  Raises InputError."""
-    lazy = [name for name, tensor in state.items() if isinstance(tensor, UninitializedTensorMixin)]
+    lazy = [name for name, tensor in state.items() if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise InputError(
             "a model's weights must have their sizes", got=f"{', '.join(lazy[:4])} of lazy layers",

@@ -263,7 +263,8 @@ def _stepped(thing: Any, step: Step) -> Any:
     if kind == "attr":
         return attribute(thing, str(name))
     if kind == "key":
-        return dict.get(thing, name, GONE) if isinstance(thing, dict) else GONE
+        items: dict[Any, Any] = thing if isinstance(thing, dict) else {}
+        return dict.get(items, name, GONE)  # a subclass may have a `get` of its own, which is not run
     if kind == "item":
         place = isinstance(thing, list | tuple | deque) and int(name) < len(thing)
         return thing[int(name)] if place else GONE

@@ -244,12 +244,12 @@ def _at_larger_sizes(
     count = fit.slices.shape[-2] if fit.slices is not None else q[3]
     for at in larger_sizes(trial.experiment.cut, lengths, batch, tokens, FORMED * q[1] * count):
         shapes = trial.shapes(at)
-        q, k = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-        result = trial.observer([at], [shapes])(q, k)
-        sample = [] if result is None else [EspSample(q, k, result)]
+        x, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+        result = trial.observer([at], [shapes])(x, y)
+        sample = [] if result is None else [EspSample(x, y, result)]
         error = error_of(fit.convention, fit.slices, sample, fit.weights) if sample else math.inf
         if not error <= STABILISED:
-            sizes = f"{q.shape[2]} queries and {k.shape[2]} keys"
+            sizes = f"{x.shape[2]} queries and {y.shape[2]} keys"
             return f"another sliced plan where there are {sizes}; relative error {error:.2g}"
     return None
 
