@@ -580,7 +580,7 @@ def _capture_modules(
         if any(_related(name, program.name) for program in found):
             continue
         call_args, call_kwargs = calls[name]
-        reason = state.reason(name, one_program=True)
+        reason = state.reason(name, one_program=True) or state.unlike_now(name, model)
         if reason is not None:
             failed[name] = reason
             continue

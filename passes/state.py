@@ -86,6 +86,17 @@ class Observed:
                 return f"{name or 'the model'} {reason}"
         return None
 
+    def unlike_now(self, within: str, model: nn.Module) -> str | None:
+        """What a module, or one inside it, reads whenever it is entered, and would not read now: a trace of
+        it alone would hold what the model leaves behind."""
+        for name, values in self.values.items():
+            if name == within or name.startswith(f"{within}."):
+                now = self.reads(name, model.get_submodule(name))
+                for steps, value in values.items():
+                    if now.get(steps, GONE) != value:
+                        return f"{name} reads {text_of(steps)}, which the model sets before it calls it"
+        return None
+
     def guard(self, name: str, now: dict[Steps, Value]) -> Reads:
         """What must be as it was for a compiled forward that has this module's code.
 
