@@ -29,6 +29,7 @@ from asapc.passes.cut import (
     SHAPE_ONLY,
     Cut,
     ancestors,
+    constant_at,
     data_dependent,
     holds_tensors,
     is_tensor,
@@ -333,10 +334,11 @@ class _Roles:
 def _roles(region: _Region) -> list[_Roles] | str:
     """What the vectors among the inputs may be, the simplest first; a reason where one is nothing.
 
-    One input can be a marginal of the rows, and one of the columns: data must be, constants may.
+    One input can be a marginal of the rows, and one of the columns: data must be, constants may. Constants
+    that are equal, as where a loop makes them anew, are one, which can be both.
     """
     options: list[tuple[Side, MarginalInput]] = []
-    for node, is_data in region.given.items():
+    for node, is_data in _distinct(region).items():
         floats = node.meta["val"].is_floating_point()
         if _is_matrix(node, region.start):
             if not floats:
@@ -353,8 +355,23 @@ def _roles(region: _Region) -> list[_Roles] | str:
     rows, columns = ([None, *(x for side, x in options if side == one)] for one in ("row", "column"))
     roles = [_Roles(mu, nu) for mu, nu in itertools.product(rows, columns)]
     return [
-        role for role in roles if role.nodes >= data and len(role.nodes) == len(role.given)
-    ] or "two inputs could be the same marginal"
+        role for role in roles
+        if role.nodes >= data and (len(role.nodes) == len(role.given) or not role.nodes & data)
+    ] or "two inputs could be the same marginal"  # fmt: skip
+
+
+def _distinct(region: _Region) -> dict[Node, bool]:
+    """The inputs of a region, and whether they are data; of constants that are equal, the first."""
+    inputs: dict[Node, bool] = {}
+    values: list[Tensor] = []
+    for node, is_data in region.given.items():
+        value = None if is_data else constant_at(region.graph, node, region.lengths())
+        if value is not None:
+            if any(torch.equal(value, other) for other in values):
+                continue
+            values.append(value)
+        inputs[node] = is_data
+    return inputs
 
 
 def _enters(node: Node, what: str) -> str:
