@@ -87,8 +87,8 @@ class Observed:
         return None
 
     def unlike_now(self, within: str, model: nn.Module) -> str | None:
-        """What a module, or one inside it, reads whenever it is entered, and would not read now: a trace of
-        it alone would hold what the model leaves behind."""
+        """What a module, or one inside it, reads whenever it is entered, and would not read now: a trace
+        of it alone would hold what the model leaves behind."""
         for name, values in self.values.items():
             if name == within or name.startswith(f"{within}."):
                 now = self.reads(name, model.get_submodule(name))

@@ -334,8 +334,8 @@ class _Roles:
 def _roles(region: _Region) -> list[_Roles] | str:
     """What the vectors among the inputs may be, the simplest first; a reason where one is nothing.
 
-    One input can be a marginal of the rows, and one of the columns: data must be, constants may. Constants
-    that are equal, as where a loop makes them anew, are one, which can be both.
+    One input can be a marginal of the rows, and one of the columns: data must be, constants may.
+    Constants that are equal, as where a loop makes them anew, are one, which can be both.
     """
     options: list[tuple[Side, MarginalInput]] = []
     for node, is_data in _distinct(region).items():
