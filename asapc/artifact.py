@@ -79,7 +79,7 @@ from asapc.program.state import QUESTIONS
 from asapc.program.summary import Summary, shown_by
 from asapc.terminal.printed import reason
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 SELECTION = "selection.json"
 Stage = Literal["graph", "lossless", "teacher"]
 STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
