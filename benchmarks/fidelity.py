@@ -54,8 +54,6 @@ IMDB = [
      {**paper(32, 3), "fit": "kl", "examples": 256}, 0.039, 0.003),
     ("shared by all layers, 3 c-transforms", {**paper(32, 3), "coefficients": "shared"}, 0.051, 0.004),
     ("raw projections, 3 c-transforms", {**paper(32, 3), "features": "raw"}, 0.077, 0.006),
-    ("rank displacement, 3 c-transforms",
-     {**paper(32, 3), "features": "rank_displacement:32:random"}, 0.084, 0.006),
     ("both duals, no c-transform", {"side": "both"}, 2.767, 0.297),
 ]  # fmt: skip
 # Table F.3, calibration size at 32 slices.

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature, feature_columns, lse, predict_dual, sliced, token_bias
-from asapc.features import rank_displacement as displacement
 from asapc.features.clouds import Budget, Clouds
 from asapc.kernels.cpu import sliced as kernel
 from asapc.operators.asap import dual
@@ -20,7 +19,7 @@ from asapc.operators.asap import dual
 E = torch.float64
 BUDGET = Budget(4, True)
 ANYWHERE = ["farthest:4"]  # besides those in HERE; where pivots lie, and coarse: test_predictors.py
-HERE = ["sliced:3", "rank_displacement:3", "raw", "norm", "active", "lse", "token_bias"]
+HERE = ["sliced:3", "raw", "norm", "active", "lse", "token_bias"]
 sizes = st.integers(1, 9)
 seeds = st.integers(0, 10_000)
 
@@ -71,10 +70,6 @@ def reference(family, clouds, theta):
     return clouds.centre(torch.from_numpy(out))
 
 
-def quantile(ys, rank):
-    return np.interp(rank, np.arange(1, len(ys) + 1), ys)
-
-
 def plain_potentials(a, ys):
     """ASAP, Eq. 12, its cancellation included."""
     order = np.argsort(a, kind="stable")
@@ -87,11 +82,6 @@ def plain_potentials(a, ys):
     return out
 
 
-def plain_displacement(a, ys):
-    ranks = np.array([((a < v).sum() + (a <= v).sum() + 1) / 2 for v in a])
-    return a - quantile(ys, (2 * ranks - 1) * len(ys) / (2 * len(a)) + 0.5)
-
-
 def centred(module, clouds, theta=None):
     return clouds.centre(module.columns(clouds, theta, BUDGET))
 
@@ -100,32 +90,20 @@ def close(found, expected, atol=1e-11):
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-11)
 
 
-LINES = pytest.mark.parametrize(
-    ("module", "plain"),
-    [(sliced, plain_potentials), (displacement, plain_displacement)],
-    ids=["sliced", "rank_displacement"],
-)
-
-
-# The two families on lines
-
-
-@LINES
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, n=sizes, m=sizes, x_masked=st.booleans(), y_masked=st.booleans())
-def test_lines_equal_the_plain_formula(module, plain, seed, n, m, x_masked, y_masked):
+def test_lines_equal_the_plain_formula(seed, n, m, x_masked, y_masked):
     clouds = case(seed, n, m, x_masked, y_masked)
     theta = theta_for(seed)
-    close(centred(module, clouds, theta), reference(plain, clouds, theta))
+    close(centred(sliced, clouds, theta), reference(plain_potentials, clouds, theta))
 
 
-@LINES
-def test_lines_equal_the_plain_formula_on_ties(module, plain):
+def test_lines_equal_the_plain_formula_on_ties():
     """Whole numbers on the axes, so that ties are exact, more of them than distinct values."""
     clouds = case(5, 40, 24, True, True)
     clouds = Clouds(clouds.x.round(), clouds.y.round(), clouds.x_keep, clouds.y_keep)
     theta = torch.eye(3)
-    close(centred(module, clouds, theta), reference(plain, clouds, theta))
+    close(centred(sliced, clouds, theta), reference(plain_potentials, clouds, theta))
 
 
 def transport_cost(a, b):
@@ -177,39 +155,23 @@ def test_hand_computed_pairs():
     clouds = Clouds(line(1, 3, 2), line(0, 4, 1))
     f = sliced.columns(clouds, ONE, BUDGET)
     close(f, line(0.5, 3.5, 2.0) - 0.5)  # the first sorted point has 0
-    close(displacement.columns(clouds, ONE, BUDGET), line(1 - 0, 3 - 4, 2 - 1))
 
 
 def test_hand_computed_unequal_counts():
-    """Two x, four y: the slope is the y of rank 4 / 2; T the y of ranks 1.5 and 3.5. Two x, three y: the
-    first x reaches into the y of rank 2."""
+    """Two x, four y: the slope is the y of rank 4 / 2. Two x, three y: the first x reaches into the
+    y of rank 2."""
     clouds = Clouds(line(5, 1), line(7, 0, 3, 4))
     close(sliced.columns(clouds, ONE, BUDGET), line((25 - 1) / 2 - 3 * 4, 0))
     close(sliced.columns(Clouds(line(5, 1), line(9, 0, 4)), ONE, BUDGET), line((25 - 1) / 2 - 4 * 4, 0))
-    close(displacement.columns(clouds, ONE, BUDGET), line(5 - 5.5, 1 - 1.5))
 
 
-def test_displacement_of_reflected_clouds_is_reflected():
-    clouds = case(3, 7, 4, True, True)
-    mirrored = Clouds(-clouds.x, -clouds.y, clouds.x_keep, clouds.y_keep)
-    theta = theta_for(0)
-    close(centred(displacement, mirrored, theta), -centred(displacement, clouds, theta))
-
-
-def test_a_cloud_does_not_move_onto_itself():
-    clouds = case(0, 8, 8)
-    moved = displacement.columns(Clouds(clouds.x, clouds.x), theta_for(0), BUDGET)
-    assert torch.equal(moved, torch.zeros_like(moved))
-
-
-@pytest.mark.parametrize("module", [sliced, displacement], ids=["sliced", "rank_displacement"])
-def test_masks_of_all_points_change_no_bit(module):
+def test_masks_of_all_points_change_no_bit():
     clouds = case(0, 7, 7)
     full = torch.ones(2, 7, dtype=torch.bool)
     theta = theta_for(0)
-    plainly = module.columns(clouds, theta, BUDGET)
+    plainly = sliced.columns(clouds, theta, BUDGET)
     for x_keep, y_keep in [(full, None), (None, full), (full, full)]:
-        masked = module.columns(Clouds(clouds.x, clouds.y, x_keep, y_keep), theta, BUDGET)
+        masked = sliced.columns(Clouds(clouds.x, clouds.y, x_keep, y_keep), theta, BUDGET)
         assert torch.equal(masked, plainly)
 
 
@@ -347,7 +309,7 @@ def test_one_point_gives_zero_and_equal_points_equal_values(text):
     close(equal, torch.zeros_like(equal), atol=1e-15)
 
 
-@pytest.mark.parametrize("text", ["sliced:3", "rank_displacement:3", "raw", "norm", "lse"])
+@pytest.mark.parametrize("text", ["sliced:3", "raw", "norm", "lse"])
 def test_duplicated_tokens_have_equal_values(text):
     clouds = case(1, 5, 4)
     clouds = Clouds(clouds.x.round(), clouds.y.round())
@@ -394,7 +356,7 @@ def test_float32_is_float64_rounded(text):
     assert (found - exact).abs().max() <= 2e-5
 
 
-@pytest.mark.parametrize("text", ["sliced:3", "rank_displacement:3", "raw", "norm", "lse"])
+@pytest.mark.parametrize("text", ["sliced:3", "raw", "norm", "lse"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_gradients(text, padded):
     clouds = case(4, 5, 4, heads=1)
@@ -469,7 +431,7 @@ def test_too_many_slices_of_a_basis_are_refused(kind):
 
 def test_features_parse():
     assert Feature.parse("sliced:8") == Feature("sliced", 8, "random")
-    assert Feature.parse("rank_displacement:8:axis") == Feature("rank_displacement", 8, "axis")
+    assert Feature.parse("sliced:8:axis") == Feature("sliced", 8, "axis")
     assert Feature.parse("norm") == Feature("norm")
 
 

@@ -31,7 +31,7 @@ def parameters_of(features: str, heads: int, dim: int, seed: int = 7) -> list[Te
     for name, _, count in (own.partition(":") for own in features.split()):
         if name == "coarse":
             made.append(points(heads, int(count), dim, seed=seed))
-        elif name in ("sliced", "rank_displacement"):
+        elif name == "sliced":
             made.append(torch.nn.functional.normalize(points(int(count), dim, seed=seed), dim=-1))
     return made
 
@@ -233,7 +233,7 @@ def test_strides_and_pooled_coefficients() -> None:
 def test_families_without_a_kernel() -> None:
     q, k = points(2, 2, 9, 5), points(2, 2, 9, 5, seed=1)
     keep = torch.arange(9, device=DEVICE) < torch.tensor([[9], [4]], device=DEVICE)
-    features = "raw norm lse coarse:3 rank_displacement:2 active coarse:2"
+    features = "raw norm lse coarse:3 active coarse:2"
     bias = points(2, 1, 9, 9, seed=5)
     assert_honest(q, k, features, keep, bias)
     assert_honest(q, k, "norm lse", keep)

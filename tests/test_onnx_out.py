@@ -291,9 +291,9 @@ FACTOR = [1.0, 1.0, 0.0, 0.0]
 
 
 def predicted(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
-    features, weights = "sliced:2 lse rank_displacement:2", torch.ones(2, 5)
+    features, weights = "sliced:2 lse raw", torch.ones(2, 7)
     dual = OPS.dual(
-        q, k, keep, None, [THETA[:2], THETA[:2]], weights, features, "source", 0.5, 3, True
+        q, k, keep, None, [THETA[:2]], weights, features, "source", 0.5, 3, True
     )  # fmt: skip
     return OPS.asap(q, k, v, keep, None, dual, None, 0.5, 3, FACTOR)
 

@@ -151,10 +151,10 @@ def test_c_transforms_from_a_dual(kind: str, c_transforms: int, side: str) -> No
 
 FEATURES = {
     "coarse": "coarse:4", "farthest": "farthest:4", "gaussian": "gaussian", "sliced": "sliced:3",
-    "norm": "norm", "raw": "raw", "lse": "lse", "active": "active", "rank": "rank_displacement:3",
+    "norm": "norm", "raw": "raw", "lse": "lse", "active": "active",
     "several": "coarse:4 gaussian sliced:3 lse",
 }  # fmt: skip
-WIDTHS = {"gaussian": 3, "sliced": 3, "raw": DIM, "rank_displacement": 3}
+WIDTHS = {"gaussian": 3, "sliced": 3, "raw": DIM}
 
 
 def parameters(features: str) -> tuple[list[Tensor], Tensor]:

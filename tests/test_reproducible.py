@@ -74,7 +74,7 @@ def test_two_runs_write_the_same_bytes(work: Path) -> None:
 
 FEATURES = [
     ("coarse:4",), ("sliced:8", "gaussian"), ("sliced:4:principal", "raw"),
-    ("gaussian", "norm", "lse", "rank_displacement:4", "active"), ("token_bias",),
+    ("gaussian", "norm", "lse", "active"), ("token_bias",),
 ]  # fmt: skip
 
 

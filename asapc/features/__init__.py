@@ -14,18 +14,7 @@ import torch
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.features import (
-    active,
-    coarse,
-    farthest,
-    gaussian,
-    lse,
-    norm,
-    rank_displacement,
-    raw,
-    sliced,
-    token_bias,
-)
+from asapc.features import active, coarse, farthest, gaussian, lse, norm, raw, sliced, token_bias
 from asapc.features.clouds import Budget, Clouds
 
 MAX_COUNT = 4096
@@ -52,13 +41,10 @@ class Family:
     derived: Callable[[Clouds, int], Tensor] | None = None
 
 
-def _as_counted(dim: Size, tokens: Size, count: int) -> Size:
-    return count
-
-
 FAMILIES: dict[str, Family] = {
     "sliced": Family(
-        sliced.columns, sliced.parameter, _as_counted, counted=True, kinds=sliced.KINDS
+        sliced.columns, sliced.parameter, counted=True, kinds=sliced.KINDS,
+        width=lambda dim, tokens, count: count,
     ),
     "gaussian": Family(gaussian.columns, width=lambda dim, tokens, count: 3),
     "coarse": Family(
@@ -67,9 +53,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "farthest": Family(coarse.columns, counted=True, derived=farthest.farthest_points),
     "raw": Family(raw.columns, width=lambda dim, tokens, count: dim),
-    "rank_displacement": Family(
-        rank_displacement.columns, sliced.parameter, _as_counted, counted=True, kinds=sliced.KINDS
-    ),
     "lse": Family(lse.columns),
     "token_bias": Family(token_bias.columns, width=lambda dim, tokens, count: tokens),
     "norm": Family(norm.columns),

@@ -18,24 +18,72 @@ Source: ASAP, Section 3.2, Eqs. 11-12, for n_x = n_y; the general case is ours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from asapc.errors import InputError
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.gaussian import moments
-from asapc.features.quantiles import (
-    Sort,
-    SortValues,
-    at,
-    drop_massless,
-    project,
-    stable_sort,
-    stable_sort_values,
-)
 
 KINDS = ("random", "orthogonal", "axis", "principal")
 AT_MOST_DIM = ("axis", "principal")
+Sort = Callable[[Tensor], tuple[Tensor, Tensor]]
+SortValues = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """a = theta . x [B, H, L, N] and b = theta . y [B, H, L, M], the largest float without mass.
+
+    n_x, n_y: [B|1, 1, 1, 1] int64, how many points carry mass.
+    """
+
+    a: Tensor
+    b: Tensor
+    n_x: Tensor
+    n_y: Tensor
+
+
+def project(clouds: Clouds, theta: Tensor) -> Lines:
+    """Both clouds on the directions theta [L, D]; O((N + M) L D) a head."""
+    a, n_x = _project(clouds.x, clouds.x_keep, theta)
+    b, n_y = _project(clouds.y, clouds.y_keep, theta)
+    return Lines(a, b, n_x, n_y)
+
+
+def _project(points: Tensor, keep: Tensor | None, theta: Tensor) -> tuple[Tensor, Tensor]:
+    # One product per head, so that a head's rounding does not depend on the heads beside it.
+    directions = theta.to(points).expand(*points.shape[:2], -1, -1)
+    values = directions @ points.transpose(-1, -2)
+    if keep is None:
+        return values, torch.full((1, 1, 1, 1), points.shape[2], device=points.device)
+    keep = keep[:, None, None, :]
+    last = torch.finfo(values.dtype).max  # not inf: the CPU twin's sort key has no room for it
+    return values.masked_fill(~keep, last), keep.sum(-1, keepdim=True)
+
+
+def stable_sort(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending along the last dimension: sorted values and the order that sorts."""
+    return torch.sort(values, dim=-1, stable=True)
+
+
+def stable_sort_values(values: Tensor) -> Tensor:
+    return stable_sort(values)[0]
+
+
+def drop_massless(ordered: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
+    """0 in place of the points without mass, which are behind the first `count` sorted ones."""
+    if keep is None:
+        return ordered
+    return ordered.masked_fill(torch.arange(ordered.shape[-1], device=ordered.device) >= count, 0.0)
+
+
+def at(ordered: Tensor, index: Tensor) -> Tensor:
+    """ordered [B, H, L, M] at int64 indices that broadcast to [B, H, L, R]."""
+    return ordered.gather(-1, index.expand(*ordered.shape[:-1], -1))
 
 
 def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:

@@ -26,7 +26,6 @@ from torch.nn import functional
 from asapc.features import gaussian
 from asapc.features.clouds import Budget, Clouds
 from asapc.features.coarse import coarse_problem
-from asapc.features.quantiles import drop_massless, project, quantiles, stable_sort_values
 from asapc.ir import Coupling, Side, Ties
 from asapc.kernels.dual import Backend
 from asapc.operators import asap as asap_meaning
@@ -473,21 +472,6 @@ def _c_transforms(clouds: Clouds, parameter: None, weights: Tensor, budget: Budg
     return torch.where(total == -math.inf, 0.0, clouds.cost_offset() - total) * weights
 
 
-def _rank_displacement(
-    clouds: Clouds, parameter: Tensor, weights: Tensor, budget: Budget
-) -> Tensor:
-    """features.rank_displacement.columns times weights [1|H, L]; ranks are counted, not searched."""
-    lines = project(clouds, parameter)
-    below = (lines.a[..., None, :] < lines.a[..., :, None]).sum(-1)
-    up_to = (lines.a[..., None, :] <= lines.a[..., :, None]).sum(-1)
-    ordered_y = drop_massless(stable_sort_values(lines.b), clouds.y_keep, lines.n_y)
-    numerator = (below + up_to) * lines.n_y + lines.n_x
-    moved = lines.a - quantiles(ordered_y, lines.n_y, numerator, 2 * lines.n_x.clamp(min=1))
-    if clouds.x_keep is not None:
-        moved = moved.masked_fill(~clouds.x_keep[:, None, None, :], 0.0)
-    return (moved * weights[:, :, None]).sum(2)
-
-
 def _token_bias(clouds: Clouds, parameter: None, weights: Tensor, budget: Budget) -> Tensor:
     """features.token_bias.columns, the identity, times weights [1|H, N]."""
     return weights.expand(clouds.x.shape[:3])
@@ -499,7 +483,6 @@ _DUALS = Backend(
         "farthest": _coarse_contribution,
         "gaussian": _gaussian,
         "lse": _c_transforms,
-        "rank_displacement": _rank_displacement,
         "token_bias": _token_bias,
     },
     _coarse,
