@@ -69,9 +69,7 @@ def tensor_of(
     return tensor
 
 
-def check_tensor(
-    name: str, tensor: Tensor, shape: Shape, dtype: torch.dtype = torch.float32
-) -> None:
+def check_tensor(name: str, tensor: Tensor, shape: Shape, dtype: torch.dtype = torch.float32) -> None:
     """InputError for another dtype or shape, and for a NaN or an infinity."""
     found = tuple(tensor.shape)
     fits = len(found) == len(shape) and all(
@@ -139,9 +137,7 @@ def _check_distilled(name: str, distilled: Distilled, known: Mapping[str, int | 
             sizes[axis] = sizes[axis] or size
 
 
-def _described(
-    operator: str, settings: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+def _described(operator: str, settings: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """The types of an operator's settings, and the axes of its tensors.  Raises KeyError for an operator
     that nothing is distilled into."""
     inner = OPERATORS[operator].hybrid_of
@@ -158,9 +154,7 @@ def distilled_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of a distilled operator by their names.  arguments: all it is given, as in a file."""
     return {
-        key: tensor_of(
-            tensors, f"{stem}.{key}", [None] * len(axes), _DTYPES.get(key, torch.float32)
-        )
+        key: tensor_of(tensors, f"{stem}.{key}", [None] * len(axes), _DTYPES.get(key, torch.float32))
         for key, axes in _described(operator, arguments)[1].items()
     }
 

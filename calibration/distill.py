@@ -272,9 +272,7 @@ class Distiller:
             settings=self.recipe.fit_settings(),
         )
 
-    def _beside_softmax(
-        self, fit: _Fit, train: Sequence[_Piece], held_out: Sequence[_Piece]
-    ) -> _Fit:
+    def _beside_softmax(self, fit: _Fit, train: Sequence[_Piece], held_out: Sequence[_Piece]) -> _Fit:
         """The hybrid form of the fit, with a convolution where the recipe asks for one."""
         hybrid = hybrid_of(fit.distilled, 0, self.convention.score_multiplier, None)
         if self.recipe.depthwise:

@@ -71,9 +71,7 @@ def shortages(fits: Fits, chosen: Sequence[AnySiteCalibration] | None = None) ->
     return [Shortage(tuple(sites), *lack) for lack, sites in found.items()]
 
 
-def _lacks(
-    fit: AnySiteCalibration, fits: Fits
-) -> Iterator[tuple[Literal["examples", "rows"], int, int]]:
+def _lacks(fit: AnySiteCalibration, fits: Fits) -> Iterator[tuple[Literal["examples", "rows"], int, int]]:
     examples = fit.examples
     if isinstance(fit, SiteCalibration):
         kept = [quality.kl_examples for quality in fit.quality if quality.kl_examples is not None]

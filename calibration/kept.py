@@ -58,9 +58,7 @@ class Kept(Generic[P]):
         there = ((i, {name: x for name, x in all_.items() if x is not None}) for i, all_ in named)
         return together(there), {"ends": self.ends, "full": self.full}
 
-    def take_turns(
-        self, parts: Sequence[Part], made: Callable[[Mapping[str, Tensor]], P]
-    ) -> None:
+    def take_turns(self, parts: Sequence[Part], made: Callable[[Mapping[str, Tensor]], P]) -> None:
         """Hold what one process would have kept of all batches, which were dealt to several in turn.
 
         parts: theirs, in the order of ranks.  made: a piece of its tensors.
@@ -68,9 +66,7 @@ class Kept(Generic[P]):
         batches: list[list[list[Mapping[str, Tensor]]]] = []
         for tensors, facts in parts:
             ends: list[Any] = [0, *facts["ends"]]
-            batches.append(
-                [[apart(tensors, str(i)) for i in range(*both)] for both in pairwise(ends)]
-            )
+            batches.append([[apart(tensors, str(i)) for i in range(*both)] for both in pairwise(ends)])
         self.pieces, self.ends, self.bytes = [], [], 0
         self.full = False
         for turn in range(max(map(len, batches))):

@@ -152,9 +152,7 @@ def coarse_problem(clouds: Clouds, pivots: Tensor) -> CoarseProblem:
     return CoarseProblem(scores, counts, member)
 
 
-def coarse_duals(
-    problem: CoarseProblem, x_keep: Tensor | None, budget: Budget
-) -> tuple[Tensor, Tensor]:
+def coarse_duals(problem: CoarseProblem, x_keep: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
     """u [B, H, N] and v [B, H, R] after the budget's half-steps from zero."""
     rows = problem.scores + problem.counts.log()[..., None, :]  # -inf on empty clusters
     empty = (problem.counts.sum(-1) == 0)[..., None]  # [B, H, 1]: no point with mass at all

@@ -127,5 +127,3 @@ class Amortised:
             "source_dual": source, "target_dual": key, "score_multiplier": loop["score_multiplier"],
             "c_transforms": self.plan.c_transforms, "output_factor": loop["output_factor"],
         }  # fmt: skip
-
-

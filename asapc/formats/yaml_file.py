@@ -32,10 +32,7 @@ class _Loader(yaml.SafeLoader):
         data = Located()
         yield data  # an alias inside may mean this very mapping
         data.update(self.construct_mapping(node))
-        data.lines = {
-            self.construct_object(key): key.start_mark.line + 1
-            for key, _ in node.value
-        }
+        data.lines = {self.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()

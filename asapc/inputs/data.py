@@ -199,9 +199,7 @@ class ArrayData(DataSource):
         for start in range(0, len(self._all), self._piece):
             yield rows(self._all, range(start, min(start + self._piece, len(self._all))))
 
-    def count(
-        self, batch_size: int, *, select: Select | None = None, limit: int | None = None
-    ) -> int:
+    def count(self, batch_size: int, *, select: Select | None = None, limit: int | None = None) -> int:
         hashes = self._all.hashes
         chosen = len(hashes) if select is None else sum(map(select, hashes))
         return math.ceil(min(chosen, chosen if limit is None else limit) / batch_size)
@@ -361,9 +359,7 @@ class Signature:
         named = [p for p in parameters if p.kind not in variable and p.name != "self"]
         self.arguments = tuple(p.name for p in named)
         self.required = tuple(p.name for p in named if p.default is inspect.Parameter.empty)
-        self.positional = tuple(
-            p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY
-        )
+        self.positional = tuple(p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY)
 
     @property
     def first_name(self) -> str:
@@ -464,9 +460,7 @@ def _check_unpacked(archive: zipfile.ZipFile, path: Path) -> None:
             raise ValueError("a compression that numpy does not write")
 
 
-def _read_npy(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path
-) -> np.ndarray[Any, Any]:
+def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> np.ndarray[Any, Any]:
     """One array, whose declared shape must be the size of what follows it."""
     with archive.open(info) as content:
         version = np.lib.format.read_magic(content)
@@ -552,9 +546,7 @@ def _input(value: object, name: str, place: str, first: int, own: bool = False) 
             tensor = tensor.float()
         example = _first_bad(tensor)
         if example is not None:
-            kind = (
-                "NaN" if torch.isnan(tensor[example] if tensor.dim() else tensor).any() else "inf"
-            )
+            kind = "NaN" if torch.isnan(tensor[example] if tensor.dim() else tensor).any() else "inf"
             raise InputError(
                 f"{place}: {name} must be finite",
                 got=f"{kind} in example {first + example} (counted from 0)",

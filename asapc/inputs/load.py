@@ -105,9 +105,7 @@ def _not_for(model: str | Path, option: str) -> InputError:
 
 def _require(path: Path) -> None:
     if not path.is_file():
-        raise InputError(
-            f"{path.parent} must hold {path.name}", got="no such file", help=MODEL_GRAMMAR
-        )
+        raise InputError(f"{path.parent} must hold {path.name}", got="no such file", help=MODEL_GRAMMAR)
 
 
 def _parse_kwargs(kwargs: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -139,9 +137,7 @@ def _module_teacher(
     )
 
 
-def _factory_teacher(
-    spec: str, weights: str | None, kwargs: str | Mapping[str, Any] | None
-) -> Teacher:
+def _factory_teacher(spec: str, weights: str | None, kwargs: str | Mapping[str, Any] | None) -> Teacher:
     # weights are read first: a wrong path is found before a large model is built
     state = None if weights is None else read_state_dict(weights)
     model = build_factory(spec, kwargs)
@@ -151,9 +147,7 @@ def _factory_teacher(
     return _module_teacher(model, f"{spec} with {weights}", spec)
 
 
-def _folder_teacher(
-    folder: Path, kwargs: str | Mapping[str, Any] | None, remote_code: bool
-) -> Teacher:
+def _folder_teacher(folder: Path, kwargs: str | Mapping[str, Any] | None, remote_code: bool) -> Teacher:
     config_path, weights_path = folder / "config.json", folder / "model.safetensors"
     try:
         config = read_json(config_path)
@@ -242,5 +236,3 @@ def _program_teacher(path: Path, trust: bool) -> Teacher:
         builtin=False,
         factory=None,
     )
-
-

@@ -62,9 +62,7 @@ def check_calls(model: Mapping[str, Any], trust: bool = False) -> None:
             raise UnsafeCallError(f"a number of {value.bit_length()} bits ({key})")
 
 
-def _check_graph(
-    graph: Mapping[str, Any], trust: bool, given: int, seen: set[int], depth: int
-) -> int:
+def _check_graph(graph: Mapping[str, Any], trust: bool, given: int, seen: set[int], depth: int) -> int:
     """The most bits that a number of the graph has.
 
     given: bits of the numbers that it is called with.  seen: ids of the graphs that were checked.

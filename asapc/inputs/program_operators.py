@@ -76,8 +76,7 @@ GROUPS = (
     _group(
         "normalisation",
         "layers around attention",
-        "batch_norm group_norm instance_norm layer_norm native_group_norm native_layer_norm "
-        "rms_norm",
+        "batch_norm group_norm instance_norm layer_norm native_group_norm native_layer_norm rms_norm",
     ),
     _group(
         "images",

@@ -369,9 +369,7 @@ def _features(value: Any, place: Place) -> tuple[str, ...]:
 
 def _budget(value: Any, place: Place) -> dict[str, float]:
     if not isinstance(value, Mapping) or not value:
-        raise InputError(
-            f"{place} must be a mapping such as {{attention_rel_l2: 0.05}}", got=repr(value)
-        )
+        raise InputError(f"{place} must be a mapping such as {{attention_rel_l2: 0.05}}", got=repr(value))
     return parse(value, BUDGET_TYPES, place, what="metric")
 
 
@@ -428,9 +426,7 @@ def _shapes(value: Any, place: Place) -> tuple[tuple[int, int], ...]:
 
 def _sites(value: Any, place: Place) -> dict[str, dict[str, Any]]:
     if not isinstance(value, Mapping):
-        raise InputError(
-            f"{place} must be a mapping of site patterns to overrides", got=repr(value)
-        )
+        raise InputError(f"{place} must be a mapping of site patterns to overrides", got=repr(value))
     parsed = {}
     for pattern, overrides in value.items():
         if not isinstance(pattern, str) or not pattern:
@@ -460,9 +456,7 @@ _COMPOUND: Mapping[str, Compound] = {
 def recipe_schema() -> dict[str, Any]:
     """The JSON Schema of a recipe file, which recipe.schema.json holds."""
     described = re.findall(r"^    ([a-z_, ]+?): +(\S.*(?:\n {8,}\S.*)*)", Recipe.__doc__ or "", re.M)
-    texts = {
-        key: " ".join(text.split()) for keys, text in described for key in keys.split(", ")
-    }
+    texts = {key: " ".join(text.split()) for keys, text in described for key in keys.split(", ")}
     kind = model("Recipe", TYPES, texts)
     return json_schema(kind, "asapc recipe", Recipe().to_dict())
 

@@ -205,9 +205,7 @@ def fitting(model: nn.Module, state: dict[str, Tensor], place: str) -> dict[str,
         state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     # tied weights are saved once: a name whose tensor is another, present name's is not missing
     present = {_memory(tensor) for name, tensor in expected.items() if name in state}
-    missing = [
-        name for name, t in expected.items() if name not in state and _memory(t) not in present
-    ]
+    missing = [name for name, t in expected.items() if name not in state and _memory(t) not in present]
     unexpected = [name for name in state if name not in expected]
     mismatched = [
         f"{name} ({_layout(state[name])} in the weights, {_layout(tensor)} in the model)"

@@ -41,17 +41,13 @@ def mean(values: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None
     return ratio(values, None, level, seed)
 
 
-def root_ratio(
-    above: Tensor, below: Tensor, level: float = LEVEL, seed: int = 0
-) -> Interval | None:
+def root_ratio(above: Tensor, below: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
     """Of sqrt(sum above / sum below), both [n] and not negative: a relative l2 error."""
     found = ratio(above, below, level, seed)
     return None if found is None else (math.sqrt(max(0.0, found[0])), math.sqrt(max(0.0, found[1])))
 
 
-def ratio(
-    above: Tensor, below: Tensor | None, level: float = LEVEL, seed: int = 0
-) -> Interval | None:
+def ratio(above: Tensor, below: Tensor | None, level: float = LEVEL, seed: int = 0) -> Interval | None:
     """Of sum above / sum below (below: ones where None); infinite where a value is not finite."""
     numerator = above.double().numpy()
     denominator = np.ones_like(numerator) if below is None else below.double().numpy()
@@ -82,9 +78,7 @@ def share(hits: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
     return min(low, exact[0]), max(high, exact[1])
 
 
-def difference(
-    first: Tensor, second: Tensor, level: float = LEVEL, seed: int = 0
-) -> Interval | None:
+def difference(first: Tensor, second: Tensor, level: float = LEVEL, seed: int = 0) -> Interval | None:
     """Of mean first - mean second, both bool [n] on the same examples, e.g. a drop of accuracy.
 
     Percentiles, widened to the square-and-add interval of the two discordant shares (only first,

@@ -62,9 +62,7 @@ class LOTAttention(nn.Module):
         self.mass_logits = nn.Parameter(torch.zeros(n_heads, n_pivots))
         self.convolution: nn.Conv1d | None = None
         if kernel_size:
-            self.convolution = nn.Conv1d(
-                d_model, d_model, kernel_size, padding="same", groups=d_model
-            )
+            self.convolution = nn.Conv1d(d_model, d_model, kernel_size, padding="same", groups=d_model)
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, N, H * D] -> [B, H, N, D]"""

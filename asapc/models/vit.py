@@ -167,9 +167,7 @@ class ViT(nn.Module):
         self.image_shape = (channels, image_height, image_width)
         self.pool = pool
         num_patches = (image_height // p1) * (image_width // p2)
-        self.to_patch_embedding = nn.Sequential(
-            Patches((p1, p2)), nn.Linear(channels * p1 * p2, dim)
-        )
+        self.to_patch_embedding = nn.Sequential(Patches((p1, p2)), nn.Linear(channels * p1 * p2, dim))
         self.pos_embedding = nn.Parameter(torch.randn(1, num_patches + 1, dim))
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
         self.dropout = nn.Dropout(emb_dropout)

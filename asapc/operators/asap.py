@@ -91,9 +91,7 @@ def open_dual(dual: Tensor, keep: Tensor | None) -> Tensor:
     return dual if keep is None else dual.masked_fill(~keep.any(-1)[:, None, None], 0.0)
 
 
-def first_c_transform(
-    source_dual: Tensor | None, target_dual: Tensor | None, c_transforms: int
-) -> Side:
+def first_c_transform(source_dual: Tensor | None, target_dual: Tensor | None, c_transforms: int) -> Side:
     """The side of the first c-transform.  Raises ValueError unless the duals fit the c-transforms."""
     wanted = 2 if c_transforms == 0 else 1
     given = [dual is not None for dual in (source_dual, target_dual)]
@@ -152,9 +150,7 @@ def dual_and_row_mass(
     return predicted, active_share(clouds)
 
 
-def first_pivots(
-    clouds: Clouds, features: str, parameters: Sequence[Tensor]
-) -> Tensor | None:
+def first_pivots(clouds: Clouds, features: str, parameters: Sequence[Tensor]) -> Tensor | None:
     for feature, parameter in zip(*feature_list(features, parameters), strict=True):
         if feature.family in CLUSTERED:
             return feature.parameter_for(clouds, parameter)

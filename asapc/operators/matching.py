@@ -320,9 +320,7 @@ def _bounds(tokens: Ranked, points: Tensor) -> tuple[tuple[Tensor, Tensor], bool
     return (torch.where(here, tokens.first, rank), torch.where(here, tokens.end, rank + 1)), True
 
 
-def _tied_costs(
-    clouds: Clouds, queries: Ranked, keys: Ranked, groups: _Groups, squared: bool
-) -> Tensor:
+def _tied_costs(clouds: Clouds, queries: Ranked, keys: Ranked, groups: _Groups, squared: bool) -> Tensor:
     """What the touched ranks add to the cost of their slices, every pair counted: [B, H, L].
 
     Where many pairs tie, the same two points do so in several slices: query by query, the distances

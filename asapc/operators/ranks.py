@@ -143,9 +143,7 @@ def _interpolated(g: Tensor, s: Tensor, n: Tensor, m: Tensor) -> Tensor:
     return torch.where(m > 1, whole + part.double() / (2 * gaps), (g * s).double())
 
 
-def partners(
-    coupling: Coupling, g: Tensor, g_end: Tensor, n: Tensor, m: Tensor
-) -> tuple[Tensor, Tensor]:
+def partners(coupling: Coupling, g: Tensor, g_end: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     """From which rank and up to which ranks g to g_end give mass.  All int64; n, m >= 1."""
     if coupling == "monotone":
         return _over(g * m, n), -_over(-g_end * m, n)

@@ -43,9 +43,7 @@ class SequenceCode(GraphCode):
     cut: by tensor of the call, the axis of its tokens, or None.
     """
 
-    def __init__(
-        self, graph: Graph, dtype: torch.dtype, handle: Any, cut: Sequence[int | None]
-    ) -> None:
+    def __init__(self, graph: Graph, dtype: torch.dtype, handle: Any, cut: Sequence[int | None]) -> None:
         self.group, self.cut = Group.of(handle), tuple(cut)
         super().__init__(graph, dtype)
 

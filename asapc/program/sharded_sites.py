@@ -41,9 +41,7 @@ def sinkhorn(
 ) -> Shard:
     """operators.sinkhorn.sinkhorn of the own queries: a shard of [B, H, N, E], or where v is None of the
     map [B, H, N, M]; forward only."""
-    return _loop(
-        q, k, v, keep, bias, None, None, score_multiplier, half_steps, rows_first, output_factor
-    )
+    return _loop(q, k, v, keep, bias, None, None, score_multiplier, half_steps, rows_first, output_factor)
 
 
 def asap(

@@ -194,13 +194,9 @@ def digest(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def _behind_fitted(
-    analysis: Analysis, fitted: Mapping[str, AnySiteCalibration]
-) -> list[Program]:
+def _behind_fitted(analysis: Analysis, fitted: Mapping[str, AnySiteCalibration]) -> list[Program]:
     """The lifted programs with every fitted site replaced."""
-    return rewritten_programs(
-        analysis.lifted, {name: site.replacement for name, site in fitted.items()}
-    )
+    return rewritten_programs(analysis.lifted, {name: site.replacement for name, site in fitted.items()})
 
 
 def _observed(tap: Tap, with_values: bool, batch: Batch) -> list[SiteTensors]:
@@ -225,9 +221,7 @@ def _within(
     recipe: Recipe,
 ) -> int:
     """The batch that fits into the limit, by trying; what collectors keep is bounded."""
-    keeping = [
-        p for p in pending if isinstance(p.collector, Distiller) or p.collector.recipe.fit == "kl"
-    ]
+    keeping = [p for p in pending if isinstance(p.collector, Distiller) or p.collector.recipe.fit == "kl"]
     for p in keeping:
         p.collector.keep_at_most(limit.kept(len(keeping), 2**28))
     tap = Tap(analysis.model, analysis.lifted, analysis.names)

@@ -102,9 +102,7 @@ def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def _emit_onnx(
-    folder: Path, c: Compilation, onnx: OnnxSettings | None, progress: Progress
-) -> None:
+def _emit_onnx(folder: Path, c: Compilation, onnx: OnnxSettings | None, progress: Progress) -> None:
     """model.onnx, if asked for or if the teacher is one: then its file is edited, where that can be."""
     if c.teacher.onnx is not None and c.whole:
         captured, compiled = c.analysis.capture.untouched[0].graph, c.compiled[0].graph

@@ -43,9 +43,7 @@ class Annealing:
         self.programs, self.graphs = programs, [program.graph for program in programs]
         self.starts = [[temperature_of(o) for o in soft_calls(graph)] for graph in self.graphs]
         if not any(self.starts):
-            operators = sorted(
-                {o.operator.name for g in self.graphs for o in operator_calls(g)}
-            )
+            operators = sorted({o.operator.name for g in self.graphs for o in operator_calls(g)})
             raise InputError(
                 "refresh: --anneal needs compiled layers that sort softly",
                 got=f"the operators {', '.join(operators)}",

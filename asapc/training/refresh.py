@@ -164,9 +164,7 @@ def train(
     progress.note(f"the model returns {outputs}")
     parts = [Part(batch, None) for batch in training]
     if settings.mode == "distil":
-        parts = _with_teacher(
-            teacher, training, leaf, settings, "teacher, training", progress, processes
-        )
+        parts = _with_teacher(teacher, training, leaf, settings, "teacher, training", progress, processes)
     else:
         _check_labels([*training, *selection], measured, source.source)
 
@@ -242,9 +240,7 @@ def _tail_line(entry: Mapping[str, Any]) -> str:
     )
 
 
-def put_weights(
-    programs: Sequence[Program], weights: Mapping[tuple[int, str], Tensor]
-) -> None:
+def put_weights(programs: Sequence[Program], weights: Mapping[tuple[int, str], Tensor]) -> None:
     """Trained weights into the programs, which may have been trained as copies on another device."""
     with torch.no_grad():
         for (number, name), tensor in weights.items():
@@ -609,9 +605,7 @@ def scores_leaf(output: Any) -> int:
     )
 
 
-def _require_finite(
-    loss: float, tensors: Sequence[Tensor], when: str, settings: RefreshSettings
-) -> None:
+def _require_finite(loss: float, tensors: Sequence[Tensor], when: str, settings: RefreshSettings) -> None:
     if math.isfinite(loss) and all(bool(tensor.isfinite().all()) for tensor in tensors):
         return
     raise InputError(
@@ -675,9 +669,7 @@ def _with_teacher(
     def scored(piece: Part) -> Shared:
         return {"scores": moved(pytree.tree_leaves(teacher(piece.batch))[leaf], CPU)}, None
 
-    scores = [
-        found["scores"] for _, (found, _) in processes.dealt(progress.track(pieces, label), scored)
-    ]
+    scores = [found["scores"] for _, (found, _) in processes.dealt(progress.track(pieces, label), scored)]
     split = iter(torch.cat(scores).split([len(batch) for batch in batches]))
     return [Part(batch, next(split)) for batch in batches]
 
@@ -707,9 +699,7 @@ def _count(batches: Sequence[Batch]) -> int:
 # The artefact
 
 
-def _manifest(
-    artifact: Artifact, entry: dict[str, Any], trained: set[tuple[int, str]]
-) -> dict[str, Any]:
+def _manifest(artifact: Artifact, entry: dict[str, Any], trained: set[tuple[int, str]]) -> dict[str, Any]:
     """The manifest with the refresh; what the fit of changed coefficients showed no longer holds."""
     manifest = dict(artifact.manifest)
     earlier = manifest.pop("refresh", None)

@@ -165,9 +165,7 @@ def expand(x: Any, shape: Any) -> Any:
 
 
 @on_tensor
-def pad(
-    x: Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode: str = "constant"
-) -> Tensor:
+def pad(x: Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode: str = "constant") -> Tensor:
     amounts = ints(pads, "the pads of Pad")
     dims = [*range(x.dim())] if axes is None else [d % x.dim() for d in ints(axes, "the axes of Pad")]
     pairs = dict(zip(dims, zip(amounts[: len(dims)], amounts[len(dims) :], strict=True), strict=True))
