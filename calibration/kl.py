@@ -227,20 +227,6 @@ class KlObjective:
             hessian = (hessian + hessian.T) / 2
         return Evaluation(value, gradient, hessian, magnitude)
 
-    def hessian_product(self, omega: Tensor, vector: Tensor) -> Tensor:
-        """Hessian at omega times v = `vector` [F], never formed:  X'(P 1 * Xv - P m),  m_j = E_j[Xv]."""
-        product = self.penalty * vector
-        for tile in self._tiles():
-            _, _, exponentials, total = tile.softmax(omega)
-            weight = tile.nu / total
-            moved = tile.columns @ vector  # [b, h, N]
-            means = (exponentials @ moved[..., None])[..., 0] / total
-            sums = torch.stack([weight, weight * means], -2) @ exponentials  # [b, h, 2, N]
-            response = sums[..., 0, :] * moved - sums[..., 1, :]
-            columns = tile.columns.reshape(-1, tile.columns.shape[-1])
-            product = product + (response.reshape(1, -1) @ columns)[0]
-        return product
-
     def uniform_hessian(self, features: int) -> Tensor:
         """The Hessian as if every column of P were uniform over the points with mass: [F, F].
 

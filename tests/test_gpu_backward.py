@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,6 +29,49 @@ HOSTILE = {  # smaller, and still of two tiles
 }
 # The plan and its slopes are rounded to the inputs' precision; the interpreter cuts bfloat16 off.
 STEPS = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor | None = None
+    f: Tensor | None = None
+    g: Tensor | None = None
+
+
+def close_rows_backward(
+    inputs: backward.Inputs, f: Tensor, g: Tensor | None, grad_f: Tensor
+) -> Gradients:
+    """Of f = close_rows(g): gradients of q, k and g [B, H, M], from that of f [B, H, N]."""
+    terms = backward.one_term(inputs, f, g, "row", grad_f)
+    dq, _, _ = backward._slopes(inputs, terms, None, "row", points=True)
+    dk, _, dg = backward._slopes(inputs, terms, None, "column", points=True, sums=True)
+    return Gradients(backward._given(dq), backward._given(dk), g=dg)
+
+
+def close_columns_backward(
+    inputs: backward.Inputs, f: Tensor | None, g: Tensor, grad_g: Tensor
+) -> Gradients:
+    """Of g = close_columns(f): gradients of q, k and f [B, H, N], from that of g [B, H, M]."""
+    terms = backward.one_term(inputs, f, g, "column", grad_g)
+    dq, _, df = backward._slopes(inputs, terms, None, "row", points=True, sums=True)
+    dk, _, _ = backward._slopes(inputs, terms, None, "column", points=True)
+    return Gradients(backward._given(dq), backward._given(dk), f=df)
+
+
+def attend_backward(
+    inputs: backward.Inputs, output: backward.Output, f: Tensor | None, g: Tensor | None
+) -> Gradients:
+    """Of out = attend(f, g): gradients of q, k, v, g and, unless None closed the rows, of f."""
+    if f is None:
+        out, f = backward._attend_again(inputs, output, g)
+        terms = backward.one_term(inputs, f, g, "row", backward._row_products(output, out))
+        dq, _, df = backward._slopes(inputs, terms, output, "row", points=True)
+    else:
+        terms = backward.one_term(inputs, f, g, "row", None)
+        dq, _, df = backward._slopes(inputs, terms, output, "row", points=True, sums=True)
+    dk, dv, dg = backward._slopes(inputs, terms, output, "column", points=True, values=True, sums=True)
+    return Gradients(backward._given(dq), backward._given(dk), dv, df, dg)
 
 
 def leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -114,7 +157,7 @@ def test_half_steps(name: str) -> None:
     f, g = case.dual("source"), case.dual("target")
 
     own_f = half_step.close_rows(q, k, keep, bias, g, SCALE)
-    own = backward.close_rows_backward(inputs, own_f, g, grad_f.to(DEVICE))
+    own = close_rows_backward(inputs, own_f, g, grad_f.to(DEVICE))
     results = both(
         case, (False, True), grad_f,
         lambda ref, _, g: c_transforms.close_rows(ref.scores, g, ref.log_mu),
@@ -123,7 +166,7 @@ def test_half_steps(name: str) -> None:
     assert_honest(own, results, case)
 
     own_g = half_step.close_columns(q, k, keep, bias, f, SCALE)
-    own = backward.close_columns_backward(inputs, f, own_g, grad_g.to(DEVICE))
+    own = close_columns_backward(inputs, f, own_g, grad_g.to(DEVICE))
     results = both(
         case, (True, False), grad_g,
         lambda ref, f, _: c_transforms.close_columns(ref.scores, f, ref.log_nu),
@@ -142,7 +185,7 @@ def test_attend(name: str, closes: bool) -> None:
     inputs, v = inputs_of(case)
     grad = upstream(*case.q.shape[:3], case.v.shape[3]).to(case.v.dtype)
     f = None if closes else case.dual("source")
-    own = backward.attend_backward(
+    own = attend_backward(
         inputs, backward.Output(grad.to(DEVICE), v, factors(case)), f, case.dual("target")
     )
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from asapc.memory import current, forget_peak, give_back, peak
 
 MAX_ROUNDS = 10_000
@@ -119,12 +121,5 @@ def extra_bytes(function: Callable[[], Any], device: str = "cpu") -> int | None:
 
 
 def _quartiles(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-
-    def at(fraction: float) -> float:
-        place = fraction * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return {"median_ms": at(0.5), "q1": at(0.25), "q3": at(0.75)}
+    q1, median, q3 = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return {"median_ms": median, "q1": q1, "q3": q3}

@@ -105,9 +105,3 @@ class ESPFormerViT(ViT):
     def forward(self, img: Tensor) -> Tensor:
         """img: [B, C, height, width].  Returns logits [B, classes]."""
         return self.classify(img)[0]
-
-    def set_temperature(self, softsort_temperature: float) -> None:
-        """Of every layer, for annealing during training."""
-        for module in self.modules():
-            if isinstance(module, ESPAttention):
-                module.softsort_temperature = softsort_temperature

@@ -7,7 +7,7 @@ State-dict names and the forward pass equal those of the released Sinkformers co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,16 +65,16 @@ class SinkhornAttention(nn.Module):
         return self.to_out(out), attention
 
 
-class PreNormAttention(nn.Module):
-    """norm, then attention; the residual is added outside."""
+class PreNorm(nn.Module):
+    """norm, then a block; the residual is added outside."""
 
     def __init__(self, dim: int, fn: nn.Module) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.fn = fn
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return cast("tuple[Tensor, Tensor]", self.fn(self.norm(x)))
+    def forward(self, x: Tensor) -> Any:
+        return self.fn(self.norm(x))
 
 
 class FeedForward(nn.Module):
@@ -94,18 +94,6 @@ class FeedForward(nn.Module):
         return cast(Tensor, self.net(x))
 
 
-class PreNormFeedForward(nn.Module):
-    """norm, then feed-forward; the residual is added outside."""
-
-    def __init__(self, dim: int, fn: FeedForward) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.fn = fn
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.fn(self.norm(x)))
-
-
 class Transformer(nn.Module):
     """x: [B, N, dim] -> ([B, N, dim], one attention [B, H, N, N] per layer)"""
 
@@ -115,9 +103,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList()
         for _ in range(depth):
-            blocks: list[nn.Module] = [PreNormAttention(dim, attention())]
+            blocks = [PreNorm(dim, attention())]
             if mlp_dim > 0:
-                blocks.append(PreNormFeedForward(dim, FeedForward(dim, mlp_dim, dropout)))
+                blocks.append(PreNorm(dim, FeedForward(dim, mlp_dim, dropout)))
             self.layers.append(nn.ModuleList(blocks))
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:

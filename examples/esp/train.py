@@ -21,6 +21,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from asapc.models import ESPFormerViT
+from asapc.models.esp import ESPAttention
 
 CONFIG = {
     "image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "dim": 64, "depth": 2,
@@ -50,7 +51,9 @@ def train(
     )
     model.train()
     for epoch in range(epochs):
-        model.set_temperature(temperatures[epoch])
+        for module in model.modules():
+            if isinstance(module, ESPAttention):
+                module.softsort_temperature = temperatures[epoch]
         start, total = time.perf_counter(), 0.0
         for index in torch.randperm(len(img), generator=generator).split(batch_size)[:steps]:
             loss = nn.functional.cross_entropy(model(img[index]), labels[index], label_smoothing=0.02)

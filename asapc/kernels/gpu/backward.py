@@ -91,43 +91,6 @@ class Orbit(NamedTuple):
     safe: Tensor
 
 
-class Gradients(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor | None = None
-    f: Tensor | None = None
-    g: Tensor | None = None
-
-
-def close_rows_backward(inputs: Inputs, f: Tensor, g: Tensor | None, grad_f: Tensor) -> Gradients:
-    """Of f = close_rows(g): gradients of q, k and g [B, H, M], from that of f [B, H, N]."""
-    terms = one_term(inputs, f, g, "row", grad_f)
-    dq, _, _ = _slopes(inputs, terms, None, "row", points=True)
-    dk, _, dg = _slopes(inputs, terms, None, "column", points=True, sums=True)
-    return Gradients(_given(dq), _given(dk), g=dg)
-
-
-def close_columns_backward(inputs: Inputs, f: Tensor | None, g: Tensor, grad_g: Tensor) -> Gradients:
-    """Of g = close_columns(f): gradients of q, k and f [B, H, N], from that of g [B, H, M]."""
-    terms = one_term(inputs, f, g, "column", grad_g)
-    dq, _, df = _slopes(inputs, terms, None, "row", points=True, sums=True)
-    dk, _, _ = _slopes(inputs, terms, None, "column", points=True)
-    return Gradients(_given(dq), _given(dk), f=df)
-
-
-def attend_backward(inputs: Inputs, output: Output, f: Tensor | None, g: Tensor | None) -> Gradients:
-    """Of out = attend(f, g): gradients of q, k, v, g and, unless None closed the rows, of f."""
-    if f is None:
-        out, f = _attend_again(inputs, output, g)
-        terms = one_term(inputs, f, g, "row", _row_products(output, out))
-        dq, _, df = _slopes(inputs, terms, output, "row", points=True)
-    else:
-        terms = one_term(inputs, f, g, "row", None)
-        dq, _, df = _slopes(inputs, terms, output, "row", points=True, sums=True)
-    dk, dv, dg = _slopes(inputs, terms, output, "column", points=True, values=True, sums=True)
-    return Gradients(_given(dq), _given(dk), dv, df, dg)
-
-
 def sinkhorn_backward(
     grad_out: Tensor,
     q: Tensor,
