@@ -10,14 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from trainable_loop import set_loop, trainable_sinkhorn_attention
 
 from asapc.models import ARCHITECTURES, SinkformerText, SinkformerViT
-from asapc.models.sinkhorn import (
-    PADDED_SCORE,
-    sinkhorn_attention,
-    trainable_sinkhorn_attention,
-)
-from asapc.models.text import MultiHeadAttention, sinusoid_table
+from asapc.models.sinkhorn import PADDED_SCORE, sinkhorn_attention
+from asapc.models.text import sinusoid_table
 from asapc.models.vit import Patches
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
@@ -328,9 +325,7 @@ def test_shipped_code_teacher() -> None:
     batches = list(open_data(str(folder / "code.npz"), None).batches(2, limit=32))
     with torch.no_grad():
         usual = model(**batches[0].kwargs)[0]
-        for module in model.modules():
-            if isinstance(module, MultiHeadAttention):
-                module.loop = trainable_sinkhorn_attention  # the same map, ten times as fast
+        set_loop(model, trainable_sinkhorn_attention)  # the same map, ten times as fast
         found = [model(**batch.kwargs)[0] for batch in batches]
     torch.testing.assert_close(found[0], usual, rtol=1e-3, atol=1e-4)
     labels = torch.cat([batch.labels for batch in batches if batch.labels is not None])

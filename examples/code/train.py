@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import re
+import sys
 import sysconfig
 import time
 from collections import Counter
@@ -25,8 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asapc.models import SinkformerText
-from asapc.models.sinkhorn import trainable_sinkhorn_attention
-from asapc.models.text import MultiHeadAttention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from trainable_loop import set_loop, trainable_sinkhorn_attention
 
 OUT = Path(__file__).resolve().parents[2] / "asapc" / "demo_data" / "code"
 PACKAGES = ("asyncio", "distutils", "email", "idlelib", "lib2to3", "multiprocessing", "tkinter", "xml")
@@ -117,12 +119,6 @@ class Draw:
             file, line = self._places[label][self._random.integers(len(self._places[label]))]
             texts.append(window(self._files[label][file], line, length))
         return encode(texts, self._vocabulary, length), torch.from_numpy(labels)
-
-
-def set_loop(model: nn.Module, loop: object) -> None:
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module.loop = loop
 
 
 def train(model: SinkformerText, draw: Draw, phases: tuple[tuple[int, int, int], ...]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asapc.models import SinkformerViT
-from asapc.models.sinkhorn import trainable_sinkhorn_attention
-from asapc.models.vit import SinkhornAttention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from trainable_loop import set_loop, trainable_sinkhorn_attention
 
 CONFIG = {
     "image_size": 28,
@@ -72,12 +74,6 @@ def train(model: nn.Module, img: Tensor, labels: Tensor, epochs: int) -> None:
         schedule.step()
         seconds = time.perf_counter() - start
         print(f"epoch {epoch + 1}/{epochs}  loss {total / len(order):.4f}  {seconds:.0f} s", flush=True)
-
-
-def set_loop(model: nn.Module, loop: object) -> None:
-    for module in model.modules():
-        if isinstance(module, SinkhornAttention):
-            module.loop = loop
 
 
 def main() -> None:

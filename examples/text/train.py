@@ -18,6 +18,7 @@ import csv
 import gzip
 import json
 import re
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -28,8 +29,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asapc.models import SinkformerText
-from asapc.models.sinkhorn import trainable_sinkhorn_attention
 from asapc.models.text import MultiHeadAttention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from trainable_loop import set_loop, trainable_sinkhorn_attention
 
 PAD, UNKNOWN = 0, 1
 COMMON = {
@@ -136,12 +139,6 @@ def train(
                     f"{seconds:.0f} s",
                     flush=True,
                 )
-
-
-def set_loop(model: nn.Module, loop: object) -> None:
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module.loop = loop
 
 
 def main() -> None:
