@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class SiteStatistics:
         """Make slices and pivots from a batch, unless an earlier one has made them."""
         active = _active_examples(tensors)
         if len(active):
-            sample = _select(tensors, active)
+            sample = select(tensors, active)
             for dual in self.duals:
                 dual.prepare(sample)
 
@@ -151,8 +151,8 @@ class SiteStatistics:
                 tensors.update({f"{dual.side}.{name}": tensor for name, tensor in equations})
         if self._intercepts:
             tensors["intercepts"] = torch.cat(self._intercepts)
-        seen = asdict(self.range) if self.range.known else None
-        return tensors, {"examples": self.examples, "seconds": self.seconds, "range": seen}
+        facts = {"examples": self.examples, "seconds": self.seconds, "range": self.range.to_dict()}
+        return tensors, facts
 
     def restore(
         self,
@@ -334,7 +334,7 @@ def pieces(tensors: SiteTensors, every: bool = False) -> list[SiteTensors]:
     batch, heads, queries, _ = tensors.q.shape
     size = max(1, _PIECE // max(1, heads * queries * tensors.k.shape[2]))
     chosen = torch.arange(batch, device=tensors.q.device) if every else _active_examples(tensors)
-    return [_select(tensors, part) for part in chosen.split(size) if len(part)]
+    return [select(tensors, part) for part in chosen.split(size) if len(part)]
 
 
 def _active_examples(tensors: SiteTensors) -> Tensor:
@@ -342,7 +342,8 @@ def _active_examples(tensors: SiteTensors) -> Tensor:
     return index if tensors.keep is None else index[tensors.keep.any(-1)]
 
 
-def _select(tensors: SiteTensors, index: Tensor) -> SiteTensors:
+def select(tensors: SiteTensors, index: Tensor) -> SiteTensors:
+    """The examples at index [b]."""
     bias = tensors.bias
     if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
         bias = bias[index]

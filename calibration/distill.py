@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asapc.calibration.collect import check_finite, pieces
+from asapc.calibration.collect import check_finite, pieces, select
 from asapc.calibration.kept import Kept
 from asapc.calibration.stored import SiteDistillation
 from asapc.calibration.students import COUPLING, TIES, Maker, asked, hybrid_of, maker_of, refusal
@@ -297,13 +297,7 @@ class Distiller:
 
 
 def _split(t: SiteTensors, size: int) -> Iterator[SiteTensors]:
-    for start in range(0, t.q.shape[0], size):
-        part = slice(start, start + size)
-        bias = t.bias
-        if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
-            bias = bias[part]
-        keep, v = (None if x is None else x[part] for x in (t.keep, t.v))
-        yield SiteTensors(t.q[part], t.k[part], keep, bias, None, v)
+    return (select(t, part) for part in torch.arange(len(t.q), device=t.q.device).split(size))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from asapc.calibration.checked import check_fit
 from asapc.calibration.collect import SiteStatistics, check_finite, finish, pieces
 from asapc.calibration.distill import Distiller
 from asapc.calibration.reading import Examples, Reading
+from asapc.calibration.shards import Shards
 from asapc.calibration.stored import (
     AnySiteCalibration,
     SiteCalibration,
@@ -50,22 +51,8 @@ Observe = Callable[[Batch], list[SiteTensors]]
 Tensors = Mapping[str, Tensor]
 
 
-class Aside(Protocol):
-    """Where unfinished work is kept, see calibration.shards."""
-
-    def get(self, key: str) -> tuple[Tensors, Mapping[str, Any]] | None: ...
-
-    def put(self, key: str, tensors: Tensors, facts: Mapping[str, Any]) -> None: ...
-
-    def drop(self, key: str) -> None: ...
-
-    def keys(self) -> list[str]: ...
-
-    def release(self, name: str) -> None: ...
-
-
 class Nowhere:
-    """An Aside that keeps nothing."""
+    """Keeps nothing of what is put aside."""
 
     def get(self, key: str) -> None: ...
 
@@ -77,6 +64,10 @@ class Nowhere:
         return []
 
     def release(self, name: str) -> None: ...
+
+
+Aside = Shards | Nowhere
+"""Where unfinished work is kept."""
 
 
 @dataclass

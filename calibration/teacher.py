@@ -62,11 +62,8 @@ class TeacherDuals:
         total = self.scores.new_zeros(self.scores.shape[:2])
         for index, side in enumerate(("source", "target")):
             clouds = clouds_of(self._wide(), self.convention.score_multiplier, side)  # type: ignore[arg-type]
-            dual = self.after(half_steps)[index]
+            dual = self.after(half_steps)[index] + clouds.cost_offset()
             keep = clouds.x_keep
-            if keep is not None:
-                dual = dual.masked_fill(~keep[:, None, :], 0.0)
-            dual = dual + clouds.cost_offset()
             if keep is None:
                 total = total + dual.mean(-1)
             else:

@@ -272,3 +272,7 @@ def _linked(value: Any, nodes: dict[str, Node]) -> Any:
         items = [_linked(item, nodes) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+Code = GraphModule | GraphCode
+"""A graph that runs in a module and can be edited."""

@@ -31,14 +31,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from asapc.errors import InputError
 from asapc.program.calls import Operands, operator_calls
+from asapc.program.code import Code
 
 MARGIN = 0.1
 _PENDING = 256  # batches whose bounds stay on the device until they are counted
@@ -162,15 +163,6 @@ class _Watch:
         low, high = (x if math.isfinite(x) else None for x in (self.low, self.high))
         counted = {"batches": self.batches, "out_of_range": self.out_of_range}
         return {**counted, "low": low, "high": high}
-
-
-class Code(Protocol):
-    """A graph that runs in a module and can be edited."""
-
-    @property
-    def graph(self) -> Graph: ...
-
-    def recompile(self) -> Any: ...
 
 
 @dataclass

@@ -209,7 +209,11 @@ def train(
             "tolerance": settings.tolerance if certified else None,
             "passed": passed_through(passed),
         }
-        progress.note(_tail_line(entry["tail"]))
+        half_steps = entry["tail"]["passed"]
+        progress.note(
+            f"gradients passed through {half_steps['min']:g} to {half_steps['max']:g} half-steps "
+            f"of a loop, {half_steps['median']:g} in the middle"
+        )
     if annealing is not None:
         soft = evaluate(teacher, objective, measured, settings.batch_size, processes)
         entry["anneal"] = {
@@ -229,14 +233,6 @@ def train(
         artifact.seen_hashes | hashes,
         example.on(CPU),
         None if annealing is None else harden,
-    )
-
-
-def _tail_line(entry: Mapping[str, Any]) -> str:
-    passed = entry["passed"]
-    return (
-        f"gradients passed through {passed['min']:g} to {passed['max']:g} half-steps of a loop, "
-        f"{passed['median']:g} in the middle"
     )
 
 
@@ -499,7 +495,7 @@ def fit(
         measured = annealing.hard(runner.model)
     before = evaluate(measured, objective, selection, settings.batch_size, processes)
     _require_finite(before["loss"], tensors, "before training", settings)
-    best = Best(0, before, _copies(tensors))
+    best = Best(0, before, [tensor.detach().clone() for tensor in tensors])
     steps = _steps([part.batch for part in training], settings.batch_size)
     for epoch in range(1, settings.epochs + 1):
         shuffled = progress.track(
@@ -516,7 +512,7 @@ def fit(
         _require_finite(metrics["loss"], tensors, f"after epoch {epoch}", settings)
         progress.note(f"epoch {epoch}: {_line(metrics)} (before: {_line(before)})")
         if metrics["loss"] < best.metrics["loss"]:
-            best = Best(epoch, metrics, _copies(tensors))
+            best = Best(epoch, metrics, [tensor.detach().clone() for tensor in tensors])
         if epoch == 1:
             idle = [parameter.label for parameter in trained if parameter.tensor.grad is None]
             if idle:
@@ -634,10 +630,6 @@ def _slices(parts: Sequence[Part], batch_size: int) -> Iterator[Part]:
 def _rows(part: Part, index: list[int] | range) -> Part:
     taken = None if part.teacher is None else part.teacher[torch.as_tensor(list(index))]
     return Part(rows(part.batch, index), taken)
-
-
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
 
 
 def _line(metrics: dict[str, float]) -> str:

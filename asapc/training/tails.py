@@ -20,10 +20,9 @@ from torch.fx import GraphModule
 from asapc.errors import InputError
 from asapc.operators.catalogue import OF_GRADIENTS, OPERATORS, by_name, ordered
 from asapc.program import calls
-from asapc.program.code import GraphCode
+from asapc.program.code import Code
 from asapc.program.compiled import Forward
 
-Code = GraphModule | GraphCode
 CERTIFIED = "certified"
 TOLERANCE = 1e-3  # of a certified tail, unless another is asked for
 assert calls  # registers the operators
