@@ -285,7 +285,7 @@ def test_an_interrupt_leaves_the_old_artefact(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(refresh, "_copies", interrupted)
+    monkeypatch.setattr(refresh, "_require_finite", interrupted)
     arguments = ("refresh", out, "--data", work / "data.npz", "--distil")
     expect(capsys, EXIT_INTERRUPTED, arguments, "untouched")
     assert files(out) == files(work / "out")
