@@ -108,8 +108,10 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def _side_and_points(side: str) -> tuple[PredictedSide, Points]:
-    if side == "source" or side == "target":
-        return side, "all"
+    if side == "source":
+        return "source", "all"
     if side == "active":
         return "source", "active"
+    if side == "target":
+        return "target", "all"
     raise ValueError(f"side must be source, active or target, got {side!r}")
