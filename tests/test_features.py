@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
 from asapc.errors import InputError
 from asapc.features import MAX_COUNT, Feature, feature_columns, lse, predict_dual, sliced, token_bias
 from asapc.features.clouds import Budget, Clouds
