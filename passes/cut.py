@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,26 +217,23 @@ def mask_root(node: Node) -> Node:
 
 def descendants(nodes: Sequence[Node]) -> set[Node]:
     """Everything computed from the nodes, without them."""
-    found: set[Node] = set()
-    stack = [user for node in nodes for user in node.users]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.users)
-    return found
+    return reached((user for node in nodes for user in node.users), lambda node: node.users)
 
 
 def ancestors(*nodes: Node, until: Container[Any] = ()) -> set[Node]:
     """The nodes and everything they are computed from; operators in `until` are the last on their way."""
+    return reached(nodes, lambda node: () if node.target in until else node.all_input_nodes)
+
+
+def reached(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The nodes, and all that going onward from any of them leads to."""
     found: set[Node] = set()
-    stack = list(nodes)
+    stack = [*starts]
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            if node.target not in until:
-                stack.extend(node.all_input_nodes)
+            stack.extend(onward(node))
     return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import WRITTEN, PlanConvention, Written
-from asapc.passes.cut import is_tensor
+from asapc.passes.cut import is_tensor, reached
 from asapc.passes.plan.loops import NORMS, PRODUCTS, SOFTMAXES, SUMS
 from asapc.passes.plan.probe import Observed, PlanFit, plan_of
 from asapc.passes.products import BARRIERS
@@ -39,17 +39,13 @@ BOUNDED = {
 
 def may_hide(scores: Node) -> bool:
     """Whether scores may be as low as a mask makes them: they are given, looked up, or masked."""
-    seen: set[Node] = set()
-    stack = [scores]
-    while stack:
-        node = stack.pop()
-        if node in seen or not is_tensor(node) or node.target in BOUNDED or node.op == "get_attr":
-            continue
-        if node.op == "placeholder" or node.target is aten.embedding.default:
-            return True
-        seen.add(node)
-        stack.extend(node.all_input_nodes)
-    return False
+    def onward(node: Node) -> list[Node]:
+        return node.all_input_nodes if is_tensor(node) and node.target not in BOUNDED else []
+
+    return any(
+        is_tensor(node) and (node.op == "placeholder" or node.target is aten.embedding.default)
+        for node in reached([scores], onward)
+    )
 
 
 def with_hidden(

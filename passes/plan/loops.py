@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor
+from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor, reached
 from asapc.passes.products import BARRIERS, VIEWS, is_vector, product_of, rank_of, same
 
 aten = torch.ops.aten
@@ -229,21 +229,12 @@ def _chains(sums: Mapping[Node, _Sum]) -> list[list[Node]]:
     return [sorted(chain, key=order.__getitem__) for chain in members.values()]
 
 
-def _sums_above(node: Node, sums: Mapping[Node, _Sum]) -> list[Node]:
+def _sums_above(node: Node, sums: Mapping[Node, _Sum]) -> set[Node]:
     """The sums that a sum is computed from, each without another between."""
-    found: list[Node] = []
-    seen: set[Node] = set()
-    stack = [*node.all_input_nodes]
-    while stack:
-        current = stack.pop()
-        if current in seen or not is_tensor(current):
-            continue
-        seen.add(current)
-        if current in sums:
-            found.append(current)
-        elif _is_local(current):
-            stack.extend(current.all_input_nodes)
-    return found
+    def onward(current: Node) -> list[Node]:
+        return current.all_input_nodes if current not in sums and _is_local(current) else []
+
+    return reached(node.all_input_nodes, onward) & sums.keys()
 
 
 def _between(chain: list[Node]) -> set[Node]:
@@ -320,13 +311,7 @@ def borders(graph: GraphModule, loop: Loop) -> Borders:
 
 def _above(nodes: Iterable[Node], until: Node | None) -> set[Node]:
     """What nodes are computed from within the loop's kind of code, them included; not through `until`."""
-    found: set[Node] = set()
-    stack = [*nodes]
-    while stack:
-        node = stack.pop()
-        if node in found or node is until or not is_tensor(node):
-            continue
-        found.add(node)
-        if _is_local(node):
-            stack.extend(node.all_input_nodes)
-    return found
+    above = reached(
+        nodes, lambda node: node.all_input_nodes if node is not until and _is_local(node) else ()
+    )
+    return {node for node in above if node is not until and is_tensor(node)}

@@ -33,6 +33,7 @@ from asapc.passes.cut import (
     data_dependent,
     holds_tensors,
     is_tensor,
+    reached,
 )
 from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome
 from asapc.passes.plan.damped import Pair
@@ -233,14 +234,10 @@ class _Region:
 
 def _made_of(start: Node) -> set[Node]:
     """Every tensor that is computed from the values of another, not from its sizes alone."""
-    found: set[Node] = set()
-    stack = [*start.users]
-    while stack:
-        node = stack.pop()
-        if node not in found and holds_tensors(node) and node.target not in SHAPE_ONLY:
-            found.add(node)
-            stack.extend(node.users)
-    return found
+    def onward(node: Node) -> list[Node]:
+        return [x for x in node.users if holds_tensors(x) and x.target not in SHAPE_ONLY]
+
+    return reached(onward(start), onward)
 
 
 def _is_symbol(size: Any) -> bool:

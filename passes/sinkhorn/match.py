@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
-from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, is_tensor, made_alike
+from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, descendants, is_tensor, made_alike
 from asapc.passes.early_stop import Trial, residuals_cut, residuals_of, what_a_stop_changes
 from asapc.passes.experiment import (
     STABILISED,
@@ -769,16 +769,7 @@ def used_outside(region: Region, besides: Iterable[Node] = ()) -> Node | None:
 
 def _is_live(node: Node) -> bool:
     """Whether the graph's output depends on the node."""
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current.op == "output":
-            return True
-        if current not in seen:
-            seen.add(current)
-            stack.extend(current.users)
-    return False
+    return any(user.op == "output" for user in descendants([node]))
 
 
 def heads_of(region: Region) -> int:

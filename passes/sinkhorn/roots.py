@@ -47,11 +47,8 @@ def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
         current = stack.pop()
         if current in between or current in found or not is_tensor(current):
             continue
-        if _is_bool(current) and depends_on_data(current):
-            root = mask_root(current)
-            if root is not current:
-                between |= _path(current, root)
-            found.add(root)
+        if _is_bool(current) and depends_on_data(current) and mask_root(current) is current:
+            found.add(current)
         elif current.op != "call_function" or current.target in BARRIERS:
             return None
         else:
@@ -62,15 +59,6 @@ def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
     (root,) = found
     keys = region.score.result.shape[-1]
     return (root, between) if rank_of(root) == 2 and same(root.meta["val"].shape[-1], keys) else None
-
-
-def _path(node: Node, root: Node) -> set[Node]:
-    """From a view or negation of the root to what it is of."""
-    path: set[Node] = set()
-    while node is not root:
-        path.add(node)
-        (node,) = (source for source in node.all_input_nodes if is_tensor(source))
-    return path
 
 
 def _broadcasts(node: Node, region: Region) -> bool:
