@@ -20,6 +20,7 @@ from torch.fx import Node
 from asapc.ir import Program, Stop
 from asapc.passes.branches import spoken
 from asapc.passes.cut import Cut, ancestors, depends_on_data, descendants
+from asapc.passes.experiment import relative_error
 from asapc.passes.products import BARRIERS, NORMALISERS
 from asapc.passes.sinkhorn.probe import HELD
 
@@ -129,8 +130,7 @@ def what_a_stop_changes(
             continue
         full = attention(trial, half_steps)
         for done in _half_steps_before(first.residual, inside, half_steps):
-            stopped = attention(trial, done)
-            error = float((stopped - full).abs().amax() / full.abs().amax().clamp(min=1e-300))
+            error = relative_error(attention(trial, done), full)
             if error > HELD:
                 return (
                     f"its loop ends early where a residual is at most {first.threshold:g}, which changes "

@@ -32,6 +32,7 @@ from asapc.passes.experiment import (
     assigned,
     larger_sizes,
     outcome,
+    relative_error,
     snapped,
 )
 from asapc.passes.lot.half import Half
@@ -474,7 +475,7 @@ def _reference(
 def _error(row: _Row, factor: OutputFactor) -> float:
     unit, seen, n, m, active, _ = row
     scale = factor.coefficient * n**factor.queries * m**factor.keys * active**factor.active
-    return float((unit * scale - seen).abs().max() / seen.abs().max().clamp(min=1e-300))
+    return relative_error(unit * scale, seen)
 
 
 def _factor(rows: Sequence[_Row]) -> tuple[OutputFactor, float]:
@@ -529,7 +530,7 @@ def _with_row_sums(
         )
         found = sums.run(points, lengths).reshape(exact.shape)
         late = order[candidate.inner.right] > min(order[node], order[candidate.outer.node])
-        if not late and float((found - exact).abs().max() / exact.abs().max()) <= STABILISED:
+        if not late and relative_error(found, exact) <= STABILISED:
             return replace(
                 site, row_sums=node, inside=site.inside | separated[0], covers=site.covers | separated[0]
             )

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from asapc.ir import WRITTEN, PlanConvention, Written
 from asapc.passes.cut import is_tensor, reached
+from asapc.passes.experiment import relative_error
 from asapc.passes.plan.loops import NORMS, PRODUCTS, SOFTMAXES, SUMS
 from asapc.passes.plan.probe import Observed, PlanFit, plan_of
 from asapc.passes.products import BARRIERS
@@ -103,8 +104,4 @@ def _conventions(found: PlanConvention, hides: bool) -> Iterator[PlanConvention]
 def _error(convention: PlanConvention, observed: Observed) -> float:
     """Largest error over all matrices that the teacher has, relative to the largest entry of them."""
     known = observed.plan.isfinite().all(-1).all(-1)
-    if not bool(known.any()):
-        return 0.0
-    theirs, ours = observed.plan[known].double(), plan_of(convention, observed)[known].double()
-    error = float((ours - theirs).abs().amax() / theirs.abs().amax().clamp(min=1e-300))
-    return math.inf if error != error else error
+    return relative_error(plan_of(convention, observed)[known], observed.plan[known])

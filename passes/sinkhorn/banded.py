@@ -25,7 +25,7 @@ from asapc.operators.catalogue import OPERATORS
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.branches import spoken
 from asapc.passes.cut import Part, constant_at
-from asapc.passes.experiment import outcome
+from asapc.passes.experiment import outcome, relative_error
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import KeyMask, Product, same, site_name
 from asapc.passes.regions import Region
@@ -231,7 +231,6 @@ class _Trials:
             convention.first_side == "row", factor_terms(convention.output_factor), convention.low,
             convention.high,
         )  # fmt: skip
-        scale = float(theirs.abs().max()) or 1.0
-        error = float((ours - theirs).abs().max()) / scale
+        error = relative_error(ours, theirs)
         self.error = max(self.error, error)
-        return math.inf if error != error else error
+        return error

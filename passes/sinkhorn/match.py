@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +33,7 @@ from asapc.passes.experiment import (
     assigned,
     larger_sizes,
     outcome,
+    relative_error,
 )
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, site_name
@@ -40,15 +42,16 @@ from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
 from asapc.passes.sinkhorn.probe import (
     HELD,
-    MILD,
     Fit,
     Guesses,
     Sample,
     attention_of,
-    blocks,
     convention_error,
+    drawings,
     identify,
+    overflown,
     score_multiplier,
+    separated,
     with_factor,
 )
 from asapc.passes.sinkhorn.roots import rooted
@@ -57,11 +60,6 @@ from asapc.passes.site import Found, Place, Unidentified
 
 aten = torch.ops.aten
 
-# Standard deviations of the probed scores, in units of epsilon. The sharp ones are for budgets of
-# hundreds of half-steps, which look converged at mild ones, and for constants not seen there.
-SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
-SHIFTS = (100.0, -900.0)
-FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
 LARGE = 64 * 64
 # Where loops converge soon, or late: a stop changes most where it has just become due.
 STOPPED_SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(49)))
@@ -71,7 +69,6 @@ FAR = 16.0  # times as many examples, and as many tokens, of which all but a few
 SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
-SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
 USED_ELSEWHERE = "an intermediate value of the loop is also used elsewhere"
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
@@ -251,44 +248,32 @@ def run_experiments(
     trial = scores(1.0)
     tried = experiment.attention(trial, neutral, lengths)
     settled = without_choice(dims)
-    apart = float((tried - first).abs().max())
-    if settled is not None and apart <= STABILISED * float(first.abs().max()):
+    if settled is not None and relative_error(tried, first) <= STABILISED:
         return settled
     rough = identify_multiplier(trial, tried)
     if isinstance(rough, NoFit):
         softmax_only = any(node.target in SOFTMAX for node in region.inside)
         return _describe(rough, region, softmax_only)
 
-    def sample(
-        spread: float, at: dict[Any, int], rows: float = 0.0, columns: float = 0.0, all: float = 0.0,
-        zeros: bool = False,
-    ) -> Sample | None:  # fmt: skip
-        size = experiment.size(at)
+    def sample(s: Tensor, at: dict[Any, int], mild: bool) -> Sample | None:
         inputs = neutral if at is lengths else resized(experiment, region, neutral, at)
-        s = scores(spread / abs(rough), size)
-        s = s.masked_fill(some_zeros(s), 0.0) if zeros else s
-        by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
-        s = s + (rows * by_row + columns * by_column + all) / rough
         a = experiment.attention(s, inputs, at)
-        if overflown(a):
-            return None
-        shifted = bool(rows or columns or all)
-        return Sample(four(s), four(a), mild=spread <= MILD and not shifted)
+        return None if overflown(a) else Sample(four(s), four(a), mild=mild)
 
     sizes = _lengths_to_try(experiment, lengths, region)
-    large = dims[-2] * dims[-1] > LARGE
-    drawn = [sample(spread, at) for spread in (FEW_SPREADS if large else SPREADS) for at in sizes]
-    for offset in SHIFTS:  # where scores are shifted, what is subtracted before exp is seen
-        drawn += [sample(1.0, lengths, rows=offset), sample(1.0, lengths, columns=offset),
-                  sample(1.0, lengths, all=offset)]  # fmt: skip
-    drawn.append(sample(MILD, lengths, zeros=True))
-    samples = [finite for finite in drawn if finite is not None]
+    samples = [
+        finite for drawn, at in drawings(sizes, dims[-2] * dims[-1] > LARGE)
+        if (finite := sample(drawn.scores(experiment.size(at), generator) / rough, at, drawn.mild))
+    ]  # fmt: skip
     if not samples:
         return "the region gives NaN or infinity on random scores"
     guesses = guesses_of(region.inside)
-    fit = identify(samples, guesses=guesses)
+    fit: Fit | NoFit = identify(samples, guesses=guesses)
     if isinstance(fit, Fit) and fit.rival is not None:
-        fit = _separated(experiment, neutral, lengths, samples, fit, guesses)
+        again = partial(identify, guesses=guesses)
+        fit = separated(
+            fit, samples, dims, lambda s: sample(s, lengths, False), convention_error, again
+        )
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
     mildest = samples[: len(sizes)]
@@ -362,11 +347,6 @@ def run_experiments(
                     return checked
                 bias = checked
     return fit, mask, bias, neutral
-
-
-def overflown(attention: Tensor) -> bool:
-    """Whether scores were past what exp holds: a map that is not finite, or has no mass at all."""
-    return not bool(attention.isfinite().all()) or not bool(attention.any(-1).any(-1).all())
 
 
 def _bias_coefficient(
@@ -490,12 +470,6 @@ def _stopping(
     )
 
 
-def some_zeros(scores: Tensor) -> Tensor:
-    """Every third of the scores, [*, N, M]: code may take one that is exactly 0 for a padded one."""
-    rows, columns = (torch.arange(size) for size in scores.shape[-2:])
-    return (rows[:, None] + columns) % 3 == 0
-
-
 def _symbols(sizes: Sequence[Any]) -> set[Any]:
     return {x for size in sizes if isinstance(size, torch.SymInt) for x in size.node.expr.free_symbols}
 
@@ -536,39 +510,6 @@ def _at_larger_sizes(
 def where(sizes: Sequence[int]) -> str:
     """Scores of these sizes, in words."""
     return f"where scores are {' x '.join(map(str, sizes))}"
-
-
-def _separated(
-    experiment: RegionExperiment,
-    neutral: Sequence[Tensor],
-    lengths: dict[Any, int],
-    samples: Sequence[Sample],
-    fit: Fit,
-    guesses: Guesses,
-) -> Fit | NoFit:
-    """The fit, held against its rival on scores on which the two differ; a reason if there are none."""
-    tried = list(samples)
-    for units in blocks(experiment.size(lengths)):
-        first, rival = fit.convention, fit.rival
-        if rival is None:
-            return fit
-        s = units / abs(first.score_multiplier)
-        expected = Sample(four(s), attention_of(first, four(s), None))
-        if not convention_error(rival, [expected]) > SEPARATES:
-            continue
-        a = experiment.attention(s, neutral, lengths)
-        if not bool(a.isfinite().all()):
-            continue
-        tried.append(Sample(four(s), four(a), mild=False))
-        found = identify(tried, guesses=guesses)
-        if isinstance(found, NoFit):
-            return found
-        fit = found
-    first, rival = fit.convention, fit.rival
-    return fit if rival is None else NoFit(
-        f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
-        f"({rival.first_side}s first) give the same attention on everything that was tried"
-    )
 
 
 def guesses_of(inside: Collection[Node]) -> Guesses:
@@ -707,7 +648,7 @@ def _hides(
         inputs = list(neutral)
         inputs[index] = key_pattern(neutral[index], active, None, score)
         found = four(experiment.attention(scores, inputs, lengths))
-        if float((found - hidden).abs().max()) <= STABILISED * float(hidden.abs().max()):
+        if relative_error(found, hidden) <= STABILISED:
             return score
     return HIDDEN_SCORE
 
