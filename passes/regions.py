@@ -48,36 +48,33 @@ def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
     """Candidate regions by score product: a product whose result, through anything but a layer,
     becomes the left operand of another product of the same [N, M]."""
     products = {node: product for node in graph.graph.nodes if (product := product_of(node)) is not None}
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
     regions: dict[Node, list[Region]] = {}
     for value in products.values():
         if is_vector(value):
             continue
         sources = _sources(value.left, products)
-        for source in sorted(sources, key=order.__getitem__, reverse=True):
-            region = _region(products[source], value, order)
+        for source in sorted(sources, reverse=True):
+            region = _region(products[source], value)
             if region is not None:
                 regions.setdefault(source, []).append(region)
-    return _one_score_per_value(regions, order)
+    return _one_score_per_value(regions)
 
 
-def _one_score_per_value(
-    regions: dict[Node, list[Region]], order: dict[Node, int]
-) -> dict[Node, list[Region]]:
+def _one_score_per_value(regions: dict[Node, list[Region]]) -> dict[Node, list[Region]]:
     """Nested products inside one loop (diag(u) K diag(v)) share a value product: the earliest
     score product of a value product owns it."""
     owner: dict[Node, Node] = {}
     for score, candidates in regions.items():
         for region in candidates:
             value = region.value.node
-            if value not in owner or order[score] < order[owner[value]]:
+            if value not in owner or score < owner[value]:
                 owner[value] = score
     kept: dict[Node, list[Region]] = {}
     for score, candidates in regions.items():
         mine = [r for r in candidates if owner[r.value.node] is score]
         if mine:
             # The last value product is the attention's; earlier ones are steps of a loop.
-            kept[score] = sorted(mine, key=lambda r: order[r.value.node], reverse=True)
+            kept[score] = sorted(mine, key=lambda r: r.value.node, reverse=True)
     return kept
 
 
@@ -101,12 +98,11 @@ def _same_matrix(first: Node, second: Node) -> bool:
     return len(a.shape) >= 3 and bool(same(a.numel(), b.numel()))
 
 
-def _region(score: Product, value: Product, order: dict[Node, int]) -> Region | None:
+def _region(score: Product, value: Product) -> Region | None:
     """The nodes on data paths from the scores to the attention, or None if a layer is on a path."""
     attention = value.left
-    last = order[attention]
     downstream = reached(
-        [score.node], lambda n: [user for user in n.users if is_tensor(user) and order[user] <= last]
+        [score.node], lambda n: [user for user in n.users if is_tensor(user) and not user > attention]
     )
     if attention not in downstream:
         return None
@@ -114,7 +110,7 @@ def _region(score: Product, value: Product, order: dict[Node, int]) -> Region | 
     inside.discard(score.node)
     if any(node.target in BARRIERS for node in inside):
         return None
-    in_order = tuple(sorted(inside, key=order.__getitem__))
+    in_order = tuple(sorted(inside))
     inputs: list[Node] = []
     for node in in_order:
         for source in node.all_input_nodes:

@@ -95,8 +95,7 @@ def find_loops(graph: GraphModule) -> list[Loop]:
             loops.append(Loop(tuple(chain), members[0].matrix, None, why))
     known = {node for loop in loops for node in loop.sums}
     loops += _of_parts({node: one for node, one in sums.items() if node not in known})
-    order = {node: place for place, node in enumerate(sums)}
-    return sorted(loops, key=lambda loop: order[loop.at])
+    return sorted(loops, key=lambda loop: loop.at)
 
 
 def behind_softmax(loop: Loop) -> Loop | None:
@@ -225,8 +224,7 @@ def _chains(sums: Mapping[Node, _Sum]) -> list[list[Node]]:
                 members[mine].append(other)
         members.setdefault(mine, []).append(node)
         group[node] = mine
-    order = {node: place for place, node in enumerate(sums)}
-    return [sorted(chain, key=order.__getitem__) for chain in members.values()]
+    return [sorted(chain) for chain in members.values()]
 
 
 def _sums_above(node: Node, sums: Mapping[Node, _Sum]) -> set[Node]:
@@ -262,7 +260,6 @@ def borders(graph: GraphModule, loop: Loop) -> Borders:
     Where several matrices enter it, such as scores and a bias in every half-step, the last of those that
     the fewest others enter beside.
     """
-    order = {node: place for place, node in enumerate(graph.graph.nodes)}
     below = descendants(loop.sums)
     core = (below & ancestors(*loop.sums)) | set(loop.sums)
     entries = {
@@ -277,24 +274,24 @@ def borders(graph: GraphModule, loop: Loop) -> Borders:
         return value.is_floating_point() and value.dim() >= 2 and bool(same(value.numel(), size))
 
     above = _above(entries, None)
-    candidates = [node for node in above if node in data and is_matrix(node)]
+    candidates = sorted((node for node in above if node in data and is_matrix(node)), reverse=True)
     beside = {}
     for start in candidates:
         after = descendants([start])
         others = _above(entries - {start}, start) - after - {start}
         beside[start] = sum(node in data and is_matrix(node) for node in others)
-    candidates.sort(key=lambda node: (beside[node], -order[node]))
+    candidates.sort(key=lambda node: beside[node])
     if not candidates:
         return Borders((), (), "its scores depend on parameters alone", loop.at)
     live = ancestors(graph.graph.output_node())
     ends, used = [], None
-    for end in sorted((below | set(loop.sums)) & live, key=order.__getitem__):
+    for end in sorted((below | set(loop.sums)) & live):
         if not is_tensor(end) or end in core - {loop.sums[-1]} or not is_matrix(end):
             continue
         within = ancestors(end)
         inside = (core | (below & within)) - {end}
         leaving = next(
-            (node for node in sorted(inside, key=order.__getitem__)
+            (node for node in sorted(inside)
              for user in node.users if user in live and user not in within), None,
         )  # fmt: skip
         if leaving is None:

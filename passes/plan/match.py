@@ -36,6 +36,7 @@ from asapc.passes.cut import (
     reached,
 )
 from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome, relative_error
+from asapc.passes.masks import FILLED
 from asapc.passes.plan.damped import Pair
 from asapc.passes.plan.hidden import may_hide, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
@@ -288,17 +289,10 @@ def _is_one_number(node: Node) -> bool:
     value = node.meta["val"]
     if all(isinstance(size, int) and size == 1 for size in value.shape):
         return True
-    if node.target in _FILLED:
+    if node.target in FILLED:
         return True
     sources = [n for n in node.all_input_nodes if is_tensor(n)]
     return node.target in STEPS and bool(sources) and all(_is_one_number(n) for n in sources)
-
-
-_FILLED = {
-    aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default,
-    aten.ones_like.default, aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
-    aten.new_full.default,
-}  # fmt: skip
 
 
 # What enters beside the scores

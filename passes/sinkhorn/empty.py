@@ -54,8 +54,7 @@ class EmptyExamples:
     ) -> None:  # fmt: skip
         self.experiment, self.convention, self.node = experiment, convention, node
         self.sizes, self.hidden = sizes, hidden
-        wide = experiment.region.score.node.meta["val"].dtype == torch.float64
-        self.own = experiment if wide else experiment.in_single()
+        self.own = experiment.own
 
     def of_mask(self) -> Empty | str:
         """Of a boolean mask, whose number is in the region's code."""

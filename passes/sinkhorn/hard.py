@@ -69,8 +69,7 @@ class _Trials:
         self, experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor],
         lengths: dict[Any, int],
     ) -> None:  # fmt: skip
-        wide = experiment.region.score.node.meta["val"].dtype == torch.float64
-        self.own = experiment if wide else experiment.in_single()
+        self.own = experiment.own
         self.index, self.bias = experiment.region.inputs.index(bias.node), bias
         self.neutral, self.lengths = neutral, lengths
         self.operator, self.settings = loop_of(convention)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -56,7 +56,7 @@ from asapc.passes.sinkhorn.probe import (
 )
 from asapc.passes.sinkhorn.roots import rooted
 from asapc.passes.sinkhorn.site import AttentionSite, ScoreBias
-from asapc.passes.site import Found, Place, Unidentified
+from asapc.passes.site import Found, Place, Site, Unidentified
 
 aten = torch.ops.aten
 
@@ -87,9 +87,11 @@ class RegionExperiment(Experiment):
         super().__init__(program.graph, inputs, output, region.inside, precision=precision)
         self.program, self.region = program, region
 
-    def in_single(self) -> RegionExperiment:
-        """The same in float32."""
-        return RegionExperiment(self.program, self.region, torch.float32)
+    @cached_property
+    def own(self) -> RegionExperiment:
+        """The same in float32, unless the region is in float64."""
+        wide = self.region.score.node.meta["val"].dtype == torch.float64
+        return self if wide else RegionExperiment(self.program, self.region, torch.float32)
 
     def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
         """Of the scores."""
@@ -113,17 +115,24 @@ class RegionExperiment(Experiment):
 def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     """The first region of each place that is a finite loop, or why the likeliest is none."""
     known: dict[object, Known] = {}
+    return first_of_each(places, lambda region, stops: _examine(program, region, stops, known))
+
+
+def first_of_each(
+    places: Sequence[Place],
+    examine: Callable[[Region, Sequence[Stop]], Site | Unidentified | None],
+) -> Iterator[Found]:
+    """The first site among the regions of each place, or why the likeliest is none, if that is known."""
     for place in places:
-        first: Unidentified | None = None
+        first: Site | Unidentified | None = None
         for region in place.regions:
-            found = _examine(program, region, place.stops, known)
-            if isinstance(found, AttentionSite):
-                yield place.value.node, found
+            found = examine(region, place.stops)
+            if first is None or isinstance(found, Site):
+                first = found
+            if isinstance(found, Site):
                 break
-            first = first or found
-        else:
-            if first is not None:
-                yield place.value.node, first
+        if first is not None:
+            yield place.value.node, first
 
 
 def _examine(
@@ -291,12 +300,10 @@ def run_experiments(
             if mask is not None:
                 return f"two masks enter the scores ({spoken(mask.node)} and {spoken(node)})"
             pattern = torch.arange(keys) % 3 != 1  # True: active
-            inputs = list(neutral)
             hides = HIDDEN_SCORE
             polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
-            inputs[index] = key_pattern(neutral[index], pattern, polarity)
             s = scores(1.0 / abs(rough))
-            a = four(experiment.attention(s, inputs, lengths))
+            a = four(experiment.attention(s, hiding(neutral, index, pattern, polarity), lengths))
             if not bool(a.isfinite().all()):
                 return f"masking keys through {spoken(node)} gives NaN or infinity"
             if float(a[..., ~pattern].abs().max()) > 1e-12:
@@ -310,9 +317,8 @@ def run_experiments(
             seen = [Sample(four(s), a, pattern.expand(len(a), keys))]
             alone = torch.arange(keys) == keys // 2
             for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
-                inputs[index] = key_pattern(neutral[index], active, polarity)
                 s = scores(spread / abs(rough))
-                a = four(experiment.attention(s, inputs, lengths))
+                a = four(experiment.attention(s, hiding(neutral, index, active, polarity), lengths))
                 if not overflown(a):
                     seen.append(Sample(four(s), a, active.expand(len(a), keys)))
             masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
@@ -322,10 +328,8 @@ def run_experiments(
 
             def hidden(at: dict[Any, int], score: float, index: int = index,
                        polarity: bool | None = polarity) -> list[Tensor]:  # fmt: skip
-                none = resized(experiment, region, neutral, at)
-                everything = torch.zeros(none[index].shape[-1], dtype=torch.bool)
-                none[index] = key_pattern(none[index], everything, polarity, score)
-                return none
+                nothing = torch.zeros(experiment.size(at)[-1], dtype=torch.bool)
+                return hiding(resized(experiment, region, neutral, at), index, nothing, polarity, score)
 
             plain = replace(fit.convention, mask="none")
             examples = EmptyExamples(experiment, plain, node, sizes, hidden)
@@ -425,8 +429,7 @@ def _stopping(
         inputs, keep = resized(experiment, region, neutral, at), None
         dims = experiment.size(at)
         if mask is not None and active is not None:
-            place = region.inputs.index(mask.node)
-            inputs[place] = key_pattern(inputs[place], active, mask.true_means_masked)
+            inputs = hiding(inputs, region.inputs.index(mask.node), active, mask.true_means_masked)
         noise = torch.randn(dims, generator=generator, dtype=torch.float64)
         part = torch.zeros(dims, dtype=torch.float64)
         part[only] = noise[only]
@@ -607,8 +610,8 @@ def _hides_some(
     scores: Tensor,
 ) -> bool:  # fmt: skip
     """Whether a boolean mask hides the keys at which it is not as it is in the neutral inputs."""
-    inputs, active = list(neutral), torch.arange(scores.shape[-1]) % 3 != 1
-    inputs[index] = key_pattern(neutral[index], active, bool(not neutral[index].flatten()[0]))
+    active = torch.arange(scores.shape[-1]) % 3 != 1
+    inputs = hiding(neutral, index, active, bool(not neutral[index].flatten()[0]))
     return not bool(experiment.attention(scores, inputs, lengths)[..., ~active].any())
 
 
@@ -627,8 +630,8 @@ def _may_hide(
     if bool((example <= MASKED_BELOW).any()):
         return True
     keys = experiment.size(lengths)[-1]
-    inputs, active = list(neutral), torch.arange(keys) % 3 != 1
-    inputs[index] = key_pattern(neutral[index], active, None)
+    active = torch.arange(keys) % 3 != 1
+    inputs = hiding(neutral, index, active, None)
     zero = torch.zeros(experiment.size(lengths), dtype=torch.float64)
     found = experiment.attention(zero, inputs, lengths)
     return not bool((found[..., ~active].abs() > 1e-12).any())
@@ -645,24 +648,21 @@ def _hides(
 ) -> float:
     """The highest added score that hides keys as HIDDEN_SCORE does, which gave `hidden`."""
     for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
-        inputs = list(neutral)
-        inputs[index] = key_pattern(neutral[index], active, None, score)
+        inputs = hiding(neutral, index, active, None, score)
         found = four(experiment.attention(scores, inputs, lengths))
         if relative_error(found, hidden) <= STABILISED:
             return score
     return HIDDEN_SCORE
 
 
-def key_pattern(
-    neutral: Tensor, active: Tensor, true_means_masked: bool | None, score: float = HIDDEN_SCORE
-) -> Tensor:
-    """The neutral input with the keys outside `active` hidden."""
-    result = neutral.clone()
-    if true_means_masked is None:
-        result[..., ~active] = score
-    else:
-        result[..., ~active] = true_means_masked
-    return result
+def hiding(
+    inputs: Sequence[Tensor], index: int, active: Tensor, true_means_masked: bool | None,
+    score: float = HIDDEN_SCORE,
+) -> list[Tensor]:  # fmt: skip
+    """The inputs with one of them, which hides nothing, hiding the keys outside `active`."""
+    mask = inputs[index].clone()
+    mask[..., ~active] = score if true_means_masked is None else true_means_masked
+    return [*inputs[:index], mask, *inputs[index + 1 :]]
 
 
 def _lengths_to_try(

@@ -161,7 +161,7 @@ def identify(
     return replace(fit, rival=replace(fit.convention, first_side=first, half_steps=half_steps))
 
 
-def blocks(size: Sequence[int], gaps: Sequence[float] = GAPS) -> Iterator[Tensor]:
+def blocks(size: Sequence[int]) -> Iterator[Tensor]:
     """Scores [*, N, M] in units of epsilon on which long loops differ, the wider the gap the longer.
 
     Two blocks of tokens that hardly see each other, of unequal mass, exchange it slowly: every half-step
@@ -171,7 +171,7 @@ def blocks(size: Sequence[int], gaps: Sequence[float] = GAPS) -> Iterator[Tensor
     across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(tuple(size), generator=generator, dtype=torch.float64)
-    for gap in gaps:
+    for gap in GAPS:
         yield noise - gap * across
 
 
