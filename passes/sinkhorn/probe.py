@@ -211,8 +211,8 @@ def drawings(sizes: Sequence[T], large: bool) -> Iterator[tuple[Drawn, T]]:
     for spread in FEW_SPREADS if large else SPREADS:
         yield from ((Drawn(spread), at) for at in sizes)
     for shift in SHIFTS:
-        for side in ("rows", "columns", "all"):
-            yield Drawn(1.0, **{side: shift}), sizes[0]
+        for drawn in (Drawn(1.0, rows=shift), Drawn(1.0, columns=shift), Drawn(1.0, all=shift)):
+            yield drawn, sizes[0]
     yield Drawn(MILD, zeros=True), sizes[0]
 
 
