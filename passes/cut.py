@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,9 +194,9 @@ def separate(output: Node, inputs: Sequence[Node]) -> tuple[set[Node], list[Node
         seen.add(node)
         if node in downstream:
             between.add(node)
-        elif node.op == "placeholder" and not _is_bool(node):
+        elif node.op == "placeholder" and not is_bool(node):
             return None
-        elif _is_bool(node) and depends_on_data(node):
+        elif is_bool(node) and depends_on_data(node):
             root = mask_root(node)
             if root not in masks:
                 masks.append(root)
@@ -217,26 +217,23 @@ def mask_root(node: Node) -> Node:
 
 def descendants(nodes: Sequence[Node]) -> set[Node]:
     """Everything computed from the nodes, without them."""
-    found: set[Node] = set()
-    stack = [user for node in nodes for user in node.users]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.users)
-    return found
+    return reached((user for node in nodes for user in node.users), lambda node: node.users)
 
 
 def ancestors(*nodes: Node, until: Container[Any] = ()) -> set[Node]:
     """The nodes and everything they are computed from; operators in `until` are the last on their way."""
+    return reached(nodes, lambda node: () if node.target in until else node.all_input_nodes)
+
+
+def reached(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The nodes, and all that going onward from any of them leads to."""
     found: set[Node] = set()
-    stack = list(nodes)
+    stack = [*starts]
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            if node.target not in until:
-                stack.extend(node.all_input_nodes)
+            stack.extend(onward(node))
     return found
 
 
@@ -286,8 +283,27 @@ def holds_several(node: Node) -> bool:
     return isinstance(value, (tuple, list)) and any(isinstance(x, Tensor) for x in value)
 
 
-def _is_bool(node: Node) -> bool:
+def is_bool(node: Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype == torch.bool
+
+
+def constants_entering(
+    graph: GraphModule, between: set[Node], lengths: dict[Any, int] | None = None
+) -> Iterator[Tensor]:
+    """Float64 values of the numbers that enter a part from parameters and sizes alone.
+
+    lengths: as of constant_at.
+    """
+    known: set[Node] = set()
+    for node in sorted(between, key=lambda n: n.name):
+        for source in node.all_input_nodes:
+            if source in known or source in between or not is_tensor(source):
+                continue
+            known.add(source)
+            if source.meta["val"].is_floating_point() and not depends_on_data(source):
+                value = constant_at(graph, source, lengths)
+                if value is not None and value.numel():
+                    yield value
 
 
 def constant_at(

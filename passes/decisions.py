@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from asapc.passes.branches import spoken
-from asapc.passes.cut import SHAPE_ONLY, Part, ancestors, descendants, is_tensor
+from asapc.passes.cut import SHAPE_ONLY, Part, ancestors, descendants, is_bool, is_tensor
 from asapc.passes.products import BARRIERS, VIEWS
 
 aten = torch.ops.aten
@@ -70,9 +70,7 @@ class Decisions(Interpreter):
         super().__init__(module)
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._made = {node for node in descendants(inputs[:by]) if _holds_numbers(node)}
-        self.nodes = {node for node in self._made if _is_bool(node) or _name(node) in BOUNDS | SIGNS}
-        self._in_order = list(module.graph.nodes)
-        self.place = self._in_order.index
+        self.nodes = {node for node in self._made if is_bool(node) or _name(node) in BOUNDS | SIGNS}
         self._sides: set[tuple[Node, int]] = set()
 
     def taken(self) -> Sides:
@@ -84,8 +82,7 @@ class Decisions(Interpreter):
         """Questions to which only one answer was ever seen, apart from whether something is finite or a
         divisor too small, or a number too large."""
         return [
-            node for node in self._in_order
-            if node in self.nodes and _is_bool(node) and not self._guards(node)
+            node for node in sorted(self.nodes) if is_bool(node) and not self._guards(node)
             and len({side for at, side in seen if at is node}) < 2
         ]  # fmt: skip
 
@@ -105,7 +102,7 @@ class Decisions(Interpreter):
         made = [source for source in node.all_input_nodes if source in self._made]
         if _name(node) in FINITE or (len(node.args) == 2 and node.args[0] is node.args[1]):
             return True
-        if all(_is_bool(source) for source in made):
+        if all(is_bool(source) for source in made):
             return all(self._guards(source) for source in made)
         numbers = [x for x in node.args[1:] if isinstance(x, int | float)]
         return len(numbers) == 1 and (abs(numbers[0]) <= SMALL or abs(numbers[0]) >= HUGE)
@@ -159,7 +156,7 @@ def both_sides(
                 if error is not None:
                     known |= sides
                     answers |= sides if max(map(abs, where)) <= HUGE else frozenset()
-                    yield min((node for node, _ in changed), key=decisions.place), error
+                    yield min(node for node, _ in changed), error
             before = at
     yield from ((node, None) for node in decisions.one_sided(answers))
 
@@ -196,17 +193,13 @@ def _is_short(node: Node) -> bool:
     return _is_float(node) and node.meta["val"].dtype.itemsize < torch.float32.itemsize
 
 
-def _is_bool(node: Node) -> bool:
-    return is_tensor(node) and node.meta["val"].dtype == torch.bool
-
-
 def _is_step(node: Node) -> bool:
     """Whether numbers become whole ones."""
     sources = [source for source in node.all_input_nodes if is_tensor(source)]
     if not is_tensor(node) or not sources or not sources[0].meta["val"].is_floating_point():
         return False
     modes = {"floor", "trunc"} & {*node.args, *node.kwargs.values()}
-    to_whole = node.target in _CASTS and not _is_float(node) and not _is_bool(node)
+    to_whole = node.target in _CASTS and not _is_float(node) and not is_bool(node)
     return _name(node) in STEPS or bool(modes) or to_whole
 
 

@@ -39,7 +39,6 @@ from asapc.passes.products import BARRIERS, SORTS, Product, product_of, rank_of,
 from asapc.passes.regions import Refusal
 from asapc.passes.scalings import joined_program
 from asapc.passes.site import Site
-from asapc.passes.verify import check_graph
 from asapc.passes.written import erased, moved, written
 from asapc.program.calls import copied
 
@@ -368,9 +367,7 @@ def _split(program: Program, opened: Mapping[Node, frozenset[Node]]) -> _Split:
     for node in reversed(order):
         if node in gone:
             gone |= erased(graph, node)
-    graph.recompile()
-    check_graph(graph, "differences", [node.name for node in opened])
-    return _Split(moved(program, graph, nodes, gone, became), terms)
+    return _Split(moved(program, graph, nodes, gone, became, "differences"), terms)
 
 
 class _Writer:

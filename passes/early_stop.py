@@ -20,6 +20,7 @@ from torch.fx import Node
 from asapc.ir import Program, Stop
 from asapc.passes.branches import spoken
 from asapc.passes.cut import Cut, ancestors, depends_on_data, descendants
+from asapc.passes.experiment import relative_error
 from asapc.passes.products import BARRIERS, NORMALISERS
 from asapc.passes.sinkhorn.probe import HELD
 
@@ -48,12 +49,11 @@ def firsts_and_lasts(residuals: Sequence[Node]) -> list[int]:
 
 def stops_by_scores(program: Program, scores: Iterable[Node]) -> dict[Node | None, list[Stop]]:
     """The stops of the loop on each of these, the scores of every site; None for those of no loop."""
-    order = {node: index for index, node in enumerate(program.graph.graph.nodes)}
     known = set(scores)
     found: dict[Node | None, list[Stop]] = {}
     for stop in program.stops:
         above = ancestors(stop.residual, until=BARRIERS) & known
-        found.setdefault(max(above, key=order.__getitem__, default=None), []).append(stop)
+        found.setdefault(max(above, default=None), []).append(stop)
     return found
 
 
@@ -129,8 +129,7 @@ def what_a_stop_changes(
             continue
         full = attention(trial, half_steps)
         for done in _half_steps_before(first.residual, inside, half_steps):
-            stopped = attention(trial, done)
-            error = float((stopped - full).abs().amax() / full.abs().amax().clamp(min=1e-300))
+            error = relative_error(attention(trial, done), full)
             if error > HELD:
                 return (
                     f"its loop ends early where a residual is at most {first.threshold:g}, which changes "
@@ -150,5 +149,4 @@ def _half_steps_before(residual: Node, inside: Sequence[Node], half_steps: int) 
 
 
 def _sums_before(residual: Node, inside: Sequence[Node]) -> int:
-    order = {node: index for index, node in enumerate(residual.graph.nodes)}
-    return sum(order[node] < order[residual] for node in inside if node.target in SUMS)
+    return sum(node < residual for node in inside if node.target in SUMS)

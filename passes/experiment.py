@@ -44,6 +44,15 @@ def snapped(value: float) -> float:
     return rounded if abs(rounded - value) <= 1e-7 * abs(value) else value
 
 
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to their largest entry; infinite where it is not a number."""
+    if not theirs.numel():
+        return 0.0
+    ours, theirs = ours.double(), theirs.double()
+    error = float((ours - theirs).abs().amax() / theirs.abs().amax().clamp(min=1e-300))
+    return math.inf if error != error else error
+
+
 def outcome(experiments: Callable[[], Result]) -> Result | str:
     """What the experiments give, or why they cannot be made."""
     try:

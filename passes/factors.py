@@ -19,7 +19,6 @@ from asapc.ir import Program
 from asapc.passes.cut import depends_on_data, is_tensor, reaches
 from asapc.passes.lift import INERT
 from asapc.passes.products import VIEWS, product_of, rank_of, same
-from asapc.passes.verify import check_graph
 from asapc.passes.written import erased, moved, written
 from asapc.program.calls import copied
 
@@ -49,9 +48,7 @@ def moved_factors(program: Program) -> Program | None:
     if not became:
         return None
     became = {node: result for node, result in became.items() if result not in gone}  # of two in turn
-    graph.recompile()
-    check_graph(graph, "factors", [node.name for node in became])
-    return moved(program, graph, nodes, gone, became)
+    return moved(program, graph, nodes, gone, became, "factors")
 
 
 def _factor(node: Node, parameters: set[str]) -> Node | None:

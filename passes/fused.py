@@ -21,7 +21,6 @@ from asapc.ir import Program
 from asapc.passes.lift import INERT
 from asapc.passes.masks import varies
 from asapc.passes.products import rank_of, same
-from asapc.passes.verify import check_graph
 from asapc.passes.written import erased, moved, written
 from asapc.program.calls import copied
 
@@ -82,9 +81,8 @@ def spelt_out(program: Program, calls: Collection[Node]) -> tuple[Program, dict[
             # A fused kernel's output has other strides than a product's: a view of it may be no view of
             # what replaces it.
             node.target = aten.reshape.default
-    graph.recompile()
-    check_graph(graph, "fused", [call.name for call in calls])
-    return moved(program, graph, nodes, gone, became), {call: became[nodes[call]] for call in calls}
+    written_out = moved(program, graph, nodes, gone, became, "fused")
+    return written_out, {call: became[nodes[call]] for call in calls}
 
 
 def _write(write: Callable[..., Node], call: Node) -> Node:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from asapc.inputs.data import Batch
 from asapc.ir import Program
 from asapc.measure.differences import tensor_outputs
-from asapc.passes.cut import ancestors
+from asapc.passes.cut import ancestors, reached
 from asapc.passes.site import Site
 from asapc.program.code import traced_places
 from asapc.program.runner import installed
@@ -61,14 +61,7 @@ def _weights(nodes: set[Node]) -> set[str]:
 
 def _above(output: Node, inputs: Container[Node]) -> set[Node]:
     """The nodes that an output is computed from, up to the inputs."""
-    found: set[Node] = set()
-    stack = [output]
-    while stack:
-        node = stack.pop()
-        if node not in found and node not in inputs:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
+    return reached([output], lambda node: [x for x in node.all_input_nodes if x not in inputs])
 
 
 def no_gradient(

@@ -20,7 +20,7 @@ _SPREAD = {  # entries are those of their first argument, as they were, repeated
     aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default,
     aten.lift_fresh_copy.default, aten.expand.default, aten.repeat.default, aten.slice.Tensor,
 }  # fmt: skip
-_FILLED = {  # one value everywhere
+FILLED = {  # one value everywhere
     aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default,
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -44,7 +44,7 @@ def varies(node: Node, axis: int) -> bool:
     if -axis > value.dim() or _is_one(value.shape[axis]):
         return False
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if node.target in _FILLED or _is_always(node):
+    if node.target in FILLED or _is_always(node):
         return False
     if node.target is aten.index.Tensor and source is not None:
         return _indexed(node, source, axis)
@@ -86,7 +86,7 @@ def heads_vary(node: Node, heads: int) -> bool:
 def _merged_varies(node: Node, axis: int, heads: int) -> bool:
     """Whether entries may differ between the heads of an example, along an axis of b * heads + h."""
     shape = node.meta["val"].shape
-    if -axis > len(shape) or _is_one(shape[axis]) or node.target in _FILLED:
+    if -axis > len(shape) or _is_one(shape[axis]) or node.target in FILLED:
         return False
     if _is_pointwise(node):
         operands = (operand for operand in node.all_input_nodes if is_tensor(operand))

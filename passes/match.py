@@ -136,10 +136,9 @@ def _refused(program: Program, place: Place, reasons: dict[Node, Unidentified]) 
 
 def _named(program: Program, results: Sequence[tuple[Node, Site | Refusal]]) -> list[Site | Refusal]:
     """In graph order, a second one of a name with its number."""
-    order = {node: index for index, node in enumerate(program.graph.graph.nodes)}
     counts: dict[str, int] = {}
     named: list[Site | Refusal] = []
-    for _, result in sorted(results, key=lambda pair: order[pair[0]]):
+    for _, result in sorted(results, key=lambda pair: pair[0]):
         count = counts[result.name] = counts.get(result.name, 0) + 1
         named.append(replace(result, name=result.name if count == 1 else f"{result.name}#{count}"))
     return named

@@ -362,8 +362,7 @@ def _mark(call: ModuleCall, nodes: dict[Node, Node], inside: set[Node], number: 
     """y = W x  ->  y = child([x], [W x], number)[0], for all that read it outside the layer."""
     inputs, outputs = ([nodes[node] for node in side] for side in (call.inputs, call.outputs))
     graph = outputs[0].graph
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    after = max(outputs, key=order.__getitem__)
+    after = max(outputs)
     with graph.inserting_after(after):
         marked = graph.call_function(torch.ops.asapc.child.default, (inputs, outputs, number))
     after = marked

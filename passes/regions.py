@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from asapc.passes.cut import ancestors, depends_on_data, is_tensor, reaches
+from asapc.passes.cut import ancestors, depends_on_data, is_tensor, reached, reaches
 from asapc.passes.plan.loops import find_loops
 from asapc.passes.products import BARRIERS, NORMALISERS, SORTS, Product, is_vector, product_of, same
 
@@ -48,55 +48,49 @@ def find_regions(graph: GraphModule) -> dict[Node, list[Region]]:
     """Candidate regions by score product: a product whose result, through anything but a layer,
     becomes the left operand of another product of the same [N, M]."""
     products = {node: product for node in graph.graph.nodes if (product := product_of(node)) is not None}
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
     regions: dict[Node, list[Region]] = {}
     for value in products.values():
         if is_vector(value):
             continue
         sources = _sources(value.left, products)
-        for source in sorted(sources, key=order.__getitem__, reverse=True):
-            region = _region(products[source], value, order)
+        for source in sorted(sources, reverse=True):
+            region = _region(products[source], value)
             if region is not None:
                 regions.setdefault(source, []).append(region)
-    return _one_score_per_value(regions, order)
+    return _one_score_per_value(regions)
 
 
-def _one_score_per_value(
-    regions: dict[Node, list[Region]], order: dict[Node, int]
-) -> dict[Node, list[Region]]:
+def _one_score_per_value(regions: dict[Node, list[Region]]) -> dict[Node, list[Region]]:
     """Nested products inside one loop (diag(u) K diag(v)) share a value product: the earliest
     score product of a value product owns it."""
     owner: dict[Node, Node] = {}
     for score, candidates in regions.items():
         for region in candidates:
             value = region.value.node
-            if value not in owner or order[score] < order[owner[value]]:
+            if value not in owner or score < owner[value]:
                 owner[value] = score
     kept: dict[Node, list[Region]] = {}
     for score, candidates in regions.items():
         mine = [r for r in candidates if owner[r.value.node] is score]
         if mine:
             # The last value product is the attention's; earlier ones are steps of a loop.
-            kept[score] = sorted(mine, key=lambda r: order[r.value.node], reverse=True)
+            kept[score] = sorted(mine, key=lambda r: r.value.node, reverse=True)
     return kept
 
 
 def _sources(attention: Node, products: dict[Node, Product]) -> list[Node]:
     """Products of the same size as `attention` that it is computed from, without a layer between."""
-    found: list[Node] = []
-    seen: set[Node] = set()
-    stack = [attention]
-    while stack:
-        node = stack.pop()
-        if node in seen or not is_tensor(node) or node.target in BARRIERS:
-            continue
-        seen.add(node)
-        if node in products and node is not attention and _same_matrix(node, attention):
-            found.append(node)
-        stack.extend(node.all_input_nodes)
-    if attention in products:
-        found.append(attention)  # linear attention, or a product used as a weight: refused later
-    return found
+    # The map itself is one in linear attention, or where a product is a weight: refused later.
+    above = reached([attention], lambda n: n.all_input_nodes if _is_local(n) else ()) & products.keys()
+    return [
+        node for node in above
+        if node is attention or (_is_local(node) and _same_matrix(node, attention))
+    ]  # fmt: skip
+
+
+def _is_local(node: Node) -> bool:
+    """Whether it is no layer, which parts one attention from another."""
+    return is_tensor(node) and node.target not in BARRIERS
 
 
 def _same_matrix(first: Node, second: Node) -> bool:
@@ -104,35 +98,26 @@ def _same_matrix(first: Node, second: Node) -> bool:
     return len(a.shape) >= 3 and bool(same(a.numel(), b.numel()))
 
 
-def _region(score: Product, value: Product, order: dict[Node, int]) -> Region | None:
+def _region(score: Product, value: Product) -> Region | None:
     """The nodes on data paths from the scores to the attention, or None if a layer is on a path."""
     attention = value.left
-    downstream: set[Node] = {score.node}
-    for node in score.node.graph.nodes:
-        if order[node] <= order[score.node] or order[node] > order[attention]:
-            continue
-        if is_tensor(node) and any(n in downstream for n in node.all_input_nodes):
-            downstream.add(node)
+    downstream = reached(
+        [score.node], lambda n: [user for user in n.users if is_tensor(user) and not user > attention]
+    )
     if attention not in downstream:
         return None
-    inside: set[Node] = set()
-    stack = [attention]
-    while stack:
-        node = stack.pop()
-        if node in inside or node not in downstream or node is score.node:
-            continue
-        if node.target in BARRIERS:
-            return None
-        inside.add(node)
-        stack.extend(node.all_input_nodes)
+    inside = reached([attention], lambda n: [x for x in n.all_input_nodes if x in downstream])
+    inside.discard(score.node)
+    if any(node.target in BARRIERS for node in inside):
+        return None
+    in_order = tuple(sorted(inside))
     inputs: list[Node] = []
-    for node in sorted(inside, key=order.__getitem__):
+    for node in in_order:
         for source in node.all_input_nodes:
             outside = source not in inside and source is not score.node and is_tensor(source)
             if outside and source not in inputs and not _is_constant(source):
                 inputs.append(source)
-    return Region(score, value, attention, tuple(sorted(inside, key=order.__getitem__)),
-                  tuple(inputs))  # fmt: skip
+    return Region(score, value, attention, in_order, tuple(inputs))
 
 
 def _is_constant(node: Node) -> bool:
@@ -173,16 +158,8 @@ def _is_sorted(node: Node) -> bool:
 
 
 def _is_normalised(node: Node) -> bool:
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current in seen or not is_tensor(current) or current.target in BARRIERS:
-            continue
-        seen.add(current)
-        if product_of(current) is not None and current is not node:
-            continue
-        if current.target in NORMALISERS:
-            return True
-        stack.extend(current.all_input_nodes)
-    return False
+    def onward(current: Node) -> list[Node]:
+        goes_on = _is_local(current) and (current is node or product_of(current) is None)
+        return current.all_input_nodes if goes_on else []
+
+    return any(is_tensor(n) and n.target in NORMALISERS for n in reached([node], onward))

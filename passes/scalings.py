@@ -20,7 +20,6 @@ from asapc.passes.cut import ancestors, is_tensor
 from asapc.passes.lift import INERT
 from asapc.passes.plan.loops import find_loops
 from asapc.passes.products import BARRIERS, product_of, rank_of, same
-from asapc.passes.verify import check_graph
 from asapc.passes.written import erased, moved, written
 from asapc.program.calls import copied
 
@@ -76,9 +75,7 @@ def joined_program(program: Program) -> Program | None:
         for node in (scaled, product, inner):
             if all(not user.users and user.target in INERT for user in node.users):
                 gone |= erased(graph, node)
-    graph.recompile()
-    check_graph(graph, "scalings", [apart.product.name for apart in found])
-    return moved(program, graph, nodes, gone, became)
+    return moved(program, graph, nodes, gone, became, "scalings")
 
 
 def _apart(node: Node, sums: frozenset[Node]) -> _Apart | None:

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from asapc.ir import Program, Stop
 from asapc.passes.lift import INERT
+from asapc.passes.verify import check_graph
 from asapc.program.calls import WRITTEN
 
 
@@ -39,14 +40,17 @@ def erased(graph: GraphModule, node: Node) -> set[Node]:
 
 def moved(
     program: Program, graph: GraphModule, nodes: Mapping[Node, Node], gone: Collection[Node],
-    became: Mapping[Node, Node],
+    became: Mapping[Node, Node], by: str,
 ) -> Program:  # fmt: skip
-    """The program of a rewritten graph, with its stops, and the calls of modules whose tensors are left.
+    """The program of a rewritten graph, which is checked, with its stops, and the calls of modules whose
+    tensors are left.
 
-    nodes: of the copy that was rewritten, by those of the original; gone: those that were taken out;
-    became: what stands in the place of some of them. A call begins where the first of its nodes stands
-    now, or the first after it.
+    by: the pass that wrote it; nodes: of the copy that was rewritten, by those of the original; gone:
+    those that were taken out; became: what stands in the place of some of them. A call begins where the
+    first of its nodes stands now, or the first after it.
     """
+    graph.recompile()
+    check_graph(graph, by, [node.name for node in became.values()])
     order = {node: place for place, node in enumerate(graph.graph.nodes)}
     new = {value: key for key, value in nodes.items() if value not in gone}
     originals = list(program.graph.graph.nodes)

@@ -20,7 +20,7 @@ from asapc.ir import EspConvention, Program
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     ancestors,
-    constant_at,
+    constants_entering,
     depends_on_data,
     descendants,
     is_tensor,
@@ -90,7 +90,6 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
     sorts = [node for node in above if node.target in SORTS]
     if not sorts:
         return None
-    order = {node: index for index, node in enumerate(attention.graph.nodes)}
     sorted_later = ancestors(*sorts, until=LAYERS)
 
     def points(node: Node, length: Any) -> bool:
@@ -98,7 +97,7 @@ def _clouds(value: Product) -> tuple[tuple[Node, Node], set[Node], list[Node]] |
         return len(shape) in (3, 4) and same(shape[-2], length) and isinstance(shape[-1], int)
 
     usable = [
-        node for node in sorted(above & sorted_later, key=order.__getitem__, reverse=True)
+        node for node in sorted(above & sorted_later, reverse=True)
         if is_tensor(node) and node.meta["val"].is_floating_point() and depends_on_data(node)
     ]  # fmt: skip
     for i, later in enumerate(usable):
@@ -258,24 +257,13 @@ def _slices(graph: GraphModule, pair: tuple[Node, Node], between: set[Node]) -> 
     """The coordinate axes, and every matrix of directions among the parameters that enter."""
     dim = int(pair[0].meta["val"].shape[-1])
     found: list[Tensor | None] = [None]
-    seen: set[Node] = set()
-    for node in sorted(between, key=lambda n: n.name):
-        for source in node.all_input_nodes:
-            if source in between or source in pair or source in seen or not is_tensor(source):
-                continue
-            seen.add(source)
-            value = source.meta["val"]
-            if value.dim() < 2 or not value.is_floating_point() or depends_on_data(source):
-                continue
-            constant = constant_at(graph, source)
-            if constant is None:
-                continue
-            while constant.dim() > 2 and constant.shape[0] == 1:
-                constant = constant[0]
-            if constant.dim() not in (2, 3):
-                continue
-            if constant.shape[-1] == dim:
-                found.append(constant)
-            if constant.shape[-2] == dim:
-                found.append(constant.transpose(-1, -2).contiguous())
+    for constant in constants_entering(graph, between):
+        while constant.dim() > 2 and constant.shape[0] == 1:
+            constant = constant[0]
+        if constant.dim() not in (2, 3):
+            continue
+        if constant.shape[-1] == dim:
+            found.append(constant)
+        if constant.shape[-2] == dim:
+            found.append(constant.transpose(-1, -2).contiguous())
     return found

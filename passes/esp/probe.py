@@ -30,7 +30,7 @@ from asapc.operators.esp import (
 )
 from asapc.operators.matching import cost_matrix
 from asapc.operators.ranks import clouds_of, rank_matrix
-from asapc.passes.experiment import EXACT, STABILISED, NoFit, snapped
+from asapc.passes.experiment import EXACT, STABILISED, NoFit, relative_error, snapped
 
 SPREADS = (1.0, 4.0, 0.25, 1e-2, 1e-4)  # of the coordinates: a temperature shows where t ~ spread^2
 TEMPERATURES = np.logspace(-12, 4, 33)
@@ -236,9 +236,7 @@ def error_of(
         if convention.coupling is None and s.q.shape[2] != s.k.shape[2]:
             return math.inf
         computed = reference(convention, slices, s.q, s.k, s.keep, weights)
-        scale = s.attention.abs().amax().clamp(min=1e-300)
-        error = float((computed - s.attention).abs().amax() / scale)
-        worst = max(worst, math.inf if error != error else error)
+        worst = max(worst, relative_error(computed, s.attention))
     return worst
 
 

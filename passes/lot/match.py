@@ -32,6 +32,7 @@ from asapc.passes.experiment import (
     assigned,
     larger_sizes,
     outcome,
+    relative_error,
     snapped,
 )
 from asapc.passes.lot.half import Half
@@ -135,8 +136,7 @@ def _halves(graph: GraphModule, plan: Canonical, data: set[Node]) -> tuple[Half,
 def _tokens(graph: GraphModule, plan: Canonical, data: set[Node]) -> tuple[Half, Node] | None:
     """The latest tensor [.., N, D] that meets parameters in a product and separates the plan, and that
     product."""
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
-    for node in sorted(ancestors(plan.node), key=order.__getitem__, reverse=True):
+    for node in sorted(ancestors(plan.node), reverse=True):
         if node.target not in CONTRACTIONS:
             continue
         operands = [n for n in node.all_input_nodes if is_tensor(n)]
@@ -165,11 +165,10 @@ def _as_points(node: Node, length: Any) -> Canonical | None:
 def _scores(graph: GraphModule, plan: Canonical, product: Node, data: set[Node]) -> Half | None:
     """What the loop starts from: the latest tensor [.., N, R], or turned, before anything is
     normalised, that separates the plan."""
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
     *_, length, pivots = plan.shape
     found: Half | None = None
     after = {product, *descendants([product])} & ancestors(plan.node)
-    for node in sorted(after, key=order.__getitem__):
+    for node in sorted(after):
         if node in data and (node.target in NORMALISERS or node is plan.node):
             break
         shape: tuple[Any, ...] = tuple(node.meta["val"].shape) if is_tensor(node) else ()
@@ -474,7 +473,7 @@ def _reference(
 def _error(row: _Row, factor: OutputFactor) -> float:
     unit, seen, n, m, active, _ = row
     scale = factor.coefficient * n**factor.queries * m**factor.keys * active**factor.active
-    return float((unit * scale - seen).abs().max() / seen.abs().max().clamp(min=1e-300))
+    return relative_error(unit * scale, seen)
 
 
 def _factor(rows: Sequence[_Row]) -> tuple[OutputFactor, float]:
@@ -498,15 +497,14 @@ def _with_row_sums(
 ) -> LotSite:  # fmt: skip
     """The site with what is A 1 in the code, by which a trailing normalisation divides: it is made of the
     same two plans, which would otherwise have to be computed for it again."""
-    graph, (q, k) = candidate.outer.node.graph, whole.halves
-    order = {node: index for index, node in enumerate(graph.nodes)}
+    q, k = whole.halves
     *batch, length, _ = candidate.outer.result.shape
     entries = length
     for size in batch:
         entries = entries * size
     plans = descendants([candidate.outer.left]) & descendants([candidate.inner.left])
     lengths = _sizes(candidate)[-1]
-    for node in sorted(plans, key=order.__getitem__):
+    for node in sorted(plans):
         shape = node.meta["val"].shape if is_tensor(node) else ()
         if not shape or node is candidate.outer.node or not same(node.meta["val"].numel(), entries):
             continue
@@ -528,8 +526,8 @@ def _with_row_sums(
             factor_terms(site.convention.output_factor), points[0].shape[2], points[1].shape[2], None
         )
         found = sums.run(points, lengths).reshape(exact.shape)
-        late = order[candidate.inner.right] > min(order[node], order[candidate.outer.node])
-        if not late and float((found - exact).abs().max() / exact.abs().max()) <= STABILISED:
+        late = candidate.inner.right > min(node, candidate.outer.node)
+        if not late and relative_error(found, exact) <= STABILISED:
             return replace(
                 site, row_sums=node, inside=site.inside | separated[0], covers=site.covers | separated[0]
             )

@@ -6,15 +6,14 @@ examples and heads in one: such a tensor is made at the sizes of an experiment a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from asapc.operators.lot import by_example
-from asapc.passes.cut import constant_at, depends_on_data, is_tensor
+from asapc.passes.cut import constants_entering
 from asapc.passes.lot.half import Half
 from asapc.passes.lot.probe import Masses
 
@@ -24,7 +23,7 @@ def candidates(half: Half, sizes: Sequence[dict[Any, int]]) -> tuple[list[Tensor
     batch, heads, _, dim = half.shape(sizes[0])
     pivots = [torch.eye(dim, dtype=torch.float64).expand(heads, -1, -1)] if half.scores else []
     masses: list[Masses] = []
-    for value in _constants(half, sizes[0]):
+    for value in constants_entering(half.graph, half.between, sizes[0]):
         flat = value.reshape([n for n in value.shape if n != 1] or [1])
         if not half.scores:
             for turned in (flat, flat.transpose(-1, -2)) if flat.dim() > 1 else ():
@@ -44,23 +43,6 @@ def candidates(half: Half, sizes: Sequence[dict[Any, int]]) -> tuple[list[Tensor
         if mass.table.shape[1] in counts and not any(mass.is_like(other) for other in distinct):
             distinct.append(mass)
     return pivots, distinct
-
-
-def _constants(half: Half, lengths: dict[Any, int]) -> Iterator[Tensor]:
-    """Float64 values of what enters between points and plan and depends on no data."""
-    seen: set[Node] = set()
-    for node in sorted(half.between, key=lambda n: n.name):
-        for source in node.all_input_nodes:
-            if source in seen or source in half.between or source is half.points.node:
-                continue
-            seen.add(source)
-            if not is_tensor(source) or not source.meta["val"].is_floating_point():
-                continue
-            if depends_on_data(source):
-                continue
-            value = constant_at(half.graph, source, lengths)
-            if value is not None and value.numel():
-                yield value
 
 
 def per_head(

@@ -105,9 +105,7 @@ class LotSite(Site):
 
     def _first(self, lifting: Lifting) -> Node:
         """What the call stands before."""
-        order = {node: index for index, node in enumerate(self.outer.node.graph.nodes)}
-        replaced = [node for node in (self.outer.node, self.row_sums) if node is not None]
-        return min(replaced, key=order.__getitem__)
+        return min(node for node in (self.outer.node, self.row_sums) if node is not None)
 
     def _laid_out(self, lifting: Lifting, call: Node) -> Node:
         return lifting.laid_out(call, self.outer.result)

@@ -34,10 +34,8 @@ def changed_by_stops(
     ]  # fmt: skip
     if not stops:
         return None
-    order = {node: index for index, node in enumerate(half.graph.graph.nodes)}
     # The product of the scores is no sum of a half-step.
-    inside = [node for node in half.between if half.points.node not in node.all_input_nodes]
-    inside.sort(key=order.__getitem__)
+    inside = sorted(node for node in half.between if half.points.node not in node.all_input_nodes)
     residuals = residuals_of(program, stops, [half.points.node, *half.masks])
     generator = torch.Generator().manual_seed(4)
     many = {**lengths, **assigned([(half.points.shape[0], MANY_EXAMPLES)])}

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import WRITTEN, PlanConvention, Written
-from asapc.passes.cut import is_tensor
+from asapc.passes.cut import is_tensor, reached
+from asapc.passes.experiment import relative_error
 from asapc.passes.plan.loops import NORMS, PRODUCTS, SOFTMAXES, SUMS
 from asapc.passes.plan.probe import Observed, PlanFit, plan_of
 from asapc.passes.products import BARRIERS
@@ -39,17 +40,13 @@ BOUNDED = {
 
 def may_hide(scores: Node) -> bool:
     """Whether scores may be as low as a mask makes them: they are given, looked up, or masked."""
-    seen: set[Node] = set()
-    stack = [scores]
-    while stack:
-        node = stack.pop()
-        if node in seen or not is_tensor(node) or node.target in BOUNDED or node.op == "get_attr":
-            continue
-        if node.op == "placeholder" or node.target is aten.embedding.default:
-            return True
-        seen.add(node)
-        stack.extend(node.all_input_nodes)
-    return False
+    def onward(node: Node) -> list[Node]:
+        return node.all_input_nodes if is_tensor(node) and node.target not in BOUNDED else []
+
+    return any(
+        is_tensor(node) and (node.op == "placeholder" or node.target is aten.embedding.default)
+        for node in reached([scores], onward)
+    )
 
 
 def with_hidden(
@@ -107,8 +104,4 @@ def _conventions(found: PlanConvention, hides: bool) -> Iterator[PlanConvention]
 def _error(convention: PlanConvention, observed: Observed) -> float:
     """Largest error over all matrices that the teacher has, relative to the largest entry of them."""
     known = observed.plan.isfinite().all(-1).all(-1)
-    if not bool(known.any()):
-        return 0.0
-    theirs, ours = observed.plan[known].double(), plan_of(convention, observed)[known].double()
-    error = float((ours - theirs).abs().amax() / theirs.abs().amax().clamp(min=1e-300))
-    return math.inf if error != error else error
+    return relative_error(plan_of(convention, observed)[known], observed.plan[known])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor
+from asapc.passes.cut import ancestors, data_dependent, descendants, is_tensor, reached
 from asapc.passes.products import BARRIERS, VIEWS, is_vector, product_of, rank_of, same
 
 aten = torch.ops.aten
@@ -95,8 +95,7 @@ def find_loops(graph: GraphModule) -> list[Loop]:
             loops.append(Loop(tuple(chain), members[0].matrix, None, why))
     known = {node for loop in loops for node in loop.sums}
     loops += _of_parts({node: one for node, one in sums.items() if node not in known})
-    order = {node: place for place, node in enumerate(sums)}
-    return sorted(loops, key=lambda loop: order[loop.at])
+    return sorted(loops, key=lambda loop: loop.at)
 
 
 def behind_softmax(loop: Loop) -> Loop | None:
@@ -225,25 +224,15 @@ def _chains(sums: Mapping[Node, _Sum]) -> list[list[Node]]:
                 members[mine].append(other)
         members.setdefault(mine, []).append(node)
         group[node] = mine
-    order = {node: place for place, node in enumerate(sums)}
-    return [sorted(chain, key=order.__getitem__) for chain in members.values()]
+    return [sorted(chain) for chain in members.values()]
 
 
-def _sums_above(node: Node, sums: Mapping[Node, _Sum]) -> list[Node]:
+def _sums_above(node: Node, sums: Mapping[Node, _Sum]) -> set[Node]:
     """The sums that a sum is computed from, each without another between."""
-    found: list[Node] = []
-    seen: set[Node] = set()
-    stack = [*node.all_input_nodes]
-    while stack:
-        current = stack.pop()
-        if current in seen or not is_tensor(current):
-            continue
-        seen.add(current)
-        if current in sums:
-            found.append(current)
-        elif _is_local(current):
-            stack.extend(current.all_input_nodes)
-    return found
+    def onward(current: Node) -> list[Node]:
+        return current.all_input_nodes if current not in sums and _is_local(current) else []
+
+    return reached(node.all_input_nodes, onward) & sums.keys()
 
 
 def _between(chain: list[Node]) -> set[Node]:
@@ -271,7 +260,6 @@ def borders(graph: GraphModule, loop: Loop) -> Borders:
     Where several matrices enter it, such as scores and a bias in every half-step, the last of those that
     the fewest others enter beside.
     """
-    order = {node: place for place, node in enumerate(graph.graph.nodes)}
     below = descendants(loop.sums)
     core = (below & ancestors(*loop.sums)) | set(loop.sums)
     entries = {
@@ -286,24 +274,24 @@ def borders(graph: GraphModule, loop: Loop) -> Borders:
         return value.is_floating_point() and value.dim() >= 2 and bool(same(value.numel(), size))
 
     above = _above(entries, None)
-    candidates = [node for node in above if node in data and is_matrix(node)]
+    candidates = sorted((node for node in above if node in data and is_matrix(node)), reverse=True)
     beside = {}
     for start in candidates:
         after = descendants([start])
         others = _above(entries - {start}, start) - after - {start}
         beside[start] = sum(node in data and is_matrix(node) for node in others)
-    candidates.sort(key=lambda node: (beside[node], -order[node]))
+    candidates.sort(key=lambda node: beside[node])
     if not candidates:
         return Borders((), (), "its scores depend on parameters alone", loop.at)
     live = ancestors(graph.graph.output_node())
     ends, used = [], None
-    for end in sorted((below | set(loop.sums)) & live, key=order.__getitem__):
+    for end in sorted((below | set(loop.sums)) & live):
         if not is_tensor(end) or end in core - {loop.sums[-1]} or not is_matrix(end):
             continue
         within = ancestors(end)
         inside = (core | (below & within)) - {end}
         leaving = next(
-            (node for node in sorted(inside, key=order.__getitem__)
+            (node for node in sorted(inside)
              for user in node.users if user in live and user not in within), None,
         )  # fmt: skip
         if leaving is None:
@@ -320,13 +308,7 @@ def borders(graph: GraphModule, loop: Loop) -> Borders:
 
 def _above(nodes: Iterable[Node], until: Node | None) -> set[Node]:
     """What nodes are computed from within the loop's kind of code, them included; not through `until`."""
-    found: set[Node] = set()
-    stack = [*nodes]
-    while stack:
-        node = stack.pop()
-        if node in found or node is until or not is_tensor(node):
-            continue
-        found.add(node)
-        if _is_local(node):
-            stack.extend(node.all_input_nodes)
-    return found
+    above = reached(
+        nodes, lambda node: node.all_input_nodes if node is not until and _is_local(node) else ()
+    )
+    return {node for node in above if node is not until and is_tensor(node)}

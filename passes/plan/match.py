@@ -33,8 +33,10 @@ from asapc.passes.cut import (
     data_dependent,
     holds_tensors,
     is_tensor,
+    reached,
 )
-from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome
+from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome, relative_error
+from asapc.passes.masks import FILLED
 from asapc.passes.plan.damped import Pair
 from asapc.passes.plan.hidden import may_hide, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
@@ -43,19 +45,16 @@ from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, p
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.plan.stops import changed_by_stops
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
-from asapc.passes.sinkhorn.match import (
-    FEW_SPREADS,
-    LARGE,
-    SEPARATES,
-    SHIFTS,
-    SPREADS,
-    guesses_of,
+from asapc.passes.sinkhorn.match import LARGE, guesses_of, where, without_choice
+from asapc.passes.sinkhorn.probe import (
+    HELD,
+    Drawn,
+    double_centre,
+    drawings,
     overflown,
-    some_zeros,
-    where,
-    without_choice,
+    score_multiplier,
+    separated,
 )
-from asapc.passes.sinkhorn.probe import HELD, MILD, blocks, double_centre, score_multiplier
 from asapc.passes.site import Found, Unexplained, Unidentified
 
 aten = torch.ops.aten
@@ -233,14 +232,10 @@ class _Region:
 
 def _made_of(start: Node) -> set[Node]:
     """Every tensor that is computed from the values of another, not from its sizes alone."""
-    found: set[Node] = set()
-    stack = [*start.users]
-    while stack:
-        node = stack.pop()
-        if node not in found and holds_tensors(node) and node.target not in SHAPE_ONLY:
-            found.add(node)
-            stack.extend(node.users)
-    return found
+    def onward(node: Node) -> list[Node]:
+        return [x for x in node.users if holds_tensors(x) and x.target not in SHAPE_ONLY]
+
+    return reached(onward(start), onward)
 
 
 def _is_symbol(size: Any) -> bool:
@@ -294,17 +289,10 @@ def _is_one_number(node: Node) -> bool:
     value = node.meta["val"]
     if all(isinstance(size, int) and size == 1 for size in value.shape):
         return True
-    if node.target in _FILLED:
+    if node.target in FILLED:
         return True
     sources = [n for n in node.all_input_nodes if is_tensor(n)]
     return node.target in STEPS and bool(sources) and all(_is_one_number(n) for n in sources)
-
-
-_FILLED = {
-    aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default,
-    aten.ones_like.default, aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
-    aten.new_full.default,
-}  # fmt: skip
 
 
 # What enters beside the scores
@@ -445,8 +433,8 @@ class _Trials:
     def noise(self, size: Sequence[int]) -> Tensor:
         return torch.randn(tuple(size), generator=self.generator, dtype=torch.float64)
 
-    def draw(self, lengths: dict[Any, int], massless: bool = False) -> dict[Node, Tensor]:
-        """Values of what is data.  massless: some tokens have no mass."""
+    def draw(self, lengths: dict[Any, int]) -> dict[Node, Tensor]:
+        """Values of what is data."""
         drawn = {}
         for node in self.region.data:
             value = self.noise(self.region.cut.shape_of(node, lengths))
@@ -454,20 +442,18 @@ class _Trials:
             marginal = next((x for x in both if x is not None and x.node is node), None)
             if marginal is not None:
                 axis = -2 if marginal.drop == -1 else -1
-                if massless:
-                    value.narrow(axis, 1, 1).fill_(-math.inf)
                 value = torch.log_softmax(value, axis)
                 value = value if marginal.logarithm else value.exp()
             drawn[node] = value
         return drawn
 
     def observe(
-        self, scores: Tensor, lengths: dict[Any, int], mild: bool = True, massless: bool = False,
+        self, scores: Tensor, lengths: dict[Any, int], mild: bool = True,
         given: dict[Node, Tensor] | None = None,
     ) -> tuple[Observed, list[Tensor]]:  # fmt: skip
         """What was observed, with everything that is added to the scores in them; and what is added.
         given: values of what is data, drawn where there are none."""
-        given = self.draw(lengths, massless) if given is None else given
+        given = self.draw(lengths) if given is None else given
         out, held = self.region.observe(scores, given, lengths)
         shape = self.region.cut.shape_of(self.region.start.tensor.node, lengths)
         added = [
@@ -513,18 +499,14 @@ class _Trials:
             return multiplier if isinstance(multiplier, NoFit) else None
         return NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
 
-    def at(
-        self, spread: float, lengths: dict[Any, int], rows: float = 0.0, columns: float = 0.0,
-        all: float = 0.0, massless: bool = False, zeros: bool = False,
-    ) -> Observed | None:  # fmt: skip
-        """On scores of this standard deviation, in units of epsilon, with a number added to every row,
-        every column, or all; None where that overflows."""
-        size = self.region.size(lengths)
-        s = self.noise(size) * spread
-        s = s.masked_fill(some_zeros(s), 0.0) if zeros else s
-        s = s + rows * self.noise((*size[:-1], 1)) + columns * self.noise((*size[:-2], 1, size[-1])) + all
-        shifted = bool(rows or columns or all)
-        o, _ = self.observe(s / abs(self.rough), lengths, spread <= MILD and not shifted, massless)
+    def at(self, drawn: Drawn, lengths: dict[Any, int]) -> Observed | None:
+        """On scores that are drawn; None where they overflow."""
+        s = drawn.scores(self.region.size(lengths), self.generator) / abs(self.rough)
+        return self.on(lengths, s, drawn.mild)
+
+    def on(self, lengths: dict[Any, int], scores: Tensor, mild: bool = False) -> Observed | None:
+        """On these scores; None where they overflow."""
+        o, _ = self.observe(scores, lengths, mild)
         return None if overflown(o.plan) else o
 
     def fed(
@@ -569,28 +551,24 @@ def _identified(
     alone = without_choice(size)
     if alone is not None:
         one, other = (trials.observe(trials.noise(size), lengths)[0].plan for _ in range(2))
-        if not roles.nodes and float((one - other).abs().max()) <= STABILISED * float(one.abs().max()):
+        if not roles.nodes and relative_error(other, one) <= STABILISED:
             return _Failure(KNOWN, alone)
     unknown = trials.measure(lengths)
     if unknown is not None:
         return _Failure(2, str(unknown))
     if roles.nodes:  # which role is right is seen on a few mild scores
-        few = [o for spread in (1.0, 3.0) if (o := trials.at(spread, lengths)) is not None]
+        few = [o for spread in (1.0, 3.0) if (o := trials.at(Drawn(spread), lengths)) is not None]
         sketch = identify_plan(few, most=TRIED, sums=sums)
         if isinstance(sketch, NoFit):
             return _Failure(3, str(sketch))
     longer = region.lengths(5)
     sizes = [lengths] if longer == lengths else [lengths, longer]
-    large = size[-2] * size[-1] > LARGE
-    drawn = [trials.at(spread, at) for spread in (FEW_SPREADS if large else SPREADS) for at in sizes]
-    for offset in SHIFTS:  # where scores are shifted, what is subtracted before exp is seen
-        drawn += [trials.at(1.0, lengths, rows=offset), trials.at(1.0, lengths, columns=offset),
-                  trials.at(1.0, lengths, all=offset)]  # fmt: skip
-    drawn.append(trials.at(MILD, lengths, zeros=True))
-    observed = [o for o in drawn if o is not None]
-    fit = identify_plan(observed, region.guesses, sums=sums)
+    drawn = drawings(sizes, size[-2] * size[-1] > LARGE)
+    observed = [o for one in drawn if (o := trials.at(*one)) is not None]
+    fit: PlanFit | NoFit = identify_plan(observed, region.guesses, sums=sums)
     if isinstance(fit, PlanFit) and fit.rival is not None:
-        fit = _separated(trials, lengths, observed, fit)
+        again = partial(identify_plan, guesses=region.guesses)
+        fit = separated(fit, observed, size, partial(trials.on, lengths), plan_error, again)
     if isinstance(fit, NoFit):
         return _Failure(4, _described(fit, observed))
     trials.roles = roles.powered(fit.powers)
@@ -627,7 +605,7 @@ def _at_larger_sizes(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> 
     *batch, rows, columns = region.start.tensor.shape
     depth = fit.convention.half_steps * region.size(lengths)[1]
     for at in larger_sizes(region.cut, lengths, batch, (rows, columns), depth):
-        o = trials.at(1.0, at)
+        o = trials.at(Drawn(1.0), at)
         error = math.inf if o is None else plan_error(fit.convention, [o])
         if not error <= HELD:
             return f"another loop {where(region.size(at))}; relative error {error:.2g}"
@@ -636,7 +614,7 @@ def _at_larger_sizes(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> 
 
 def _described(failure: NoFit, observed: Sequence[Observed]) -> str:
     """Why it is none, what comes nearest, and what would make it match."""
-    text = str(failure).replace("the attention", "the plan")
+    text = str(failure).replace("attention", "plan")
     near = None if failure.error is not None else nearest(observed)
     if near is not None:
         text += (
@@ -653,30 +631,6 @@ _ADVICE = {
     "not a row and column scaling": "a loop matches that only scales the rows and columns of exp(scores)",
     "not strictly positive": "hide scores before the loop, not in it",
 }
-
-
-def _separated(
-    trials: _Trials, lengths: dict[Any, int], observed: Sequence[Observed], fit: PlanFit
-) -> PlanFit | NoFit:
-    """The fit, held against its rival on scores on which the two differ; a reason if there are none."""
-    tried = list(observed)
-    guesses = trials.region.guesses
-    for units in blocks(trials.region.size(lengths)):
-        if fit.rival is None:
-            return fit
-        o, _ = trials.observe(units / abs(fit.convention.score_multiplier), lengths, mild=False)
-        if overflown(o.plan) or not plan_error(fit.rival, [o]) > SEPARATES:
-            continue
-        tried.append(o)
-        found = identify_plan(tried, guesses)
-        if isinstance(found, NoFit):
-            return found
-        fit = found
-    first, rival = fit.convention, fit.rival
-    return fit if rival is None else NoFit(
-        f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
-        f"({rival.first_side}s first) give the same plan on everything that was tried"
-    )
 
 
 def _made(program: Program, region: _Region, fit: PlanFit, trials: _Trials) -> PlanSite:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asapc.ir import Marginal, OutputFactor, PlanConvention
 from asapc.operators.plan import plan, settings_of
-from asapc.passes.experiment import EXACT, STABILISED, NoFit
+from asapc.passes.experiment import EXACT, STABILISED, NoFit, relative_error
 from asapc.passes.plan.damped import Given, Pair, converged, damped_factor, identify_damping
 from asapc.passes.sinkhorn.probe import (
     BEYOND,
@@ -233,9 +233,4 @@ def plan_of(convention: PlanConvention, observed: Observed) -> Tensor:
 
 def plan_error(convention: PlanConvention, observed: Sequence[Observed]) -> float:
     """Largest error over everything, relative to each plan's largest entry; infinite where it is NaN."""
-    worst = 0.0
-    for o in observed:
-        scale = o.plan.abs().amax().clamp(min=1e-300)
-        error = float((plan_of(convention, o) - o.plan).abs().amax() / scale)
-        worst = max(worst, math.inf if error != error else error)
-    return worst
+    return max((relative_error(plan_of(convention, o), o.plan) for o in observed), default=0.0)

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from asapc.formats.limits import fixed_size, limits_of
 from asapc.operators.banded import in_band
 from asapc.operators.masks import MASKED_BELOW
-from asapc.passes.cut import SHAPE_ONLY, constant_at, depends_on_data, is_tensor, reaches
+from asapc.passes.cut import SHAPE_ONLY, constant_at, depends_on_data, is_tensor, reached, reaches
 from asapc.passes.experiment import assigned
 from asapc.passes.masks import spreads_entries, varies
 from asapc.passes.products import same
@@ -67,26 +67,24 @@ def open_region(region: Region) -> Opened:
             valued.add(node)
     valued.discard(score)
     sizes = region.score.result.shape[-2:]
-    opened: set[Node] = set()
-    sources: dict[Node, None] = {}
-    stack = [s for node in region.inside if node in valued for s in node.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node in valued or node in opened or node in sources or node is score or not is_tensor(node):
-            continue
-        joined = _is_matrix(node, sizes) and spreads_entries(node) and varies(node, -2)
-        if joined and depends_on_data(node):
-            opened.add(node)
-            stack.extend(node.all_input_nodes)
-        else:
-            sources[node] = None
-    order = {node: place for place, node in enumerate(score.graph.nodes)}
-    found = sorted(sources, key=order.__getitem__)
+
+    def is_joined(node: Node) -> bool:
+        by_query = _is_matrix(node, sizes) and spreads_entries(node) and varies(node, -2)
+        return by_query and depends_on_data(node)
+
+    def onward(node: Node) -> list[Node]:
+        made = [x for x in node.all_input_nodes if x not in valued and x is not score and is_tensor(x)]
+        return made if node in valued or is_joined(node) else []
+
+    entering = reached(valued, onward) - valued
+    opened = {node for node in entering if is_joined(node)}
+    sources = entering - opened
+    found = sorted(sources)
     masks = tuple(node for node in found if _is_matrix(node, sizes) and not depends_on_data(node))
     data = (node for node in found if depends_on_data(node))
     constant = (node for node in region.inputs if node in sources and node not in masks)
     inputs = tuple(dict.fromkeys((*masks, *data, *constant)))
-    inside = tuple(sorted(valued | opened, key=order.__getitem__))
+    inside = tuple(sorted(valued | opened))
     in_order = tuple(node for node in inside if node in valued)
     return Opened(replace(region, inside=inside, inputs=inputs), in_order, masks)
 

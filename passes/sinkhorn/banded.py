@@ -25,7 +25,7 @@ from asapc.operators.catalogue import OPERATORS
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.branches import spoken
 from asapc.passes.cut import Part, constant_at
-from asapc.passes.experiment import outcome
+from asapc.passes.experiment import outcome, relative_error
 from asapc.passes.lifting import Lifting, Swap
 from asapc.passes.products import KeyMask, Product, same, site_name
 from asapc.passes.regions import Region
@@ -33,9 +33,10 @@ from asapc.passes.sinkhorn.band import Opened, band_of, open_region, shown_value
 from asapc.passes.sinkhorn.match import (
     USED_ELSEWHERE,
     RegionExperiment,
+    first_of_each,
     four,
     heads_of,
-    key_pattern,
+    hiding,
     resized,
     run_experiments,
     used_outside,
@@ -80,17 +81,7 @@ class BandedSite(Site):
 def find_banded(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     """The first region of each place that is such a loop, or why the likeliest is none; nothing of places
     without a band."""
-    for place in places:
-        first: Unidentified | None = None
-        for region in place.regions:
-            found = _examine(program, region)
-            if isinstance(found, BandedSite):
-                yield place.value.node, found
-                break
-            first = first or found
-        else:
-            if first is not None:
-                yield place.value.node, first
+    return first_of_each(places, lambda region, _: _examine(program, region))
 
 
 def _examine(program: Program, region: Region) -> BandedSite | Unidentified | None:
@@ -221,7 +212,7 @@ class _Trials:
         s = s * spread / abs(convention.score_multiplier)
         if self.mask is not None and active is not None:
             place = region.inputs.index(self.mask.node)
-            inputs[place] = key_pattern(inputs[place], active, self.mask.true_means_masked)
+            inputs = hiding(inputs, place, active, self.mask.true_means_masked)
             keep = active.expand(len(s), -1)
         theirs = four(self.experiment.attention(s, inputs, at))
         if not bool(theirs.isfinite().all()):
@@ -231,7 +222,6 @@ class _Trials:
             convention.first_side == "row", factor_terms(convention.output_factor), convention.low,
             convention.high,
         )  # fmt: skip
-        scale = float(theirs.abs().max()) or 1.0
-        error = float((ours - theirs).abs().max()) / scale
+        error = relative_error(ours, theirs)
         self.error = max(self.error, error)
-        return math.inf if error != error else error
+        return error

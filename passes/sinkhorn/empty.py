@@ -20,6 +20,7 @@ from torch import Tensor
 from asapc.ir import Convention, OutputFactor
 from asapc.operators.masks import HIDDEN_SCORE
 from asapc.passes.branches import spoken
+from asapc.passes.experiment import relative_error
 from asapc.passes.products import Empty
 from asapc.passes.sinkhorn.probe import attention_of, factor_of
 
@@ -53,8 +54,7 @@ class EmptyExamples:
     ) -> None:  # fmt: skip
         self.experiment, self.convention, self.node = experiment, convention, node
         self.sizes, self.hidden = sizes, hidden
-        wide = experiment.region.score.node.meta["val"].dtype == torch.float64
-        self.own = experiment if wide else experiment.in_single()
+        self.own = experiment.own
 
     def of_mask(self) -> Empty | str:
         """Of a boolean mask, whose number is in the region's code."""
@@ -123,7 +123,7 @@ class EmptyExamples:
         lost = 0.0
         for factor in FACTORS:
             theirs = self.own.attention(s * factor, inputs, at)
-            if not _alike(theirs, theirs.flatten()[0].expand_as(theirs), ALIKE):
+            if not relative_error(theirs, theirs.flatten()[0].expand_as(theirs)) <= ALIKE:
                 break
             lost = factor
         return lost / LAST_PLACE
@@ -141,10 +141,7 @@ def _ratio(seen: _Seen) -> tuple[int, int, float, float]:
 def _holds(empty: Empty, seen: _Seen, tolerance: float) -> bool:
     """Whether a map is what is said.  One that is not finite says nothing where all keys would be active:
     exp(S) is not, at sharp scores."""
-    if empty.open:
-        return not bool(seen.theirs.isfinite().all()) or _alike(seen.theirs, seen.open, tolerance)
-    return _alike(seen.theirs, seen.equal * value_of(empty.share, *seen.theirs.shape[-2:]), tolerance)
-
-
-def _alike(theirs: Tensor, ours: Tensor, tolerance: float) -> bool:
-    return bool((theirs - ours).abs().max() <= tolerance * ours.abs().max())
+    if empty.open and not bool(seen.theirs.isfinite().all()):
+        return True
+    share = value_of(empty.share, *seen.theirs.shape[-2:])
+    return relative_error(seen.theirs, seen.open if empty.open else seen.equal * share) <= tolerance

@@ -24,6 +24,7 @@ from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.operators.sinkhorn import loop_of
 from asapc.passes.branches import spoken
 from asapc.passes.cut import ancestors, depends_on_data
+from asapc.passes.experiment import relative_error
 from asapc.passes.masks import varies
 from asapc.passes.sinkhorn.site import ScoreBias
 from asapc.program.calls import apply_operator
@@ -68,8 +69,7 @@ class _Trials:
         self, experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor],
         lengths: dict[Any, int],
     ) -> None:  # fmt: skip
-        wide = experiment.region.score.node.meta["val"].dtype == torch.float64
-        self.own = experiment if wide else experiment.in_single()
+        self.own = experiment.own
         self.index, self.bias = experiment.region.inputs.index(bias.node), bias
         self.neutral, self.lengths = neutral, lengths
         self.operator, self.settings = loop_of(convention)
@@ -106,7 +106,7 @@ class _Trials:
         shaped, added = (x if x.dim() != 3 else x[:, None] for x in (s, added))
         seen = replace(SiteTensors.of_scores(shaped), bias=added, scored=False)
         ours = apply_operator(self.operator, seen, None, self.settings).reshape(theirs.shape)
-        return bool((ours - theirs).abs().max() <= ALIKE * theirs.abs().max())
+        return relative_error(ours, theirs) <= ALIKE
 
 
 def _patterns(neutral: Tensor, by_query: bool) -> Iterator[tuple[Tensor, float]]:

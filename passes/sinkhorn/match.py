@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
-from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, is_tensor, made_alike
+from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, descendants, is_tensor, made_alike
 from asapc.passes.early_stop import Trial, residuals_cut, residuals_of, what_a_stop_changes
 from asapc.passes.experiment import (
     STABILISED,
@@ -32,6 +33,7 @@ from asapc.passes.experiment import (
     assigned,
     larger_sizes,
     outcome,
+    relative_error,
 )
 from asapc.passes.masks import heads_vary, varies
 from asapc.passes.products import Canonical, KeyMask, merged_heads, site_name
@@ -40,28 +42,24 @@ from asapc.passes.sinkhorn.empty import EmptyExamples
 from asapc.passes.sinkhorn.hard import with_low_numbers
 from asapc.passes.sinkhorn.probe import (
     HELD,
-    MILD,
     Fit,
     Guesses,
     Sample,
     attention_of,
-    blocks,
     convention_error,
+    drawings,
     identify,
+    overflown,
     score_multiplier,
+    separated,
     with_factor,
 )
 from asapc.passes.sinkhorn.roots import rooted
 from asapc.passes.sinkhorn.site import AttentionSite, ScoreBias
-from asapc.passes.site import Found, Place, Unidentified
+from asapc.passes.site import Found, Place, Site, Unidentified
 
 aten = torch.ops.aten
 
-# Standard deviations of the probed scores, in units of epsilon. The sharp ones are for budgets of
-# hundreds of half-steps, which look converged at mild ones, and for constants not seen there.
-SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
-SHIFTS = (100.0, -900.0)
-FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
 LARGE = 64 * 64
 # Where loops converge soon, or late: a stop changes most where it has just become due.
 STOPPED_SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(49)))
@@ -71,7 +69,6 @@ FAR = 16.0  # times as many examples, and as many tokens, of which all but a few
 SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
-SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 SMALL_CONSTANT = 1e-2  # what may stabilise a division is smaller
 USED_ELSEWHERE = "an intermediate value of the loop is also used elsewhere"
 SOFTMAX = {aten.softmax.int, aten._softmax.default, aten._safe_softmax.default}
@@ -90,9 +87,11 @@ class RegionExperiment(Experiment):
         super().__init__(program.graph, inputs, output, region.inside, precision=precision)
         self.program, self.region = program, region
 
-    def in_single(self) -> RegionExperiment:
-        """The same in float32."""
-        return RegionExperiment(self.program, self.region, torch.float32)
+    @cached_property
+    def own(self) -> RegionExperiment:
+        """The same in float32, unless the region is in float64."""
+        wide = self.region.score.node.meta["val"].dtype == torch.float64
+        return self if wide else RegionExperiment(self.program, self.region, torch.float32)
 
     def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
         """Of the scores."""
@@ -116,17 +115,24 @@ class RegionExperiment(Experiment):
 def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
     """The first region of each place that is a finite loop, or why the likeliest is none."""
     known: dict[object, Known] = {}
+    return first_of_each(places, lambda region, stops: _examine(program, region, stops, known))
+
+
+def first_of_each(
+    places: Sequence[Place],
+    examine: Callable[[Region, Sequence[Stop]], Site | Unidentified | None],
+) -> Iterator[Found]:
+    """The first site among the regions of each place, or why the likeliest is none, if that is known."""
     for place in places:
-        first: Unidentified | None = None
+        first: Site | Unidentified | None = None
         for region in place.regions:
-            found = _examine(program, region, place.stops, known)
-            if isinstance(found, AttentionSite):
-                yield place.value.node, found
+            found = examine(region, place.stops)
+            if first is None or isinstance(found, Site):
+                first = found
+            if isinstance(found, Site):
                 break
-            first = first or found
-        else:
-            if first is not None:
-                yield place.value.node, first
+        if first is not None:
+            yield place.value.node, first
 
 
 def _examine(
@@ -251,44 +257,32 @@ def run_experiments(
     trial = scores(1.0)
     tried = experiment.attention(trial, neutral, lengths)
     settled = without_choice(dims)
-    apart = float((tried - first).abs().max())
-    if settled is not None and apart <= STABILISED * float(first.abs().max()):
+    if settled is not None and relative_error(tried, first) <= STABILISED:
         return settled
     rough = identify_multiplier(trial, tried)
     if isinstance(rough, NoFit):
         softmax_only = any(node.target in SOFTMAX for node in region.inside)
         return _describe(rough, region, softmax_only)
 
-    def sample(
-        spread: float, at: dict[Any, int], rows: float = 0.0, columns: float = 0.0, all: float = 0.0,
-        zeros: bool = False,
-    ) -> Sample | None:  # fmt: skip
-        size = experiment.size(at)
+    def sample(s: Tensor, at: dict[Any, int], mild: bool) -> Sample | None:
         inputs = neutral if at is lengths else resized(experiment, region, neutral, at)
-        s = scores(spread / abs(rough), size)
-        s = s.masked_fill(some_zeros(s), 0.0) if zeros else s
-        by_row, by_column = scores(1.0, (*size[:-1], 1)), scores(1.0, (*size[:-2], 1, size[-1]))
-        s = s + (rows * by_row + columns * by_column + all) / rough
         a = experiment.attention(s, inputs, at)
-        if overflown(a):
-            return None
-        shifted = bool(rows or columns or all)
-        return Sample(four(s), four(a), mild=spread <= MILD and not shifted)
+        return None if overflown(a) else Sample(four(s), four(a), mild=mild)
 
     sizes = _lengths_to_try(experiment, lengths, region)
-    large = dims[-2] * dims[-1] > LARGE
-    drawn = [sample(spread, at) for spread in (FEW_SPREADS if large else SPREADS) for at in sizes]
-    for offset in SHIFTS:  # where scores are shifted, what is subtracted before exp is seen
-        drawn += [sample(1.0, lengths, rows=offset), sample(1.0, lengths, columns=offset),
-                  sample(1.0, lengths, all=offset)]  # fmt: skip
-    drawn.append(sample(MILD, lengths, zeros=True))
-    samples = [finite for finite in drawn if finite is not None]
+    samples = [
+        finite for drawn, at in drawings(sizes, dims[-2] * dims[-1] > LARGE)
+        if (finite := sample(drawn.scores(experiment.size(at), generator) / rough, at, drawn.mild))
+    ]  # fmt: skip
     if not samples:
         return "the region gives NaN or infinity on random scores"
     guesses = guesses_of(region.inside)
-    fit = identify(samples, guesses=guesses)
+    fit: Fit | NoFit = identify(samples, guesses=guesses)
     if isinstance(fit, Fit) and fit.rival is not None:
-        fit = _separated(experiment, neutral, lengths, samples, fit, guesses)
+        again = partial(identify, guesses=guesses)
+        fit = separated(
+            fit, samples, dims, lambda s: sample(s, lengths, False), convention_error, again
+        )
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
     mildest = samples[: len(sizes)]
@@ -306,12 +300,10 @@ def run_experiments(
             if mask is not None:
                 return f"two masks enter the scores ({spoken(mask.node)} and {spoken(node)})"
             pattern = torch.arange(keys) % 3 != 1  # True: active
-            inputs = list(neutral)
             hides = HIDDEN_SCORE
             polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
-            inputs[index] = key_pattern(neutral[index], pattern, polarity)
             s = scores(1.0 / abs(rough))
-            a = four(experiment.attention(s, inputs, lengths))
+            a = four(experiment.attention(s, hiding(neutral, index, pattern, polarity), lengths))
             if not bool(a.isfinite().all()):
                 return f"masking keys through {spoken(node)} gives NaN or infinity"
             if float(a[..., ~pattern].abs().max()) > 1e-12:
@@ -325,9 +317,8 @@ def run_experiments(
             seen = [Sample(four(s), a, pattern.expand(len(a), keys))]
             alone = torch.arange(keys) == keys // 2
             for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
-                inputs[index] = key_pattern(neutral[index], active, polarity)
                 s = scores(spread / abs(rough))
-                a = four(experiment.attention(s, inputs, lengths))
+                a = four(experiment.attention(s, hiding(neutral, index, active, polarity), lengths))
                 if not overflown(a):
                     seen.append(Sample(four(s), a, active.expand(len(a), keys)))
             masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
@@ -337,10 +328,8 @@ def run_experiments(
 
             def hidden(at: dict[Any, int], score: float, index: int = index,
                        polarity: bool | None = polarity) -> list[Tensor]:  # fmt: skip
-                none = resized(experiment, region, neutral, at)
-                everything = torch.zeros(none[index].shape[-1], dtype=torch.bool)
-                none[index] = key_pattern(none[index], everything, polarity, score)
-                return none
+                nothing = torch.zeros(experiment.size(at)[-1], dtype=torch.bool)
+                return hiding(resized(experiment, region, neutral, at), index, nothing, polarity, score)
 
             plain = replace(fit.convention, mask="none")
             examples = EmptyExamples(experiment, plain, node, sizes, hidden)
@@ -362,11 +351,6 @@ def run_experiments(
                     return checked
                 bias = checked
     return fit, mask, bias, neutral
-
-
-def overflown(attention: Tensor) -> bool:
-    """Whether scores were past what exp holds: a map that is not finite, or has no mass at all."""
-    return not bool(attention.isfinite().all()) or not bool(attention.any(-1).any(-1).all())
 
 
 def _bias_coefficient(
@@ -445,8 +429,7 @@ def _stopping(
         inputs, keep = resized(experiment, region, neutral, at), None
         dims = experiment.size(at)
         if mask is not None and active is not None:
-            place = region.inputs.index(mask.node)
-            inputs[place] = key_pattern(inputs[place], active, mask.true_means_masked)
+            inputs = hiding(inputs, region.inputs.index(mask.node), active, mask.true_means_masked)
         noise = torch.randn(dims, generator=generator, dtype=torch.float64)
         part = torch.zeros(dims, dtype=torch.float64)
         part[only] = noise[only]
@@ -490,12 +473,6 @@ def _stopping(
     )
 
 
-def some_zeros(scores: Tensor) -> Tensor:
-    """Every third of the scores, [*, N, M]: code may take one that is exactly 0 for a padded one."""
-    rows, columns = (torch.arange(size) for size in scores.shape[-2:])
-    return (rows[:, None] + columns) % 3 == 0
-
-
 def _symbols(sizes: Sequence[Any]) -> set[Any]:
     return {x for size in sizes if isinstance(size, torch.SymInt) for x in size.node.expr.free_symbols}
 
@@ -536,39 +513,6 @@ def _at_larger_sizes(
 def where(sizes: Sequence[int]) -> str:
     """Scores of these sizes, in words."""
     return f"where scores are {' x '.join(map(str, sizes))}"
-
-
-def _separated(
-    experiment: RegionExperiment,
-    neutral: Sequence[Tensor],
-    lengths: dict[Any, int],
-    samples: Sequence[Sample],
-    fit: Fit,
-    guesses: Guesses,
-) -> Fit | NoFit:
-    """The fit, held against its rival on scores on which the two differ; a reason if there are none."""
-    tried = list(samples)
-    for units in blocks(experiment.size(lengths)):
-        first, rival = fit.convention, fit.rival
-        if rival is None:
-            return fit
-        s = units / abs(first.score_multiplier)
-        expected = Sample(four(s), attention_of(first, four(s), None))
-        if not convention_error(rival, [expected]) > SEPARATES:
-            continue
-        a = experiment.attention(s, neutral, lengths)
-        if not bool(a.isfinite().all()):
-            continue
-        tried.append(Sample(four(s), four(a), mild=False))
-        found = identify(tried, guesses=guesses)
-        if isinstance(found, NoFit):
-            return found
-        fit = found
-    first, rival = fit.convention, fit.rival
-    return fit if rival is None else NoFit(
-        f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
-        f"({rival.first_side}s first) give the same attention on everything that was tried"
-    )
 
 
 def guesses_of(inside: Collection[Node]) -> Guesses:
@@ -666,8 +610,8 @@ def _hides_some(
     scores: Tensor,
 ) -> bool:  # fmt: skip
     """Whether a boolean mask hides the keys at which it is not as it is in the neutral inputs."""
-    inputs, active = list(neutral), torch.arange(scores.shape[-1]) % 3 != 1
-    inputs[index] = key_pattern(neutral[index], active, bool(not neutral[index].flatten()[0]))
+    active = torch.arange(scores.shape[-1]) % 3 != 1
+    inputs = hiding(neutral, index, active, bool(not neutral[index].flatten()[0]))
     return not bool(experiment.attention(scores, inputs, lengths)[..., ~active].any())
 
 
@@ -686,8 +630,8 @@ def _may_hide(
     if bool((example <= MASKED_BELOW).any()):
         return True
     keys = experiment.size(lengths)[-1]
-    inputs, active = list(neutral), torch.arange(keys) % 3 != 1
-    inputs[index] = key_pattern(neutral[index], active, None)
+    active = torch.arange(keys) % 3 != 1
+    inputs = hiding(neutral, index, active, None)
     zero = torch.zeros(experiment.size(lengths), dtype=torch.float64)
     found = experiment.attention(zero, inputs, lengths)
     return not bool((found[..., ~active].abs() > 1e-12).any())
@@ -704,24 +648,21 @@ def _hides(
 ) -> float:
     """The highest added score that hides keys as HIDDEN_SCORE does, which gave `hidden`."""
     for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
-        inputs = list(neutral)
-        inputs[index] = key_pattern(neutral[index], active, None, score)
+        inputs = hiding(neutral, index, active, None, score)
         found = four(experiment.attention(scores, inputs, lengths))
-        if float((found - hidden).abs().max()) <= STABILISED * float(hidden.abs().max()):
+        if relative_error(found, hidden) <= STABILISED:
             return score
     return HIDDEN_SCORE
 
 
-def key_pattern(
-    neutral: Tensor, active: Tensor, true_means_masked: bool | None, score: float = HIDDEN_SCORE
-) -> Tensor:
-    """The neutral input with the keys outside `active` hidden."""
-    result = neutral.clone()
-    if true_means_masked is None:
-        result[..., ~active] = score
-    else:
-        result[..., ~active] = true_means_masked
-    return result
+def hiding(
+    inputs: Sequence[Tensor], index: int, active: Tensor, true_means_masked: bool | None,
+    score: float = HIDDEN_SCORE,
+) -> list[Tensor]:  # fmt: skip
+    """The inputs with one of them, which hides nothing, hiding the keys outside `active`."""
+    mask = inputs[index].clone()
+    mask[..., ~active] = score if true_means_masked is None else true_means_masked
+    return [*inputs[:index], mask, *inputs[index + 1 :]]
 
 
 def _lengths_to_try(
@@ -769,16 +710,7 @@ def used_outside(region: Region, besides: Iterable[Node] = ()) -> Node | None:
 
 def _is_live(node: Node) -> bool:
     """Whether the graph's output depends on the node."""
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current.op == "output":
-            return True
-        if current not in seen:
-            seen.add(current)
-            stack.extend(current.users)
-    return False
+    return any(user.op == "output" for user in descendants([node]))
 
 
 def heads_of(region: Region) -> int:

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,14 +33,22 @@ from asapc.operators.sinkhorn import (
     initial_duals,
 )
 from asapc.operators.stabilised import stabilised_plans, unit_mass
-from asapc.passes.experiment import EXACT, STABILISED, NoFit
+from asapc.passes.experiment import EXACT, STABILISED, NoFit, relative_error
 
 MAX_HALF_STEPS = 1024
 HELD = 1e-4  # of a convention that a constant nobody could name leaves at the sharpest scores
 MILD = 6.0  # spread of the scores up to which a multiplier is measured
 GAPS = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+# Standard deviations of the probed scores, in units of epsilon. The sharp ones are for budgets of
+# hundreds of half-steps, which look converged at mild ones, and for constants not seen there.
+SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
+SHIFTS = (100.0, -900.0)
+FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
+SEPARATES = 1e-6  # relative difference on which two budgets are told apart
 BEYOND = 8  # half-steps that are looked at after the first that fits: do they fit as well?
 STILL = 4e-15  # what rounding changes of a dual: 4e-12 in MAX_HALF_STEPS, far less than EXACT
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ def identify(
     return replace(fit, rival=replace(fit.convention, first_side=first, half_steps=half_steps))
 
 
-def blocks(size: Sequence[int], gaps: Sequence[float] = GAPS) -> Iterator[Tensor]:
+def blocks(size: Sequence[int]) -> Iterator[Tensor]:
     """Scores [*, N, M] in units of epsilon on which long loops differ, the wider the gap the longer.
 
     Two blocks of tokens that hardly see each other, of unequal mass, exchange it slowly: every half-step
@@ -162,8 +171,83 @@ def blocks(size: Sequence[int], gaps: Sequence[float] = GAPS) -> Iterator[Tensor
     across = (torch.arange(queries) < queries // 2)[:, None] != (torch.arange(keys) < keys // 2 + 1)
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(tuple(size), generator=generator, dtype=torch.float64)
-    for gap in gaps:
+    for gap in GAPS:
         yield noise - gap * across
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Scores of one standard deviation, in units of epsilon, with a number times noise added to every row
+    or column, or a number to all; zeros: a third of them are exactly 0, which code may take for padding.
+    """
+
+    spread: float
+    rows: float = 0.0
+    columns: float = 0.0
+    all: float = 0.0
+    zeros: bool = False
+
+    @property
+    def mild(self) -> bool:
+        """Whether they spread so little that a stabilising constant is not seen."""
+        return self.spread <= MILD and not (self.rows or self.columns or self.all)
+
+    def scores(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
+        """[*, N, M]"""
+        def noise(size: Sequence[int]) -> Tensor:
+            return torch.randn(tuple(size), generator=generator, dtype=torch.float64)
+
+        s = self.spread * noise(size)
+        if self.zeros:
+            rows, columns = (torch.arange(length) for length in size[-2:])
+            s = s.masked_fill((rows[:, None] + columns) % 3 == 0, 0.0)
+        by_row, by_column = noise((*size[:-1], 1)), noise((*size[:-2], 1, size[-1]))
+        return s + self.rows * by_row + self.columns * by_column + self.all
+
+
+def drawings(sizes: Sequence[T], large: bool) -> Iterator[tuple[Drawn, T]]:
+    """What to observe at which sizes: every spread at all of them, the mildest first; then, at the first,
+    shifted scores, which show what is subtracted before exp, and zeros."""
+    for spread in FEW_SPREADS if large else SPREADS:
+        yield from ((Drawn(spread), at) for at in sizes)
+    for shift in SHIFTS:
+        for drawn in (Drawn(1.0, rows=shift), Drawn(1.0, columns=shift), Drawn(1.0, all=shift)):
+            yield drawn, sizes[0]
+    yield Drawn(MILD, zeros=True), sizes[0]
+
+
+def overflown(attention: Tensor) -> bool:
+    """Whether scores were past what exp holds: a map that is not finite, or has no mass at all."""
+    return not bool(attention.isfinite().all()) or not bool(attention.any(-1).any(-1).all())
+
+
+def separated(
+    fit: Any, samples: Sequence[Any], size: Sequence[int], observe: Callable[[Tensor], Any],
+    error: Callable[[Any, Sequence[Any]], float], identify: Callable[[Sequence[Any]], Any],
+) -> Any:  # fmt: skip
+    """The fit, held against its rival on scores on which one of the two is wrong; NoFit without any.
+
+    samples: what it was identified by.  observe: of scores of this size, what identify and error take;
+    None where they overflow.
+    """
+    tried = list(samples)
+    for units in blocks(size):
+        if fit.rival is None:
+            return fit
+        sample = observe(units / abs(fit.convention.score_multiplier))
+        both = (fit.convention, fit.rival)
+        if sample is None or max(error(one, [sample]) for one in both) <= SEPARATES:
+            continue
+        tried.append(sample)
+        found = identify(tried)
+        if isinstance(found, NoFit):
+            return found
+        fit = found
+    first, rival = fit.convention, fit.rival
+    return fit if rival is None else NoFit(
+        f"{first.half_steps} half-steps ({first.first_side}s first) and {rival.half_steps} "
+        f"({rival.first_side}s first) give the same attention on everything that was tried"
+    )
 
 
 def with_factor(
@@ -184,13 +268,8 @@ def with_factor(
 def convention_error(convention: Convention, samples: Sequence[Sample]) -> float:
     """Largest error of the convention over all heads and examples, relative to each sample's largest
     entry; infinite where it is not a number."""
-    worst = 0.0
-    for sample in samples:
-        ours = attention_of(convention, sample.scores, sample.keep)
-        scale = sample.attention.abs().amax().clamp(min=1e-300)
-        error = float((ours - sample.attention).abs().amax() / scale)
-        worst = max(worst, math.inf if error != error else error)
-    return worst
+    maps = ((attention_of(convention, x.scores, x.keep), x.attention) for x in samples)
+    return max((relative_error(*pair) for pair in maps), default=0.0)
 
 
 def attention_of(convention: Convention, scores: Tensor, keep: Tensor | None) -> Tensor:

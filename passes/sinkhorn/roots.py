@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch.fx import Node
 
-from asapc.passes.cut import depends_on_data, is_tensor, mask_root
+from asapc.passes.cut import depends_on_data, is_bool, is_tensor, mask_root
 from asapc.passes.products import BARRIERS, rank_of, same
 from asapc.passes.regions import Region
 
@@ -31,8 +30,7 @@ def rooted(region: Region) -> Region:
             made |= nodes
     if len(set(roots.values())) != 1 or (len(roots) == 1 and _broadcasts(next(iter(roots)), region)):
         return region
-    order = {node: place for place, node in enumerate(region.score.node.graph.nodes)}
-    inside = sorted({*region.inside, *made}, key=order.__getitem__)
+    inside = sorted({*region.inside, *made})
     inputs = dict.fromkeys(roots.get(node, node) for node in region.inputs)
     return replace(region, inside=tuple(inside), inputs=tuple(inputs), root=next(iter(roots.values())))
 
@@ -47,11 +45,8 @@ def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
         current = stack.pop()
         if current in between or current in found or not is_tensor(current):
             continue
-        if _is_bool(current) and depends_on_data(current):
-            root = mask_root(current)
-            if root is not current:
-                between |= _path(current, root)
-            found.add(root)
+        if is_bool(current) and depends_on_data(current) and mask_root(current) is current:
+            found.add(current)
         elif current.op != "call_function" or current.target in BARRIERS:
             return None
         else:
@@ -64,18 +59,5 @@ def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
     return (root, between) if rank_of(root) == 2 and same(root.meta["val"].shape[-1], keys) else None
 
 
-def _path(node: Node, root: Node) -> set[Node]:
-    """From a view or negation of the root to what it is of."""
-    path: set[Node] = set()
-    while node is not root:
-        path.add(node)
-        (node,) = (source for source in node.all_input_nodes if is_tensor(source))
-    return path
-
-
 def _broadcasts(node: Node, region: Region) -> bool:
-    return _is_bool(node) and rank_of(node) in (2, len(region.score.result.shape))
-
-
-def _is_bool(node: Node) -> bool:
-    return is_tensor(node) and node.meta["val"].dtype == torch.bool
+    return is_bool(node) and rank_of(node) in (2, len(region.score.result.shape))
