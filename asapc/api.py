@@ -128,7 +128,7 @@ def compile(
     home = _home(model)
     there = home if isinstance(model, nn.Module) else chosen_device("auto")
     place = there if device is None else chosen_device(device)
-    generators = [there] if there.type == "cuda" else []
+    generators = [there] if there.type == "cuda" and torch.cuda.is_initialized() else []
     with (
         running_on(CPU, [model if isinstance(model, nn.Module) else None]),
         torch.random.fork_rng(devices=generators),

@@ -221,7 +221,7 @@ def analyse(
             )
         found_all.replayed = replace(known, output_error=error)
     if sites:
-        _note_gradients(found_all, batch.on(device), device)
+        _note_gradients(found_all, batch, device)
     return found_all
 
 
@@ -239,7 +239,7 @@ def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> N
         lossless = whole.lifted_without(()) if analysis.drop_maps else analysis.lifted
         with analysis.running_on(device):
             names = {name for its in held.values() for name in its}
-            gradient = no_gradient(model, lossless, batch, names) or ""
+            gradient = no_gradient(model, lossless, batch.on(device), names) or ""
         analysis.replayed = replace(analysis.replayed, gradient=gradient)
     analysis.sites = [
         replace(site, constants=held[site.name], no_gradient=gradient or None) for site in analysis.sites
