@@ -8,6 +8,7 @@ lossless rewrite has other gradients it is for inference only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -135,8 +136,6 @@ def _gradients(caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch)
     any.  The caller's own tensors are left as they are.  graphs: put in place of its modules."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        if graphs:
-            stack.enter_context(installed(caller, graphs))
         leaves: dict[int, Tensor] = {}
         names: dict[str, Tensor] = {}
         for name, weight in caller.named_parameters(remove_duplicate=False):
@@ -144,6 +143,10 @@ def _gradients(caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch)
             names[name] = leaf.requires_grad_(leaf.is_floating_point())
         for name, buffer in caller.named_buffers(remove_duplicate=False):
             names[name] = buffer.clone()
+        stack.enter_context(installed(caller, {
+            name: functools.partial(_called_with, graph, _below(name, names))
+            for name, graph in graphs.items()
+        }))  # fmt: skip
         inputs: dict[str, Tensor] = {}
 
         def leaf_of(x: Any) -> Any:
@@ -161,6 +164,18 @@ def _gradients(caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch)
         cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
         found = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
     return dict(zip(wanted, found, strict=True))
+
+
+def _below(outer: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a module, by their names in it."""
+    start = f"{outer}."
+    return {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+
+
+def _called_with(graph: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    """A program on these weights, as far as it has them."""
+    known = {name for name, _ in (*graph.named_parameters(), *graph.named_buffers())}
+    return functional_call(graph, {name: tensors[name] for name in known & tensors.keys()}, args, kwargs)
 
 
 def _difference(theirs: Gradients, ours: Gradients, held: Container[str]) -> str | None:

@@ -279,9 +279,11 @@ class _Beyond:
             others["fewer tokens"] = self._error(fewer)
         if self.part.masks and self.seen.k.shape[2] > 1:
             others["all but one key masked"] = self._error(few, active=[self.seen.k.shape[2] // 2])
+        by_scores = isinstance(self.site.convention, BY_SCORES)
         if self.part.masks:
-            others["no key active"] = self._in_own_precision()._error(few, active=[])
-        if self.part.masks and not isinstance(self.site.convention, BY_SCORES):
+            own = self._in_own_precision() if by_scores else self
+            others["no key active"] = own._error(few, active=[])
+        if self.part.masks and not by_scores:
             others["some keys masked, others far below them"] = self._robust_error(
                 few, Change(1e30), [key for key in range(self.seen.k.shape[2]) if key % 3 != 1]
             )
@@ -409,7 +411,26 @@ class _Beyond:
             return None
         with torch.no_grad():
             ours = self.site.completed(self.reference(t, _values(self.site, t, theirs)), t)
-        return _difference(self.site, ours.reshape(theirs.shape), theirs)
+        ours = ours.reshape(theirs.shape)
+        if active == [] and (times := self._multiplied(tensors, sizes)) is not None:
+            ours, theirs = ours * times, theirs * times
+        return _difference(self.site, ours, theirs)
+
+    def _multiplied(self, tensors: list[Tensor], sizes: dict[Any, int]) -> Tensor | None:
+        """What the code multiplies the output by, None where it does not: the number of active keys makes
+        nothing of whatever a loop gives without any."""
+        output = self.part.output
+        (user, *others) = output.users or (None,)
+        if others or user is None or user.target is not torch.ops.aten.mul.Tensor:
+            return None
+        operands = [node for node in user.all_input_nodes if node is not output]
+        if len(operands) != 1 or self.part.order is not None:
+            return None
+        try:
+            times = Cut(self.graph, self.part.inputs, operands[0], self.part.inside).run(tensors, sizes)
+        except Exception:  # it is the user's code, and may need more than what enters the loop
+            return None
+        return times if bool(times.isfinite().all()) else None
 
     def _masked(self, t: SiteTensors, active: list[int] | None) -> SiteTensors:
         if active is None:

@@ -123,9 +123,9 @@ class Observed:
 def observed(model: nn.Module, batches: Sequence[Batch]) -> Observed:
     """What the model reads on these batches, the first of which is its example."""
     found, example = Observed(), batches[0]
-    profile = _Profile()
-    with entering(model, profile.enter):
-        profile.run(lambda: model(*example.args, **example.kwargs))
+    profile = _profiled(model, example)
+    if any(code.co_name == "<module>" for codes in profile.codes.values() for code in codes):
+        profile = _profiled(model, example)  # what a first call imports is no code of the model
     for name, module in model.named_modules():
         codes = profile.codes.get(name, set())
         found.names[name] = _names(codes)
@@ -141,6 +141,13 @@ def observed(model: nn.Module, batches: Sequence[Batch]) -> Observed:
     if any("training" in asked for asked in found.questions.values()) and not _trains(model, example):
         found.questions = {name: asked - {"training"} for name, asked in found.questions.items()}
     return found
+
+
+def _profiled(model: nn.Module, example: Batch) -> _Profile:
+    profile = _Profile()
+    with entering(model, profile.enter):
+        profile.run(lambda: model(*example.args, **example.kwargs))
+    return profile
 
 
 def _of_torch(module: nn.Module) -> Names | None:

@@ -166,7 +166,7 @@ def _unseen(site: str, seen: SiteTensors) -> None:
 
 
 @contextlib.contextmanager
-def installed(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def installed(model: nn.Module, modules: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Let programs stand for the modules of these names, which keep all that others read from them.
 
     A program has the hooks of its module.
@@ -183,5 +183,5 @@ def installed(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[No
             own.update(known)
 
 
-def _calling(program: nn.Module) -> Callable[..., Any]:
+def _calling(program: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: program(*args, **kwargs)
