@@ -36,6 +36,7 @@ STEPS = {
 }  # fmt: skip
 FINITE = {"isnan", "isinf", "isfinite"}
 SMALL = 1e-2  # what only keeps a division or a logarithm from what is not finite is smaller
+MASKED = 1e6  # what only asks whether a number hides a token, or is a sum of such, is larger
 HUGE = 1e7  # single precision tells no scores apart by 1 that are larger
 
 
@@ -105,7 +106,7 @@ class Decisions(Interpreter):
         if all(is_bool(source) for source in made):
             return all(self._guards(source) for source in made)
         numbers = [x for x in node.args[1:] if isinstance(x, int | float)]
-        return len(numbers) == 1 and (abs(numbers[0]) <= SMALL or abs(numbers[0]) >= HUGE)
+        return len(numbers) == 1 and (abs(numbers[0]) <= SMALL or abs(numbers[0]) >= MASKED)
 
 
 def rounded(part: Part) -> str | None:
