@@ -143,7 +143,7 @@ def _examine(
     if len(shape) not in (3, 4):
         return Unidentified(f"scores have {len(shape)} dimensions, not [B, H, N, M] or [B*H, N, M]")
     elsewhere = used_outside(region)
-    inner, region = region, rooted(region)
+    inner, region = region, rooted(region, heads_of(region))
     found = outcome(lambda: _identified(program, region, stops, known))
     if isinstance(found, str) and region is not inner:
         region = inner

@@ -18,9 +18,10 @@ from asapc.passes.products import BARRIERS, rank_of, same
 from asapc.passes.regions import Region
 
 
-def rooted(region: Region) -> Region:
+def rooted(region: Region, heads: int) -> Region:
     """The region with the mask as its input in place of all that is made of it; as it is where there are
-    several, or one boolean tensor is made of it that broadcasts to the scores."""
+    several, one boolean tensor is made of it that broadcasts to the scores, or the scores [B * H, N, M] do
+    not tell what of them are heads."""
     roots: dict[Node, Node] = {}
     made: set[Node] = set()
     for node in region.inputs:
@@ -30,9 +31,13 @@ def rooted(region: Region) -> Region:
             made |= nodes
     if len(set(roots.values())) != 1 or (len(roots) == 1 and _broadcasts(next(iter(roots)), region)):
         return region
+    (root,) = set(roots.values())
+    shape = region.score.result.shape
+    if len(shape) == 3 and heads == 1 and not same(root.meta["val"].shape[0], shape[0]):
+        return region
     inside = sorted({*region.inside, *made})
     inputs = dict.fromkeys(roots.get(node, node) for node in region.inputs)
-    return replace(region, inside=tuple(inside), inputs=tuple(inputs), root=next(iter(roots.values())))
+    return replace(region, inside=tuple(inside), inputs=tuple(inputs), root=root)
 
 
 def _made_of(node: Node, region: Region) -> tuple[Node, set[Node]] | None:
