@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
+import asapc.inputs.onnx
 from asapc.formats.limits import demand, fixed_size
 
 SIZES = range(2, 4097)  # at which a guard on one size is tried
@@ -35,7 +36,10 @@ LARGE = (5000, 8192, 10_000, 65_536, 1_000_000)  # besides: where it still holds
 TRIED = 2000  # pairs, or more, of sizes at which a guard on several is tried
 FEW = (0, 1, 2, 3, 5, 9, 17, 33, 65, 513)  # the sizes besides one of 0 or 1 at which a question is asked
 FEW_TRIED = 200  # of them, where it is of more than two sizes
-_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+# What asks on behalf of torch, or of the operators of an ONNX file: its answers are tried instead.
+_NOT_THE_MODELS = tuple(
+    str(Path(file).parent) for file in (torch.__file__, __file__, asapc.inputs.onnx.__file__)
+)
 LONGEST = 10_000  # characters of a guard that is read
 _OPERATORS: Mapping[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,

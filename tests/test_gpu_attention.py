@@ -105,8 +105,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_honest(own: Tensor, exact: Tensor, rough: Tensor) -> None:
-    """At most twice as wrong as the meaning in float32, rounded to the kernel's own dtype."""
+def largest_score(case: Case) -> float:
+    scores = case.scores(torch.float64)
+    return float(scores[scores.isfinite()].abs().max())
+
+
+def assert_honest(own: Tensor, exact: Tensor, rough: Tensor, largest: float = 0.0) -> None:
+    """At most twice as wrong as the meaning in float32, rounded to the kernel's own dtype.
+
+    largest: score; the order in which a product is summed decides a last digit of it, and the meaning's
+    own may be lucky.
+    """
     assert own.shape == exact.shape
     own = own.cpu().double()
     assert torch.equal(own.isinf(), exact.isinf()) and not bool(own.isnan().any())
@@ -115,6 +124,7 @@ def assert_honest(own: Tensor, exact: Tensor, rough: Tensor) -> None:
         return
     honest = float((rough.double() - exact)[finite].abs().max())
     rounding = 1e-6 * max(1.0, float(exact[finite].abs().max()))
+    rounding += torch.finfo(torch.float32).eps * largest
     assert float((own - exact)[finite].abs().max()) <= 2 * honest + rounding
 
 
@@ -185,7 +195,7 @@ def test_attend(name: str, closes: bool) -> None:
         results.append(plan_times_v(case, own_f, own_g))
     own = apply.attend(q, k, v, keep, bias, f, g, SCALE, factors(case))
     assert own.dtype == v.dtype
-    assert_honest(own, *results)
+    assert_honest(own, *results, largest_score(case))
 
 
 LOOPS = {  # half-steps, first side, from a dual
@@ -213,7 +223,7 @@ def assert_loop(case: Case, runner: Any, half_steps: int, first: Any, start: boo
     dual = case.dual("target" if first == "row" else "source") if start else None
     own = runner(*case.given(), dual, Loop(SCALE, half_steps, first, factors(case)))
     assert own.dtype == case.v.dtype
-    assert_honest(own, *results)
+    assert_honest(own, *results, largest_score(case))
 
 
 RUNNERS = {

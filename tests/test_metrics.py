@@ -115,7 +115,8 @@ def test_approximate_is_what_is_neither_the_teachers_code_nor_its_own_operator(o
         ({"sites": [{"name": "a", "operator": "x", "c_transforms": 1.5}]}, "c_transforms must be an int"),
         ({"sites": [{"name": "a", "operator": "x", "c_transforms": True}]}, "c_transforms must be an"),
         ({"sites": [{"name": "a", "operator": "x", "metrics": {"b\n{}": "y"}}]}, r"'b\\n\{\}' must be"),
-        ({"gate": {"checks": [{"metric": "a", "scope": "b", "kind": "limit", "class": "GOOD"}]}}, "must be one of ACCEPT"),
+        ({"gate": {"checks": [{"metric": "a", "scope": "b", "kind": "limit", "class": "GOOD"}]}},
+         "must be one of ACCEPT"),
         ({"gate": {"verdict": "GOOD"}}, "verdict must be one of ACCEPT, REGRESSION, ANOM"),
     ],
 )

@@ -20,8 +20,8 @@ from asapc.passes.regions import Region
 
 def rooted(region: Region, heads: int) -> Region:
     """The region with the mask as its input in place of all that is made of it; as it is where there are
-    several, one boolean tensor is made of it that broadcasts to the scores, or the scores [B * H, N, M] do
-    not tell what of them are heads."""
+    several, one boolean tensor is made of it that broadcasts to the scores, or the scores [B * H, N, M]
+    do not tell what of them are heads."""
     roots: dict[Node, Node] = {}
     made: set[Node] = set()
     for node in region.inputs:
