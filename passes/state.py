@@ -40,7 +40,7 @@ _BY_CALL = {
 }  # fmt: skip
 _BY_NAME = {
     "requires_grad": ("grad", "inputs"), "grad_fn": ("grad", "inputs"), "is_leaf": ("grad", "inputs"),
-    "is_inference": ("inference",), "training": ("training",),
+    "is_inference": ("inference",), "training": ("training",), "is_contiguous": ("layout",),
 }  # fmt: skip
 _TRACED = [
     getattr(home, name).__code__

@@ -447,6 +447,8 @@ QUESTIONS: dict[str, tuple[str, Callable[[nn.Module, Sequence[Any]], bool]]] = {
         torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))),
     "inputs": ("an input requires a gradient", lambda _, flat: any(
         isinstance(x, Tensor) and x.requires_grad for x in flat)),
+    "layout": ("an input is not contiguous", lambda _, flat: any(
+        isinstance(x, Tensor) and not x.is_contiguous() for x in flat)),
     "training": ("it is in training mode", lambda module, _: module.training),
 }  # fmt: skip
 
