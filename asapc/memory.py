@@ -138,6 +138,7 @@ class MemoryLimit:
 
     def _growth(self, run: Callable[[int], object], size: int) -> int:
         self.peak()
+        give_back()  # what fits into memory that was freed before would not be seen
         before = current()
         forget_peak()
         run(size)
