@@ -3,32 +3,33 @@
 import base64
 import copy
 import hashlib
-import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import browser
 import page_report
 import pytest
 import torch
-from PIL import Image
+from matplotlib.figure import Figure
 
 from asapc.report import html as rendering
 from asapc.report import write_report
 from asapc.report.layers import PICTURED
 from asapc.report.pictures import MapPair, SitePictures
-from asapc.report.plots import Point, draw_bars, draw_masses, draw_pareto, inline, map_images
+from asapc.report.plots import Point, data_uri, draw_bars, draw_maps, draw_masses, draw_pareto, style
 from asapc.report.text import json_text
 
+IMAGE = "data:image/svg+xml;base64,"
 VOID = {"meta", "link", "img", "br", "wbr", "input"}
 BROWSER = pytest.mark.skipif(browser.CHROMIUM is None, reason="chromium is not installed")
 
@@ -98,20 +99,18 @@ def test_every_part_is_there(full: str) -> None:
     for expected in (
         "target, 1 c-transform, rows rescaled, coarse:32", "482 → 14.8 ms at 32 × 256",
         "What was tried", "By head", "By length", "ASAP, Propositions B.8 and B.9",
-        "Certificates: 2 hold, 1 true but vacuous", "KL variance bound", "264 vacuous",
+        "Certificates: 2 holds, 1 vacuous", "kl_variance_bound", "264",
         "Example 0, head 0, 256 active keys",
         "T=20, row first, column last, scale 0.0884, factor M, key mask",
-        "prediction_agreement ≥ 0.998, attention_rel_l2 ≤ 0.02", "3 × asap target 1 coarse:16",
-        "prediction_agreement 0.9973 < 0.998", "11 candidates, chosen: asap target 1 coarse:32",
-        "attention_rel_l2 0.281 > 0.02", "≤ 0.5%, with confidence", "baseline 19.6, 2% worse allowed",
-        "softmax attention: rows only", "9f2c9f2c", "calibration 3500, selection 750, gate 1000",
+        "prediction_agreement 0.998, attention_rel_l2 0.0200", "3 x asap target 1 coarse:16",
+        "prediction_agreement 0.9973 < 0.998", "asap target 1 coarse:32",
+        "attention_rel_l2 0.281 > 0.02", "max 0.00500, confident", "baseline 19.6, 2%",
+        "softmax attention: rows only", "9f2c9f2c", "examples, calibration 3500",
         "2.13.0", "Predictions changed, by length",
     ):  # fmt: skip
         assert expected in text
     page = Reader(full)
-    assert len(page.named("svg")) == 2 + 3 * 3 + 9  # the model's, three a layer, one an example
-    assert len(page.named("img")) == 27
-    assert full.count("sinkhorn: error 0,") == 3  # the exact operator is among what was tried
+    assert len(page.named("img")) == 2 + 3 * (3 + 2 * 3)  # the model's; three a layer, two an example
 
 
 @pytest.mark.parametrize("kind", ["full", "minimal"])
@@ -123,37 +122,24 @@ def test_it_is_self_contained_and_accessible(full: str, kind: str) -> None:
     )
     assert policy is not None
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:;")
-    beside = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]*", "", text)
+    beside = re.sub(r"data:image/svg\+xml;base64,[A-Za-z0-9+/=]*", "", text)
     assert not re.search(r"https?:|//|@import|@font-face|javascript:", beside)
     assert not page.named("script")
     for tag, attributes in page.tags:
         assert not any(name.startswith("on") for name in attributes)
         for name in ("src", "href"):
-            assert (attributes.get(name) or "#").startswith(("#", "data:image/png;base64,", "data:,"))
+            assert (attributes.get(name) or "#").startswith(("#", IMAGE, "data:,"))
         if tag == "img":
             assert attributes["alt"]
-        if tag == "svg":
-            assert attributes["role"] == "img" and attributes["aria-label"]
         if tag == "th":
             assert attributes["scope"] in ("row", "col")
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(b <= a + 1 for a, b in pairwise(levels))
     ids = [a["id"] for _, a in page.tags if "id" in a]
-    clips = [a["id"] for tag, a in page.tags if tag in ("clippath", "path") and "id" in a]
-    assert len(set(ids) - set(clips)) == len(ids) - len(clips)
+    assert len(set(ids)) == len(ids)
     for link in page.named("a"):
         assert (link["href"] or "")[1:] in ids
-
-
-def test_a_clip_or_marker_is_one_of_its_own_figure(full: str) -> None:
-    figures = re.findall(r"<svg.*?</svg>", full, re.DOTALL)
-    seen: set[str] = set()
-    for figure in figures:
-        own = set(re.findall(r'id="([^"]+)"', figure))
-        assert set(re.findall(r'(?:href="|url\()#([^")]+)', figure)) <= own
-        assert not own & seen
-        seen |= own
 
 
 def test_the_same_report_is_the_same_bytes(full: str) -> None:
@@ -191,7 +177,7 @@ def test_hostile_names_are_text(name: str) -> None:
     text = html(report, [SitePictures(name, [_pair()])])
     page = Reader(text)
     assert not page.named("script")
-    assert all((image["src"] or "").startswith("data:image/png") for image in page.named("img"))
+    assert all((image["src"] or "").startswith(IMAGE) for image in page.named("img"))
     assert not any(k.startswith("on") for _, a in page.tags for k in a)
     assert str(3571 * 4001) not in text
     shown = "".join(page.text)
@@ -322,7 +308,7 @@ def test_layers_come_worst_first_and_folded() -> None:
     assert '<details class="layer" open' not in text and " open>" not in text
     # A layer's maps are inside its fold, behind its errors.
     first = text[text.index('id="layer-2"') : text.index('id="layer-0"')]
-    assert first.index("attention error") < first.index("</summary>") < first.index("<svg")
+    assert first.index("attention error") < first.index("</summary>") < first.index("<img")
 
 
 def test_layers_are_sorted_without_a_script() -> None:
@@ -345,11 +331,14 @@ def test_a_difference_to_the_baseline_has_a_column() -> None:
     assert "not compared" in html(report)
 
 
-def test_many_comparisons_that_passed_are_folded() -> None:
-    text = html(deep_report(20, baseline=True))
-    gate = text[text.index('<section id="gate">') :]
-    assert "19 comparisons with the baseline passed" in gate
-    assert gate.index("encoder.blocks.0.attention") < gate.index("19 comparisons")
+def test_a_long_table_is_folded_unless_something_failed() -> None:
+    report = deep_report(20, baseline=True)
+    gate = html(report).partition('<section id="gate">')[2]
+    assert gate.lstrip().startswith('<h2>Gate</h2>\n<details class="small-details" open>')
+    assert gate.index("encoder.blocks.0.attention") < gate.index("encoder.blocks.1.attention")
+    report["gate"] = {"verdict": "ACCEPT", "checks": report["gate"]["checks"][1:]}
+    gate = html(report).partition('<section id="gate">')[2]
+    assert gate.lstrip().startswith('<h2>Gate</h2>\n<details class="small-details"><summary>')
 
 
 def test_pictures_do_not_grow_with_depth() -> None:
@@ -357,7 +346,8 @@ def test_pictures_do_not_grow_with_depth() -> None:
     report = deep_report(count)
     pictures = [SitePictures(site["name"], [_pair()]) for site in report["sites"]]
     text = html(report, pictures)
-    assert len(Reader(text).named("img")) == 3 * PICTURED
+    images = [image["alt"] or "" for image in Reader(text).named("img")]
+    assert sum("attention of the teacher" in alt for alt in images) == PICTURED
     assert f"drawn for the {PICTURED} layers with the largest attention errors; the other 3" in text
     assert text.count("Without pictures: they are drawn") == 3
     kept = text[text.index(f'id="layer-{count // 2}"') :]
@@ -376,10 +366,6 @@ def test_a_baseline_alone_is_no_limit() -> None:
     text = " ".join(" ".join(Reader(shown).text).split())
     assert "Look at encoder. blocks. 2. attention first." in text and 'class="tone-odd"' in shown
     assert 'href="#limits"' in shown and 'href="#gate"' in shown
-    report = deep_report(30, baseline=True)
-    report["gate"]["checks"] = report["gate"]["checks"][1:]
-    report["gate"]["verdict"] = "ACCEPT"
-    assert "29 comparisons with the baseline passed" in html(report)  # all of them are folded
 
 
 def test_default_limits_are_named_and_are_advice() -> None:
@@ -413,12 +399,13 @@ def test_a_lossless_model_that_is_as_fast_is_offered_with_how_to_get_it() -> Non
 def test_a_violated_certificate_is_not_folded_away() -> None:
     report = page_report.full_report()
     report["sites"] = [_plain_site()]
-    summary = "Certificates: 2 hold, 1 true but vacuous"
+    summary = "Certificates: 2 holds, 1 vacuous"
     assert f'<details class="small-details"><summary>{summary}' in html(report)
     report["sites"][0]["certificates"][1]["holds"] = False
     text = html(report)
-    assert '<details class="small-details" open><summary><span class="bad">Certificates: 1 hold' in text
-    assert "1 VIOLATED" in text and '<span class="bad">violated</span>' in text
+    title = '<summary><span class="bad">Certificates: 1 holds, 1 violated'
+    assert f'<details class="small-details" open>{title}' in text
+    assert '<span class="bad">violated</span>' in text
 
 
 def test_one_length_is_no_plot() -> None:
@@ -436,7 +423,7 @@ def test_values_that_are_not_finite_are_shown_as_such() -> None:
     report["sites"][0]["by_length"][0]["attention_rel_l2"] = None
     pair = _pair(math.nan)
     text = html(report, [SitePictures("layers.0.mha", [pair])])
-    assert "∞" in text and ">inf<" in text
+    assert ">inf<" in text
     assert not re.search(r"\bnan\b", "".join(Reader(text).text), re.IGNORECASE)
     # What report.json keeps of it renders too.
     Reader(html(json.loads(json_text(report))))
@@ -469,16 +456,23 @@ def _pair(value: float = 0.25) -> MapPair:
 def test_a_map_is_the_numbers_it_shows() -> None:
     teacher = torch.tensor([[0.0, 0.5, 1.0], [1.0, 0.0, math.nan]])
     pair = MapPair(0, 0, 3, teacher, teacher.flip(0), (teacher.sum(1),) * 2, (teacher.sum(0),) * 2)
-    images = map_images(pair)
-    assert images.largest == pytest.approx(1.0) and images.largest_difference == pytest.approx(1.0)
-    uri = images.teacher
-    pixels = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
-    assert pixels.size == (3, 2)
-    assert [pixels.convert("RGB").getpixel((i % 3, i // 3)) for i in range(6)] == [
-        (255, 255, 255), (96, 150, 214), (10, 28, 66), (10, 28, 66), (255, 255, 255), (255, 0, 200),
-    ]  # fmt: skip
-    flat = map_images(MapPair(0, 0, 3, teacher * 0, teacher * 0, (teacher,) * 2, (teacher,) * 2))
-    assert flat.largest == 0.0 and flat.largest_difference == 0.0
+    exact, compiled, difference = (axes.images[0] for axes in draw_maps(pair).axes[:3])
+    for image, end in ((exact, (0.0, 1.0)), (compiled, (0.0, 1.0)), (difference, (-1.0, 1.0))):
+        assert image.get_clim() == pytest.approx(end)
+    colors = exact.to_rgba(exact.get_array(), bytes=True)[..., :3].reshape(-1, 3).tolist()
+    white, dark, wrong = [255, 255, 255], [10, 28, 66], [255, 0, 200]
+    assert colors[0] == colors[4] == white and colors[2] == colors[3] == dark and colors[5] == wrong
+    assert colors[1] == pytest.approx([96, 150, 214], abs=1)
+    flat = MapPair(0, 0, 3, teacher * 0, teacher * 0, (teacher,) * 2, (teacher,) * 2)
+    assert svg(draw_maps, flat)
+
+
+def svg(draw: Callable[..., Figure], *arguments: Any, **options: Any) -> str:
+    """What a picture of the page is; it is well-formed."""
+    with style():
+        text = base64.b64decode(data_uri(draw(*arguments, **options)).removeprefix(IMAGE)).decode()
+    ElementTree.fromstring(text)
+    return text
 
 
 @pytest.mark.parametrize("values", [
@@ -486,9 +480,9 @@ def test_a_map_is_the_numbers_it_shows() -> None:
 ], ids=["zero", "tiny", "huge", "none", "inf", "negative", "many"])  # fmt: skip
 def test_bars_of_any_size(values: list[float | None]) -> None:
     names = [str(i) for i in range(len(values))]
-    picture = inline("alt", draw_bars, values, names, "head", "error", mean=True)
+    picture = svg(draw_bars, values, names, "head", "error", mean=True)
     assert "nan" not in picture and "inf" not in picture
-    Reader(str(picture))
+    assert ("∞" in picture) == any(v is None or math.isinf(v) for v in values)
 
 
 @pytest.mark.parametrize("points", [
@@ -499,12 +493,11 @@ def test_bars_of_any_size(values: list[float | None]) -> None:
 ], ids=["exact", "far", "equal", "near"])  # fmt: skip
 def test_candidates_anywhere(points: list[tuple[float, float]]) -> None:
     shown = [
-        Point("x", "candidate" if error else "lossless", error, time, i == 0)
+        Point("candidate" if error else "lossless", error, time, i == 0)
         for i, (error, time) in enumerate(points)
     ]
     for limit in (None, 0.0, 1e-12, 0.02, 1e6):
-        picture = str(inline("alt", draw_pareto, shown, "ms", limit))
-        Reader(picture)
+        picture = svg(draw_pareto, shown, "ms", limit)
         view = [float(number) for number in re.findall(r'<use [^>]*x="([-\d.]+)"', picture)]
         assert all(0 <= x <= 330 for x in view)
 
@@ -514,9 +507,7 @@ def test_masses_of_one_token_and_of_many() -> None:
         sums = torch.linspace(0.9, 1.1, count)
         teacher = torch.full((1, 1), 1.0)
         pair = MapPair(0, 0, count, teacher, teacher, (sums, sums), (sums, sums))
-        picture = inline("alt", draw_masses, pair)
-        assert len(picture) < 15_000
-        Reader(str(picture))
+        assert len(svg(draw_masses, pair)) < 20_000
 
 
 # A real browser

@@ -1,4 +1,4 @@
-"""Pictures of a report as matplotlib figures: `report.figure("errors")`.
+"""Pictures of a report as matplotlib figures: `report.figure("errors")`, and the same on its page.
 
     errors       attention error by layer, the worst first, and the budget
     times        the whole model: teacher, lossless, compiled, in ms
@@ -14,89 +14,155 @@ a notebook shows it after `%matplotlib inline`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from asapc.errors import InputError
-from asapc.report import layers, plots
+from asapc.operators.catalogue import TEACHER
+from asapc.report import plots
 from asapc.report.advice import ERROR, judgement, worst_first
-from asapc.report.document import Report, SiteReport, Trail, finite
-from asapc.report.shown import cleaned, positive, short
+from asapc.report.document import LengthBin, Report, SiteReport, Trail, TriedSite, finite
+from asapc.report.pictures import MapPair
+from asapc.report.shown import cleaned, largest_shape, positive, shape_text, short
+from asapc.report.tables import number
 from asapc.terminal.printed import short as repr_of
 
+LENGTHS = (ERROR, "attention error")  # of a layer, what is drawn by length
 MOST = 48  # layers in one figure
 LONGEST_NAME = 36
+
+
+class Picture(NamedTuple):
+    """An image of the page, and what it shows in words."""
+
+    caption: str
+    uri: Markup
+    alt: str
+    broad: bool = False
 
 
 def figure(report: Report, what: str = "errors", site: str | None = None) -> Figure:
     """See asapc.report.document.Report.figure."""
     if what not in FIGURES:
         raise InputError(f"figure: there is no {repr_of(what)}", help=f"one of {', '.join(FIGURES)}")
-    with plots.style(plots.ALONE):
-        drawn = FIGURES[what](report, site)
+    draw, why = FIGURES[what]
+    with plots.style():
+        drawn = draw(report, site)
+        if drawn is None:
+            raise InputError(f"figure: nothing to draw for {what}", got=why)
         drawn.set_dpi(100)
     return drawn
 
 
-def _errors(report: Report, site: str | None) -> Figure:
+def _errors(report: Report) -> Figure | None:
     sites = [s for s in worst_first(report.sites) if s.metric(ERROR) is not None][:MOST]
     if not sites:
-        raise _nothing("errors", "no layer's attention was compared")
+        return None
     limits = [c.max for c in judgement(report).gate.checks if c.metric == ERROR and c.kind == "limit"]
-    colors = plots.ALONE
     return plots.draw_lines(
         [s.metric(ERROR) for s in sites], [_name(s.name) for s in sites], "attention error",
         next((limit for limit in limits if limit is not None), None),
-        [colors.compiled if s.approximate else colors.lossless for s in sites],
+        [plots.COMPILED if s.approximate else plots.LOSSLESS for s in sites],
     )  # fmt: skip
 
 
-def _times(report: Report, site: str | None) -> Figure:
-    kinds = ("teacher", "lossless", "compiled")
-    times = {k: t for k in kinds if (t := positive(report.model.metric(f"latency_{k}_ms"))) is not None}
+def _times(report: Report) -> Figure | None:
+    fills = {"teacher": plots.TEACHER, "lossless": plots.LOSSLESS, "compiled": plots.COMPILED}
+    times = {k: t for k in fills if (t := positive(report.model.metric(f"latency_{k}_ms"))) is not None}
     if not times:
-        raise _nothing("times", "the model was not timed")
-    fills = [str(getattr(plots.ALONE, kind)) for kind in times]
-    return plots.draw_lines([*times.values()], [*times], "ms, whole model", None, fills)
+        return None
+    return plots.draw_lines(
+        [*times.values()], [*times], "ms, whole model", None, [fills[kind] for kind in times]
+    )
 
 
-def _heads(report: Report, site: str | None) -> Figure:
-    shown = _site(report, site)
-    errors = [finite(error) for error in shown.by_head.get(ERROR, ())]
-    if not errors:
-        raise _nothing("heads", f"{_name(shown.name)} has no errors by head")
+def _heads(site: SiteReport) -> Figure | None:
+    errors = _head_errors(site)
     names = [str(head) for head in range(len(errors))]
-    return plots.draw_bars(errors, names, "head", "attention error", plots.ALONE, mean=True)[0]
+    return plots.draw_bars(errors, names, "head", "attention error", mean=True) if errors else None
 
 
-def _lengths(report: Report, site: str | None) -> Figure:
-    shown = _site(report, site)
-    values, names = layers.length_values(shown.by_length, ERROR)
+def _head_errors(site: SiteReport) -> list[float | None]:
+    return [finite(error) for error in site.by_head.get(ERROR, ())]
+
+
+def _by_length(
+    bins: Sequence[LengthBin], metric: str, unit: str, *, lost: bool = False
+) -> Figure | None:
+    """A metric by length.  lost: what a share lacks of 1."""
+    values = [finite(length_bin.metrics.get(metric)) for length_bin in bins]
     if all(value is None for value in values):
-        raise _nothing("lengths", f"{_name(shown.name)} has no errors by length")
-    return plots.draw_bars(values, names, "active tokens", "attention error", plots.ALONE)[0]
+        return None
+    if lost:
+        values = [None if value is None else 1 - value for value in values]
+    names = [f"{_span(length_bin)}\nn = {number(length_bin.examples)}" for length_bin in bins]
+    return plots.draw_bars(values, names, "active tokens", unit, percent=lost)
 
 
-def _candidates(report: Report, site: str | None) -> Figure:
-    shown, trail = _site(report, site), report.selection or Trail()
-    points, unit, limit = layers.candidate_points(trail.of(shown.name), trail)
+def _span(length_bin: LengthBin) -> str:
+    low, high = length_bin.low, length_bin.high
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def _candidates(report: Report, site: SiteReport) -> Figure | None:
+    trail = report.selection or Trail()
+    tried = trail.of(site.name)
+    points = _points(tried, trail)
     if len(points) < 2:
-        raise _nothing("candidates", f"at {_name(shown.name)} nothing was timed beside what was chosen")
-    return plots.draw_pareto(points, unit, limit, plots.ALONE)[0]
+        return None
+    unit = "MiB of extra memory" if trail.objective == "memory" else (
+        f"ms at {shape_text(largest_shape(tried))}"
+    )  # fmt: skip
+    return plots.draw_pareto(points, unit, finite(trail.budget.get(ERROR)))
 
 
-def _maps(report: Report, site: str | None) -> Figure:
-    shown = _site(report, site)
-    pairs = next((p.pairs for p in report.pictures if p.name == shown.name), ())
-    if not pairs:
-        raise _nothing("maps", "report.json has none: they are in a report that was just measured")
-    return plots.draw_maps(pairs[0])
+def _points(tried: TriedSite, trail: Trail) -> list[plots.Point]:
+    """What was tried at a site, by its error and its cost."""
+    shape, memory = largest_shape(tried), trail.objective == "memory"
+    points: list[plots.Point] = []
+    for candidate in tried.candidates:
+        time = positive(candidate.memory_mib if memory else candidate.latency_ms.get(shape))
+        error = finite(candidate.attention_rel_l2)
+        if error is None and candidate.label == candidate.operator:
+            error = 0.0  # the exact operator, the one that is called by its name alone
+        kind: plots.Kind = "candidate"
+        if candidate.operator == TEACHER:
+            kind, error = "teacher", error or 0.0
+        elif error is not None and error <= plots.EXACT:
+            kind = "lossless"
+        if time is not None and error is not None and error >= 0 and 1e-9 < time < 1e12:
+            points.append(plots.Point(kind, min(error, 1e6), time, candidate.chosen))
+    teachers = (positive(candidate.teacher_ms.get(shape)) for candidate in tried.candidates)
+    teacher = next((time for time in teachers if time is not None), None)
+    if teacher is not None and not memory and not any(p.kind == "teacher" for p in points):
+        points.append(plots.Point("teacher", 0.0, teacher, False))
+    return points
 
 
-FIGURES: Mapping[str, Callable[[Report, str | None], Figure]] = {
-    "errors": _errors, "times": _times, "heads": _heads, "lengths": _lengths,
-    "candidates": _candidates, "maps": _maps,
+def _maps(report: Report, site: SiteReport) -> Figure | None:
+    pairs = _pairs(report, site)
+    return plots.draw_maps(pairs[0]) if pairs else None
+
+
+def _pairs(report: Report, site: SiteReport) -> Sequence[MapPair]:
+    return next((p.pairs for p in report.pictures if p.name == site.name), ())
+
+
+Draw = Callable[[Report, str | None], Figure | None]
+# What draws each, of the model or of the site of a name, and why there may be nothing to draw.
+FIGURES: Mapping[str, tuple[Draw, str]] = {
+    "errors": (lambda report, _: _errors(report), "no layer's attention was compared"),
+    "times": (lambda report, _: _times(report), "the model was not timed"),
+    "heads": (lambda report, name: _heads(_site(report, name)), "the layer has no errors by head"),
+    "lengths": (lambda report, name: _by_length(_site(report, name).by_length, *LENGTHS),
+                "the layer has no errors by length"),
+    "candidates": (lambda report, name: _candidates(report, _site(report, name)),
+                   "nothing was timed beside what was chosen"),
+    "maps": (lambda report, name: _maps(report, _site(report, name)),
+             "report.json has none: they are in a report that was just measured"),
 }  # fmt: skip
 
 
@@ -116,5 +182,54 @@ def _name(name: str) -> str:
     return short(cleaned(name), LONGEST_NAME)
 
 
-def _nothing(what: str, why: str) -> InputError:
-    return InputError(f"figure: nothing to draw for {what}", got=why)
+# The page
+
+
+def layer_pictures(report: Report, site: SiteReport) -> list[Picture]:
+    """Candidates, errors by head and by length, and each of its maps with token masses."""
+    errors = ", ".join(number(error) for error in _head_errors(site)[:16])
+    pictures = [
+        *_picture("What was tried", f"{site.name}: attention error against cost of what was tried",
+                  _candidates(report, site)),
+        *_picture("By head", f"{site.name}: attention error by head: {errors}", _heads(site)),
+    ]  # fmt: skip
+    if len(site.by_length) > 1:  # one length says what the mean says
+        pictures += _picture("By length", _lengths_alt(site.name, site.by_length, ERROR),
+                             _by_length(site.by_length, *LENGTHS))  # fmt: skip
+    for pair in _pairs(report, site):
+        example = f"Example {pair.example}, head {pair.head}"
+        pictures += _picture(
+            f"{example}, {pair.active} active keys: error {number(pair.error)}",
+            f"{site.name}, {example}: attention of the teacher and the compiled layer, difference",
+            plots.draw_maps(pair), broad=True,
+        )  # fmt: skip
+        pictures += _picture(
+            f"{example}: token masses, teacher broad, compiled thin",
+            f"{site.name}, {example}: row and column sums by token, teacher and compiled",
+            plots.draw_masses(pair),
+        )
+    return pictures
+
+
+def model_pictures(report: Report) -> list[Picture]:
+    """What the model loses by the length of an example."""
+    bins = report.by_length if len(report.by_length) > 1 else ()
+    agreement, divergence = "prediction_agreement", "logit_kl"
+    changed = _by_length(bins, agreement, "predictions changed", lost=True)
+    return [
+        *_picture("Predictions changed, by length", _lengths_alt("Model", bins, agreement), changed),
+        *_picture("Logit KL, by length", _lengths_alt("Model", bins, divergence),
+                  _by_length(bins, divergence, "logit KL")),
+    ]  # fmt: skip
+
+
+def _picture(
+    caption: str, alt: str, drawn: Figure | None, broad: bool = False
+) -> list[Picture]:
+    """None where nothing was drawn."""
+    return [] if drawn is None else [Picture(caption, Markup(plots.data_uri(drawn)), alt, broad)]
+
+
+def _lengths_alt(name: str, bins: Sequence[LengthBin], metric: str) -> str:
+    values = ", ".join(f"{_span(b)}: {number(finite(b.metrics.get(metric)))}" for b in bins)
+    return f"{name}: {metric} by number of active tokens: {values}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
-from collections.abc import Mapping
-from typing import Any
 
 from asapc.metrics import METRIC
-from asapc.report.document import Measured, finite
-from asapc.report.tables import MODEL_LABELS, metric_text, number
+from asapc.report.document import Measured, TriedSite, finite
+from asapc.report.tables import metric_text, number
 
 LONGEST = 240  # characters of a value that are shown
 
@@ -27,27 +26,6 @@ def short(text: str, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def text_of(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def plain(value: Any) -> str:
-    """A limit as somebody wrote it, a value of any kind as text."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{text_of(k)} {plain(v)}" for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(plain(v) for v in value)
-    return text_of(value)
-
-
-def label(key: str) -> str:
-    return METRIC[key].name if key in METRIC else MODEL_LABELS.get(key) or key.replace("_", " ")
-
-
 def times_text(ratio: float) -> str:
     return f"{number(float(ratio))}×"
 
@@ -60,7 +38,7 @@ def ends_text(holder: Measured, metric: str) -> str:
 def limit_text(metric: str, limit: float) -> str:
     """A limit as somebody would write it, of a share in per cent."""
     share = metric in METRIC and METRIC[metric].share
-    return f"{plain(100.0 * limit)}%" if share else plain(float(limit))
+    return f"{100.0 * limit:.6g}%" if share else f"{limit:.6g}"
 
 
 def change_text(metric: str, change: float) -> str:
@@ -74,3 +52,21 @@ def change_text(metric: str, change: float) -> str:
 def positive(value: float | None) -> float | None:
     result = finite(value)
     return result if result is not None and result > 0 else None
+
+
+def largest_shape(tried: TriedSite) -> str:
+    """Of those that candidates were timed at, "32x512"; empty where there is none."""
+    keys = {key for candidate in tried.candidates for key in candidate.latency_ms}
+    return max(keys, key=lambda key: (math.prod(_sizes(key) or [0]), key), default="")
+
+
+def shape_text(shape: str) -> str:
+    """"32x512" as "32 × 512"; nothing else comes through, it is drawn in a plot."""
+    return " × ".join(map(str, _sizes(shape))) or "one shape"
+
+
+def _sizes(shape: str) -> list[int]:
+    """Of "32x512"; none of anything else."""
+    parts = shape.split("x")
+    fine = all(part.isascii() and part.isdigit() and len(part) < 12 for part in parts)
+    return [int(part) for part in parts] if fine else []

@@ -1,65 +1,43 @@
 """What is shown of a result, independent of where: titled tables of already formatted cells.
 
-`asapc.report.text` turns them into Markdown, `asapc.report.console` into terminal tables, and the page's
-template into HTML.
+`asapc.report.text` turns them into Markdown, `asapc.report.console` into terminal tables, and
+`asapc.report.html` into HTML.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from asapc.metrics import METRIC, METRICS, is_share
 from asapc.operators.catalogue import SIZES
-from asapc.report.document import Check, GateReport, Report, SiteReport, Trail
+from asapc.report.document import Certificate, Check, GateReport, Report, SiteReport, Trail
 
 Row = tuple[str, ...]
 
-# What a word says of a result: in a cell of its own it is coloured so, on a terminal and on the page.
+# The colour of a cell that holds one of these words, on a terminal and on the page.
 TONES = {
     "ACCEPT": "good", "passed": "good", "matched": "good", "holds": "good", "inside the budget": "good",
-    "chosen": "good", "REGRESSION": "bad", "FAILED": "bad", "violated": "bad", "ANOMALOUS": "odd",
-    "vacuous": "odd", "refused": "odd",
+    "chosen": "good", "kept": "good", "REGRESSION": "bad", "FAILED": "bad", "violated": "bad",
+    "not kept": "bad", "ANOMALOUS": "odd", "vacuous": "odd", "refused": "odd", "cannot be judged": "odd",
 }  # fmt: skip
-
-
-class Cell(str):
-    """A cell with a second, smaller line, and a tone ("good", "bad", "odd") other than that of its word;
-    both are for the page alone."""
-
-    note: str
-    tone: str
-
-    def __new__(cls, text: str, note: str = "", tone: str | None = None) -> Self:
-        cell = super().__new__(cls, text)
-        cell.note, cell.tone = note, TONES.get(text, "") if tone is None else tone
-        return cell
 
 
 @dataclass(frozen=True)
 class Table:
-    """columns: headings; a heading that ends in "|" marks a right-aligned (numeric) column.
-
-    For the page: marked, the row to stand out; note, a line below; stacked, whether rows become cards on
-    a narrow screen, where others scroll.
-    """
+    """columns: headings; a heading that ends in "|" marks a right-aligned (numeric) column."""
 
     title: str
     columns: Row
     rows: tuple[Row, ...]
-    marked: int | None = None
-    note: str = ""
-    stacked: bool = False
 
     def headings(self) -> list[tuple[str, bool]]:
         """(heading, right-aligned) per column."""
         return [(name.removesuffix("|"), name.endswith("|")) for name in self.columns]
-
-    def cells(self) -> list[list[Cell]]:
-        return [[x if isinstance(x, Cell) else Cell(x) for x in row] for row in self.rows]
 
 
 Item = TypeVar("Item")
@@ -261,40 +239,46 @@ def headline(report: Report) -> str:
 
 
 def report_tables(report: Report) -> list[Table]:
-    """Gate, warnings, model, sites, what was decided, untouched layers and environment."""
-    sites = report.sites
-    tables = gate_table(report.gate)
-    tables += warnings_table([warning.to_json() for warning in report.warnings])
-    tables.append(_model_table("Model", report.model.to_json()))
-    if sites:
-        tables += _fidelity_table(sites)
-        tables += certificates_table(sites)
-        tables += length_tables(report)
-        tables += _latency_table([site.to_json() for site in sites])
-        tables += _choice_table("Why", [site.to_json() for site in sites])
-    tables += selection_tables(report.selection or Trail())
-    tables += audit_tables(report)
-    tables += refused_table(report.refused)
-    tables += refreshed_tables(report)
-    tables += exported_tables(report)
-    rows = [(f"examples, {name}", _cell(value)) for name, value in report.splits.items()]
-    rows += [(str(key), _cell(value)) for key, value in report.environment.items()]
-    rows += [("note", report.chosen_elsewhere)] if report.chosen_elsewhere else []
-    if rows:
-        tables.append(Table("Environment", ("", ""), tuple(rows)))
-    return tables
+    """Every table of a report, see `report_sections`; of the comparison with a baseline what is worse."""
+    sections = report_sections(report) | {"Gate": gate_table(report.gate)}
+    return [table for tables in sections.values() for table in tables]
 
 
-def audit_tables(report: Report) -> list[Table]:
-    return soft_to_hard_tables(report.soft_to_hard.to_json()) if report.soft_to_hard else []
+def report_sections(report: Report) -> dict[str, list[Table]]:
+    """By their heading on the page; a section may be empty."""
+    sites, trail = report.sites, report.selection or Trail()
+    as_json = [site.to_json() for site in sites]
+    audit, refresh, onnx = report.soft_to_hard, report.refresh, report.onnx
+    return {
+        "Gate": gate_table(report.gate, every=True),
+        "Warnings": warnings_table([warning.to_json() for warning in report.warnings]),
+        "Whole model": [_model_table("Model", report.model.to_json())],
+        "Layers": [
+            *_fidelity_table(sites), *certificates_table(sites), *length_tables(report),
+            *_latency_table(as_json), *_choice_table("Why", as_json),
+        ],
+        "How it was chosen": selection_tables(trail),
+        "Soft to hard": soft_to_hard_tables(audit.to_json()) if audit else [],
+        "Left alone": refused_table(report.refused),
+        "Trained after the replacement": refresh_tables(refresh.to_json()) if refresh else [],
+        "Written as ONNX": onnx_tables(onnx.to_json()) if onnx else [],
+        "Environment and provenance": _environment_table(report),
+    }  # fmt: skip
 
 
-def refreshed_tables(report: Report) -> list[Table]:
-    return refresh_tables(report.refresh.to_json()) if report.refresh else []
+def _environment_table(report: Report) -> list[Table]:
+    rows: dict[str, Any] = {f"examples, {name}": value for name, value in report.splits.items()}
+    rows |= {"report format": report.format_version}
+    rows |= {f"fingerprint, {name}": value for name, value in report.fingerprints.items()}
+    rows |= report.environment
+    rows |= {"note": report.chosen_elsewhere} if report.chosen_elsewhere else {}
+    return _pairs("Environment", rows)
 
 
-def exported_tables(report: Report) -> list[Table]:
-    return onnx_tables(report.onnx.to_json()) if report.onnx else []
+def _pairs(title: str, values: Mapping[str, Any]) -> list[Table]:
+    """A row for each value; no table without values."""
+    rows = tuple((str(key), _cell(value)) for key, value in values.items())
+    return [Table(title, ("", ""), rows)] if rows else []
 
 
 def certificates_table(sites: Sequence[SiteReport]) -> list[Table]:
@@ -307,11 +291,16 @@ def certificates_table(sites: Sequence[SiteReport]) -> list[Table]:
             "certificate": lambda row: row[1].name,
             "bound|": lambda row: number(row[1].bound),
             "measured|": lambda row: number(row[1].measured),
-            "holds": lambda row: "vacuous" if row[1].vacuous else number(row[1].holds),
+            "holds": lambda row: _holds(row[1]),
             "cases|": lambda row: number(row[1].cases),
+            "vacuous|": lambda row: number(row[1].vacuous_cases),
             "source": lambda row: row[1].source or "",
         },
     )
+
+
+def _holds(certificate: Certificate) -> str:
+    return "violated" if not certificate.holds else "vacuous" if certificate.vacuous else "holds"
 
 
 def length_tables(report: Report) -> list[Table]:
@@ -338,20 +327,30 @@ def _heading(key: str) -> str:
 
 
 def selection_tables(selection: Trail) -> list[Table]:
-    """What was tried and why it lost, and the rounds of the whole model; none without a selection."""
+    """What was asked for, what was tried and why it lost, and the rounds of the whole model; none without
+    a selection."""
     unit = "mib" if selection.objective == "memory" else "ms"
+    shapes = ("x".join(map(str, shape)) for shape in selection.shapes)
+    asked = {
+        "objective": selection.objective,
+        "budget": selection.budget,
+        "examples": selection.examples,
+        "shapes, batch x tokens": ", ".join(shapes),
+        "seconds": selection.seconds,
+    }
     tried = listed(
-        f"Selection by {selection.objective}, budget: {_cell(selection.budget) or 'none'}",
+        "Selection: candidates",
         ((site.name, candidate) for site in selection.sites for candidate in site.candidates),
         {
             "site": lambda row: row[0],
             "candidate": lambda row: row[1].label,
+            "verdict": lambda row: row[1].verdict,
             _heading("attention_rel_l2"): lambda row: number(row[1].attention_rel_l2),
             _heading("output_rel_l2"): lambda row: number(row[1].output_rel_l2),
             "ms|": lambda row: _cell(row[1].latency_ms),
             "teacher ms|": lambda row: _cell(row[1].teacher_ms),
             "MiB|": lambda row: number(row[1].memory_mib),
-            "verdict": lambda row: row[1].verdict,
+            "whole model with it alone": lambda row: _cell(row[1].alone),
         },
     )
     rounds = listed(
@@ -360,6 +359,9 @@ def selection_tables(selection: Trail) -> list[Table]:
         {
             "round": lambda row: str(row[0]),
             "budget": lambda row: _cell(row[1].budget),
+            "choice": lambda row: ", ".join(
+                f"{count} x {label}" for label, count in Counter(row[1].choice.values()).items()
+            ),
             "measured": lambda row: _cell(row[1].measured),
             f"predicted {unit.replace('mib', 'MiB')}|": lambda row: number(
                 getattr(row[1], f"predicted_{unit}")
@@ -367,7 +369,8 @@ def selection_tables(selection: Trail) -> list[Table]:
             "verdict": lambda row: row[1].verdict,
         },
     )
-    return [*tried, *rounds]
+    known = {key: value for key, value in asked.items() if value not in (None, "", {})}
+    return [*_pairs("Selection", known), *rounds, *tried]
 
 
 def soft_to_hard_tables(audit: Mapping[str, Any]) -> list[Table]:
@@ -386,22 +389,26 @@ def soft_to_hard_tables(audit: Mapping[str, Any]) -> list[Table]:
     )
 
 
-def gate_table(gate: GateReport) -> list[Table]:
+def gate_table(gate: GateReport, every: bool = False) -> list[Table]:
     """One table of checks, failures first; none if no gate was set.
 
-    A baseline compares every metric of every site: it takes one row, and one for each that is worse.
+    A baseline compares every metric of every site: unless every, it takes one row, and one for each that
+    is worse.  every: with the messages, too.
     """
     rows = [
-        (check.metric, check.scope, number(check.value), limit_text(check), check.verdict)
+        (check.metric, check.scope, number(check.value), limit_text(check), check.verdict, check.message)
         for check in sorted(gate.checks, key=lambda check: check.passed)
-        if check.kind != "baseline" or not check.passed
-    ]
+        if every or check.kind != "baseline" or not check.passed
+    ]  # fmt: skip
     if gate.baseline is not None:
+        allowed = [f"{_percent(gate.baseline.max_regression)} worse, at most"]
+        allowed += [f"{key} {_percent(most)}" for key, most in gate.baseline.max_regression_of.items()]
         compared = f"{number(gate.baseline.compared)} compared"
-        allowed = f"{_percent(gate.baseline.max_regression)} worse, at most"
-        rows.append(("baseline", gate.baseline.path, compared, allowed, gate.baseline.verdict))
-    columns = ("metric", "scope", "value|", "limit", "class")
-    return [Table("Gate", columns, tuple(rows))] if rows else []
+        rows.append(("baseline", gate.baseline.path, compared, ", ".join(allowed),
+                     gate.baseline.verdict, ""))  # fmt: skip
+    columns = ("metric", "scope", "value|", "limit", "class", "message")
+    shown = len(columns) if every else -1
+    return [Table("Gate", columns[:shown], tuple(row[:shown] for row in rows))] if rows else []
 
 
 def limit_text(check: Check) -> str:
