@@ -233,7 +233,9 @@ def _names(codes: Collection[CodeType]) -> Names:
 
 @dataclass
 class _Entry:
-    values: dict[Steps, Value] | TooMuch
+    """values: that can be read.  weights: with their versions."""
+
+    values: dict[Steps, Value]
     weights: dict[str, tuple[Tensor, int]]
 
 
@@ -243,10 +245,11 @@ def _entries(model: nn.Module, batch: Batch, found: Observed) -> dict[str, list[
 
     def enter(name: str, *_: Any) -> None:
         module = model.get_submodule(name)
+        values: dict[Steps, Value] = {}
         try:
-            values: dict[Steps, Value] | TooMuch = found.reads(name, module)
+            values = found.reads(name, module)
         except TooMuch as error:
-            values = error
+            found.changing[name] = str(error)
         own = {**module._parameters, **module._buffers}
         kept = {key: x for key, x in own.items() if x is not None and not x.is_inference()}
         weights = {key: (x, x._version) for key, x in kept.items()}
@@ -268,20 +271,14 @@ def _compare(name: str, runs: Sequence[Sequence[_Entry]], found: Observed) -> No
             reason = _difference(first, other)
             if reason is not None:
                 told.setdefault(name, reason)
-    first = everything[0].values
-    if isinstance(first, TooMuch):
-        found.changing[name] = str(first)
-        return
     found.values[name] = {
-        steps: value for steps, value in first.items()
-        if all(entry.values.get(steps, GONE) == value for entry in everything)  # type: ignore[union-attr]
+        steps: value for steps, value in everything[0].values.items()
+        if all(entry.values.get(steps, GONE) == value for entry in everything)
     }  # fmt: skip
 
 
 def _difference(one: _Entry, other: _Entry) -> str | None:
     """What is read of one and is another there, or a weight that was written."""
-    if isinstance(one.values, TooMuch) or isinstance(other.values, TooMuch):
-        return None
     for steps in dict.fromkeys((*one.values, *other.values)):
         pair = one.values.get(steps, GONE), other.values.get(steps, GONE)
         if type(pair[0]) is not type(pair[1]) or pair[0] != pair[1]:
