@@ -38,6 +38,7 @@ DEEPEST = 8  # steps
 LONGEST = 64  # containers whose items are looked at one by one
 _KINDS = ("attr", "key", "item", "cell", "global", "default", "part")
 _PARTS = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget")
+TRAINED = "requires_grad"  # a part of a module: which of its weights require a gradient, in order
 _WITH_PARTS = (MethodType, functools.partial, property, staticmethod, classmethod)
 # What torch keeps on a module, and what has a guard of its own or is live.
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
@@ -69,6 +70,8 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
+    if TRAINED in (names.attributes or ()):
+        values[(("part", TRAINED),)] = encoded(_stepped(root, ("part", TRAINED)))
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
     files: set[int] = set()  # whose globals have been looked at
     queue: deque[tuple[Steps, Any]] = deque([((), root)])
@@ -246,6 +249,9 @@ def _stepped(thing: Any, step: Step) -> Any:
     if kind == "item":
         place = isinstance(thing, list | tuple | deque) and int(name) < len(thing)
         return thing[int(name)] if place else GONE
+    if kind == "part" and name == TRAINED:
+        weights = thing.parameters() if isinstance(thing, nn.Module) else ()
+        return sys.intern("".join("01"[weight.requires_grad] for weight in weights))
     if kind == "part":
         known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _PARTS
         return getattr(thing, str(name), GONE) if known else GONE
@@ -274,6 +280,8 @@ def text_of(steps: Steps) -> str:
             text = str(name)
         elif kind in ("key", "item"):
             text += f"[{name!r}]"
+        elif (kind, name) == ("part", TRAINED):
+            text = f"{TRAINED} of its weights"
         elif kind == "attr" and not (name == "forward" and place + 1 < len(steps)):
             text += f".{name}" if text else str(name)
     return text or "an argument's default"
