@@ -18,6 +18,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -30,7 +31,17 @@ from torch.utils import _pytree as pytree
 import asapc.inputs
 from asapc.inputs.data import Batch
 from asapc.passes.observe import Leave, entering
-from asapc.program.state import GONE, Names, Reads, Steps, TooMuch, Value, reachable, text_of
+from asapc.program.state import (
+    GONE,
+    Names,
+    Reads,
+    Steps,
+    TooMuch,
+    Value,
+    encoded,
+    reachable,
+    text_of,
+)
 
 _HERE = Path(asapc.inputs.__file__).parent
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(_HERE))
@@ -388,8 +399,16 @@ def _masked(leaf: Any) -> Any:
 
 
 def _identical(one: Any, other: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False)
-    return all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y)
-        for x, y in pairs
-    )
+    """Bit for bit; False of what cannot be compared."""
+    pairs = list(zip_longest(pytree.tree_leaves(one), pytree.tree_leaves(other), fillvalue=GONE))
+    return all(type(x) is type(y) and _plainly_equal(x, y) for x, y in pairs)
+
+
+def _plainly_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    now = encoded(one)
+    if isinstance(now, tuple) and now[0] == "object":  # of the user's
+        own, others = vars(one) if hasattr(one, "__dict__") else None, getattr(other, "__dict__", None)
+        return own is not None and own.keys() == (others or {}).keys() and _identical(own, others)
+    return now == encoded(other)
