@@ -147,8 +147,14 @@ def _with_insides(
 
 
 def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:
-    """Paths of the modules in it that the compiled program does not call."""
-    called = {child.name for child in compiled.children}
+    """Paths of the modules in it that the compiled program does not call, or not every time: of a module
+    with a site at least one call is in the program."""
+    prefix = f"{compiled.program.name}." if compiled.program.name else ""
+    sites = [site.removeprefix(prefix).partition("#")[0] for site in compiled.sites]
+    called = {
+        child.name for child in compiled.children
+        if not any(site == child.name or site.startswith(f"{child.name}.") for site in sites)
+    }  # fmt: skip
     return [
         path for path, _ in module.named_modules(remove_duplicate=False)
         if not any(path == name or path.startswith(f"{name}.") for name in called)
