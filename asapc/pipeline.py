@@ -84,31 +84,32 @@ def calibrate(
     """
     check_replaceable(out, [teacher.source, *_paths(data)])
     source = open_data(data, forward_signature(teacher))
-    analysis, _ = analyse(
-        teacher, source, progress, recipe.drop_attention_maps, device=device,
-        softmax=recipe.from_ == "softmax",
-    )  # fmt: skip
-    require_sites(analysis, progress)
-    source = source.on(device)
-    with analysis.running_on(device):
-        plan = plan_fits(analysis, source, recipe, sequential, max_memory, processes)
-    fingerprints = plan.fingerprints(teacher, analysis, source, processes)
-    with unfinished(out, fingerprints, restart, processes) as aside:
+    with teacher.running():
+        analysis, _ = analyse(
+            teacher, source, progress, recipe.drop_attention_maps, device=device,
+            softmax=recipe.from_ == "softmax",
+        )  # fmt: skip
+        require_sites(analysis, progress)
+        source = source.on(device)
         with analysis.running_on(device):
-            sites, seen = fit(analysis, source, plan, aside, progress, processes)
-        calibration = Calibration(
-            teacher=teacher.fingerprint,
-            recipe=recipe.to_dict(),
-            capture=analysis.capture.kind,
-            sites=sites,
-            data=places.recorded(source.source, out),
-            order=plan.order,
-            seen_hashes=tuple(seen),
-            warnings=tell_shortages(sites, None, progress),
-            replayed=analysis.replayed.to_json(),
-        )
-        if processes.first:
-            save_calibration(out, calibration)
+            plan = plan_fits(analysis, source, recipe, sequential, max_memory, processes)
+        fingerprints = plan.fingerprints(teacher, analysis, source, processes)
+        with unfinished(out, fingerprints, restart, processes) as aside:
+            with analysis.running_on(device):
+                sites, seen = fit(analysis, source, plan, aside, progress, processes)
+            calibration = Calibration(
+                teacher=teacher.fingerprint,
+                recipe=recipe.to_dict(),
+                capture=analysis.capture.kind,
+                sites=sites,
+                data=places.recorded(source.source, out),
+                order=plan.order,
+                seen_hashes=tuple(seen),
+                warnings=tell_shortages(sites, None, progress),
+                replayed=analysis.replayed.to_json(),
+            )
+            if processes.first:
+                save_calibration(out, calibration)
     if plan.limit is not None:
         progress.note(plan.limit.told(plan.size))
     return calibration
@@ -141,14 +142,15 @@ def compile(
     data = data or recorded_data(calibration.data, calibration_path, "compile")
     check_replaceable(out, _paths(data))
     source = open_data(data, forward_signature(teacher))
-    analysis, example = analyse(
-        teacher, source, progress, recipe.drop_attention_maps, calibration.replayed, device,
-        recipe.from_ == "softmax",
-    )  # fmt: skip
-    require_sites(analysis, progress)
-    limit = None if max_memory is None else MemoryLimit(max_memory)
-    with analysis.running_on(device):
-        chosen = choose(analysis, recipe, calibration, source.on(device), progress, limit)
+    with teacher.running():
+        analysis, example = analyse(
+            teacher, source, progress, recipe.drop_attention_maps, calibration.replayed, device,
+            recipe.from_ == "softmax",
+        )  # fmt: skip
+        require_sites(analysis, progress)
+        limit = None if max_memory is None else MemoryLimit(max_memory)
+        with analysis.running_on(device):
+            chosen = choose(analysis, recipe, calibration, source.on(device), progress, limit)
     compilation = rewrite(teacher, source, recipe, calibration, analysis, chosen, example)
     return emit(compilation, out, onnx, progress)
 

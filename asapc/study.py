@@ -47,7 +47,7 @@ from asapc.metrics import MAP_EXAMPLES, MEASURED_EXAMPLES, METRICS
 from asapc.operators.sinkhorn import clean_values, sinkhorn
 from asapc.passes.analyse import Analysis, Site
 from asapc.passes.candidates import DISTILLED
-from asapc.passes.rewrite import rewritten_programs, shortened_programs
+from asapc.passes.rewrite import shortened_programs
 from asapc.processes import ALONE, Part, Processes
 from asapc.program.apply import apply_lossless, apply_replacement, predict
 from asapc.program.runner import Runner, Tap
@@ -380,7 +380,7 @@ class _Bench:
             for index, (site, a) in enumerate(zip(sites, there, strict=True))
         ]
         chosen = dict(zip(self.analysis.names, replacements, strict=True))
-        programs = rewritten_programs(self.analysis.lifted, chosen)
+        programs = self.analysis.rewritten(chosen)
         return {**facts, **_mean(per_site), **self._outputs(programs)}
 
     def _cut_short(self, half_steps: int) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from asapc.passes.lift import lift
 from asapc.passes.match import not_the_model
 from asapc.passes.regions import Refusal
 from asapc.passes.replay import TOLERANCE, Replayed, replay
+from asapc.passes.rewrite import Replacement, rewritten_programs
 from asapc.passes.site import Site as MatchedSite
 from asapc.program.runner import Runner
 from asapc.terminal.progress import SILENT, Progress
@@ -123,6 +124,13 @@ class Analysis:
             lift(program, [site for site in its_sites if site.name not in sites], self.drop_maps)
             for program, its_sites in zip(self.capture.programs, self.matched, strict=True)
         ]
+
+    def rewritten(self, becomes: Mapping[str, Replacement | None]) -> list[Program]:
+        """The programs with what each named site becomes, None for the teacher's own code; the others
+        are lossless."""
+        own = [site for site, replacement in becomes.items() if replacement is None]
+        lifted = self.lifted_without(own) if own else self.lifted
+        return rewritten_programs(lifted, {site: x for site, x in becomes.items() if x is not None})
 
 
 def analyse(

@@ -19,12 +19,11 @@ from asapc.inputs.data import Batch
 from asapc.ir import Distilled, Program
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Analysis
-from asapc.passes.candidates import Choice
+from asapc.passes.candidates import Choice, chosen_programs
 from asapc.passes.capture import Capture
 from asapc.passes.lift import lift
 from asapc.passes.module_programs import ModuleProgram, module_programs
 from asapc.passes.observe import eager_calls, entering
-from asapc.passes.select import compiled_programs, replacements_of
 from asapc.program.apply import beyond_map
 from asapc.program.call import Call, Child
 from asapc.program.calls import Operands, attribute, operator_calls, sites_of
@@ -53,12 +52,6 @@ class CompiledModule:
     dtype: torch.dtype
     inside: tuple[Inside, ...]
     own_forward: bool
-
-
-def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Program]:
-    """The captured programs with the chosen operators in place."""
-    teacher = {i for i, choice in enumerate(choices) if choice.operator == TEACHER}
-    return compiled_programs(analysis, teacher, replacements_of(choices))
 
 
 def compiled_modules(
@@ -154,8 +147,14 @@ def _with_insides(
 
 
 def _taken_over(module: nn.Module, compiled: CompiledModule) -> list[str]:
-    """Paths of the modules in it that the compiled program does not call."""
-    called = {child.name for child in compiled.children}
+    """Paths of the modules in it that the compiled program does not call, or not every time: of a module
+    with a site at least one call is in the program."""
+    prefix = f"{compiled.program.name}." if compiled.program.name else ""
+    sites = [site.removeprefix(prefix).partition("#")[0] for site in compiled.sites]
+    called = {
+        child.name for child in compiled.children
+        if not any(site == child.name or site.startswith(f"{child.name}.") for site in sites)
+    }  # fmt: skip
     return [
         path for path, _ in module.named_modules(remove_duplicate=False)
         if not any(path == name or path.startswith(f"{name}.") for name in called)

@@ -46,31 +46,32 @@ class Hardened:
 Replacement = Amortised | Hardened | Distilled
 
 
-def rewrite(lifted: Program, choices: Mapping[str, Replacement]) -> Program:
-    """The call of every named site is replaced by what is chosen for it."""
-    graph, _ = copied(lifted.graph)
-    for index, operands in enumerate(operator_calls(graph)):
-        if operands.site in choices:
-            with graph.graph.inserting_before(operands.call):
-                replacement = _replacement(graph, index, operands, choices[operands.site])
-            operands.call.replace_all_uses_with(replacement)
-            graph.graph.erase_node(operands.call)
-            for node in graph.graph.nodes:
-                if node.target in CALLS:
-                    node.meta.setdefault(SITE, operands.site)  # the others have theirs
-    graph.recompile()
-    check_graph(graph, "rewrite", list(choices))
-    return replace(lifted, graph=graph)
-
-
 def rewritten_programs(
     lifted: Sequence[Program], choices: Mapping[str, Replacement]
 ) -> list[Program]:
-    """The lifted programs with every named site replaced by what is chosen for it."""
-    return [
-        rewrite(program, choices) if choices.keys() & set(sites_of(program)) else program
-        for program in lifted
-    ]
+    """The lifted programs with the call of every named site replaced by what is chosen for it."""
+    programs = []
+    for program in lifted:
+        if choices.keys() & set(sites_of(program)):
+            graph, _ = copied(program.graph)
+            for index, operands in enumerate(operator_calls(graph)):
+                if operands.site in choices:
+                    _replace(graph, index, operands, choices[operands.site])
+            graph.recompile()
+            check_graph(graph, "rewrite", list(choices))
+            program = replace(program, graph=graph)
+        programs.append(program)
+    return programs
+
+
+def _replace(graph: GraphModule, index: int, operands: Operands, choice: Replacement) -> None:
+    with graph.graph.inserting_before(operands.call):
+        replacement = _replacement(graph, index, operands, choice)
+    operands.call.replace_all_uses_with(replacement)
+    graph.graph.erase_node(operands.call)
+    for node in graph.graph.nodes:
+        if node.target in CALLS:
+            node.meta.setdefault(SITE, operands.site)  # the others have theirs
 
 
 def shortened_programs(lifted: Sequence[Program], half_steps: int) -> list[Program]:

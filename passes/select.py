@@ -33,7 +33,7 @@ from asapc.errors import InputError
 from asapc.features.predictor import Amortised
 from asapc.inputs.data import Batch
 from asapc.inputs.recipe import DEFAULT_BUDGET, Recipe
-from asapc.ir import Convention, Distilled, Program, SiteTensors
+from asapc.ir import Convention, Distilled, SiteTensors
 from asapc.measure.differences import comparable
 from asapc.measure.fidelity import AttentionFidelity, OutputFidelity, TensorFidelity
 from asapc.measure.timing import ENOUGH, interleaved_medians
@@ -53,7 +53,7 @@ from asapc.passes.candidates import (
     why_no_fit,
 )
 from asapc.passes.price import LONG, Apply, Price, Shape, prices, shapes_of
-from asapc.passes.rewrite import Replacement, rewritten_programs
+from asapc.passes.rewrite import Replacement
 from asapc.passes.solve import Option, cheapest
 from asapc.program.apply import apply_lossless, apply_replacement, beyond_map
 from asapc.program.calls import site_function
@@ -68,7 +68,7 @@ EXCEEDS = "exceeds the budget"
 SLOWER_MODEL = "the whole model is slower than the teacher with it"
 
 
-@dataclass
+@dataclass(eq=False)
 class Tried:
     """A candidate at its site and what was measured of it; verdict: why it is out, empty if it is not."""
 
@@ -136,19 +136,16 @@ def select(
     shapes = _measure_prices(analysis, sites, first, recipe, progress) if batches else {}
     _rule_out(sites, recipe.objective, analysis.drop_maps)
     model = WholeModel(analysis, batches, recipe, exact)
-    rounds: list[dict[str, Any]] = []
-    picked = _cheapest_everywhere(model, sites, recipe, rounds, progress)
+    search = Search(model, sites, recipe.objective)
+    picked = search.cheapest_everywhere(progress)
     if picked is None:
-        _measure_alone(model, sites, progress)
-        picked = _solved(model, sites, recipe, rounds)
-    if picked and not all(opened.forced for opened in sites):
-        known = teacher_ms if batches and largest is batches[0] else None
+        search.measure_alone(progress)
+        picked = search.solved()
+    if largest is not None and picked and not all(opened.forced for opened in sites):
+        known = teacher_ms if largest is batches[0] else None
         with progress.phase("timing the whole model"):
-            picked = _not_slower(model, sites, picked, recipe, rounds, largest, known)
-    chosen = {
-        opened.index: _choice(opened, opened.tried[i])
-        for opened, i in zip(sites, picked, strict=True)
-    }
+            picked = search.not_slower(picked, largest, known)
+    chosen = {opened.index: _choice(opened, t) for opened, t in zip(sites, picked, strict=True)}
     held = {"attention_rel_l2", *model.limits}  # the default also limits what a model may lack
     trail = {
         "objective": recipe.objective,
@@ -157,8 +154,8 @@ def select(
         "seconds": time.perf_counter() - start,
         "device": described(batches[0].device if batches else CPU),
         "shapes": [list(shape) for shape in dict.fromkeys(chain.from_iterable(shapes.values()))],
-        "sites": [_trail(opened, opened.tried[i]) for opened, i in zip(sites, picked, strict=True)],
-        "rounds": rounds,
+        "sites": [_trail(opened, t) for opened, t in zip(sites, picked, strict=True)],
+        "rounds": search.rounds,
     }
     return Selection([(settled | chosen)[i] for i in range(len(analysis.sites))], trail)
 
@@ -249,7 +246,7 @@ class WholeModel:
         self.analysis, self.batches = analysis, batches
         lossless = Runner(analysis.model, analysis.lifted)
         self.exact = [*exact, *(comparable(lossless(batch)) for batch in batches[len(exact) :])]
-        self._known: list[tuple[Mapping[int, Replacement], dict[str, float]]] = []
+        self._known: list[tuple[Mapping[str, Replacement], dict[str, float]]] = []
         self.limits = self._limits(recipe)
 
     def _limits(self, recipe: Recipe) -> dict[str, float]:
@@ -276,81 +273,21 @@ class WholeModel:
             fidelity.update(exact, output, batch.labels)
         return fidelity.metrics()
 
-    def excess(self, replacements: Mapping[int, Replacement]) -> str:
+    def excess(self, replacements: Mapping[str, Replacement]) -> str:
         """What of the budget the model exceeds with these sites replaced, in words; empty if nothing."""
         return _excess(self.measure(replacements), self.limits) if self.limits else ""
 
-    def measure(self, replacements: Mapping[int, Replacement]) -> dict[str, float]:
+    def measure(self, replacements: Mapping[str, Replacement]) -> dict[str, float]:
         """Metrics of the model with these sites replaced; the same set is run once."""
         if not replacements:
             return self._metrics(self.exact)
         for known, metrics in self._known:
             if known.keys() == replacements.keys() and all(known[i] is replacements[i] for i in known):
                 return metrics
-        runner = Runner(self.analysis.model, compiled_programs(self.analysis, set(), replacements))
+        runner = Runner(self.analysis.model, self.analysis.rewritten(replacements))
         metrics = self._metrics(comparable(runner(batch)) for batch in self.batches)
         self._known.append((replacements, metrics))
         return metrics
-
-
-def compiled_programs(
-    analysis: Analysis, teacher: set[int], replacements: Mapping[int, Replacement]
-) -> list[Program]:
-    """The programs with every site lossless, except those left to the teacher's code or replaced.
-
-    teacher, replacements: sites by their place in the analysis.
-    """
-    names = analysis.names
-    lifted = analysis.lifted_without([names[i] for i in teacher]) if teacher else analysis.lifted
-    return rewritten_programs(
-        lifted, {names[i]: replacement for i, replacement in replacements.items() if i not in teacher}
-    )
-
-
-def _cheapest_everywhere(
-    model: WholeModel,
-    sites: Sequence[OpenSite],
-    recipe: Recipe,
-    rounds: list[dict[str, Any]],
-    progress: Progress,
-) -> list[int] | None:
-    """The cheapest candidate that is left at every site, where the whole model is inside its budget with
-    them: no set is cheaper, and one pass tells, where one a candidate would. None where it is not."""
-    asking = _asking(model, sites)
-    if len(asking) < 2 or not model.limits or any(_of_model(opened.budget) for opened, _ in asking):
-        return None
-    picked = [
-        0 if opened.forced else min(
-            (i for i, t in enumerate(opened.tried) if not t.verdict),
-            key=lambda i: _cost(opened.tried[i], recipe.objective),
-        )
-        for opened in sites
-    ]  # fmt: skip
-    limits = {key: _damage(key, limit) for key, limit in model.limits.items()}
-    with progress.phase("the cheapest operators together"):
-        inside = _verified(model, sites, picked, limits, recipe, rounds)
-    return picked if inside else None
-
-
-def _asking(model: WholeModel, sites: Sequence[OpenSite]) -> list[tuple[OpenSite, Tried]]:
-    """Approximations that are still in, where the budget limits what the model does."""
-    return [
-        (opened, t) for opened in sites for t in opened.tried
-        if t.approximate and not opened.forced and not t.verdict
-        and (model.limits or _of_model(opened.budget))
-        and not _excess(t.errors, _of_site(opened.budget))
-    ]  # fmt: skip
-
-
-def _measure_alone(model: WholeModel, sites: Sequence[OpenSite], progress: Progress) -> None:
-    """What the model does with one approximation alone, where the budget asks: a pass over the selection
-    split for each, which those that are out already are spared."""
-    asking = _asking(model, sites)
-    for opened, t in progress.track(asking, "one site at a time", len(asking)) if asking else ():
-        assert t.candidate.replacement is not None
-        t.alone = model.measure({opened.index: t.candidate.replacement})
-        beyond = _excess(t.alone, _of_model(opened.budget))
-        t.verdict = f"{EXCEEDS}: with this site alone {beyond}" if beyond else ""
 
 
 def _measure_prices(
@@ -488,57 +425,188 @@ def _damage(key: str, value: float) -> float:
     return math.inf if math.isnan(distance) else max(0.0, distance)
 
 
-def _solved(
-    model: WholeModel, sites: Sequence[OpenSite], recipe: Recipe, rounds: list[dict[str, Any]]
-) -> list[int]:
-    """Which of each site's `tried`; every set that was verified is added to `rounds`."""
-    limits = {key: _damage(key, limit) for key, limit in model.limits.items()}
-    free = [opened for opened in sites if not opened.forced]
-    if not free or any(opened.teacher is None for opened in free):
-        return [0] * len(sites)
-    picked: list[int] = []
-    for _ in range(MAX_ROUNDS):
-        options = [_options(opened, limits, recipe.objective) for opened in sites]
-        found = cheapest(options, list(limits.values()))
-        assert found is not None, "the exact operators are always inside the budget"
-        if found == picked:
-            break
-        picked = found
-        if _verified(model, sites, picked, limits, recipe, rounds):
+@dataclass
+class Search:
+    """For what every site becomes: one of its `tried`, in the order of the sites.
+
+    rounds: every set that was verified on the whole model, in JSON types.
+    """
+
+    model: WholeModel
+    sites: Sequence[OpenSite]
+    objective: str
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def room(self) -> dict[str, float]:
+        """The damage that the whole model's budget allows."""
+        return {key: _damage(key, limit) for key, limit in self.model.limits.items()}
+
+    def cheapest_everywhere(self, progress: Progress) -> list[Tried] | None:
+        """The cheapest candidate that is left at every site, where the whole model is inside its budget
+        with them: no set is cheaper, and one pass tells, where one a candidate would. None where it is
+        not."""
+        asking = self._asking()
+        limited = any(_of_model(opened.budget) for opened, _ in asking)
+        if len(asking) < 2 or not self.model.limits or limited:
+            return None
+        picked = [
+            opened.tried[0] if opened.forced else min(
+                (t for t in opened.tried if not t.verdict), key=lambda t: _cost(t, self.objective)
+            )
+            for opened in self.sites
+        ]  # fmt: skip
+        with progress.phase("the cheapest operators together"):
+            return picked if self._verified(picked, self.room) else None
+
+    def _asking(self) -> list[tuple[OpenSite, Tried]]:
+        """Approximations that are still in, where the budget limits what the model does."""
+        return [
+            (opened, t) for opened in self.sites for t in opened.tried
+            if t.approximate and not opened.forced and not t.verdict
+            and (self.model.limits or _of_model(opened.budget))
+            and not _excess(t.errors, _of_site(opened.budget))
+        ]  # fmt: skip
+
+    def measure_alone(self, progress: Progress) -> None:
+        """What the model does with one approximation alone, where the budget asks: a pass over the
+        selection split for each, which those that are out already are spared."""
+        asking = self._asking()
+        for opened, t in progress.track(asking, "one site at a time", len(asking)) if asking else ():
+            assert t.candidate.replacement is not None
+            t.alone = self.model.measure({opened.site.name: t.candidate.replacement})
+            beyond = _excess(t.alone, _of_model(opened.budget))
+            t.verdict = f"{EXCEEDS}: with this site alone {beyond}" if beyond else ""
+
+    def solved(self) -> list[Tried]:
+        """The cheapest set inside the budget."""
+        free = [opened for opened in self.sites if not opened.forced]
+        if not free or any(opened.teacher is None for opened in free):
+            return [opened.tried[0] for opened in self.sites]
+        limits = self.room
+        picked: list[Tried] = []
+        for _ in range(MAX_ROUNDS):
+            options = [self._options(opened, limits) for opened in self.sites]
+            places = cheapest(options, list(limits.values()))
+            assert places is not None, "the exact operators are always inside the budget"
+            solution = [opened.tried[i] for opened, i in zip(self.sites, places, strict=True)]
+            if solution == picked:
+                break
+            picked = solution
+            if self._verified(picked, limits):
+                return picked
+            measured = self.rounds[-1]["measured"]
+            for key, limit in limits.items():
+                used = sum(_damage(key, t.alone[key]) for t in picked if t.alone)
+                if _excess(measured, {key: self.model.limits[key]}):
+                    limits[key] = TIGHTENED * min(limit, used)
+        while self._free_to_turn(picked):
+            harmful = max(self._free_to_turn(picked), key=lambda i: _harm(picked[i], self.model.limits))
+            picked[harmful] = self.sites[harmful].tried[0]
+            if self._verified(picked, limits):
+                break
+        return picked
+
+    def _free_to_turn(self, picked: Sequence[Tried]) -> list[int]:
+        """Places of approximations that nobody has asked for."""
+        pairs = enumerate(zip(self.sites, picked, strict=True))
+        return [i for i, (opened, t) in pairs if t.approximate and not opened.forced]
+
+    def _options(self, opened: OpenSite, limits: Mapping[str, float]) -> list[Option]:
+        nothing = (0.0,) * len(limits)
+        if opened.forced:
+            return [Option(0.0, nothing)]
+        options = []
+        for t in opened.tried:
+            damages = nothing
+            if t.approximate and not t.verdict:
+                damages = tuple(_damage(key, t.alone[key]) for key in limits)
+            options.append(Option(math.inf if t.verdict else _cost(t, self.objective), damages))
+        return options
+
+    def _replacements(self, picked: Sequence[Tried]) -> dict[str, Replacement]:
+        pairs = zip(self.sites, (t.candidate.replacement for t in picked), strict=True)
+        return {opened.site.name: replacement for opened, replacement in pairs if replacement is not None}
+
+    def _verified(self, picked: Sequence[Tried], limits: Mapping[str, float]) -> bool:
+        """Whether the whole model with this set is inside its budget; a round of its own."""
+        measured = self.model.measure(self._replacements(picked)) if self.model.limits else {}
+        beyond = _excess(measured, self.model.limits)
+        costs = [_cost(t, self.objective) for t in picked if t.price is not None]
+        names = [opened.site.name for opened in self.sites]
+        choice = {name: t.candidate.label for name, t in zip(names, picked, strict=True)}
+        if self.rounds and self.rounds[-1]["choice"] == choice:
+            self.rounds.pop()  # the cheapest set of all, which was measured first
+        self.rounds.append({
+            "budget": {key: 1 - x if BUDGET_BOUNDS[key] == "min" else x for key, x in limits.items()},
+            "choice": choice,
+            "predicted_ms" if self.objective == "latency" else "predicted_mib": sum(costs),
+            "measured": {key: measured[key] for key in self.model.limits},
+            "verdict": beyond or "inside the budget",
+        })  # fmt: skip
+        return not beyond
+
+    def not_slower(self, picked: list[Tried], batch: Batch, teacher_ms: float | None) -> list[Tried]:
+        """The set; exact operators at the free sites where the whole model is slower with it than with
+        the teacher's code there, and the teacher's code where the exact operators are slower too."""
+        if self._faster_than_teacher(picked, batch, teacher_ms):
             return picked
-        measured = rounds[-1]["measured"]
-        for key, limit in limits.items():
-            used = sum(_damage(key, t.alone[key]) for t in _chosen(sites, picked) if t.alone)
-            if _excess(measured, {key: model.limits[key]}):
-                limits[key] = TIGHTENED * min(limit, used)
-    while True:
-        approximate = [
-            i for i, opened in enumerate(sites)
-            if not opened.forced and opened.tried[picked[i]].approximate
-        ]
-        if not approximate:
-            break
-        picked[max(approximate, key=lambda i: _harm(sites[i].tried[picked[i]], model.limits))] = 0
-        if _verified(model, sites, picked, limits, recipe, rounds):
-            break
-    return picked
+        exact = [*picked]
+        for i in self._free_to_turn(picked):
+            picked[i].verdict = SLOWER_MODEL
+            exact[i] = self.sites[i].tried[0]
+        if exact != picked:
+            self._verified(exact, self.room)  # a round of its own, with its own times
+            if self._faster_than_teacher(exact, batch, teacher_ms):
+                return exact
+        if self.model.analysis.drop_maps:
+            return exact
+        for i, opened in enumerate(self.sites):
+            if not opened.forced and exact[i].candidate.operator != TEACHER:
+                exact[i].verdict = SLOWER_MODEL
+                exact[i] = Tried(Candidate(TEACHER, TEACHER), price=opened.teacher)
+                opened.tried.insert(0, exact[i])
+        return exact
 
+    def _faster_than_teacher(
+        self, picked: Sequence[Tried], batch: Batch, teacher_ms: float | None
+    ) -> bool:
+        """Whether it is slower on one batch by at most the measurement's spread; noted in the last round.
 
-def _options(opened: OpenSite, limits: Mapping[str, float], objective: str) -> list[Option]:
-    if opened.forced:
-        return [Option(0.0, (0.0,) * len(limits))]
-    options = []
-    for tried in opened.tried:
-        if tried.verdict:
-            options.append(Option(math.inf, (0.0,) * len(limits)))
-            continue
-        damages = tuple(_damage(key, tried.alone[key]) if tried.approximate else 0.0 for key in limits)
-        options.append(Option(_cost(tried, objective), damages))
-    return options
-
-
-def _chosen(sites: Sequence[OpenSite], picked: Sequence[int]) -> list[Tried]:
-    return [opened.tried[i] for opened, i in zip(sites, picked, strict=True)]
+        The teacher here has its own code at every site that is free to choose, and what was asked for at
+        the others.  teacher_ms: of one call of the untouched model, enough where it is long and twice
+        that of the compiled one.
+        """
+        analysis = self.model.analysis
+        replacements = self._replacements(picked)
+        free = [opened.site.name for opened in self.sites if not opened.forced]
+        kept = [
+            opened.site.name for opened, t in zip(self.sites, picked, strict=True)
+            if t.candidate.operator == TEACHER
+        ]  # fmt: skip
+        becomes = {
+            "teacher": {**replacements, **dict.fromkeys(free)},
+            "compiled": {**replacements, **dict.fromkeys(kept)},
+        }
+        calls = {
+            name: partial(Runner(analysis.model, analysis.rewritten(what)), batch)
+            for name, what in becomes.items()
+        }
+        if teacher_ms is not None and {*free} == {*analysis.names}:
+            times = interleaved_medians({"compiled": calls["compiled"]}, repeats=1, warmup=0)
+            compiled = times["compiled"]["median_ms"]
+            if teacher_ms >= LONG and compiled <= teacher_ms / 2:
+                self.rounds[-1]["whole_model"] = {"teacher_ms": teacher_ms, "compiled_ms": compiled}
+                return True
+        times = interleaved_medians(calls, repeats=1, warmup=0)
+        teacher, compiled = times["teacher"]["median_ms"], times["compiled"]["median_ms"]
+        if compiled < LONG or compiled > CLEARLY * teacher:
+            times = interleaved_medians(calls, repeats=5, warmup=1, enough=ENOUGH)
+        self.rounds[-1]["whole_model"] = {f"{name}_ms": time["median_ms"] for name, time in times.items()}
+        slower = times["compiled"]["q1"] > times["teacher"]["q3"]
+        if slower:
+            self.rounds[-1]["verdict"] = SLOWER_MODEL
+        return not slower
 
 
 def _harm(tried: Tried, limits: Mapping[str, float]) -> float:
@@ -548,125 +616,6 @@ def _harm(tried: Tried, limits: Mapping[str, float]) -> float:
         for key, limit in limits.items() if key in tried.alone
     ]  # fmt: skip
     return max(shares, default=0.0) + 1e-9 * tried.errors.get("attention_rel_l2", 0.0)
-
-
-def _replacements(sites: Sequence[OpenSite], picked: Sequence[int]) -> dict[int, Replacement]:
-    return {
-        opened.index: t.candidate.replacement
-        for opened, t in zip(sites, _chosen(sites, picked), strict=True)
-        if t.candidate.replacement is not None
-    }
-
-
-def _verified(
-    model: WholeModel,
-    sites: Sequence[OpenSite],
-    picked: Sequence[int],
-    limits: Mapping[str, float],
-    recipe: Recipe,
-    rounds: list[dict[str, Any]],
-) -> bool:
-    """Whether the whole model with this set is inside its budget."""
-    measured = model.measure(_replacements(sites, picked)) if model.limits else {}
-    beyond = _excess(measured, model.limits)
-    costs = [_cost(t, recipe.objective) for t in _chosen(sites, picked) if t.price is not None]
-    choice = {
-        opened.site.name: t.candidate.label
-        for opened, t in zip(sites, _chosen(sites, picked), strict=True)
-    }
-    if rounds and rounds[-1]["choice"] == choice:
-        rounds.pop()  # the cheapest set of all, which was measured first
-    rounds.append(
-        {
-            "budget": {key: 1 - x if BUDGET_BOUNDS[key] == "min" else x for key, x in limits.items()},
-            "choice": choice,
-            "predicted_ms" if recipe.objective == "latency" else "predicted_mib": sum(costs),
-            "measured": {key: measured[key] for key in model.limits},
-            "verdict": beyond or "inside the budget",
-        }
-    )  # fmt: skip
-    return not beyond
-
-
-def _not_slower(
-    model: WholeModel,
-    sites: Sequence[OpenSite],
-    picked: list[int],
-    recipe: Recipe,
-    rounds: list[dict[str, Any]],
-    batch: Batch | None,
-    teacher_ms: float | None,
-) -> list[int]:
-    """The set; exact operators at the free sites where the whole model is slower with it than with the
-    teacher's code there, and the teacher's code where the exact operators are slower too."""
-    if batch is None:
-        return picked
-    if _faster_than_teacher(model, sites, picked, rounds, batch, teacher_ms):
-        return picked
-    approximate = [
-        not opened.forced and opened.tried[i].approximate for opened, i in zip(sites, picked, strict=True)
-    ]
-    exact = [0 if turn else i for turn, i in zip(approximate, picked, strict=True)]
-    for opened, i, turn in zip(sites, picked, approximate, strict=True):
-        if turn:
-            opened.tried[i].verdict = SLOWER_MODEL
-    if any(approximate):
-        limits = {key: _damage(key, limit) for key, limit in model.limits.items()}
-        _verified(model, sites, exact, limits, recipe, rounds)  # a round of its own, with its own times
-        if _faster_than_teacher(model, sites, exact, rounds, batch, teacher_ms):
-            return exact
-    if model.analysis.drop_maps:
-        return exact
-    for i, opened in enumerate(sites):
-        if not opened.forced and opened.tried[exact[i]].candidate.operator != TEACHER:
-            opened.tried[exact[i]].verdict = SLOWER_MODEL
-            opened.tried.insert(0, Tried(Candidate(TEACHER, TEACHER), price=opened.teacher))
-            exact[i] = 0
-    return exact
-
-
-def _faster_than_teacher(
-    model: WholeModel,
-    sites: Sequence[OpenSite],
-    picked: Sequence[int],
-    rounds: list[dict[str, Any]],
-    batch: Batch,
-    teacher_ms: float | None,
-) -> bool:
-    """Whether it is slower on one batch by at most the measurement's spread; noted in the last round.
-
-    The teacher here has its own code at every site that is free to choose, and what was asked for at
-    the others.  teacher_ms: of one call of the untouched model, enough where it is long and twice that
-    of the compiled one.
-    """
-    analysis = model.analysis
-    free = {opened.index for opened in sites if not opened.forced}
-    replacements = _replacements(sites, picked)
-    forced = {index: replacement for index, replacement in replacements.items() if index not in free}
-    kept = {
-        opened.index for opened, i in zip(sites, picked, strict=True)
-        if opened.tried[i].candidate.operator == TEACHER
-    }  # fmt: skip
-    programs = {
-        "teacher": compiled_programs(analysis, free, forced),
-        "compiled": compiled_programs(analysis, kept, replacements),
-    }
-    calls = {name: partial(Runner(analysis.model, variant), batch) for name, variant in programs.items()}
-    if teacher_ms is not None and free == {*range(len(analysis.sites))}:
-        times = interleaved_medians({"compiled": calls["compiled"]}, repeats=1, warmup=0)
-        compiled = times["compiled"]["median_ms"]
-        if teacher_ms >= LONG and compiled <= teacher_ms / 2:
-            rounds[-1]["whole_model"] = {"teacher_ms": teacher_ms, "compiled_ms": compiled}
-            return True
-    times = interleaved_medians(calls, repeats=1, warmup=0)
-    teacher, compiled = times["teacher"]["median_ms"], times["compiled"]["median_ms"]
-    if compiled < LONG or compiled > CLEARLY * teacher:
-        times = interleaved_medians(calls, repeats=5, warmup=1, enough=ENOUGH)
-    rounds[-1]["whole_model"] = {f"{name}_ms": found["median_ms"] for name, found in times.items()}
-    slower = times["compiled"]["q1"] > times["teacher"]["q3"]
-    if slower:
-        rounds[-1]["verdict"] = SLOWER_MODEL
-    return not slower
 
 
 # Telling
@@ -745,14 +694,10 @@ def _text(shape: Shape) -> str:
     return f"{shape[0]}x{shape[1]}"
 
 
-def replacements_of(choices: Sequence[Choice]) -> dict[int, Replacement]:
-    """What replaces a loop, by the site's place; a site that stays lossless has none."""
-    return {i: choice.replacement for i, choice in enumerate(choices) if choice.replacement is not None}
-
-
 def exceeded_together(model: WholeModel, choices: Sequence[Choice]) -> str:
     """What of the budget the model exceeds with all of these, in words; empty if nothing."""
-    return model.excess(replacements_of(choices))
+    pairs = zip(model.analysis.names, choices, strict=True)
+    return model.excess({n: choice.replacement for n, choice in pairs if choice.replacement is not None})
 
 
 def turned_back(choice: Choice, operator: str, reason: str) -> Choice:

@@ -18,6 +18,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -30,7 +31,17 @@ from torch.utils import _pytree as pytree
 import asapc.inputs
 from asapc.inputs.data import Batch
 from asapc.passes.observe import Leave, entering
-from asapc.program.state import GONE, Names, Reads, Steps, TooMuch, Value, reachable, text_of
+from asapc.program.state import (
+    GONE,
+    Names,
+    Reads,
+    Steps,
+    TooMuch,
+    Value,
+    encoded,
+    reachable,
+    text_of,
+)
 
 _HERE = Path(asapc.inputs.__file__).parent
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(_HERE))
@@ -233,7 +244,9 @@ def _names(codes: Collection[CodeType]) -> Names:
 
 @dataclass
 class _Entry:
-    values: dict[Steps, Value] | TooMuch
+    """values: that can be read.  weights: with their versions."""
+
+    values: dict[Steps, Value]
     weights: dict[str, tuple[Tensor, int]]
 
 
@@ -243,10 +256,11 @@ def _entries(model: nn.Module, batch: Batch, found: Observed) -> dict[str, list[
 
     def enter(name: str, *_: Any) -> None:
         module = model.get_submodule(name)
+        values: dict[Steps, Value] = {}
         try:
-            values: dict[Steps, Value] | TooMuch = found.reads(name, module)
+            values = found.reads(name, module)
         except TooMuch as error:
-            values = error
+            found.changing[name] = str(error)
         own = {**module._parameters, **module._buffers}
         kept = {key: x for key, x in own.items() if x is not None and not x.is_inference()}
         weights = {key: (x, x._version) for key, x in kept.items()}
@@ -268,20 +282,14 @@ def _compare(name: str, runs: Sequence[Sequence[_Entry]], found: Observed) -> No
             reason = _difference(first, other)
             if reason is not None:
                 told.setdefault(name, reason)
-    first = everything[0].values
-    if isinstance(first, TooMuch):
-        found.changing[name] = str(first)
-        return
     found.values[name] = {
-        steps: value for steps, value in first.items()
-        if all(entry.values.get(steps, GONE) == value for entry in everything)  # type: ignore[union-attr]
+        steps: value for steps, value in everything[0].values.items()
+        if all(entry.values.get(steps, GONE) == value for entry in everything)
     }  # fmt: skip
 
 
 def _difference(one: _Entry, other: _Entry) -> str | None:
     """What is read of one and is another there, or a weight that was written."""
-    if isinstance(one.values, TooMuch) or isinstance(other.values, TooMuch):
-        return None
     for steps in dict.fromkeys((*one.values, *other.values)):
         pair = one.values.get(steps, GONE), other.values.get(steps, GONE)
         if type(pair[0]) is not type(pair[1]) or pair[0] != pair[1]:
@@ -391,8 +399,16 @@ def _masked(leaf: Any) -> Any:
 
 
 def _identical(one: Any, other: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False)
-    return all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y)
-        for x, y in pairs
-    )
+    """Bit for bit; False of what cannot be compared."""
+    pairs = list(zip_longest(pytree.tree_leaves(one), pytree.tree_leaves(other), fillvalue=GONE))
+    return all(type(x) is type(y) and _plainly_equal(x, y) for x, y in pairs)
+
+
+def _plainly_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    now = encoded(one)
+    if isinstance(now, tuple) and now[0] == "object":  # of the user's
+        own, others = vars(one) if hasattr(one, "__dict__") else None, getattr(other, "__dict__", None)
+        return own is not None and own.keys() == (others or {}).keys() and _identical(own, others)
+    return now == encoded(other)

@@ -224,13 +224,12 @@ def test_a_site_left_to_the_teacher_has_no_error(
 ) -> None:
     """The compiled graph holds one call for two sites: the second's must not be taken for the first's."""
 
-    def left(model: Any, sites: Any, picked: list[int], *_: Any) -> list[int]:
-        own = sites[0]
-        own.tried.insert(0, select.Tried(Candidate(TEACHER, TEACHER), price=own.teacher))
-        approximate = [i for i, tried in enumerate(sites[1].tried) if tried.approximate]
-        return [0, approximate[0]]
+    def left(self: select.Search, *_: Any) -> list[select.Tried]:
+        first, second = self.sites
+        first.tried.insert(0, select.Tried(Candidate(TEACHER, TEACHER), price=first.teacher))
+        return [first.tried[0], next(tried for tried in second.tried if tried.approximate)]
 
-    monkeypatch.setattr(select, "_not_slower", left)
+    monkeypatch.setattr(select.Search, "not_slower", left)
     recipe = tmp_path / "auto.yaml"
     named = {key: RECIPE[key] for key in ("side", "c_transforms", "features")}
     shared = {key: RECIPE[key] for key in ("batch_size", "max_examples")}

@@ -21,7 +21,7 @@ from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.state import observed
 from asapc.program.compiled import OwnCodeWarning
 from asapc.program.runner import installed
-from asapc.program.state import Reads, reachable
+from asapc.program.state import EVERYTHING, Reads, reachable
 
 TAU = 1.0
 LIMITS = {"tau": 1.0}
@@ -345,6 +345,19 @@ def test_looking_runs_no_code() -> None:
     assert names.attributes is None  # a name that is made while it runs
     path = (("attr", "careless"), ("attr", "tau"))
     assert reachable(model.layers[0], names)[path] == 1.0 and not found.changing
+
+
+@pytest.mark.parametrize("grow", [
+    lambda layer: layer.taus.append(2.0), lambda layer: layer.named.update(other=2.0),
+], ids=["a list", "a dict"])  # fmt: skip
+def test_a_container_that_grows_after_a_call(grow: Any) -> None:
+    layer: Any = Layer()
+    layer.taus, layer.named = [1.0], {"tau": 1.0}
+    reads = Reads(tuple(reachable(layer, EVERYTHING).items()))
+    assert reads.difference(layer) is None
+    assert reads.difference(layer) is None  # known, and not compared again
+    grow(layer)
+    assert reads.difference(layer) is not None
 
 
 class Scripted(Stack):

@@ -691,3 +691,15 @@ def test_a_mixer_in_a_model_that_cannot_be_captured_as_a_whole() -> None:
     for site in analysis.sites:
         assert isinstance(site.convention, PlanConvention) and site.replay_error < 1e-5
         alike(site.convention, expected)
+
+
+@pytest.mark.parametrize("rows_first", (True, False))
+def test_huge_scores_keep_the_digits_of_a_running_plan(rows_first: bool) -> None:
+    """A dual as large as the scores would be off by 1e-2 at 1e6."""
+    scores = 1e6 * torch.randn(2, 2, 6, 6, generator=torch.Generator().manual_seed(1))
+    settings = {"score_multiplier": 1.0, "half_steps": 9, "rows_first": rows_first,
+                "output_factor": [1.0, 1.0, 0.0, 0.0]}  # fmt: skip
+    for log in (False, True):
+        exact = reference.plan(scores.double(), None, None, **settings, log=log).clamp(min=-10)
+        single = reference.plan(scores, None, None, **settings, log=log).clamp(min=-10)
+        assert float((single - exact).abs().max()) < 1e-4

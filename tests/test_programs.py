@@ -10,11 +10,14 @@ from torch import Tensor, nn
 SEEDS = (
     203, 210, 217, 218, 220, 223, 224, 229, 230, 232, 235, 239,
     241, 243, 245, 246, 254, 256, 259, 264, 276, 277, 279, 289,
+    # a logarithm of 0, requires_grad of weights, what is_compiling answers, a counter in a buffer
+    20039, 20554, 21502, 21289,
 )  # fmt: skip
-# Programs that differed when they were last run, for whoever mends them: they move up when they hold.
+# Of 2,000 programs from seed 20000 on, those that differ still (`python tests/programs.py --one SEED`):
+# ESP only where points are as large as the number that hides others.
 FOUND = (
-    200, 202, 204, 206, 208, 209, 211, 215, 219, 222, 227, 228, 231, 233, 244, 248, 250, 252, 253,
-    255, 257, 258, 262, 265, 269, 274, 275,
+    252, 20296, 20470, 20533, 20545, 20570, 20574, 20923, 21213, 21243, 21347, 21526, 21549, 21656, 21945,
+    21976,
 )  # fmt: skip
 
 

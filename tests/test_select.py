@@ -27,7 +27,7 @@ from asapc.measure.fidelity import OutputFidelity
 from asapc.metrics import BUDGET_BOUNDS
 from asapc.passes import price, select
 from asapc.passes.analyse import Analysis, analyse
-from asapc.passes.patches import chosen_programs
+from asapc.passes.candidates import chosen_programs
 from asapc.passes.price import Price
 from asapc.program.runner import Runner
 from asapc.report.evaluate import bench, report
@@ -135,7 +135,7 @@ def test_the_cheapest_set_inside_a_budget_of_the_model(
 ) -> None:
     """Against every set by brute force on the damages that the trail lists, and measured as a whole."""
     priced(monkeypatch, CHEAP)
-    monkeypatch.setattr(select, "_cheapest_everywhere", lambda *_: None)
+    monkeypatch.setattr(select.Search, "cheapest_everywhere", lambda *_: None)
     free = chosen(ground, {"budget": {metric: 0.0 if metric.startswith("pred") else 9.0}}).trail
     assert labels(free) == [ROUGH] * 3
     assert all(metric in c["alone"] for site in free["sites"] for c in site["candidates"][1:])
@@ -191,14 +191,14 @@ def test_a_limit_of_one_site_is_measured_there(
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sites are replaced in each pass of the whole model, as they are run."""
     passes = list[int]()
-    true_programs = select.compiled_programs
+    true_programs = Analysis.rewritten
 
-    def programs(analysis: Any, teacher: Any, replacements: Any) -> Any:
-        passes.append(len(replacements))
-        return true_programs(analysis, teacher, replacements)
+    def programs(analysis: Any, becomes: Any) -> Any:
+        passes.append(len(becomes))
+        return true_programs(analysis, becomes)
 
-    monkeypatch.setattr(select, "compiled_programs", programs)
-    monkeypatch.setattr(select, "_not_slower", lambda model, sites, picked, *_: picked)
+    monkeypatch.setattr(Analysis, "rewritten", programs)
+    monkeypatch.setattr(select.Search, "not_slower", lambda self, picked, *_: picked)
     return passes
 
 
@@ -241,7 +241,7 @@ def test_a_set_that_exceeds_the_budget_together_is_tightened(
 ) -> None:
     """Damages that add up to more than their sum: the next rounds solve for less."""
     priced(monkeypatch, CHEAP)
-    monkeypatch.setattr(select, "_cheapest_everywhere", lambda *_: None)
+    monkeypatch.setattr(select.Search, "cheapest_everywhere", lambda *_: None)
     true_measure = select.WholeModel.measure
 
     def interacting(self: Any, own: Any) -> dict[str, float]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -28,6 +31,23 @@ class Teacher:
     builtin: bool
     factory: str | None
     onnx: Path | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the model here, and have its buffers afterwards as they were: code may count its calls."""
+        before = [
+            (module, name, tensor, None if tensor.is_inference() else (tensor.clone(), tensor._version))
+            for module in ([] if self.model is None else self.model.modules())
+            for name, tensor in module._buffers.items() if tensor is not None
+        ]  # fmt: skip
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, tensor, kept in before:
+                    module._buffers[name] = tensor
+                    if kept is not None and tensor._version != kept[1]:
+                        tensor.copy_(kept[0])
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -55,3 +55,14 @@ def close_rows(scores: Tensor, g: Tensor, log_mu: Tensor) -> Tensor:
     empty = torch.isneginf(logits.detach().amax(-1))  # no gradient either where all is -inf
     total = torch.logsumexp(torch.where(empty[..., None], 0.0, logits), dim=-1)
     return torch.where(empty, 0.0, log_mu - total)
+
+
+def closed_log_plan(log_plan: Tensor, axis: int, log_mass: Tensor | float) -> Tensor:
+    """A log plan [..., N, M] scaled to these masses of its rows (axis -1) or columns (axis -2).
+
+    log_mass: broadcastable to the plan.  A running plan keeps the digits of its largest entries, which
+    are near 0, where duals as large as the scores would not.  A row that is -inf stays as it is.
+    """
+    empty = torch.isneginf(log_plan.detach().amax(axis, keepdim=True))
+    closed = log_plan.masked_fill(empty, 0.0).log_softmax(axis) + log_mass
+    return torch.where(empty, log_plan, closed)  # no gradient of what is all -inf

@@ -24,28 +24,34 @@ import torch
 from torch import Tensor
 
 from asapc.ir import PlanConvention, Side, Stabiliser
-from asapc.operators.c_transforms import log_marginals
+from asapc.operators.c_transforms import closed_log_plan, log_marginals
 from asapc.operators.sinkhorn import alternate, factor_terms, factor_value, initial_duals, widen
 from asapc.operators.stabilised import stabilised_plans, unit_mass
 
 
-def plan_duals(
+def log_plan_of(
     scores: Tensor,
     log_mu: Tensor | None,
     log_nu: Tensor | None,
     half_steps: int,
     rows_first: bool,
     damping: Sequence[float] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The duals after `half_steps` half-steps from zero: f [B, H, N], g [B, H, M].
+) -> Tensor:
+    """log P [B, H, N, M] after `half_steps` half-steps from zero duals.
 
-    scores: [B, H, N, M] in units of epsilon; log_mu, log_nu: broadcastable to f and g, None for 1/N and
-    1/M each, -inf where a token has no mass. Absolute duals, so the plan is exp(S + f + g).
+    scores: [B, H, N, M] in units of epsilon; log_mu, log_nu: broadcastable to [B, H, N] and [B, H, M],
+    None for 1/N and 1/M each, -inf where a token has no mass.
     """
     uniform = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
     mu, nu = (alike if x is None else x for x, alike in zip((log_mu, log_nu), uniform, strict=True))
-    side: Side = "row" if rows_first else "column"
-    return alternate(scores, *initial_duals(scores, None), half_steps, side, mu, nu, damping)
+    if damping is not None:
+        side: Side = "row" if rows_first else "column"
+        f, g = alternate(scores, *initial_duals(scores, None), half_steps, side, mu, nu, damping)
+        return scores + f[..., :, None] + g[..., None, :]
+    for step in range(half_steps):
+        rows = (step % 2 == 0) == rows_first
+        scores = closed_log_plan(scores, -1 if rows else -2, mu[..., None] if rows else nu[..., None, :])
+    return scores
 
 
 def written_log_plan(
@@ -55,7 +61,7 @@ def written_log_plan(
     """log P in the dtype of the scores, its terms added in the order in which a teacher's code adds them.
 
     Next to a mask of -1e9 a float32 dual keeps no digit: what is left of a row or column that is hidden
-    as a whole depends on that order. s, log_mu, log_nu: as plan_duals takes them; form, shares: as in
+    as a whole depends on that order. s, log_mu, log_nu: as log_plan_of takes them; form, shares: as in
     ir.Written.
     """
     f, g = torch.zeros_like(s[..., :1]), torch.zeros_like(s[..., :1, :])
@@ -117,13 +123,7 @@ def plan(
         return logs + torch.log(s.new_full((), factor)) if log else logs.exp() * factor
     s = scaled(widen(scores), score_multiplier, by_head)
     if constant is None:
-        # Where all of a row (or column) is hidden by -1e9, what is left of it is what differs.
-        # A damped dual does not take up what is subtracted.
-        if damping is None:
-            top = s.detach().amax(-1 if rows_first else -2, keepdim=True)
-            s = s - top.masked_fill(~top.isfinite(), 0.0)
-        f, g = plan_duals(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
-        log_plan = s + f[..., :, None] + g[..., None, :]
+        log_plan = log_plan_of(s, widen(log_mu), widen(log_nu), half_steps, rows_first, damping)
         if not log:
             return (log_plan.exp() * factor).to(scores.dtype)
         return (log_plan + torch.log(log_plan.new_full((), factor))).to(scores.dtype)

@@ -38,6 +38,8 @@ DEEPEST = 8  # steps
 LONGEST = 64  # containers whose items are looked at one by one
 _KINDS = ("attr", "key", "item", "cell", "global", "default", "part")
 _PARTS = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget")
+TRAINED = "requires_grad"  # a part of a module: which of its weights require a gradient, in order
+_WITH_PARTS = (MethodType, functools.partial, property, staticmethod, classmethod)
 # What torch keeps on a module, and what has a guard of its own or is live.
 _OF_TORCH = {*vars(nn.Module()), "training", "_replicate_for_data_parallel", "__signature__"}
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -68,13 +70,16 @@ def reachable(root: nn.Module, names: Names) -> dict[Steps, Value]:
     Raises TooMuch.
     """
     values: dict[Steps, Value] = {}
+    if TRAINED in (names.attributes or ()):
+        values[(("part", TRAINED),)] = encoded(_stepped(root, ("part", TRAINED)))
     known: dict[int, Any] = {id(root): root}  # kept, so that identities are
     files: set[int] = set()  # whose globals have been looked at
     queue: deque[tuple[Steps, Any]] = deque([((), root)])
     while queue:
         steps, thing = queue.popleft()
-        for step, inner in _children(thing, names, not steps, files):
-            if isinstance(inner, ModuleType) and _is_librarys(inner):
+        for step in _steps(thing, names, not steps, files):
+            inner = _stepped(thing, step)
+            if inner is GONE or (isinstance(inner, ModuleType) and _is_librarys(inner)):
                 continue
             path, value = (*steps, step), encoded(inner)
             ran = isinstance(inner, FunctionType) and inner.__code__ in names.code
@@ -131,49 +136,29 @@ def _tensor_digest(tensor: Tensor) -> str:
     return _digest(f"{tensor.dtype} {[*tensor.shape]}".encode() + data)
 
 
-def _children(
-    thing: Any, names: Names, is_root: bool, files: set[int]
-) -> Iterator[tuple[Step, Any]]:
-    """What can be read from an object in one step."""
+def _steps(thing: Any, names: Names, is_root: bool, files: set[int]) -> Iterator[Step]:
+    """The steps from an object to what can be read of it; some may lead nowhere."""
     if isinstance(thing, Tensor | str | bytes):
         return
     if isinstance(thing, FunctionType):
         if thing.__code__ in names.code:
-            yield from _of_function(thing, names if id(thing.__globals__) not in files else Names())
+            yield from (("cell", name) for name in thing.__code__.co_freevars)
+            if id(thing.__globals__) not in files:
+                yield from (("global", name) for name in sorted(names.globals & thing.__globals__.keys()))
             files.add(id(thing.__globals__))
+            yield from (("default", place) for place in range(len(thing.__defaults__ or ())))
+            yield from (("default", name) for name in thing.__kwdefaults__ or ())
+            if "__wrapped__" in vars(thing):
+                yield "part", "__wrapped__"
         return
     if isinstance(thing, dict) and len(thing) <= LONGEST:
-        for key in list(thing):
-            if type(key) in (str, int):
-                yield ("key", key), dict.__getitem__(thing, key)
+        yield from (("key", key) for key in list(thing) if type(key) in (str, int))
     if isinstance(thing, list | tuple | deque) and len(thing) <= LONGEST:
-        for place, item in enumerate(list(thing)):
-            yield ("item", place), item
-    for part in _PARTS:
-        if isinstance(thing, MethodType | functools.partial | property | staticmethod | classmethod):
-            inner = getattr(thing, part, None)
-            if inner is not None:
-                yield ("part", part), inner
+        yield from (("item", place) for place in range(len(thing)))
+    if isinstance(thing, _WITH_PARTS):
+        yield from (("part", part) for part in _PARTS if getattr(thing, part, None) is not None)
     if not _is_librarys(thing):
-        for name in _attributes(thing, names, is_root):
-            inner = attribute(thing, name)
-            if inner is not GONE:
-                yield ("attr", name), inner
-
-
-def _of_function(function: FunctionType, names: Names) -> Iterator[tuple[Step, Any]]:
-    for name in function.__code__.co_freevars:
-        inner = _stepped(function, ("cell", name))
-        if inner is not GONE:
-            yield ("cell", name), inner
-    for name in sorted(names.globals & function.__globals__.keys()):
-        yield ("global", name), function.__globals__[name]
-    for place, inner in enumerate(function.__defaults__ or ()):
-        yield ("default", place), inner
-    for name, inner in (function.__kwdefaults__ or {}).items():
-        yield ("default", name), inner
-    if "__wrapped__" in vars(function):
-        yield ("part", "__wrapped__"), vars(function)["__wrapped__"]
+        yield from (("attr", name) for name in _attributes(thing, names, is_root))
 
 
 def _is_librarys(thing: Any) -> bool:
@@ -196,18 +181,14 @@ def _attributes(thing: Any, names: Names, is_root: bool) -> Iterator[str]:
     parts = thing._modules if isinstance(thing, nn.Module) else {}
     classes = [kind for kind in _mro(thing) if kind.__module__.partition(".")[0] not in _LIBRARIES]
     if names.attributes is None:
-        for name in own:
-            if name not in _OF_TORCH or not isinstance(thing, nn.Module):
-                yield name
-        for kind in classes:
-            for name, value in vars(kind).items():
-                if name not in own and not name.startswith("__") and _are_plain([value]):
-                    yield name
+        loaded = [*own, *(
+            name for kind in classes for name, value in vars(kind).items()
+            if name not in own and not name.startswith("__") and _are_plain([value])
+        )]  # fmt: skip
     else:
         of_class = {name for kind in classes for name in vars(kind)}
-        for name in sorted(names.attributes & (own.keys() | of_class | parts.keys())):
-            if name not in _OF_TORCH or not isinstance(thing, nn.Module):
-                yield name
+        loaded = sorted(names.attributes & (own.keys() | of_class | parts.keys()))
+    yield from (name for name in loaded if name not in _OF_TORCH or not isinstance(thing, nn.Module))
     if lists:
         yield from (name for name in parts if name not in (names.attributes or ()))
     if is_root:
@@ -268,11 +249,12 @@ def _stepped(thing: Any, step: Step) -> Any:
     if kind == "item":
         place = isinstance(thing, list | tuple | deque) and int(name) < len(thing)
         return thing[int(name)] if place else GONE
+    if kind == "part" and name == TRAINED:
+        weights = thing.parameters() if isinstance(thing, nn.Module) else ()
+        return sys.intern("".join("01"[weight.requires_grad] for weight in weights))
     if kind == "part":
-        known = isinstance(
-            thing, FunctionType | MethodType | functools.partial | property | staticmethod | classmethod
-        )
-        return getattr(thing, str(name), GONE) if known and name in _PARTS else GONE
+        known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _PARTS
+        return getattr(thing, str(name), GONE) if known else GONE
     if not isinstance(thing, FunctionType):
         return GONE
     if kind == "global":
@@ -298,6 +280,8 @@ def text_of(steps: Steps) -> str:
             text = str(name)
         elif kind in ("key", "item"):
             text += f"[{name!r}]"
+        elif (kind, name) == ("part", TRAINED):
+            text = f"{TRAINED} of its weights"
         elif kind == "attr" and not (name == "forward" and place + 1 < len(steps)):
             text += f".{name}" if text else str(name)
     return text or "an argument's default"
@@ -322,16 +306,17 @@ class Reads:
         if torch.compiler.is_compiling():
             return self._traced_difference(module)
         watched, checks = self._watched
-        if watched is module and all(get(key, GONE) is value for get, key, value in checks):
+        if watched is module and all(get() is value for get, value in checks):
             return None
         for steps, expected in self.values:
             found: Any = module
             for step in steps:
                 found = _stepped(found, step)
-            if found is GONE or not _same(encoded(found), expected):
-                now = "is gone" if found is GONE else f"is {_shown(found)}"
+            now = encoded(found)
+            if found is GONE or type(now) is not type(expected) or now != expected:
+                text = "is gone" if found is GONE else f"is {_shown(found)}"
                 captured = repr(expected) if not isinstance(expected, tuple) else " ".join(expected)
-                return text_of(steps), f"was captured as {captured}, and {now}"
+                return text_of(steps), f"was captured as {captured}, and {text}"
         self._watched[:] = [module, list(_checks(module, [steps for steps, _ in self.values]))]
         return None
 
@@ -370,10 +355,6 @@ class Reads:
         return cls(values, questions)
 
 
-def _same(one: Value, other: Value) -> bool:
-    return type(one) is type(other) and one == other
-
-
 def _shown(found: Any) -> str:
     value = encoded(found)
     return " ".join(value) if isinstance(value, tuple) and value[0] == "object" else shortened(found)
@@ -398,45 +379,25 @@ def _value(data: Any) -> Value:
     raise ValueError("a value is a number, text, null, or an object of some kind")
 
 
-Check = tuple[Callable[..., Any], Any, Any]
-
-
-def _checks(module: nn.Module, paths: Sequence[Steps]) -> Iterator[Check]:
-    """(get, key, value): nothing on these paths has changed where get(key, GONE) is the value for all."""
-    done: set[Steps] = set()
+def _checks(module: nn.Module, paths: Sequence[Steps]) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """(get, value): nothing on these paths has changed where get() is the value for all."""
+    known: set[Steps] = set()
     for steps in paths:
         thing: Any = module
         for place, step in enumerate(steps):
             inner, prefix = _stepped(thing, step), steps[: place + 1]
-            if prefix not in done:
-                done.add(prefix)
-                yield from _check(thing, step, inner)
+            if prefix not in known:
+                known.add(prefix)
+                own = _dict_of(thing) if step[0] == "attr" and not isinstance(thing, type) else {}
+                if isinstance(own, dict) and step[1] in own:  # without the work of a step
+                    yield functools.partial(dict.get, own, step[1], GONE), own[step[1]]
+                else:
+                    yield functools.partial(_stepped, thing, step), inner
+                if isinstance(inner, list | deque | dict | set):
+                    yield functools.partial(len, inner), len(inner)
+                if isinstance(inner, Tensor) and not inner.is_inference():
+                    yield functools.partial(getattr, inner, "_version"), inner._version
             thing = inner
-
-
-def _check(thing: Any, step: Step, inner: Any) -> Iterator[Check]:
-    kind, name = step
-    if kind == "attr" and not isinstance(thing, type):
-        own = _dict_of(thing)
-        if isinstance(own, dict) and (name in own or type(thing).__dictoffset__):
-            yield functools.partial(dict.get, own), name, own.get(str(name), GONE)
-        if name in own:
-            yield from _of_tensor(inner)
-            return
-    if kind == "key":
-        yield functools.partial(dict.get, thing), name, inner
-    elif kind == "global":
-        yield thing.__globals__.get, name, inner
-    elif kind != "item" or not isinstance(thing, tuple):
-        yield (lambda step, _: _stepped(thing, step)), step, inner
-    if isinstance(inner, list | deque | dict | set):
-        yield (lambda *_: len(inner)), None, len(inner)
-    yield from _of_tensor(inner)
-
-
-def _of_tensor(inner: Any) -> Iterator[Check]:
-    if isinstance(inner, Tensor) and not inner.is_inference():
-        yield (lambda *_: inner._version), None, inner._version
 
 
 # What code asks of the mode it runs in. A captured program is the answer no to each.

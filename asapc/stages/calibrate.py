@@ -23,11 +23,10 @@ from asapc.features.predictor import transform_plan
 from asapc.inputs.data import Batch, DataSource, empty_split, split_of
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
-from asapc.ir import Convention, Program, SiteTensors
+from asapc.ir import Convention, SiteTensors
 from asapc.memory import MemoryLimit, give_back
 from asapc.passes.analyse import Analysis
 from asapc.passes.candidates import DISTILLED, fits_needed
-from asapc.passes.rewrite import rewritten_programs
 from asapc.processes import ALONE, Processes
 from asapc.program.runner import Tap
 from asapc.terminal.progress import Progress
@@ -114,7 +113,8 @@ def fit(
     behind = ""
     for sites in plan.rounds:
         first = {name: fits[min(fits)] for name, fits in fitted.items()}
-        tap = Tap(analysis.model, _behind_fitted(analysis, first), analysis.names)
+        behind_them = analysis.rewritten({name: own.replacement for name, own in first.items()})
+        tap = Tap(analysis.model, behind_them, analysis.names)
         waiting = [p for p in plan.pending if p.site in sites]
         fits, seen = stream(
             waiting,
@@ -192,11 +192,6 @@ def _pending(analysis: Analysis, recipe: Recipe) -> list[Pending]:
 def digest(document: Any) -> str:
     """sha256 of JSON types."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _behind_fitted(analysis: Analysis, fitted: Mapping[str, AnySiteCalibration]) -> list[Program]:
-    """The lifted programs with every fitted site replaced."""
-    return rewritten_programs(analysis.lifted, {name: site.replacement for name, site in fitted.items()})
 
 
 def _observed(tap: Tap, with_values: bool, batch: Batch) -> list[SiteTensors]:

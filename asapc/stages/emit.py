@@ -29,8 +29,8 @@ from asapc.ir import Program
 from asapc.measure.differences import largest_difference
 from asapc.operators.catalogue import TEACHER
 from asapc.passes.analyse import Site
-from asapc.passes.candidates import Choice
-from asapc.passes.patches import chosen_programs, compiled_modules
+from asapc.passes.candidates import Choice, chosen_programs
+from asapc.passes.patches import compiled_modules
 from asapc.program.call import Call, Undescribable, described, known_of, parameters_of, sizes_text
 from asapc.program.code import traced_inputs, traced_places
 from asapc.program.compiled import OwnCodeWarning

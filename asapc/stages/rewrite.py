@@ -15,7 +15,7 @@ from asapc.inputs.teacher import Teacher
 from asapc.ir import Program
 from asapc.measure.differences import tensor_outputs
 from asapc.passes.analyse import Analysis
-from asapc.passes.patches import chosen_programs
+from asapc.passes.candidates import chosen_programs
 from asapc.program.runner import Runner
 from asapc.stages.select import Chosen
 

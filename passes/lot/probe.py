@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from asapc.ir import HalfPlan, Side
-from asapc.operators.c_transforms import log_marginals
 from asapc.operators.lot import by_example, pivot_plan
 from asapc.passes.experiment import EXACT, STABILISED, NoFit, snapped
 from asapc.passes.sinkhorn.probe import (
@@ -120,11 +119,10 @@ def _best_loop(
 ) -> HalfFit | NoFit:
     """The shortest loop that is as good as the best, with these masses, by its first head."""
     targets, plans = [], []
-    sigma = masses.table[:1]
-    for scores, _, target in groups_of(samples, multiplier):
-        log_mu, _ = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)
-        plans.append(_scaled(loop_plans(scores, None, log_mu, sigma.log()), target))
-        targets.append(target)
+    for group in groups_of(samples, multiplier):
+        loop = loop_plans(replace(group, log_nu=masses.table[:1].log()))
+        plans.append(_scaled(loop, group.attention))
+        targets.append(group.attention)
     budget = search_budget(targets, plans)
     if not budget.error < math.inf:
         return NoFit("not a finite loop between tokens and pivots")
@@ -144,9 +142,8 @@ def _best_loop(
 def _scaled(loop: Plans, target: Tensor) -> Plans:
     """A plan [G, 1, N, R] with its columns scaled as the target's are, alike in every sample."""
 
-    def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
-        for (plan,) in loop(first):
-            yield (plan * _ratio(target, plan, (0, 1, 2))[..., None, :],)
+    def run(first: Side) -> Iterator[Tensor]:
+        return (plan * _ratio(target, plan, (0, 1, 2))[..., None, :] for plan in loop(first))
 
     return run
 

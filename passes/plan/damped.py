@@ -22,52 +22,21 @@ import torch
 from torch import Tensor
 
 from asapc.ir import OutputFactor, Side
-from asapc.operators.c_transforms import log_marginals
 from asapc.passes.experiment import EXACT
-from asapc.passes.sinkhorn.probe import BEYOND, Budget, Plans, factor_of, loop_plans, search_budget
+from asapc.passes.sinkhorn.probe import (
+    BEYOND,
+    Budget,
+    Pair,
+    Plans,
+    Sample,
+    factor_of,
+    loop_plans,
+    search_budget,
+)
 
 SEARCHED = 24  # half-steps of the longest loop in which the damping of the other side is searched for
 LEAST, STRAIGHT = 1e-3, 1e-6  # the smallest damping; how far from a line the duals may be
 CONVERGED = 1e-7  # what is left of the start after a loop that no scores tell from a longer one
-
-Pair = tuple[float, float]
-"""Of rows and of columns."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """Scores in units of epsilon and plan [1, 1, N, M]; log_mu, log_nu [1, 1, X], None where uniform."""
-
-    scores: Tensor
-    plan: Tensor
-    log_mu: Tensor | None
-    log_nu: Tensor | None
-
-    def loop(self, damping: Pair, powers: Pair) -> Plans:
-        """The plans after every half-step.  powers: of marginals that are given."""
-        uniform = log_marginals(self.scores.shape[-2], self.scores.shape[-1], None, self.scores)
-        log_mu, log_nu = (
-            alike if x is None else x * power
-            for x, alike, power in zip((self.log_mu, self.log_nu), uniform, powers, strict=True)
-        )
-        return loop_plans(self.scores, None, log_mu, log_nu, damping)
-
-    def line(self, last: Side, outside: bool) -> tuple[Tensor, Tensor]:
-        """Points on a line through 0 whose slope is the damping of the side that comes last."""
-        rows = last == "row"
-        logs, duals = self.plan.log(), self.plan.log() - self.scores
-        axis, given = (-1, self.log_mu) if rows else (-2, self.log_nu)
-        other = torch.logsumexp(logs, -3 - axis, keepdim=True).isfinite()
-        dual = duals.masked_fill(~other, 0.0).sum(axis) / other.sum(axis)
-        through = dual - torch.logsumexp(logs, axis)
-        if given is not None and outside:
-            dual = dual - given
-        elif given is not None:
-            through = through + given
-        shown = through.isfinite() & dual.isfinite()
-        x, y = through[shown], dual[shown]
-        return x - x.mean(), y - y.mean()
-
 
 @dataclass(frozen=True)
 class Damped:
@@ -78,23 +47,44 @@ class Damped:
     budget: Budget
 
 
-def identify_damping(observed: Sequence[Given], sums: int) -> Damped | None:
+def identify_damping(samples: Sequence[Sample], sums: int) -> Damped | None:
     """The unbalanced loop that comes nearest, None if no damping explains the side that comes last.
 
+    samples: of one head, [1, 1, N, M], with scores in units of epsilon.
     sums: how many over rows and columns the loop has, which is about how many half-steps.
     """
     best: Damped | None = None
     sides: tuple[Side, ...] = ("row", "column")
-    marginals = any(x is not None for o in observed for x in (o.log_mu, o.log_nu))
-    for last, outside in itertools.product(sides, (False, True) if marginals else (False,)):
-        points = [o.line(last, outside) for o in observed]
+    for last, outside in itertools.product(sides, (False, True) if _has_marginals(samples) else (False,)):
+        points = [_line(sample, last, outside) for sample in samples]
         damping = _slope(torch.cat([x for x, _ in points]), torch.cat([y for _, y in points]))
-        for found in () if damping is None else _tried(observed, last, damping, outside, sums):
+        for found in () if damping is None else _tried(samples, last, damping, outside, sums):
             if best is None or found.budget.error < best.budget.error:
                 best = found
             if best.budget.error <= EXACT:
                 return best
     return best
+
+
+def _has_marginals(samples: Sequence[Sample]) -> bool:
+    return any(x is not None for sample in samples for x in sample.marginals)
+
+
+def _line(sample: Sample, last: Side, outside: bool) -> tuple[Tensor, Tensor]:
+    """Points on a line through 0 whose slope is the damping of the side that comes last."""
+    logs = sample.attention.log()
+    duals = logs - sample.scores
+    axis, given = (-1, sample.log_mu) if last == "row" else (-2, sample.log_nu)
+    other = torch.logsumexp(logs, -3 - axis, keepdim=True).isfinite()
+    dual = duals.masked_fill(~other, 0.0).sum(axis) / other.sum(axis)
+    through = dual - torch.logsumexp(logs, axis)
+    if given is not None and outside:
+        dual = dual - given
+    elif given is not None:
+        through = through + given
+    shown = through.isfinite() & dual.isfinite()
+    x, y = through[shown], dual[shown]
+    return x - x.mean(), y - y.mean()
 
 
 def _slope(x: Tensor, y: Tensor) -> float | None:
@@ -107,36 +97,40 @@ def _slope(x: Tensor, y: Tensor) -> float | None:
 
 
 def _tried(
-    observed: Sequence[Given], last: Side, damping: float, outside: bool, sums: int
+    samples: Sequence[Sample], last: Side, damping: float, outside: bool, sums: int
 ) -> Iterator[Damped]:
     """Loops whose last side is damped so, with each damping that the other may have."""
-    given = any(x is not None for o in observed for x in (o.log_mu, o.log_nu))
-    plans = [o.plan for o in observed]
+    given = _has_marginals(samples)
+    plans = [sample.attention for sample in samples]
 
     def with_other(other: float) -> tuple[Pair, Pair]:
         both = (damping, other) if last == "row" else (other, damping)
         return both, (1 / both[0], 1 / both[1]) if outside and given else (1.0, 1.0)
 
+    def loop(sample: Sample, other: float) -> Plans:
+        both, powers = with_other(other)
+        return loop_plans(sample.powered(powers), both)
+
     for other in dict.fromkeys((damping, 1.0)):
-        loops = [o.loop(*with_other(other)) for o in observed]
+        loops = [loop(sample, other) for sample in samples]
         yield Damped(*with_other(other), search_budget(plans, loops, (last,), sums + BEYOND))
     for half_steps in range(max(sums - 1, 2), min(sums + 1, SEARCHED) + 1):
         first = _from(last)[(half_steps - 1) % 2]
 
         def missed(
-            x: Any, given: Sequence[Given] = observed[:1], first: Side = first, at: int = half_steps - 1
+            x: Any, given: Sequence[Sample] = samples[:1], first: Side = first, at: int = half_steps - 1
         ) -> Any:
-            loops = (o.loop(*with_other(float(x[0])))(first) for o in given)
-            ours = [next(itertools.islice(loop, at, None))[0] for loop in loops]
+            ours = [next(itertools.islice(loop(one, float(x[0]))(first), at, None)) for one in given]
             return torch.cat([
-                (x / x.sum() - o.plan / o.plan.sum()).flatten() for x, o in zip(ours, given, strict=True)
+                (plan / plan.sum() - one.attention / one.attention.sum()).flatten()
+                for plan, one in zip(ours, given, strict=True)
             ]).numpy()  # fmt: skip
 
         # Searched for on one observation, and held against the others where it explains that.
         found = scipy.optimize.least_squares(
             missed, [0.5], bounds=([LEAST], [1.0]), xtol=1e-15, ftol=1e-15, gtol=1e-15
         )
-        left = found.fun if abs(found.fun).max() > STRAIGHT else missed(found.x, observed)
+        left = found.fun if abs(found.fun).max() > STRAIGHT else missed(found.x, samples)
         error = float(abs(left).max() / max(float((plan / plan.sum()).max()) for plan in plans))
         yield Damped(*with_other(float(found.x[0])), Budget(first, half_steps, error))
 

@@ -21,9 +21,9 @@ from asapc.ir import WRITTEN, PlanConvention, Written
 from asapc.passes.cut import is_tensor, reached
 from asapc.passes.experiment import relative_error
 from asapc.passes.plan.loops import NORMS, PRODUCTS, SOFTMAXES, SUMS
-from asapc.passes.plan.probe import Observed, PlanFit, plan_of
+from asapc.passes.plan.probe import plan_of
 from asapc.passes.products import BARRIERS
-from asapc.passes.sinkhorn.probe import HELD
+from asapc.passes.sinkhorn.probe import HELD, Fit, Sample
 
 aten = torch.ops.aten
 
@@ -50,9 +50,9 @@ def may_hide(scores: Node) -> bool:
 
 
 def with_hidden(
-    draw: Callable[[], Tensor], show: Callable[[Tensor], Observed], fit: PlanFit,
+    draw: Callable[[], Tensor], show: Callable[[Tensor], Sample], fit: Fit[PlanConvention],
     own: torch.dtype | None,
-) -> PlanFit | str:  # fmt: skip
+) -> Fit[PlanConvention] | str:  # fmt: skip
     """The fit that also gives what the loop makes of hidden rows and columns, or what is wrong with it.
 
     draw: random scores [B, H, N, M]; show: what the loop makes of scores, in their dtype.  own: the dtype
@@ -101,7 +101,7 @@ def _conventions(found: PlanConvention, hides: bool) -> Iterator[PlanConvention]
             yield replace(found, written=Written(form, shares))
 
 
-def _error(convention: PlanConvention, observed: Observed) -> float:
+def _error(convention: PlanConvention, sample: Sample) -> float:
     """Largest error over all matrices that the teacher has, relative to the largest entry of them."""
-    known = observed.plan.isfinite().all(-1).all(-1)
-    return relative_error(plan_of(convention, observed)[known], observed.plan[known])
+    known = sample.attention.isfinite().all(-1).all(-1)
+    return relative_error(plan_of(convention, sample)[known], sample.attention[known])

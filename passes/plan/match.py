@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.formats.limits import limits_of
-from asapc.ir import Program, Side
+from asapc.ir import PlanConvention, Program, Side
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     PROBE_BATCH,
@@ -37,11 +37,10 @@ from asapc.passes.cut import (
 )
 from asapc.passes.experiment import STABILISED, NoFit, larger_sizes, outcome, relative_error
 from asapc.passes.masks import FILLED
-from asapc.passes.plan.damped import Pair
 from asapc.passes.plan.hidden import may_hide, with_hidden
 from asapc.passes.plan.loops import Borders, Loop, behind_softmax, borders
 from asapc.passes.plan.positive import is_positive
-from asapc.passes.plan.probe import Observed, PlanFit, identify_plan, nearest, plan_error, plan_of
+from asapc.passes.plan.probe import identify_plan, plan_error, plan_of
 from asapc.passes.plan.site import Layout, MarginalInput, PlanSite, sizes_of
 from asapc.passes.plan.stops import changed_by_stops
 from asapc.passes.products import BARRIERS, VIEWS, rank_of, same, site_name
@@ -49,8 +48,12 @@ from asapc.passes.sinkhorn.match import LARGE, guesses_of, where, without_choice
 from asapc.passes.sinkhorn.probe import (
     HELD,
     Drawn,
+    Fit,
+    Pair,
+    Sample,
     double_centre,
     drawings,
+    nearest,
     overflown,
     score_multiplier,
     separated,
@@ -450,7 +453,7 @@ class _Trials:
     def observe(
         self, scores: Tensor, lengths: dict[Any, int], mild: bool = True,
         given: dict[Node, Tensor] | None = None,
-    ) -> tuple[Observed, list[Tensor]]:  # fmt: skip
+    ) -> tuple[Sample, list[Tensor]]:  # fmt: skip
         """What was observed, with everything that is added to the scores in them; and what is added.
         given: values of what is data, drawn where there are none."""
         given = self.draw(lengths) if given is None else given
@@ -468,16 +471,16 @@ class _Trials:
             None if x is None else x.read(held[x.node].to(scores.dtype))
             for x in (self.roles.log_mu, self.roles.log_nu)
         )
-        return Observed(scores, out.exp() if self.log else out, log_mu, log_nu, mild), added
+        return Sample(scores, out.exp() if self.log else out, None, mild, log_mu, log_nu), added
 
     def measure(self, lengths: dict[Any, int]) -> NoFit | None:
         """How much the scores, every bias and every head count; why that cannot be said."""
         size = self.region.size(lengths)
         for scale in (1.0, 0.1, 0.01):
             o, added = self.observe(scale * self.noise(size), lengths)
-            if not bool(((o.plan > 0) & o.plan.isfinite()).all()):
+            if not bool(((o.attention > 0) & o.attention.isfinite()).all()):
                 continue
-            logs = double_centre(o.plan.log())
+            logs = double_centre(o.attention.log())
             terms = [double_centre(x) for x in (o.scores, *added)]
             found = torch.linalg.lstsq(
                 torch.stack([x.flatten() for x in terms], -1), logs.flatten()
@@ -495,23 +498,23 @@ class _Trials:
             self.coefficients = [float(x) / self.rough for x in found[1:]]
             # Anew, with what was found in the scores.
             o, _ = self.observe(scale * self.noise(size), lengths)
-            multiplier = score_multiplier([o.sample])
+            multiplier = score_multiplier([o])
             return multiplier if isinstance(multiplier, NoFit) else None
         return NoFit("its end is 0 or not finite for some scores: neither a plan nor its logarithm")
 
-    def at(self, drawn: Drawn, lengths: dict[Any, int]) -> Observed | None:
+    def at(self, drawn: Drawn, lengths: dict[Any, int]) -> Sample | None:
         """On scores that are drawn; None where they overflow."""
         s = drawn.scores(self.region.size(lengths), self.generator) / abs(self.rough)
         return self.on(lengths, s, drawn.mild)
 
-    def on(self, lengths: dict[Any, int], scores: Tensor, mild: bool = False) -> Observed | None:
+    def on(self, lengths: dict[Any, int], scores: Tensor, mild: bool = False) -> Sample | None:
         """On these scores; None where they overflow."""
         o, _ = self.observe(scores, lengths, mild)
-        return None if overflown(o.plan) else o
+        return None if overflown(o.attention) else o
 
     def fed(
         self, scores: Tensor, lengths: dict[Any, int]
-    ) -> tuple[list[Tensor], Observed]:
+    ) -> tuple[list[Tensor], Sample]:
         """What is fed to the region's inputs for scores in units of epsilon, and what was observed."""
         scores, given = scores / abs(self.rough), self.draw(lengths)
         found, _ = self.observe(scores, lengths, given=given)
@@ -543,14 +546,14 @@ def _site(
 
 def _identified(
     region: _Region, roles: _Roles, lengths: dict[Any, int], sums: int
-) -> tuple[PlanFit, _Trials] | _Failure:
+) -> tuple[Fit[PlanConvention], _Trials] | _Failure:
     size = region.size(lengths)
     trials = _Trials(region, roles, False)
     first, _ = trials.observe(trials.noise(size), lengths)
-    trials.log = bool((first.plan < 0).any())
+    trials.log = bool((first.attention < 0).any())
     alone = without_choice(size)
     if alone is not None:
-        one, other = (trials.observe(trials.noise(size), lengths)[0].plan for _ in range(2))
+        one, other = (trials.observe(trials.noise(size), lengths)[0].attention for _ in range(2))
         if not roles.nodes and relative_error(other, one) <= STABILISED:
             return _Failure(KNOWN, alone)
     unknown = trials.measure(lengths)
@@ -565,8 +568,8 @@ def _identified(
     sizes = [lengths] if longer == lengths else [lengths, longer]
     drawn = drawings(sizes, size[-2] * size[-1] > LARGE)
     observed = [o for one in drawn if (o := trials.at(*one)) is not None]
-    fit: PlanFit | NoFit = identify_plan(observed, region.guesses, sums=sums)
-    if isinstance(fit, PlanFit) and fit.rival is not None:
+    fit: Fit[PlanConvention] | NoFit = identify_plan(observed, region.guesses, sums=sums)
+    if isinstance(fit, Fit) and fit.rival is not None:
         again = partial(identify_plan, guesses=region.guesses)
         fit = separated(fit, observed, size, partial(trials.on, lengths), plan_error, again)
     if isinstance(fit, NoFit):
@@ -583,13 +586,13 @@ def _identified(
 
 
 def _changed_by_stops(
-    program: Program, region: _Region, fit: PlanFit, trials: _Trials, lengths: dict[Any, int]
+    program: Program, region: _Region, fit: Fit[PlanConvention], trials: _Trials, lengths: dict[Any, int]
 ) -> str | None:
     if not region.stops:
         return None
 
-    def plan(observed: Observed, half_steps: int) -> Tensor:
-        return plan_of(replace(fit.convention, half_steps=half_steps), observed)
+    def plan(sample: Sample, half_steps: int) -> Tensor:
+        return plan_of(replace(fit.convention, half_steps=half_steps), sample)
 
     many = region.many(lengths)
     return changed_by_stops(
@@ -599,7 +602,7 @@ def _changed_by_stops(
     )  # fmt: skip
 
 
-def _at_larger_sizes(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> str | None:
+def _at_larger_sizes(trials: _Trials, lengths: dict[Any, int], fit: Fit[PlanConvention]) -> str | None:
     """What is wrong with a convention where there are many tokens or examples, None if nothing."""
     region = trials.region
     *batch, rows, columns = region.start.tensor.shape
@@ -612,7 +615,7 @@ def _at_larger_sizes(trials: _Trials, lengths: dict[Any, int], fit: PlanFit) -> 
     return None
 
 
-def _described(failure: NoFit, observed: Sequence[Observed]) -> str:
+def _described(failure: NoFit, observed: Sequence[Sample]) -> str:
     """Why it is none, what comes nearest, and what would make it match."""
     text = str(failure).replace("attention", "plan")
     near = None if failure.error is not None else nearest(observed)
@@ -633,7 +636,7 @@ _ADVICE = {
 }
 
 
-def _made(program: Program, region: _Region, fit: PlanFit, trials: _Trials) -> PlanSite:
+def _made(program: Program, region: _Region, fit: Fit[PlanConvention], trials: _Trials) -> PlanSite:
     def kind(marginal: MarginalInput | None) -> Any:
         return "uniform" if marginal is None else "constant" if marginal.constant else "input"
 

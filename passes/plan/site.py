@@ -114,7 +114,7 @@ class MarginalInput:
             node = lifting.call(aten.squeeze.dim, node, self.drop)
         if self.heads:
             node = lifting.call(aten.unsqueeze.default, node, 1)
-        node = node if self.logarithm else lifting.call(aten.log.default, node)
+        node = node if self.logarithm else _log(lifting, node)
         return node if self.power == 1.0 else lifting.call(aten.mul.Tensor, node, self.power)
 
 
@@ -166,7 +166,7 @@ class PlanSite(Site):
         with lifting.before(end.node):
             scores = lifting.nodes[start.node]
             if self.kernel:
-                scores = lifting.call(aten.log.default, scores)
+                scores = _log(lifting, scores)
             for node, coefficient in self.biases:
                 bias = lifting.nodes[node]
                 if coefficient != 1.0:
@@ -186,6 +186,14 @@ class PlanSite(Site):
                 result = _shaped(lifting, result, end, start)
             result = lifting.turned_back(result, end.order)
         return [(lifting.nodes[end.node], result, lambda user: True)]
+
+
+def _log(lifting: Lifting, node: Node) -> Node:
+    """log(node), with a gradient of 0 where the node is 0: what hides an entry multiplies by 0 on the way
+    back, and 0/0 is not 0."""
+    zero = lifting.call(aten.eq.Scalar, node, 0)
+    logs = lifting.call(aten.log.default, lifting.call(aten.masked_fill.Scalar, node, zero, 1))
+    return lifting.call(aten.masked_fill.Scalar, logs, zero, -math.inf)
 
 
 def _flattened(lifting: Lifting, scores: Node, rank: int) -> Node:

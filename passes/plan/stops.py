@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from asapc.ir import Program, Stop
 from asapc.passes.early_stop import Trial, residuals_of, what_a_stop_changes
-from asapc.passes.plan.probe import Observed
+from asapc.passes.sinkhorn.probe import Sample
 
 SPREADS = (0.0, *(3e-3 * 1.6**step for step in range(25)))  # of the scores, in units of epsilon
 FEW_SPREADS = SPREADS[::3]  # where there is much to compute
@@ -21,7 +21,7 @@ FAR = 16.0  # times as many examples, all but one of which are flat
 
 MUCH = 1 << 14  # scores
 
-Draw = Callable[[Tensor, dict[Any, int]], tuple[Sequence[Tensor], Observed]]
+Draw = Callable[[Tensor, dict[Any, int]], tuple[Sequence[Tensor], Sample]]
 """From scores [B, H, N, M] and sizes: what is fed to the region's inputs, and what comes out."""
 
 
@@ -29,7 +29,7 @@ Draw = Callable[[Tensor, dict[Any, int]], tuple[Sequence[Tensor], Observed]]
 class _Trial(Trial):
     """With what goes into the loop besides scores."""
 
-    observed: Observed | None = None
+    observed: Sample | None = None
 
 
 def changed_by_stops(
@@ -38,7 +38,7 @@ def changed_by_stops(
     inputs: Sequence[Node],
     inside: Sequence[Node],
     half_steps: int,
-    plan: Callable[[Observed, int], Tensor],
+    plan: Callable[[Sample, int], Tensor],
     draw: Draw,
     sizes: Sequence[tuple[dict[Any, int], tuple[int, ...]]],
 ) -> str | None:

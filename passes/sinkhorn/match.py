@@ -170,7 +170,7 @@ def _examine(
     )  # fmt: skip
 
 
-Outcome = tuple[Fit, KeyMask | None, ScoreBias | None, list[Tensor]] | str
+Outcome = tuple[Fit[Convention], KeyMask | None, ScoreBias | None, list[Tensor]] | str
 
 
 Known = tuple[Region, Outcome]
@@ -277,7 +277,7 @@ def run_experiments(
     if not samples:
         return "the region gives NaN or infinity on random scores"
     guesses = guesses_of(region.inside)
-    fit: Fit | NoFit = identify(samples, guesses=guesses)
+    fit: Fit[Convention] | NoFit = identify(samples, guesses=guesses)
     if isinstance(fit, Fit) and fit.rival is not None:
         again = partial(identify, guesses=guesses)
         fit = separated(

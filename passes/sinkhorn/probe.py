@@ -18,12 +18,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from asapc.ir import Convention, Mask, OutputFactor, Side, Stabiliser
+from asapc.ir import Convention, Mask, OutputFactor, PlanConvention, Side, Stabiliser
 from asapc.operators.c_transforms import close_columns, close_rows, log_marginals
 from asapc.operators.sinkhorn import (
     attention_map,
@@ -45,15 +45,20 @@ SPREADS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0)
 SHIFTS = (100.0, -900.0)
 FEW_SPREADS = (1.0, 6.0, 25.0, 100.0)  # of fixed lengths that make N x M matrices large
 SEPARATES = 1e-6  # relative difference on which two budgets are told apart
+SHORT = 64  # half-steps of a loop that is named where none fits
 BEYOND = 8  # half-steps that are looked at after the first that fits: do they fit as well?
 STILL = 4e-15  # what rounding changes of a dual: 4e-12 in MAX_HALF_STEPS, far less than EXACT
 
 T = TypeVar("T")
+C = TypeVar("C", Convention, PlanConvention)
+Pair = tuple[float, float]
+"""Of rows and of columns."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One observation: scores [B, H, N, M] (raw products), attention [B, H, N, M], keep [B, M].
+    """One observation: scores (raw products) and map [B, H, N, M], keep [B, M]; marginals broadcastable
+    to [B, H, N] and [B, H, M], None where they are uniform.
 
     mild: the scores spread so little that a stabilising constant is not seen.
     """
@@ -62,23 +67,41 @@ class Sample:
     attention: Tensor
     keep: Tensor | None = None
     mild: bool = True
+    log_mu: Tensor | None = None
+    log_nu: Tensor | None = None
+
+    @property
+    def marginals(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.log_mu, self.log_nu
 
     def head(self) -> Sample:
         """The first head of the first example, by which loops are searched."""
         keep = None if self.keep is None else self.keep[:1]
-        return Sample(self.scores[:1, :1], self.attention[:1, :1], keep, self.mild)
+        marginals = (
+            None if x is None else x.reshape(-1, x.shape[-1])[:1, None] for x in self.marginals
+        )
+        return Sample(self.scores[:1, :1], self.attention[:1, :1], keep, self.mild, *marginals)
+
+    def powered(self, powers: Pair) -> Sample:
+        """With powers of the marginals that are given."""
+        log_mu, log_nu = (
+            None if x is None else x * power for x, power in zip(self.marginals, powers, strict=True)
+        )
+        return replace(self, log_mu=log_mu, log_nu=log_nu)
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(Generic[C]):
     """A convention and the largest relative error with which it reproduces the samples.
 
     rival: another budget that reproduces them as well, which only other scores could tell apart.
+    powers: of the marginals that are given, as the operator takes them.
     """
 
-    convention: Convention
+    convention: C
     error: float
-    rival: Convention | None = None
+    rival: C | None = None
+    powers: Pair = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -114,31 +137,55 @@ NO_GUESS = Guesses()
 
 def identify(
     samples: Sequence[Sample], tolerance: float = STABILISED, guesses: Guesses = NO_GUESS
-) -> Fit | NoFit:
+) -> Fit[Convention] | NoFit:
     """The convention that reproduces every sample to `tolerance` (relative to max A), or why none does.
 
     Samples without a mask decide the multiplier; all must agree. Use several score spreads, the mildest
     first, up to the sharpest at which attention is finite.
     """
     plain = [sample for sample in samples if sample.keep is None] or list(samples)
-    mild = [sample for sample in samples if sample.mild] or list(samples)
+    mild, mildest = mild_ones(samples)
     multiplier = score_multiplier([s for s in plain if s.mild] or plain)
     if isinstance(multiplier, NoFit):
         return multiplier
-    mildest = mild[: max(1, len(mild) // 2)]
     sides = _constant_sides(mild, tolerance) or _constant_sides(mildest, HELD)
     if not sides:
         return NoFit("not Sinkhorn: neither rows nor columns of the attention have constant mass")
-    at_mild = _budget(mildest, multiplier, sides)
+    found = budget_of(samples, multiplier, sides, tolerance, guesses)
+    if isinstance(found, NoFit):
+        return found
+    budget, stabiliser = found
+    convention = Convention(
+        budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser
+    )
+    fit = with_factor(convention, samples, mildest)
+    return fit if isinstance(fit, NoFit) else with_rival(fit, budget)
+
+
+def mild_ones(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """The mild samples, all where none is; and the milder half of them."""
+    mild = [sample for sample in samples if sample.mild] or list(samples)
+    return mild, mild[: max(1, len(mild) // 2)]
+
+
+def budget_of(
+    samples: Sequence[Sample], multiplier: float, sides: Sequence[Side] = ("row", "column"),
+    tolerance: float = STABILISED, guesses: Guesses = NO_GUESS, most: int = MAX_HALF_STEPS,
+) -> tuple[Budget, Stabiliser | None] | NoFit:  # fmt: skip
+    """The shortest loop, ending on one of the sides, with which mild and sharp samples agree."""
+    _, mildest = mild_ones(samples)
+    at_mild = _budget(mildest, multiplier, sides, most)
     # A constant of 1e-6 is seen at mild scores, too.
     if not at_mild.error <= (max(tolerance, HELD) if guesses.constants else tolerance):
+        given = any(x is not None for x in samples[0].marginals)
         return NoFit(
-            f"not a finite Sinkhorn loop of at most {MAX_HALF_STEPS} half-steps (best: "
-            f"{at_mild.half_steps} half-steps, {at_mild.first_side}s first)",
+            f"not a finite Sinkhorn loop of at most {most} half-steps"
+            f"{' with these marginals' if given else ''} (best: {at_mild.half_steps} half-steps, "
+            f"{at_mild.first_side}s first)",
             at_mild.error,
         )
     # Only what looks converged at mild scores may be longer than it looks there.
-    most = MAX_HALF_STEPS if at_mild.rival is not None else at_mild.half_steps + BEYOND
+    most = most if at_mild.rival is not None else at_mild.half_steps + BEYOND
     budget = _budget(samples, multiplier, sides, most)
     stabiliser: Stabiliser | None = None
     if budget.error > tolerance and guesses.constants:
@@ -151,11 +198,12 @@ def identify(
             "ones: a constant in its divisions, a clamp or a damping that is not known",
             budget.error,
         )
-    convention = Convention(
-        budget.half_steps, budget.first_side, multiplier, stabiliser=stabiliser
-    )
-    fit = with_factor(convention, samples, mildest)
-    if isinstance(fit, NoFit) or budget.rival is None:
+    return budget, stabiliser
+
+
+def with_rival(fit: Fit[C], budget: Budget) -> Fit[C]:
+    """The fit with the other budget that reproduces the samples as well, if there is one."""
+    if budget.rival is None:
         return fit
     first, half_steps = budget.rival
     return replace(fit, rival=replace(fit.convention, first_side=first, half_steps=half_steps))
@@ -252,7 +300,7 @@ def separated(
 
 def with_factor(
     convention: Convention, samples: Sequence[Sample], mildest: Sequence[Sample]
-) -> Fit | NoFit:
+) -> Fit[Convention] | NoFit:
     """The convention with the output factor that the mildest samples show, held against all of them."""
     factor = _output_factor(mildest, convention.last_side)
     if isinstance(factor, NoFit):
@@ -355,8 +403,8 @@ def _last_side(first: Side, half_steps: int) -> Side:
 # Budgets
 
 
-Plans = Callable[[Side], Iterator[tuple[Tensor, ...]]]
-"""From a first side, the ways in which the plan [G, H, N, M] after each half-step may be read."""
+Plans = Callable[[Side], Iterator[Tensor]]
+"""From a first side, the plan [G, H, N, M] after each half-step."""
 
 
 def search_budget(
@@ -374,16 +422,16 @@ def search_budget(
     errors: dict[tuple[Side, int], float] = {}
     for first in ("row", "column"):
         running = [make(first) for make in plans]
-        known: list[tuple[tuple[Tensor, ...], float]] = [((), math.inf)] * len(targets)
+        known: list[tuple[Tensor | None, float]] = [(None, math.inf)] * len(targets)
         for half_steps in itertools.count(1):
             if half_steps > most:
                 break
-            readings = [next(plan) for plan in running]
+            ours = [next(plan) for plan in running]
             if _last_side(first, half_steps) not in sides:
                 continue
             known = [
-                (views, error if views is before else min(_up_to_scale(view, target) for view in views))
-                for views, target, (before, error) in zip(readings, targets, known, strict=True)
+                (plan, error if plan is before else _up_to_scale(plan, target))
+                for plan, target, (before, error) in zip(ours, targets, known, strict=True)
             ]
             error = max(error for _, error in known)
             errors[first, half_steps] = error
@@ -401,25 +449,27 @@ def search_budget(
     return Budget(first, half_steps, errors[fits[0]], rivals[0] if rivals else None)
 
 
-def loop_plans(
-    scores: Tensor, keep: Tensor | None, log_mu: Tensor, log_nu: Tensor,
-    damping: tuple[float, float] = (1.0, 1.0),
-) -> Plans:  # fmt: skip
-    """The finite loop on scores [G, H, N, M] from zero duals.  damping: as in operators.plan.
+def loop_plans(sample: Sample, damping: Pair = (1.0, 1.0)) -> Plans:
+    """The finite loop on scores in units of epsilon, from zero duals.  damping: as in operators.plan.
 
     No half-step changes the duals by more than an earlier one did. So once that is nothing but rounding,
-    the plan stays what it is, and the same tuple is handed out from there on, without computing it.
+    the plan stays what it is, and the same tensor is handed out from there on, without computing it.
     """
+    scores = sample.scores
+    uniform = log_marginals(scores.shape[-2], scores.shape[-1], sample.keep, scores)
+    log_mu, log_nu = (
+        alike if x is None else x for x, alike in zip(sample.marginals, uniform, strict=True)
+    )
 
-    def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
-        f, g = initial_duals(scores, keep)
+    def run(first: Side) -> Iterator[Tensor]:
+        f, g = initial_duals(scores, sample.keep)
         rows_turn = first == "row"
         for half_steps in itertools.count(1):
             if rows_turn:
                 before, f = f, damping[0] * close_rows(scores, g, log_mu)
             else:
                 before, g = g, damping[1] * close_columns(scores, f, log_nu)
-            plan = (torch.exp(scores + f[..., None] + g[..., None, :]),)
+            plan = torch.exp(scores + f[..., None] + g[..., None, :])
             yield plan
             if half_steps > 2 and _moved(before, f if rows_turn else g) <= STILL:
                 yield from itertools.repeat(plan)
@@ -446,36 +496,44 @@ def _up_to_scale(ours: Tensor, observed: Tensor) -> float:
 def _budget(
     samples: Sequence[Sample],
     multiplier: float,
-    sides: Sequence[Side],
+    sides: Sequence[Side] = ("row", "column"),
     most: int = MAX_HALF_STEPS,
 ) -> Budget:
     groups = groups_of(samples, multiplier)
-    plans = [
-        loop_plans(
-            scores, keep, *log_marginals(scores.shape[-2], scores.shape[-1], keep, scores)
-        )
-        for scores, keep, _ in groups
-    ]
-    return search_budget([target for *_, target in groups], plans, sides, most)
+    plans = [loop_plans(group) for group in groups]
+    return search_budget([group.attention for group in groups], plans, sides, most)
 
 
-def groups_of(
-    samples: Sequence[Sample], multiplier: float
-) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-    """(scores in units of epsilon, keep, attention) of one head of every sample, stacked by shape."""
+def nearest(samples: Sequence[Sample]) -> Budget | None:
+    """The short loop that comes nearest at mild scores; None where a multiplier cannot be measured."""
+    mild = [sample for sample in samples if sample.mild]
+    multiplier = score_multiplier(mild)
+    return None if isinstance(multiplier, NoFit) else _budget(mild[:2], multiplier, most=SHORT)
+
+
+def groups_of(samples: Sequence[Sample], multiplier: float) -> list[Sample]:
+    """One head of every sample, with scores in units of epsilon, stacked by shape."""
     by_shape: dict[object, list[Sample]] = {}
     for sample in samples:
         head = sample.head()
         by_shape.setdefault((head.scores.shape, head.keep is None), []).append(head)
-    groups = []
-    for alike in by_shape.values():
-        scores = multiplier * torch.cat([sample.scores for sample in alike])
-        keeps = [sample.keep for sample in alike if sample.keep is not None]
-        keep = torch.cat(keeps) if keeps else None
-        if keep is not None:
-            scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
-        groups.append((scores, keep, torch.cat([sample.attention for sample in alike])))
-    return groups
+    return [_stacked(alike, multiplier) for alike in by_shape.values()]
+
+
+def _stacked(alike: Sequence[Sample], multiplier: float) -> Sample:
+    def stacked(tensors: list[Tensor | None]) -> Tensor | None:
+        given = [x for x in tensors if x is not None]
+        return torch.cat(given) if given else None
+
+    scores = multiplier * torch.cat([sample.scores for sample in alike])
+    keep = stacked([sample.keep for sample in alike])
+    if keep is not None:
+        scores = scores.masked_fill(~keep[:, None, None, :], -math.inf)
+    return Sample(
+        scores, torch.cat([sample.attention for sample in alike]), keep,
+        log_mu=stacked([sample.log_mu for sample in alike]),
+        log_nu=stacked([sample.log_nu for sample in alike]),
+    )  # fmt: skip
 
 
 # Stabilising constants
@@ -492,8 +550,8 @@ def _stabilised(
     groups = groups_of(samples, multiplier)
     best: tuple[Stabiliser, Budget] | None = None
     for stabiliser in guesses.stabilisers():
-        plans = [_stabilised_plans(scores, stabiliser) for scores, _, _ in groups]
-        budget = search_budget([target for *_, target in groups], plans, sides, most)
+        plans = [_stabilised_plans(group.scores, stabiliser) for group in groups]
+        budget = search_budget([group.attention for group in groups], plans, sides, most)
         if best is None or budget.error < best[1].error:
             best = stabiliser, budget
         if budget.error <= EXACT:
@@ -502,9 +560,9 @@ def _stabilised(
 
 
 def _stabilised_plans(scores: Tensor, stabiliser: Stabiliser) -> Plans:
-    def run(first: Side) -> Iterator[tuple[Tensor, ...]]:
-        for a, kernel, b in stabilised_plans(scores, first == "row", stabiliser):
-            yield (a * kernel * b.transpose(-1, -2),)
+    def run(first: Side) -> Iterator[Tensor]:
+        steps = stabilised_plans(scores, first == "row", stabiliser)
+        return (a * kernel * b.transpose(-1, -2) for a, kernel, b in steps)
 
     return run
 

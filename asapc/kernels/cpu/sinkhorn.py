@@ -22,7 +22,8 @@ from asapc.kernels.cpu.streaming import stream_head
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import Thresholds, thresholds
-from asapc.operators.sinkhorn import factor_value, initial_duals, run_half_steps, widen
+from asapc.operators.c_transforms import closed_log_plan
+from asapc.operators.sinkhorn import factor_value, widen
 
 SHORT = 1 << 17  # entries of all heads' maps times half-steps: up to here few calls take less than tiles
 FEW = 5  # half-steps, too, up to which they do
@@ -43,18 +44,18 @@ def few_half_steps(
     hidden: [N, M] bool, True for scores that count as -inf, not all of a row or column.
 
     Uniform marginals are numbers, which the last half-step, a softmax over its side, leaves out:
-        f = -logsumexp_j(S + g),  g = -logsumexp_i(S + f),  ..,  A = factor / N softmax_j(S + g)
+        S <- S - logsumexp_j(S),  S <- S - logsumexp_i(S),  ..,  A = factor / N softmax_j(S)
+    The largest entries of S go to 0 and keep all their digits; a dual of the size of S would not.
     """
     scores = (widen(q) * loop.score_multiplier) @ widen(k).transpose(-1, -2)
     if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
-    over_keys, shifted = loop.first_side == "row", scores
+    over_keys = loop.first_side == "row"
     for _ in range(loop.half_steps - 1):
-        dim = -1 if over_keys else -2
-        shifted = scores - torch.logsumexp(shifted, dim, keepdim=True)
+        scores -= torch.logsumexp(scores, -1 if over_keys else -2, keepdim=True)
         over_keys = not over_keys
     tokens = q.shape[2] if over_keys else k.shape[2]
-    plan = torch.softmax(shifted, -1 if over_keys else -2)
+    plan = torch.softmax(scores, -1 if over_keys else -2)
     factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], None)
     plan *= factor / tokens
     return plan.to(q.dtype) if v is None else (plan @ widen(v)).to(v.dtype)
@@ -424,12 +425,11 @@ def _log_domain_tile(
     """The reference loop on one tile, for score ranges that the linear domain cannot hold."""
     if keep is not None:
         scores = scores.masked_fill(~keep[:, None, :], -math.inf)
-    scores = scores[:, None]
-    f, g = initial_duals(scores, keep)
     if dual is not None:
-        f = dual[:, None]
-    f, g = run_half_steps(scores, f, g, loop.half_steps, loop.first_side, keep)
-    plan = torch.exp(scores + f[..., None] + g[..., None, :])[:, 0]
-    if not loop.ends_on_rows:
-        plan *= key_mass * scores.shape[-1]  # masked keys may have been dropped: nu_j is 1/M still
+        scores = scores + dual[..., None]
+    rows_turn = loop.first_side == "row"
+    for _ in range(loop.half_steps):
+        scores = closed_log_plan(scores, -1 if rows_turn else -2, 0.0)
+        rows_turn = not rows_turn
+    plan = scores.exp_() * (1.0 / scores.shape[1] if loop.ends_on_rows else key_mass)
     return plan if v is None else torch.bmm(plan, v)

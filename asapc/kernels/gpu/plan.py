@@ -83,6 +83,15 @@ def _closed(logits: tl.tensor, log_mass: tl.tensor, AXIS: tl.constexpr) -> tl.te
 
 
 @triton.jit
+def _closed_plan(log_plan: tl.tensor, log_mass: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """See operators.c_transforms.closed_log_plan."""
+    shifted = log_plan - tl.expand_dims(finite_or_zero(tl.max(log_plan, AXIS)), AXIS)
+    total = tl.sum(tl.exp(shifted), AXIS)
+    change = tl.where(total == 0.0, 0.0, log_mass - tl.log(tl.where(total == 0.0, 1.0, total)))
+    return shifted + tl.expand_dims(change, AXIS)
+
+
+@triton.jit
 def _divided(
     plan: tl.tensor,
     mass: float,
@@ -170,11 +179,6 @@ def _side_by_side(
         plan *= factor
         result = tl.log(plan) if LOG else plan
     else:
-        if not DAMPED:  # where all of a row is hidden by -1e9, what is left of it is what differs
-            if ROWS_FIRST:
-                scores -= finite_or_zero(tl.max(scores, 2))[:, :, None]
-            else:
-                scores -= finite_or_zero(tl.max(scores, 1))[:, None, :]
         log_mu = tl.zeros([BLOCK_G, BLOCK_N], tl.float32) - tl.log(queries * 1.0)
         log_nu = tl.zeros([BLOCK_G, BLOCK_M], tl.float32) - tl.log(keys * 1.0)
         if HAS_MU:
@@ -188,14 +192,15 @@ def _side_by_side(
         f = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
         g = tl.zeros([BLOCK_G, BLOCK_M], tl.float32)
         for _ in range(half_steps):
-            if turn == 1:
-                f = _closed(scores + g[:, None, :], log_mu, 2)
-                if DAMPED:
-                    f *= damping_rows
+            if DAMPED:
+                if turn == 1:
+                    f = _closed(scores + g[:, None, :], log_mu, 2) * damping_rows
+                else:
+                    g = _closed(scores + f[:, :, None], log_nu, 1) * damping_columns
+            elif turn == 1:
+                scores = _closed_plan(scores, log_mu, 2)
             else:
-                g = _closed(scores + f[:, :, None], log_nu, 1)
-                if DAMPED:
-                    g *= damping_columns
+                scores = _closed_plan(scores, log_nu, 1)
             turn = 1 - turn
         result = scores + f[:, :, None] + g[:, None, :]
         result = result + tl.log(factor) if LOG else tl.exp(result) * factor
