@@ -37,9 +37,9 @@ def log_plan_of(
     rows_first: bool,
     damping: Sequence[float] | None = None,
 ) -> Tensor:
-    """log P [B, H, N, M] after `half_steps` half-steps from zero duals.
+    """log P [.., N, M] after `half_steps` half-steps from zero duals.
 
-    scores: [B, H, N, M] in units of epsilon; log_mu, log_nu: broadcastable to [B, H, N] and [B, H, M],
+    scores: [.., N, M] in units of epsilon; log_mu, log_nu: broadcastable to [.., N] and [.., M],
     None for 1/N and 1/M each, -inf where a token has no mass.
     """
     uniform = log_marginals(scores.shape[-2], scores.shape[-1], None, scores)

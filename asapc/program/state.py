@@ -249,10 +249,9 @@ def _stepped(thing: Any, step: Step) -> Any:
     if kind == "item":
         place = isinstance(thing, list | tuple | deque) and int(name) < len(thing)
         return thing[int(name)] if place else GONE
-    if kind == "part" and name == TRAINED:
-        weights = thing.parameters() if isinstance(thing, nn.Module) else ()
-        return sys.intern("".join("01"[weight.requires_grad] for weight in weights))
     if kind == "part":
+        if name == TRAINED and isinstance(thing, nn.Module):
+            return sys.intern("".join("01"[weight.requires_grad] for weight in thing.parameters()))
         known = isinstance(thing, (FunctionType, *_WITH_PARTS)) and name in _PARTS
         return getattr(thing, str(name), GONE) if known else GONE
     if not isinstance(thing, FunctionType):

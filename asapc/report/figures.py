@@ -226,7 +226,7 @@ def model_pictures(report: Report) -> list[Picture]:
 def _picture(
     caption: str, alt: str, drawn: Figure | None, broad: bool = False
 ) -> list[Picture]:
-    """None where nothing was drawn."""
+    """No picture where nothing was drawn."""
     return [] if drawn is None else [Picture(caption, Markup(plots.data_uri(drawn)), alt, broad)]
 
 

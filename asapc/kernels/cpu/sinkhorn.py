@@ -22,7 +22,7 @@ from asapc.kernels.cpu.streaming import stream_head
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, each_worker
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import Thresholds, thresholds
-from asapc.operators.c_transforms import closed_log_plan
+from asapc.operators.plan import log_plan_of
 from asapc.operators.sinkhorn import factor_value, widen
 
 SHORT = 1 << 17  # entries of all heads' maps times half-steps: up to here few calls take less than tiles
@@ -427,9 +427,7 @@ def _log_domain_tile(
         scores = scores.masked_fill(~keep[:, None, :], -math.inf)
     if dual is not None:
         scores = scores + dual[..., None]
-    rows_turn = loop.first_side == "row"
-    for _ in range(loop.half_steps):
-        scores = closed_log_plan(scores, -1 if rows_turn else -2, 0.0)
-        rows_turn = not rows_turn
-    plan = scores.exp_() * (1.0 / scores.shape[1] if loop.ends_on_rows else key_mass)
+    mass = scores.new_zeros(1)  # log 1 a token: what a row or column has in the end is put in below
+    log_plan = log_plan_of(scores, mass, mass, loop.half_steps, loop.first_side == "row")
+    plan = log_plan.exp_() * (1.0 / scores.shape[1] if loop.ends_on_rows else key_mass)
     return plan if v is None else torch.bmm(plan, v)
