@@ -34,6 +34,7 @@ from asapc.passes.branches import held_branches
 from asapc.passes.capture import Capture, capture, capture_modules
 from asapc.passes.cut import HALVES
 from asapc.passes.differences import matched_program
+from asapc.passes.gradients import TOLERANCE as GRADIENT_TOLERANCE
 from asapc.passes.gradients import held_by, no_gradient
 from asapc.passes.lift import lift
 from asapc.passes.match import not_the_model
@@ -249,8 +250,13 @@ def _note_gradients(analysis: Analysis, batch: Batch, device: torch.device) -> N
             names = {name for its in held.values() for name in its}
             gradient = no_gradient(model, lossless, batch.on(device), names) or ""
         analysis.replayed = replace(analysis.replayed, gradient=gradient)
+    of_sites = {
+        name: f"where keys are hidden its own gradient is another, by {found.gradient:.2g}"
+        for name, found in analysis.replayed.sites.items() if not found.gradient <= GRADIENT_TOLERANCE
+    }  # fmt: skip
     analysis.sites = [
-        replace(site, constants=held[site.name], no_gradient=gradient or None) for site in analysis.sites
+        replace(site, constants=held[site.name], no_gradient=gradient or of_sites.get(site.name))
+        for site in analysis.sites
     ]
 
 

@@ -134,9 +134,21 @@ class Cut:
         results: tuple[Tensor, ...] = self._run(tensors, lengths)
         return results
 
+    def differentiable(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> Tensor:
+        """The output, with the graph of its gradient."""
+        with torch.enable_grad():
+            result: Tensor = self.module(*tensors, *self._given(tensors, lengths))
+        return result
+
     def _run(
         self, tensors: Sequence[Tensor], lengths: dict[Any, int], through: Interpreter | None = None
     ) -> Any:
+        with torch.no_grad():
+            run = self.module if through is None else through.run
+            return run(*tensors, *self._given(tensors, lengths))
+
+    def _given(self, tensors: Sequence[Tensor], lengths: dict[Any, int]) -> list[Any]:
+        """What the module takes besides: shells and sizes."""
         sizes = [evaluate(node.meta["val"], lengths) for node in self.sizes]
         device = next((x.device for x in tensors), None)  # a band alone is made from sizes
         shells = [
@@ -145,9 +157,7 @@ class Cut:
             )
             for x in self.shells
         ]
-        with torch.no_grad():
-            run = self.module if through is None else through.run
-            return run(*tensors, *shells, *sizes)
+        return [*shells, *sizes]
 
 
 def made_alike(node: Node) -> object:

@@ -32,6 +32,7 @@ from asapc.passes.branches import spoken
 from asapc.passes.cut import HALVES, Cut, Part, evaluate
 from asapc.passes.decisions import HUGE, Change, Decisions, Sides, both_sides
 from asapc.passes.lift import beside
+from asapc.passes.plan.hidden import may_hide
 from asapc.passes.site import Site
 from asapc.program.calls import SiteFunction, site_function
 from asapc.program.runner import Tap
@@ -60,10 +61,12 @@ class Replay:
     """Largest errors of one site by what was tried, relative to the largest entry of each map.
 
     rounding: where the data shows an error, how far the teacher is from its own code in float64 there.
+    gradient: largest error of its gradients where keys are hidden.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
     rounding: float = 0.0
+    gradient: float = 0.0
 
     def note(self, tried: str, error: float) -> None:
         error = math.inf if error != error else error
@@ -99,7 +102,7 @@ class Replayed:
             sites = {
                 str(name): Replay(
                     {str(tried): _number(error) for tried, error in found["errors"].items()},
-                    _number(found["rounding"]),
+                    _number(found["rounding"]), _number(found["gradient"]),
                 )
                 for name, found in document["sites"].items()
             }
@@ -119,8 +122,8 @@ def _plain(found: Replay) -> dict[str, Any]:
 
     return {
         "errors": {tried: number(error) for tried, error in found.errors.items()},
-        "rounding": number(found.rounding),
-    }
+        "rounding": number(found.rounding), "gradient": number(found.gradient),
+    }  # fmt: skip
 
 
 def _number(value: Any) -> float:
@@ -160,6 +163,7 @@ def replay(
     }
     kinds = {name: (cut.fingerprint(), sites[name][1].convention) for name, cut in cuts.items()}
     tried_on: set[tuple[object, ...]] = set()
+    kinds_gradient: dict[object, float] = {}
 
     def observed() -> Iterator[tuple[str, dict[Node, Tensor], SiteTensors]]:
         for batch in batches:
@@ -189,6 +193,9 @@ def replay(
         beyond_data = list(beyond.errors(sharpest_alone=alike))
         for tried, error in beyond_data:
             found[name].note(tried, error)
+        if not alike:
+            kinds_gradient[kinds[name]] = beyond.gradient_error(kernels[name])
+        found[name].gradient = max(found[name].gradient, kinds_gradient[kinds[name]])
         tried_on |= {(name, sizes)} | ({(kinds[name], sizes)} if beyond_data else set())
     return found
 
@@ -288,6 +295,58 @@ class _Beyond:
                 few, Change(1e30), [key for key in range(self.seen.k.shape[2]) if key % 3 != 1]
             )
         yield from ((tried, error) for tried, error in others.items() if error is not None)
+
+    def gradient_error(self, kernel: SiteFunction) -> float:
+        """How far gradients are from those of the teacher's code where some keys are hidden, relative to
+        their largest entry; 0 where nothing hides keys, or its code has no gradient there."""
+        part, scored = self.part, self.seen.scored
+        if not (part.masks or (scored and may_hide(part.inputs[0]))):
+            return 0.0
+        own = self._in_own_precision()
+        sizes = self._with_tokens(self._with_examples(), lambda length: min(FEW, length))
+        low_scores = {HIDDEN_SCORE, LOWEST} if scored or None in dict(part.masks).values() else {LOWEST}
+        return max(own._gradient_error(kernel, sizes, low) for low in low_scores)
+
+    def _gradient_error(self, kernel: SiteFunction, sizes: dict[Any, int], low: float) -> float:
+        m = evaluate(self.part.keys, sizes)
+        active = [key for key in range(m) if key % 3 != 1]
+        tensors, t = self._inputs(sizes, AS_GIVEN), self._tensors(sizes)
+        if self.part.masks:
+            hidden = dict(self.part.masks)
+            t = self._masked(t, active)
+            tensors = [
+                _all_but(value, active, hidden[node], low) if node in hidden else value
+                for node, value in zip(self.part.inputs, tensors, strict=True)
+            ]
+        else:
+            low *= math.copysign(1.0, self.site.convention.score_multiplier)
+            others = torch.tensor([key not in active for key in range(m)], device=t.q.device)
+            tensors[0] = tensors[0].masked_fill(others, low)
+            t = replace(t, q=t.q.masked_fill(others, low))
+        t = t if self.cut.precision == torch.float64 else _single(t, (torch.float64,))
+        masks = dict(self.part.masks)
+        pairs = [
+            (theirs.requires_grad_(), ours.requires_grad_())
+            for node, theirs, ours in zip(self.part.inputs, tensors, (t.q, t.k), strict=False)
+            if node not in masks and _alike(theirs, ours)
+        ]
+        expected = _canonical(self.cut.differentiable(tensors, sizes), self.part)
+        if not pairs or not expected.requires_grad or not bool(expected.isfinite().all()):
+            return 0.0
+        cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected)
+        theirs = torch.autograd.grad(expected, [x for x, _ in pairs], cotangent, allow_unused=True)
+        try:
+            with torch.enable_grad():
+                result = self.site.completed(kernel(t, _values(self.site, t, expected)), t)
+            ours = torch.autograd.grad(
+                result.reshape(expected.shape), [x for _, x in pairs], cotangent, allow_unused=True
+            )
+        except (RuntimeError, NotImplementedError):  # no gradient at all, which is said elsewhere
+            return 0.0
+        return max(
+            (_sorted_difference(x, y) for x, y in zip(theirs, ours, strict=True) if x is not None),
+            default=0.0,
+        )
 
     def rounding(self, given: Tensor) -> float:
         """The difference between what the teacher gave on the data and its own code in float64."""
@@ -526,13 +585,33 @@ def _multiples(size: torch.SymInt) -> int:
     return int(unit) if unit.is_number and expr == unit * symbol else 0
 
 
-def _all_but(mask: Tensor, active: list[int], hidden: bool | None) -> Tensor:
-    """The mask with every key but these hidden."""
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors have the same entries, in whatever order."""
+    if one.numel() != other.numel() or not one.is_floating_point():
+        return False
+    return torch.equal(*(x.detach().double().flatten().sort().values for x in (one, other)))
+
+
+def _sorted_difference(expected: Tensor, found: Tensor | None) -> float:
+    """Of the sorted entries, relative to the largest: a lower bound, whatever the layouts are."""
+    one = expected.double().flatten().sort().values
+    if not one.numel() or not bool(one.isfinite().all()):
+        return 0.0
+    other = torch.zeros_like(one) if found is None else found.double().flatten().sort().values
+    error = float((one - other).abs().max()) / max(float(one.abs().max()), 1e-30)
+    return math.inf if error != error else error
+
+
+def _all_but(
+    mask: Tensor, active: list[int], hidden: bool | None, low: float | None = None
+) -> Tensor:
+    """The mask with every key but these hidden.  low: by a mask of scores."""
     others = torch.ones(mask.shape[-1], dtype=torch.bool, device=mask.device)
     others[active] = False
     if hidden is None:
         shown = torch.where(mask <= MASKED_BELOW, 0.0, mask)
-        return torch.where(others, HIDDEN_SCORE if active else LOWEST, shown)
+        low = (HIDDEN_SCORE if active else LOWEST) if low is None else low
+        return torch.where(others, low, shown)
     return torch.where(others, hidden, not hidden).expand(mask.shape).contiguous()
 
 

@@ -339,19 +339,27 @@ class SlicedLearnt(SlicedSoft):
 class SlicedMasked(SlicedSoft):
     """Padded tokens (True means padded) are sorted last, matched with each other and left out."""
 
+    low = -1e9
+
     def forward(self, x: Tensor, padded: Tensor) -> Tensor:
         q, k, v = self.split(x)
         hidden = padded[:, None, None, :]
         sides = []
         for points in (q, k):
-            values = points.transpose(-1, -2).masked_fill(hidden, -1e4)
+            values = points.transpose(-1, -2).masked_fill(hidden, self.low)
             ordered = values.sort(dim=-1, descending=True).values
             logits = -((ordered.unsqueeze(-1) - values.unsqueeze(-2)) ** 2) / 0.1
-            active = (ordered > -1e3).unsqueeze(-1)
+            active = (ordered > self.low / 10).unsqueeze(-1)
             sides.append(torch.softmax(logits.masked_fill(hidden.unsqueeze(-2), -1e30), -1) * active)
         plans = sides[0].transpose(-1, -2) @ sides[1]
         weights = self.weights(plans, q, k)
         return self.merge((weights[..., None, None] * plans).sum(2) @ v)
+
+
+class SlicedMaskedNear(SlicedMasked):
+    """Points below -1e3 are taken for padded ones."""
+
+    low = -1e4
 
 
 class SlicedHard(SlicedSoft):

@@ -595,16 +595,17 @@ def _mixer(spec: Spec, loop: list[str]) -> tuple[list[str], list[str]]:
 
 def _esp(spec: Spec, loop: list[str]) -> tuple[list[str], list[str]]:
     """Expected sliced plans of soft sorts, weighed by their costs."""
+    low = spec["value"] if spec["value"] in ("-1e4", "-1e9") else "-1e30"
     lines = [
         *_heads(spec), "s = q", *_twisted(spec, twists_of(spec)), "q = s.to(v.dtype)", "plans = []",
         *(["hide = mask[:, None, None, :]"] if spec["mask"] != "none" else []), "for points in (q, k):",
         "    points = points.transpose(-1, -2)",
-        *(["    points = points.masked_fill(hide, -1e4)"] if spec["mask"] != "none" else []),
+        *([f"    points = points.masked_fill(hide, {low})"] if spec["mask"] != "none" else []),
         "    ordered = points.sort(dim=-1, descending=True).values",
         "    plan = -((ordered.unsqueeze(-1) - points.unsqueeze(-2)) ** 2) / self.temperature",
         *(["    plan = plan.masked_fill(hide.unsqueeze(-2), -1e30)"] if spec["mask"] != "none" else []),
         "    plan = plan.softmax(-1)",
-        *(["    plan = plan * (ordered > -1e3).unsqueeze(-1)"] if spec["mask"] != "none" else []),
+        *([f"    plan = plan * (ordered > {low} / 10).unsqueeze(-1)"] if spec["mask"] != "none" else []),
         "    plans.append(plan)", "maps = plans[0].transpose(-1, -2) @ plans[1]",
         "cost = (torch.cdist(q, k).unsqueeze(2) * maps).sum((-1, -2))",
         "weights = torch.softmax(-0.3 * cost, -1)", "p = (weights[..., None, None] * maps).sum(2)",

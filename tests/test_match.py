@@ -78,6 +78,7 @@ GLUED = {
     "GluedByDistance": LotConvention(HalfPlan(3, True, 1.0), HalfPlan(3, False, 1.0), 5, OutputFactor()),
 }
 REFUSED = {
+    "SlicedMaskedNear": "points as large as 100000 are taken for padded ones",
     "SlicedTop": "tokens with equal projections neither share their mass nor have an order of their own",
     "SlicedByNorm": "not a sliced plan weighted by softmax(-tau cost)",
     "Softmax": "not Sinkhorn: rows only",

@@ -12,12 +12,8 @@ SEEDS = (
     241, 243, 245, 246, 254, 256, 259, 264, 276, 277, 279, 289,
     # a logarithm of 0, requires_grad of weights, what is_compiling answers, a counter in a buffer
     20039, 20554, 21502, 21289,
-)  # fmt: skip
-# Of 2,000 programs from seed 20000 on, those that differ still (`python tests/programs.py --one SEED`):
-# ESP only where points are as large as the number that hides others.
-FOUND = (
-    252, 20296, 20470, 20533, 20545, 20570, 20574, 20923, 21213, 21243, 21347, 21526, 21549, 21656, 21945,
-    21976,
+    # sliced plans of points as large as what hides others, a gradient beside finfo.min
+    20296, 20574, 21656,
 )  # fmt: skip
 
 

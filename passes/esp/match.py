@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from asapc.ir import EspConvention, Program
+from asapc.operators.masks import HIDDEN_SCORE
 from asapc.passes.branches import spoken
 from asapc.passes.cut import (
     ancestors,
@@ -57,6 +58,7 @@ LAYERS = {
     aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default,
     aten.batch_norm.default, aten.embedding.default, aten.conv1d.default, aten.conv2d.default,
 }  # fmt: skip
+FAR = (1e3, 1e5)  # of points, which are hidden ones to code that hides others by -1e4
 FORMED = 4  # matrices of a slice that are formed on the way, as if they were half-steps
 LARGEST_LENGTH = 512  # a fixed length beyond this would be probed with gigabytes of plans
 
@@ -178,6 +180,14 @@ def _examine(
                 f"with {spoken(masks[0])} as mask: padded tokens are not simply left out of the sorts; "
                 f"relative error {error:.2g}"
             )
+        far = error_of(
+            convention, fit.slices, [trial.masked(sizes[0], False, scale) for scale in FAR], fit.weights
+        )
+        if not far <= STABILISED:
+            return (
+                f"with {spoken(masks[0])} as mask: points as large as {max(FAR):g} are taken for padded "
+                f"ones; hide those by a lower number, such as {HIDDEN_SCORE:g}"
+            )
         mask = KeyMask(masks[0], trial.hidden, rank_of(value.left) == 3 and rank_of(masks[0]) == 3)
     shape = canonical_shape(value.left, value.left_order)
     heads = int(shape[1]) if len(shape) == 4 else merged_heads(q)
@@ -211,13 +221,16 @@ class _Trial:
 
         return observe
 
-    def masked(self, lengths: dict[Any, int], tied: bool) -> EspSample:
-        """One observation with a third of the tokens masked.  tied: of points that tie."""
+    def masked(self, lengths: dict[Any, int], tied: bool, scale: float = 1.0) -> EspSample:
+        """One observation with a third of the tokens masked.  tied: of points that tie.  scale: of points
+        all of which are below 0."""
         generator = torch.Generator().manual_seed(1)
         q, k = (
             tied_points(s, generator) if tied
             else torch.randn(s, generator=generator, dtype=torch.float64) for s in self.shapes(lengths)
         )  # fmt: skip
+        if scale != 1.0:
+            q, k = -scale * q.abs(), -scale * k.abs()
         active = torch.arange(k.shape[2]) % 3 != 1
         result = self._run(q, k, lengths, ~active)
         if result is None:
