@@ -319,7 +319,10 @@ class _Beyond:
                 for node, value in zip(self.part.inputs, tensors, strict=True)
             ]
         else:
-            low *= math.copysign(1.0, self.site.convention.score_multiplier)
+            of_costs = isinstance(self.site.convention, PlanConvention) and (
+                self.site.convention.score_multiplier < 0
+            )
+            low = -low if of_costs else low
             others = torch.tensor([key not in active for key in range(m)], device=t.q.device)
             tensors[0] = tensors[0].masked_fill(others, low)
             t = replace(t, q=t.q.masked_fill(others, low))
