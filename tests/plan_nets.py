@@ -107,6 +107,25 @@ class Masses(nn.Module):
         return (scores + f[..., None] + g[..., None, :]).exp()
 
 
+class ActiveMasses(nn.Module):
+    """The tokens of a cloud among themselves: one tensor [B, 1, N] is both marginals, 1/n or nothing."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        self.to_qk, self.heads = nn.Linear(8, 16 * heads), heads
+
+    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+        q, k = self.to_qk(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT / 8**0.5).masked_fill(~shown[:, None, None], -1e9)
+        count = shown.sum(-1).float()
+        masses = torch.where(shown, -count.log()[:, None], -1e9)[:, None]
+        f, g = torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+        for _ in range(3):
+            f = masses - torch.logsumexp(scores + g[..., None, :], -1)
+            g = masses - torch.logsumexp(scores + f[..., None], -2)
+        return torch.exp(scores + f[..., None] + g[..., None, :]) * count[:, None, None, None]
+
+
 class TokensFirst(nn.Module):
     """Scores [B, N, M, H] from a network on pairs: normalised over axes 1 and 2."""
 
@@ -347,6 +366,8 @@ def inputs_for(net: nn.Module, batch: int = 3, tokens: int = 9, seed: int = 0) -
     if isinstance(net, PaddedMatcher):
         shown = torch.arange(tokens) < torch.tensor([[tokens], [4], [2]])[torch.arange(batch) % 3]
         return random(batch, tokens, 8), random(batch, tokens - 1, 8), shown, shown[:, 1:]
+    if isinstance(net, ActiveMasses):
+        return random(batch, tokens, 8), torch.arange(tokens) < tokens - torch.arange(batch)[:, None]
     if isinstance(net, Bridged):
         return random(batch, tokens, 8), random(batch, tokens).square()
     if isinstance(net, Mixer):

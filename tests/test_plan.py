@@ -354,6 +354,8 @@ FOUND: dict[str, list[PlanConvention]] = {
                                 by_head=(1.0, math.exp(0.8)))],
     "Masses": [PlanConvention(6, "column", 1.0, OutputFactor(), False, "input", "input",
                               written=Written("duals"))],
+    "ActiveMasses": [PlanConvention(6, "row", 1.0, OutputFactor(), False, "input", "input",
+                                    written=Written("duals"))],
     "TokensFirst": [PlanConvention(4, "row", 1.0, OutputFactor(keys=1))],
     "Scaled": [
         PlanConvention(6, "column", 1.0, OutputFactor(queries=1),

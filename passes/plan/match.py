@@ -323,10 +323,10 @@ class _Roles:
 
 
 def _roles(region: _Region) -> list[_Roles] | str:
-    """What the vectors among the inputs may be, the simplest first; a reason where one is nothing.
+    """What the vectors among the inputs may be, data alone first; a reason where one is nothing.
 
-    One input can be a marginal of the rows, and one of the columns: data must be, constants may.
-    Constants that are equal, as where a loop makes them anew, are one, which can be both.
+    One input can be a marginal of the rows, and one of the columns, or one of both: data must be,
+    constants may. Constants that are equal, as where a loop makes them anew, are one.
     """
     options: list[tuple[Side, MarginalInput]] = []
     for node, is_data in _distinct(region).items():
@@ -345,10 +345,13 @@ def _roles(region: _Region) -> list[_Roles] | str:
         return "more vectors enter its half-steps than it has marginals"
     rows, columns = ([None, *(x for side, x in options if side == one)] for one in ("row", "column"))
     roles = [_Roles(mu, nu) for mu, nu in itertools.product(rows, columns)]
-    return [
+    possible = [
         role for role in roles
-        if role.nodes >= data and (len(role.nodes) == len(role.given) or not role.nodes & data)
-    ] or "two inputs could be the same marginal"  # fmt: skip
+        if role.nodes >= data
+        and (len(role.nodes) == len(role.given) or len({x.logarithm for x in role.given}) == 1)
+    ]  # fmt: skip
+    possible.sort(key=lambda role: len(role.nodes - data))
+    return possible or "two inputs could be the same marginal"
 
 
 def _distinct(region: _Region) -> dict[Node, bool]:

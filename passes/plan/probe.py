@@ -87,7 +87,8 @@ def _damped(samples: Sequence[Sample], sums: int) -> Fit[PlanConvention] | None:
     """The unbalanced loop that reproduces everything, None if there is none."""
     mild, mildest = mild_ones(samples)
     multiplier = score_multiplier(mild)
-    if isinstance(multiplier, NoFit):
+    given = [x for sample in samples for x in sample.marginals if x is not None]
+    if isinstance(multiplier, NoFit) or not all(bool(x.isfinite().all()) for x in given):
         return None
     heads = [sample.head() for sample in mildest]
     found = identify_damping(
