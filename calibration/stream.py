@@ -13,6 +13,8 @@ own first batches would lead to, and drops the rest.
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +46,7 @@ from asapc.terminal.progress import Progress
 ASIDE_EVERY = 15.0  # seconds between two times that statistics are put aside
 ASIDE_SHARE = 0.05  # of the run's time, at most, goes into that
 SAMPLE_BYTES = 1 << 28  # queries and keys of all sites that slices and pivots are made from
-_KEPT = "what was calibrated before is kept: mend the data, and the same command goes on from there"
+_KEPT = "what was calibrated before is kept: {mend}the same command goes on from there"
 
 Collector = SiteStatistics | Distiller
 Observe = Callable[[Batch], list[SiteTensors]]
@@ -117,16 +119,18 @@ def stream(
         clock = _Clock()
         for batch in progress.track(examples.batches(), label, examples.count):
             behind = [p for p in waiting if p.done <= number]
+            tensors = observe(batch) if behind else []
             if behind:
-                tensors = observe(batch)
                 _check(behind, tensors, batch)
-                torn = True
-                take_in(behind, tensors)
-                torn = False
+            with _interrupted_afterwards():
+                if behind:
+                    torn = True
+                    take_in(behind, tensors)
+                    torn = False
                 del tensors  # before the next are made
-            number += 1
-            seen.extend(batch.hashes)
-            reading.add(batch)
+                number += 1
+                seen.extend(batch.hashes)
+                reading.add(batch)
             if behind and clock.due():
                 _put_aside(waiting, aside, number, len(seen), reading)
                 clock.restart()
@@ -138,15 +142,39 @@ def stream(
         seen = _gathered(waiting, seen, processes)
         if not seen:
             return {}, []
-    except InputError:  # of an example: what came before it need not be done again
+    except (InputError, KeyboardInterrupt) as error:  # what came before an example need not be done again
         if not torn:
             _put_aside(waiting, aside, number, len(seen), reading)
         if aside.keys() and processes.alone:
-            aside.release("data")
-            progress.note(_KEPT)
+            faulty = isinstance(error, InputError)
+            if faulty:
+                aside.release("data")
+            progress.note(_KEPT.format(mend="mend the data, and " if faulty else ""))
         raise
     made = _fits(waiting, aside, progress, whole) if processes.first else {}
     return fitted | _shared(made, processes), [*seen, *held_out]
+
+
+@contextlib.contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block, or at once if pressed twice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+
+    def wait(number: int, _frame: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _shared(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,29 @@ def test_batches_that_were_taken_in_are_not_run_again(
         taken = cut_short(later, 99)
         calibrate(work, tmp_path / "out", SMALL)
     assert taken == [3, 3, 3, 6, 6]
+
+
+def test_ctrl_c_keeps_what_was_taken_in(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is pressed in the midst of the third batch, which is finished first."""
+    calibrate(work, tmp_path / "whole", SMALL)
+    true_take_in, batches = stream.take_in, []
+
+    def take_in(pending: Any, tensors: Any) -> None:
+        batches.append(len(pending))
+        if len(batches) == 3:
+            signal.raise_signal(signal.SIGINT)
+        true_take_in(pending, tensors)
+
+    with monkeypatch.context() as pressed:
+        pressed.setattr(stream, "take_in", take_in)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(work, tmp_path / "cut", SMALL)
+        assert batches == [6, 6, 6]
+        calibrate(work, tmp_path / "cut", SMALL)
+    assert batches[3:] == [3, 3, 3, 6, 6]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def test_finished_fits_are_not_made_again(
