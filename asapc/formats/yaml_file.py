@@ -70,7 +70,9 @@ def read_yaml_mapping(path: str | Path, what: str) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise InputError(f"{what} {path}: at most {MAX_BYTES} bytes are read", got="more")
     try:
-        data = yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        loader.name = Path(path).name  # in the errors
+        data = loader.get_single_data()
         _check_size(data)
     except Exception as error:  # PyYAML's constructors raise various types, for `!!int x` and the like
         raise InputError(f"{what} {path}: not valid YAML", got=reason(error)) from error
