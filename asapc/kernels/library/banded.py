@@ -8,7 +8,6 @@ from torch import Tensor
 
 from asapc.kernels import dispatch
 from asapc.kernels.cpu import banded as cpu_banded
-from asapc.kernels.cpu import sinkhorn as cpu_sinkhorn
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop
@@ -35,12 +34,13 @@ def _banded(
         return plain()
     loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
     all_paired = keep is None and q.shape[2] == k.shape[2] and low <= 0 <= high
-    if all_paired and cpu_sinkhorn.is_short(q, k, half_steps):
-        dispatch.note(name, q, k, "CPU, log domain", "short: a few calls on all heads take least")
+    if all_paired and cpu_banded.is_short(q, k, half_steps):
+        path = "CPU, log domain", "short: a few calls on all heads take least"
+        dispatch.note(name, q, k, lambda: path)
         hidden = ~in_band(q.shape[2], k.shape[2], low, high, q)
-        return cpu_sinkhorn.few_half_steps(q, k, v, loop, hidden)
-    window = f"windows of {high - low + 1} keys"
-    dispatch.note(name, q, k, "CPU, blocks of a band", f"{window}; log domain where they need it")
+        return cpu_banded.few_half_steps(q, k, v, loop, hidden)
+    why = f"windows of {high - low + 1} keys; log domain where they need it"
+    dispatch.note(name, q, k, lambda: ("CPU, blocks of a band", why))
     return cpu_banded.banded_loop(q, k, v, keep, loop, low, high)
 
 
