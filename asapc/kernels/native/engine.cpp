@@ -55,11 +55,11 @@ constexpr size_t kKeptBytes = size_t{1} << 24;  // of a thread's scratch, from o
 // The widest row of scores whose exponentials, sums and scalings a format holds: exp(2 * 40) < 3.4e38.
 template <class T> constexpr double kSafeRange = std::is_same_v<T, float> ? 40.0 : 340.0;
 
+}  // namespace
+
 struct Strides {
   int64_t batch, head, token;
 };
-
-}  // namespace
 
 // What is computed; asapc/kernels/native/__init__.py fills it in.  q: [B, H, N, D]; k: [B, H, M, D];
 // v: [B, H, M, E] or null for the map; keep: [B, M] bytes or null; bias: [B, H, N, M] or null;
@@ -121,8 +121,8 @@ template <class T> INLINE T max_of(V<T> v) {
   return top;
 }
 
-// exp(x) for x up to 80, 0 where that is below the normal numbers of the format; nan stays nan.
-template <class T> INLINE V<T> exponential(V<T> x) {
+// exp(x) for x up to 80; nan stays nan.  bounded: no x is below the normal numbers' logarithms; 0 there.
+template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
   constexpr bool single = std::is_same_v<T, float>;
   constexpr T to_int = single ? T(12582912.0) : T(6755399441055744.0);  // 1.5 * 2^(bits of the fraction)
   constexpr T log2_e = T(1.4426950408889634);
@@ -132,13 +132,12 @@ template <class T> INLINE V<T> exponential(V<T> x) {
   const V<T> shifted = x * log2_e + to_int;
   const V<T> n = shifted - to_int;
   const V<T> r = x - n * ln2_high - n * ln2_low;
-  // exp(r) = 1 + r + r^2 p(r), |r| <= ln(2) / 2: Chebyshev fits, off by 2e-10 and 2e-16
+  // exp(r) = 1 + r + r^2 p(r), |r| <= ln(2) / 2: Chebyshev fits, off by 1e-8 and 2e-16
   V<T> p;
   if constexpr (single) {
-    p = r * T(0.00019899287837678826) + T(0.0013933652487764267);
-    p = p * r + T(0.008333298466404583);
-    p = p * r + T(0.04166646489535614);
-    p = p * r + T(0.1666666671903914);
+    p = r * T(0.0013933652487560828) + T(0.008363181544675472);
+    p = p * r + T(0.04166646489535625);
+    p = p * r + T(0.1666657696724759);
     p = p * r + T(0.5000000013470304);
   } else {
     p = r * T(2.5090870615025714e-08) + T(2.7620616404414727e-07);
@@ -151,10 +150,11 @@ template <class T> INLINE V<T> exponential(V<T> x) {
     p = p * r + T(0.16666666666666644);
     p = p * r + T(0.5000000000000002);
   }
-  p = p * r * r + (r + T(1));
+  p = (p * r + T(1)) * r + T(1);
   const Bits power = (Bits(shifted) << (single ? 23 : 52)) + Bits(all(T(1)));
-  constexpr T least = single ? T(-87.3) : T(-708.3);
-  return x < least ? V<T>{} : p * V<T>(power);
+  const V<T> result = p * V<T>(power);
+  if constexpr (bounded) return result;
+  return x < T(single ? -87.3 : -708.3) ? V<T>{} : result;
 }
 
 // ---- Passes over a few rows ------------------------------------------------------------------------
@@ -187,12 +187,13 @@ INLINE void dots(const T* rows, int64_t stride, int64_t size, const T* b, T* sum
   V<T> sum[R][2] = {};
   for (int64_t j = 0; j < size; j += 2 * L) {
     const V<T> left = load(b + j), right = load(b + j + L);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       sum[r][0] += load(rows + r * stride + j) * left;
       sum[r][1] += load(rows + r * stride + j + L) * right;
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) sums[r] = sum_of<T>(sum[r][0] + sum[r][1]);
 }
 
@@ -200,20 +201,21 @@ INLINE void dots(const T* rows, int64_t stride, int64_t size, const T* b, T* sum
 template <int R, class T>
 INLINE void add_rows(const T* rows, int64_t stride, int64_t size, const T* a, T* total) {
   constexpr int L = kLanes<T>;
+  V<T> factors[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) factors[r] = all(a[r]);
   for (int64_t j = 0; j < size; j += L) {
-    V<T> sum = all(a[0]) * load(rows + j);
-#pragma GCC unroll 4
-    for (int r = 1; r < R; ++r) sum += all(a[r]) * load(rows + r * stride + j);
-    store(total + j, load(total + j) + sum);
+    V<T> sum = load(total + j);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum += factors[r] * load(rows + r * stride + j);
+    store(total + j, sum);
   }
 }
 
-// Calls body(row, R as a type) for every row of `count`, four together and the rest one at a time.
+// Calls body(row, how many as a type) for a block of rows: all of a whole one together, others each.
 template <class Body> INLINE void by_rows(int64_t count, const Body& body) {
-  int64_t row = 0;
-  for (; row + 4 <= count; row += 4) body(row, std::integral_constant<int, 4>{});
-  for (; row + 2 <= count; row += 2) body(row, std::integral_constant<int, 2>{});
-  for (; row < count; ++row) body(row, std::integral_constant<int, 1>{});
+  if (count == kRows) return body(0, std::integral_constant<int, kRows>{});
+  for (int64_t row = 0; row < count; ++row) body(row, std::integral_constant<int, 1>{});
 }
 
 // ---- Memory ----------------------------------------------------------------------------------------
@@ -395,8 +397,8 @@ template <class S, class W> class Head {
       const V<W> shift = all(W(top));
       V<W> sum[2] = {};
       for (int64_t j = 0; j < padded_; j += 2 * L) {
-        const V<W> left = exponential<W>(load_as<W>(s + j) - shift);
-        const V<W> right = exponential<W>(load_as<W>(s + j + L) - shift);
+        const V<W> left = exponential<W, true>(load_as<W>(s + j) - shift);
+        const V<W> right = exponential<W, true>(load_as<W>(s + j + L) - shift);
         store(rows + r * stride_ + j, left), store(rows + r * stride_ + j + L, right);
         sum[0] += left * load(b_ + j), sum[1] += right * load(b_ + j + L);
       }
