@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from importlib import import_module
 from types import ModuleType
@@ -135,6 +136,55 @@ def test_scores_beyond_the_linear_domain(n: int, spread: float, masked: bool) ->
     keep = torch.rand(2, n) > 0.5 if masked else None
     out = assert_honest(q * spread, k, v, keep)
     assert bool(out.isfinite().all())
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (7, 1, 1, 3), (1, 9, 2, 1), (66, 131, 70, 17)], ids=str)
+@pytest.mark.parametrize("spread", [1.0, 20.0, 1e3], ids=["narrow", "wide", "huge"])
+def test_sizes_that_fill_no_register(sizes: tuple[int, ...], spread: float) -> None:
+    n, m, dim, width = sizes
+    draw = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(2, 2, *own, generator=draw) for own in ((n, dim), (m, dim), (m, width)))
+    assert_honest(q * spread, k, v, None, torch.randn(1, 2, n, m, generator=draw))
+    assert_honest(*(t.double() for t in (q * spread, k, v)), torch.arange(m).expand(2, m) == m // 2)
+
+
+@pytest.mark.usefixtures("memory")
+def test_pairs_that_are_hidden() -> None:
+    """By a bias of -inf, of a whole row and a whole column, too."""
+    q, k, v = tokens(2, 2, 19, 4)
+    hidden = torch.rand(19, 19, generator=torch.Generator().manual_seed(1)) > 0.7
+    hidden[3], hidden[:, 5] = True, True
+    out = assert_honest(q, k, v, None, torch.zeros(19, 19).masked_fill(hidden, -math.inf))
+    assert not out[:, :, 3].any()
+
+
+def test_calls_of_several_threads_at_once() -> None:
+    q, k, v = tokens(2, 6, 130, 16)
+    settings = (None, None, 0.3, HALF_STEPS, True, ATTENTION)
+    expected = ops.sinkhorn(q, k, v, *settings)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: ops.sinkhorn(q, k, v, *settings), range(40)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(own, expected) for own in found)
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_builds_for_older_processors(capability: str) -> None:
+    script = (
+        "import torch, asapc.kernels.library\n"
+        "from asapc.operators import sinkhorn as meaning\n"
+        "q, k, v = torch.randn(3, 2, 4, 37, 8).unbind(0)\n"
+        "settings = (None, None, 0.3, 4, True, [1.0, 1.0, 0.0, 0.0])\n"
+        "own, exact = (run(q, k, v, *settings) for run in (torch.ops.asapc.sinkhorn, meaning.sinkhorn))\n"
+        "torch.testing.assert_close(own, exact)\n"
+    )
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=environment)
 
 
 @pytest.mark.usefixtures("memory")

@@ -67,8 +67,10 @@ def operator(reference: Callable[..., Any], run: Run | None = None) -> CustomOpD
 
 
 def _shorten(registered: CustomOpDef, run: Callable[..., Any]) -> None:
-    """On a CPU, a call that records no gradient and that nothing traces goes to `run` at once: custom_op's
-    wrappers and a second pass through torch's dispatcher take longer than a short loop does."""
+    """A call on a CPU that records no gradient and that nothing traces goes to `run` at once.
+
+    custom_op's wrappers and a second pass through torch's dispatcher take longer than a short loop does.
+    """
     record = make_autograd_impl(registered._opoverload, registered)
 
     def call(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:

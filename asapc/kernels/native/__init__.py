@@ -1,8 +1,8 @@
 """The engine in C++ that runs the finite loop on a CPU: what engine.cpp computes, and whether it is here.
 
 It is compiled where asapc is installed and there is a compiler, once for each instruction set. Which of
-them runs is torch's own choice, that of torch.backends.cpu.get_cpu_capability(); ASAPC_NATIVE=0 switches
-all of them off, and the plain PyTorch of operators/ runs.
+them runs is torch's own choice, that of torch.backends.cpu.get_cpu_capability(). ASAPC_NATIVE=0 has the
+plain PyTorch of operators/ run instead; it may also name another build.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def described() -> str:
 def _engine() -> Any:
     """asapc_sinkhorn of the build for this CPU, None without one."""
     name = BUILDS.get(torch.backends.cpu.get_cpu_capability(), "engine")
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(name + suffix)
-        if path.exists():
-            function = ctypes.CDLL(str(path)).asapc_sinkhorn  # which releases the interpreter's lock
-            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_double
-            return function
-    return None
+    paths = [Path(__file__).with_name(name + suffix) for suffix in EXTENSION_SUFFIXES]
+    given = os.environ.get("ASAPC_NATIVE")
+    path = next((path for path in ([Path(given)] if given else paths) if path.exists()), None)
+    if path is None:
+        return None
+    function = ctypes.CDLL(str(path.absolute())).asapc_sinkhorn  # releases the interpreter's lock
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_double
+    return function
 
 
 def sinkhorn_loop(

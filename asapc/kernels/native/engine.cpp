@@ -22,12 +22,13 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <type_traits>
@@ -85,7 +86,7 @@ template <class T> struct Lanes {
   static constexpr int count = kBytes / sizeof(T);
   typedef T V __attribute__((vector_size(kBytes)));
   typedef T Loose __attribute__((vector_size(kBytes), aligned(sizeof(T)), may_alias));
-  typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Int;
+  typedef std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> Int;
   typedef Int Bits __attribute__((vector_size(kBytes)));
 };
 template <class T> using V = typename Lanes<T>::V;
@@ -222,39 +223,40 @@ template <class Body> INLINE void by_rows(int64_t count, const Body& body) {
 
 int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-// A thread's scratch: taken from front to back for a head, all given back before the next.
+// A thread's memory for one head after the other, kept from one call to the next where it is small.
 class Scratch {
  public:
-  void clear() { used_ = 0; }
-  void shrink() {
-    if (size_ > kKeptBytes) std::free(block_), block_ = nullptr, size_ = 0;
-  }
   void reserve(size_t bytes) {
-    if (bytes <= size_) return;
-    std::free(block_);
-    size_ = rounded_up(bytes, 4096);
-    block_ = static_cast<char*>(std::aligned_alloc(4096, size_));
-    if (block_ == nullptr) size_ = 0;
-    if (block_ == nullptr) throw std::bad_alloc();
+    if (bytes > size_) block_.reset(new char[bytes]), size_ = bytes;
+    used_ = 0;
   }
   template <class T> T* take(int64_t count) {
-    T* found = reinterpret_cast<T*>(block_ + used_);
+    T* found = reinterpret_cast<T*>(block_.get() + used_);
     used_ += rounded_up(count * sizeof(T), kBytes);
     return found;
   }
-  ~Scratch() { std::free(block_); }
+  void shrink() {
+    if (size_ > kKeptBytes) block_.reset(), size_ = 0;
+  }
 
  private:
-  char* block_ = nullptr;
+  std::unique_ptr<char[]> block_;
   size_t size_ = 0, used_ = 0;
 };
 
-double factor_of(const Problem& p, int64_t active) {
-  return p.coefficient * std::pow(double(p.queries), p.queries_power) *
-         std::pow(double(p.keys), p.keys_power) * std::pow(double(active), p.active_power);
-}
+// The active keys of an example; where there is none, all of them at score 0.
+struct Keys {
+  std::vector<int64_t> active;
+  bool none;
 
-using Keys = std::vector<int64_t>;  // the active ones of an example
+  Keys(const Problem& p, int64_t example) {
+    const uint8_t* keep = p.keep ? p.keep + example * p.keys : nullptr;
+    for (int64_t j = 0; j < p.keys; ++j)
+      if (!keep || keep[j]) active.push_back(j);
+    none = active.empty();
+    for (int64_t j = 0; none && j < p.keys; ++j) active.push_back(j);
+  }
+};
 
 // ---- One head --------------------------------------------------------------------------------------
 
@@ -265,29 +267,32 @@ template <class S, class W> class Head {
   static constexpr int E = 2 * L;          // values in a panel
 
  public:
-  Head(const Problem& p, int64_t index, Scratch& scratch, const Keys& active)
-      : p_(p), active_(active), size_(active.size()), padded_(rounded_up(size_, P)) {
+  Head(const Problem& p, int64_t index, Scratch& scratch, const Keys& keys)
+      : p_(p), active_(keys.active), size_(active_.size()), padded_(rounded_up(size_, P)) {
     const int64_t batch = index / p.heads, head = index % p.heads;
     const auto at = [&](const void* from, const Strides& s) {
       return static_cast<const S*>(from) + batch * s.batch + head * s.head;
     };
     q_ = at(p.q, p.q_strides), k_ = at(p.k, p.k_strides);
     v_ = p.v ? at(p.v, p.v_strides) : nullptr;
-    bias_ = p.bias ? at(p.bias, p.bias_strides) : nullptr;
+    multiplier_ = keys.none ? S(0) : S(p.multiplier);
+    bias_ = p.bias && !keys.none ? at(p.bias, p.bias_strides) : nullptr;
     out_ = static_cast<S*>(p.out) + index * p.queries * p.width;
     const int64_t length = p.rows_first ? p.keys : p.queries;
-    const S* dual = p.dual ? static_cast<const S*>(p.dual) + index * length : nullptr;
+    const S* dual = p.dual && !keys.none ? static_cast<const S*>(p.dual) + index * length : nullptr;
     key_dual_ = p.rows_first ? dual : nullptr, query_dual_ = p.rows_first ? nullptr : dual;
     stride_ = padded_ * sizeof(W) % 1024 == 0 ? padded_ + P : padded_;  // not all rows in one cache set
     kept_ = p.queries * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
     share_ = double(p.queries) / double(size_);
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
-    scale_ = factor_of(p, size_) / double(ends_on_rows_ ? p.queries : p.keys);
+    scale_ = p.coefficient * std::pow(double(p.queries), p.queries_power) *
+             std::pow(double(p.keys), p.keys_power) * std::pow(double(size_), p.active_power) /
+             double(ends_on_rows_ ? p.queries : p.keys);
     take(scratch);
   }
 
-  // In the linear domain.  Returns the widest range of a row's scores, or the first that is too wide, in
-  // which case nothing was written.
+  // In the linear domain.  Returns the widest range of a row's scores, or the first that is too wide: what
+  // is written then means nothing.
   double linear() {
     widest_ = 0;
     highest_ = -kInfinity;
@@ -328,7 +333,6 @@ template <class S, class W> class Head {
     const int64_t value_panels = v_ ? rounded_up(p_.width, E) : 0;
     const size_t bytes = (padded_ * (p_.dim + 1) + kRows * padded_) * sizeof(S) +
                          (rows * stride_ + 2 * p_.queries + 3 * padded_ + value_panels * size_) * sizeof(W);
-    scratch.clear();
     scratch.reserve(bytes + 16 * kBytes);
     panels_ = scratch.take<S>(padded_ * p_.dim), added_ = scratch.take<S>(padded_);
     scores_ = scratch.take<S>(kRows * padded_), kernel_ = scratch.take<W>(rows * stride_);
@@ -347,7 +351,7 @@ template <class S, class W> class Head {
       if (here < P) std::fill_n(panel, P * p_.dim, S(0));
       for (int64_t j = 0; j < here; ++j) {
         const S* key = k_ + active_[start + j] * p_.k_strides.token;
-        for (int64_t d = 0; d < p_.dim; ++d) panel[d * P + j] = key[d] * S(p_.multiplier);
+        for (int64_t d = 0; d < p_.dim; ++d) panel[d * P + j] = key[d] * multiplier_;
       }
     }
     if (key_dual_ == nullptr) return;
@@ -557,41 +561,25 @@ template <class S, class W> class Head {
   }
 
   const Problem& p_;
-  const Keys& active_;
+  const std::vector<int64_t>& active_;
   const int64_t size_, padded_;
   const S *q_, *k_, *v_, *bias_, *key_dual_, *query_dual_;
-  S *out_, *panels_, *added_, *scores_;
+  S *out_, *panels_, *added_, *scores_, multiplier_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
   int64_t stride_;
   bool kept_, ends_on_rows_;
   double share_, scale_, widest_, highest_;
 };
 
-// Of an example without an active key, all of which then count alike.
-template <class S> void uniform_head(const Problem& p, int64_t index) {
-  const double weight = factor_of(p, p.keys) / double(p.queries) / double(p.keys);
-  S* out = static_cast<S*>(p.out) + index * p.queries * p.width;
-  std::vector<double> mean(p.width, p.v ? 0.0 : weight);
-  if (p.v) {
-    const S* v = static_cast<const S*>(p.v) + index / p.heads * p.v_strides.batch +
-                 index % p.heads * p.v_strides.head;
-    for (int64_t j = 0; j < p.keys; ++j, v += p.v_strides.token)
-      for (int64_t e = 0; e < p.width; ++e) mean[e] += weight * double(v[e]);
-  }
-  for (int64_t i = 0; i < p.queries; ++i, out += p.width)
-    for (int64_t e = 0; e < p.width; ++e) out[e] = S(mean[e]);
-}
-
 // Returns the widest range of scores in a row, or the first beyond what float64 holds.
-template <class S> double run_head(const Problem& p, int64_t index, Scratch& scratch, const Keys& active) {
-  if (active.empty()) return uniform_head<S>(p, index), 0.0;
-  double range = Head<S, S>(p, index, scratch, active).linear();
+template <class S> double run_head(const Problem& p, int64_t index, Scratch& scratch, const Keys& keys) {
+  double range = Head<S, S>(p, index, scratch, keys).linear();
   if (range <= kSafeRange<S>) return range;
   if constexpr (!std::is_same_v<S, double>) {
-    range = Head<S, double>(p, index, scratch, active).linear();
+    range = Head<S, double>(p, index, scratch, keys).linear();
     if (range <= kSafeRange<double>) return range;
   }
-  Head<S, double>(p, index, scratch, active).logarithmic();
+  Head<S, double>(p, index, scratch, keys).logarithmic();
   return range;
 }
 
@@ -670,16 +658,11 @@ template <class S> double run(const Problem& p) {
     static thread_local Scratch scratch;
     double own = 0.0;
     try {
-      Keys active;
-      int64_t listed = -1;
+      std::optional<Keys> keys;
+      int64_t example = -1;
       for (int64_t index; (index = next++) < heads;) {
-        if (listed < 0 || (p.keep && listed != index / p.heads)) {
-          listed = index / p.heads;
-          active.clear();
-          const uint8_t* keep = p.keep ? p.keep + listed * p.keys : nullptr;
-          for (int64_t j = 0; j < p.keys; ++j) if (!keep || keep[j]) active.push_back(j);
-        }
-        const double range = run_head<S>(p, index, scratch, active);
+        if (!keys || (p.keep && example != index / p.heads)) keys.emplace(p, example = index / p.heads);
+        const double range = run_head<S>(p, index, scratch, *keys);
         if (!(range <= own)) own = range;
       }
     } catch (const std::bad_alloc&) {
