@@ -27,10 +27,8 @@ from torch.nn.functional import pad
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker
 from asapc.kernels.loop import Loop
 from asapc.operators.banded import seen_keys
-from asapc.operators.sinkhorn import clean_values, factor_value, widen
+from asapc.operators.sinkhorn import clean_values, factor_value
 
-SHORT = 1 << 17  # entries of all heads' maps times half-steps: up to here few calls take less than blocks
-FEW = 5  # half-steps, too, up to which they do
 LEAST_ROWS, MOST_ROWS = 16, 64  # of a block
 SUMS = 0.69  # of log of the largest number: how far sums that divide may be from 1
 LOST = 0.98  # of it: entries of K above exp(-that) are there in full
@@ -146,33 +144,6 @@ class Layout:
 def _merged(x: Tensor) -> Tensor:
     """The first two axes as one; a view where there is one head."""
     return x[0] if len(x) == 1 else x.flatten(0, 1)
-
-
-def is_short(q: Tensor, k: Tensor, half_steps: int) -> bool:
-    """Whether few_half_steps is the fastest, where every token has a partner."""
-    entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    return half_steps <= FEW and 0 < half_steps * entries <= SHORT
-
-
-def few_half_steps(q: Tensor, k: Tensor, v: Tensor | None, loop: Loop, hidden: Tensor) -> Tensor:
-    """A v, or the map A, of the loop from zero in the log domain.
-
-    hidden: [N, M] bool, True for scores that count as -inf, not all of a row or column.
-
-    Uniform marginals are numbers, which the last half-step, a softmax over its side, leaves out:
-        S <- S - logsumexp_j(S),  S <- S - logsumexp_i(S),  ..,  A = factor / N softmax_j(S)
-    The largest entries of S go to 0 and keep all their digits; a dual of the size of S would not.
-    """
-    scores = (widen(q) * loop.score_multiplier) @ widen(k).transpose(-1, -2)
-    scores.masked_fill_(hidden, -math.inf)
-    over_keys = loop.first_side == "row"
-    for _ in range(loop.half_steps - 1):
-        scores -= torch.logsumexp(scores, -1 if over_keys else -2, keepdim=True)
-        over_keys = not over_keys
-    plan = torch.softmax(scores, -1 if over_keys else -2)
-    factor = factor_value(loop.output_factor, q.shape[2], k.shape[2], None)
-    plan *= factor / (q.shape[2] if over_keys else k.shape[2])
-    return plan.to(q.dtype) if v is None else (plan @ widen(v)).to(v.dtype)
 
 
 def banded_loop(
