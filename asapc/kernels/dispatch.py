@@ -62,15 +62,13 @@ def attention_backend(
     attention with a key bias, which torch runs wherever Triton does not. What the CPU's engine made of
     the call is noted once it has run.
     """
-    choices = _listening.get()
     one_pass = half_steps == 1 and from_key and v is not None
     softmax = "one c-transform from the keys' dual is softmax attention with a key bias"
     if operator.startswith("sinkhorn"):
         softmax = "one half-step on rows is softmax attention"
 
     def choose(backend: Backend, kernel: str, reason: str) -> Backend:
-        if choices is not None:
-            choices.append(_choice(operator, q, k, kernel, reason))
+        note(operator, q, k, lambda: (kernel, reason))
         return backend
 
     if half_steps == 0:
@@ -97,19 +95,16 @@ def attention_backend(
 
 def dual_backend(operator: str, q: Tensor, k: Tensor, features: str) -> Backend:
     """Of a predicted dual."""
-    choices = _listening.get()
     if q.device.type == "cpu":
-        if choices is not None:
-            choices.append(_choice(operator, q, k, f"CPU, {features}", "the tensors are on the CPU"))
+        note(operator, q, k, lambda: (f"CPU, {features}", "the tensors are on the CPU"))
         return "cpu"
     reason = _why_no_gpu(q)
     if reason is None:
         from asapc.kernels.gpu.dual import supported
 
         reason = supported(q, k, features)
-    if choices is not None:
-        kernel = f"Triton, {features}" if reason is None else "plain PyTorch"
-        choices.append(_choice(operator, q, k, kernel, reason or "the tensors are on a GPU"))
+    kernel = f"Triton, {features}" if reason is None else "plain PyTorch"
+    note(operator, q, k, lambda: (kernel, reason or "the tensors are on a GPU"))
     return "gpu" if reason is None else "plain"
 
 
@@ -120,12 +115,10 @@ def token_backend(
 
     describe: what the CPU kernel runs and why; called only where that is collected.
     """
-    choices = _listening.get()
     reason = None if q.device.type == "cpu" else f"there are no kernels for {q.device.type} devices"
     if v is None:
         reason = "the dense attention map is wanted"
-    if choices is not None:
-        choices.append(_choice(operator, q, k, *(("plain PyTorch", reason) if reason else describe())))
+    note(operator, q, k, lambda: ("plain PyTorch", reason) if reason else describe())
     return "plain" if reason else "cpu"
 
 
@@ -161,13 +154,9 @@ def note(operator: str, q: Tensor, k: Tensor, describe: Callable[[], tuple[str, 
     """What ran, where there was no choice, and why; called only where that is collected."""
     choices = _listening.get()
     if choices is not None:
-        choices.append(_choice(operator, q, k, *describe()))
-
-
-def _choice(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> Choice:
-    batch, heads, queries, dim = q.shape
-    shape = f"B{batch} H{heads} N{queries} M{k.shape[2]} D{dim}"
-    return Choice(operator, shape, str(q.dtype).removeprefix("torch."), kernel, reason)
+        batch, heads, queries, dim = q.shape
+        shape = f"B{batch} H{heads} N{queries} M{k.shape[2]} D{dim}"
+        choices.append(Choice(operator, shape, str(q.dtype).removeprefix("torch."), *describe()))
 
 
 @cache

@@ -105,15 +105,12 @@ def path(q: Tensor, k: Tensor, widest: float) -> tuple[str, str]:
     """What ran on these and why, for people to read.  widest: as sinkhorn_loop has it."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     size, kept = q.shape[2] * k.shape[2] * dtype.itemsize, thresholds(q, k).resident_bytes
-    streamed = ", streamed" if size > kept else ""
-    why = f"a head's scores take {size / 2**20:.2f} MiB"
-    if streamed:
-        why = f"{why}, more than the {kept / 2**20:g} MiB that are kept"
-    safe, wide = SAFE_ROW_RANGE[dtype], SAFE_ROW_RANGE[torch.float64]
+    why, streamed = f"a head's scores take {size / 2**20:.2f} MiB", ""
+    if size > kept:
+        why, streamed = f"{why}, more than the {kept / 2**20:g} MiB that are kept", ", streamed"
     domain, span = "linear domain", f"rows of scores span at most {widest:.1f}"
-    if not widest <= wide:
-        domain, span = "log domain", f"a row of scores spans {widest:.0f} > {wide:.0f}"
-    elif widest > safe:
-        domain = "linear domain in float64"
-        span = f"a row of scores spans {widest:.0f}: more than {safe:.0f}, at most {wide:.0f}"
+    if not widest <= SAFE_ROW_RANGE[dtype]:
+        within = widest <= SAFE_ROW_RANGE[torch.float64]
+        domain = "linear domain in float64" if within else "log domain"
+        span = f"a row of scores spans {widest:.0f}"
     return f"CPU, {described()}{streamed}, {domain}", f"{why}; {span}"

@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -50,7 +51,7 @@ constexpr int kBytes = 16, kRows = 4;
 #endif
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t kSmall = 1 << 21;           // multiplications that are not worth waking a thread for
+constexpr double kSmall = 1 << 21;            // multiplications that are not worth waking a thread for
 constexpr size_t kKeptBytes = size_t{1} << 24;  // of a thread's scratch, from one call to the next
 
 // The widest row of scores whose exponentials, sums and scalings a format holds: exp(2 * 40) < 3.4e38.
@@ -79,8 +80,6 @@ struct Problem {
 };
 
 namespace {
-
-// ---- Vectors ---------------------------------------------------------------------------------------
 
 template <class T> struct Lanes {
   static constexpr int count = kBytes / sizeof(T);
@@ -122,6 +121,15 @@ template <class T> INLINE T max_of(V<T> v) {
   return top;
 }
 
+// exp(r) for |r| <= ln(2) / 2, the highest power first: 1 + r and Chebyshev fits, off by 1e-8 and 2e-16.
+template <class T> constexpr double kSeries[] = {
+    2.5090870615025714e-08, 2.7620616404414727e-07, 2.755730169346813e-06, 2.4801519984897177e-05,
+    0.00019841269819833207, 0.001388888891818879, 0.008333333333353364, 0.04166666666662244,
+    0.16666666666666644, 0.5000000000000002, 1.0, 1.0};
+template <> constexpr double kSeries<float>[] = {
+    0.0013933652487560828, 0.008363181544675472, 0.04166646489535625, 0.1666657696724759,
+    0.5000000013470304, 1.0, 1.0};
+
 // exp(x) for x up to 80; nan stays nan.  bounded: no x is below the normal numbers' logarithms; 0 there.
 template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
   constexpr bool single = std::is_same_v<T, float>;
@@ -133,32 +141,13 @@ template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
   const V<T> shifted = x * log2_e + to_int;
   const V<T> n = shifted - to_int;
   const V<T> r = x - n * ln2_high - n * ln2_low;
-  // exp(r) = 1 + r + r^2 p(r), |r| <= ln(2) / 2: Chebyshev fits, off by 1e-8 and 2e-16
-  V<T> p;
-  if constexpr (single) {
-    p = r * T(0.0013933652487560828) + T(0.008363181544675472);
-    p = p * r + T(0.04166646489535625);
-    p = p * r + T(0.1666657696724759);
-    p = p * r + T(0.5000000013470304);
-  } else {
-    p = r * T(2.5090870615025714e-08) + T(2.7620616404414727e-07);
-    p = p * r + T(2.755730169346813e-06);
-    p = p * r + T(2.4801519984897177e-05);
-    p = p * r + T(0.00019841269819833207);
-    p = p * r + T(0.001388888891818879);
-    p = p * r + T(0.008333333333353364);
-    p = p * r + T(0.04166666666662244);
-    p = p * r + T(0.16666666666666644);
-    p = p * r + T(0.5000000000000002);
-  }
-  p = (p * r + T(1)) * r + T(1);
+  V<T> p = all(T(kSeries<T>[0]));
+  for (size_t i = 1; i < std::size(kSeries<T>); ++i) p = p * r + T(kSeries<T>[i]);
   const Bits power = (Bits(shifted) << (single ? 23 : 52)) + Bits(all(T(1)));
   const V<T> result = p * V<T>(power);
   if constexpr (bounded) return result;
   return x < T(single ? -87.3 : -708.3) ? V<T>{} : result;
 }
-
-// ---- Passes over a few rows ------------------------------------------------------------------------
 
 // out[r] = sum_d x[r][d] panel[d] for kRows rows, panel: [depth][2 registers]: both products' inner part.
 template <class T> INLINE void tile(const T* const* x, int64_t depth, const T* panel, T* out,
@@ -219,8 +208,6 @@ template <class Body> INLINE void by_rows(int64_t count, const Body& body) {
   for (int64_t row = 0; row < count; ++row) body(row, std::integral_constant<int, 1>{});
 }
 
-// ---- Memory ----------------------------------------------------------------------------------------
-
 int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
 // A thread's memory for one head after the other, kept from one call to the next where it is small.
@@ -257,8 +244,6 @@ struct Keys {
     for (int64_t j = 0; none && j < p.keys; ++j) active.push_back(j);
   }
 };
-
-// ---- One head --------------------------------------------------------------------------------------
 
 // S: the scores' format, that of the inputs; W: what the loop is computed in.
 template <class S, class W> class Head {
@@ -297,8 +282,7 @@ template <class S, class W> class Head {
     widest_ = 0;
     highest_ = -kInfinity;
     std::fill_n(b_, size_, W(1)), std::fill(b_ + size_, b_ + padded_, W(0));
-    bool fine = true;
-    each_pass([&](const Pass& pass) { fine = fine && linear_pass(pass); return fine; });
+    each_pass([&](const Pass& pass) { return linear_pass(pass); });
     return widest_;
   }
 
@@ -365,22 +349,16 @@ template <class S, class W> class Head {
   void form_scores(int64_t row, int64_t count) {
     const S* x[kRows];
     for (int r = 0; r < kRows; ++r) x[r] = q_ + std::min(row + r, row + count - 1) * p_.q_strides.token;
-    for (int64_t start = 0; start < padded_; start += P) {
+    for (int64_t start = 0; start < padded_; start += P)
       tile<S>(x, p_.dim, panels_ + start * p_.dim, scores_ + start, padded_);
-    }
     for (int64_t r = 0; r < count; ++r) {
       S* s = scores_ + r * padded_;
       if (key_dual_) for (int64_t j = 0; j < size_; ++j) s[j] += added_[j];
-      if (bias_) add_bias(s, bias_ + (row + r) * p_.bias_strides.token);
+      if (const S* bias = bias_ + (row + r) * p_.bias_strides.token; bias_) {
+        if (size_ == p_.keys && p_.bias_key_stride == 1) for (int64_t j = 0; j < size_; ++j) s[j] += bias[j];
+        else for (int64_t j = 0; j < size_; ++j) s[j] += bias[active_[j] * p_.bias_key_stride];
+      }
       std::fill(s + size_, s + padded_, s[0]);
-    }
-  }
-
-  void add_bias(S* s, const S* bias) const {
-    if (size_ == p_.keys && p_.bias_key_stride == 1) {
-      for (int64_t j = 0; j < size_; ++j) s[j] += bias[j];
-    } else {
-      for (int64_t j = 0; j < size_; ++j) s[j] += bias[active_[j] * p_.bias_key_stride];
     }
   }
 
@@ -583,8 +561,6 @@ template <class S> double run_head(const Problem& p, int64_t index, Scratch& scr
   return range;
 }
 
-// ---- Threads ---------------------------------------------------------------------------------------
-
 // Threads that wait for calls. A call's own thread works too, and waits for no thread that has not begun.
 class Pool {
  public:
@@ -594,8 +570,7 @@ class Pool {
     while (threads_ < helpers && add_thread()) {}
     waiting_.insert(waiting_.end(), helpers, &call);
     lock.unlock();
-    if (helpers == 1) wake_.notify_one();
-    else wake_.notify_all();
+    wake_.notify_all();
     work();
     lock.lock();
     waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), &call), waiting_.end());
@@ -608,13 +583,11 @@ class Pool {
     int running;
   };
 
-  bool add_thread() {
-    try {
-      std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {
-      return false;
-    }
-    return ++threads_, true;
+  bool add_thread() try {
+    std::thread([this] { serve(); }).detach();
+    return ++threads_ > 0;
+  } catch (const std::system_error&) {
+    return false;
   }
 
   void serve() {
@@ -673,8 +646,9 @@ template <class S> double run(const Problem& p) {
     if (own < 0 || widest < 0) widest = -1.0;
     else if (!(own <= widest)) widest = own;
   };
-  const int64_t each = p.queries * p.keys * (p.dim + p.width + 2 * p.half_steps + 16);
-  const int64_t helpers = heads * each < kSmall ? 0 : std::min(p.threads, heads) - 1;
+  const int64_t products = p.dim + p.width + 2 * p.half_steps + 16;  // of an entry of a head's map, or so
+  const bool small = double(heads) * double(p.queries) * double(p.keys) * double(products) < kSmall;
+  const int64_t helpers = small ? 0 : std::min(p.threads, heads) - 1;
   if (helpers > 0) the_pool().run(helpers, work);
   else work();
   return widest;
