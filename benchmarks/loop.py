@@ -90,6 +90,7 @@ def main() -> None:
         for text in options.shapes.split(";"):
             shape, candidates = Shape(*map(int, text.split())), dict(CANDIDATES)
             if options.compile:
+                torch._dynamo.reset()  # which gives up after a few shapes
                 candidates["torch.compile"] = torch.compile(usual_loop, dynamic=False)
             measure(shape, dtype, candidates, options.seconds)
 
