@@ -1,6 +1,7 @@
 # make demo   install into .venv and run the demo
 # make test   install into .venv with the test tools and run the tests
 # make lint   ruff on the sources, mypy on the installed package
+# make native-check  the C++ engine under gcc's sanitizers, through the kernels' tests
 # make docs   the pages of docs/ as a site in build/site; dead links and anchors are errors
 # make wheel  wheel and sdist into dist/, checked
 # make gpu-wheels  what make gpu-check may lack on a machine without a network, into .wheels
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TREE := build/typecheck
 
-.PHONY: demo test lint ruff mypy docs wheel gpu-check gpu-wheels clean
+.PHONY: demo test lint ruff mypy native-check docs wheel gpu-check gpu-wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/asapc demo
@@ -40,6 +41,15 @@ mypy: $(VENV)/.installed-dev
 	rm -rf build/lib build/bdist.*
 	cd $(TREE) && ../../$(BIN)/python -c "$(CHECK)"
 	cd $(TREE) && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p asapc
+
+CHECKED := build/engine_checked.so
+native-check: $(VENV)/.installed-dev
+	mkdir -p build
+	g++ -std=c++17 -O1 -g -march=native -Wall -Wextra -Werror -fsanitize=address,undefined \
+	    -fno-sanitize-recover=all -shared -fPIC -pthread -o $(CHECKED) asapc/kernels/native/engine.cpp
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libstdc++.so) \
+	    ASAN_OPTIONS=detect_leaks=0 ASAPC_NATIVE=$(CHECKED) OMP_NUM_THREADS=2 \
+	    $(BIN)/pytest -q -s tests/test_kernels.py tests/test_short.py
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -556,7 +556,9 @@ def root(
     if version:
         from importlib.metadata import version as installed
 
-        print(f"asapc {installed('asapc')}")
+        from asapc.kernels import native
+
+        print(f"asapc {installed('asapc')} ({native.described()})")
         raise typer.Exit
     if context.invoked_subcommand is None:
         with contextlib.redirect_stdout(sys.stderr):  # typer prints the help it is asked for

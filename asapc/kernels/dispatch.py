@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
+from asapc.kernels import native
 from asapc.kernels.plan import Task
-from asapc.kernels.thresholds import thresholds
-from asapc.operators.sinkhorn import score_matrix, widen
 
 Backend = Literal["cpu", "gpu", "softmax", "plain"]
 
@@ -55,37 +52,34 @@ def attention_backend(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
-    keep: Tensor | None,
     bias: Tensor | None,
-    score_multiplier: float,
-    c_transforms: int | None = None,
+    half_steps: int,
     from_key: bool = False,
 ) -> Backend:
     """Of the finite loop and of c-transforms.
 
-    v: None where the dense map is wanted.  c_transforms, from_key: their number and whether they start
-    from the keys' dual; None for the teacher's own loop, unless that is one half-step on rows. One of
-    them is softmax attention with a key bias, which torch runs wherever Triton does not.
+    v: None where the dense map is wanted.  from_key: the first closes rows; one such half-step is softmax
+    attention with a key bias, which torch runs wherever Triton does not. What the CPU's engine made of
+    the call is noted once it has run.
     """
-    choices = _listening.get()
-    one_pass = c_transforms == 1 and from_key and v is not None
+    one_pass = half_steps == 1 and from_key and v is not None
     softmax = "one c-transform from the keys' dual is softmax attention with a key bias"
     if operator.startswith("sinkhorn"):
         softmax = "one half-step on rows is softmax attention"
 
     def choose(backend: Backend, kernel: str, reason: str) -> Backend:
-        if choices is not None:
-            choices.append(_choice(operator, q, k, kernel, reason))
+        note(operator, q, k, lambda: (kernel, reason))
         return backend
 
-    if c_transforms == 0:
-        return choose("plain", "plain PyTorch", "no c-transform: two duals alone are an ablation")
-    if q.device.type == "cpu":
-        if one_pass:
-            return choose("softmax", "scaled_dot_product_attention", softmax)
-        measured = ("", "") if choices is None else _cpu_path(q, k, v, keep, bias, score_multiplier)
-        return choose("cpu", *measured)
-    reason = _why_no_gpu(q)
+    if half_steps == 0:
+        return choose("plain", "plain PyTorch", "no half-step: there is nothing to close")
+    on_cpu = q.device.type == "cpu"
+    some = q.shape[2] > 0 and k.shape[2] > 0  # else the engine is not asked
+    reason = (native.missing() if some else None) if on_cpu else _why_no_gpu(q)
+    if on_cpu and one_pass:
+        return choose("softmax", "scaled_dot_product_attention", softmax)
+    if on_cpu:
+        return "cpu" if reason is None else choose("plain", "plain PyTorch", reason)
     if reason is None and v is None:
         reason = "the dense attention map is wanted"
     if reason is None:
@@ -101,19 +95,16 @@ def attention_backend(
 
 def dual_backend(operator: str, q: Tensor, k: Tensor, features: str) -> Backend:
     """Of a predicted dual."""
-    choices = _listening.get()
     if q.device.type == "cpu":
-        if choices is not None:
-            choices.append(_choice(operator, q, k, f"CPU, {features}", "the tensors are on the CPU"))
+        note(operator, q, k, lambda: (f"CPU, {features}", "the tensors are on the CPU"))
         return "cpu"
     reason = _why_no_gpu(q)
     if reason is None:
         from asapc.kernels.gpu.dual import supported
 
         reason = supported(q, k, features)
-    if choices is not None:
-        kernel = f"Triton, {features}" if reason is None else "plain PyTorch"
-        choices.append(_choice(operator, q, k, kernel, reason or "the tensors are on a GPU"))
+    kernel = f"Triton, {features}" if reason is None else "plain PyTorch"
+    note(operator, q, k, lambda: (kernel, reason or "the tensors are on a GPU"))
     return "gpu" if reason is None else "plain"
 
 
@@ -124,12 +115,10 @@ def token_backend(
 
     describe: what the CPU kernel runs and why; called only where that is collected.
     """
-    choices = _listening.get()
     reason = None if q.device.type == "cpu" else f"there are no kernels for {q.device.type} devices"
     if v is None:
         reason = "the dense attention map is wanted"
-    if choices is not None:
-        choices.append(_choice(operator, q, k, *(("plain PyTorch", reason) if reason else describe())))
+    note(operator, q, k, lambda: ("plain PyTorch", reason) if reason else describe())
     return "plain" if reason else "cpu"
 
 
@@ -158,20 +147,16 @@ def plan_backend(
 
 def note_plain(operator: str, q: Tensor, k: Tensor, reason: str) -> None:
     """Of an operator that has no kernel."""
-    note(operator, q, k, "plain PyTorch", reason)
+    note(operator, q, k, lambda: ("plain PyTorch", reason))
 
 
-def note(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> None:
-    """What runs, where there is no choice."""
+def note(operator: str, q: Tensor, k: Tensor, describe: Callable[[], tuple[str, str]]) -> None:
+    """What ran, where there was no choice, and why; called only where that is collected."""
     choices = _listening.get()
     if choices is not None:
-        choices.append(_choice(operator, q, k, kernel, reason))
-
-
-def _choice(operator: str, q: Tensor, k: Tensor, kernel: str, reason: str) -> Choice:
-    batch, heads, queries, dim = q.shape
-    shape = f"B{batch} H{heads} N{queries} M{k.shape[2]} D{dim}"
-    return Choice(operator, shape, str(q.dtype).removeprefix("torch."), kernel, reason)
+        batch, heads, queries, dim = q.shape
+        shape = f"B{batch} H{heads} N{queries} M{k.shape[2]} D{dim}"
+        choices.append(Choice(operator, shape, str(q.dtype).removeprefix("torch."), *describe()))
 
 
 @cache
@@ -187,37 +172,3 @@ def _why_no_gpu(q: Tensor) -> str | None:
     if q.device.type != "cuda":
         return f"there are no kernels for {q.device.type} devices"
     return _triton_missing()
-
-
-def _cpu_path(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    score_multiplier: float,
-) -> tuple[str, str]:
-    """Measures the scores, which the kernel itself avoids: this is for people to read."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    size = q.shape[2] * k.shape[2] * dtype.itemsize
-    mib = f"a head's scores take {size / 2**20:.2f} MiB"
-    limits = thresholds(q, k)
-    if v is not None and size > limits.resident_bytes:
-        kept = f"{limits.resident_bytes / 2**20:g}"
-        path, why = "streamed", f"{mib}, more than the {kept} MiB that are kept"
-    elif 2 * size > limits.tile_bytes:
-        path, why = "one head a tile", f"{mib}: two would leave no room in a private cache"
-    else:
-        path, why = "heads stacked", f"{mib}, several fit a private cache"
-    scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)
-    top = scores.amax(-1)
-    low = scores if keep is None else scores.masked_fill(~keep[:, None, None, :], torch.inf)
-    reach = float((top - low.amin(-1)).nan_to_num(0.0).amax()) if scores.numel() else 0.0
-    safe, wide = SAFE_ROW_RANGE[dtype], SAFE_ROW_RANGE[torch.float64]
-    if reach > safe and reach <= wide and not path.startswith("streamed"):
-        return f"CPU, {path}, linear domain in float64", (
-            f"{why}; a row of scores spans {reach:.0f}: more than {safe:.0f}, at most {wide:.0f}"
-        )
-    if reach > safe:
-        return f"CPU, {path}, log domain", f"{why}; a row of scores spans {reach:.0f} > {safe:.0f}"
-    return f"CPU, {path}, linear domain", f"{why}; rows of scores span at most {reach:.1f}"

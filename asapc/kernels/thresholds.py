@@ -28,7 +28,7 @@ POWERS = ("tile_x", "tile_y", "warps")  # of two, or 0
 
 @dataclass(frozen=True)
 class Thresholds:
-    """tile_bytes: of a tile of stacked heads, or of the rows of one that are worked on together (CPU).
+    """tile_bytes: of a tile of stacked heads, or of one's rows, that a gradient works on together (CPU).
 
     resident_bytes: the largest K of a head that a worker keeps (CPU).  resident_tokens: the longest
     side of which one launch keeps all scores in registers (GPU); sweep_tokens: those of a stripe.

@@ -18,13 +18,10 @@ TILE_BYTES = 1 << 19  # the size of a tile: half of a 1 MiB private cache
 SAFE_ROW_RANGE = {torch.float32: 40.0, torch.float64: 340.0}
 
 
-def each_worker(
-    work: Callable[[Iterator[int]], None], starts: Sequence[int], most: int | None = None
-) -> None:
+def each_worker(work: Callable[[Iterator[int]], None], starts: Sequence[int]) -> None:
     """Call work(starts to do) once per thread that torch would use here, without gradients.
 
     Every start is handed to one worker, when it asks: a core that is busy elsewhere gets fewer.
-    most: workers that there is enough to do for; one of them at least is given something.
     """
     count = min(torch.get_num_threads(), len(starts))
     waiting = deque(starts)
@@ -46,8 +43,6 @@ def each_worker(
     if count <= 1:
         run(0)
         return
-    if most is not None:
-        count = max(1, min(count, most))
     for _ in _workers(os.getpid(), torch.get_num_threads()).map(run, range(count)):
         pass
 

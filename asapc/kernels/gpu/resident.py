@@ -47,7 +47,7 @@ def resident_loop(
     dual: Tensor | None,
     loop: Loop,
 ) -> Tensor:
-    """A v [B, H, N, E] in v's dtype, for N and M that fit.  Arguments as kernels.cpu.sinkhorn's."""
+    """A v [B, H, N, E] in v's dtype, for N and M that fit.  Arguments as kernels.native's."""
     batch, heads, queries, dim = q.shape
     keys, value_dim = k.shape[2], v.shape[3]
     out = torch.empty((batch, heads, queries, value_dim), dtype=v.dtype, device=q.device)

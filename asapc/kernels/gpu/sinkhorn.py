@@ -1,4 +1,4 @@
-"""GPU twin of kernels.cpu.sinkhorn: the finite loop without the N x M scores in memory.
+"""GPU twin of kernels.native: the finite loop without the N x M scores in memory.
 
 Small heads run in one launch, middling ones sweep over the scores once for two half-steps, and larger
 ones stream the tiles once a half-step. A row c-transform at the end is fused with the product by v, so

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from asapc.kernels import dispatch
+from asapc.kernels import dispatch, native
 from asapc.kernels.cpu import banded as cpu_banded
-from asapc.kernels.cpu import sinkhorn as cpu_sinkhorn
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop
 from asapc.operators.banded import in_band
+
+SHORT = 1 << 18  # entries of all heads' maps times half-steps: up to here the whole map takes less time
 
 
 def _banded(
@@ -35,12 +38,15 @@ def _banded(
         return plain()
     loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
     all_paired = keep is None and q.shape[2] == k.shape[2] and low <= 0 <= high
-    if all_paired and cpu_sinkhorn.is_short(q, k, half_steps):
-        dispatch.note(name, q, k, "CPU, log domain", "short: a few calls on all heads take least")
+    short = q.shape[:3].numel() * k.shape[2] * half_steps <= SHORT
+    if all_paired and short and native.missing() is None:
         hidden = ~in_band(q.shape[2], k.shape[2], low, high, q)
-        return cpu_sinkhorn.few_half_steps(q, k, v, loop, hidden)
-    window = f"windows of {high - low + 1} keys"
-    dispatch.note(name, q, k, "CPU, blocks of a band", f"{window}; log domain where they need it")
+        bias = hidden.new_zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
+        out, widest = native.sinkhorn_loop(q, k, v, None, bias, None, loop)
+        dispatch.note(name, q, k, lambda: native.path(q, k, widest))
+        return out
+    why = f"windows of {high - low + 1} keys; log domain where they need it"
+    dispatch.note(name, q, k, lambda: ("CPU, blocks of a band", why))
     return cpu_banded.banded_loop(q, k, v, keep, loop, low, high)
 
 

@@ -109,7 +109,7 @@ def _by_kernels(
         return None
     on_gpu = not _on_cpu(q)
     if on_gpu and (
-        dispatch.attention_backend(name, q, k, v, keep, bias, loop.score_multiplier) != "gpu"
+        dispatch.attention_backend(name, q, k, v, bias, loop.half_steps) != "gpu"
     ):
         return None
     most = arguments.get("tail")

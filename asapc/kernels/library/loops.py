@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from asapc.kernels import dispatch, key_c_transform
-from asapc.kernels.cpu import sinkhorn as cpu_sinkhorn
+from asapc.kernels import dispatch, key_c_transform, native
 from asapc.kernels.library.attention import attention
-from asapc.kernels.library.gradients import differentiate
+from asapc.kernels.library.gradients import AsLoop, differentiate
 from asapc.kernels.library.registration import Plain
 from asapc.kernels.loop import Loop
 from asapc.operators import asap as asap_reference
@@ -32,85 +31,41 @@ def _asap_loop(arguments: Mapping[str, Any]) -> tuple[str | None, Loop]:
     return start, Loop(arguments["score_multiplier"], half_steps, side, arguments["output_factor"])
 
 
-def _sinkhorn(
+def _run(
     plain: Plain,
     q: Tensor,
     k: Tensor,
     keep: Tensor | None,
     bias: Tensor | None,
-    score_multiplier: float,
     v: Tensor | None = None,
+    *,
+    as_loop: AsLoop,
     **_rest: Any,
 ) -> Any:
     name = plain.func.__name__
-    _, loop = _sinkhorn_loop(plain.keywords)
-    if loop.half_steps == 1 and loop.first_side == "row" and v is not None and v.numel() and q.numel():
-        backend = dispatch.attention_backend(name, q, k, v, keep, bias, score_multiplier, 1, True)
-        if backend == "softmax":
-            q, keep, bias = sinkhorn_reference.open_empty(q, keep, bias)
-            factor = loop.output_factor
-            return key_c_transform.key_c_transform(q, k, v, keep, bias, None, score_multiplier, factor)
-        if backend == "plain":
-            return plain()
-        return _run(backend, q, k, v, keep, bias, None, loop)
-    if keep is None and bias is None and cpu_sinkhorn.is_short(q, k, loop.half_steps):
-        dispatch.note(name, q, k, "CPU, log domain", "short: a few calls on all heads take least")
-        return cpu_sinkhorn.few_half_steps(q, k, v, loop)
-    backend = dispatch.attention_backend(name, q, k, v, keep, bias, score_multiplier)
+    start_name, loop = as_loop(plain.keywords)
+    start = None if start_name is None else plain.keywords[start_name]
+    from_key = loop.first_side == "row" and v is not None and v.numel() > 0 and q.numel() > 0
+    backend = dispatch.attention_backend(name, q, k, v, bias, loop.half_steps, from_key)
     if backend == "plain":
         return plain()
-    return _run(backend, q, k, v, keep, bias, None, loop)
-
-
-def _asap(
-    plain: Plain,
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    target_dual: Tensor | None,
-    score_multiplier: float,
-    c_transforms: int,
-    output_factor: Sequence[float],
-    v: Tensor | None = None,
-    **_rest: Any,
-) -> Any:
-    start, loop = _asap_loop(plain.keywords)
-    some = v is None or (q.shape[2] > 0 and k.shape[2] > 0)
-    backend = dispatch.attention_backend(
-        plain.func.__name__, q, k, v, keep, bias, score_multiplier, c_transforms,
-        loop.first_side == "row" and some,
-    )  # fmt: skip
-    if backend == "softmax" and v is not None and target_dual is not None:
-        opened_dual = asap_reference.open_dual(target_dual, keep)
-        q, keep, bias = sinkhorn_reference.open_empty(q, keep, bias)
-        return key_c_transform.key_c_transform(
-            q, k, v, keep, bias, opened_dual, score_multiplier, output_factor
-        )
-    if backend == "plain":
-        return plain()
-    return _run(backend, q, k, v, keep, bias, plain.keywords[str(start)], loop)
-
-
-def _run(
-    backend: dispatch.Backend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    start: Tensor | None,
-    loop: Loop,
-) -> Tensor:
+    if backend == "cpu":
+        out, widest = native.sinkhorn_loop(q, k, v, keep, bias, start, loop)
+        dispatch.note(name, q, k, lambda: native.path(q, k, widest))
+        return out
     start = None if start is None else asap_reference.open_dual(start, keep)
     q, keep, bias = sinkhorn_reference.open_empty(q, keep, bias)
-    v = None if v is None else sinkhorn_reference.clean_values(v, keep)
-    if backend == "gpu" and v is not None:
-        from asapc.kernels.gpu import sinkhorn as gpu
+    assert v is not None
+    if backend == "softmax":
+        factor = loop.output_factor
+        return key_c_transform.key_c_transform(
+            q, k, v, keep, bias, start, loop.score_multiplier, factor
+        )
+    from asapc.kernels.gpu import sinkhorn as gpu
 
-        return gpu.sinkhorn_loop(q, k, v, keep, bias, start, loop)
-    return cpu_sinkhorn.sinkhorn_loop(q, k, v, keep, bias, start, loop)
+    values = sinkhorn_reference.clean_values(v, keep)
+    return gpu.sinkhorn_loop(q, k, values, keep, bias, start, loop)
 
 
-attention("sinkhorn", _sinkhorn, partial(differentiate, as_loop=_sinkhorn_loop))
-attention("asap", _asap, partial(differentiate, as_loop=_asap_loop))
+for _name, _as_loop in (("sinkhorn", _sinkhorn_loop), ("asap", _asap_loop)):
+    attention(_name, partial(_run, as_loop=_as_loop), partial(differentiate, as_loop=_as_loop))

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._library.autograd import make_autograd_impl
 from torch._library.custom_ops import CustomOpDef
 
 from asapc.operators.catalogue import by_name
@@ -60,7 +61,28 @@ def operator(reference: Callable[..., Any], run: Run | None = None) -> CustomOpD
 
     schema = torch.library.infer_schema(prototype, mutates_args=())
     name = f"asapc::{reference.__name__}"
-    return torch.library.custom_op(name, at_own_precision, mutates_args=(), schema=schema)
+    registered = torch.library.custom_op(name, at_own_precision, mutates_args=(), schema=schema)
+    _shorten(registered, at_own_precision)
+    return registered
+
+
+def _shorten(registered: CustomOpDef, run: Callable[..., Any]) -> None:
+    """A call on a CPU that records no gradient and that nothing traces goes to `run` at once.
+
+    custom_op's wrappers and a second pass through torch's dispatcher take longer than a short loop does.
+    """
+    record = make_autograd_impl(registered._opoverload, registered)
+
+    def call(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+        after = keys & torch._C._after_autograd_keyset
+        recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+        if recorded or after.highestPriorityTypeId() != torch._C.DispatchKey.CPU:
+            return record(keys, *inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return run(*inputs)
+
+    registered._lib.impl(registered._name, run, "CPU")
+    registered._lib.impl(registered._name, call, "AutogradCPU", with_keyset=True)
 
 
 def packed(results: Any) -> Any:

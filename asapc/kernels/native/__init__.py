@@ -1,0 +1,116 @@
+"""The engine in C++ that runs the finite loop on a CPU: what engine.cpp computes, and whether it is here.
+
+It is compiled where asapc is installed and there is a compiler, once for each instruction set. Which of
+them runs is torch's own choice, that of torch.backends.cpu.get_cpu_capability(). ASAPC_NATIVE=0 has the
+plain PyTorch of operators/ run instead; it may also name another build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
+from asapc.kernels.loop import Loop
+from asapc.kernels.thresholds import thresholds
+
+BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
+PROBLEM = Struct("7P24q5d")  # of engine.cpp
+
+
+def missing() -> str | None:
+    """Why the engine does not run here; None where it does."""
+    if os.environ.get("ASAPC_NATIVE") == "0":
+        return "ASAPC_NATIVE=0"
+    return None if _engine() else "the C++ engine was not built: no compiler at installation"
+
+
+def described() -> str:
+    """The engine in a word or two, for people to read."""
+    if missing() is not None:
+        return f"no C++ engine: {missing()}"
+    return f"C++ engine, {torch.backends.cpu.get_cpu_capability()}"
+
+
+@cache
+def _engine() -> Any:
+    """asapc_sinkhorn of the build for this CPU, None without one."""
+    name = BUILDS.get(torch.backends.cpu.get_cpu_capability(), "engine")
+    paths = [Path(__file__).with_name(name + suffix) for suffix in EXTENSION_SUFFIXES]
+    given = os.environ.get("ASAPC_NATIVE")
+    path = next((path for path in ([Path(given)] if given else paths) if path.exists()), None)
+    if path is None:
+        return None
+    function = ctypes.CDLL(str(path.absolute())).asapc_sinkhorn  # releases the interpreter's lock
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_double
+    return function
+
+
+def sinkhorn_loop(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    dual: Tensor | None,
+    loop: Loop,
+) -> tuple[Tensor, float]:
+    """A v [B, H, N, E], or the map A [B, H, N, M] where v is None; the widest range of a row's scores.
+
+    Shapes and what an example without an active key gets are those of operators/.  dual: where the loop
+    starts, None for zero: the source dual [B, H, N] where columns are closed first, the target dual
+    [B, H, M] where rows are.  At least one half-step.
+    """
+    batch, heads, queries, dim = q.shape
+    keys = k.shape[2]
+    width = keys if v is None else v.shape[3]
+    out_dtype = q.dtype if v is None else v.dtype
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.empty((batch, heads, queries, width), dtype=dtype)
+    if out.numel() == 0 or keys == 0:
+        return out.zero_().to(out_dtype), 0.0
+    q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
+    keep = None if keep is None else keep.contiguous()
+    dual = None if dual is None else dual.to(dtype).contiguous()
+    bias = None if bias is None else bias.to(dtype).expand(batch, heads, queries, keys)
+    pointers = [0 if x is None else x.data_ptr() for x in (q, k, v, keep, bias, dual, out)]
+    problem = PROBLEM.pack(
+        *pointers, batch, heads, queries, keys, dim, width, *q.stride()[:3], *k.stride()[:3],
+        *((0, 0, 0) if v is None else v.stride()[:3]), *((0, 0, 0, 0) if bias is None else bias.stride()),
+        loop.half_steps, loop.first_side == "row", dtype == torch.float64,
+        thresholds(q, k).resident_bytes, torch.get_num_threads(), loop.score_multiplier,
+        *loop.output_factor,
+    )  # fmt: skip
+    widest = _engine()(problem)
+    if widest < 0:
+        raise MemoryError(f"asapc: the loop on {keys} keys and {queries} queries does not fit the memory")
+    return out if out.dtype == out_dtype else out.to(out_dtype), widest
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In dtype, the numbers of a token side by side."""
+    x = x if x.dtype == dtype else x.to(dtype)
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def path(q: Tensor, k: Tensor, widest: float) -> tuple[str, str]:
+    """What ran on these and why, for people to read.  widest: as sinkhorn_loop has it."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    size, kept = q.shape[2] * k.shape[2] * dtype.itemsize, thresholds(q, k).resident_bytes
+    why, streamed = f"a head's scores take {size / 2**20:.2f} MiB", ""
+    if size > kept:
+        why, streamed = f"{why}, more than the {kept / 2**20:g} MiB that are kept", ", streamed"
+    domain, span = "linear domain", f"rows of scores span at most {widest:.1f}"
+    if not widest <= SAFE_ROW_RANGE[dtype]:
+        within = widest <= SAFE_ROW_RANGE[torch.float64]
+        domain = "linear domain in float64" if within else "log domain"
+        span = f"a row of scores spans {widest:.0f}"
+    return f"CPU, {described()}{streamed}, {domain}", f"{why}; {span}"

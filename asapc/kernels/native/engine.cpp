@@ -1,0 +1,663 @@
+// The finite Sinkhorn loop and its product with the values, exactly, on a CPU: the fast twin of
+// operators/sinkhorn.py and operators/asap.py behind one C function, asapc_sinkhorn.
+//
+// A head is worked on at a time, by blocks of a few queries. A block's scores come from a register tile,
+// K = exp(S - row maximum) and its row sums from one pass over them while they are in cache. From then on
+//
+//     a_i = 1 / sum_j K_ij b_j,    b_j = (N / M) / sum_i K_ij a_i
+//
+// takes one pass over K for each pair of half-steps: a block's rows are closed, and what they add to the
+// columns' sums is added, before the next block is read. The output is diag(a) K (diag(b) v). Where K of a
+// head is larger than `resident_bytes` its blocks are formed again in every pass, which costs O(N + M)
+// memory. Rows are closed to 1 and columns to N / M: with equal totals the gauge of a and b stays.
+//
+// K lies in [exp(-range), 1] for the widest range of a row's scores and the scalings in exp(+-2 range). A
+// head whose range float32 does not hold is computed in float64, and in logarithms where that does not
+// either; its scores are those of the inputs' precision all the same.
+//
+// Compiled once for each instruction set (see setup.py), with the compiler's own vectors.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include <pthread.h>
+
+namespace {
+
+// Registers of how many bytes, and how many rows of a tile two registers wide stay in them.
+#if defined(__AVX512F__)
+constexpr int kBytes = 64, kRows = 8;
+#elif defined(__AVX2__)
+constexpr int kBytes = 32, kRows = 6;
+#elif defined(__aarch64__)
+constexpr int kBytes = 16, kRows = 8;
+#else
+constexpr int kBytes = 16, kRows = 4;
+#endif
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kSmall = 1 << 21;            // multiplications that are not worth waking a thread for
+constexpr size_t kKeptBytes = size_t{1} << 24;  // of a thread's scratch, from one call to the next
+
+// The widest row of scores whose exponentials, sums and scalings a format holds: exp(2 * 40) < 3.4e38.
+template <class T> constexpr double kSafeRange = std::is_same_v<T, float> ? 40.0 : 340.0;
+
+}  // namespace
+
+struct Strides {
+  int64_t batch, head, token;
+};
+
+// What is computed; asapc/kernels/native/__init__.py fills it in.  q: [B, H, N, D]; k: [B, H, M, D];
+// v: [B, H, M, E] or null for the map; keep: [B, M] bytes or null; bias: [B, H, N, M] or null;
+// dual: [B, H, N] where columns are closed first, [B, H, M] where rows are, or null for zero; out:
+// [B, H, N, E or M].  Strides are of numbers; where none is given, tensors are contiguous. The output
+// factor is coefficient * N^queries * M^keys * n^active.
+struct Problem {
+  const void *q, *k, *v;
+  const uint8_t* keep;
+  const void *bias, *dual;
+  void* out;
+  int64_t batch, heads, queries, keys, dim, width;
+  Strides q_strides, k_strides, v_strides, bias_strides;
+  int64_t bias_key_stride, half_steps, rows_first, is_double, resident_bytes, threads;
+  double multiplier, coefficient, queries_power, keys_power, active_power;
+};
+
+namespace {
+
+template <class T> struct Lanes {
+  static constexpr int count = kBytes / sizeof(T);
+  typedef T V __attribute__((vector_size(kBytes)));
+  typedef T Loose __attribute__((vector_size(kBytes), aligned(sizeof(T)), may_alias));
+  typedef std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> Int;
+  typedef Int Bits __attribute__((vector_size(kBytes)));
+};
+template <class T> using V = typename Lanes<T>::V;
+template <class T> constexpr int kLanes = Lanes<T>::count;
+
+#define INLINE inline __attribute__((always_inline))
+
+template <class T> INLINE V<T> load(const T* from) {
+  return *reinterpret_cast<const typename Lanes<T>::Loose*>(from);
+}
+template <class T> INLINE void store(T* to, V<T> value) {
+  *reinterpret_cast<typename Lanes<T>::Loose*>(to) = value;
+}
+template <class T> INLINE V<T> all(T value) { return value - V<T>{}; }
+
+// As many numbers as a register of W holds, in W.
+template <class W, class S> INLINE V<W> load_as(const S* from) {
+  if constexpr (std::is_same_v<W, S>) {
+    return load(from);
+  } else {
+    typedef S Half __attribute__((vector_size(kBytes / 2), aligned(sizeof(S)), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const Half*>(from), V<W>);
+  }
+}
+template <class T> INLINE T sum_of(V<T> v) {
+  T total = 0;
+  for (int i = 0; i < kLanes<T>; ++i) total += v[i];
+  return total;
+}
+template <class T> INLINE T max_of(V<T> v) {
+  T top = v[0];
+  for (int i = 1; i < kLanes<T>; ++i) top = std::max(top, T(v[i]));
+  return top;
+}
+
+// exp(r) for |r| <= ln(2) / 2, the highest power first: 1 + r and Chebyshev fits, off by 1e-8 and 2e-16.
+template <class T> constexpr double kSeries[] = {
+    2.5090870615025714e-08, 2.7620616404414727e-07, 2.755730169346813e-06, 2.4801519984897177e-05,
+    0.00019841269819833207, 0.001388888891818879, 0.008333333333353364, 0.04166666666662244,
+    0.16666666666666644, 0.5000000000000002, 1.0, 1.0};
+template <> constexpr double kSeries<float>[] = {
+    0.0013933652487560828, 0.008363181544675472, 0.04166646489535625, 0.1666657696724759,
+    0.5000000013470304, 1.0, 1.0};
+
+// exp(x) for x up to 80; nan stays nan.  bounded: no x is below the normal numbers' logarithms; 0 there.
+template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
+  constexpr bool single = std::is_same_v<T, float>;
+  constexpr T to_int = single ? T(12582912.0) : T(6755399441055744.0);  // 1.5 * 2^(bits of the fraction)
+  constexpr T log2_e = T(1.4426950408889634);
+  constexpr T ln2_high = single ? T(0.693359375) : T(0.693147180369123816490);
+  constexpr T ln2_low = single ? T(-2.12194440e-4) : T(1.90821492927058770002e-10);
+  using Bits = typename Lanes<T>::Bits;
+  const V<T> shifted = x * log2_e + to_int;
+  const V<T> n = shifted - to_int;
+  const V<T> r = x - n * ln2_high - n * ln2_low;
+  V<T> p = all(T(kSeries<T>[0]));
+  for (size_t i = 1; i < std::size(kSeries<T>); ++i) p = p * r + T(kSeries<T>[i]);
+  const Bits power = (Bits(shifted) << (single ? 23 : 52)) + Bits(all(T(1)));
+  const V<T> result = p * V<T>(power);
+  if constexpr (bounded) return result;
+  return x < T(single ? -87.3 : -708.3) ? V<T>{} : result;
+}
+
+// out[r] = sum_d x[r][d] panel[d] for kRows rows, panel: [depth][2 registers]: both products' inner part.
+template <class T> INLINE void tile(const T* const* x, int64_t depth, const T* panel, T* out,
+                                   int64_t stride) {
+  constexpr int L = kLanes<T>;
+  V<T> sum[kRows][2] = {};
+  for (int64_t d = 0; d < depth; ++d) {
+    const V<T> left = load(panel + d * 2 * L), right = load(panel + d * 2 * L + L);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const V<T> factor = all(x[r][d]);
+      sum[r][0] += factor * left;
+      sum[r][1] += factor * right;
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    store(out + r * stride, sum[r][0]);
+    store(out + r * stride + L, sum[r][1]);
+  }
+}
+
+// sums[r] = sum_j rows[r][j] b[j], of R rows `stride` apart; size: a multiple of two registers.
+template <int R, class T>
+INLINE void dots(const T* rows, int64_t stride, int64_t size, const T* b, T* sums) {
+  constexpr int L = kLanes<T>;
+  V<T> sum[R][2] = {};
+  for (int64_t j = 0; j < size; j += 2 * L) {
+    const V<T> left = load(b + j), right = load(b + j + L);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      sum[r][0] += load(rows + r * stride + j) * left;
+      sum[r][1] += load(rows + r * stride + j + L) * right;
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums[r] = sum_of<T>(sum[r][0] + sum[r][1]);
+}
+
+// total[j] += sum_r a[r] rows[r][j]
+template <int R, class T>
+INLINE void add_rows(const T* rows, int64_t stride, int64_t size, const T* a, T* total) {
+  constexpr int L = kLanes<T>;
+  V<T> factors[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) factors[r] = all(a[r]);
+  for (int64_t j = 0; j < size; j += L) {
+    V<T> sum = load(total + j);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum += factors[r] * load(rows + r * stride + j);
+    store(total + j, sum);
+  }
+}
+
+// Calls body(row, how many as a type) for a block of rows: all of a whole one together, others each.
+template <class Body> INLINE void by_rows(int64_t count, const Body& body) {
+  if (count == kRows) return body(0, std::integral_constant<int, kRows>{});
+  for (int64_t row = 0; row < count; ++row) body(row, std::integral_constant<int, 1>{});
+}
+
+int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+// A thread's memory for one head after the other, kept from one call to the next where it is small.
+class Scratch {
+ public:
+  void reserve(size_t bytes) {
+    if (bytes > size_) block_.reset(new char[bytes]), size_ = bytes;
+    used_ = 0;
+  }
+  template <class T> T* take(int64_t count) {
+    T* found = reinterpret_cast<T*>(block_.get() + used_);
+    used_ += rounded_up(count * sizeof(T), kBytes);
+    return found;
+  }
+  void shrink() {
+    if (size_ > kKeptBytes) block_.reset(), size_ = 0;
+  }
+
+ private:
+  std::unique_ptr<char[]> block_;
+  size_t size_ = 0, used_ = 0;
+};
+
+// The active keys of an example; where there is none, all of them at score 0.
+struct Keys {
+  std::vector<int64_t> active;
+  bool none;
+
+  Keys(const Problem& p, int64_t example) {
+    const uint8_t* keep = p.keep ? p.keep + example * p.keys : nullptr;
+    for (int64_t j = 0; j < p.keys; ++j)
+      if (!keep || keep[j]) active.push_back(j);
+    none = active.empty();
+    for (int64_t j = 0; none && j < p.keys; ++j) active.push_back(j);
+  }
+};
+
+// S: the scores' format, that of the inputs; W: what the loop is computed in.
+template <class S, class W> class Head {
+  static constexpr int L = kLanes<W>;      // of a register of the loop
+  static constexpr int P = 2 * kLanes<S>;  // keys in a panel
+  static constexpr int E = 2 * L;          // values in a panel
+
+ public:
+  Head(const Problem& p, int64_t index, Scratch& scratch, const Keys& keys)
+      : p_(p), active_(keys.active), size_(active_.size()), padded_(rounded_up(size_, P)) {
+    const int64_t batch = index / p.heads, head = index % p.heads;
+    const auto at = [&](const void* from, const Strides& s) {
+      return static_cast<const S*>(from) + batch * s.batch + head * s.head;
+    };
+    q_ = at(p.q, p.q_strides), k_ = at(p.k, p.k_strides);
+    v_ = p.v ? at(p.v, p.v_strides) : nullptr;
+    multiplier_ = keys.none ? S(0) : S(p.multiplier);
+    bias_ = p.bias && !keys.none ? at(p.bias, p.bias_strides) : nullptr;
+    out_ = static_cast<S*>(p.out) + index * p.queries * p.width;
+    const int64_t length = p.rows_first ? p.keys : p.queries;
+    const S* dual = p.dual && !keys.none ? static_cast<const S*>(p.dual) + index * length : nullptr;
+    key_dual_ = p.rows_first ? dual : nullptr, query_dual_ = p.rows_first ? nullptr : dual;
+    stride_ = padded_ * sizeof(W) % 1024 == 0 ? padded_ + P : padded_;  // not all rows in one cache set
+    kept_ = p.queries * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
+    share_ = double(p.queries) / double(size_);
+    ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
+    scale_ = p.coefficient * std::pow(double(p.queries), p.queries_power) *
+             std::pow(double(p.keys), p.keys_power) * std::pow(double(size_), p.active_power) /
+             double(ends_on_rows_ ? p.queries : p.keys);
+    take(scratch);
+  }
+
+  // In the linear domain.  Returns the widest range of a row's scores, or the first that is too wide: what
+  // is written then means nothing.
+  double linear() {
+    widest_ = 0;
+    highest_ = -kInfinity;
+    std::fill_n(b_, size_, W(1)), std::fill(b_ + size_, b_ + padded_, W(0));
+    each_pass([&](const Pass& pass) { return linear_pass(pass); });
+    return widest_;
+  }
+
+  // With running logarithms of the plan, whose largest entries keep their digits.
+  void logarithmic() {
+    // What blocks that are formed are shifted by: the duals, or the last columns' part where they are kept.
+    for (int64_t i = 0; i < p_.queries; ++i) a_[i] = query_dual_ ? W(query_dual_[i]) : W(0);
+    std::fill_n(b_, padded_, W(0));
+    each_pass([&](const Pass& pass) { logarithmic_pass(pass); return true; });
+  }
+
+ private:
+  // One visit of every row: what it forms, closes and does.
+  struct Pass {
+    bool first, closes_rows, closes_columns;
+  };
+
+  template <class Run> void each_pass(const Run& run) {
+    bool rows_turn = p_.rows_first;
+    int64_t left = p_.half_steps;
+    for (bool first = true;; first = false) {
+      const bool closes_rows = rows_turn && left > 0;
+      const bool closes_columns = left > (closes_rows ? 1 : 0);
+      if (!run(Pass{first, closes_rows, closes_columns}) || !closes_columns) return;
+      left -= closes_rows ? 2 : 1;
+      rows_turn = true;
+    }
+  }
+
+  void take(Scratch& scratch) {
+    const int64_t rows = kept_ ? p_.queries : kRows;
+    const int64_t value_panels = v_ ? rounded_up(p_.width, E) : 0;
+    const size_t bytes = (padded_ * (p_.dim + 1) + kRows * padded_) * sizeof(S) +
+                         (rows * stride_ + 2 * p_.queries + 3 * padded_ + value_panels * size_) * sizeof(W);
+    scratch.reserve(bytes + 16 * kBytes);
+    panels_ = scratch.take<S>(padded_ * p_.dim), added_ = scratch.take<S>(padded_);
+    scores_ = scratch.take<S>(kRows * padded_), kernel_ = scratch.take<W>(rows * stride_);
+    a_ = scratch.take<W>(p_.queries), log_a_ = scratch.take<W>(p_.queries);
+    b_ = scratch.take<W>(padded_), total_ = scratch.take<W>(padded_), top_ = scratch.take<W>(padded_);
+    values_ = scratch.take<W>(value_panels * size_);
+    pack_keys();
+  }
+
+  // Active keys, times the multiplier, as panels [P keys' k_d, of every d]; and the dual they start from,
+  // its middle at 0: the loop from g on S is the loop from 0 on S + g.
+  void pack_keys() {
+    for (int64_t start = 0; start < padded_; start += P) {
+      S* panel = panels_ + start * p_.dim;
+      const int64_t here = std::min<int64_t>(P, size_ - start);
+      if (here < P) std::fill_n(panel, P * p_.dim, S(0));
+      for (int64_t j = 0; j < here; ++j) {
+        const S* key = k_ + active_[start + j] * p_.k_strides.token;
+        for (int64_t d = 0; d < p_.dim; ++d) panel[d * P + j] = key[d] * multiplier_;
+      }
+    }
+    if (key_dual_ == nullptr) return;
+    S low = S(kInfinity), high = -S(kInfinity);
+    for (int64_t j : active_) low = std::min(low, key_dual_[j]), high = std::max(high, key_dual_[j]);
+    const S middle = low + (high - low) / 2;
+    for (int64_t j = 0; j < size_; ++j) added_[j] = key_dual_[active_[j]] - middle;
+  }
+
+  // S [count, padded] of a block of rows; past the last key, the first one's score.
+  void form_scores(int64_t row, int64_t count) {
+    const S* x[kRows];
+    for (int r = 0; r < kRows; ++r) x[r] = q_ + std::min(row + r, row + count - 1) * p_.q_strides.token;
+    for (int64_t start = 0; start < padded_; start += P)
+      tile<S>(x, p_.dim, panels_ + start * p_.dim, scores_ + start, padded_);
+    for (int64_t r = 0; r < count; ++r) {
+      S* s = scores_ + r * padded_;
+      if (key_dual_) for (int64_t j = 0; j < size_; ++j) s[j] += added_[j];
+      if (const S* bias = bias_ + (row + r) * p_.bias_strides.token; bias_) {
+        if (size_ == p_.keys && p_.bias_key_stride == 1) for (int64_t j = 0; j < size_; ++j) s[j] += bias[j];
+        else for (int64_t j = 0; j < size_; ++j) s[j] += bias[active_[j] * p_.bias_key_stride];
+      }
+      std::fill(s + size_, s + padded_, s[0]);
+    }
+  }
+
+  // K of a block of rows, and their products with b; false where a row's scores are too far apart.
+  bool form_kernel(int64_t row, int64_t count, W* rows, W* sums) {
+    form_scores(row, count);
+    for (int64_t r = 0; r < count; ++r) {
+      const S* s = scores_ + r * padded_;
+      V<S> high = load(s), low = high;
+      for (int64_t j = kLanes<S>; j < padded_; j += kLanes<S>) {
+        const V<S> here = load(s + j);
+        high = here > high ? here : high, low = here < low ? here : low;
+      }
+      const S top = max_of<S>(high);
+      const double range = double(top) + double(max_of<S>(-low));
+      if (!(range <= widest_)) widest_ = range;
+      if (!(range <= kSafeRange<W>)) return false;
+      const V<W> shift = all(W(top));
+      V<W> sum[2] = {};
+      for (int64_t j = 0; j < padded_; j += 2 * L) {
+        const V<W> left = exponential<W, true>(load_as<W>(s + j) - shift);
+        const V<W> right = exponential<W, true>(load_as<W>(s + j + L) - shift);
+        store(rows + r * stride_ + j, left), store(rows + r * stride_ + j + L, right);
+        sum[0] += left * load(b_ + j), sum[1] += right * load(b_ + j + L);
+      }
+      sums[r] = sum_of<W>(sum[0] + sum[1]);
+      log_a_[row + r] = W(top) + (query_dual_ ? W(query_dual_[row + r]) : W(0));
+    }
+    return true;
+  }
+
+  bool linear_pass(const Pass& pass) {
+    if (pass.closes_columns) std::fill_n(total_, padded_, W(0));
+    else pack_values(b_);
+    for (int64_t row = 0; row < p_.queries; row += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, p_.queries - row);
+      W* rows = kernel_ + (kept_ ? row * stride_ : 0);
+      W* a = a_ + row;
+      if (pass.first || !kept_) {
+        W sums[kRows];
+        if (!form_kernel(row, count, rows, sums)) return false;
+        if (pass.closes_rows) std::copy_n(sums, count, a);
+        else if (pass.first) start_rows(row, count);
+      } else if (pass.closes_rows) {
+        by_rows(count, [&](int64_t r, auto R) {
+          dots<R.value>(rows + r * stride_, stride_, padded_, b_, a + r);
+        });
+      }
+      if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = W(1) / a[r];
+      if (!pass.closes_columns) apply(row, count, rows, a, b_, scale_ / (ends_on_rows_ ? 1.0 : share_));
+      else by_rows(count, [&](int64_t r, auto R) {
+        add_rows<R.value>(rows + r * stride_, stride_, padded_, a + r, total_);
+      });
+    }
+    if (!pass.closes_columns) return true;
+    for (int64_t j = 0; j < size_; ++j) b_[j] = W(share_) / total_[j];
+    if (pass.first && !pass.closes_rows)  // in the units of the last block, which are everyone's
+      for (int64_t i = 0; i < p_.queries; ++i) a_[i] = std::exp(log_a_[i] - W(highest_));
+    return true;
+  }
+
+  // a_i = exp(f_i) in K's units where columns are closed first, less the largest of them up to here.
+  void start_rows(int64_t row, int64_t count) {
+    const W top = *std::max_element(log_a_ + row, log_a_ + row + count);
+    if (top > highest_) {
+      const W factor = std::exp(W(highest_) - top);
+      for (int64_t j = 0; j < padded_; ++j) total_[j] *= factor;
+      highest_ = top;
+    }
+    for (int64_t i = row; i < row + count; ++i) a_[i] = std::exp(log_a_[i] - W(highest_));
+  }
+
+  // Log plan of a block of rows as the last columns left it, in place of K.
+  void form_log_plan(int64_t row, int64_t count, bool fresh, W* rows) {
+    if (fresh) form_scores(row, count);
+    for (int64_t r = 0; r < count; ++r) {
+      W* x = rows + r * stride_;
+      const V<W> start = all(a_[row + r]);
+      for (int64_t j = 0; j < padded_; j += L) {
+        V<W> here = fresh ? load_as<W>(scores_ + r * padded_ + j) + start : load(x + j);
+        store(x + j, here + load(b_ + j));
+      }
+      std::fill(x + size_, x + padded_, W(-kInfinity));
+    }
+  }
+
+  void logarithmic_pass(const Pass& pass) {
+    W ones[kRows];
+    std::fill_n(ones, kRows, W(1));
+    std::fill_n(total_, padded_, W(pass.closes_columns ? 0 : 1)), std::fill_n(top_, padded_, W(-kInfinity));
+    if (!pass.closes_columns) pack_values(total_);
+    for (int64_t row = 0; row < p_.queries; row += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, p_.queries - row);
+      W* rows = kernel_ + (kept_ ? row * stride_ : 0);
+      form_log_plan(row, count, pass.first || !kept_, rows);
+      for (int64_t r = 0; r < count; ++r) {
+        W* x = rows + r * stride_;
+        if (pass.closes_rows) a_[row + r] += close_log_row(x);
+        if (pass.closes_columns) continue;
+        for (int64_t j = 0; j < padded_; j += L) store(x + j, exponential<W>(load(x + j)));
+      }
+      if (pass.closes_columns) add_log_rows(rows, count);
+      else apply(row, count, rows, ones, total_, scale_);
+    }
+    if (!pass.closes_columns) return;
+    for (int64_t j = 0; j < size_; ++j) {  // a column that no query sees stays as it is
+      const W correction = top_[j] == W(-kInfinity) ? W(0) : -(top_[j] + std::log(total_[j]));
+      b_[j] = kept_ ? correction : b_[j] + correction;
+    }
+  }
+
+  // x_j - logsumexp(x), and what was added; a row of -inf alone stays as it is.
+  W close_log_row(W* x) const {
+    V<W> high = load(x), sum{};
+    for (int64_t j = L; j < padded_; j += L) high = load(x + j) > high ? load(x + j) : high;
+    const W top = max_of<W>(high);
+    if (top == W(-kInfinity)) return W(0);
+    for (int64_t j = 0; j < padded_; j += L) sum += exponential<W>(load(x + j) - top);
+    const W rest = std::log(sum_of<W>(sum));
+    for (int64_t j = 0; j < padded_; j += L) store(x + j, load(x + j) - top - rest);
+    return -(top + rest);
+  }
+
+  // The columns' logsumexp as top + log(total), one block of rows further.
+  void add_log_rows(const W* rows, int64_t count) {
+    for (int64_t j = 0; j < padded_; j += L) {
+      V<W> top = load(top_ + j);
+      for (int64_t r = 0; r < count; ++r) {
+        const V<W> x = load(rows + r * stride_ + j);
+        top = x > top ? x : top;
+      }
+      const V<W> finite = top == all(W(-kInfinity)) ? V<W>{} : top;
+      V<W> sum = load(total_ + j) * exponential<W>(load(top_ + j) - finite);
+      for (int64_t r = 0; r < count; ++r) sum += exponential<W>(load(rows + r * stride_ + j) - finite);
+      store(total_ + j, sum), store(top_ + j, top);
+    }
+  }
+
+  // diag(weights) v of the active keys, as panels [all keys' E values].
+  void pack_values(const W* weights) {
+    if (v_ == nullptr) return;
+    for (int64_t start = 0; start < p_.width; start += E) {
+      const int64_t here = std::min<int64_t>(E, p_.width - start);
+      W* to = values_ + start * size_;
+      for (int64_t j = 0; j < size_; ++j, to += E) {
+        const S* from = v_ + active_[j] * p_.v_strides.token + start;
+        for (int64_t e = 0; e < here; ++e) to[e] = weights[j] * W(from[e]);
+        for (int64_t e = here; e < E; ++e) to[e] = W(0);
+      }
+    }
+  }
+
+  // A block of rows of the map, times the values where there are some.
+  void apply(int64_t row, int64_t count, const W* rows, const W* a, const W* weights, double scale) {
+    S* out = out_ + row * p_.width;
+    if (v_ == nullptr) {
+      for (int64_t r = 0; r < count; ++r, out += p_.width) {
+        const W factor = W(a[r] * scale);
+        if (size_ < p_.keys) std::fill_n(out, p_.keys, S(0));
+        for (int64_t j = 0; j < size_; ++j)
+          out[active_[j]] = S(factor * rows[r * stride_ + j] * weights[j]);
+      }
+      return;
+    }
+    const W* x[kRows];
+    for (int r = 0; r < kRows; ++r) x[r] = rows + std::min<int64_t>(r, count - 1) * stride_;
+    for (int64_t start = 0; start < p_.width; start += E) {
+      W part[kRows * E];
+      tile<W>(x, size_, values_ + start * size_, part, E);
+      const int64_t here = std::min<int64_t>(E, p_.width - start);
+      for (int64_t r = 0; r < count; ++r) {
+        const W factor = W(a[r] * scale);
+        S* to = out + r * p_.width + start;
+        if (here == E) for (int e = 0; e < E; ++e) to[e] = S(factor * part[r * E + e]);
+        else for (int64_t e = 0; e < here; ++e) to[e] = S(factor * part[r * E + e]);
+      }
+    }
+  }
+
+  const Problem& p_;
+  const std::vector<int64_t>& active_;
+  const int64_t size_, padded_;
+  const S *q_, *k_, *v_, *bias_, *key_dual_, *query_dual_;
+  S *out_, *panels_, *added_, *scores_, multiplier_;
+  W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
+  int64_t stride_;
+  bool kept_, ends_on_rows_;
+  double share_, scale_, widest_, highest_;
+};
+
+// Returns the widest range of scores in a row, or the first beyond what float64 holds.
+template <class S> double run_head(const Problem& p, int64_t index, Scratch& scratch, const Keys& keys) {
+  double range = Head<S, S>(p, index, scratch, keys).linear();
+  if (range <= kSafeRange<S>) return range;
+  if constexpr (!std::is_same_v<S, double>) {
+    range = Head<S, double>(p, index, scratch, keys).linear();
+    if (range <= kSafeRange<double>) return range;
+  }
+  Head<S, double>(p, index, scratch, keys).logarithmic();
+  return range;
+}
+
+// Threads that wait for calls. A call's own thread works too, and waits for no thread that has not begun.
+class Pool {
+ public:
+  void run(int64_t helpers, const std::function<void()>& work) {
+    Call call{&work, 0};
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (threads_ < helpers && add_thread()) {}
+    waiting_.insert(waiting_.end(), helpers, &call);
+    lock.unlock();
+    wake_.notify_all();
+    work();
+    lock.lock();
+    waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), &call), waiting_.end());
+    done_.wait(lock, [&] { return call.running == 0; });
+  }
+
+ private:
+  struct Call {
+    const std::function<void()>* work;
+    int running;
+  };
+
+  bool add_thread() try {
+    std::thread([this] { serve(); }).detach();
+    return ++threads_ > 0;
+  } catch (const std::system_error&) {
+    return false;
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return !waiting_.empty(); });
+      Call* call = waiting_.front();
+      waiting_.pop_front();
+      ++call->running;
+      lock.unlock();
+      (*call->work)();
+      lock.lock();
+      if (--call->running == 0) done_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::deque<Call*> waiting_;
+  int64_t threads_ = 0;
+};
+
+// Never destroyed: its threads wait until the process ends. A fork has none of them, and gets its own.
+Pool* pool = nullptr;
+std::once_flag pool_made;
+
+Pool& the_pool() {
+  std::call_once(pool_made, [] {
+    pool = new Pool;
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+  });
+  return *pool;
+}
+
+template <class S> double run(const Problem& p) {
+  const int64_t heads = p.batch * p.heads;
+  std::atomic<int64_t> next{0};
+  std::mutex mutex;
+  double widest = 0.0;
+  const std::function<void()> work = [&] {
+    static thread_local Scratch scratch;
+    double own = 0.0;
+    try {
+      std::optional<Keys> keys;
+      int64_t example = -1;
+      for (int64_t index; (index = next++) < heads;) {
+        if (!keys || (p.keep && example != index / p.heads)) keys.emplace(p, example = index / p.heads);
+        const double range = run_head<S>(p, index, scratch, *keys);
+        if (!(range <= own)) own = range;
+      }
+    } catch (const std::bad_alloc&) {
+      own = -1.0;
+    }
+    scratch.shrink();
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (own < 0 || widest < 0) widest = -1.0;
+    else if (!(own <= widest)) widest = own;
+  };
+  const int64_t products = p.dim + p.width + 2 * p.half_steps + 16;  // of an entry of a head's map, or so
+  const bool small = double(heads) * double(p.queries) * double(p.keys) * double(products) < kSmall;
+  const int64_t helpers = small ? 0 : std::min(p.threads, heads) - 1;
+  if (helpers > 0) the_pool().run(helpers, work);
+  else work();
+  return widest;
+}
+
+}  // namespace
+
+// Returns the widest range of scores in a row, or that of a row that logarithms were needed for; -1 where
+// there is not enough memory.
+extern "C" double asapc_sinkhorn(const Problem* problem) {
+  return problem->is_double ? run<double>(*problem) : run<float>(*problem);
+}
