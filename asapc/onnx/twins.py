@@ -38,6 +38,7 @@ from asapc.operators.fitted_sinkhorn import scaled
 from asapc.operators.hybrid import hybrid
 from asapc.operators.masks import FINE
 from asapc.operators.matching import rank_partners
+from asapc.operators.pair import pair
 from asapc.operators.ranks import Clouds as Ranks
 from asapc.operators.sinkhorn import (
     clean_values,
@@ -708,14 +709,7 @@ def _gathered(
     return stairs if coupling == "monotone" and not clouds.one_to_one() else few
 
 
-def esp_hard(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-    """Arguments and result as operators.esp.esp_hard."""
-    return _esp_hard(q, k, v, *settings).to(v.dtype)
-
-
-def esp_hard_attention(q: Tensor, k: Tensor, *settings: Any) -> Tensor:
-    """Arguments and result as operators.esp.esp_hard_attention."""
-    return _esp_hard(q, k, None, *settings).to(q.dtype)
+esp_hard, esp_hard_attention = pair("esp_hard", _esp_hard)
 
 
 def _esp_soft(
@@ -758,17 +752,10 @@ def _esp_soft(
     return _with_lengths(mixed, q, k, query_power, key_power)
 
 
-def esp_soft(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-    """Arguments and result as operators.esp.esp_soft."""
-    return _esp_soft(q, k, v, *settings).to(v.dtype)
+esp_soft, esp_soft_attention = pair("esp_soft", _esp_soft)
 
 
-def esp_soft_attention(q: Tensor, k: Tensor, *settings: Any) -> Tensor:
-    """Arguments and result as operators.esp.esp_soft_attention."""
-    return _esp_soft(q, k, None, *settings).to(q.dtype)
-
-
-def _lot(
+def _lot_loops(
     q: Tensor,
     k: Tensor,
     keep: Tensor | None,
@@ -814,38 +801,28 @@ def _lot(
     return first, replace(second, kernel=kernel if omega is None else kernel * omega[..., None])
 
 
-def lot(
+def _lot(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     query_keep: Tensor | None,
     key_bias: Tensor | None,
     *settings: Any,
 ) -> Tensor:
-    """Arguments and result as operators.lot.lot."""
+    """Arguments and results as operators.lot.lot and lot_attention."""
     loops, (output_factor, *glue) = settings[:8], settings[8:]
-    first, second = _lot(q, k, keep, query_keep, key_bias, *loops, *glue)
-    values = second.apply(clean_values(v, keep).to(second.kernel.dtype))  # [B, H, R, E]
-    out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
+    first, second = _lot_loops(q, k, keep, query_keep, key_bias, *loops, *glue)
+    if v is None:
+        out = first.plan().transpose(-1, -2) @ second.plan()
+    else:
+        values = second.apply(clean_values(v, keep).to(second.kernel.dtype))  # [B, H, R, E]
+        out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
     out = out * _token_factor(output_factor, q, k, keep, query_keep)
-    return lot_meaning.masked(out, keep, query_keep).to(v.dtype)
+    return lot_meaning.masked(out, keep, query_keep)
 
 
-def lot_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    key_bias: Tensor | None,
-    *settings: Any,
-) -> Tensor:
-    """Arguments and result as operators.lot.lot_attention."""
-    loops, (output_factor, *glue) = settings[:8], settings[8:]
-    first, second = _lot(q, k, keep, query_keep, key_bias, *loops, *glue)
-    dense = first.plan().transpose(-1, -2) @ second.plan()
-    dense = dense * _token_factor(output_factor, q, k, keep, query_keep)
-    return lot_meaning.masked(dense, keep, query_keep).to(q.dtype)
+lot, lot_attention = pair("lot", _lot)
 
 
 def _token_factor(

@@ -33,6 +33,7 @@ from asapc.operators.matching import (
     scatter_sum,
     slice_weights,
 )
+from asapc.operators.pair import pair
 from asapc.operators.ranks import (
     Clouds,
     active,
@@ -195,10 +196,10 @@ def _soft(
     return plan_of
 
 
-def esp_soft(
+def _esp_soft(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     query_keep: Tensor | None,
     slices: Tensor | None,
@@ -212,7 +213,7 @@ def esp_soft(
     query_power: int = 0,
     key_power: int = 0,
 ) -> Tensor:
-    """A v for the map of the soft plans: [B, H, N, E] in v's dtype.
+    """A v for the map A of the soft plans: [B, H, N, E] in v's dtype; or A [B, H, N, M] in q's.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
     on active tokens; slices: theta [L, D] or [H, L, D], None for the D axes; inverse_temperature: tau
@@ -225,32 +226,10 @@ def esp_soft(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
         output_factor, slice_weight,
         _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
-    ).to(v.dtype)  # fmt: skip
+    )  # fmt: skip
 
 
-def esp_soft_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
-    """The map itself, [B, H, N, M] in q's dtype.  Arguments as esp_soft."""
-    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
-    return expected_plan(
-        q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, slice_weight,
-        _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
-    ).to(q.dtype)  # fmt: skip
+esp_soft, esp_soft_attention = pair("esp_soft", _esp_soft)
 
 
 def esp_released_hard_attention(
@@ -362,10 +341,10 @@ def _one_at_a_time(
     return torch.cat(results) if results else q.new_zeros(0, q.shape[1], q.shape[2], width)
 
 
-def esp_hard(
+def _esp_hard(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     query_keep: Tensor | None,
     slices: Tensor | None,
@@ -379,7 +358,7 @@ def esp_hard(
     query_power: int = 0,
     key_power: int = 0,
 ) -> Tensor:
-    """A v for the map of the plans sorted exactly: [B, H, N, E] in v's dtype.
+    """A v for the map A of the plans sorted exactly: [B, H, N, E] in v's dtype; or A in q's.
 
     Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
     to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
@@ -390,28 +369,7 @@ def esp_hard(
     return hard_plan(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
         output_factor, slice_weight, coupling, ties,
-    ).to(v.dtype)  # fmt: skip
+    )  # fmt: skip
 
 
-def esp_hard_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    ties: Ties = "shared",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
-    """The map itself, [B, H, N, M] in q's dtype, for those who want to see it.  Arguments as esp_hard."""
-    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
-    return hard_plan(
-        q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, slice_weight, coupling, ties,
-    ).to(q.dtype)  # fmt: skip
+esp_hard, esp_hard_attention = pair("esp_hard", _esp_hard)
