@@ -579,7 +579,7 @@ def _esp_hard(
     query_power: int = 0,
     key_power: int = 0,
 ) -> Tensor:
-    """operators.esp.hard_plan one slice at a time: rows are gathered, plans formed where tokens tie."""
+    """operators.esp.esp_hard one slice at a time: rows are gathered, plans formed where tokens tie."""
     clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
     values = None if v is None else clean_values(widen(v), keep)
     orders = [
@@ -755,9 +755,10 @@ def _esp_soft(
 esp_soft, esp_soft_attention = pair("esp_soft", _esp_soft)
 
 
-def _lot_loops(
+def _lot(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     query_keep: Tensor | None,
     key_bias: Tensor | None,
@@ -769,10 +770,12 @@ def _lot_loops(
     queries_first: bool,
     key_half_steps: int,
     keys_first: bool,
+    output_factor: Sequence[float],
     interleaved: bool = False,
     pivot_weight: Tensor | None = None,
-) -> tuple[Loop, Loop]:
-    """Both loops, pivots by tokens; the plan of the second is over sigma, in the log domain."""
+) -> Tensor:
+    """operators.lot.lot, or lot_attention: both loops have pivots by tokens, and the plan of the second
+    is over sigma, in the log domain."""
     dtype = lot_meaning.work_dtype(q)
     sigma = pivot_mass.to(dtype)
     omega = None if pivot_weight is None else pivot_weight.to(dtype)
@@ -798,21 +801,7 @@ def _lot_loops(
     (_, first), (scores, second) = loops
     over = second.f - torch.where(log_sigma == -math.inf, 0.0, log_sigma)
     kernel = _kernel(scores, over, second.g)
-    return first, replace(second, kernel=kernel if omega is None else kernel * omega[..., None])
-
-
-def _lot(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    key_bias: Tensor | None,
-    *settings: Any,
-) -> Tensor:
-    """Arguments and results as operators.lot.lot and lot_attention."""
-    loops, (output_factor, *glue) = settings[:8], settings[8:]
-    first, second = _lot_loops(q, k, keep, query_keep, key_bias, *loops, *glue)
+    second = replace(second, kernel=kernel if omega is None else kernel * omega[..., None])
     if v is None:
         out = first.plan().transpose(-1, -2) @ second.plan()
     else:

@@ -265,82 +265,6 @@ def esp_released_hard_attention(
     ).to(q.dtype)  # fmt: skip
 
 
-def hard_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    slice_weight: Tensor | None,
-    coupling: Coupling,
-    ties: Ties,
-) -> Tensor:
-    """factor sum_l w_l P_l of plans sorted exactly, times v if given.
-
-    Where a map is wanted and tokens tie, and while a CUDA graph is recorded, which must not depend on
-    the data, the plans are formed; else keys are gathered.
-    """
-    settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor, slice_weight)
-    masked = keep is not None or query_keep is not None
-
-    def formed() -> Tensor:
-        def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
-            return lifted_plan(x, y, clouds.keep, clouds.query_keep, coupling, ties)
-
-        return expected_plan(q, k, v, keep, query_keep, *settings, plan_of)
-
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return formed()
-    if masked and coupling == "monotone":
-        return _one_at_a_time(q, k, v, keep, query_keep, (*settings, coupling, ties))
-    clouds = clouds_of(q, k, keep, query_keep, slices)
-    width = clouds.k.shape[2] if v is None else v.shape[3]
-    if 0 in (clouds.x.numel(), clouds.y.numel(), width):
-        return clouds.q.new_zeros(*clouds.q.shape[:3], width)
-    ordered = ranked(clouds.x, clouds.query_keep, ties), ranked(clouds.y, clouds.keep, ties)
-    matching = match(clouds, *ordered, coupling)
-    if v is None and matching.means:
-        return formed()
-    cost = matched_costs(clouds, *ordered, matching, coupling, squared_cost)
-    count = active(clouds.query_keep, clouds.q)[:, None, None]
-    weights = slice_weights(cost, inverse_temperature, count, mean_cost, slice_weight)
-    weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
-    if v is None:
-        result = scatter_sum(matching, width, weights)
-    else:
-        result = gather_sum(matching, clean_values(widen(v), keep), weights)
-    return close(result, keep, query_keep, output_factor)
-
-
-def _one_at_a_time(
-    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None, settings: Any
-) -> Tensor:
-    """hard_plan of each example's active tokens: how many keys a query meets depends on their number."""
-    width = k.shape[2] if v is None else v.shape[3]
-    results = []
-    for example in range(q.shape[0]):
-        rows, columns = (
-            torch.arange(points.shape[2], device=q.device) if mask is None
-            else mask[example].nonzero()[:, 0] for mask, points in ((query_keep, q), (keep, k))
-        )  # fmt: skip
-        part_v = None if v is None else v[example, None, :, columns]
-        part = hard_plan(
-            q[example, None, :, rows], k[example, None, :, columns], part_v, None, None, *settings
-        )
-        result = part.new_zeros(1, q.shape[1], q.shape[2], width)
-        if v is None:
-            wide = part.new_zeros(*part.shape[:3], width).index_copy(3, columns, part)
-            results.append(result.index_copy(2, rows, wide))
-        else:
-            results.append(result.index_copy(2, rows, part))
-    return torch.cat(results) if results else q.new_zeros(0, q.shape[1], q.shape[2], width)
-
-
 def _esp_hard(
     q: Tensor,
     k: Tensor,
@@ -363,13 +287,64 @@ def _esp_hard(
     Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
     to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
     O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix; where different points tie and share,
-    their cost takes D for every tied pair.
+    their cost takes D for every tied pair. Where a map is wanted and tokens tie, and while a CUDA graph
+    is recorded, which must not depend on the data, the plans are formed; else keys are gathered.
     """
     output_factor = with_lengths(output_factor, q, k, query_power, key_power)
-    return hard_plan(
-        q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, slice_weight, coupling, ties,
-    )  # fmt: skip
+    settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
+    masked = keep is not None or query_keep is not None
+
+    def formed() -> Tensor:
+        def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
+            return lifted_plan(x, y, clouds.keep, clouds.query_keep, coupling, ties)
+
+        return expected_plan(q, k, v, keep, query_keep, *settings, slice_weight, plan_of)
+
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return formed()
+    if masked and coupling == "monotone":
+        return _one_at_a_time(q, k, v, keep, query_keep, (*settings, coupling, ties, slice_weight))
+    clouds = clouds_of(q, k, keep, query_keep, slices)
+    width = clouds.k.shape[2] if v is None else v.shape[3]
+    if 0 in (clouds.x.numel(), clouds.y.numel(), width):
+        return clouds.q.new_zeros(*clouds.q.shape[:3], width)
+    ordered = ranked(clouds.x, clouds.query_keep, ties), ranked(clouds.y, clouds.keep, ties)
+    matching = match(clouds, *ordered, coupling)
+    if v is None and matching.means:
+        return formed()
+    cost = matched_costs(clouds, *ordered, matching, coupling, squared_cost)
+    count = active(clouds.query_keep, clouds.q)[:, None, None]
+    weights = slice_weights(cost, inverse_temperature, count, mean_cost, slice_weight)
+    weights = weights.to(clouds.q.dtype)[..., None].expand(clouds.x.shape)
+    if v is None:
+        result = scatter_sum(matching, width, weights)
+    else:
+        result = gather_sum(matching, clean_values(widen(v), keep), weights)
+    return close(result, keep, query_keep, output_factor)
+
+
+def _one_at_a_time(
+    q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None, settings: Any
+) -> Tensor:
+    """_esp_hard of each example's active tokens: how many keys a query meets depends on their number."""
+    width = k.shape[2] if v is None else v.shape[3]
+    results = []
+    for example in range(q.shape[0]):
+        rows, columns = (
+            torch.arange(points.shape[2], device=q.device) if mask is None
+            else mask[example].nonzero()[:, 0] for mask, points in ((query_keep, q), (keep, k))
+        )  # fmt: skip
+        part_v = None if v is None else v[example, None, :, columns]
+        part = _esp_hard(
+            q[example, None, :, rows], k[example, None, :, columns], part_v, None, None, *settings
+        )
+        result = part.new_zeros(1, q.shape[1], q.shape[2], width)
+        if v is None:
+            wide = part.new_zeros(*part.shape[:3], width).index_copy(3, columns, part)
+            results.append(result.index_copy(2, rows, wide))
+        else:
+            results.append(result.index_copy(2, rows, part))
+    return torch.cat(results) if results else q.new_zeros(0, q.shape[1], q.shape[2], width)
 
 
 esp_hard, esp_hard_attention = pair("esp_hard", _esp_hard)

@@ -61,11 +61,17 @@ def _lot(
     """
     if k.shape[2] == 0 or q.shape[2] == 0:
         return q.new_zeros((*q.shape[:3], k.shape[2] if v is None else v.shape[3]))
-    first, second = _plans(
-        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
-        query_half_steps, queries_first, key_half_steps, keys_first, interleaved,
-        pivot_weight,
-    )  # fmt: skip
+    dtype = work_dtype(q)
+    if interleaved:
+        pivot_mass = by_example(pivot_mass, q.shape[0])
+        pivot_weight = None if pivot_weight is None else by_example(pivot_weight, q.shape[0])
+    first_scores = pivot_scores(q, query_keep, None, pivots, query_multiplier, dtype)
+    second_scores = pivot_scores(k, keep, key_bias, pivots, key_multiplier, dtype)
+    # Gamma1 [B, H, R, N] and diag(omega / sigma) Gamma2 [B, H, R, M]
+    first = pivot_plan(first_scores, query_keep, pivot_mass, query_half_steps, queries_first, False)
+    second = pivot_plan(second_scores, keep, pivot_mass, key_half_steps, keys_first, True)
+    if pivot_weight is not None:
+        second = second * pivot_weight.to(dtype)[..., None]
     if v is not None:
         second = second @ _clean(v, keep).to(second.dtype)  # [B, H, R, E]
     out = first.transpose(-1, -2) @ second
@@ -74,35 +80,6 @@ def _lot(
 
 
 lot, lot_attention = pair("lot", _lot)
-
-
-def _plans(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    key_bias: Tensor | None,
-    pivots: Tensor,
-    pivot_mass: Tensor,
-    query_multiplier: float,
-    key_multiplier: float,
-    query_half_steps: int,
-    queries_first: bool,
-    key_half_steps: int,
-    keys_first: bool,
-    interleaved: bool,
-    pivot_weight: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Gamma1 [B, H, R, N] and diag(omega / sigma) Gamma2 [B, H, R, M]."""
-    dtype = work_dtype(q)
-    if interleaved:
-        pivot_mass = by_example(pivot_mass, q.shape[0])
-        pivot_weight = None if pivot_weight is None else by_example(pivot_weight, q.shape[0])
-    first_scores = pivot_scores(q, query_keep, None, pivots, query_multiplier, dtype)
-    second_scores = pivot_scores(k, keep, key_bias, pivots, key_multiplier, dtype)
-    first = pivot_plan(first_scores, query_keep, pivot_mass, query_half_steps, queries_first, False)
-    second = pivot_plan(second_scores, keep, pivot_mass, key_half_steps, keys_first, True)
-    return first, second if pivot_weight is None else second * pivot_weight.to(dtype)[..., None]
 
 
 def by_example(table: Tensor, batch: int) -> Tensor:
