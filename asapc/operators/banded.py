@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asapc.ir import Convention, Mask, OutputFactor, Side
+from asapc.ir import Convention, Mask, OutputFactor, Side, loop_json
 from asapc.operators.c_transforms import log_marginals
 from asapc.operators.pair import pair
 from asapc.operators.sinkhorn import (
@@ -59,18 +59,8 @@ class BandedConvention:
         return self.loop.last_side
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
-        return {
-            "operator": "banded_sinkhorn",
-            "half_steps": self.half_steps,
-            "first_side": self.first_side,
-            "last_side": self.last_side,
-            "score_multiplier": self.score_multiplier,
-            "band": [self.low, self.high],
-            "output_factor": str(self.output_factor),
-            "output_factor_terms": asdict(self.output_factor),
-            "mask": self.mask,
-        }
+        band = [self.low, self.high]
+        return {"operator": "banded_sinkhorn", **loop_json(self.loop), "band": band, "mask": self.mask}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BandedConvention:
