@@ -329,29 +329,25 @@ _asap, asap_attention = _both(_asap_loop)
 
 
 def asap(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, *settings: Any
-) -> Tensor:
-    """Arguments and result as operators.asap.asap."""
-    _, target_dual, score_multiplier, c_transforms, output_factor = settings
-    if c_transforms == 1 and target_dual is not None:
-        return _key_c_transform(q, k, v, keep, bias, target_dual, score_multiplier, output_factor)
-    return _asap(q, k, v, keep, bias, *settings)
-
-
-def _key_c_transform(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     keep: Tensor | None,
     bias: Tensor | None,
-    target_dual: Tensor,
+    source_dual: Tensor | None,
+    target_dual: Tensor | None,
     score_multiplier: float,
+    c_transforms: int,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """Softmax attention, in the one pattern that runtimes have a kernel for.
+    """Arguments and result as operators.asap.asap.
 
-    The dual rides as one more head dimension, (q, 1) . (k, g) = q . k + g: no N x M mask is made.
+    One c-transform of the keys' dual is softmax attention, in the one pattern that runtimes have a kernel
+    for. The dual rides as one more head dimension, (q, 1) . (k, g) = q . k + g: no N x M mask is made.
     """
+    if c_transforms != 1 or target_dual is None:
+        settings = (source_dual, target_dual, score_multiplier, c_transforms, output_factor)
+        return _asap(q, k, v, keep, bias, *settings)
     dual = asap_meaning.open_dual(target_dual, keep)
     q, opened, bias = open_empty(q, keep, bias)
     wide = torch.promote_types(widen(q).dtype, widen(v).dtype)
