@@ -70,7 +70,7 @@ from asapc.program.call import (
     types_at_hand,
 )
 from asapc.program.calls import attribute, name_calls, sites_of
-from asapc.program.code import GraphCode, flat_graph, tensors_of, traced_inputs
+from asapc.program.code import GraphCode, flat_graph, tensors_of, traced_inputs, under
 from asapc.program.compiled import OPERATORS, CompiledModel, Inside, Operators, site_line
 from asapc.program.exported import exported_program
 from asapc.program.live import Patch, constants_of, install, operator_name, prepared, warn_left
@@ -360,9 +360,9 @@ def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
     tensors = read_safetensors(place / "model.safetensors")
     programs: dict[Stage, list[Program]] = {stage: [] for stage in stages}
     for index, entry in enumerate(manifest["programs"]):
-        shared = _under(tensors, f"{index}.")
+        shared = under(tensors, f"{index}.")
         for stage in stages:
-            weights = {**shared, **_under(tensors, f"{stage}.{index}.")}
+            weights = {**shared, **under(tensors, f"{stage}.{index}.")}
             path = _inside(place, entry[stage])
             graph = _module(load_program(path, weights, trust=trust, sizes=False), path)
             if not name_calls(graph, entry["calls"][stage]):
@@ -376,14 +376,14 @@ def _read(place: Path, stages: Sequence[Stage], trust: bool) -> Artifact:
         raise InputError(f"{place}: {_SEEN} must list integers", got=f"{seen.dtype} {[*seen.shape]}")
     return Artifact(
         place, manifest, programs, frozenset(h & ((1 << 64) - 1) for h in seen.tolist()),
-        _under(tensors, _MODEL), _read_selection(place / SELECTION), trust,
+        under(tensors, _MODEL), _read_selection(place / SELECTION), trust,
     )  # fmt: skip
 
 
 def read_exported(artifact: Artifact, stage: Stage = "graph") -> ExportedProgram:
     """The one program of a model captured whole, with its weights, as torch.export has it."""
     tensors = read_safetensors(artifact.folder / "model.safetensors")
-    weights = {**_under(tensors, "0."), **_under(tensors, f"{stage}.0.")}
+    weights = {**under(tensors, "0."), **under(tensors, f"{stage}.0.")}
     place = _inside(artifact.folder, artifact.manifest["programs"][0][stage])
     return load_program(place, weights, trust=artifact.trusted)
 
@@ -400,10 +400,6 @@ def _module(exported: ExportedProgram, path: Path) -> GraphModule:
         graph.__dict__.pop(name, None)
     assert isinstance(graph, GraphModule)
     return graph
-
-
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -859,9 +855,9 @@ def _weights_for(artifact: Artifact, model: nn.Module) -> list[tuple[Tensor, Ten
     Raises InputError where one of them cannot be copied.
     """
     tensors = read_safetensors(artifact.folder / "model.safetensors")
-    weights = dict(_under(tensors, _MODEL))
+    weights = dict(under(tensors, _MODEL))
     for index, entry in enumerate(artifact.manifest["programs"]):
-        stored = {**_under(tensors, f"{index}."), **_under(tensors, f"graph.{index}.")}
+        stored = {**under(tensors, f"{index}."), **under(tensors, f"graph.{index}.")}
         prefix = f"{entry['name']}." if entry["name"] else ""
         weights |= {prefix + name: t for name, t in stored.items() if not name.startswith("asapc_")}
     theirs = tensors_of(model)

@@ -170,10 +170,7 @@ def inspect(
     Exit code 3 where the model has neither.
     """
     result = commands.inspect_model(model, data, reading, run.progress)
-    from asapc.report.brief import inspect_brief
-    from asapc.report.tables import inspect_tables
-
-    run.show(result, inspect_brief, inspect_tables)
+    run.present(result, "inspect")
     if not result["sites"]:
         raise nothing_found()
     if data is not None and any(site["status"] == "matched" for site in result["sites"]):
@@ -201,10 +198,7 @@ def calibrate(
     summary = commands.calibrate_model(
         run, model, data, out, recipe, reading, sequential, restart, max_memory
     )
-    from asapc.report.brief import calibration_brief
-    from asapc.report.tables import calibration_tables
-
-    run.show(summary, calibration_brief, calibration_tables)
+    run.present(summary, "calibration")
     if not summary["sites"]:
         run.note("nothing had to be fitted: no layer predicts a dual or is distilled")
     run.note(f"wrote {out}")
@@ -248,10 +242,7 @@ def study(
             test=test, max_test_examples=examples, batch_size=batch_size, processes=processes,
             device=place,
         )  # fmt: skip
-    from asapc.report.brief import study_brief
-    from asapc.report.tables import study_tables
-
-    run.show(result, study_brief, study_tables)
+    run.present(result, "study")
     run.note(f"wrote {out}: study.json, study.csv, study.md")
 
 
@@ -290,11 +281,8 @@ def compile(
         run, model, calibration, out, recipe, data, reading, onnx=onnx, max_memory=max_memory
     )
     record = read_record(Path(out))
-    from asapc.report.brief import compile_brief
-    from asapc.report.tables import compile_tables
-
     result = manifest if record is None else {**manifest, "onnx_file": record}
-    run.show(result, compile_brief, compile_tables)
+    run.present(result, "compile")
     if record is not None:
         run.note(f"wrote {Path(out) / MODEL}, which ONNX Runtime runs to the same outputs")
     around = manifest["capture"] == "module"
@@ -356,10 +344,7 @@ def export(
     from asapc import pipeline
 
     record = pipeline.export(artifact, data, settings, run.progress, trust=trust)
-    from asapc.report.brief import onnx_brief
-    from asapc.report.tables import onnx_tables
-
-    run.show({"artifact": artifact, **record}, onnx_brief, onnx_tables)
+    run.present({"artifact": artifact, **record}, "onnx")
     run.note(f"wrote {Path(artifact) / MODEL}")
 
 
@@ -436,10 +421,7 @@ def refresh(
             processes=processes, device=reading.place(),
         )  # fmt: skip
     written = out or artifact
-    from asapc.report.brief import refresh_brief
-    from asapc.report.tables import refresh_tables
-
-    run.show({"artifact": written, **entry}, refresh_brief, refresh_tables)
+    run.present({"artifact": written, **entry}, "refresh")
     if has_onnx:
         again = command_line("export", written, data=data, trust=reading.trust)
         run.note(f"{MODEL} is of the old weights and is left behind: {again}")
@@ -521,10 +503,7 @@ def bench(
         artifact, data, **reading.around(model), repeats=repeats, explain=explain,
         torch_compile=torch_compile, progress=run.progress, device=reading.place(),
     )  # fmt: skip
-    from asapc.report.brief import bench_brief
-    from asapc.report.tables import bench_tables
-
-    run.show(result, bench_brief, bench_tables)
+    run.present(result, "bench")
     _note_unverified(run, artifact, data)
 
 
@@ -573,11 +552,9 @@ def _only_onnx(option: str, value: str | None) -> None:
 
 def _reported(run: Session, result: Report, artifact: str, data: str | None) -> int:
     """Show what was measured and where it is written; the exit code."""
-    from asapc.report.brief import report_brief
     from asapc.report.gates import failure_text
-    from asapc.report.tables import report_tables
 
-    run.show(result, report_brief, report_tables)
+    run.present(result, "report")
     _note_unverified(run, artifact, data)
     page = Path(artifact) / "report.html"
     shown = f", and {page.name} to open in a browser" if page.exists() else ""

@@ -17,15 +17,7 @@ from asapc.errors import InputError, VerificationError
 from asapc.inputs.recipe import Recipe, load_recipe
 from asapc.report import Report
 from asapc.report.advice import NEARLY
-from asapc.report.brief import calibration_brief, compile_brief, inspect_brief, report_brief
-from asapc.report.tables import (
-    Table,
-    calibration_tables,
-    comparison_table,
-    compile_tables,
-    inspect_tables,
-    report_tables,
-)
+from asapc.report.tables import comparison_table
 from asapc.session import Session
 from asapc.terminal.hints import command_line
 
@@ -72,35 +64,26 @@ def run_demo(
     teacher, data, calibration = (str(folder / name) for name in ("teacher", f"{example}.npz", "calib"))
     reading, steps = commands.Reading(device=device), list[dict[str, Any]]()
 
-    def step(
-        command: str,
-        action: Callable[[], T],
-        brief: Callable[[T], list[str]],
-        tables: Callable[[T], list[Table]],
-    ) -> T:
+    def step(command: str, kind: str, action: Callable[[], T]) -> T:
         run.note(f"\n$ {command}")
         start = time.monotonic()
         result = action()
         seconds = time.monotonic() - start
         steps.append({"command": command, "seconds": seconds})
         if not run.json:
-            run.show(result, brief, tables)
+            run.present(result, kind)
         run.note(f"{seconds:.1f} s")
         return result
 
     step(
-        command_line("inspect", teacher),
+        command_line("inspect", teacher), "inspect",
         partial(commands.inspect_model, teacher, None, reading),
-        inspect_brief,
-        inspect_tables,
-    )
+    )  # fmt: skip
     recipe = str(folder / "asap.yaml")
     step(
-        command_line("calibrate", teacher, data=data, o=calibration, recipe=recipe),
+        command_line("calibrate", teacher, data=data, o=calibration, recipe=recipe), "calibration",
         partial(commands.calibrate_model, run, teacher, data, calibration, recipe, reading),
-        calibration_brief,
-        calibration_tables,
-    )
+    )  # fmt: skip
     reports, compile_seconds = {}, {}
     for name in OPERATORS:
         artifact, recipe = str(folder / name), str(folder / f"{name}.yaml")
@@ -108,20 +91,15 @@ def run_demo(
             command_line(
                 "compile", teacher, calibration=calibration, o=artifact, recipe=recipe, data=data
             ),
-            partial(
-                commands.compile_model, run, teacher, calibration, artifact, recipe, data, reading
-            ),
-            compile_brief,
-            compile_tables,
+            "compile",
+            partial(commands.compile_model, run, teacher, calibration, artifact, recipe, data, reading),
         )
         compile_seconds[name] = steps[-1]["seconds"]
         fast = name != "asap"  # the page of one of them is enough
         reports[name] = step(
-            command_line("report", artifact, data=data, fast=fast),
+            command_line("report", artifact, data=data, fast=fast), "report",
             partial(commands.report_artifact, run, artifact, data, reading=reading, fast=fast),
-            report_brief,
-            report_tables,
-        )
+        )  # fmt: skip
     run.note("\ntiming the models in turn, the teacher under torch.compile too")
     timed = time_in_turn(folder, data, reports, device)
     comparison = side_by_side(reports, timed, compile_seconds)

@@ -108,6 +108,20 @@ class Written:
 WRITTEN = ("softmax", "logs", "duals", "reversed", "summed", "increments")
 
 
+def factor_json(factor: OutputFactor) -> dict[str, Any]:
+    """The readable formula, and its exact terms."""
+    return {"output_factor": str(factor), "output_factor_terms": asdict(factor)}
+
+
+def loop_json(convention: Convention | PlanConvention) -> dict[str, Any]:
+    """What all finite loops have, in JSON form."""
+    return {
+        "half_steps": convention.half_steps, "first_side": convention.first_side,
+        "last_side": convention.last_side, "score_multiplier": convention.score_multiplier,
+        **factor_json(convention.output_factor),
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Convention:
     """The exact finite loop a teacher runs: sides, half-steps, scores and mass.
@@ -140,15 +154,9 @@ class Convention:
         return "column" if self.first_side == "row" else "row"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
         return {
             "operator": "sinkhorn",
-            "half_steps": self.half_steps,
-            "first_side": self.first_side,
-            "last_side": self.last_side,
-            "score_multiplier": self.score_multiplier,
-            "output_factor": str(self.output_factor),
-            "output_factor_terms": asdict(self.output_factor),
+            **loop_json(self),
             "mask": self.mask,
             "bias": self.bias,
             "early_stop": self.early_stop,
@@ -255,14 +263,12 @@ class LotConvention:
     mask: Mask = "none"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
         return {
             "operator": "lot",
             "queries": asdict(self.queries),
             "keys": asdict(self.keys),
             "pivots": self.pivots,
-            "output_factor": str(self.output_factor),
-            "output_factor_terms": asdict(self.output_factor),
+            **factor_json(self.output_factor),
             "mask": self.mask,
         }
 
@@ -334,15 +340,9 @@ class PlanConvention:
         return self.loop.last_side
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
         return {
             "operator": "plan",
-            "half_steps": self.half_steps,
-            "first_side": self.first_side,
-            "last_side": self.last_side,
-            "score_multiplier": self.score_multiplier,
-            "output_factor": str(self.output_factor),
-            "output_factor_terms": asdict(self.output_factor),
+            **loop_json(self),
             "log": self.log,
             "source_marginal": self.source_marginal,
             "target_marginal": self.target_marginal,

@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from asapc.errors import EXIT_BAD_INPUT, EXIT_INTERNAL, EXIT_OK, AsapcError, InputError
 from asapc.processes import rank_and_size
@@ -74,6 +74,12 @@ class Session:
 
             print_result(tables(result) if self.verbose else brief(result), self.results)
         self.results.flush()
+
+    def present(self, result: Any, kind: str) -> None:
+        """Show it as report.brief and report.tables have a result of this kind."""
+        from asapc.report import brief, tables
+
+        self.show(result, getattr(brief, f"{kind}_brief"), getattr(tables, f"{kind}_tables"))
 
     def note(self, text: str) -> None:
         """One line on stderr, unless quiet."""

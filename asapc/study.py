@@ -211,29 +211,22 @@ def _check_cut_short(grid: Sequence[Sequence[Row]], analysis: Analysis) -> None:
             )
 
 
+@dataclass(eq=False)
 class _Bench:
     """What the blocks share: the model, its data, and the teacher's side of every comparison."""
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        source: DataSource,
-        test: DataSource | None,
-        max_test_examples: int,
-        grid: Sequence[Sequence[Row]],
-        batch_size: int,
-        progress: Progress,
-        processes: Processes,
-    ) -> None:
-        self.processes = processes
-        self.analysis = analysis
-        self.source = source
-        self.batch_size = batch_size
-        self.progress = progress
-        self.tap = Tap(analysis.model, analysis.lifted, analysis.names)
-        self.batches, self.teacher_out, self.seen = self._test(
-            test, max_test_examples, grid
-        )
+    analysis: Analysis
+    source: DataSource
+    test: DataSource | None
+    max_test_examples: int
+    grid: Sequence[Sequence[Row]]
+    batch_size: int
+    progress: Progress
+    processes: Processes
+
+    def __post_init__(self) -> None:
+        self.tap = Tap(self.analysis.model, self.analysis.lifted, self.analysis.names)
+        self.batches, self.teacher_out, self.seen = self._tested()
         self.examples = sum(len(batch) for batch in self.batches)
         fidelity = OutputFidelity()
         for batch, output in zip(self.batches, self.teacher_out, strict=True):
@@ -255,17 +248,16 @@ class _Bench:
             "environment": environment(self.source.device),
         }
 
-    def _test(
-        self, test: DataSource | None, limit: int, grid: Sequence[Sequence[Row]]
-    ) -> tuple[list[Batch], list[Any], list[list[SiteTensors]]]:
+    def _tested(self) -> tuple[list[Batch], list[Any], list[list[SiteTensors]]]:
         """Batches, the lossless outputs, and what the sites see on the first MAP_EXAMPLES examples."""
-        source = self.source if test is None else test
-        fitted = set() if test is None else self._fitted_on(grid)
+        source = self.source if self.test is None else self.test
+        fitted = set() if self.test is None else self._fitted_on()
 
         def select(content: int) -> bool:
-            return split_of(content) == "gate" if test is None else content not in fitted
+            return split_of(content) == "gate" if self.test is None else content not in fitted
 
         batches, outputs, seen, examples = [], [], [], 0
+        limit = self.max_test_examples
         for batch in self.progress.track(
             source.batches(self.batch_size, select=select, limit=limit), "teacher",
             source.count(self.batch_size, select=select, limit=limit),
@@ -280,9 +272,9 @@ class _Bench:
             raise InputError(f"{source.source}: the study needs examples to measure on", got="none")
         return batches, outputs, seen
 
-    def _fitted_on(self, grid: Sequence[Sequence[Row]]) -> set[int]:
+    def _fitted_on(self) -> set[int]:
         """Hashes of the examples that any row is fitted on, or stopped by."""
-        recipes = [row.recipe for row in itertools.chain(*grid) if row.recipe is not None]
+        recipes = [row.recipe for row in itertools.chain(*self.grid) if row.recipe is not None]
         most = max((recipe.max_examples for recipe in recipes), default=0)
         held = max((r.selection_examples for r in recipes if r.operator in DISTILLED), default=0)
         batches = itertools.chain(

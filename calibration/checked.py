@@ -15,7 +15,7 @@ from pydantic import AllowInfNan, Strict
 from torch import Tensor
 
 from asapc.errors import InputError
-from asapc.features import MAX_COUNT, Feature, total_width
+from asapc.features import MAX_COUNT, total_width
 from asapc.features.predictor import Amortised
 from asapc.inputs.settings import Place, Switch, checked, integer
 from asapc.ir import Coupling, Distilled, Ties
@@ -101,7 +101,8 @@ def check_fit(
             if parameter is not None:
                 shape = feature.parameter_shape(heads, head_dim)
                 check_tensor(f"{stem}.parameter.{index}", parameter, shape)
-        dim = head_dim or _dim_of(predictor.features, predictor.parameters)
+        shown = (tensor.shape[-1] for tensor in predictor.parameters if tensor is not None)
+        dim = head_dim or next(shown, None)
         groups = _groups(predictor.coefficients, heads)
         columns = total_width(predictor.features, dim, None)
         check_tensor(f"{stem}.coefficients", predictor.coefficients, (groups, columns))
@@ -112,11 +113,6 @@ def check_fit(
 def _groups(tensor: Tensor, heads: int | None) -> int | None:
     """1 where all heads share their numbers."""
     return 1 if tensor.shape[:1] == (1,) else heads
-
-
-def _dim_of(features: Sequence[Feature], parameters: Sequence[Tensor | None]) -> int | None:
-    """Of a head, where a parameter shows it."""
-    return next((tensor.shape[-1] for tensor in parameters if tensor is not None), None)
 
 
 def _check_distilled(name: str, distilled: Distilled, known: Mapping[str, int | None]) -> None:

@@ -153,8 +153,8 @@ def analyse(
     understood as onnxruntime does, or if the lossless rewrite does not reproduce the untouched model
     although every site replays.
     """
-    subject: nn.Module | ExportedProgram
-    subject = teacher.model if teacher.model is not None else _program(teacher)
+    subject = teacher.program if teacher.model is None else teacher.model
+    assert subject is not None
     more = list(more)
     captured, outcomes = _identified(subject, batch, more, progress, softmax)
     give_back()  # what a trace and its experiments have freed is left in pieces
@@ -164,20 +164,14 @@ def analyse(
 
         assert isinstance(teacher.model, OnnxModule)
         check_import(teacher.model, teacher.onnx, batch)
+    matched = [[x for x in found if not isinstance(x, Refusal)] for found in outcomes]
+    regions = [x.name for found in outcomes for x in found]
+    left = [
+        LeftAlone(x.name, "refused", x.reason)
+        for found in outcomes for x in found if isinstance(x, Refusal)
+    ]  # fmt: skip
     sites: list[Site] = []
-    left: list[LeftAlone] = []
-    lifted: list[Program] = []
-    regions_of: list[list[MatchedSite]] = []
-    regions: list[str] = []
-    matched: list[list[MatchedSite]] = []
-    for found in outcomes:
-        matched.append([])
-        for outcome in found:
-            regions.append(outcome.name)
-            if isinstance(outcome, Refusal):
-                left.append(LeftAlone(outcome.name, "refused", outcome.reason))
-            else:
-                matched[-1].append(outcome)
+    good: list[list[MatchedSite]] = []
     of = _digest(teacher, captured, [batch, *more], device)
     names = {site.name for its_sites in matched for site in its_sites}
     if known is None or known.of != of or known.sites.keys() != names:
@@ -186,14 +180,14 @@ def analyse(
             batches = [given.on(device) for given in (batch, *more)]
             known = Replayed(of, replay(teacher.model, captured.programs, matched, batches, progress))
         give_back()
-    for program, its_sites in zip(captured.programs, matched, strict=True):
-        good = []
+    for its_sites in matched:
+        good.append([])
         for site in its_sites:
             errors = known.sites[site.name]
             tried, worst = errors.worst
             facts = (site.convention, site.heads, site.head_dim)
             if worst <= TOLERANCE:
-                good.append(site)
+                good[-1].append(site)
                 sites.append(Site(site.name, *facts, worst, errors.errors, site.value_dim))
             else:
                 reason = f"does not replay on {tried}: relative error {worst:.2g}"
@@ -208,14 +202,10 @@ def analyse(
                         "a mask adds 1e6 to scores, a padded token is set to 1e18, or numbers are halves"
                     )
                 left.append(LeftAlone(site.name, "kept", reason, worst, *facts, errors.errors))
-        lifted.append(lift(program, good, drop_maps))
-        regions_of.append(good)
-    for name, why in captured.skipped:
-        regions.append(name)
-        left.append(LeftAlone(name, "refused", f"cannot be captured: {why}"))
-    found_all = Analysis(
-        teacher.model, captured, lifted, regions_of, sites, left, regions, known, drop_maps
-    )
+    regions += [name for name, _ in captured.skipped]
+    left += [LeftAlone(name, "refused", f"cannot be captured: {why}") for name, why in captured.skipped]
+    lifted = [lift(*its, drop_maps) for its in zip(captured.programs, good, strict=True)]
+    found_all = Analysis(teacher.model, captured, lifted, good, sites, left, regions, known, drop_maps)
     if sites and not drop_maps and known.output_error is None:
         with found_all.running_on(device):
             error = _whole_replay(found_all, batch.on(device))
@@ -336,11 +326,6 @@ def _other_way(model: nn.Module, program: Program, more: Sequence[Batch]) -> str
     except BranchError as error:
         return f"goes both ways on the data: {error.asked}"
     return None
-
-
-def _program(teacher: Teacher) -> ExportedProgram:
-    assert teacher.program is not None
-    return teacher.program
 
 
 def own_rounding(model: nn.Module | None, batch: Batch) -> float:

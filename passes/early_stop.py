@@ -25,6 +25,8 @@ from asapc.passes.products import BARRIERS, NORMALISERS
 from asapc.passes.sinkhorn.probe import HELD
 
 aten = torch.ops.aten
+SPREADS = (0.0, *(3e-3 * 1.6**step for step in range(25)))  # of the scores, in units of epsilon
+FAR = 16.0  # times as many examples, or as many tokens, of which all but a few are flat
 SUMS = {  # a half-step has one of them, or as many as every other
     aten.logsumexp.default, aten.softmax.int, aten._softmax.default, aten.log_softmax.int,
     aten._log_softmax.default, aten.sum.dim_IntList, aten.matmul.default, aten.bmm.default,
@@ -97,6 +99,15 @@ def residuals_of(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]
 def residuals_cut(program: Program, stops: Sequence[Stop], inputs: Sequence[Node]) -> Cut:
     residuals = tuple(stop.residual for stop in stops)
     return Cut(program.graph, inputs, residuals, descendants(inputs[:1]) & ancestors(*residuals))
+
+
+def dilution(here: float, among_twice: float) -> float:
+    """How many times smaller a residual is among FAR times as many, most of them flat.
+
+    among_twice: what it is among twice as many.
+    """
+    doublings = math.log2(here / among_twice) if here > 0 and among_twice > 0 else 0.0
+    return float(FAR ** min(max(doublings, 0.0), 2.0))
 
 
 def what_a_stop_changes(

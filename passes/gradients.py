@@ -25,7 +25,7 @@ from asapc.ir import Program
 from asapc.measure.differences import tensor_outputs
 from asapc.passes.cut import ancestors, reached
 from asapc.passes.site import Site
-from asapc.program.code import traced_places
+from asapc.program.code import traced_places, under
 from asapc.program.runner import installed
 
 TOLERANCE = 1e-2  # of a gradient, relative to its largest entry
@@ -144,7 +144,7 @@ def _gradients(caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch)
         for name, buffer in caller.named_buffers(remove_duplicate=False):
             names[name] = buffer.clone()
         stack.enter_context(installed(caller, {
-            name: functools.partial(_called_with, graph, _below(name, names))
+            name: functools.partial(_called_with, graph, under(names, f"{name}."))
             for name, graph in graphs.items()
         }))  # fmt: skip
         inputs: dict[str, Tensor] = {}
@@ -164,12 +164,6 @@ def _gradients(caller: nn.Module, graphs: Mapping[str, nn.Module], batch: Batch)
         cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
         found = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
     return dict(zip(wanted, found, strict=True))
-
-
-def _below(outer: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a module, by their names in it."""
-    start = f"{outer}."
-    return {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
 
 
 def _called_with(graph: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:

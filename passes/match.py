@@ -63,7 +63,10 @@ def match(program: Program) -> list[Site | Refusal]:
         (site.at, _unless_it_rounds(_unless_it_stops(program, site))) for site in sites.values()
     ]
     results += [(place.at, _refused(program, place, reasons)) for place in _explained(left, reasons)]
-    results += [(loop.at, _refused_loop(program, loop, reasons[loop.at])) for loop in apart]
+    for loop in apart:
+        known = reasons[loop.at]
+        refusal = Refusal(site_name(program, loop.at), known.reason, (known.node or loop.at).name)
+        results.append((loop.at, refusal))
     for node in fused_calls(program):
         reason = "not Sinkhorn: rows only (scaled_dot_product_attention)"
         results.append((node, Refusal(site_name(program, node), reason, node.name)))
@@ -113,10 +116,6 @@ def _is_within(loop: Loop, place: Place) -> bool:
         return True
     operands = (place.value.left, place.value.right)
     return not place.regions and bool(sums & ancestors(*operands, until=BARRIERS))
-
-
-def _refused_loop(program: Program, loop: Loop, said: Unidentified) -> Refusal:
-    return Refusal(site_name(program, loop.at), said.reason, (said.node or loop.at).name)
 
 
 def _explained(left: Sequence[Place], reasons: dict[Node, Unidentified]) -> list[Place]:

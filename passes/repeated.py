@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from asapc.passes.branches import Trace
 from asapc.passes.observe import Observer
 from asapc.passes.state import Observed
+from asapc.program.code import tensors_of
 
 _OWN = ("_parameters", "_buffers", "_modules", "forward")  # told apart, or put there by a trace
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -119,7 +120,7 @@ class Repeated:
     ) -> Any:  # fmt: skip
         """Run the module; keep what was traced, if another could be a copy of it."""
         given = pytree.tree_leaves((args, kwargs))
-        weights = _weights(module)
+        weights = tensors_of(module)
         written = [_node_of(x, tracer) for x in (*given, *weights.values())]
         before = set(tracer.graph.nodes)
         asked, first_call = self.trace.asked, self.observer.count
@@ -166,7 +167,7 @@ class _Copy:
         for mine, theirs in zip(self.given, sample.given, strict=True):
             if isinstance(theirs, Tensor):
                 tensors[id(theirs)] = mine
-        weights = _weights(self.module)
+        weights = tensors_of(self.module)
         tensors |= {id(theirs): weights[name] for name, theirs in sample.own.items()}
 
         def returned(value: Any) -> Any:
@@ -187,7 +188,7 @@ class _Copy:
     def _nodes(self) -> dict[Node, Node]:
         """The new nodes, by those they are copies of."""
         sample, tracer = self.sample, self.tracer
-        weights = _weights(self.module)
+        weights = tensors_of(self.module)
         origin: dict[str, dict[Any, Any]] = {"given": dict(enumerate(self.given)), "own": weights}
         nodes = {
             node: _node_of(origin[kind][place], tracer)
@@ -276,13 +277,6 @@ def _described(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 def _size(size: Any) -> Any:
     return str(size.node.expr) if isinstance(size, torch.SymInt) else size
-
-
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _paths(tracer: Any) -> list[str]:

@@ -394,11 +394,9 @@ class Layer(torch.nn.Module):
             return result * 2.0
         v = tokens.depthwise_values(v, self.convolution.weight, self.convolution.bias, keep, skip=1)
 
-        def others(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Tensor | None) -> Tensor:
-            result: Tensor = ops.lot(q, k, v, keep, rows, None, *settings)
-            return result
-
-        return tokens.summary_tokens(others, q, k, v, keep, keep, 1, 0.5, (1.5, 2.0)) * 2.0
+        rows = tokens.summary_rows(q[:, :, :1], k, v, keep, keep[:, :1], 0.5, (1.5, 2.0))
+        rest, kept = (x[:, :, 1:] for x in (q, k, v)), keep[:, 1:]
+        return torch.cat([rows, ops.lot(*rest, kept, kept, None, *settings)], 2) * 2.0
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["output", "map"])
@@ -436,12 +434,8 @@ def test_operators_pass_opcheck() -> None:
 @pytest.mark.parametrize("powers", [None, (1.5, 2.0)], ids=["softmax", "polarised"])
 def test_summary_rows_gather_from_the_whole_sequence(powers: tuple[float, float] | None) -> None:
     q, k, v, keep, query_keep, *_ = double(problem((5, 2, 9, 9, 4, 3, 2), masked=True))
-
-    def nothing(q: Tensor, *_rest: Any) -> Tensor:
-        return q.new_zeros(*q.shape[:3], 3)
-
-    out = tokens.summary_tokens(nothing, q, k, v, keep, query_keep, 2, 0.7, powers)
-    expected = torch.zeros(5, 2, 9, 3).double()
+    out = tokens.summary_rows(q[:, :, :2], k, v, keep, query_keep[:, :2], 0.7, powers)
+    expected = torch.zeros(5, 2, 2, 3).double()
     for e, h, i in torch.cartesian_prod(torch.arange(5), torch.arange(2), torch.arange(2)).tolist():
         columns = keep[e].nonzero().flatten()
         if not query_keep[e, i] or not len(columns):

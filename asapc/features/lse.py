@@ -26,24 +26,13 @@ def columns(clouds: Clouds, parameter: Tensor | None, budget: Budget) -> Tensor:
         bias = bias.expand(batch, heads, num_x, clouds.y.shape[2])
     if batch == 0:
         return clouds.x[..., :1]
-    rows = [
-        _c_transform(
-            clouds.x[example],
-            clouds.y[example],
-            None if clouds.y_keep is None else clouds.y_keep[example],
-            None if bias is None else bias[example],
-        )
-        for example in range(batch)
-    ]
+    rows = []
+    for example, x in enumerate(clouds.x):  # [H, N, D]
+        scores = x @ clouds.y[example].transpose(-1, -2)  # [H, N, M]
+        if bias is not None:
+            scores = scores + bias[example].to(scores.dtype)
+        if clouds.y_keep is not None:
+            scores = scores.masked_fill(~clouds.y_keep[example], -math.inf)
+        total = torch.logsumexp(scores, -1)
+        rows.append((x.square().sum(-1) / 2 - total).masked_fill(torch.isneginf(total), 0.0))
     return torch.stack(rows)[..., None]
-
-
-def _c_transform(x: Tensor, y: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
-    """One example: [H, N] from x [H, N, D], y [H, M, D], keep [M], bias [H, N, M]."""
-    scores = x @ y.transpose(-1, -2)
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
-    if keep is not None:
-        scores = scores.masked_fill(~keep, -math.inf)
-    total = torch.logsumexp(scores, -1)
-    return (x.square().sum(-1) / 2 - total).masked_fill(torch.isneginf(total), 0.0)

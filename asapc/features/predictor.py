@@ -34,19 +34,16 @@ class DualPredictor:
 
     def arguments(self, score_multiplier: float, mass: bool = False) -> dict[str, Any]:
         """What torch.ops.asapc.dual, or dual_and_row_mass, takes besides q, k, keep and bias, by name."""
+        leaves_out = self.side == "source" and self.points == "active"
         return {
             "parameters": [parameter for parameter in self.parameters if parameter is not None],
             "coefficients": self.coefficients,
             "features": " ".join(str(feature) for feature in self.features),
-            **({} if mass else {"side": "active" if self._leaves_out else self.side}),
+            **({} if mass else {"side": "active" if leaves_out else self.side}),
             "score_multiplier": score_multiplier,
             "half_steps": self.budget.half_steps,
             "starts_on_x": self.budget.starts_on_x,
         }
-
-    @property
-    def _leaves_out(self) -> bool:
-        return self.side == "source" and self.points == "active"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from asapc.models.text import PositionWiseFeedForward, sinusoid_table
+from asapc.models.text import EncoderLayer, Heads, TokenClassifier
 from asapc.operators.tokens import summary_rows
 
 Cls = Literal["none", "softmax", "polarised"]
@@ -34,7 +34,7 @@ def finite_plan(scores: Tensor, log_a: Tensor, log_b: Tensor, w: Tensor, n_iters
     return torch.exp(scores + u.unsqueeze(-1) + w.unsqueeze(-2))
 
 
-class LOTAttention(nn.Module):
+class LOTAttention(Heads):
     """x: [B, N, d_model], padded: [B, N] bool -> [B, N, d_model]
 
     n_iters: half-steps of each loop; the first of Gamma1 closes queries, the first of Gamma2 pivots.
@@ -46,27 +46,16 @@ class LOTAttention(nn.Module):
         self, d_model: int, n_heads: int, n_pivots: int, n_iters: int, eps: float, kernel_size: int,
         cls: Cls, cls_power: float,
     ) -> None:  # fmt: skip
-        super().__init__()
-        dim = d_model // n_heads
-        self.n_heads = n_heads
+        super().__init__(d_model, n_heads)
         self.n_iters = n_iters
-        self.scale = dim**-0.5
         self.eps = eps
         self.cls = cls
         self.cls_powers = (cls_power, cls_power) if cls == "polarised" else None
-        self.WV = nn.Linear(d_model, d_model)
-        self.WQ = nn.Linear(d_model, d_model)
-        self.WK = nn.Linear(d_model, d_model)
-        self.linear = nn.Linear(d_model, d_model)
-        self.pivots = nn.Parameter(torch.randn(n_heads, n_pivots, dim))
+        self.pivots = nn.Parameter(torch.randn(n_heads, n_pivots, d_model // n_heads))
         self.mass_logits = nn.Parameter(torch.zeros(n_heads, n_pivots))
         self.convolution: nn.Conv1d | None = None
         if kernel_size:
             self.convolution = nn.Conv1d(d_model, d_model, kernel_size, padding="same", groups=d_model)
-
-    def heads(self, x: Tensor) -> Tensor:
-        """[B, N, H * D] -> [B, H, N, D]"""
-        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
 
     def convolved(self, x: Tensor) -> Tensor:
         """[B, N, d_model], every channel by itself; [CLS] as it is."""
@@ -104,32 +93,21 @@ class LOTAttention(nn.Module):
         return out
 
 
-class LOTEncoderLayer(nn.Module):
-    """Attention and feed-forward, each followed by a norm of the residual sum."""
+class LOTEncoderLayer(EncoderLayer):
+    """Without maps: there are none."""
 
-    def __init__(self, mha: LOTAttention, d_model: int, d_ff: int, dropout: float) -> None:
-        super().__init__()
-        self.mha = mha
-        self.dropout1 = nn.Dropout(dropout)
-        self.layernorm1 = nn.LayerNorm(d_model, eps=1e-6)
-        self.ffn = PositionWiseFeedForward(d_model, d_ff)
-        self.dropout2 = nn.Dropout(dropout)
-        self.layernorm2 = nn.LayerNorm(d_model, eps=1e-6)
-
-    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
-        x = self.layernorm1(x + self.dropout1(self.mha(x, padded)))
-        out: Tensor = self.layernorm2(x + self.dropout2(self.ffn(x)))
-        return out
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:  # type: ignore[override]
+        return self.updated(x, self.mha(x, padded))
 
 
-class LOTFormerText(nn.Module):
+class LOTFormerText(TokenClassifier):
     """Text classifier over padded token ids.  A text of nothing but padding counts as it is.
 
-    seq_len: longest input.  pad_id: the padding token.  n_pivots: R.  n_iters: half-steps of each loop.
-    eps: epsilon.  kernel_size: of the convolution of values, odd, 0 for none.  cls: "none" pools the
+    n_pivots: R.  n_iters: half-steps of each loop.  eps: epsilon.  The rest as in TokenClassifier.
+     kernel_size: of the convolution of values, odd, 0 for none.  cls: "none" pools the
     maximum over tokens; "softmax" and "polarised" classify a learnt first token that gathers from all
     by softmax, of logits raised to cls_power where polarised.
-    Raises ValueError when n_heads does not divide d_model or cls is unknown.
+    Raises ValueError when cls is unknown, too.
     """
 
     def __init__(
@@ -150,18 +128,9 @@ class LOTFormerText(nn.Module):
         cls: Cls = "none",
         cls_power: float = 2.0,
     ) -> None:
-        super().__init__()
-        if d_model % n_heads:
-            raise ValueError(f"n_heads must divide d_model, got {n_heads} and {d_model}")
+        super().__init__(vocab_size, seq_len, d_model, n_heads, pad_id)
         if cls not in ("none", "softmax", "polarised"):
             raise ValueError(f'cls must be "none", "softmax" or "polarised", got {cls!r}')
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.pad_id = pad_id
-        self.embedding = nn.Embedding(vocab_size, d_model)
-        self.pos_embedding = nn.Embedding.from_pretrained(
-            sinusoid_table(seq_len + 1, d_model), freeze=True
-        )
         self.cls_token = nn.Parameter(torch.randn(d_model)) if cls != "none" else None
         layers = []
         for _ in range(n_layers):
@@ -171,14 +140,8 @@ class LOTFormerText(nn.Module):
         self.linear = nn.Linear(d_model, num_classes)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: [B, N] token ids.  Returns probabilities [B, classes].
-
-        Row 0 of the position table belongs to padding; tokens count from 1.
-        """
-        padded = inputs.eq(self.pad_id)  # [B, N]
-        positions = torch.arange(1, inputs.shape[1] + 1, device=inputs.device)
-        positions = positions.expand_as(inputs).masked_fill(padded, 0)
-        x = self.embedding(inputs) + self.pos_embedding(positions)  # [B, N, d_model]
+        """inputs: [B, N] token ids.  Returns probabilities [B, classes]."""
+        x, padded = self.embedded(inputs)
         padded = padded & ~padded.all(dim=-1, keepdim=True)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(len(x), 1, -1), x], dim=1)
@@ -190,12 +153,3 @@ class LOTFormerText(nn.Module):
         else:
             pooled = x.masked_fill(padded.unsqueeze(-1), -math.inf).amax(dim=1)
         return torch.softmax(self.linear(pooled), dim=-1)
-
-    def example_inputs(self, batch: int) -> dict[str, Tensor]:
-        """Deterministic random token ids, every row but the first padded at its end."""
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.vocab_size, (batch, self.seq_len), generator=generator)
-        tokens = torch.where(tokens == self.pad_id, (tokens + 1) % self.vocab_size, tokens)
-        lengths = self.seq_len - torch.arange(batch) * (self.seq_len // (2 * batch))
-        padded = torch.arange(self.seq_len) >= lengths.unsqueeze(1)
-        return {"inputs": tokens.masked_fill(padded, self.pad_id)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +54,9 @@ def in_half(exported: ExportedProgram, names: Sequence[str]) -> Half:
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.graph.erase_node(node)
         else:
-            node.args, node.kwargs = pytree.tree_map(_halved, (node.args, node.kwargs))
+            node.args, node.kwargs = pytree.tree_map(
+                lambda x: torch.float16 if x is torch.float32 else x, (node.args, node.kwargs)
+            )
     graph.graph.set_codegen(CodeGen())
     graph.recompile()
     try:
@@ -65,10 +66,6 @@ def in_half(exported: ExportedProgram, names: Sequence[str]) -> Half:
             "export: the program can be traced in float16", got=error.got, help="leave out --float16"
         ) from error
     return Half(graph, retraced)
-
-
-def _halved(argument: Any) -> Any:
-    return torch.float16 if argument is torch.float32 else argument
 
 
 def rounding(

@@ -38,6 +38,7 @@ from asapc.operators.fitted_sinkhorn import scaled
 from asapc.operators.hybrid import hybrid
 from asapc.operators.masks import FINE
 from asapc.operators.matching import rank_partners
+from asapc.operators.pair import pair
 from asapc.operators.ranks import Clouds as Ranks
 from asapc.operators.sinkhorn import (
     clean_values,
@@ -328,29 +329,25 @@ _asap, asap_attention = _both(_asap_loop)
 
 
 def asap(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, bias: Tensor | None, *settings: Any
-) -> Tensor:
-    """Arguments and result as operators.asap.asap."""
-    _, target_dual, score_multiplier, c_transforms, output_factor = settings
-    if c_transforms == 1 and target_dual is not None:
-        return _key_c_transform(q, k, v, keep, bias, target_dual, score_multiplier, output_factor)
-    return _asap(q, k, v, keep, bias, *settings)
-
-
-def _key_c_transform(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     keep: Tensor | None,
     bias: Tensor | None,
-    target_dual: Tensor,
+    source_dual: Tensor | None,
+    target_dual: Tensor | None,
     score_multiplier: float,
+    c_transforms: int,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """Softmax attention, in the one pattern that runtimes have a kernel for.
+    """Arguments and result as operators.asap.asap.
 
-    The dual rides as one more head dimension, (q, 1) . (k, g) = q . k + g: no N x M mask is made.
+    One c-transform of the keys' dual is softmax attention, in the one pattern that runtimes have a kernel
+    for. The dual rides as one more head dimension, (q, 1) . (k, g) = q . k + g: no N x M mask is made.
     """
+    if c_transforms != 1 or target_dual is None:
+        settings = (source_dual, target_dual, score_multiplier, c_transforms, output_factor)
+        return _asap(q, k, v, keep, bias, *settings)
     dual = asap_meaning.open_dual(target_dual, keep)
     q, opened, bias = open_empty(q, keep, bias)
     wide = torch.promote_types(widen(q).dtype, widen(v).dtype)
@@ -578,7 +575,7 @@ def _esp_hard(
     query_power: int = 0,
     key_power: int = 0,
 ) -> Tensor:
-    """operators.esp.hard_plan one slice at a time: rows are gathered, plans formed where tokens tie."""
+    """operators.esp.esp_hard one slice at a time: rows are gathered, plans formed where tokens tie."""
     clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
     values = None if v is None else clean_values(widen(v), keep)
     orders = [
@@ -708,14 +705,7 @@ def _gathered(
     return stairs if coupling == "monotone" and not clouds.one_to_one() else few
 
 
-def esp_hard(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-    """Arguments and result as operators.esp.esp_hard."""
-    return _esp_hard(q, k, v, *settings).to(v.dtype)
-
-
-def esp_hard_attention(q: Tensor, k: Tensor, *settings: Any) -> Tensor:
-    """Arguments and result as operators.esp.esp_hard_attention."""
-    return _esp_hard(q, k, None, *settings).to(q.dtype)
+esp_hard, esp_hard_attention = pair("esp_hard", _esp_hard)
 
 
 def _esp_soft(
@@ -758,19 +748,13 @@ def _esp_soft(
     return _with_lengths(mixed, q, k, query_power, key_power)
 
 
-def esp_soft(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-    """Arguments and result as operators.esp.esp_soft."""
-    return _esp_soft(q, k, v, *settings).to(v.dtype)
-
-
-def esp_soft_attention(q: Tensor, k: Tensor, *settings: Any) -> Tensor:
-    """Arguments and result as operators.esp.esp_soft_attention."""
-    return _esp_soft(q, k, None, *settings).to(q.dtype)
+esp_soft, esp_soft_attention = pair("esp_soft", _esp_soft)
 
 
 def _lot(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     query_keep: Tensor | None,
     key_bias: Tensor | None,
@@ -782,10 +766,12 @@ def _lot(
     queries_first: bool,
     key_half_steps: int,
     keys_first: bool,
+    output_factor: Sequence[float],
     interleaved: bool = False,
     pivot_weight: Tensor | None = None,
-) -> tuple[Loop, Loop]:
-    """Both loops, pivots by tokens; the plan of the second is over sigma, in the log domain."""
+) -> Tensor:
+    """operators.lot.lot, or lot_attention: both loops have pivots by tokens, and the plan of the second
+    is over sigma, in the log domain."""
     dtype = lot_meaning.work_dtype(q)
     sigma = pivot_mass.to(dtype)
     omega = None if pivot_weight is None else pivot_weight.to(dtype)
@@ -811,41 +797,17 @@ def _lot(
     (_, first), (scores, second) = loops
     over = second.f - torch.where(log_sigma == -math.inf, 0.0, log_sigma)
     kernel = _kernel(scores, over, second.g)
-    return first, replace(second, kernel=kernel if omega is None else kernel * omega[..., None])
-
-
-def lot(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    key_bias: Tensor | None,
-    *settings: Any,
-) -> Tensor:
-    """Arguments and result as operators.lot.lot."""
-    loops, (output_factor, *glue) = settings[:8], settings[8:]
-    first, second = _lot(q, k, keep, query_keep, key_bias, *loops, *glue)
-    values = second.apply(clean_values(v, keep).to(second.kernel.dtype))  # [B, H, R, E]
-    out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
+    second = replace(second, kernel=kernel if omega is None else kernel * omega[..., None])
+    if v is None:
+        out = first.plan().transpose(-1, -2) @ second.plan()
+    else:
+        values = second.apply(clean_values(v, keep).to(second.kernel.dtype))  # [B, H, R, E]
+        out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
     out = out * _token_factor(output_factor, q, k, keep, query_keep)
-    return lot_meaning.masked(out, keep, query_keep).to(v.dtype)
+    return lot_meaning.masked(out, keep, query_keep)
 
 
-def lot_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    key_bias: Tensor | None,
-    *settings: Any,
-) -> Tensor:
-    """Arguments and result as operators.lot.lot_attention."""
-    loops, (output_factor, *glue) = settings[:8], settings[8:]
-    first, second = _lot(q, k, keep, query_keep, key_bias, *loops, *glue)
-    dense = first.plan().transpose(-1, -2) @ second.plan()
-    dense = dense * _token_factor(output_factor, q, k, keep, query_keep)
-    return lot_meaning.masked(dense, keep, query_keep).to(q.dtype)
+lot, lot_attention = pair("lot", _lot)
 
 
 def _token_factor(

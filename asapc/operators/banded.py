@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asapc.ir import Convention, Mask, OutputFactor, Side
+from asapc.ir import Convention, Mask, OutputFactor, Side, loop_json
 from asapc.operators.c_transforms import log_marginals
+from asapc.operators.pair import pair
 from asapc.operators.sinkhorn import (
     alternate,
     attention_map,
@@ -58,18 +59,8 @@ class BandedConvention:
         return self.loop.last_side
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `output_factor` is the readable formula, `output_factor_terms` is exact."""
-        return {
-            "operator": "banded_sinkhorn",
-            "half_steps": self.half_steps,
-            "first_side": self.first_side,
-            "last_side": self.last_side,
-            "score_multiplier": self.score_multiplier,
-            "band": [self.low, self.high],
-            "output_factor": str(self.output_factor),
-            "output_factor_terms": asdict(self.output_factor),
-            "mask": self.mask,
-        }
+        band = [self.low, self.high]
+        return {"operator": "banded_sinkhorn", **loop_json(self.loop), "band": band, "mask": self.mask}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BandedConvention:
@@ -132,9 +123,10 @@ def banded_map(
     return attention_map(scores, f, g, output_factor, keep)
 
 
-def banded_sinkhorn_attention(
+def _banded_sinkhorn(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     score_multiplier: float,
     half_steps: int,
@@ -143,27 +135,13 @@ def banded_sinkhorn_attention(
     low: int,
     high: int,
 ) -> Tensor:
-    """Dense attention map, [B, H, N, M] in q's dtype.
+    """A v [B, H, N, E] in v's dtype, or the dense map A [B, H, N, M] in q's.
 
-    q: [B, H, N, D]; k: [B, H, M, D]; keep: [B, M] bool, True on active keys.
+    q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] bool, True on active keys.
     """
     scores = score_matrix(widen(q), widen(clean_values(k, keep)), None, None, score_multiplier)
-    return banded_map(scores, keep, half_steps, rows_first, output_factor, low, high).to(q.dtype)
-
-
-def banded_sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-    low: int,
-    high: int,
-) -> Tensor:
-    """A v [B, H, N, E] in v's dtype, of the map of banded_sinkhorn_attention.  v: [B, H, M, E]."""
-    scores = score_matrix(widen(q), widen(clean_values(k, keep)), None, None, score_multiplier)
     attention = banded_map(scores, keep, half_steps, rows_first, output_factor, low, high)
-    return (attention @ widen(clean_values(v, keep))).to(v.dtype)
+    return attention if v is None else attention @ widen(clean_values(v, keep))
+
+
+banded_sinkhorn, banded_sinkhorn_attention = pair("banded_sinkhorn", _banded_sinkhorn)

@@ -33,6 +33,7 @@ from asapc.operators.matching import (
     scatter_sum,
     slice_weights,
 )
+from asapc.operators.pair import pair
 from asapc.operators.ranks import (
     Clouds,
     active,
@@ -195,10 +196,10 @@ def _soft(
     return plan_of
 
 
-def esp_soft(
+def _esp_soft(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     query_keep: Tensor | None,
     slices: Tensor | None,
@@ -212,7 +213,7 @@ def esp_soft(
     query_power: int = 0,
     key_power: int = 0,
 ) -> Tensor:
-    """A v for the map of the soft plans: [B, H, N, E] in v's dtype.
+    """A v for the map A of the soft plans: [B, H, N, E] in v's dtype; or A [B, H, N, M] in q's.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
     on active tokens; slices: theta [L, D] or [H, L, D], None for the D axes; inverse_temperature: tau
@@ -225,32 +226,10 @@ def esp_soft(
         q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
         output_factor, slice_weight,
         _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
-    ).to(v.dtype)  # fmt: skip
+    )  # fmt: skip
 
 
-def esp_soft_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
-    """The map itself, [B, H, N, M] in q's dtype.  Arguments as esp_soft."""
-    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
-    return expected_plan(
-        q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, slice_weight,
-        _soft(coupling, lambda x, kept: soft_sort(x, kept, softsort_temperature)),
-    ).to(q.dtype)  # fmt: skip
+esp_soft, esp_soft_attention = pair("esp_soft", _esp_soft)
 
 
 def esp_released_hard_attention(
@@ -286,7 +265,7 @@ def esp_released_hard_attention(
     ).to(q.dtype)  # fmt: skip
 
 
-def hard_plan(
+def _esp_hard(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
@@ -297,28 +276,34 @@ def hard_plan(
     squared_cost: bool,
     mean_cost: bool,
     output_factor: float,
-    slice_weight: Tensor | None,
-    coupling: Coupling,
-    ties: Ties,
+    coupling: Coupling = "interpolated",
+    ties: Ties = "shared",
+    slice_weight: Tensor | None = None,
+    query_power: int = 0,
+    key_power: int = 0,
 ) -> Tensor:
-    """factor sum_l w_l P_l of plans sorted exactly, times v if given.
+    """A v for the map A of the plans sorted exactly: [B, H, N, E] in v's dtype; or A in q's.
 
-    Where a map is wanted and tokens tie, and while a CUDA graph is recorded, which must not depend on
-    the data, the plans are formed; else keys are gathered.
+    Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
+    to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
+    O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix; where different points tie and share,
+    their cost takes D for every tied pair. Where a map is wanted and tokens tie, and while a CUDA graph
+    is recorded, which must not depend on the data, the plans are formed; else keys are gathered.
     """
-    settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor, slice_weight)
+    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
+    settings = (slices, inverse_temperature, squared_cost, mean_cost, output_factor)
     masked = keep is not None or query_keep is not None
 
     def formed() -> Tensor:
         def plan_of(clouds: Clouds, x: Tensor, y: Tensor) -> Tensor:
             return lifted_plan(x, y, clouds.keep, clouds.query_keep, coupling, ties)
 
-        return expected_plan(q, k, v, keep, query_keep, *settings, plan_of)
+        return expected_plan(q, k, v, keep, query_keep, *settings, slice_weight, plan_of)
 
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return formed()
     if masked and coupling == "monotone":
-        return _one_at_a_time(q, k, v, keep, query_keep, (*settings, coupling, ties))
+        return _one_at_a_time(q, k, v, keep, query_keep, (*settings, coupling, ties, slice_weight))
     clouds = clouds_of(q, k, keep, query_keep, slices)
     width = clouds.k.shape[2] if v is None else v.shape[3]
     if 0 in (clouds.x.numel(), clouds.y.numel(), width):
@@ -341,7 +326,7 @@ def hard_plan(
 def _one_at_a_time(
     q: Tensor, k: Tensor, v: Tensor | None, keep: Tensor | None, query_keep: Tensor | None, settings: Any
 ) -> Tensor:
-    """hard_plan of each example's active tokens: how many keys a query meets depends on their number."""
+    """_esp_hard of each example's active tokens: how many keys a query meets depends on their number."""
     width = k.shape[2] if v is None else v.shape[3]
     results = []
     for example in range(q.shape[0]):
@@ -350,7 +335,7 @@ def _one_at_a_time(
             else mask[example].nonzero()[:, 0] for mask, points in ((query_keep, q), (keep, k))
         )  # fmt: skip
         part_v = None if v is None else v[example, None, :, columns]
-        part = hard_plan(
+        part = _esp_hard(
             q[example, None, :, rows], k[example, None, :, columns], part_v, None, None, *settings
         )
         result = part.new_zeros(1, q.shape[1], q.shape[2], width)
@@ -362,56 +347,4 @@ def _one_at_a_time(
     return torch.cat(results) if results else q.new_zeros(0, q.shape[1], q.shape[2], width)
 
 
-def esp_hard(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    ties: Ties = "shared",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
-    """A v for the map of the plans sorted exactly: [B, H, N, E] in v's dtype.
-
-    Arguments as esp_soft.  ties: tokens of equal projections share their mass (Eq. 5, what esp_soft tends
-    to as its temperature falls), or keep their order in a stable sort, largest or smallest first.
-    O(L N (log N + D + E)) time, O(L N) memory, no N x M matrix; where different points tie and share,
-    their cost takes D for every tied pair.
-    """
-    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
-    return hard_plan(
-        q, k, v, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, slice_weight, coupling, ties,
-    ).to(v.dtype)  # fmt: skip
-
-
-def esp_hard_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    ties: Ties = "shared",
-    slice_weight: Tensor | None = None,
-    query_power: int = 0,
-    key_power: int = 0,
-) -> Tensor:
-    """The map itself, [B, H, N, M] in q's dtype, for those who want to see it.  Arguments as esp_hard."""
-    output_factor = with_lengths(output_factor, q, k, query_power, key_power)
-    return hard_plan(
-        q, k, None, keep, query_keep, slices, inverse_temperature, squared_cost, mean_cost,
-        output_factor, slice_weight, coupling, ties,
-    ).to(q.dtype)  # fmt: skip
+esp_hard, esp_hard_attention = pair("esp_hard", _esp_hard)

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from asapc.operators.pair import pair
 from asapc.operators.sinkhorn import sinkhorn, sinkhorn_attention, widen
 
 
-def fitted_sinkhorn(
+def _fitted_sinkhorn(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     bias: Tensor | None,
     head_multiplier: Tensor,
@@ -29,30 +30,17 @@ def fitted_sinkhorn(
     rows_first: bool,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """A v: [B, H, N, E] in v's dtype.
+    """A v: [B, H, N, E] in v's dtype; or the map A: [B, H, N, M] in q's.
 
     head_multiplier: [H], without a unit; the rest as operators.sinkhorn.sinkhorn.
     Source: Sinkformers, Algorithm 1, with an epsilon for each head.
     """
     q, bias = scaled(q, bias, head_multiplier)
-    return sinkhorn(q, k, v, keep, bias, score_multiplier, half_steps, rows_first, output_factor)
+    settings = (keep, bias, score_multiplier, half_steps, rows_first, output_factor)
+    return sinkhorn_attention(q, k, *settings) if v is None else sinkhorn(q, k, v, *settings)
 
 
-def fitted_sinkhorn_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    head_multiplier: Tensor,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-) -> Tensor:
-    """The map A: [B, H, N, M] in q's dtype.  Arguments as fitted_sinkhorn."""
-    points, bias = scaled(q, bias, head_multiplier)
-    settings = (score_multiplier, half_steps, rows_first, output_factor)
-    return sinkhorn_attention(points, k, keep, bias, *settings).to(q.dtype)
+fitted_sinkhorn, fitted_sinkhorn_attention = pair("fitted_sinkhorn", _fitted_sinkhorn)
 
 
 def scaled(

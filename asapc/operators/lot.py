@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from asapc.operators.c_transforms import close_columns, close_rows
+from asapc.operators.pair import pair
 
 
-def lot(
+def _lot(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     query_keep: Tensor | None,
     key_bias: Tensor | None,
@@ -44,7 +45,8 @@ def lot(
     interleaved: bool = False,
     pivot_weight: Tensor | None = None,
 ) -> Tensor:
-    """A v: [B, H, N, E] in v's dtype, 0 at padded queries and where an example has no active key.
+    """A v: [B, H, N, E] in v's dtype, 0 at padded queries and where an example has no active key; or the
+    dense map A: [B, H, N, M] in q's dtype, 0 on padded tokens.
 
     q: [B, H, N, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M] and query_keep: [B, N] bool, True
     on active tokens; key_bias: [B|1, H|1, 1|R, M], in units of epsilon: positions p_j added to the keys
@@ -58,76 +60,26 @@ def lot(
     Source: LOTFormer, Eq. 4.
     """
     if k.shape[2] == 0 or q.shape[2] == 0:
-        return v.new_zeros((*q.shape[:3], v.shape[3]))
-    first, second = _plans(
-        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
-        query_half_steps, queries_first, key_half_steps, keys_first, interleaved,
-        pivot_weight,
-    )  # fmt: skip
-    values = second @ _clean(v, keep).to(second.dtype)  # [B, H, R, E]
-    out = first.transpose(-1, -2) @ values
-    out = out * token_factor(output_factor, q, k, keep, query_keep)
-    return masked(out, keep, query_keep).to(v.dtype)
-
-
-def lot_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    key_bias: Tensor | None,
-    pivots: Tensor,
-    pivot_mass: Tensor,
-    query_multiplier: float,
-    key_multiplier: float,
-    query_half_steps: int,
-    queries_first: bool,
-    key_half_steps: int,
-    keys_first: bool,
-    output_factor: Sequence[float],
-    interleaved: bool = False,
-    pivot_weight: Tensor | None = None,
-) -> Tensor:
-    """The dense map A: [B, H, N, M] in q's dtype, 0 on padded tokens.  Arguments as `lot`."""
-    if k.shape[2] == 0 or q.shape[2] == 0:
-        return q.new_zeros((*q.shape[:3], k.shape[2]))
-    first, second = _plans(
-        q, k, keep, query_keep, key_bias, pivots, pivot_mass, query_multiplier, key_multiplier,
-        query_half_steps, queries_first, key_half_steps, keys_first, interleaved,
-        pivot_weight,
-    )  # fmt: skip
-    dense = first.transpose(-1, -2) @ second
-    dense = dense * token_factor(output_factor, q, k, keep, query_keep)
-    return masked(dense, keep, query_keep).to(q.dtype)
-
-
-def _plans(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    key_bias: Tensor | None,
-    pivots: Tensor,
-    pivot_mass: Tensor,
-    query_multiplier: float,
-    key_multiplier: float,
-    query_half_steps: int,
-    queries_first: bool,
-    key_half_steps: int,
-    keys_first: bool,
-    interleaved: bool,
-    pivot_weight: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Gamma1 [B, H, R, N] and diag(omega / sigma) Gamma2 [B, H, R, M]."""
+        return q.new_zeros((*q.shape[:3], k.shape[2] if v is None else v.shape[3]))
     dtype = work_dtype(q)
     if interleaved:
         pivot_mass = by_example(pivot_mass, q.shape[0])
         pivot_weight = None if pivot_weight is None else by_example(pivot_weight, q.shape[0])
     first_scores = pivot_scores(q, query_keep, None, pivots, query_multiplier, dtype)
     second_scores = pivot_scores(k, keep, key_bias, pivots, key_multiplier, dtype)
+    # Gamma1 [B, H, R, N] and diag(omega / sigma) Gamma2 [B, H, R, M]
     first = pivot_plan(first_scores, query_keep, pivot_mass, query_half_steps, queries_first, False)
     second = pivot_plan(second_scores, keep, pivot_mass, key_half_steps, keys_first, True)
-    return first, second if pivot_weight is None else second * pivot_weight.to(dtype)[..., None]
+    if pivot_weight is not None:
+        second = second * pivot_weight.to(dtype)[..., None]
+    if v is not None:
+        second = second @ _clean(v, keep).to(second.dtype)  # [B, H, R, E]
+    out = first.transpose(-1, -2) @ second
+    out = out * token_factor(output_factor, q, k, keep, query_keep)
+    return masked(out, keep, query_keep)
+
+
+lot, lot_attention = pair("lot", _lot)
 
 
 def by_example(table: Tensor, batch: int) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from asapc.ir import Stabiliser
+from asapc.operators.pair import pair
 from asapc.operators.sinkhorn import (
     clean_values,
     factor_value,
@@ -83,9 +84,10 @@ def _offset(scores: Tensor, stabiliser: Stabiliser) -> Tensor:
     return top.masked_fill(top.isneginf(), 0.0)
 
 
-def stabilised_sinkhorn_attention(
+def _stabilised_sinkhorn(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None,
     keep: Tensor | None,
     bias: Tensor | None,
     score_multiplier: float,
@@ -99,55 +101,14 @@ def stabilised_sinkhorn_attention(
     start_share: bool,
     output_factor: Sequence[float],
 ) -> Tensor:
-    """Dense attention map, [B, H, N, M] in q's dtype.  Arguments as sinkhorn_attention, and Stabiliser's.
+    """A v [B, H, N, E] in v's dtype, or the dense map A [B, H, N, M] in q's.  Arguments as
+    sinkhorn_attention, and Stabiliser's.
 
     output_factor: as for sinkhorn_attention, of the plan whose last side would have mass 1/N or 1/M each
     without the constant.
     """
-    a, kernel, b, factor = _scalings(
-        q, k, keep, bias, score_multiplier, half_steps, rows_first,
-        Stabiliser.of(form, kind, constant, start, shares, start_share), output_factor,
-    )  # fmt: skip
-    return (a * factor * kernel * b.transpose(-1, -2)).to(q.dtype)
-
-
-def stabilised_sinkhorn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    form: str,
-    kind: str,
-    constant: float,
-    start: str,
-    shares: bool,
-    start_share: bool,
-    output_factor: Sequence[float],
-) -> Tensor:
-    """A v [B, H, N, E] in v's dtype, of the map of stabilised_sinkhorn_attention."""
-    a, kernel, b, factor = _scalings(
-        q, k, keep, bias, score_multiplier, half_steps, rows_first,
-        Stabiliser.of(form, kind, constant, start, shares, start_share), output_factor,
-    )  # fmt: skip
-    values = b * clean_values(v, opened_keys(keep)).double()
-    return (a * factor * (kernel @ values)).to(v.dtype)
-
-
-def _scalings(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    bias: Tensor | None,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    stabiliser: Stabiliser,
-    output_factor: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
+    stabiliser = Stabiliser.of(form, kind, constant, start, shares, start_share)
+    values = None if v is None else clean_values(v, opened_keys(keep)).double()
     q, keep, bias = open_empty(q, keep, bias)
     # Scores are rounded where the teacher's are, and only then widened.
     scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier).double()
@@ -156,7 +117,13 @@ def _scalings(
         a, kernel, b = next(steps)
     queries, keys = scores.shape[-2:]
     factor = factor_value(output_factor, queries, keys, keep)
-    return a, kernel, b, factor * unit_mass(stabiliser, half_steps, rows_first, queries, keys)
+    factor = factor * unit_mass(stabiliser, half_steps, rows_first, queries, keys)
+    if values is None:
+        return a * factor * kernel * b.transpose(-1, -2)
+    return a * factor * (kernel @ (b * values))
+
+
+stabilised_sinkhorn, stabilised_sinkhorn_attention = pair("stabilised_sinkhorn", _stabilised_sinkhorn)
 
 
 def unit_mass(

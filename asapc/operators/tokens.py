@@ -7,7 +7,7 @@ operators that export: a rewritten graph may hold them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,36 +15,7 @@ from torch.nn import functional
 
 from asapc.operators.sinkhorn import clean_values, widen
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 Powers = Sequence[float | Tensor]
-
-
-def summary_tokens(
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    count: int,
-    multiplier: float,
-    powers: Powers | None = None,
-) -> Tensor:
-    """[B, H, N, E]: the first `count` rows by summary_rows over all keys, the others by `attend`.
-
-    attend(q, k, v, keep, query_keep) sees the other tokens alone, for instance torch.ops.asapc.lot with
-    its settings bound.  q, k: [B, H, N, D]; v: [B, H, N, E]; keep, query_keep: [B, N] bool.
-    """
-    query_head = None if query_keep is None else query_keep[:, :count]
-    rows = summary_rows(q[:, :, :count], k, v, keep, query_head, multiplier, powers)
-    others = attend(
-        q[:, :, count:],
-        k[:, :, count:],
-        v[:, :, count:],
-        None if keep is None else keep[:, count:],
-        None if query_keep is None else query_keep[:, count:],
-    )
-    return torch.cat([rows, others], dim=2)
 
 
 def summary_rows(
@@ -56,34 +27,18 @@ def summary_rows(
     multiplier: float,
     powers: Powers | None = None,
 ) -> Tensor:
-    """summary_attention times v: [B, H, c, E] in v's dtype.  v: [B, H, M, E]."""
-    attention = summary_attention(widen(q), widen(k), keep, query_keep, multiplier, powers)
-    return (attention @ clean_values(v, keep).to(attention.dtype)).to(v.dtype)
+    """A v, with the attention A of c summary tokens over every key: [B, H, c, E] in v's dtype.
 
-
-def summary_attention(
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    multiplier: float,
-    powers: Powers | None = None,
-) -> Tensor:
-    """Attention of c summary tokens over every key: [B, H, c, M] in q's dtype.
-
-        softmax_j(multiplier q.k_j)                                                  without powers
+        A_j = softmax_j(multiplier q.k_j)                                            without powers
         softmax_j((m q+.k+ + m q-.k-)^p_same + (m q+.k- + m q-.k+)^p_opposite)       polarised
 
     with x+ = relu(x), x- = relu(-x), m = multiplier and powers = (p_same, p_opposite), numbers or tensors
-    that broadcast to [B, H, c, M].  q: [B, H, c, D]; k: [B, H, M, D]; keep: [B, M]; query_keep: [B, c].
-    Rows are 0 at padded queries and where no key is active.  Source: LOTFormer, 4.3.
+    that broadcast to [B, H, c, M].  q: [B, H, c, D]; k: [B, H, M, D]; v: [B, H, M, E]; keep: [B, M];
+    query_keep: [B, c].  Rows are 0 at padded queries and where no key is active.  Source: LOTFormer, 4.3.
     """
     points, keys = widen(clean_values(q, query_keep)), widen(clean_values(k, keep)).transpose(-1, -2)
     points = points * multiplier
-    if powers is None:
-        logits = points @ keys
-    else:
-        logits = _polarised(points, keys, *powers)
+    logits = points @ keys if powers is None else _polarised(points, keys, *powers)
     if keep is not None:
         some = keep.any(-1, keepdim=True)
         logits = logits.masked_fill(~(keep | ~some)[:, None, None, :], -torch.inf)
@@ -92,7 +47,8 @@ def summary_attention(
         attention = torch.softmax(logits, -1)
     if query_keep is not None:
         attention = attention.masked_fill(~query_keep[:, None, :, None], 0.0)
-    return attention.to(q.dtype)
+    attention = attention.to(widen(q).dtype)
+    return (attention @ clean_values(v, keep).to(attention.dtype)).to(v.dtype)
 
 
 def _polarised(

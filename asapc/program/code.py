@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
+from torch.fx.node import map_aggregate
 
 import asapc.kernels.library as _library  # registers torch.ops.asapc, which graphs call
 
@@ -135,6 +136,11 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names begin so, by the rest of their names."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
 def traced_inputs(module: GraphModule) -> list[Tensor]:
     """The tensors that an exported program takes, as its trace has them."""
     return [node.meta["val"] for node in traced_places(module)]
@@ -244,7 +250,9 @@ def _decoded(rows: Sequence[tuple[Any, ...]]) -> Graph:
         if isinstance(target, tuple):
             namespace, operation, overload = target
             target = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
-        args, kwargs = (_linked(values, nodes) for values in (args, kwargs))
+        args, kwargs = map_aggregate(
+            (args, kwargs), lambda x: nodes[x.name] if isinstance(x, _Ref) else x
+        )
         node = graph.create_node(op, target, args, kwargs, name)
         node.meta.update(meta)
         nodes[name] = node
@@ -259,17 +267,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [_plain(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
-
-
-def _linked(value: Any, nodes: dict[str, Node]) -> Any:
-    if isinstance(value, _Ref):
-        return nodes[value.name]
-    if isinstance(value, dict):
-        return {key: _linked(item, nodes) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_linked(item, nodes) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
 

@@ -145,14 +145,13 @@ class _Lifted:
         kind = self._kind(target)
         new = self.graph.placeholder(f"{PREFIX[kind]}_{target.replace('.', '_')}")
         held = value.detach() if kind is InputKind.CONSTANT_TENSOR else value
-        new.meta["val"] = node.meta["val"] if "val" in node.meta else self._fake(held)
+        if "val" in node.meta:
+            new.meta["val"] = node.meta["val"]
+        else:  # of a rewrite's coefficients, whose sizes are numbers
+            new.meta["val"] = self.mode.from_tensor(held, static_shapes=True)
         self._attributes[target] = new
         persistent = None if kind is not InputKind.BUFFER else self._is_persistent(target)
         self.held.append((value, InputSpec(kind, TensorArgument(new.name), target, persistent)))
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        """Of a rewrite's coefficients, whose sizes are numbers."""
-        return self.mode.from_tensor(tensor, static_shapes=True)
 
     def _kind(self, target: str) -> InputKind:
         if target in self._parameters:

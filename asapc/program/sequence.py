@@ -196,11 +196,6 @@ def _same_place(target: Any, bound: Bound) -> Any:
     return x.like(_on_local(target, bound))
 
 
-def _fresh(target: Any, bound: Bound) -> Any:
-    """x.new_zeros(sizes): whole sizes, of which nothing is x's."""
-    return _on_local(target, bound)
-
-
 def _size(target: Any, bound: Bound) -> Any:
     return _first(bound).shape[bound["dim"]]
 
@@ -428,7 +423,8 @@ RULES: dict[str, Rule] = dict((
     *_named(_size, "sym_size"),
     *_named(_same_place, "contiguous", "clone", "to", "_to_copy", "alias", "detach", "dropout",
             "zeros_like", "ones_like", "full_like", "type_as", "float"),
-    *_named(_fresh, "new_zeros", "new_ones", "new_full", "new_empty"),
+    # Of whole sizes, and of nothing that is in the shard.
+    *_named(_on_local, "new_zeros", "new_ones", "new_full", "new_empty"),
     *_named(_features(lambda bound: 1), "linear"),
     *_named(_features(lambda bound: len(bound["normalized_shape"])), "layer_norm", "rms_norm",
             "native_layer_norm"),

@@ -37,11 +37,36 @@ def sinkhorn(
     half_steps: int,
     rows_first: bool,
     output_factor: Sequence[float],
+    *,
+    f: Any = None,
+    g: Any = None,
     **_of_gradients: Any,
 ) -> Shard:
-    """operators.sinkhorn.sinkhorn of the own queries: a shard of [B, H, N, E], or where v is None of the
-    map [B, H, N, M]; forward only."""
-    return _loop(q, k, v, keep, bias, None, None, score_multiplier, half_steps, rows_first, output_factor)
+    """operators.sinkhorn.sinkhorn of the own queries, from the duals f and g where they are given, some
+    heads at a time: a shard of [B, H, N, E], or where v is None of the map [B, H, N, M]; forward only."""
+    keep, given = whole(keep), q if v is None else v
+    dtype = given.local.dtype if isinstance(given, Shard) else given.dtype
+    bias = _own_rows(bias, q)
+    local_f = None if f is None else Shard.of(whole(f), QUERIES, q.group).local
+    whole_g = whole(g)
+    width = k.shape[2] if v is None else v.shape[3]
+    out = q.local.new_empty((*q.local.shape[:3], width), dtype=torch.promote_types(dtype, torch.float32))
+    factor = factor_value(output_factor, q.shape[2], k.shape[2], _opened(keep))
+    for some in _head_groups(q.shape[1], q.group):
+        queries, keys = q.local[:, some], _heads(k, some)
+        queries, opened, own_bias = open_empty(queries, keep, _heads(bias, some))
+        keys = clean_values(keys, opened)
+        scores = _Scores(widen(queries) * score_multiplier, widen(keys), widen(own_bias))
+        loop = _Loop(scores, q.shape[2], q.group, opened)
+        loop.start(
+            None if local_f is None else open_dual(local_f[:, some], keep),
+            None if whole_g is None else open_dual(whole_g[:, some], keep),
+        )
+        loop.run(half_steps, rows_first)
+        values = None if v is None else widen(clean_values(_heads(v, some), opened))
+        loop.write(values, out[:, some])
+    out *= factor.to(out.dtype) if isinstance(factor, Tensor) else factor
+    return q.like(out.to(dtype))
 
 
 def asap(
@@ -58,9 +83,9 @@ def asap(
 ) -> Shard:
     """operators.asap.asap of the own queries, as sinkhorn."""
     rows_first = first_c_transform(source_dual, target_dual, c_transforms) == "row"
-    return _loop(
-        q, k, v, keep, bias, source_dual, target_dual, score_multiplier, c_transforms, rows_first,
-        output_factor,
+    return sinkhorn(
+        q, k, v, keep, bias, score_multiplier, c_transforms, rows_first, output_factor, f=source_dual,
+        g=target_dual,
     )  # fmt: skip
 
 
@@ -89,45 +114,6 @@ def _predicted(
         for parts, size in zip(zip(*found, strict=True), sizes, strict=False)
     ]
     return tuple(joined) if len(joined) > 1 else joined[0]
-
-
-def _loop(
-    q: Shard,
-    k: Any,
-    v: Any,
-    keep: Any,
-    bias: Any,
-    f: Any,
-    g: Any,
-    score_multiplier: float,
-    half_steps: int,
-    rows_first: bool,
-    output_factor: Sequence[float],
-) -> Shard:
-    """The half-steps and A v, from the duals f and g where they are given, some heads at a time."""
-    keep, given = whole(keep), q if v is None else v
-    dtype = given.local.dtype if isinstance(given, Shard) else given.dtype
-    bias = _own_rows(bias, q)
-    local_f = None if f is None else Shard.of(whole(f), QUERIES, q.group).local
-    whole_g = whole(g)
-    width = k.shape[2] if v is None else v.shape[3]
-    out = q.local.new_empty((*q.local.shape[:3], width), dtype=torch.promote_types(dtype, torch.float32))
-    factor = factor_value(output_factor, q.shape[2], k.shape[2], _opened(keep))
-    for some in _head_groups(q.shape[1], q.group):
-        queries, keys = q.local[:, some], _heads(k, some)
-        queries, opened, own_bias = open_empty(queries, keep, _heads(bias, some))
-        keys = clean_values(keys, opened)
-        scores = _Scores(widen(queries) * score_multiplier, widen(keys), widen(own_bias))
-        loop = _Loop(scores, q.shape[2], q.group, opened)
-        loop.start(
-            None if local_f is None else open_dual(local_f[:, some], keep),
-            None if whole_g is None else open_dual(whole_g[:, some], keep),
-        )
-        loop.run(half_steps, rows_first)
-        values = None if v is None else widen(clean_values(_heads(v, some), opened))
-        loop.write(values, out[:, some])
-    out *= factor.to(out.dtype) if isinstance(factor, Tensor) else factor
-    return q.like(out.to(dtype))
 
 
 def _opened(keep: Tensor | None) -> Tensor | None:

@@ -136,6 +136,7 @@ class _MeanDivergence:
         return {**check.result(), "cases": self.cases}
 
 
+@dataclass(eq=False)
 class SiteCertificates:
     """Streams a Sinkhorn site's activations through every bound that is proven for it.
 
@@ -143,24 +144,17 @@ class SiteCertificates:
     source, key: predict its duals in score coordinates, see program.calls.predicted_duals.
     """
 
-    def __init__(
-        self,
-        convention: Convention,
-        plan: TransformPlan | None = None,
-        source: Predict | None = None,
-        key: Predict | None = None,
-    ) -> None:
-        self.convention = convention
-        self.plan = plan
-        self.source, self.key = source, key
+    convention: Convention
+    plan: TransformPlan | None = None
+    source: Predict | None = None
+    key: Predict | None = None
+
+    def __post_init__(self) -> None:
         self._largest: dict[str, float] = {}
         self._checks: dict[str, _Check] = {}
         self._mean = _MeanDivergence()
-        self._left = {
-            "plans": PLAN_ENTRIES,
-            "contraction": CONTRACTION_ENTRIES,
-            "diameter": DIAMETER_ENTRIES,
-        }
+        self._left = {"plans": PLAN_ENTRIES, "contraction": CONTRACTION_ENTRIES,
+                      "diameter": DIAMETER_ENTRIES}  # fmt: skip
 
     def update(self, tensors: SiteTensors) -> None:
         """Add one batch. Examples without an active key are passed over."""
@@ -204,9 +198,8 @@ class SiteCertificates:
         assert dual is not None
         for rows, keys in _active_blocks(t.keep):
             points = keys if index == 1 else slice(None)
-            block = Block(
-                teacher.scores[rows][..., keys], -math.log(num_queries), -math.log(num_keys)
-            )
+            scores = teacher.scores[rows][..., keys]
+            block = Block(scores, -math.log(num_queries), -math.log(num_keys))
             v = None if t.v is None else t.v.double()[rows][..., keys, :]
             self._closed(block, dual[rows][..., points], true[index][rows][..., points], v)
 

@@ -537,16 +537,11 @@ def compile_tables(manifest: Mapping[str, Any]) -> list[Table]:
     """What every site became; with an entry `onnx_file` also what model.onnx is."""
     return [
         *_choice_table("Compiled", manifest["sites"]),
-        *sizes_table(manifest.get("sizes", "")),
+        *_pairs("Holds for", {"sizes": manifest["sizes"]} if manifest.get("sizes") else {}),
         *refused_table(manifest.get("refused", ())),
         *warnings_table(manifest.get("warnings", ())),
         *(onnx_tables(manifest["onnx_file"]) if "onnx_file" in manifest else []),
     ]
-
-
-def sizes_table(sizes: str) -> list[Table]:
-    """The sizes that a program holds for."""
-    return [Table("Holds for", ("", ""), (("sizes", sizes),))] if sizes else []
 
 
 def _choice_table(title: str, sites: Sequence[Mapping[str, Any]]) -> list[Table]:

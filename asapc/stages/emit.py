@@ -75,8 +75,10 @@ def emit(
 def _manifest(c: Compilation, out: str | Path) -> dict[str, Any]:
     teacher, analysis = c.teacher, c.analysis
     names = list(forward_signature(teacher).parameters)
+    # In words, or the file of an ONNX teacher, which is timed beside what is compiled.
+    named = teacher.source if teacher.onnx is None else places.recorded(teacher.source, out)
     manifest: dict[str, Any] = {
-        "teacher": {"source": _source(teacher, out), "fingerprint": teacher.fingerprint},
+        "teacher": {"source": named, "fingerprint": teacher.fingerprint},
         "capture": analysis.capture.kind,
         "call": call_of(c.example.args, c.example.kwargs, names),
         "forward": _forward(teacher, c.compiled[0], c.output) if c.whole else None,
@@ -112,11 +114,6 @@ def _emit_onnx(folder: Path, c: Compilation, onnx: OnnxSettings | None, progress
         write_verified(read_artifact(folder, ("graph",), trust=True), c.source, onnx, progress)
     elif c.teacher.onnx is not None:
         progress.note("no model.onnx: torch.export could trace the teacher by its modules only")
-
-
-def _source(teacher: Teacher, out: str | Path) -> str:
-    """In words, or the file of an ONNX teacher, which is timed beside what is compiled."""
-    return teacher.source if teacher.onnx is None else places.recorded(teacher.source, out)
 
 
 def _interface(teacher: Teacher) -> dict[str, list[str]]:

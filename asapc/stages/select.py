@@ -81,7 +81,7 @@ def choose(
     if batches:
         with progress.phase("verifying the lossless model"):
             teacher_ms = _verify_lossless(analysis, batches[0])
-    elif _needs_selection(analysis, recipe):
+    elif any(fits_needed(s.convention, recipe.for_site(s.name)) for s in analysis.sites):
         raise empty_split(source, "selection")
     selection = select(analysis, recipe, calibration, batches, progress, teacher_ms)
     choices, switch = _settled(analysis, selection.choices, batches, recipe)
@@ -106,10 +106,6 @@ def _within(limit: MemoryLimit, analysis: Analysis, source: DataSource, most: in
 
     step(1)  # what is loaded on a first call is not a batch's
     return limit.batch_size(step, most)
-
-
-def _needs_selection(analysis: Analysis, recipe: Recipe) -> bool:
-    return any(fits_needed(s.convention, recipe.for_site(s.name)) for s in analysis.sites)
 
 
 def _settled(

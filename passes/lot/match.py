@@ -190,7 +190,7 @@ class _Whole:
     def __init__(
         self, graph: GraphModule, candidate: _Candidate, halves: Sequence[Half], hidden: bool
     ) -> None:
-        self.halves, self.hidden = halves, hidden
+        self.candidate, self.halves, self.hidden = candidate, halves, hidden
         values = candidate.inner.values
         nodes = [*(half.points.node for half in halves), candidate.inner.right]
         separated = separate(candidate.outer.node, nodes)
@@ -199,6 +199,15 @@ class _Whole:
         inputs = [*(half.points for half in halves), values]
         result = candidate.outer.result
         self.experiment = Experiment(graph, inputs, result, self.between, self.masks)
+
+    def drawn(self, lengths: dict[Any, int], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Random q [B, H, N, D], k [B, H, M, D] and v [B, H, M, E]."""
+        q, k = (
+            torch.randn(half.shape(lengths), generator=generator, dtype=torch.float64)
+            for half in self.halves
+        )
+        width = int(self.candidate.inner.values.shape[-1])
+        return q, k, torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
 
     def output(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: dict[Any, int], padded: Tensor | None
@@ -294,14 +303,14 @@ def _glued(
     if not whole.apart:
         return "something else enters between the two plans and the values"
     glue: Masses | None = None
-    rows = _observed(whole, candidate, queries, keys, sizes, None)
+    rows = _observed(whole, queries, keys, sizes, None)
     factor, error = _factor(rows)
     for weigh in (_read_weight, _solved_weight):
         if error <= STABILISED:
             break
-        glue_weight = weigh(whole, candidate, queries, keys)
+        glue_weight = weigh(whole, queries, keys)
         if glue_weight is not None:
-            weighed = _observed(whole, candidate, queries, keys, sizes, glue_weight)
+            weighed = _observed(whole, queries, keys, sizes, glue_weight)
             found_factor, found_error = _factor(weighed)
             if found_error <= STABILISED:
                 glue, rows = glue_weight, weighed
@@ -311,7 +320,7 @@ def _glued(
         _, unmasked = _factor([row for row in rows if row[-1] is None])
         weight = 0.0
         if unmasked <= STABILISED and masks[1] is not None:
-            weight = _padding_weight(whole, candidate)
+            weight = _padding_weight(whole)
         if weight and masks[1] is not None:
             return (
                 f"the layer's own code gives keys that {spoken(masks[1])} masks {weight:.0%} of the "
@@ -326,8 +335,8 @@ def _glued(
         queries.half, keys.half, queries.pivots.shape[1], factor,
         "key" if any(node is not None for node in masks) else "none",
     )  # fmt: skip
-    for at in _larger_sizes(whole, candidate):
-        rows = _observed(whole, candidate, queries, keys, [at], glue)
+    for at in _larger_sizes(whole):
+        rows = _observed(whole, queries, keys, [at], glue)
         worst = max(_error(row, factor) for row in rows)
         if not worst <= STABILISED:
             sizes_tried = f"{rows[0][2]} queries and {rows[0][3]} keys"
@@ -340,7 +349,7 @@ def _glued(
         interleaved=queries.interleaved if glue is None else glue.interleaved,
         weight=None if glue is None else glue.table, covers=inside | candidate.inside,
     )  # fmt: skip
-    return _with_row_sums(site, whole, candidate, queries, keys, glue)
+    return _with_row_sums(site, whole, queries, keys, glue)
 
 
 def _same_masses(queries: HalfFit, keys: HalfFit) -> bool:
@@ -348,24 +357,17 @@ def _same_masses(queries: HalfFit, keys: HalfFit) -> bool:
     return same_rows and torch.allclose(queries.mass, keys.mass)
 
 
-def _read_weight(
-    _whole: _Whole, _candidate: _Candidate, queries: HalfFit, keys: HalfFit
-) -> Masses | None:
+def _read_weight(_whole: _Whole, queries: HalfFit, keys: HalfFit) -> Masses | None:
     """omega, where all that glues the plans is in them: the product of both readouts over 1 / sigma."""
     batch = len(queries.readout)
     mass = by_example(queries.mass, batch) if queries.interleaved else queries.mass
     return _folded(queries.readout * keys.readout * mass, queries)
 
 
-def _solved_weight(
-    whole: _Whole, candidate: _Candidate, queries: HalfFit, keys: HalfFit
-) -> Masses | None:
+def _solved_weight(whole: _Whole, queries: HalfFit, keys: HalfFit) -> Masses | None:
     """omega by least squares: the output is linear in it."""
-    (lengths, *_), generator = _sizes(candidate), torch.Generator().manual_seed(5)
-    shapes = [half.shape(lengths) for half in whole.halves]
-    q, k = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    width = int(candidate.inner.values.shape[-1])
-    v = torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
+    lengths, *_ = _sizes(whole.candidate)
+    q, k, v = whole.drawn(lengths, torch.Generator().manual_seed(5))
     output = whole.output(q, k, v, lengths, None)
     count = queries.mass.shape[1]
     if output[0, 0].numel() < 2 * count:
@@ -395,11 +397,12 @@ def _folded(weight: Tensor, queries: HalfFit) -> Masses | None:
     return Masses(table, by_row)
 
 
-def _larger_sizes(whole: _Whole, candidate: _Candidate) -> list[dict[Any, int]]:
+def _larger_sizes(whole: _Whole) -> list[dict[Any, int]]:
     """Of many examples, and of many tokens."""
     clouds = [half.points for half in whole.halves]
     batch, tokens = ([cloud.shape[axis] for cloud in clouds] for axis in (0, -2))
-    return larger_sizes(whole.experiment.cut, _sizes(candidate)[0], batch, tokens, whole.halves[0].heads)
+    few, *_ = _sizes(whole.candidate)
+    return larger_sizes(whole.experiment.cut, few, batch, tokens, whole.halves[0].heads)
 
 
 def _on_pivots(fit: HalfFit, pivots: Tensor) -> HalfFit | None:
@@ -418,19 +421,13 @@ _Row = tuple[Tensor, Tensor, int, int, float, Tensor | None]
 
 
 def _observed(
-    whole: _Whole, candidate: _Candidate, queries: HalfFit, keys: HalfFit,
-    sizes: Sequence[dict[Any, int]], glue: Masses | None,
-) -> list[_Row]:  # fmt: skip
+    whole: _Whole, queries: HalfFit, keys: HalfFit, sizes: Sequence[dict[Any, int]], glue: Masses | None
+) -> list[_Row]:
     generator = torch.Generator().manual_seed(2)
     query_half, key_half = whole.halves
     rows: list[_Row] = []
     for lengths in sizes:
-        q, k = (
-            torch.randn(half.shape(lengths), generator=generator, dtype=torch.float64)
-            for half in whole.halves
-        )
-        width = int(candidate.inner.values.shape[-1])
-        v = torch.randn(*k.shape[:3], width, generator=generator, dtype=torch.float64)
+        q, k, v = whole.drawn(lengths, generator)
         masked = bool(query_half.masks or key_half.masks)
         for padded in (None, torch.arange(k.shape[2]) % 3 == 1) if masked else (None,):
             keeps = [
@@ -444,12 +441,11 @@ def _observed(
     return rows
 
 
-def _padding_weight(whole: _Whole, candidate: _Candidate) -> float:
+def _padding_weight(whole: _Whole) -> float:
     """How much of a padded key's value the layer passes on, of what it would without a mask."""
-    lengths = _sizes(candidate)[0]
-    q, k = (torch.zeros(half.shape(lengths), dtype=torch.float64) for half in whole.halves)
+    lengths, *_ = _sizes(whole.candidate)
+    q, k, v = map(torch.zeros_like, whole.drawn(lengths, torch.Generator()))
     padded = torch.arange(k.shape[2]) % 3 == 1
-    v = torch.zeros(*k.shape[:3], int(candidate.inner.values.shape[-1]), dtype=torch.float64)
     v[:, :, padded] = 1.0
     with_mask, without = (whole.output(q, k, v, lengths, mask) for mask in (padded, None))
     seen = with_mask if not whole.halves[0].masks else with_mask[:, :, ~padded]
@@ -492,12 +488,11 @@ def _factor(rows: Sequence[_Row]) -> tuple[OutputFactor, float]:
 
 
 def _with_row_sums(
-    site: LotSite, whole: _Whole, candidate: _Candidate, queries: HalfFit, keys: HalfFit,
-    glue: Masses | None,
-) -> LotSite:  # fmt: skip
+    site: LotSite, whole: _Whole, queries: HalfFit, keys: HalfFit, glue: Masses | None
+) -> LotSite:
     """The site with what is A 1 in the code, by which a trailing normalisation divides: it is made of the
     same two plans, which would otherwise have to be computed for it again."""
-    q, k = whole.halves
+    candidate, (q, k) = whole.candidate, whole.halves
     *batch, length, _ = candidate.outer.result.shape
     entries = length
     for size in batch:
@@ -516,10 +511,7 @@ def _with_row_sums(
             continue
         inputs = [q.points, k.points]
         sums = Experiment(q.graph, inputs, Canonical(node), *separated)
-        generator = torch.Generator().manual_seed(3)
-        points = [
-            torch.randn(half.shape(lengths), generator=generator, dtype=torch.float64) for half in (q, k)
-        ]
+        *points, _ = whole.drawn(lengths, torch.Generator().manual_seed(3))
         ones = torch.ones(*points[1].shape[:3], 1, dtype=torch.float64)
         exact = _reference(points[0], points[1], ones, None, None, queries, keys, glue)
         exact = exact * factor_value(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,15 +12,13 @@ from torch import Tensor
 from asapc.ir import Program
 from asapc.operators.lot import by_example, pivot_plan
 from asapc.passes.cut import ancestors
-from asapc.passes.early_stop import Trial, residuals_of, what_a_stop_changes
+from asapc.passes.early_stop import SPREADS, Trial, dilution, residuals_of, what_a_stop_changes
 from asapc.passes.experiment import assigned
 from asapc.passes.lot.half import Half
 from asapc.passes.lot.probe import HalfFit
 from asapc.passes.products import BARRIERS
 
-SPREADS = (0.0, *(3e-3 * 1.6**step for step in range(25)))  # of the scores, in units of epsilon
 MANY_EXAMPLES = 32
-FAR = 16.0  # times as many examples, all but one of which are flat
 
 
 def changed_by_stops(
@@ -54,9 +51,8 @@ def changed_by_stops(
             twice = {**at, **assigned([(half.points.shape[0], 2 * MANY_EXAMPLES)])}
             larger = torch.cat([points, torch.zeros_like(points)])
             if half.shape(twice)[0] == len(larger):
-                few, more = (residuals(tensors(p, t), t)[0] for p, t in ((points, at), (larger, twice)))
-                doublings = math.log2(few / more) if few > 0 and more > 0 else 0.0
-                smaller = float(FAR ** min(max(doublings, 0.0), 2.0))
+                pairs = ((points, at), (larger, twice))
+                smaller = dilution(*(residuals(tensors(p, sizes), sizes)[0] for p, sizes in pairs))
         for spread in SPREADS:
             x = points * spread
             scores = fit.half.score_multiplier * (x @ fit.pivots.transpose(-1, -2))

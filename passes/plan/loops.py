@@ -79,7 +79,7 @@ def find_loops(graph: GraphModule) -> list[Loop]:
             continue
         members = [sums[node] for node in chain]
         axes = {one.axis for one in members}
-        between = _between(chain)
+        between = descendants(chain[:1]) & ancestors(chain[-1])
         turned = any(node.target in TURNS for node in between) or any(
             one.node.target in PRODUCTS and one.matrix.target in TURNS for one in members
         )
@@ -233,10 +233,6 @@ def _sums_above(node: Node, sums: Mapping[Node, _Sum]) -> set[Node]:
         return current.all_input_nodes if current not in sums and _is_local(current) else []
 
     return reached(node.all_input_nodes, onward) & sums.keys()
-
-
-def _between(chain: list[Node]) -> set[Node]:
-    return descendants(chain[:1]) & ancestors(chain[-1])
 
 
 # Where a loop begins and ends

@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from asapc.ir import Program, Stop
-from asapc.passes.early_stop import Trial, residuals_of, what_a_stop_changes
+from asapc.passes.early_stop import FAR, SPREADS, Trial, residuals_of, what_a_stop_changes
 from asapc.passes.sinkhorn.probe import Sample
 
-SPREADS = (0.0, *(3e-3 * 1.6**step for step in range(25)))  # of the scores, in units of epsilon
 FEW_SPREADS = SPREADS[::3]  # where there is much to compute
-FAR = 16.0  # times as many examples, all but one of which are flat
-
 MUCH = 1 << 14  # scores
 
 Draw = Callable[[Tensor, dict[Any, int]], tuple[Sequence[Tensor], Sample]]

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from asapc.formats.limits import fixed_size, limits_of
 from asapc.ir import Program
@@ -24,10 +23,10 @@ from asapc.operators.banded import BandedConvention, banded_map, settings_of
 from asapc.operators.catalogue import OPERATORS
 from asapc.operators.sinkhorn import factor_terms
 from asapc.passes.branches import spoken
-from asapc.passes.cut import Part, constant_at
+from asapc.passes.cut import constant_at
 from asapc.passes.experiment import outcome, relative_error
 from asapc.passes.lifting import Lifting, Swap
-from asapc.passes.products import KeyMask, Product, same, site_name
+from asapc.passes.products import KeyMask, same, site_name
 from asapc.passes.regions import Region
 from asapc.passes.sinkhorn.band import Opened, band_of, open_region, shown_value
 from asapc.passes.sinkhorn.match import (
@@ -37,13 +36,12 @@ from asapc.passes.sinkhorn.match import (
     four,
     heads_of,
     hiding,
-    resized,
     run_experiments,
     used_outside,
 )
 from asapc.passes.sinkhorn.probe import HELD
-from asapc.passes.sinkhorn.site import part_of
-from asapc.passes.site import Found, Place, Site, Unidentified
+from asapc.passes.sinkhorn.site import LoopSite
+from asapc.passes.site import Found, Place, Unidentified
 
 # Standard deviations of scores in units of epsilon with the band in place, and half-steps times entries
 # beyond which the first must do.
@@ -53,23 +51,10 @@ BEYOND = 9  # tokens more than the longer side of the window
 
 
 @dataclass(frozen=True)
-class BandedSite(Site):
+class BandedSite(LoopSite):
     """A region that is a finite Sinkhorn loop on a band of its scores."""
 
     convention: BandedConvention
-    score: Product
-    value: Product
-    attention: Node
-    mask: KeyMask | None
-    inside: tuple[Node, ...]
-    inputs: tuple[Node, ...]
-
-    @property
-    def at(self) -> Node:
-        return self.score.node
-
-    def part(self) -> Part:
-        return part_of(self.score, self.value, self.attention, self.inside, self.inputs, self.mask)
 
     def lift(self, lifting: Lifting) -> list[Swap]:
         with lifting.before_map(self.value):
@@ -123,7 +108,7 @@ def _identified(program: Program, opened: Opened, low: int, high: int) -> _Outco
         if value is None:
             return f"{node.name} cannot be computed on its own"
         shown[node] = value
-    found = run_experiments(experiment, opened.region, experiment.few_tokens(), shown)
+    found = run_experiments(experiment, shown)
     if isinstance(found, str):
         return found
     fit, mask, bias, neutral = found
@@ -163,7 +148,7 @@ class _Trials:
                 tried += error is not None
                 if error is not None and not error <= HELD:
                     return f"not this loop with its band in place; relative error {error:.2g}"
-                if self._work(at) > WORK:
+                if math.prod(self.experiment.size(at)) * self.convention.half_steps > WORK:
                     break
         return None if tried else "its band gives NaN or infinity on random scores"
 
@@ -182,12 +167,9 @@ class _Trials:
                 return f"another loop with {what} masked; relative error {error:.2g}"
         return None
 
-    def _work(self, at: dict[Any, int]) -> float:
-        return math.prod(self.experiment.size(at)) * self.convention.half_steps
-
     def _lengths(self, more: int) -> dict[Any, int]:
         """Sizes with more tokens than either side of the window, where their number is free."""
-        found = self.experiment.few_tokens()
+        found = dict(self.experiment.few)
         tokens = self.experiment.region.score.result.shape[-1]
         if fixed_size(tokens) is None:
             (symbol,) = tokens.node.expr.free_symbols
@@ -199,7 +181,7 @@ class _Trials:
     def _error(self, at: dict[Any, int], spread: float, active: Tensor | None) -> float | None:
         """Relative to the largest entry; None where the region is not finite."""
         region, convention = self.opened.region, self.convention
-        inputs = resized(self.experiment, region, self.neutral, at)
+        inputs = self.experiment.resized(self.neutral, at)
         for node in self.opened.masks:
             value = constant_at(self.program.graph, node, at)
             if value is None:

@@ -35,9 +35,8 @@ SPREAD, SHARP = 3.0, 30.0  # of the scores, in units of epsilon
 
 
 def with_low_numbers(
-    experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor],
-    lengths: dict[Any, int],
-) -> ScoreBias | str:  # fmt: skip
+    experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor]
+) -> ScoreBias | str:
     """The bias, with its check where it needs one, or why it is none.
 
     experiment: passes.sinkhorn.match.RegionExperiment.
@@ -46,7 +45,7 @@ def with_low_numbers(
     hard = bool((example <= MASKED_BELOW).any()) or _looks_up_low_numbers(bias.node)
     if not depends_on_data(bias.node) and not hard:
         return bias
-    trials = _Trials(experiment, convention, bias, neutral, lengths)
+    trials = _Trials(experiment, convention, bias, neutral)
     if trials.follows():
         return replace(bias, all_or_nan=trials.is_nan_without_keys())
     if bool(example.any()) and not hard:
@@ -66,12 +65,11 @@ class _Trials:
     """The operator beside the code, in the code's own precision."""
 
     def __init__(
-        self, experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor],
-        lengths: dict[Any, int],
-    ) -> None:  # fmt: skip
+        self, experiment: Any, convention: Convention, bias: ScoreBias, neutral: Sequence[Tensor]
+    ) -> None:
         self.own = experiment.own
         self.index, self.bias = experiment.region.inputs.index(bias.node), bias
-        self.neutral, self.lengths = neutral, lengths
+        self.neutral = neutral
         self.operator, self.settings = loop_of(convention)
         self.unit = 1.0 / abs(convention.score_multiplier)
         self.generator = torch.Generator().manual_seed(12)
@@ -88,14 +86,13 @@ class _Trials:
         return bool(self._theirs(self._scores(1.0), nothing).isnan().all())
 
     def _scores(self, spread: float) -> Tensor:
-        size = self.own.size(self.lengths)
-        s = torch.randn(size, generator=self.generator, dtype=torch.float64)
+        s = torch.randn(self.own.size(), generator=self.generator, dtype=torch.float64)
         return (s * spread * self.unit).to(self.own.cut.precision)
 
     def _theirs(self, scores: Tensor, value: Tensor) -> Tensor:
         inputs = [*self.neutral]
         inputs[self.index] = value
-        found: Tensor = self.own.attention(scores, inputs, self.lengths)
+        found: Tensor = self.own.attention(scores, inputs)
         return found
 
     def _are_alike(self, hidden: Tensor, spread: float, low: float) -> bool:

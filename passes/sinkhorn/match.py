@@ -25,7 +25,7 @@ from asapc.ir import Convention, Program, Stop
 from asapc.operators.masks import HIDDEN_SCORE, MASKED_BELOW
 from asapc.passes.branches import spoken
 from asapc.passes.cut import PROBE_BATCH, PROBE_LENGTHS, descendants, is_tensor, made_alike
-from asapc.passes.early_stop import Trial, residuals_cut, residuals_of, what_a_stop_changes
+from asapc.passes.early_stop import Trial, dilution, residuals_cut, residuals_of, what_a_stop_changes
 from asapc.passes.experiment import (
     STABILISED,
     Experiment,
@@ -65,7 +65,6 @@ LARGE = 64 * 64
 STOPPED_SPREADS = (0.0, *(3e-3 * 1.26**step for step in range(49)))
 FEW_STOPPED = STOPPED_SPREADS[::4]
 MANY_EXAMPLES, MANY_TOKENS = 32, 100
-FAR = 16.0  # times as many examples, and as many tokens, of which all but a few are flat
 SHARP_MASKED = 25.0
 # Standard deviations of scores and of the bias that is added to them, in units of epsilon.
 BIASES = ((2.0, 1.0), (1.0, 5.0), (0.0, 25.0), (1.0, 100.0))
@@ -93,23 +92,37 @@ class RegionExperiment(Experiment):
         wide = self.region.score.node.meta["val"].dtype == torch.float64
         return self if wide else RegionExperiment(self.program, self.region, torch.float32)
 
-    def size(self, lengths: dict[Any, int]) -> tuple[int, ...]:
-        """Of the scores."""
-        return self.dims(self.region.score.result, lengths)
+    def size(self, lengths: dict[Any, int] | None = None) -> tuple[int, ...]:
+        """Of the scores, `few` unless told."""
+        return self.dims(self.region.score.result, self.few if lengths is None else lengths)
 
-    def few_tokens(self) -> dict[Any, int]:
+    @cached_property
+    def few(self) -> dict[Any, int]:
         """Small, different lengths for every dynamic dimension of the scores."""
         *batch, queries, keys = self.region.score.result.shape
         sizes = [(size, PROBE_BATCH) for size in batch]
         sizes += zip((queries, keys), PROBE_LENGTHS, strict=True)
         return self.cut.lengths(assigned(sizes))
 
+    def sizes_to_try(self) -> list[dict[Any, int]]:
+        """`few`, and a second set with every dynamic length moved, where there is one."""
+        symbols = _symbols(self.region.score.result.shape[-2:])
+        moved = {symbol: self.few[symbol] + 5 for symbol in symbols}
+        return [self.few, {**self.few, **moved}] if moved else [self.few]
+
     def attention(
-        self, scores: Tensor, inputs: Sequence[Tensor], lengths: dict[Any, int]
+        self, scores: Tensor, inputs: Sequence[Tensor], lengths: dict[Any, int] | None = None
     ) -> Tensor:
         """In the shape of the scores."""
         given = (x.to(self.cut.precision) if x.is_floating_point() else x for x in (scores, *inputs))
-        return self.run([*given], lengths).reshape(scores.shape)
+        return self.run([*given], self.few if lengths is None else lengths).reshape(scores.shape)
+
+    def resized(self, neutral: Sequence[Tensor], lengths: dict[Any, int]) -> list[Tensor]:
+        """Constant inputs at another size."""
+        return [
+            torch.full(self.cut.shape_of(node, lengths), value.flatten()[0].item(), dtype=value.dtype)
+            for node, value in zip(self.region.inputs, neutral, strict=True)
+        ]
 
 
 def find_sinkhorn(program: Program, places: Sequence[Place]) -> Iterator[Found]:
@@ -166,7 +179,7 @@ def _examine(
     )
     return AttentionSite(
         site_name(program, region.value.node), convention, heads, int(region.score.map.shape[-1]),
-        fit.error, region.score, region.value, region.attention, mask, bias, region.inside, region.inputs,
+        fit.error, region.score, region.value, region.attention, mask, region.inside, region.inputs, bias,
     )  # fmt: skip
 
 
@@ -213,21 +226,16 @@ def _seen_by_experiments(
 
 
 def _examined(program: Program, experiment: RegionExperiment, stops: Sequence[Stop]) -> Outcome:
-    region = experiment.region
-    small = experiment.few_tokens()
-    found = run_experiments(experiment, region, small)
+    found = run_experiments(experiment)
     if stops and not isinstance(found, str):
         fit, mask, _, neutral = found
-        changed = _stopping(program, stops, experiment, fit.convention, mask, neutral, small)
+        changed = _stopping(program, stops, experiment, fit.convention, mask, neutral)
         return found if changed is None else changed
     return found
 
 
 def run_experiments(
-    experiment: RegionExperiment,
-    region: Region,
-    lengths: dict[Any, int],
-    shown: Mapping[Node, float] = MappingProxyType({}),
+    experiment: RegionExperiment, shown: Mapping[Node, float] = MappingProxyType({})
 ) -> Outcome:
     """Identify the loop without masks, then what every input does, then everything together.
 
@@ -235,7 +243,7 @@ def run_experiments(
     Also returns the inputs that hide nothing and add nothing.
     """
     generator = torch.Generator().manual_seed(0)
-    dims = experiment.size(lengths)
+    region, dims = experiment.region, experiment.size()
     keys = dims[-1]
 
     def scores(spread: float, at: tuple[int, ...] = dims) -> Tensor:
@@ -243,19 +251,19 @@ def run_experiments(
 
     roles: list[str] = []
     for node in region.inputs:
-        role = "band" if node in shown else _input_role(experiment, region, node, lengths)
+        role = "band" if node in shown else _input_role(experiment, node)
         if role is None:
             return f"the attention depends on {spoken(node)}, which is neither a mask nor a bias"
         roles.append(role)
-    neutral = _neutral_inputs(experiment, region, roles, lengths, scores(0.1), shown)
+    neutral = _neutral_inputs(experiment, roles, scores(0.1), shown)
     if isinstance(neutral, str):
         return neutral
 
-    first = experiment.attention(scores(1.0), neutral, lengths)
+    first = experiment.attention(scores(1.0), neutral)
     if not bool(first.isfinite().all()):
         return "the region gives NaN or infinity on random scores"
     trial = scores(1.0)
-    tried = experiment.attention(trial, neutral, lengths)
+    tried = experiment.attention(trial, neutral)
     settled = without_choice(dims)
     if settled is not None and relative_error(tried, first) <= STABILISED:
         return settled
@@ -265,11 +273,11 @@ def run_experiments(
         return _describe(rough, region, softmax_only)
 
     def sample(s: Tensor, at: dict[Any, int], mild: bool) -> Sample | None:
-        inputs = neutral if at is lengths else resized(experiment, region, neutral, at)
+        inputs = neutral if at is experiment.few else experiment.resized(neutral, at)
         a = experiment.attention(s, inputs, at)
         return None if overflown(a) else Sample(four(s), four(a), mild=mild)
 
-    sizes = _lengths_to_try(experiment, lengths, region)
+    sizes = experiment.sizes_to_try()
     samples = [
         finite for drawn, at in drawings(sizes, dims[-2] * dims[-1] > LARGE)
         if (finite := sample(drawn.scores(experiment.size(at), generator) / rough, at, drawn.mild))
@@ -281,12 +289,12 @@ def run_experiments(
     if isinstance(fit, Fit) and fit.rival is not None:
         again = partial(identify, guesses=guesses)
         fit = separated(
-            fit, samples, dims, lambda s: sample(s, lengths, False), convention_error, again
+            fit, samples, dims, lambda s: sample(s, experiment.few, False), convention_error, again
         )
     if isinstance(fit, NoFit):
         return _describe(fit, region, False)
     mildest = samples[: len(sizes)]
-    elsewhere = _at_larger_sizes(experiment, neutral, lengths, fit.convention)
+    elsewhere = _at_larger_sizes(experiment, neutral, fit.convention)
     if elsewhere is not None:
         return elsewhere
 
@@ -294,7 +302,7 @@ def run_experiments(
     bias: ScoreBias | None = None
     merged = len(dims) == 3
     for index, (node, role) in enumerate(zip(region.inputs, roles, strict=True)):
-        if role == "additive" and _adds_more(node) and not _may_hide(experiment, index, neutral, lengths):
+        if role == "additive" and _adds_more(node) and not _may_hide(experiment, index, neutral):
             role = "bias"
         if role in ("mask", "additive"):
             if mask is not None:
@@ -303,13 +311,13 @@ def run_experiments(
             hides = HIDDEN_SCORE
             polarity = None if role == "additive" else bool(not neutral[index].flatten()[0])
             s = scores(1.0 / abs(rough))
-            a = four(experiment.attention(s, hiding(neutral, index, pattern, polarity), lengths))
+            a = four(experiment.attention(s, hiding(neutral, index, pattern, polarity)))
             if not bool(a.isfinite().all()):
                 return f"masking keys through {spoken(node)} gives NaN or infinity"
             if float(a[..., ~pattern].abs().max()) > 1e-12:
                 return f"keys masked through {spoken(node)} still receive attention"
             if polarity is None:
-                hides = _hides(experiment, index, neutral, lengths, pattern, s, a)
+                hides = _hides(experiment, index, neutral, pattern, s, a)
                 example = node.meta["example"]
                 if bool(((example > hides) & (example <= MASKED_BELOW)).any()):
                     told = f"keys masked through {spoken(node)} still receive attention"
@@ -318,7 +326,7 @@ def run_experiments(
             alone = torch.arange(keys) == keys // 2
             for spread, active in ((SHARP_MASKED, pattern), (1.0, alone), (SHARP_MASKED, alone)):
                 s = scores(spread / abs(rough))
-                a = four(experiment.attention(s, hiding(neutral, index, active, polarity), lengths))
+                a = four(experiment.attention(s, hiding(neutral, index, active, polarity)))
                 if not overflown(a):
                     seen.append(Sample(four(s), a, active.expand(len(a), keys)))
             masked = with_factor(fit.convention, [*samples, *seen], [*mildest, seen[0]])
@@ -329,7 +337,7 @@ def run_experiments(
             def hidden(at: dict[Any, int], score: float, index: int = index,
                        polarity: bool | None = polarity) -> list[Tensor]:  # fmt: skip
                 nothing = torch.zeros(experiment.size(at)[-1], dtype=torch.bool)
-                return hiding(resized(experiment, region, neutral, at), index, nothing, polarity, score)
+                return hiding(experiment.resized(neutral, at), index, nothing, polarity, score)
 
             plain = replace(fit.convention, mask="none")
             examples = EmptyExamples(experiment, plain, node, sizes, hidden)
@@ -341,12 +349,12 @@ def run_experiments(
         if role == "bias" or (mask is not None and mask.node is node and mask.is_bias):
             if bias is not None:
                 return f"two biases enter the scores ({spoken(bias.node)} and {spoken(node)})"
-            coefficient = _bias_coefficient(experiment, index, neutral, lengths, fit.convention)
+            coefficient = _bias_coefficient(experiment, index, neutral, fit.convention)
             if isinstance(coefficient, NoFit):
                 return _describe(coefficient, region, False)
             bias = ScoreBias(node, coefficient, merged or _merged(node, region))
             if mask is None or mask.node is not node:
-                checked = with_low_numbers(experiment, fit.convention, bias, neutral, lengths)
+                checked = with_low_numbers(experiment, fit.convention, bias, neutral)
                 if isinstance(checked, str):
                     return checked
                 bias = checked
@@ -354,18 +362,14 @@ def run_experiments(
 
 
 def _bias_coefficient(
-    experiment: RegionExperiment,
-    index: int,
-    neutral: Sequence[Tensor],
-    lengths: dict[Any, int],
-    convention: Convention,
+    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], convention: Convention
 ) -> float | NoFit:
     """How much of an input is added to the scores, in units of epsilon, at every size of it.
 
     A bias of keys alone, which the last half-step on columns removes, is added to scores or products.
     """
     name = experiment.region.inputs[index].name
-    dims, multiplier = experiment.size(lengths), convention.score_multiplier
+    dims, multiplier = experiment.size(), convention.score_multiplier
     generator = torch.Generator().manual_seed(6)
     probe = torch.randn(neutral[index].shape, generator=generator, dtype=torch.float64)
     dense = (probe if probe.dim() <= len(dims) else probe.flatten(0, -3)).expand(dims)
@@ -373,7 +377,7 @@ def _bias_coefficient(
     def attention(scores: Tensor, strength: float) -> Tensor:
         inputs = list(neutral)
         inputs[index] = probe * strength
-        return experiment.attention(scores, inputs, lengths)
+        return experiment.attention(scores, inputs)
 
     def apart(coefficient: float) -> float:
         seen = []
@@ -405,7 +409,6 @@ def _stopping(
     convention: Convention,
     mask: KeyMask | None,
     neutral: Sequence[Tensor],
-    lengths: dict[Any, int],
 ) -> str | None:
     """What an early stop would change, None if nothing.
 
@@ -417,7 +420,7 @@ def _stopping(
     shape = region.score.result.shape
     many = dict.fromkeys(_symbols(shape[:-2]), MANY_EXAMPLES)
     long = dict.fromkeys(_symbols(shape[-2:]), MANY_TOKENS)
-    large = math.prod(experiment.size(lengths)[-2:]) > LARGE
+    large = math.prod(experiment.size()[-2:]) > LARGE
 
     residuals = residuals_of(program, stops, [region.score.node, *region.inputs])
 
@@ -425,15 +428,15 @@ def _stopping(
         grown: dict[Any, int], only: tuple[slice, ...] = (), active: Tensor | None = None
     ) -> Iterator[Trial]:
         """only: where the scores are not 0; active: the keys that are not masked."""
-        at = {**lengths, **grown}
-        inputs, keep = resized(experiment, region, neutral, at), None
+        at = {**experiment.few, **grown}
+        inputs, keep = experiment.resized(neutral, at), None
         dims = experiment.size(at)
         if mask is not None and active is not None:
             inputs = hiding(inputs, region.inputs.index(mask.node), active, mask.true_means_masked)
         noise = torch.randn(dims, generator=generator, dtype=torch.float64)
         part = torch.zeros(dims, dtype=torch.float64)
         part[only] = noise[only]
-        smaller = dilution(part, at, grown) if only else 1.0
+        smaller = diluted(part, at, grown) if only else 1.0
         for spread in FEW_STOPPED if large or grown else STOPPED_SPREADS:
             s = part * spread / abs(convention.score_multiplier)
             if mask is not None and active is not None:
@@ -441,20 +444,17 @@ def _stopping(
             tensors = [experiment.raw(region.score.result, s, at), *inputs]
             yield Trial(tensors, at, four(s), keep, smaller)
 
-    def dilution(part: Tensor, at: dict[Any, int], grown: dict[Any, int]) -> float:
-        """How many times smaller a residual is where there are FAR times as many examples, or tokens."""
+    def diluted(part: Tensor, at: dict[Any, int], grown: dict[Any, int]) -> float:
         twice = {**at, **{symbol: 2 * size for symbol, size in grown.items()}}
         padded = torch.zeros(experiment.size(twice), dtype=torch.float64)
         padded[tuple(slice(0, size) for size in part.shape)] = part
-        small, large = (
+        return dilution(*(
             residuals([experiment.raw(region.score.result, s / abs(convention.score_multiplier), sizes),
-                       *resized(experiment, region, neutral, sizes)], sizes)[0]
+                       *experiment.resized(neutral, sizes)], sizes)[0]
             for s, sizes in ((part, at), (padded, twice))
-        )  # fmt: skip
-        doublings = math.log2(small / large) if small > 0 and large > 0 else 0.0
-        return float(FAR ** min(max(doublings, 0.0), 2.0))
+        ))  # fmt: skip
 
-    few, keys = slice(0, 8), experiment.size(lengths)[-1]
+    few, keys = slice(0, 8), experiment.size()[-1]
     some: list[Iterator[Trial]] = [trials({})]
     some += [trials(many, only=(one,)) for one in (slice(0, 1), slice(-1, None))]
     if long:
@@ -490,20 +490,17 @@ def identify_multiplier(scores: Tensor, attention: Tensor) -> float | NoFit:
 
 
 def _at_larger_sizes(
-    experiment: RegionExperiment,
-    neutral: Sequence[Tensor],
-    lengths: dict[Any, int],
-    convention: Convention,
+    experiment: RegionExperiment, neutral: Sequence[Tensor], convention: Convention
 ) -> str | None:
     """What is wrong with a convention where there are many tokens or examples, None if nothing:
     log(1 / N + 1e-6) is log(1 / N) for a few."""
     *batch, queries, keys = experiment.region.score.result.shape
-    depth = convention.half_steps * experiment.size(lengths)[-3] / (PROBE_BATCH if len(batch) < 2 else 1)
+    depth = convention.half_steps * experiment.size()[-3] / (PROBE_BATCH if len(batch) < 2 else 1)
     generator = torch.Generator().manual_seed(5)
-    for at in larger_sizes(experiment.cut, lengths, batch, (queries, keys), depth):
+    for at in larger_sizes(experiment.cut, experiment.few, batch, (queries, keys), depth):
         s = torch.randn(experiment.size(at), generator=generator, dtype=torch.float64)
         s = s / abs(convention.score_multiplier)
-        a = experiment.attention(s, resized(experiment, experiment.region, neutral, at), at)
+        a = experiment.attention(s, experiment.resized(neutral, at), at)
         error = convention_error(convention, [Sample(four(s), four(a))])
         if not error <= HELD:
             return f"another loop {where(s.shape)}; relative error {error:.2g}"
@@ -537,12 +534,10 @@ def _describe(failure: NoFit, region: Region, softmax_only: bool) -> str:
     return str(failure)
 
 
-def _input_role(
-    experiment: RegionExperiment, region: Region, node: Node, lengths: dict[Any, int]
-) -> str | None:
+def _input_role(experiment: RegionExperiment, node: Node) -> str | None:
     """mask (bool), additive (float, may hide keys), bias (float), or None for anything else."""
-    queries, keys = experiment.size(lengths)[-2:]
-    shape = experiment.cut.shape_of(node, lengths)
+    queries, keys = experiment.size()[-2:]
+    shape = experiment.cut.shape_of(node, experiment.few)
     if not shape or shape[-1] != keys:
         return None
     if node.meta["val"].dtype == torch.bool:
@@ -566,17 +561,13 @@ def _adds_more(node: Node) -> bool:
 
 
 def _neutral_inputs(
-    experiment: RegionExperiment,
-    region: Region,
-    roles: Sequence[str],
-    lengths: dict[Any, int],
-    scores: Tensor,
-    shown: Mapping[Node, float],
+    experiment: RegionExperiment, roles: Sequence[str], scores: Tensor, shown: Mapping[Node, float]
 ) -> list[Tensor] | str:
     """Inputs that hide nothing and add nothing; the polarity of a bool mask is found by trying."""
+    region = experiment.region
     neutral: list[Tensor] = []
     for node, role in zip(region.inputs, roles, strict=True):
-        shape = experiment.cut.shape_of(node, lengths)
+        shape = experiment.cut.shape_of(node, experiment.few)
         dtype = torch.bool if node.meta["val"].dtype == torch.bool else torch.float64
         neutral.append(torch.full(shape, shown.get(node, 0.0)).to(dtype))
         example = node.meta.get("example")
@@ -595,24 +586,23 @@ def _neutral_inputs(
             continue
         # A mask that hides everything gives no attention at all, NaN, or the same to every key; or, by
         # low numbers, what no mask gives: then it is seen where it hides some.
-        attention = experiment.attention(scores, neutral, lengths)
+        attention = experiment.attention(scores, neutral)
         flipped = list(neutral)
         flipped[index] = ~neutral[index]
-        other = experiment.attention(scores, flipped, lengths)
+        other = experiment.attention(scores, flipped)
         more, less = _informative(other, scores), _informative(attention, scores)
-        if more > less or (more == less and _hides_some(experiment, index, flipped, lengths, scores)):
+        if more > less or (more == less and _hides_some(experiment, index, flipped, scores)):
             neutral = flipped
     return neutral
 
 
 def _hides_some(
-    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], lengths: dict[Any, int],
-    scores: Tensor,
-) -> bool:  # fmt: skip
+    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], scores: Tensor
+) -> bool:
     """Whether a boolean mask hides the keys at which it is not as it is in the neutral inputs."""
     active = torch.arange(scores.shape[-1]) % 3 != 1
     inputs = hiding(neutral, index, active, bool(not neutral[index].flatten()[0]))
-    return not bool(experiment.attention(scores, inputs, lengths)[..., ~active].any())
+    return not bool(experiment.attention(scores, inputs)[..., ~active].any())
 
 
 def _informative(attention: Tensor, scores: Tensor) -> int:
@@ -622,35 +612,25 @@ def _informative(attention: Tensor, scores: Tensor) -> int:
     return 2 if not isinstance(identify_multiplier(scores, attention), NoFit) else 1
 
 
-def _may_hide(
-    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], lengths: dict[Any, int]
-) -> bool:
+def _may_hide(experiment: RegionExperiment, index: int, neutral: Sequence[Tensor]) -> bool:
     """Whether a low added score hides its key, as in a mask, or is a number like others."""
     example = experiment.region.inputs[index].meta["example"]
     if bool((example <= MASKED_BELOW).any()):
         return True
-    keys = experiment.size(lengths)[-1]
-    active = torch.arange(keys) % 3 != 1
-    inputs = hiding(neutral, index, active, None)
-    zero = torch.zeros(experiment.size(lengths), dtype=torch.float64)
-    found = experiment.attention(zero, inputs, lengths)
-    return not bool((found[..., ~active].abs() > 1e-12).any())
+    zero = torch.zeros(experiment.size(), dtype=torch.float64)
+    active = torch.arange(zero.shape[-1]) % 3 != 1
+    attention = experiment.attention(zero, hiding(neutral, index, active, None))
+    return not bool((attention[..., ~active].abs() > 1e-12).any())
 
 
 def _hides(
-    experiment: RegionExperiment,
-    index: int,
-    neutral: Sequence[Tensor],
-    lengths: dict[Any, int],
-    active: Tensor,
-    scores: Tensor,
+    experiment: RegionExperiment, index: int, neutral: Sequence[Tensor], active: Tensor, scores: Tensor,
     hidden: Tensor,
-) -> float:
+) -> float:  # fmt: skip
     """The highest added score that hides keys as HIDDEN_SCORE does, which gave `hidden`."""
     for score in (MASKED_BELOW, float(torch.finfo(torch.float16).min)):
         inputs = hiding(neutral, index, active, None, score)
-        found = four(experiment.attention(scores, inputs, lengths))
-        if relative_error(found, hidden) <= STABILISED:
+        if relative_error(four(experiment.attention(scores, inputs)), hidden) <= STABILISED:
             return score
     return HIDDEN_SCORE
 
@@ -663,28 +643,6 @@ def hiding(
     mask = inputs[index].clone()
     mask[..., ~active] = score if true_means_masked is None else true_means_masked
     return [*inputs[:index], mask, *inputs[index + 1 :]]
-
-
-def _lengths_to_try(
-    experiment: RegionExperiment, lengths: dict[Any, int], region: Region
-) -> list[dict[Any, int]]:
-    """The probe lengths, and a second set with every dynamic length moved, where there is one."""
-    shape = region.score.result.shape
-    moved = {symbol: lengths[symbol] + 5 for symbol in _symbols(shape[-2:])}
-    return [lengths, {**lengths, **moved}] if moved else [lengths]
-
-
-def resized(
-    experiment: RegionExperiment,
-    region: Region,
-    neutral: Sequence[Tensor],
-    lengths: dict[Any, int],
-) -> list[Tensor]:
-    """Constant inputs at another size."""
-    return [
-        torch.full(experiment.cut.shape_of(node, lengths), value.flatten()[0].item(), dtype=value.dtype)
-        for node, value in zip(region.inputs, neutral, strict=True)
-    ]
 
 
 def four(tensor: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ after:  torch.ops.asapc.sinkhorn(q, k, v, keep, bias, ...), or stabilised_sinkho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -41,21 +40,36 @@ class ScoreBias:
 
 
 @dataclass(frozen=True)
-class AttentionSite(Site):
-    """A region that is a finite Sinkhorn loop."""
+class LoopSite(Site):
+    """A region between a score product and a value product that is a finite loop."""
 
-    convention: Convention
     score: Product
     value: Product
     attention: Node
     mask: KeyMask | None
-    bias: ScoreBias | None
     inside: tuple[Node, ...]
     inputs: tuple[Node, ...]
 
     @property
     def at(self) -> Node:
         return self.score.node
+
+    def part(self) -> Part:
+        """From the operands of the score product to the map."""
+        shape, mask = self.score.result.shape, self.mask
+        return Part(
+            (self.score.left, self.score.right, *self.inputs), self.attention,
+            frozenset((self.score.node, *self.inside)), self.value.left_order, shape[0], shape[-2],
+            shape[-1], () if mask is None else ((mask.node, mask.true_means_masked),),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionSite(LoopSite):
+    """A region that is a finite Sinkhorn loop."""
+
+    convention: Convention
+    bias: ScoreBias | None
 
     @property
     def value_dim(self) -> int | None:
@@ -77,9 +91,6 @@ class AttentionSite(Site):
         share = value_of(self.mask.empty.share, seen.q.shape[2], seen.k.shape[2])
         return torch.where(seen.keep.any(1)[:, None, None, None], result, result * share)
 
-    def part(self) -> Part:
-        return part_of(self.score, self.value, self.attention, self.inside, self.inputs, self.mask)
-
     def lift(self, lifting: Lifting) -> list[Swap]:
         with lifting.before_map(self.value):
             q, k = lifting.operand(self.score.map), lifting.operand(self.score.keys)
@@ -92,19 +103,6 @@ class AttentionSite(Site):
             operator, settings = loop_of(self.convention)
             rest = {"keep": keep, "bias": bias, **settings}
             return lifting.put_map(operator, q, k, rest, self.value, share)
-
-
-def part_of(
-    score: Product, value: Product, attention: Node, inside: Iterable[Node], inputs: Iterable[Node],
-    mask: KeyMask | None,
-) -> Part:  # fmt: skip
-    """From the operands of the score product to the map."""
-    shape = score.result.shape
-    return Part(
-        (score.left, score.right, *inputs), attention, frozenset((score.node, *inside)),
-        value.left_order, shape[0], shape[-2], shape[-1],
-        () if mask is None else ((mask.node, mask.true_means_masked),),
-    )  # fmt: skip
 
 
 def _bias(lifting: Lifting, bias: ScoreBias) -> Node:

@@ -101,10 +101,6 @@ def _pow(a: Tensor, b: Any) -> Tensor:
     return power if power.dtype == a.dtype else power.to(a.dtype)
 
 
-def _mean_of(*values: Any) -> Any:
-    return _variadic(torch.add)(*values) / len(values)
-
-
 @on_tensor
 def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     if low is None and high is None:
@@ -146,59 +142,13 @@ def _cast(x: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-@on_tensors
-def _cast_like(x: Tensor, like: Tensor, *, saturate: int = 1, round_mode: str = "up") -> Tensor:
-    return x.to(like.dtype)
-
-
-def _where_host(condition: Any, a: Any, b: Any) -> Any:
-    return elementwise(chosen)(condition, a, b)
-
-
-@on_host(_where_host)
+@on_host(elementwise(chosen))
 @on_tensor
 def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
     return torch.where(condition, operand_of(a), operand_of(b))
 
 
-@on_tensors
-def _p_relu(x: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(x < 0, x * slope, x)
-
-
-def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
-def _softplus(x: Tensor) -> Tensor:
-    return torch.logaddexp(x, torch.zeros((), dtype=x.dtype))
-
-
-def _hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
-    return torch.clamp(alpha * x + beta, 0, 1)
-
-
-def _leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
-    return F.leaky_relu(x, alpha)
-
-
-def _elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.elu(x, alpha)
-
-
-def _celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.celu(x, alpha)
-
-
-SELU = (1.67326319217681884765625, 1.05070102214813232421875)
-
-
-def _selu(x: Tensor, *, alpha: float = SELU[0], gamma: float = SELU[1]) -> Tensor:
-    return gamma * F.elu(x, alpha)
-
-
-def _thresholded_relu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return torch.where(x > alpha, x, torch.zeros_like(x))
+SELU = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha, gamma
 
 
 def _softmax(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -233,10 +183,6 @@ def _gemm(
     if c is None or beta == 0.0:
         return product
     return product + (c if beta == 1.0 else c * beta)
-
-
-def _einsum(*operands: Any, equation: str) -> Tensor:
-    return torch.einsum(equation.replace(" ", ""), [tensor_of(x) for x in operands])
 
 
 # Reductions
@@ -292,10 +238,6 @@ def _extreme(function: Callable[..., Tensor], empty: float) -> Callable[..., Ten
     return reduce
 
 
-def _logsumexp(x: Tensor, dims: list[int], keep: bool) -> Tensor:
-    return torch.logsumexp(x, dims, keep) if dims else x
-
-
 def _arg(function: Callable[..., Tensor]) -> Callable[..., Any]:
     def apply(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
         x = tensor_of(x)
@@ -313,7 +255,8 @@ UNARY: dict[str, Callable[..., Any]] = {
     "Sqrt": torch.sqrt, "Exp": torch.exp, "Log": torch.log, "Reciprocal": torch.reciprocal,
     "Sign": torch.sign, "Floor": torch.floor, "Ceil": torch.ceil, "Round": torch.round,
     "Erf": torch.erf, "Relu": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid,
-    "Softplus": _softplus, "Softsign": F.softsign, "HardSwish": F.hardswish, "Mish": F.mish,
+    "Softplus": lambda x: torch.logaddexp(x, torch.zeros((), dtype=x.dtype)),
+    "Softsign": F.softsign, "HardSwish": F.hardswish, "Mish": F.mish,
     "Sin": torch.sin, "Cos": torch.cos, "Tan": torch.tan, "Asin": torch.asin, "Acos": torch.acos,
     "Atan": torch.atan, "Sinh": torch.sinh, "Cosh": torch.cosh, "Asinh": torch.asinh,
     "Acosh": torch.acosh, "Atanh": torch.atanh, "IsNaN": torch.isnan,
@@ -346,13 +289,22 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Min": _variadic(torch.minimum, least),
     "Max": _variadic(torch.maximum, greatest),
     "Sum": _variadic(torch.add),
-    "Mean": _mean_of,
-    "Mod": _mod, "Pow": _pow, "Clip": _clip, "IsInf": _is_inf, "Cast": _cast, "CastLike": _cast_like,
-    "Where": _where, "PRelu": _p_relu, "Gelu": _gelu, "HardSigmoid": _hard_sigmoid,
-    "LeakyRelu": _leaky_relu, "Elu": _elu, "Celu": _celu, "Selu": _selu,
-    "ThresholdedRelu": _thresholded_relu,
+    "Mean": lambda *values: _variadic(torch.add)(*values) / len(values),
+    "Mod": _mod, "Pow": _pow, "Clip": _clip, "IsInf": _is_inf, "Cast": _cast, "Where": _where,
+    "CastLike": on_tensors(lambda x, like, *, saturate=1, round_mode="up": x.to(like.dtype)),
+    "PRelu": on_tensors(lambda x, slope: torch.where(x < 0, x * slope, x)),
+    "Gelu": lambda x, *, approximate="none": F.gelu(x, approximate=approximate),
+    "HardSigmoid": lambda x, *, alpha=0.2, beta=0.5: torch.clamp(alpha * x + beta, 0, 1),
+    "LeakyRelu": lambda x, *, alpha=0.01: F.leaky_relu(x, alpha),
+    "Elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
+    "Celu": lambda x, *, alpha=1.0: F.celu(x, alpha),
+    "Selu": lambda x, *, alpha=SELU[0], gamma=SELU[1]: gamma * F.elu(x, alpha),
+    "ThresholdedRelu": lambda x, *, alpha=1.0: torch.where(x > alpha, x, torch.zeros_like(x)),
     "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),
-    "MatMul": _matmul, "Gemm": _gemm, "Einsum": _einsum, "Attention": layers.attention,
+    "MatMul": _matmul, "Gemm": _gemm, "Attention": layers.attention,
+    "Einsum": lambda *operands, equation: torch.einsum(
+        equation.replace(" ", ""), [tensor_of(x) for x in operands]
+    ),
     "ReduceSum": _reduction(_sum, host=wrapping(operator.add)), "ReduceMean": _reduction(_mean),
     "ReduceProd": _reduction(_prod, host=wrapping(operator.mul)),
     "ReduceMax": _reduction(_extreme(torch.amax, -math.inf), host=greatest),
@@ -361,7 +313,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceL2": _reduction(_sum, before=torch.square, after=torch.sqrt),
     "ReduceSumSquare": _reduction(_sum, before=torch.square),
     "ReduceLogSum": _reduction(_sum, after=torch.log),
-    "ReduceLogSumExp": _reduction(_logsumexp),
+    "ReduceLogSumExp": _reduction(
+        lambda x, dims, keep: torch.logsumexp(x, dims, keep) if dims else x
+    ),
     "ArgMax": _arg(torch.argmax), "ArgMin": _arg(torch.argmin),
     "Transpose": shapes.transpose, "Reshape": shapes.reshape, "Flatten": shapes.flatten,
     "Unsqueeze": shapes.unsqueeze, "Squeeze": shapes.squeeze, "Concat": shapes.concat,

@@ -62,11 +62,9 @@ def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
-def _unsqueeze_host(x: Any, axes: Any) -> Any:
-    return [x] if not isinstance(x, list) and len(ints(axes, "axes")) == 1 else NotImplemented
-
-
-@on_host(_unsqueeze_host)
+@on_host(lambda x, axes: (
+    [x] if not isinstance(x, list) and len(ints(axes, "axes")) == 1 else NotImplemented
+))  # fmt: skip
 @on_tensor
 def unsqueeze(x: Tensor, axes: Any) -> Tensor:
     places = ints(axes, "the axes of Unsqueeze")
@@ -75,11 +73,7 @@ def unsqueeze(x: Tensor, axes: Any) -> Tensor:
     return x
 
 
-def _squeeze_host(x: Any, axes: Any = None) -> Any:
-    return x[0] if isinstance(x, list) and len(x) == 1 else NotImplemented
-
-
-@on_host(_squeeze_host)
+@on_host(lambda x, axes=None: x[0] if isinstance(x, list) and len(x) == 1 else NotImplemented)
 @on_tensor
 def squeeze(x: Tensor, axes: Any = None) -> Tensor:
     if axes is None:
