@@ -55,7 +55,8 @@ def operator(reference: Callable[..., Any], run: Run | None = None) -> CustomOpD
             if name in arguments and arguments[name] not in known:
                 raise ValueError(f"one of {', '.join(known)} is needed, got {arguments[name]!r}")
         first = next(x for x in inputs if isinstance(x, Tensor))
-        with without_autocast(inputs), torch.cuda.device_of(first):
+        there = torch.cuda.device_of(first) if first.is_cuda else nullcontext()
+        with without_autocast(inputs), there:
             plain = partial(reference, **arguments)
             return packed(plain() if run is None else run(plain, **arguments))
 

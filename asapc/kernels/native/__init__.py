@@ -26,6 +26,7 @@ BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has
 PROBLEM = Struct("7P24q5d")  # of engine.cpp
 
 
+@cache
 def missing() -> str | None:
     """Why the engine does not run here; None where it does."""
     if os.environ.get("ASAPC_NATIVE") == "0":
