@@ -145,11 +145,6 @@ def plan_backend(
     return backend
 
 
-def note_plain(operator: str, q: Tensor, k: Tensor, reason: str) -> None:
-    """Of an operator that has no kernel."""
-    note(operator, q, k, lambda: ("plain PyTorch", reason))
-
-
 def note(operator: str, q: Tensor, k: Tensor, describe: Callable[[], tuple[str, str]]) -> None:
     """What ran, where there was no choice, and why; called only where that is collected."""
     choices = _listening.get()

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asapc.ir import Stabiliser
+from asapc.kernels import native
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE, TILE_BYTES, each_worker
-from asapc.kernels.plan import Pair, Task, is_small
+from asapc.kernels.plan import Task, is_small
 from asapc.operators import plan as reference
 
 NEAR, FAR = -2e3, -1e7  # scores of masks that are low, but not so low that nothing is left of them
@@ -180,10 +180,8 @@ def _side_by_side(
     """Small matrices [G, N, M] at once, into `out`; which of them the linear domain holds, [G] bool."""
     settings, stabiliser = task.settings, task.stabiliser
     s = (given * settings["score_multiplier"]).permute(1, 2, 0).contiguous()  # [N, M, G]
-    rows_turn = bool(settings["rows_first"])
-    rows_power, columns_power = task.damping
     if stabiliser is None:
-        start = "plain" if settings["damping"] else "row" if rows_turn else "column"
+        start = "plain" if settings["damping"] else "row" if task.rows_first else "column"
     else:
         start = stabiliser.start
     if start == "tensor":
@@ -200,27 +198,10 @@ def _side_by_side(
             row_mass, column_mass = torch.ones_like(row_mass), torch.ones_like(column_mass)
         if stabiliser.form == "scaling" and stabiliser.start_share:
             a, b = a / len(a), b / len(b)
-    gauge = _gauge(task, len(a), len(b))
-    # Made once: a view takes the interpreter as long as an operator on a few thousand numbers does.
-    terms, a_rows = torch.empty_like(kernel), a[:, None]
-    sums_a, sums_b = torch.empty_like(a), torch.empty_like(b)
-    for step in range(settings["half_steps"]):
-        if rows_turn:
-            torch.mul(kernel, b, out=terms)
-            torch.sum(terms, 1, out=sums_a)
-            scaling, sums, mass, power = a, sums_a, row_mass, rows_power
-        else:
-            torch.mul(kernel, a_rows, out=terms)
-            torch.sum(terms, 0, out=sums_b)
-            scaling, sums, mass, power = b, sums_b, column_mass, columns_power
-        if stabiliser is None:
-            _close(mass, sums, power, scaling)
-        else:
-            _divide(scaling, sums, mass, stabiliser, exact=step == 0 and start == "softmax")
-            if step and rows_turn and gauge != 1.0:
-                a *= gauge
-                b /= gauge
-        rows_turn = not rows_turn
+    native.scale(
+        kernel, a, b, row_mass, column_mass, settings["half_steps"], task.rows_first, task.damping,
+        _least(kernel.dtype), stabiliser, _gauge(task, len(a), len(b)), beside=True,
+    )  # fmt: skip
     if settings["log"]:
         out.copy_((s + a.log()[:, None] + b.log() + torch.log(share)).permute(2, 0, 1))
     else:
@@ -240,33 +221,15 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill_(top == -torch.inf, 0.0)
 
 
+def _lowest(s: Tensor) -> Tensor:
+    """The smallest score [G] of matrices [G, N, M] that is not -inf: those are hidden."""
+    low = s.amin((-1, -2))
+    return s.masked_fill(s == -torch.inf, 0.0).amin((-1, -2)) if bool(low.isneginf().any()) else low
+
+
 def _least(dtype: torch.dtype) -> float:
     """The smallest sum that is divided by."""
     return float(torch.finfo(dtype).tiny ** 0.75)
-
-
-def _close(mass: Tensor, sums: Tensor, power: float, out: Tensor) -> None:
-    """out = (mass / sums) ** power; `sums` may be `out`, and is 0 where all scores are -inf."""
-    torch.div(mass, sums.clamp_(min=_least(sums.dtype)), out=out)
-    if power != 1.0:
-        out.pow_(power)
-
-
-def _divide(scaling: Tensor, sums: Tensor, mass: Tensor, stabiliser: Stabiliser, exact: bool) -> None:
-    """The scaling after a half-step with a constant, in place.  exact: a softmax has none."""
-    plan = stabiliser.form == "plan"
-    if plan:
-        sums *= scaling
-    if not exact:
-        if stabiliser.kind == "add":
-            sums += stabiliser.constant
-        else:
-            sums.clamp_(min=stabiliser.constant)
-    if plan:
-        scaling *= mass
-        scaling /= sums
-    else:
-        torch.div(mass, sums, out=scaling)
 
 
 def _gauge(task: Task, queries: int, keys: int) -> float:
@@ -294,11 +257,11 @@ def _products(
     if not settings["damping"]:
         s -= _finite(s.amax(-1 if rows_first else -2, keepdim=True))
     kernel = torch.exp(s, out=out)
-    if len(kernel) == 1:
-        a, b = _scale_one(kernel[0], mu.mass[0], nu.mass[0], half_steps, rows_first, task.damping)
-        a, b = a[None], b[None]
-    else:
-        a, b = _scale_many(kernel, mu.mass, nu.mass, half_steps, rows_first, task.damping)
+    a, b = torch.ones_like(kernel[:, :, 0]), torch.ones_like(kernel[:, 0])
+    native.scale(
+        kernel, a, b, mu.mass, nu.mass, half_steps, rows_first, task.damping, _least(kernel.dtype), None,
+        1.0, beside=False,
+    )  # fmt: skip
     low = s.amin((-1, -2))
     if settings["damping"]:
         held = _held_damped(low, s.amax((-1, -2)), a, b)
@@ -356,100 +319,26 @@ def _stabilised_products(
     elif stabiliser.start == "matrix":
         s -= s.amax((-1, -2), keepdim=True)
     elif stabiliser.start != "plain":
-        s -= s.amax(-1, keepdim=True)
+        s -= _finite(s.amax(-1, keepdim=True))
     kernel = torch.exp(s, out=out)
-    transposed = kernel.transpose(1, 2)
-    if settings["half_steps"] > 3:
-        transposed = transposed.contiguous()
-    a, b = torch.ones_like(kernel[:, :, 0])[:, None], torch.ones_like(kernel[:, :1])
-    row_mass, column_mass = (
-        x[:, None] if stabiliser.shares else torch.ones_like(x)[:, None] for x in (mu.mass, nu.mass)
-    )
+    a, b = torch.ones_like(kernel[:, :, 0]), torch.ones_like(kernel[:, 0])
+    masses = (x if stabiliser.shares else torch.ones_like(x) for x in (mu.mass, nu.mass))
     if stabiliser.form == "scaling" and stabiliser.start_share:
         a, b = a / a.shape[-1], b / b.shape[-1]
-    rows_turn, gauge = task.rows_first, _gauge(task, a.shape[-1], b.shape[-1])
-    for step in range(settings["half_steps"]):
-        exact = step == 0 and stabiliser.start == "softmax"
-        if rows_turn:
-            _divide(a, torch.bmm(b, transposed), row_mass, stabiliser, exact)
-            if step and gauge != 1.0:
-                a *= gauge
-                b /= gauge
-        else:
-            _divide(b, torch.bmm(a, kernel), column_mass, stabiliser, exact)
-        rows_turn = not rows_turn
+    native.scale(
+        kernel, a, b, *masses, settings["half_steps"], task.rows_first, task.damping, 0.0, stabiliser,
+        _gauge(task, a.shape[-1], b.shape[-1]), beside=False,
+    )  # fmt: skip
     safe = SAFE_ROW_RANGE[given.dtype]
-    held = (s.amin((-1, -2)) >= -safe) & (s.amax((-1, -2)) <= safe)
-    held &= _are_finite(a[:, 0]) & _are_finite(b[:, 0])
-    scaled = a.transpose(1, 2) * share[:, None, None]
+    held = (_lowest(s) >= -safe) & (s.amax((-1, -2)) <= safe)
+    held &= _are_finite(a) & _are_finite(b)
+    scaled = (a * share[:, None])[:, :, None]
     if settings["log"]:
         torch.add(s, scaled.log(), out=out)
-        out += b.log()
+        out += b.log()[:, None]
     else:
-        kernel.mul_(scaled).mul_(b)
+        kernel.mul_(scaled).mul_(b[:, None])
     return held
-
-
-def _scale_one(
-    kernel: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool, damping: Pair
-) -> tuple[Tensor, Tensor]:
-    """a [N] and b [M] after the half-steps.  kernel: [N, M].
-
-    A row half-step and the column half-step after it read K once, by blocks of rows that stay in cache
-    between the two.
-    """
-    a, b = torch.ones_like(kernel[:, 0]), torch.ones_like(kernel[0])
-    total = torch.empty_like(b)
-    block = max(1, TILE_BYTES // (kernel.shape[1] * kernel.element_size()))
-    parts = [
-        (part, part.t(), a_part, mass)
-        for part, a_part, mass in zip(
-            kernel.split(block), a.split(block), mu.split(block), strict=True
-        )
-    ]
-    step = 0
-    rows, columns = damping
-    if not rows_first:
-        torch.mv(kernel.t(), a, out=total)
-        _close(nu, total, columns, b)
-        step = 1
-    while step + 1 < half_steps:
-        total.zero_()
-        for part, transposed, a_part, mass in parts:
-            torch.mv(part, b, out=a_part)
-            _close(mass, a_part, rows, a_part)
-            total.addmv_(transposed, a_part)
-        _close(nu, total, columns, b)
-        step += 2
-    if step < half_steps:
-        torch.mv(kernel, b, out=a)
-        _close(mu, a, rows, a)
-    return a, b
-
-
-def _scale_many(
-    kernel: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool, damping: Pair
-) -> tuple[Tensor, Tensor]:
-    """a [G, N] and b [G, M].  kernel: [G, N, M]; mu: [G or 1, N]; nu: [G or 1, M].
-
-    Batched products run three times faster as vector x matrix than as matrix x vector, which pays for a
-    transposed copy from the second row half-step on.
-    """
-    transposed = kernel.transpose(1, 2)
-    if half_steps > 3:
-        transposed = transposed.contiguous()
-    a, b = torch.ones_like(kernel[:, :, 0])[:, None], torch.ones_like(kernel[:, :1])
-    mu, nu = mu[:, None], nu[:, None]
-    rows_turn = rows_first
-    for _ in range(half_steps):
-        if rows_turn:
-            torch.bmm(b, transposed, out=a)
-            _close(mu, a, damping[0], a)
-        else:
-            torch.bmm(a, kernel, out=b)
-            _close(nu, b, damping[1], b)
-        rows_turn = not rows_turn
-    return a[:, 0], b[:, 0]
 
 
 Side = tuple[Tensor, Tensor, Tensor | None]

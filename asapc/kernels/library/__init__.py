@@ -13,6 +13,4 @@ from asapc.kernels.library import loops as loops
 from asapc.kernels.library import lot as lot
 from asapc.kernels.library import masks as masks
 from asapc.kernels.library import plan as plan
-from asapc.kernels.library.attention import without_kernels
-
-without_kernels()
+from asapc.kernels.library import stabilised as stabilised

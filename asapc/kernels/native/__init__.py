@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asapc.ir import Stabiliser
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import thresholds
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
-PROBLEM = Struct("7P24q5d")  # of engine.cpp
+PROBLEM, SCALING = Struct("7P24q5d"), Struct("5P13q5d")  # of engine.cpp
+FORMS = ("scaling", "plan")  # after the loop without a constant
 
 
 @cache
@@ -43,16 +45,18 @@ def described() -> str:
 
 @cache
 def _engine() -> Any:
-    """asapc_sinkhorn of the build for this CPU, None without one."""
+    """The build for this CPU, None without one."""
     name = BUILDS.get(torch.backends.cpu.get_cpu_capability(), "engine")
     paths = [Path(__file__).with_name(name + suffix) for suffix in EXTENSION_SUFFIXES]
     given = os.environ.get("ASAPC_NATIVE")
     path = next((path for path in ([Path(given)] if given else paths) if path.exists()), None)
     if path is None:
         return None
-    function = ctypes.CDLL(str(path.absolute())).asapc_sinkhorn  # releases the interpreter's lock
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_double
-    return function
+    library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
+    functions = (library.asapc_sinkhorn, ctypes.c_double), (library.asapc_scale, ctypes.c_int)
+    for function, kind in functions:
+        function.argtypes, function.restype = [ctypes.c_char_p], kind
+    return library
 
 
 def sinkhorn_loop(
@@ -90,10 +94,39 @@ def sinkhorn_loop(
         thresholds(q, k).resident_bytes, torch.get_num_threads(), loop.score_multiplier,
         *loop.output_factor,
     )  # fmt: skip
-    widest = _engine()(problem)
+    widest = _engine().asapc_sinkhorn(problem)
     if widest < 0:
         raise MemoryError(f"asapc: the loop on {keys} keys and {queries} queries does not fit the memory")
     return out if out.dtype == out_dtype else out.to(out_dtype), widest
+
+
+def scale(
+    kernel: Tensor, a: Tensor, b: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool,
+    damping: tuple[float, float], least: float, stabiliser: Stabiliser | None, gauge: float, beside: bool,
+) -> None:  # fmt: skip
+    """All half-steps on K, in place of the scalings a [G, N] and b [G, M].
+
+    kernel: [G, N, M]; mu: [G or 1, N] and nu: [G or 1, M], masses; beside: G is the last axis of all of
+    them instead.  damping: powers of both sides' quotients.  least: sums count as that at least; with a
+    constant, the stabiliser's, they do not.  gauge: a is multiplied by it, and b divided, after every row
+    half-step but the loop's first.  All of one dtype.
+    """
+    groups, rows, columns = (kernel.shape[2], *kernel.shape[:2]) if beside else kernel.shape
+    kernel, mu, nu = kernel.contiguous(), mu.contiguous(), nu.contiguous()
+    assert a.is_contiguous() and b.is_contiguous()
+    constant = 0.0 if stabiliser is None else stabiliser.constant
+    form = 0 if stabiliser is None else 1 + FORMS.index(stabiliser.form)
+    adds, softmax = (False, False) if stabiliser is None else (
+        stabiliser.kind == "add", stabiliser.start == "softmax"
+    )  # fmt: skip
+    pointers = [x.data_ptr() for x in (kernel, mu, nu, a, b)]
+    fits = _engine().asapc_scale(SCALING.pack(
+        *pointers, groups, rows, columns, beside, mu.numel() != rows, nu.numel() != columns, half_steps,
+        rows_first, form, adds, softmax, kernel.dtype == torch.float64, torch.get_num_threads(), constant,
+        *damping, least, gauge,
+    ))  # fmt: skip
+    if not fits:
+        raise MemoryError(f"asapc: a loop on {rows} x {columns} entries does not fit the memory")
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

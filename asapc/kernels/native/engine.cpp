@@ -214,8 +214,8 @@ int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step
 class Scratch {
  public:
   void reserve(size_t bytes) {
-    if (bytes > size_) block_.reset(new char[bytes]), size_ = bytes;
-    used_ = 0;
+    if (bytes > size_) block_.reset(new char[bytes + kBytes]), size_ = bytes;
+    used_ = -reinterpret_cast<uintptr_t>(block_.get()) % kBytes;  // to where registers are aligned
   }
   template <class T> T* take(int64_t count) {
     T* found = reinterpret_cast<T*>(block_.get() + used_);
@@ -561,6 +561,150 @@ template <class S> double run_head(const Problem& p, int64_t index, Scratch& scr
   return range;
 }
 
+}  // namespace
+
+// Half-steps on a kernel K of any origin: [matrices, rows, columns], or with `beside` [rows, columns,
+// matrices]. a and b, the scalings of rows and columns, laid out alike, hold where they start and what they
+// become; mu and nu are masses, of every matrix where mu_each and nu_each, or one for all.
+//
+//     a_i = (mu_i / max(D_i, least))^power,     D_i = sum_j K_ij b_j                        kPlain
+//     a_i = mu_i / (D_i (+) constant)                                                       kScaling
+//     a_i = a_i mu_i / (a_i D_i (+) constant)                                               kPlan
+//
+// and columns alike; x (+) c is x + c or max(x, c), see operators/stabilised.py. softmax: the first
+// half-step has no constant. gauge: a is multiplied by it, and b divided, after each row half-step but the
+// loop's first.
+struct Scaling {
+  const void *kernel, *mu, *nu;
+  void *a, *b;
+  int64_t matrices, rows, columns, beside, mu_each, nu_each, half_steps, rows_first, form, adds, softmax,
+      is_double, threads;
+  double constant, row_power, column_power, least, gauge;
+};
+
+namespace {
+
+enum Form { kPlain, kScaling, kPlan };
+
+template <class X> struct Number { typedef X type; };
+template <> struct Number<V<float>> { typedef float type; };
+template <> struct Number<V<double>> { typedef double type; };
+template <class X> constexpr bool kIsVector = !std::is_arithmetic_v<X>;
+
+template <class X> X power_of(X x, double power) {
+  typedef typename Number<X>::type T;
+  if constexpr (kIsVector<X>) {
+    for (int i = 0; i < kLanes<T>; ++i) x[i] = std::pow(x[i], T(power));
+    return x;
+  } else {
+    return std::pow(x, T(power));
+  }
+}
+
+// The scaling that closes a row or column of this sum.  X: a number, or those of several matrices.
+template <class X> INLINE X closed(const Scaling& s, X scaling, X mass, X sum, double power, bool exact) {
+  const auto number = [](double value) { return X(X{} + typename Number<X>::type(value)); };
+  if (s.form == kPlain) {
+    const X least = number(s.least), found = mass / (sum < least ? least : sum);
+    return power == 1.0 ? found : power_of(found, power);
+  }
+  const X total = s.form == kPlan ? scaling * sum : sum, constant = number(s.constant), none = number(0);
+  X divisor = total;
+  if (exact) divisor = total == none ? number(1) : total;
+  else divisor = s.adds ? X(total + constant) : X(total < constant ? constant : total);
+  if (s.form == kScaling) return mass / divisor;
+  return total == none ? scaling : X(scaling * mass / divisor);
+}
+
+// sums[r] = sum_j rows[r][j] b[j] and total[j] += sum_r a[r] rows[r][j] of R rows, whatever their length.
+template <int R, class X> INLINE void row_sums(const X* rows, int64_t size, const X* b, X* sums) {
+  int64_t j = 0;
+  if constexpr (!kIsVector<X>) {
+    j = size / (2 * kLanes<X>) * (2 * kLanes<X>);
+    dots<R>(rows, size, j, b, sums);
+  }
+  for (; j < size; ++j)
+    for (int r = 0; r < R; ++r) sums[r] += rows[r * size + j] * b[j];
+}
+template <int R, class X> INLINE void add_to_columns(const X* rows, int64_t size, const X* a, X* total) {
+  int64_t j = 0;
+  if constexpr (!kIsVector<X>) {
+    j = size / kLanes<X> * kLanes<X>;
+    add_rows<R>(rows, size, j, a, total);
+  }
+  for (; j < size; ++j)
+    for (int r = 0; r < R; ++r) total[j] += a[r] * rows[r * size + j];
+}
+
+// All half-steps of one matrix, or of several side by side.  total: [columns].  Rows are closed, and what
+// they add to the columns' sums is added, before the next ones are read.
+template <class X>
+void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X* b, X* total) {
+  const X gauge = X{} + typename Number<X>::type(s.gauge);
+  bool rows_turn = s.rows_first != 0;
+  for (int64_t step = 0; step < s.half_steps;) {
+    const bool closes_rows = rows_turn, closes_columns = step + (closes_rows ? 1 : 0) < s.half_steps;
+    const bool regauged = closes_rows && step > 0 && s.gauge != 1.0, exact = s.softmax && step == 0;
+    std::fill_n(total, s.columns, X{});
+    const auto close = [&](int64_t row, auto R) {
+      const X* here = kernel + row * s.columns;
+      if (closes_rows) {
+        X sums[R.value] = {};
+        row_sums<R.value>(here, s.columns, b, sums);
+        for (int r = 0; r < R.value; ++r) {
+          a[row + r] = closed<X>(s, a[row + r], mu[row + r], sums[r], s.row_power, exact);
+          if (regauged) a[row + r] *= gauge;
+        }
+      }
+      if (closes_columns) add_to_columns<R.value>(here, s.columns, a + row, total);
+    };
+    int64_t row = 0;
+    for (; row + 4 <= s.rows; row += 4) close(row, std::integral_constant<int, 4>{});
+    for (; row < s.rows; ++row) close(row, std::integral_constant<int, 1>{});
+    if (regauged) for (int64_t j = 0; j < s.columns; ++j) b[j] /= gauge;
+    if (closes_columns) {
+      for (int64_t j = 0; j < s.columns; ++j)
+        b[j] = closed<X>(s, b[j], nu[j], total[j], s.column_power, exact && !closes_rows);
+    }
+    step += int(closes_rows) + int(closes_columns);
+    rows_turn = true;
+  }
+}
+
+// A register's worth of matrices that lie side by side, from number `first` on.
+template <class T> void scale_beside(const Scaling& s, int64_t first, Scratch& scratch) {
+  const int64_t count = std::min<int64_t>(kLanes<T>, s.matrices - first), size = s.rows * s.columns;
+  scratch.reserve((size + 2 * s.rows + 3 * s.columns) * sizeof(V<T>));
+  const auto taken = [&](const void* from, int64_t length, bool each) {
+    V<T>* to = scratch.take<V<T>>(length);
+    const T* at = static_cast<const T*>(from) + (each ? first : 0);
+    const int64_t step = each ? s.matrices : 1;
+    for (int64_t i = 0; i < length; ++i) {
+      to[i] = V<T>{} + at[i * step];  // also of what is no matrix any more
+      if (each && count == kLanes<T>) to[i] = load(at + i * step);
+      else if (each) for (int64_t g = 0; g < count; ++g) to[i][g] = at[i * step + g];
+    }
+    return to;
+  };
+  V<T>* kernel = taken(s.kernel, size, true);
+  V<T>*mu = taken(s.mu, s.rows, s.mu_each), *nu = taken(s.nu, s.columns, s.nu_each);
+  V<T>*a = taken(s.a, s.rows, true), *b = taken(s.b, s.columns, true);
+  scale<V<T>>(s, kernel, mu, nu, a, b, scratch.take<V<T>>(s.columns));
+  const auto put = [&](const V<T>* from, void* to, int64_t length) {
+    for (int64_t i = 0; i < length; ++i)
+      for (int64_t g = 0; g < count; ++g) static_cast<T*>(to)[i * s.matrices + first + g] = from[i][g];
+  };
+  put(a, s.a, s.rows), put(b, s.b, s.columns);
+}
+
+template <class T> void scale_one(const Scaling& s, int64_t index, Scratch& scratch) {
+  scratch.reserve(s.columns * sizeof(T) + kBytes);
+  const auto at = [&](const void* from, int64_t each) { return static_cast<const T*>(from) + index * each; };
+  scale<T>(s, at(s.kernel, s.rows * s.columns), at(s.mu, s.mu_each ? s.rows : 0),
+           at(s.nu, s.nu_each ? s.columns : 0), static_cast<T*>(s.a) + index * s.rows,
+           static_cast<T*>(s.b) + index * s.columns, scratch.take<T>(s.columns));
+}
+
 // Threads that wait for calls. A call's own thread works too, and waits for no thread that has not begun.
 class Pool {
  public:
@@ -654,7 +798,35 @@ template <class S> double run(const Problem& p) {
   return widest;
 }
 
+template <class T> bool scale_all(const Scaling& s) {
+  const int64_t step = s.beside ? kLanes<T> : 1;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> fits{true};
+  const std::function<void()> work = [&] {
+    static thread_local Scratch scratch;
+    try {
+      for (int64_t first; (first = step * next++) < s.matrices;) {
+        if (s.beside) scale_beside<T>(s, first, scratch);
+        else scale_one<T>(s, first, scratch);
+      }
+    } catch (const std::bad_alloc&) {
+      fits = false;
+    }
+    scratch.shrink();
+  };
+  const double all = double(s.matrices) * double(s.rows) * double(s.columns) * double(s.half_steps);
+  const int64_t helpers = all < kSmall ? 0 : std::min(s.threads, (s.matrices + step - 1) / step) - 1;
+  if (helpers > 0) the_pool().run(helpers, work);
+  else work();
+  return fits;
+}
+
 }  // namespace
+
+// Returns whether there was enough memory.
+extern "C" int asapc_scale(const Scaling* scaling) {
+  return scaling->is_double ? scale_all<double>(*scaling) : scale_all<float>(*scaling);
+}
 
 // Returns the widest range of scores in a row, or that of a row that logarithms were needed for; -1 where
 // there is not enough memory.
