@@ -128,21 +128,24 @@ def plan_backend(
     """Of a loop on scores that are given.  describe: what the CPU kernel runs and why; called only where
     that is collected."""
     choices = _listening.get()
-    backend: Backend = "cpu"
-    reason = None
-    if scores.device.type != "cpu":
-        reason = _why_no_gpu(scores)
-        if reason is None:
-            from asapc.kernels.gpu.plan import supported
+    on_cpu = scores.device.type == "cpu"
+    reason = native.missing() if on_cpu else _why_no_gpu(scores)
+    if reason is None and not on_cpu:
+        from asapc.kernels.gpu.plan import supported
 
-            reason = supported(scores, task)
-        backend = "gpu" if reason is None else "plain"
+        reason = supported(scores, task)
+    backend: Backend = "plain" if reason else "cpu" if on_cpu else "gpu"
     if choices is not None:
         on_gpu = ("Triton, matrices side by side", "the tensors are on a GPU")
         kernel, why = ("plain PyTorch", reason) if reason else describe() if backend == "cpu" else on_gpu
         shape = "B{} H{} N{} M{}".format(*scores.shape)
         choices.append(Choice(operator, shape, str(scores.dtype).removeprefix("torch."), kernel, why))
     return backend
+
+
+def note_plain(operator: str, q: Tensor, k: Tensor, reason: str) -> None:
+    """Of an operator whose kernel does not run here."""
+    note(operator, q, k, lambda: ("plain PyTorch", reason))
 
 
 def note(operator: str, q: Tensor, k: Tensor, describe: Callable[[], tuple[str, str]]) -> None:

@@ -89,7 +89,8 @@ class AttentionSite(LoopSite):
         if self.mask is None or seen.keep is None:
             return result
         share = value_of(self.mask.empty.share, seen.q.shape[2], seen.k.shape[2])
-        return torch.where(seen.keep.any(1)[:, None, None, None], result, result * share)
+        # Chosen before the product: a share that is NaN has no part in other examples' gradients.
+        return result * torch.where(seen.keep.any(1)[:, None, None, None], 1.0, share)
 
     def lift(self, lifting: Lifting) -> list[Swap]:
         with lifting.before_map(self.value):

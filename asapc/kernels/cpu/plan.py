@@ -200,7 +200,7 @@ def _side_by_side(
             a, b = a / len(a), b / len(b)
     native.scale(
         kernel, a, b, row_mass, column_mass, settings["half_steps"], task.rows_first, task.damping,
-        _least(kernel.dtype), stabiliser, _gauge(task, len(a), len(b)), beside=True,
+        _least(kernel.dtype), stabiliser, beside=True,
     )  # fmt: skip
     if settings["log"]:
         out.copy_((s + a.log()[:, None] + b.log() + torch.log(share)).permute(2, 0, 1))
@@ -232,17 +232,6 @@ def _least(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).tiny ** 0.75)
 
 
-def _gauge(task: Task, queries: int, keys: int) -> float:
-    """What a is multiplied by, and b divided by, after every row half-step but the first.
-
-    Where rows and columns of another number are all brought to 1, each half-step multiplies its scaling
-    by N / M or M / N, and a hundred of them overflow. Their product stays what it is.
-    """
-    stabiliser = task.stabiliser
-    grows = stabiliser is not None and stabiliser.form == "plan" and not stabiliser.shares
-    return keys / queries if grows and queries and keys else 1.0
-
-
 def _are_finite(scaling: Tensor) -> Tensor:
     return scaling.isfinite().all(-1)
 
@@ -260,7 +249,7 @@ def _products(
     a, b = torch.ones_like(kernel[:, :, 0]), torch.ones_like(kernel[:, 0])
     native.scale(
         kernel, a, b, mu.mass, nu.mass, half_steps, rows_first, task.damping, _least(kernel.dtype), None,
-        1.0, beside=False,
+        beside=False,
     )  # fmt: skip
     low = s.amin((-1, -2))
     if settings["damping"]:
@@ -322,12 +311,12 @@ def _stabilised_products(
         s -= _finite(s.amax(-1, keepdim=True))
     kernel = torch.exp(s, out=out)
     a, b = torch.ones_like(kernel[:, :, 0]), torch.ones_like(kernel[:, 0])
-    masses = (x if stabiliser.shares else torch.ones_like(x) for x in (mu.mass, nu.mass))
+    rows, columns = (x if stabiliser.shares else torch.ones_like(x) for x in (mu.mass, nu.mass))
     if stabiliser.form == "scaling" and stabiliser.start_share:
         a, b = a / a.shape[-1], b / b.shape[-1]
     native.scale(
-        kernel, a, b, *masses, settings["half_steps"], task.rows_first, task.damping, 0.0, stabiliser,
-        _gauge(task, a.shape[-1], b.shape[-1]), beside=False,
+        kernel, a, b, rows, columns, settings["half_steps"], task.rows_first, task.damping, 0.0,
+        stabiliser, beside=False,
     )  # fmt: skip
     safe = SAFE_ROW_RANGE[given.dtype]
     held = (_lowest(s) >= -safe) & (s.amax((-1, -2)) <= safe)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from asapc.kernels.library import fakes
 from asapc.kernels.library.gradients import differentiate
-from asapc.kernels.library.registration import Plain, Run, operator, register_fake
+from asapc.kernels.library.registration import Run, operator, register_fake
 from asapc.operators.catalogue import OPERATORS
 
 Gradient = Callable[[CustomOpDef, Callable[..., Any]], None]

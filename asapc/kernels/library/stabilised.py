@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from asapc.ir import Stabiliser
 from asapc.kernels import dispatch, native
 from asapc.kernels.cpu import plan as cpu_plan
+from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.registration import Plain
+from asapc.kernels.loop import Loop
 from asapc.kernels.plan import Task
 from asapc.operators.sinkhorn import (
     clean_values,
@@ -36,9 +41,16 @@ def _stabilised(
     name = plain.func.__name__
     reason = native.missing() if q.device.type == "cpu" else "the constant in its divisions is kept"
     if reason is not None:
-        why = reason
-        dispatch.note(name, q, k, lambda: ("plain PyTorch", why))
+        dispatch.note_plain(name, q, k, reason)
         return plain()
+    stabiliser = Stabiliser.of(*(settings[field.name] for field in fields(Stabiliser)))
+    half_steps, rows_first = settings["half_steps"], settings["rows_first"]
+    if stabiliser.start in ("row", "softmax") and not stabiliser.start_share and half_steps > 0:
+        loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
+        out, widest = native.sinkhorn_loop(q, k, v, keep, bias, None, loop, stabiliser)
+        if widest <= SAFE_ROW_RANGE[torch.float64]:
+            dispatch.note(name, q, k, lambda: native.path(q, k, widest))
+            return out
     values = None if v is None else clean_values(widen(v), opened_keys(keep))
     q, keep, bias = open_empty(q, keep, bias)
     scores = score_matrix(widen(q), widen(k), keep, widen(bias), score_multiplier)

@@ -24,7 +24,7 @@ from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import thresholds
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
-PROBLEM, SCALING = Struct("7P24q5d"), Struct("5P13q5d")  # of engine.cpp
+PROBLEM, SCALING = Struct("7P24q7d3q3d"), Struct("5P10q2d3q3d")  # of engine.cpp, its Rule last
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
 
@@ -67,12 +67,14 @@ def sinkhorn_loop(
     bias: Tensor | None,
     dual: Tensor | None,
     loop: Loop,
+    stabiliser: Stabiliser | None = None,
 ) -> tuple[Tensor, float]:
     """A v [B, H, N, E], or the map A [B, H, N, M] where v is None; the widest range of a row's scores.
 
     Shapes and what an example without an active key gets are those of operators/.  dual: where the loop
     starts, None for zero: the source dual [B, H, N] where columns are closed first, the target dual
-    [B, H, M] where rows are.  At least one half-step.
+    [B, H, M] where rows are.  At least one half-step.  stabiliser: one whose exp is of scores less their
+    row's largest; where rows span more than float64 holds, what is returned means nothing then.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
@@ -93,6 +95,8 @@ def sinkhorn_loop(
         loop.half_steps, loop.first_side == "row", dtype == torch.float64,
         thresholds(q, k).resident_bytes, torch.get_num_threads(), loop.score_multiplier,
         *loop.output_factor,
+        *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
+        *_rule(stabiliser, queries, keys),
     )  # fmt: skip
     widest = _engine().asapc_sinkhorn(problem)
     if widest < 0:
@@ -102,31 +106,43 @@ def sinkhorn_loop(
 
 def scale(
     kernel: Tensor, a: Tensor, b: Tensor, mu: Tensor, nu: Tensor, half_steps: int, rows_first: bool,
-    damping: tuple[float, float], least: float, stabiliser: Stabiliser | None, gauge: float, beside: bool,
+    damping: tuple[float, float], least: float, stabiliser: Stabiliser | None, beside: bool,
 ) -> None:  # fmt: skip
     """All half-steps on K, in place of the scalings a [G, N] and b [G, M].
 
     kernel: [G, N, M]; mu: [G or 1, N] and nu: [G or 1, M], masses; beside: G is the last axis of all of
-    them instead.  damping: powers of both sides' quotients.  least: sums count as that at least; with a
-    constant, the stabiliser's, they do not.  gauge: a is multiplied by it, and b divided, after every row
-    half-step but the loop's first.  All of one dtype.
+    them instead.  damping: powers of both sides' quotients.  least: sums count as that at least, but with
+    a stabiliser.  All of one dtype.
     """
     groups, rows, columns = (kernel.shape[2], *kernel.shape[:2]) if beside else kernel.shape
     kernel, mu, nu = kernel.contiguous(), mu.contiguous(), nu.contiguous()
     assert a.is_contiguous() and b.is_contiguous()
-    constant = 0.0 if stabiliser is None else stabiliser.constant
-    form = 0 if stabiliser is None else 1 + FORMS.index(stabiliser.form)
-    adds, softmax = (False, False) if stabiliser is None else (
-        stabiliser.kind == "add", stabiliser.start == "softmax"
-    )  # fmt: skip
     pointers = [x.data_ptr() for x in (kernel, mu, nu, a, b)]
     fits = _engine().asapc_scale(SCALING.pack(
         *pointers, groups, rows, columns, beside, mu.numel() != rows, nu.numel() != columns, half_steps,
-        rows_first, form, adds, softmax, kernel.dtype == torch.float64, torch.get_num_threads(), constant,
-        *damping, least, gauge,
+        rows_first, kernel.dtype == torch.float64, torch.get_num_threads(), *damping,
+        *_rule(stabiliser, rows, columns, least),
     ))  # fmt: skip
     if not fits:
         raise MemoryError(f"asapc: a loop on {rows} x {columns} entries does not fit the memory")
+
+
+def _rule(
+    stabiliser: Stabiliser | None, queries: int, keys: int, least: float = 0.0
+) -> tuple[float, ...]:
+    """Rule of engine.cpp.
+
+    Where rows and columns of another number are all brought to 1, each half-step multiplies its scaling
+    by N / M or M / N, and a hundred of them overflow. So a is multiplied, and b divided, by M / N on the
+    way: their product stays what it is.
+    """
+    if stabiliser is None:
+        return 0, 0, 0, 0.0, least, 1.0
+    grows = stabiliser.form == "plan" and not stabiliser.shares and queries and keys
+    return (
+        1 + FORMS.index(stabiliser.form), stabiliser.kind == "add", stabiliser.start == "softmax",
+        stabiliser.constant, least, keys / queries if grows else 1.0,
+    )  # fmt: skip
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -63,6 +63,21 @@ struct Strides {
   int64_t batch, head, token;
 };
 
+enum Form { kPlain, kScaling, kPlan };
+
+// How a scaling closes its row or column, of which D_i = sum_j K_ij b_j, to the mass mu_i; columns alike.
+//
+//     a_i = mu_i / max(D_i, least)                     kPlain
+//     a_i = mu_i / (D_i (+) constant)                  kScaling
+//     a_i = a_i mu_i / (a_i D_i (+) constant)          kPlan
+//
+// x (+) c is x + c or max(x, c), see operators/stabilised.py. softmax: the first half-step has no constant.
+// gauge: a is multiplied by it, and b divided, after each row half-step but the loop's first.
+struct Rule {
+  int64_t form, adds, softmax;
+  double constant, least, gauge;
+};
+
 // What is computed; asapc/kernels/native/__init__.py fills it in.  q: [B, H, N, D]; k: [B, H, M, D];
 // v: [B, H, M, E] or null for the map; keep: [B, M] bytes or null; bias: [B, H, N, M] or null;
 // dual: [B, H, N] where columns are closed first, [B, H, M] where rows are, or null for zero; out:
@@ -76,7 +91,8 @@ struct Problem {
   int64_t batch, heads, queries, keys, dim, width;
   Strides q_strides, k_strides, v_strides, bias_strides;
   int64_t bias_key_stride, half_steps, rows_first, is_double, resident_bytes, threads;
-  double multiplier, coefficient, queries_power, keys_power, active_power;
+  double multiplier, coefficient, queries_power, keys_power, active_power, row_mass, column_mass;
+  Rule rule;
 };
 
 namespace {
@@ -208,6 +224,36 @@ template <class Body> INLINE void by_rows(int64_t count, const Body& body) {
   for (int64_t row = 0; row < count; ++row) body(row, std::integral_constant<int, 1>{});
 }
 
+template <class X> struct Number { typedef X type; };
+template <> struct Number<V<float>> { typedef float type; };
+template <> struct Number<V<double>> { typedef double type; };
+template <class X> constexpr bool kIsVector = !std::is_arithmetic_v<X>;
+
+template <class X> X power_of(X x, double power) {
+  typedef typename Number<X>::type T;
+  if constexpr (kIsVector<X>) {
+    for (int i = 0; i < kLanes<T>; ++i) x[i] = std::pow(x[i], T(power));
+    return x;
+  } else {
+    return std::pow(x, T(power));
+  }
+}
+
+// The scaling that closes a row or column of this sum.  X: a number, or those of several matrices.
+template <class X> INLINE X closed(const Rule& rule, X scaling, X mass, X sum, bool exact, double power = 1.0) {
+  const auto number = [](double value) { return X(X{} + typename Number<X>::type(value)); };
+  if (rule.form == kPlain) {
+    const X least = number(rule.least), found = mass / (sum < least ? least : sum);
+    return power == 1.0 ? found : power_of(found, power);
+  }
+  const X total = rule.form == kPlan ? scaling * sum : sum, constant = number(rule.constant), none = number(0);
+  X divisor = total;
+  if (exact) divisor = total == none ? number(1) : total;
+  else divisor = rule.adds ? X(total + constant) : X(total < constant ? constant : total);
+  if (rule.form == kScaling) return mass / divisor;
+  return total == none ? scaling : X(scaling * mass / divisor);
+}
+
 int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
 // A thread's memory for one head after the other, kept from one call to the next where it is small.
@@ -270,9 +316,12 @@ template <class S, class W> class Head {
     kept_ = p.queries * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
     share_ = double(p.queries) / double(size_);
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
+    stabilised_ = p.rule.form != kPlain;
+    if (stabilised_) share_ = 1;
+    const double mass = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
+    const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
     scale_ = p.coefficient * std::pow(double(p.queries), p.queries_power) *
-             std::pow(double(p.keys), p.keys_power) * std::pow(double(size_), p.active_power) /
-             double(ends_on_rows_ ? p.queries : p.keys);
+             std::pow(double(p.keys), p.keys_power) * std::pow(double(size_), p.active_power) * mass / reached;
     take(scratch);
   }
 
@@ -281,9 +330,12 @@ template <class S, class W> class Head {
   double linear() {
     widest_ = 0;
     highest_ = -kInfinity;
+    std::fill_n(a_, p_.queries, W(1));
     std::fill_n(b_, size_, W(1)), std::fill(b_ + size_, b_ + padded_, W(0));
     each_pass([&](const Pass& pass) { return linear_pass(pass); });
-    return widest_;
+    const auto finite = [](W x) { return std::isfinite(x); };
+    const bool held = std::all_of(a_, a_ + p_.queries, finite) && std::all_of(b_, b_ + size_, finite);
+    return stabilised_ && !held ? kInfinity : widest_;
   }
 
   // With running logarithms of the plan, whose largest entries keep their digits.
@@ -396,28 +448,38 @@ template <class S, class W> class Head {
     for (int64_t row = 0; row < p_.queries; row += kRows) {
       const int64_t count = std::min<int64_t>(kRows, p_.queries - row);
       W* rows = kernel_ + (kept_ ? row * stride_ : 0);
-      W* a = a_ + row;
+      W *a = a_ + row, sums[kRows];
       if (pass.first || !kept_) {
-        W sums[kRows];
         if (!form_kernel(row, count, rows, sums)) return false;
-        if (pass.closes_rows) std::copy_n(sums, count, a);
-        else if (pass.first) start_rows(row, count);
+        if (pass.first && !pass.closes_rows && !stabilised_) start_rows(row, count);
       } else if (pass.closes_rows) {
         by_rows(count, [&](int64_t r, auto R) {
-          dots<R.value>(rows + r * stride_, stride_, padded_, b_, a + r);
+          dots<R.value>(rows + r * stride_, stride_, padded_, b_, sums + r);
         });
       }
-      if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = W(1) / a[r];
+      if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(a[r], sums[r], pass);
       if (!pass.closes_columns) apply(row, count, rows, a, b_, scale_ / (ends_on_rows_ ? 1.0 : share_));
       else by_rows(count, [&](int64_t r, auto R) {
         add_rows<R.value>(rows + r * stride_, stride_, padded_, a + r, total_);
       });
     }
     if (!pass.closes_columns) return true;
-    for (int64_t j = 0; j < size_; ++j) b_[j] = W(share_) / total_[j];
-    if (pass.first && !pass.closes_rows)  // in the units of the last block, which are everyone's
+    for (int64_t j = 0; j < size_; ++j) b_[j] = closed_column(b_[j], total_[j], pass);
+    if (pass.first && !pass.closes_rows && !stabilised_)  // in the units of the last block, which are everyone's
       for (int64_t i = 0; i < p_.queries; ++i) a_[i] = std::exp(log_a_[i] - W(highest_));
     return true;
+  }
+
+  W closed_row(W a, W sum, const Pass& pass) const {
+    if (!stabilised_) return W(1) / sum;
+    const W found = closed(p_.rule, a, W(p_.row_mass), sum, p_.rule.softmax && pass.first);
+    return pass.first || !pass.closes_columns ? found : found * W(p_.rule.gauge);
+  }
+
+  W closed_column(W b, W sum, const Pass& pass) const {
+    if (!stabilised_) return W(share_) / sum;
+    const W own = pass.closes_rows && !pass.first ? b / W(p_.rule.gauge) : b;
+    return closed(p_.rule, own, W(p_.column_mass), sum, p_.rule.softmax && pass.first && !pass.closes_rows);
   }
 
   // a_i = exp(f_i) in K's units where columns are closed first, less the largest of them up to here.
@@ -545,11 +607,12 @@ template <class S, class W> class Head {
   S *out_, *panels_, *added_, *scores_, multiplier_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
   int64_t stride_;
-  bool kept_, ends_on_rows_;
+  bool kept_, ends_on_rows_, stabilised_;
   double share_, scale_, widest_, highest_;
 };
 
-// Returns the widest range of scores in a row, or the first beyond what float64 holds.
+// Returns the widest range of scores in a row, or the first beyond what float64 holds; with a constant, what
+// was written means nothing then.
 template <class S> double run_head(const Problem& p, int64_t index, Scratch& scratch, const Keys& keys) {
   double range = Head<S, S>(p, index, scratch, keys).linear();
   if (range <= kSafeRange<S>) return range;
@@ -557,7 +620,7 @@ template <class S> double run_head(const Problem& p, int64_t index, Scratch& scr
     range = Head<S, double>(p, index, scratch, keys).linear();
     if (range <= kSafeRange<double>) return range;
   }
-  Head<S, double>(p, index, scratch, keys).logarithmic();
+  if (p.rule.form == kPlain) Head<S, double>(p, index, scratch, keys).logarithmic();
   return range;
 }
 
@@ -565,56 +628,17 @@ template <class S> double run_head(const Problem& p, int64_t index, Scratch& scr
 
 // Half-steps on a kernel K of any origin: [matrices, rows, columns], or with `beside` [rows, columns,
 // matrices]. a and b, the scalings of rows and columns, laid out alike, hold where they start and what they
-// become; mu and nu are masses, of every matrix where mu_each and nu_each, or one for all.
-//
-//     a_i = (mu_i / max(D_i, least))^power,     D_i = sum_j K_ij b_j                        kPlain
-//     a_i = mu_i / (D_i (+) constant)                                                       kScaling
-//     a_i = a_i mu_i / (a_i D_i (+) constant)                                               kPlan
-//
-// and columns alike; x (+) c is x + c or max(x, c), see operators/stabilised.py. softmax: the first
-// half-step has no constant. gauge: a is multiplied by it, and b divided, after each row half-step but the
-// loop's first.
+// become; mu and nu are masses, of every matrix where mu_each and nu_each, or one for all. The quotients of
+// kPlain are taken to a power.
 struct Scaling {
   const void *kernel, *mu, *nu;
   void *a, *b;
-  int64_t matrices, rows, columns, beside, mu_each, nu_each, half_steps, rows_first, form, adds, softmax,
-      is_double, threads;
-  double constant, row_power, column_power, least, gauge;
+  int64_t matrices, rows, columns, beside, mu_each, nu_each, half_steps, rows_first, is_double, threads;
+  double row_power, column_power;
+  Rule rule;
 };
 
 namespace {
-
-enum Form { kPlain, kScaling, kPlan };
-
-template <class X> struct Number { typedef X type; };
-template <> struct Number<V<float>> { typedef float type; };
-template <> struct Number<V<double>> { typedef double type; };
-template <class X> constexpr bool kIsVector = !std::is_arithmetic_v<X>;
-
-template <class X> X power_of(X x, double power) {
-  typedef typename Number<X>::type T;
-  if constexpr (kIsVector<X>) {
-    for (int i = 0; i < kLanes<T>; ++i) x[i] = std::pow(x[i], T(power));
-    return x;
-  } else {
-    return std::pow(x, T(power));
-  }
-}
-
-// The scaling that closes a row or column of this sum.  X: a number, or those of several matrices.
-template <class X> INLINE X closed(const Scaling& s, X scaling, X mass, X sum, double power, bool exact) {
-  const auto number = [](double value) { return X(X{} + typename Number<X>::type(value)); };
-  if (s.form == kPlain) {
-    const X least = number(s.least), found = mass / (sum < least ? least : sum);
-    return power == 1.0 ? found : power_of(found, power);
-  }
-  const X total = s.form == kPlan ? scaling * sum : sum, constant = number(s.constant), none = number(0);
-  X divisor = total;
-  if (exact) divisor = total == none ? number(1) : total;
-  else divisor = s.adds ? X(total + constant) : X(total < constant ? constant : total);
-  if (s.form == kScaling) return mass / divisor;
-  return total == none ? scaling : X(scaling * mass / divisor);
-}
 
 // sums[r] = sum_j rows[r][j] b[j] and total[j] += sum_r a[r] rows[r][j] of R rows, whatever their length.
 template <int R, class X> INLINE void row_sums(const X* rows, int64_t size, const X* b, X* sums) {
@@ -640,11 +664,11 @@ template <int R, class X> INLINE void add_to_columns(const X* rows, int64_t size
 // they add to the columns' sums is added, before the next ones are read.
 template <class X>
 void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X* b, X* total) {
-  const X gauge = X{} + typename Number<X>::type(s.gauge);
+  const X gauge = X{} + typename Number<X>::type(s.rule.gauge);
   bool rows_turn = s.rows_first != 0;
   for (int64_t step = 0; step < s.half_steps;) {
     const bool closes_rows = rows_turn, closes_columns = step + (closes_rows ? 1 : 0) < s.half_steps;
-    const bool regauged = closes_rows && step > 0 && s.gauge != 1.0, exact = s.softmax && step == 0;
+    const bool regauged = closes_rows && step > 0 && s.rule.gauge != 1.0, exact = s.rule.softmax && step == 0;
     std::fill_n(total, s.columns, X{});
     const auto close = [&](int64_t row, auto R) {
       const X* here = kernel + row * s.columns;
@@ -652,7 +676,7 @@ void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X*
         X sums[R.value] = {};
         row_sums<R.value>(here, s.columns, b, sums);
         for (int r = 0; r < R.value; ++r) {
-          a[row + r] = closed<X>(s, a[row + r], mu[row + r], sums[r], s.row_power, exact);
+          a[row + r] = closed(s.rule, a[row + r], mu[row + r], sums[r], exact, s.row_power);
           if (regauged) a[row + r] *= gauge;
         }
       }
@@ -664,7 +688,7 @@ void scale(const Scaling& s, const X* kernel, const X* mu, const X* nu, X* a, X*
     if (regauged) for (int64_t j = 0; j < s.columns; ++j) b[j] /= gauge;
     if (closes_columns) {
       for (int64_t j = 0; j < s.columns; ++j)
-        b[j] = closed<X>(s, b[j], nu[j], total[j], s.column_power, exact && !closes_rows);
+        b[j] = closed(s.rule, b[j], nu[j], total[j], exact && !closes_rows, s.column_power);
     }
     step += int(closes_rows) + int(closes_columns);
     rows_turn = true;
