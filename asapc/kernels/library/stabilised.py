@@ -45,7 +45,7 @@ def _stabilised(
         return plain()
     stabiliser = Stabiliser.of(*(settings[field.name] for field in fields(Stabiliser)))
     half_steps, rows_first = settings["half_steps"], settings["rows_first"]
-    if stabiliser.start in ("row", "softmax") and not stabiliser.start_share and half_steps > 0:
+    if native.runs(stabiliser) and half_steps > 0:
         loop = Loop(score_multiplier, half_steps, "row" if rows_first else "column", output_factor)
         out, widest = native.sinkhorn_loop(q, k, v, keep, bias, None, loop, stabiliser)
         if widest <= SAFE_ROW_RANGE[torch.float64]:
