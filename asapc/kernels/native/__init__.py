@@ -60,7 +60,7 @@ def _engine() -> Any:
 
 
 def runs(stabiliser: Stabiliser) -> bool:
-    """Whether sinkhorn_loop takes it: of scores less their row's largest, with scalings that start at 1."""
+    """Whether sinkhorn_loop takes it: scores less their row's largest, and scalings that start at 1."""
     return stabiliser.start in ("row", "softmax") and not stabiliser.start_share
 
 
@@ -78,8 +78,8 @@ def sinkhorn_loop(
 
     Shapes and what an example without an active key gets are those of operators/.  dual: where the loop
     starts, None for zero: the source dual [B, H, N] where columns are closed first, the target dual
-    [B, H, M] where rows are.  At least one half-step.  stabiliser: one that `runs`; where a row spans more
-    than float64 holds, what is returned means nothing then.
+    [B, H, M] where rows are.  At least one half-step.  stabiliser: one that `runs`; where a row spans
+    more than float64 holds, what is returned means nothing then.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
