@@ -33,6 +33,7 @@ class Operator:
     fitted_to:  kinds of sites whose map it approximates once it is calibrated.
     size:       the recipe's key for how large it is.
     applies:    whether it multiplies values itself; the map alone otherwise.
+    plain:      why it has no kernels; asapc.kernels.library has them otherwise.
     scored:     whether it is given scores; queries and keys otherwise.
     hybrid_of:  the operator of which this is the hybrid form, see operators.hybrid.
     trained:    tensors among its settings that refresh trains where nothing else is named.
@@ -45,6 +46,7 @@ class Operator:
     fitted_to: tuple[str, ...] = ()
     size: str = ""
     applies: bool = True
+    plain: str = ""
     scored: bool = False
     hybrid_of: str = ""
     trained: tuple[str, ...] = ()

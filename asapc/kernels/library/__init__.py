@@ -14,3 +14,6 @@ from asapc.kernels.library import lot as lot
 from asapc.kernels.library import masks as masks
 from asapc.kernels.library import plan as plan
 from asapc.kernels.library import stabilised as stabilised
+from asapc.kernels.library.attention import without_kernels
+
+without_kernels()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
+from asapc.kernels import dispatch
 from asapc.kernels.library import fakes
 from asapc.kernels.library.gradients import differentiate
-from asapc.kernels.library.registration import Run, operator, register_fake
+from asapc.kernels.library.registration import Plain, Run, operator, register_fake
 from asapc.operators.catalogue import OPERATORS
 
 Gradient = Callable[[CustomOpDef, Callable[..., Any]], None]
@@ -27,3 +30,15 @@ def attention(name: str, run: Run, gradient: Gradient | None = differentiate) ->
         register_fake(registered, fakes.plan if entry.scored else fakes.attention)
         if gradient is not None:
             gradient(registered, entry.reference_of(dense))
+
+
+def without_kernels() -> None:
+    """Registers what has none: the reference runs wherever it is."""
+    for entry in OPERATORS.values():
+        if entry.plain:
+            attention(entry.name, partial(_plainly, entry.plain))
+
+
+def _plainly(why: str, plain: Plain, q: Tensor, k: Tensor, **_rest: Any) -> Any:
+    dispatch.note_plain(plain.func.__name__, q, k, why)
+    return plain()
