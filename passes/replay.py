@@ -311,13 +311,9 @@ class _Beyond:
         m = evaluate(self.part.keys, sizes)
         active = [key for key in range(m) if key % 3 != 1]
         tensors, t = self._inputs(sizes, AS_GIVEN), self._tensors(sizes)
-        if self.part.masks:
-            hidden = dict(self.part.masks)
-            t = self._masked(t, active)
-            tensors = [
-                _all_but(value, active, hidden[node], low) if node in hidden else value
-                for node, value in zip(self.part.inputs, tensors, strict=True)
-            ]
+        masks = dict(self.part.masks)
+        if masks:
+            t, tensors = self._masked(t, active), self._with_hidden(tensors, active, low)
         else:
             of_costs = isinstance(self.site.convention, PlanConvention) and (
                 self.site.convention.score_multiplier < 0
@@ -327,7 +323,6 @@ class _Beyond:
             tensors[0] = tensors[0].masked_fill(others, low)
             t = replace(t, q=t.q.masked_fill(others, low))
         t = t if self.cut.precision == torch.float64 else _single(t, (torch.float64,))
-        masks = dict(self.part.masks)
         pairs = [
             (theirs.requires_grad_(), ours.requires_grad_())
             for node, theirs, ours in zip(self.part.inputs, tensors, (t.q, t.k), strict=False)
@@ -463,11 +458,7 @@ class _Beyond:
         not masked, those of the data by default."""
         tensors, t = self._inputs(sizes, change), self._masked(self._tensors(sizes, change), active)
         if active is not None:
-            hidden = dict(self.part.masks)
-            tensors = [
-                _all_but(value, active, hidden[node]) if node in hidden else value
-                for node, value in zip(self.part.inputs, tensors, strict=True)
-            ]
+            tensors = self._with_hidden(tensors, active)
         theirs = _canonical(self.cut.run(tensors, sizes), self.part)
         if not bool(self.site.weighed(theirs).isfinite().all()):
             return None
@@ -493,6 +484,16 @@ class _Beyond:
         except Exception:  # it is the user's code, and may need more than what enters the loop
             return None
         return times if bool(times.isfinite().all()) else None
+
+    def _with_hidden(
+        self, tensors: list[Tensor], active: list[int], low: float | None = None
+    ) -> list[Tensor]:
+        """The inputs, with masks that hide all but the active keys.  low: as _all_but takes it."""
+        hidden = dict(self.part.masks)
+        return [
+            _all_but(value, active, hidden[node], low) if node in hidden else value
+            for node, value in zip(self.part.inputs, tensors, strict=True)
+        ]
 
     def _masked(self, t: SiteTensors, active: list[int] | None) -> SiteTensors:
         if active is None:
