@@ -91,7 +91,8 @@ def compile(
 
     model:    a module, left as it is, or MODEL as on the command line.
     data:     DATA as on the command line; or arrays [examples, ...] named after forward's arguments,
-              with optional `labels` [examples]; or batches. Unlabelled data will do.
+              with optional `labels` [examples]; one array for the first argument; or batches. Unlabelled
+              data will do.
     budget:   in place of the recipe's, such as {"prediction_agreement": 0.998}; see asapc.inputs.recipe.
     recipe:   what may be tried, as in a recipe file.
     gates:    limits on the report, as in a gates file; see MeasuredReport.passed.

@@ -51,9 +51,9 @@ POWERS = (*range(-30, -3, 9), *range(-3, 8), *range(10, 38, 9))
 TRIED = (
     [Change(10.0**power) for power in POWERS],
     [Change(-(10.0**power)) for power in POWERS[::6]],
-    [Change(shift=10.0**power) for power in POWERS[3:]],
-    [Change(shift=-(10.0**power)) for power in POWERS[3::2]],
-)  # single precision holds what is between
+    [Change(shift=10.0**power) for power in POWERS[3:-4]],
+    [Change(shift=-(10.0**power)) for power in POWERS[3:-4:2]],
+)  # single precision holds what is between, and beside a larger shift nothing of the scores
 HALVINGS = 8  # of what lies between two of them, where a decision changes there
 COARSE = 3  # times fewer of both, where each takes long
 
@@ -71,7 +71,8 @@ class Decisions(Interpreter):
         super().__init__(module)
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._made = {node for node in descendants(inputs[:by]) if _holds_numbers(node)}
-        self.nodes = {node for node in self._made if is_bool(node) or _name(node) in BOUNDS | SIGNS}
+        asked = {node for node in self._made if is_bool(node) or _name(node) in BOUNDS | SIGNS}
+        self.nodes = {node for node in asked if not self._hides(node)}
         self._sides: set[tuple[Node, int]] = set()
 
     def taken(self) -> Sides:
@@ -81,7 +82,7 @@ class Decisions(Interpreter):
 
     def one_sided(self, seen: Sides) -> list[Node]:
         """Questions to which only one answer was ever seen, apart from whether something is finite or a
-        divisor too small, or a number too large."""
+        divisor too small."""
         return [
             node for node in sorted(self.nodes) if is_bool(node) and not self._guards(node)
             and len({side for at, side in seen if at is node}) < 2
@@ -105,8 +106,17 @@ class Decisions(Interpreter):
             return True
         if all(is_bool(source) for source in made):
             return all(self._guards(source) for source in made)
-        numbers = [x for x in node.args[1:] if isinstance(x, int | float)]
-        return len(numbers) == 1 and (abs(numbers[0]) <= SMALL or abs(numbers[0]) >= MASKED)
+        number = _compared_with(node)
+        return number is not None and abs(number) <= SMALL
+
+    def _hides(self, node: Node) -> bool:
+        """Whether a question is only whether numbers are so large that they hide tokens, as -1e9 does;
+        what happens where they do is for the experiments with masks."""
+        made = [source for source in node.all_input_nodes if source in self._made]
+        if made and all(is_bool(source) for source in made):
+            return all(self._hides(source) for source in made)
+        number = _compared_with(node)
+        return is_bool(node) and number is not None and abs(number) >= MASKED
 
 
 def rounded(part: Part) -> str | None:
@@ -178,6 +188,12 @@ def _nearest(
         else:
             above = middle, sides
     return [below, above]
+
+
+def _compared_with(node: Node) -> float | None:
+    """The one number among its arguments."""
+    numbers = [x for x in node.args[1:] if isinstance(x, int | float)]
+    return numbers[0] if len(numbers) == 1 else None
 
 
 def _holds_numbers(node: Node) -> bool:

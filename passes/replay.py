@@ -292,7 +292,7 @@ class _Beyond:
             others["no key active"] = own._error(few, active=[])
         if self.part.masks and not by_scores:
             others["some keys masked, others far below them"] = self._robust_error(
-                few, Change(1e30), [key for key in range(self.seen.k.shape[2]) if key % 3 != 1]
+                few, Change(HUGE), [key for key in range(self.seen.k.shape[2]) if key % 3 != 1]
             )
         yield from ((tried, error) for tried, error in others.items() if error is not None)
 

@@ -422,8 +422,9 @@ def judge(spec: Spec, seed: int, only: Callable[[Case], bool] = lambda case: Tru
     started = time.process_time()
     source, data = source_of(spec, seed), examples_of(spec, seed)
     spaces = [space_of(source, f"<program {seed}.{i}>") for i in (0, 2)]
-    # The same halves and lowest numbers, whatever precision surrounds them.
+    # The same halves and lowest numbers, whatever precision surrounds them, and casts that round nothing.
     precise = source.replace("s.half().float()", "s.float().half().double()")
+    precise = precise.replace("s = s.float()", "s = s.double()")
     precise = precise.replace("torch.finfo(s.dtype).min", "torch.finfo(torch.float32).min")
     spaces.insert(1, space_of(precise, f"<program {seed}.1>"))
     models = [space["make"]() for space in spaces]

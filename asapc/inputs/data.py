@@ -310,13 +310,16 @@ def data_of(
     model_signature: inspect.Signature | None,
 ) -> DataSource:
     """What Python code may give for DATA: that, arrays by the names of forward's arguments and
-    `labels`, or batches (tensor, tuple or mapping each), which are read once and held.
+    `labels`, one array for the first argument, or batches (tensor, tuple or mapping each), which are
+    read once and held.
 
     Raises InputError as open_data.
     """
     if isinstance(given, str | DataSource):
         return open_data(given, model_signature)
     signature = Signature(model_signature)
+    if isinstance(given, Tensor | np.ndarray):
+        given = {signature.first_name: given}
     if isinstance(given, Mapping):
         place = "(arrays in memory)"
         return ArrayData(place, _validated(given, signature, place), signature)
