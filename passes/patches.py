@@ -143,6 +143,11 @@ def _with_insides(
     if found:
         with entering(model, enter), torch.no_grad():
             model(*example.args, **example.kwargs)
+    for name, its in insides.items():
+        full = {one: f"{name}.{one.path}".strip(".") for one in its}
+        insides[name] = tuple(
+            replace(one, keeps=observed.kept(full[one], model.get_submodule(full[one]))) for one in its
+        )
     return [replace(module, inside=insides[module.program.name]) for module in found]
 
 

@@ -118,6 +118,17 @@ class Observed:
         values = tuple((steps, value) for steps, value in steady if now.get(steps, GONE) == value)
         return Reads(values, tuple(sorted(self.questions.get(name, ()))))
 
+    def kept(self, name: str, module: nn.Module) -> tuple[str, ...]:
+        """Attributes in which the module's code has kept tensors of its last call, for others to read."""
+        names = self.names.get(name, Names())
+        steps = (step for code in names.code for step in dis.get_instructions(code))
+        stored = {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
+        own = vars(module)
+        return tuple(
+            key for key in sorted(stored - (names.attributes or stored))
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(own.get(key)))
+        )
+
     def within(self, outer: str) -> Observed:
         """Of a module and its parts, by their names in it."""
         start = f"{outer}." if outer else ""

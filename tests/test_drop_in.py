@@ -28,9 +28,10 @@ import asapc
 from asapc import pipeline
 from asapc.api import _teacher
 from asapc.artifact import read_artifact, write_refreshed
-from asapc.errors import InputError
+from asapc.errors import InputError, VerificationError
 from asapc.inputs.data import data_of
 from asapc.inputs.recipe import Recipe
+from asapc.measure.differences import largest_difference
 from asapc.passes.candidates import Choice
 from asapc.passes.capture import capture
 from asapc.passes.lift import lift
@@ -691,6 +692,57 @@ class Ends(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
         self.count, self.factor, self._hidden, self.ratio = 3, 2.5, 1, float("nan")
+
+
+class Keeping(nn.Module):
+    """Attention that keeps its last map in an attribute, as is usual for pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = torch.softmax(self.q(x) @ self.k(x).mT / 8**0.5, -1)
+        for _ in range(4):
+            plan = plan / plan.sum(-2, keepdim=True)
+            plan = plan / plan.sum(-1, keepdim=True)
+        self.last = plan.detach()
+        return plan @ self.v(x)
+
+
+class Reading(nn.Module):
+    """Cannot be traced as a whole, and reads what its layer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Keeping()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        out = self.layer(x) * (1.0 + round(x.mean().item(), 1))
+        return out, self.layer.last
+
+
+def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Keeping(), nn.Linear(8, 3)).eval(), torch.randn(40, 7, 8)
+    patched = asapc.compile(model, x, recipe={"operator": "lossless"}).model
+    with torch.no_grad():
+        assert largest_difference(model(x[:3]), patched(x[:3])) < 1e-5
+    assert not hasattr(patched[0], "last") and model[0].last is not None
+    with pytest.warns(OwnCodeWarning), torch.no_grad():
+        patched(x[0])
+    assert patched[0].last.shape == (7, 7)
+    live.remove(patched)
+    with torch.no_grad():
+        patched(x[:3])
+    assert patched[0].last.shape == (3, 7, 7)
+
+
+def test_what_the_model_reads_of_such_an_attribute_is_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(VerificationError, match="last is only kept in attributes"):
+        asapc.compile(Reading().eval(), torch.randn(40, 7, 8), recipe={"operator": "lossless"})
 
 
 def test_what_is_known_of_a_module() -> None:

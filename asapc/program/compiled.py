@@ -82,6 +82,8 @@ class Inside:
     own_forward: its instance had a forward that its class does not have.
     hooked:      it had hooks, which the trace has.
     reads:       what its code read besides its arguments.
+    keeps:       attributes in which its code keeps tensors, such as its last map.  A compiled forward
+                 takes them away: what they held would be that of another call.
     """
 
     path: str
@@ -89,6 +91,7 @@ class Inside:
     own_forward: bool
     hooked: bool
     reads: Reads
+    keeps: tuple[str, ...] = ()
     _names: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +106,8 @@ class Inside:
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         return {"path": self.path, "class": self.kind, "own_forward": self.own_forward,
-                "hooked": self.hooked, "reads": self.reads.to_dict()}  # fmt: skip
+                "hooked": self.hooked, "reads": self.reads.to_dict(),
+                "keeps": list(self.keeps)}  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Inside:
@@ -114,6 +118,7 @@ class Inside:
             data["own_forward"] is True,
             data["hooked"] is True,
             Reads.from_dict(data["reads"]),
+            tuple(map(str, data["keeps"])),
         )
 
     def difference(self, root: nn.Module, flat: Sequence[Any] = ()) -> str | None:
@@ -167,6 +172,7 @@ class Forward:
         self.live = live
         self.before = before
         self.inside = tuple(inside)
+        self.keeping = tuple(one for one in inside if one.keeps)
         self.constants = Constants()
         self.questions = tuple(questions)
         self.types = types_at_hand(call.output)
@@ -238,6 +244,10 @@ class Forward:
             return self._otherwise(f"{branch.rule}: here it is not", args, kwargs)
         if missing is not None:
             found = self.constants.refusing(found, missing)
+        for inside in self.keeping:
+            own = vars(self.module.get_submodule(inside.path))
+            for name in inside.keeps:
+                own.pop(name, None)
         return rebuilt(self.call.output, found, self.types)
 
     def _otherwise(

@@ -215,7 +215,16 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
         output = Runner(model, chosen_programs(c.analysis, choices))(c.example)
     with installed_patches(model, patches, written.manifest["sites"]), warnings.catch_warnings():
         warnings.simplefilter("error", OwnCodeWarning)
-        error = largest_difference(output, Runner(model)(c.example))
+        try:
+            error = largest_difference(output, Runner(model)(c.example))
+        except AttributeError as missing:
+            kept = sorted({name for patch in patches for one in patch.inside for name in one.keeps})
+            if not kept:
+                raise
+            raise VerificationError(
+                f"a compiled forward returns what others need; {', '.join(kept)} is only kept in attributes",
+                got=missing, help="return it from forward, or read it after the model's own code has run",
+            ) from None  # fmt: skip
     if not error <= ROUND_TRIP_TOLERANCE:
         raise VerificationError(
             "live: the patched model computes what was verified",
