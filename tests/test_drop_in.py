@@ -741,7 +741,7 @@ def test_an_attribute_that_the_compiled_forward_does_not_set_is_gone(tmp_path: P
 
 def test_what_the_model_reads_of_such_an_attribute_is_refused() -> None:
     torch.manual_seed(0)
-    with pytest.raises(VerificationError, match="last is only kept in attributes"):
+    with pytest.raises(VerificationError, match="last is only kept there"):
         asapc.compile(Reading().eval(), torch.randn(40, 7, 8), recipe={"operator": "lossless"})
 
 

@@ -222,7 +222,7 @@ def _verify_live(folder: Path, c: Compilation, left: Collection[str]) -> None:
             if not kept:
                 raise
             raise VerificationError(
-                f"a compiled forward returns what others need; {', '.join(kept)} is only kept in attributes",
+                f"what the model reads of a layer is returned, and {', '.join(kept)} is only kept there",
                 got=missing, help="return it from forward, or read it after the model's own code has run",
             ) from None  # fmt: skip
     if not error <= ROUND_TRIP_TOLERANCE:
