@@ -86,7 +86,6 @@ STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
 _SEEN = "asapc.seen_hashes"
 _MODEL = "model."  # weights of the model around captured modules
 _LIVE = "live."
-_LIFTED = "lifted_tensor_"  # what torch.export calls a tensor that code makes of numbers
 _DTYPES = {str(dtype).removeprefix("torch."): dtype
            for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
 
@@ -165,6 +164,7 @@ def write_artifact(
     """
     tensors: dict[str, Tensor] = {}
     files: dict[str, dict[str, Any]] = {}
+    weights = {} if model is None else tensors_of(model)
     for stage in STAGES:
         for index, program in enumerate(programs[stage]):
             exported = _exported(program)
@@ -180,6 +180,10 @@ def write_artifact(
                 str(index), {"name": program.name, "calls": {}, **_output(programs, index)}
             )
             entry[stage], entry["calls"][stage] = path, calls
+            start = f"{program.name}." if program.name else ""
+            entry["plain"] = sorted({*entry.get("plain", ())} | {
+                name for name in exported.state_dict if start + name not in weights
+            })  # fmt: skip
     if model is not None and manifest["capture"] == "module":
         for name, tensor in model.state_dict().items():
             tensors[_MODEL + name] = tensor.detach().contiguous().clone()
@@ -492,6 +496,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         calls = entry["calls"]
         listed = is_dict(calls, *STAGES) and all(are_strings(calls[stage]) for stage in STAGES)
         require(listed, "a program lists the sites that it calls operators for", entry)
+        require(are_strings(entry.get("plain")), "a program lists tensors that are no weights", entry)
         output = entry.get("output", {"constant": None})
         require(_reads(tree_from_json, output), "a program's output is a structure", output)
         for stage in STAGES:
@@ -859,11 +864,9 @@ def _weights_for(artifact: Artifact, model: nn.Module) -> list[tuple[Tensor, Ten
     for index, entry in enumerate(artifact.manifest["programs"]):
         stored = {**under(tensors, f"{index}."), **under(tensors, f"graph.{index}.")}
         prefix = f"{entry['name']}." if entry["name"] else ""
-        weights |= {prefix + name: t for name, t in stored.items() if not name.startswith("asapc_")}
+        # Plain tensors, of attributes or of nothing but numbers, are the program's, not the model's.
+        weights |= {prefix + name: t for name, t in stored.items() if name not in entry["plain"]}
     theirs = tensors_of(model)
-    # Numbers that the code makes of nothing are the program's, not the model's.
-    made = {name for name in weights if name.rpartition(".")[2].startswith(_LIFTED)} - theirs.keys()
-    weights = {name: tensor for name, tensor in weights.items() if name not in made}
     wrong = [
         name for name, tensor in weights.items()
         if name not in theirs or theirs[name].shape != tensor.shape

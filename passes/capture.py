@@ -441,10 +441,13 @@ def _dynamic_shapes(
     """Batch and length, the first two axes, are dynamic if the model turns out to allow it: the channels
     of a picture are what its first layer takes. Pixels are not. Of queries, keys and values
     [B, H, N, D] heads are not, and the length is the third axis; of a mask beside them the fourth too.
+    Of a mask [B, 1, M] or [B, 1, N, M] beside tokens [B, M, ...] every axis as long as those is.
 
     A size of 1 cannot be traced as dynamic.
     """
-    of_heads = _of_heads(pytree.tree_leaves((args, kwargs)))
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    of_heads = _of_heads(tensors)
+    lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
 
     def dims(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -452,6 +455,8 @@ def _dynamic_shapes(
         free = {0, 1}
         if of_heads is not None and value.dim() == 4:
             free = {0, 2} if value.shape[3] == of_heads else {0, 2, 3}
+        elif not value.is_floating_point() or 1 in value.shape[1:-1]:
+            free |= {axis for axis, size in enumerate(value.shape) if size in lengths}
         return {
             axis: Dim.AUTO if axis in free and value.shape[axis] > 1 else Dim.STATIC
             for axis in range(value.dim())
