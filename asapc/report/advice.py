@@ -167,8 +167,9 @@ def figures(report: Report) -> Figures:
         finite(model.metric("speedup")),
         finite(model.metric("speedup_lossless")) if approximated else None,
         finite(model.metric("prediction_agreement")),
-        worst and worst.name, worst and worst.metric(ERROR),
-    )  # fmt: skip
+        None if worst is None else worst.name,
+        None if worst is None else worst.metric(ERROR),
+    )
 
 
 def worst_first(sites: Iterable[SiteReport]) -> list[SiteReport]:
