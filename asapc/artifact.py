@@ -25,14 +25,15 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import AfterValidator, ConfigDict, StringConstraints, ValidationError, create_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -46,10 +47,12 @@ from asapc.errors import InputError
 from asapc.formats import places
 from asapc.formats.atomic import read_whole
 from asapc.formats.json_text import read_json
+from asapc.formats.records import read
 from asapc.inputs.load import build_factory, load_teacher
 from asapc.inputs.paths import check_artifact
 from asapc.inputs.pt2 import load_program, save_program
 from asapc.inputs.recipe import Recipe
+from asapc.inputs.settings import list_of
 from asapc.inputs.weights import read_safetensors
 from asapc.ir import Convention, Program
 from asapc.operators.catalogue import convention_from_dict
@@ -58,6 +61,7 @@ from asapc.program.call import (
     Call,
     Child,
     Tensors,
+    Tree,
     Undescribable,
     described,
     kind_of,
@@ -65,8 +69,6 @@ from asapc.program.call import (
     leaves,
     plain_spec,
     rebuilt,
-    tree_from_json,
-    tree_to_json,
     types_at_hand,
 )
 from asapc.program.calls import attribute, name_calls, sites_of
@@ -77,9 +79,9 @@ from asapc.program.live import Patch, constants_of, install, operator_name, prep
 from asapc.program.monitor import attach
 from asapc.program.state import QUESTIONS
 from asapc.program.summary import Summary, shown_by
-from asapc.terminal.printed import reason
+from asapc.terminal.printed import reason, short
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 SELECTION = "selection.json"
 Stage = Literal["graph", "lossless", "teacher"]
 STAGES: tuple[Stage, ...] = ("graph", "lossless", "teacher")
@@ -204,7 +206,7 @@ def _output(programs: Mapping[Stage, Sequence[Program]], index: int) -> dict[str
     if not program.name or call is None:
         return {}
     try:
-        return {"output": tree_to_json(described(call.output, [], output=True))}
+        return {"output": described(call.output, [], output=True).to_json()}
     except Undescribable:
         return {}
 
@@ -219,7 +221,7 @@ def returns_as(artifact: Artifact) -> None:
             codegen = program.graph.graph._codegen
             if "output" not in entry or not isinstance(codegen, _PyTreeCodeGen):
                 continue
-            tree = tree_from_json(entry["output"])
+            tree = read(Tree, entry["output"], "output")
             shape = rebuilt(tree, [0] * sum(1 for _ in leaves(tree)), types_at_hand(tree))
             spec = pytree.tree_structure(shape)
             told = codegen.pytree_info.out_spec
@@ -236,8 +238,8 @@ def _write_modules(
     for number, module in enumerate(modules):
         entry = {
             "dtype": str(module.dtype).removeprefix("torch."),
-            "call": module.call.to_dict(),
-            "children": [child.to_dict() for child in module.children],
+            "call": module.call.to_json(),
+            "children": [child.to_json() for child in module.children],
         }
         graph = module.program.graph
         read = [node for node in graph.graph.nodes if node.op == "get_attr"]
@@ -258,7 +260,7 @@ def _write_modules(
                 "sites": list(module.sites),
                 "tensors": names,
                 "own_forward": module.own_forward,
-                "inside": [inner.to_dict() for inner in module.inside],
+                "inside": [inner.to_json() for inner in module.inside],
             }
         )
     return list(entries.values())
@@ -426,172 +428,107 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return checked
 
 
-_SITE_KEYS = (
-    "name", "operator", "reason", "convention", "replay_error", "replay", "side", "c_transforms",
-    "rescaled", "coefficients", "features", "fit", "fit_converged", "r2", "condition_number",
-    "constants", "no_gradient",
+def _made(make: Callable[[Any], Any]) -> Any:
+    """The type of what this reads without a KeyError, a TypeError or the like."""
+
+    def check(value: Any) -> Any:
+        try:
+            make(value)
+        except (InputError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(reason(error)) from None
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
+
+
+def _keys(**types: Any) -> Any:
+    """The type of a mapping that has these keys, and any others."""
+    return create_model("_Keys", __config__=ConfigDict(strict=True), **types)
+
+
+def _one_of(words: Iterable[str]) -> Any:
+    return Annotated[str, StringConstraints(pattern=f"^({'|'.join(words)})$")]
+
+
+def _convention(data: Mapping[str, Any]) -> None:
+    convention = convention_from_dict(data)
+    if isinstance(convention, Convention) and convention.first_side not in ("row", "column"):
+        raise ValueError("first_side is row or column")
+
+
+_Texts, _Number = list[str], float | None
+_Names = list[Annotated[str, StringConstraints(pattern=r"^[^\W\d]\w*$")]]
+_Program = Annotated[str, StringConstraints(pattern=r"\.pt2$")]
+_Call = _made(partial(Call.from_json, where="call"))
+_Site = _keys(
+    name=str, operator=str, reason=str, convention=_made(_convention), replay_error=_Number,
+    replay=dict[str, float], side=str | None, c_transforms=int | None, rescaled=bool | None,
+    coefficients=str | None, features=_Texts | None, fit=str | None, fit_converged=bool | None,
+    r2=_Number, condition_number=_Number, constants=dict[str, Literal["parameter", "buffer"]],
+    no_gradient=str | None, aim=(str | None, None), points=(str | None, None),
+    heads=(int | None, None), head_dim=(int | None, None),
+    selection_attention_rel_l2=(_Number, None),
 )  # fmt: skip
-_TEXTS = ("name", "operator", "reason")
-_HELD = ("parameter", "buffer")  # what a site may hold as a constant
-_MAYBE: dict[str, type | UnionType] = {  # the type of what may also be null
-    "replay_error": int | float, "side": str, "c_transforms": int, "rescaled": bool, "aim": str,
-    "points": str, "coefficients": str, "features": list, "fit": str, "fit_converged": bool,
-    "r2": int | float, "condition_number": int | float, "heads": int, "head_dim": int,
-    "selection_attention_rel_l2": int | float, "no_gradient": str,
-}  # fmt: skip
+_Module = _keys(
+    name=str, sites=_Texts, tensors=dict[str, str], own_forward=bool,
+    inside=list_of(_made(partial(Inside.from_json, where="inside"))),
+)  # fmt: skip
+_Live = _keys(
+    file=_Program, dtype=_one_of(_DTYPES), call=_Call, modules=list_of(_Module),
+    children=list_of(_made(partial(Child.from_json, where="child"))),
+)  # fmt: skip
+_Part = _keys(
+    name=str, plain=_Texts, calls=_keys(**dict.fromkeys(STAGES, _Texts)),
+    **dict.fromkeys(STAGES, _Program),
+    output=(_made(partial(read, Tree, where="output")), None),
+)  # fmt: skip
+_MANIFEST = _keys(
+    capture=Literal["whole", "module"], call=_keys(args=_Names, kwargs=_Names), forward=_Call | None,
+    teacher=_keys(source=str, fingerprint=str), data=str, calibration_order=str,
+    programs=list_of(_Part, 1), sites=list_of(_Site, 1),
+    refused=list_of(_keys(name=str, status=str, reason=str)),
+    live=_keys(programs=list_of(_Live), left=dict[str, str]),
+    sizes=(str, ""), questions=(list_of(_one_of(QUESTIONS)), []), refresh=(dict[str, Any], {}),
+    onnx=(_keys(inputs=_Texts, outputs=_Texts), None),
+    warnings=(list_of(_keys(sites=_Texts, text=str)), []),
+)  # fmt: skip
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     """Raises InputError where a key that the rest relies on is missing or of another type."""
-
-    def require(holds: bool, rule: str, got: Any) -> None:
-        if not holds:
-            text = json.dumps(got)
-            raise InputError(
-                f"{path}: {rule}", got=text if len(text) < 80 else text[:77] + "...",
-                help="compile again",
-            )  # fmt: skip
-
-    def is_dict(value: Any, *keys: str) -> bool:
-        return isinstance(value, dict) and set(keys) <= set(value)
-
-    def are_strings(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(x, str) for x in value)
-
-    def are_names(value: Any) -> bool:
-        return are_strings(value) and all(x.isidentifier() for x in value)
-
-    keys = ("capture", "call", "forward", "live", "programs", "sites", "refused", "teacher", "data",
-            "calibration_order")  # fmt: skip
-    for key in keys:
-        require(key in manifest, f"must have {key!r}", sorted(manifest))
-    require(manifest["capture"] in ("whole", "module"), "capture is whole or module", manifest["capture"])
-    call = manifest["call"]
-    named = is_dict(call, "args", "kwargs") and are_names(call["args"]) and are_names(call["kwargs"])
-    require(named, "call lists the names of arguments", call)
-    teacher = manifest["teacher"]
-    described = is_dict(teacher, "source", "fingerprint")
-    texts = [*teacher.values(), manifest["data"], manifest["calibration_order"]] if described else [None]
-    are_texts = all(isinstance(text, str) for text in texts)
-    require(are_texts, "teacher, data and calibration_order are text", teacher)
-    require(isinstance(manifest.get("sizes", ""), str), "sizes is text", manifest.get("sizes"))
-    require(is_dict(manifest.get("refresh", {})), "refresh is a mapping", manifest.get("refresh"))
-    questions = manifest.get("questions", [])
-    known = are_strings(questions) and set(questions) <= set(QUESTIONS)
-    require(known, f"questions are some of {', '.join(QUESTIONS)}", questions)
-    ends = manifest.get("onnx", {"inputs": [], "outputs": []})
-    told = is_dict(ends, "inputs", "outputs") and all(are_strings(names) for names in ends.values())
-    require(told, "onnx lists the names of inputs and outputs", ends)
-
-    forward = manifest["forward"]
-    whole = manifest["capture"] == "whole"
-    require(_reads(Call.from_dict, forward) if whole else forward is None, "forward is a call", forward)
-
-    programs = manifest["programs"]
-    require(isinstance(programs, list) and bool(programs), "programs is a list", programs)
-    files = []
-    for entry in programs:
-        require(is_dict(entry, "name", "calls", *STAGES), "every program names its files", entry)
-        require(isinstance(entry["name"], str), "a program's name is text", entry)
-        calls = entry["calls"]
-        listed = is_dict(calls, *STAGES) and all(are_strings(calls[stage]) for stage in STAGES)
-        require(listed, "a program lists the sites that it calls operators for", entry)
-        require(are_strings(entry.get("plain")), "a program lists tensors that are no weights", entry)
-        output = entry.get("output", {"constant": None})
-        require(_reads(tree_from_json, output), "a program's output is a structure", output)
-        for stage in STAGES:
-            _inside(path.parent, entry[stage])
-            require(str(entry[stage]).endswith(".pt2"), "a program is a .pt2 file", entry)
-            files.append(entry[stage])
-    require(len(set(files)) == len(files), "every program has a file of its own", files)
-
-    sites = manifest["sites"]
-    require(isinstance(sites, list) and bool(sites), "sites is a list", sites)
-    called = {
-        stage: [site for entry in programs for site in entry["calls"][stage]] for stage in STAGES
-    }
-    for site in sites:
-        require(is_dict(site, *_SITE_KEYS), f"a site has the keys {', '.join(_SITE_KEYS)}", site)
-        for key in _TEXTS:
-            require(isinstance(site[key], str), f"a site's {key} is text", site[key])
-        for key, kind in _MAYBE.items():
-            holds = site.get(key) is None or isinstance(site[key], kind)
-            require(holds, f"a site's {key} is of another type", site.get(key))
-        tried = site["replay"]
-        numbers = is_dict(tried) and all(isinstance(x, int | float) for x in tried.values())
-        require(numbers, "a site's replay lists errors", tried)
-        held = site["constants"]
-        named = is_dict(held) and set(map(str, held.values())) <= set(_HELD)
-        require(named, f"a site's constants are each a {' or a '.join(_HELD)}", held)
-        names = site["features"] or []
-        require(all(isinstance(x, str) for x in names), "a site's features are names", names)
-        try:
-            convention = convention_from_dict(site["convention"])
-            if isinstance(convention, Convention):
-                first = convention.first_side
-                require(first in ("row", "column"), "first_side is row or column", first)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            require(False, "a site has a convention", site["convention"])
+    try:
+        _MANIFEST.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        *around, key = map(str, first["loc"])
+        rule = f"{key} {first['msg'].replace('Input should', 'must')}".replace(" Value error, ", ": ")
+        if first["type"] == "missing":
+            rule = f"must have {key!r}"
+        raise InputError(
+            f"{path}: {': '.join([*around, rule])}", got=short(first["input"]), help="compile again"
+        ) from None
+    programs, live, sites = manifest["programs"], manifest["live"]["programs"], manifest["sites"]
+    files = [entry[stage] for entry in programs for stage in STAGES]
+    for file in (*files, *(entry["file"] for entry in live)):
+        _inside(path.parent, file)
     names = [site["name"] for site in sites]
     called_for = [site["name"] for site in sites if site["operator"] != "teacher"]
+    rules = {
+        "a model captured whole has a forward": bool(manifest["forward"])
+        == (manifest["capture"] == "whole"),
+        "every program has a file of its own": len({*files}) == len(files),
+        "every site has a name of its own": len({*names}) == len(names),
+        "a live module has sites of the model": all(
+            {*module["sites"]} <= {*names} for entry in live for module in entry["modules"]
+        ),
+    }
     for stage, wanted in (("lossless", names), ("graph", called_for), ("teacher", [])):
-        require(
-            sorted(called[stage]) == sorted(wanted) and len(set(wanted)) == len(wanted),
-            f"the {stage} programs call an operator for each of its sites, once", called[stage],
-        )  # fmt: skip
-    warnings = manifest.get("warnings", [])
-    told = isinstance(warnings, list) and all(
-        is_dict(x, "sites", "text") and are_strings(x["sites"]) and isinstance(x["text"], str)
-        for x in warnings
-    )
-    require(told, "warnings list sites with a text", warnings)
-    _check_live(path, manifest["live"], {str(site["name"]) for site in sites}, require)
-    refused = manifest["refused"]
-    listed = isinstance(refused, list) and all(
-        is_dict(x, "name", "status", "reason") and all(isinstance(text, str) for text in x.values())
-        for x in refused
-    )
-    require(listed, "refused lists names with a reason", refused)
-
-
-def _reads(read: Callable[[Any], Any], data: Any) -> bool:
-    try:
-        read(data)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        return False
-    return True
-
-
-def _check_live(
-    path: Path, live: Any, sites: set[str], require: Callable[[bool, str, Any], None]
-) -> None:
-    """The entries of what is put into a live model."""
-
-    def texts(value: Any) -> bool:
-        return isinstance(value, dict) and all(isinstance(x, str) for x in value.values())
-
-    holds = isinstance(live, dict) and isinstance(live.get("programs"), list) and texts(live.get("left"))
-    require(holds, "live has programs and what is left", live)
-    for entry in live["programs"]:
-        keys = ("file", "dtype", "call", "children", "modules")
-        require(isinstance(entry, dict) and set(keys) <= set(entry), "a live program is described", entry)
-        _inside(path.parent, entry["file"])
-        require(str(entry["file"]).endswith(".pt2"), "a live program is a .pt2 file", entry["file"])
-        require(str(entry["dtype"]) in _DTYPES, "a live program has a dtype", entry["dtype"])
-        require(_reads(Call.from_dict, entry["call"]), "a live program has a call", entry["call"])
-        children = entry["children"]
-        called = isinstance(children, list) and all(_reads(Child.from_dict, child) for child in children)
-        require(called, "a live program's children are calls", children)
-        modules = entry["modules"]
-        require(isinstance(modules, list), "a live program has modules", modules)
-        for module in modules:
-            named = isinstance(module, dict) and isinstance(module.get("name"), str)
-            listed = named and isinstance(module.get("sites"), list) and texts(module.get("tensors"))
-            require(listed and set(map(str, module["sites"])) <= sites, "a live module has sites", module)
-            inside = module.get("inside")
-            known = isinstance(inside, list) and all(_reads(Inside.from_dict, one) for one in inside)
-            told = known and isinstance(module.get("own_forward"), bool)
-            require(told, "a live module says what is inside", module)
+        called = [site for entry in programs for site in entry["calls"][stage]]
+        rule = f"the {stage} programs call an operator for each of its sites, once"
+        rules[rule] = sorted(called) == sorted(wanted)
+    for rule, holds in rules.items():
+        if not holds:
+            raise InputError(f"{path}: {rule}", help="compile again")
 
 
 def _read_selection(path: Path) -> dict[str, Any]:
@@ -706,7 +643,7 @@ def _rebuilt(artifact: Artifact, stage: Stage, sequence_group: Any = None) -> Co
     graph = artifact.programs[stage][0].graph
     fitted = {name: tensor for name, tensor in graph.named_buffers() if name.startswith("asapc_")}
     renamed = {name: operator_name(name) for name in fitted}
-    call = Call.from_dict(manifest["forward"])
+    call = Call.from_json(manifest["forward"], "forward")
     known = [_both(*pair) for pair in zip(call.tensors, known_of(traced_inputs(graph))[0], strict=False)]
     call = replace(call, tensors=tuple(known))
     places = [leaf.index for parameter in call.parameters for leaf in leaves(parameter.captured)]
@@ -827,8 +764,8 @@ def read_patches(artifact: Artifact) -> list[Patch]:
     for entry in artifact.manifest["live"]["programs"]:
         path = _inside(artifact.folder, entry["file"])
         program = _module(load_program(path, trust=artifact.trusted, sizes=False), path)
-        call = Call.from_dict(entry["call"])
-        children = tuple(Child.from_dict(child) for child in entry["children"])
+        call = Call.from_json(entry["call"], "call")
+        children = tuple(Child.from_json(child, "child") for child in entry["children"])
         for module in entry["modules"]:
             values = {}
             for name, stored in module["tensors"].items():
@@ -847,7 +784,7 @@ def read_patches(artifact: Artifact) -> list[Patch]:
                     values,
                     tuple(map(str, module["sites"])),
                     _DTYPES[str(entry["dtype"])],
-                    tuple(Inside.from_dict(one) for one in module["inside"]),
+                    tuple(Inside.from_json(one, "inside") for one in module["inside"]),
                     module["own_forward"],
                 )
             )

@@ -61,7 +61,7 @@ def test_advice_leaves_the_report_alone(document: Document) -> None:
 def test_default_limits_are_the_budget_that_the_artefact_records(document: Document) -> None:
     def limits() -> dict[str, float]:
         found = default_limits(page_report.typed(document))
-        return {limit.gate.metric: limit.gate.limit for limit in found}
+        return {gate.metric: gate.limit for gate, _ in found}
 
     assert limits() == {"attention_rel_l2": 0.05, "prediction_agreement": 0.99, "speedup": 1.0}
     document["selection"]["budget"] = {"attention_rel_l2": 0.01, "logit_kl": 1e-3}
@@ -77,14 +77,14 @@ def test_default_limits_are_the_budget_that_the_artefact_records(document: Docum
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1.0, 1e308, None])
 def test_a_recorded_budget_may_be_anything(document: Document, junk: float | None) -> None:
     document["selection"]["budget"] = {"attention_rel_l2": junk, "prediction_agreement": junk, "x": 1.0}
-    for limit in default_limits(page_report.typed(document)):
-        assert 0 <= limit.gate.limit < math.inf
-        assert limit.gate.metric != "prediction_agreement" or limit.gate.limit <= 1
+    for gate, _ in default_limits(page_report.typed(document)):
+        assert 0 <= gate.limit < math.inf
+        assert gate.metric != "prediction_agreement" or gate.limit <= 1
     assert decided(document).action in ("ship", "look")
 
 
 def test_the_default_limits_are_a_gate_file(document: Document) -> None:
-    limits = [limit.gate for limit in default_limits(page_report.typed(document))]
+    limits = [gate for gate, _ in default_limits(page_report.typed(document))]
     lines = [f"{gate.metric}: {{{gate.bound}: {gate.limit:g}}}" for gate in limits]
     assert parse_gates(yaml.safe_load("\n".join(lines))) == limits
 
@@ -154,7 +154,7 @@ def test_a_model_trained_on_labels_is_judged_by_its_accuracy(document: Document)
     document["sites"][0]["metrics"]["attention_rel_l2"] = 0.9
     document["refresh"] = {"mode": "labels"}
     found = default_limits(page_report.typed(document))
-    limits = {limit.gate.metric: limit.gate.limit for limit in found}
+    limits = {gate.metric: gate.limit for gate, _ in found}
     assert limits == {"accuracy_drop": pytest.approx(0.01), "speedup": 1.0}
     assert decided(document).action == "ship"
 
@@ -383,7 +383,7 @@ def test_too_few_examples_ask_for_more_of_them(document: Document) -> None:
 
 def test_a_judgement_says_where_its_limits_are_from(document: Document) -> None:
     judged = judgement(page_report.typed(document))
-    assert {limit.source for limit in judged.limits} == {
+    assert {source for _, source in judged.limits} == {
         "the budget it was compiled with", "no slower than the teacher",
     }  # fmt: skip
     assert judgement(page_report.typed(page_report.full_report())).limits == ()

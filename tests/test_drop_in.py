@@ -750,7 +750,7 @@ def test_what_is_known_of_a_module() -> None:
     names = Names(frozenset({"count", "factor", "spread", "_hidden", "ratio"}))
     found = [Inside.of(own, name, Reads(tuple(reachable(own, names).items())))
              for name, own in model.named_modules()]  # fmt: skip
-    assert [Inside.from_dict(json.loads(json.dumps(own.to_dict()))) for own in found] == found
+    assert [Inside.from_json(json.loads(json.dumps(own.to_json())), "inside") for own in found] == found
     known = {steps[0][1]: value for steps, value in found[0].reads.values}
     assert known == {"count": 3, "factor": 2.5, "spread": 1.0, "_hidden": 1, "ratio": ("value", "nan"),
                      "forward": ("named", "_forward_unimplemented")}  # fmt: skip
@@ -1093,7 +1093,7 @@ def test_structures_go_through_plain_data() -> None:
     parameters = parameters_of(signature, (a, {"k": [b, None, 7]}, c), {"scale": 0.5}, [])
     output = described((a, {"z": [b, True], "y": (None,)}), [], output=True)
     call = Call(parameters, output, *known_of([a, b, c]))
-    again = Call.from_dict(json.loads(json.dumps(call.to_dict())))
+    again = Call.from_json(json.loads(json.dumps(call.to_json())), "call")
     assert again == call
     assert str(again.signature()) == "(x, rest, *more, scale=0.5, dtype=torch.float32)"
     flat, problem = again.flat((a, {"k": [b, None, 7]}, c), {})

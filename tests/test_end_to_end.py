@@ -559,7 +559,7 @@ def test_a_manifest_site_without_what_it_needs(
     manifest = json.loads((out / "manifest.json").read_text())
     del manifest["sites"][0][key]
     (out / "manifest.json").write_text(json.dumps(manifest))
-    expect(capsys, EXIT_BAD_INPUT, ("report", out), "a site has", "compile again")
+    expect(capsys, EXIT_BAD_INPUT, ("report", out), f"must have {key!r}", "compile again")
 
 
 def test_refresh_writes_nothing_where_a_manifest_points(

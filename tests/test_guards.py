@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting as exporting
 
 import asapc
+from asapc.errors import InputError
 from asapc.inputs.data import Batch
 from asapc.inputs.teacher import Teacher
 from asapc.passes.analyse import Analysis, analyse
@@ -209,13 +210,13 @@ def test_a_guard_passes_again_when_all_is_as_it_was(pair: Any) -> None:
     assert inside.difference(layer) is not None
     layer.context.tau = 1.0
     assert inside.difference(layer) is None
-    reads = json.loads(json.dumps(inside.reads.to_dict()))
-    assert Reads.from_dict(reads) == inside.reads
+    reads = json.loads(json.dumps(inside.reads.to_json()))
+    assert Reads.from_json(reads, "reads") == inside.reads
     for wrong in ([["call", "x"]], [["item", -1]], [["attr", None]]):
-        with pytest.raises((ValueError, TypeError)):
-            Reads.from_dict({"values": [[wrong, 1]], "questions": []})
-    with pytest.raises(ValueError, match="a question"):
-        Reads.from_dict({"values": [], "questions": ["anything"]})
+        with pytest.raises(InputError):
+            Reads.from_json({"values": [[wrong, 1]], "questions": []}, "reads")
+    with pytest.raises(InputError, match="a question"):
+        Reads.from_json({"values": [], "questions": ["anything"]}, "reads")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Frozen dataclasses read from JSON that others may have written, and written back.
 
 The annotations of a dataclass are its format: what is read has these types, or an InputError names the
-place.  An absent or null part takes its default.  Keys that no field has are kept by a `rest`.
+place.  An absent or null part takes its default.  Keys that no field has are kept by a `rest`.  Of the
+records that a part may be it is the first whose keys are there.  What `__post_init__` refuses by a
+ValueError is an InputError, too.
 """
 
 from __future__ import annotations
@@ -64,15 +66,18 @@ class Record:
             if "rest" in each.metadata:
                 more = {key: item for key, item in document.items() if key not in known}
                 for name in more.keys() & each.metadata["rest"].keys():
-                    more[name] = _read(float | None, more[name], f"{where}: {name}", False)
+                    more[name] = read(float | None, more[name], f"{where}: {name}")
                 values[each.name] = more
             elif each.init and (value is not None or required(each)):
                 try:
-                    values[each.name] = _read(hints[each.name], value, place, cls.lenient)
+                    values[each.name] = read(hints[each.name], value, place, cls.lenient)
                 except InputError:
                     if not cls.lenient or required(each):
                         raise
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValueError as error:  # of what the annotations do not say
+            raise InputError(f"{where}: {error}", got=short(document)) from None
 
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {}
@@ -107,13 +112,16 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _read(hint: Any, value: Any, where: str, lenient: bool) -> Any:
-    """The value as the annotation has it; lenient: without the items that it has not."""
+def read(hint: Any, value: Any, where: str, lenient: bool = False) -> Any:
+    """The value as the annotation has it.  lenient: without the items that it has not.
+
+    Raises InputError.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any or (value is None and NoneType in arguments):
         return value
-    if origin in (Union, UnionType):  # X | None
-        return _read(arguments[0], value, where, lenient)
+    if origin in (Union, UnionType):
+        return read(_one_of(arguments, value), value, where, lenient)
     if isinstance(hint, type) and issubclass(hint, Record):
         return hint.from_json(value, where)
     if origin is Literal:
@@ -122,8 +130,9 @@ def _read(hint: Any, value: Any, where: str, lenient: bool) -> Any:
         raise InputError(f"{where} must be one of {', '.join(arguments)}", got=short(value))
     if origin is tuple and arguments[-1] is not ...:
         if not isinstance(value, list | tuple) or len(value) != len(arguments):
-            raise InputError(f"{where} must be two numbers", got=short(value))
-        return tuple(_read(arguments[0], item, where, lenient) for item in value)
+            raise InputError(f"{where} must be a list of {len(arguments)}", got=short(value))
+        pairs = zip(arguments, value, strict=True)
+        return tuple(read(argument, item, where, lenient) for argument, item in pairs)
     if origin is tuple and isinstance(value, list | tuple):
         items = ((i, f"{where}[{i}]", item) for i, item in enumerate(value))
         return tuple(_items(arguments[0], items, lenient).values())
@@ -140,11 +149,24 @@ def _read(hint: Any, value: Any, where: str, lenient: bool) -> Any:
     raise InputError(f"{where} must be {KINDS[origin or hint]}", got=short(value))
 
 
+def _one_of(kinds: tuple[Any, ...], value: Any) -> Any:
+    """Of the kinds that a value may be, the one that it is; the first if it is none."""
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    for kind in kinds[1:] and kinds:
+        if isinstance(kind, type) and issubclass(kind, Record):
+            keys = {key for key, each in json_fields(kind).items() if each.init and required(each)}
+            if isinstance(value, Mapping) and keys <= value.keys():
+                return kind
+        elif type(value) is kind or (isinstance(value, list) and get_origin(kind) is tuple):
+            return kind
+    return kinds[0]
+
+
 def _items(hint: Any, items: Iterable[tuple[Any, str, Any]], lenient: bool) -> dict[Any, Any]:
     found = {}
     for key, place, item in items:
         try:
-            found[key] = _read(hint, item, place, lenient)
+            found[key] = read(hint, item, place, lenient)
         except InputError:
             if not lenient:
                 raise

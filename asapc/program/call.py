@@ -19,16 +19,19 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from asapc.errors import InputError
 from asapc.formats.limits import MOST, limits_of
+from asapc.formats.records import OPTIONAL, Record, optional
+from asapc.terminal.printed import short
 
+Kind = Literal["bool", "int", "float", "complex"]
 _SCALARS = (type(None), bool, int, float, str)
-_MAX_DEPTH = 32  # of structures that a manifest declares
 
 
 class Undescribable(Exception):
@@ -36,35 +39,35 @@ class Undescribable(Exception):
 
 
 @dataclass(frozen=True)
-class Leaf:
+class Leaf(Record):
     """The index-th tensor of the call, or of the output."""
 
-    index: int
+    index: int = field(metadata={"key": "tensor"})
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Record):
     """Exactly this value."""
 
-    value: bool | int | float | str | None
+    value: bool | int | float | str | None = field(metadata={"key": "constant"})
 
 
 @dataclass(frozen=True)
-class Default:
+class Default(Record):
     """A default value that plain data cannot express: a caller may leave it out, but not give it."""
 
-    text: str
+    text: str = field(metadata={"key": "default"})
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Record):
     """An int that is this size of the call's tensors."""
 
-    name: str
+    name: str = field(metadata={"key": "size"})
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(Record):
     """A container.
 
     kind:    list, tuple, dict, namedtuple, or object: any other type registered with torch's pytree.
@@ -73,18 +76,23 @@ class Group:
     context: of an object, what its pytree flattening keeps besides the items, as JSON has it.
     """
 
-    kind: str
+    kind: Literal["list", "tuple", "dict", "namedtuple", "object"]
     items: tuple[Tree, ...]
     keys: tuple[str, ...] = ()
     type: str = ""
-    context: Any = None
+    context: Any = field(default=None, metadata=OPTIONAL)
+
+    def __post_init__(self) -> None:
+        named = self.kind in ("dict", "namedtuple")
+        if len(self.keys) not in ((len(self.items),) if named else (0, len(self.items))):
+            raise ValueError(f"a {self.kind} has a key for each item")
 
 
 Tree = Leaf | Constant | Default | Size | Group
 
 
 @dataclass(frozen=True)
-class Tensors:
+class Tensors(Record):
     """What a tensor must be like.
 
     kind:    bool, int, float or complex.
@@ -92,13 +100,13 @@ class Tensors:
     same_as: the earlier argument that is the same object.
     """
 
-    kind: str
+    kind: Kind
     sizes: tuple[int | str, ...]
-    same_as: int | None = None
+    same_as: int | None = optional()
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Parameter(Record):
     """One parameter of a forward.
 
     kind:     as inspect.Parameter names it, such as POSITIONAL_OR_KEYWORD.
@@ -107,13 +115,19 @@ class Parameter:
     """
 
     name: str
-    kind: str
+    kind: Literal[
+        "POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD"
+    ]
     default: Tree | None
     captured: Tree
 
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError("a parameter has a name")
+
 
 @dataclass(frozen=True)
-class Call:
+class Call(Record):
     """A captured call and what it returned.
 
     limits: least and most of the free sizes that have any.
@@ -215,85 +229,43 @@ class Call:
                 return parameter.name
         return "an argument"
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "parameters": [
-                {
-                    "name": parameter.name, "kind": parameter.kind,
-                    "captured": tree_to_json(parameter.captured),
-                    **({} if parameter.default is None else {"default": tree_to_json(parameter.default)}),
-                }
-                for parameter in self.parameters
-            ],
-            "output": tree_to_json(self.output),
-            "tensors": [
-                {"kind": tensor.kind, "sizes": list(tensor.sizes),
-                 **({} if tensor.same_as is None else {"same_as": tensor.same_as})}
-                for tensor in self.tensors
-            ],
-            "limits": {name: list(ends) for name, ends in self.limits.items()},
-            **({"neutral": list(self.neutral)} if self.neutral else {}),
-        }  # fmt: skip
-
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Call:
-        """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
-        parameters = tuple(
-            Parameter(
-                _identifier(item["name"]), _kind(item["kind"]),
-                tree_from_json(item["default"]) if "default" in item else None,
-                tree_from_json(item["captured"]),
-            )
-            for item in data["parameters"]
-        )  # fmt: skip
-        tensors = tuple(
-            Tensors(str(item["kind"]), tuple(_axis(size) for size in item["sizes"]), item.get("same_as"))
-            for item in data["tensors"]
-        )
-        limits = {str(name): (int(low), int(high)) for name, (low, high) in data["limits"].items()}
-        neutral = tuple(data.get("neutral", ()))
-        if not all(type(index) is int and 0 <= index < len(tensors) for index in neutral):
-            raise ValueError("a neutral mask is one of the tensors")
-        call = cls(parameters, tree_from_json(data["output"]), tensors, limits, neutral)
-        call.signature()  # ValueError for parameters that no function has
-        places = [leaf.index for parameter in parameters for leaf in leaves(parameter.captured)]
-        if sorted(places) != list(range(len(tensors))):
-            raise ValueError("every tensor of a call has one place")
-        for index, tensor in enumerate(tensors):
-            if tensor.same_as is not None and tensor.same_as not in range(index):
-                raise ValueError("a tensor may be the same as an earlier one only")
+    def from_json(cls, document: Any, where: str) -> Call:
+        call = super().from_json(document, where)
+        count = len(call.tensors)
+        places = [leaf.index for parameter in call.parameters for leaf in leaves(parameter.captured)]
+        rules = {
+            "every tensor has one place": sorted(places) == [*range(count)],
+            "a neutral mask is one of the tensors": all(0 <= index < count for index in call.neutral),
+            "a tensor may be the same as an earlier one only": all(
+                tensor.same_as is None or tensor.same_as in range(index)
+                for index, tensor in enumerate(call.tensors)
+            ),
+        }
+        try:
+            call.signature()
+        except ValueError as error:
+            rules[f"its parameters are a function's: {error}"] = False
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise InputError(f"{where}: {broken[0]}", got=short(document))
         return call
 
 
 @dataclass(frozen=True)
-class Child:
+class Child(Record):
     """A call of a layer inside a patched module, the number-th of its graph: what it is given and gives.
 
     A leaf stands for the index-th tensor of the operator call that marks it, see operators/child.py.
     """
 
-    name: str
+    name: str = field(metadata={"key": "layer"})
     args: tuple[Tree, ...]
     kwargs: Mapping[str, Tree]
     output: Tree
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "layer": self.name, "args": [tree_to_json(tree) for tree in self.args],
-            "kwargs": {name: tree_to_json(tree) for name, tree in self.kwargs.items()},
-            "output": tree_to_json(self.output),
-        }  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Child:
-        """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
-        kwargs = {_identifier(name): tree_from_json(tree) for name, tree in data["kwargs"].items()}
-        return cls(
-            str(data["layer"]), tuple(tree_from_json(tree) for tree in data["args"]), kwargs,
-            tree_from_json(data["output"]),
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        if not all(name.isidentifier() for name in self.kwargs):
+            raise ValueError("a parameter has a name")
 
 
 def described(value: Any, tensors: list[Tensor], output: bool = False) -> Tree:
@@ -375,12 +347,12 @@ def parameters_of(
             default = _default(parameter.default)
         captured = trees.get(parameter.name, default)
         assert captured is not None  # bind has seen to it
-        found.append(Parameter(parameter.name, parameter.kind.name, default, captured))
+        kind: Any = parameter.kind.name
+        found.append(Parameter(parameter.name, kind, default, captured))
     return tuple(found)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_KINDS = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD")
 
 
 def _default(value: Any) -> Tree:
@@ -628,7 +600,7 @@ def groups(tree: Tree) -> Iterator[Group]:
             yield from groups(item)
 
 
-def kind_of(dtype: torch.dtype) -> str:
+def kind_of(dtype: torch.dtype) -> Kind:
     """bool, int, float or complex."""
     if dtype is torch.bool:
         return "bool"
@@ -700,67 +672,3 @@ def _fields(kind: type, value: Any, count: int) -> tuple[str, ...]:
 
 def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def tree_to_json(tree: Tree) -> Any:
-    """As the manifest has it."""
-    if isinstance(tree, Leaf):
-        return {"tensor": tree.index}
-    if isinstance(tree, Constant):
-        return {"constant": tree.value}
-    if isinstance(tree, Default):
-        return {"default": tree.text}
-    if isinstance(tree, Size):
-        return {"size": tree.name}
-    data: dict[str, Any] = {tree.kind: [tree_to_json(item) for item in tree.items]}
-    if tree.keys:
-        data["keys"] = list(tree.keys)
-    if tree.type:
-        data["type"] = tree.type
-    if tree.context is not None:
-        data["context"] = tree.context
-    return data
-
-
-def tree_from_json(data: Any, depth: int = 0) -> Tree:
-    """Inverse of tree_to_json. Raises KeyError, TypeError or ValueError for anything else."""
-    if depth > _MAX_DEPTH:
-        raise ValueError("a structure is nested too deeply")
-    if "tensor" in data:
-        if type(data["tensor"]) is not int:
-            raise ValueError("a tensor has a number")
-        return Leaf(data["tensor"])
-    if "constant" in data:
-        if not isinstance(data["constant"], _SCALARS):
-            raise ValueError("a constant is a number, text or null")
-        return Constant(data["constant"])
-    if "default" in data:
-        return Default(str(data["default"]))
-    if "size" in data:
-        return Size(str(data["size"]))
-    for kind in ("list", "tuple", "dict", "namedtuple", "object"):
-        if kind in data:
-            items = tuple(tree_from_json(item, depth + 1) for item in data[kind])
-            keys = tuple(str(key) for key in data.get("keys", ()))
-            if len(keys) not in ((len(items),) if kind in ("dict", "namedtuple") else (0, len(items))):
-                raise ValueError(f"a {kind} has a key for each item")
-            return Group(kind, items, keys, str(data.get("type", "")), data.get("context"))
-    raise ValueError(f"no structure: {str(data)[:80]}")
-
-
-def _identifier(name: Any) -> str:
-    if not (isinstance(name, str) and name.isidentifier()):
-        raise ValueError("a parameter has a name")
-    return name
-
-
-def _kind(name: Any) -> str:
-    if name not in _KINDS:
-        raise ValueError(f"a parameter's kind is one of {', '.join(_KINDS)}")
-    return str(name)
-
-
-def _axis(size: Any) -> int | str:
-    if type(size) is int or isinstance(size, str):
-        return size
-    raise ValueError("a size is a number or a name")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from asapc.errors import BranchError, InputError
+from asapc.formats.records import Record
 from asapc.program.call import Call, rebuilt, types_at_hand
 from asapc.program.code import GraphCode
 from asapc.program.constants import Constants, transformed
@@ -74,7 +75,7 @@ class Operators(nn.Module):
 
 
 @dataclass(frozen=True)
-class Inside:
+class Inside(Record):
     """A module whose code a compiled forward has taken over, and what that code was traced with.
 
     path:        from the patched module, "" for itself.
@@ -87,12 +88,12 @@ class Inside:
     """
 
     path: str
-    kind: str
+    kind: str = field(metadata={"key": "class"})
     own_forward: bool
     hooked: bool
     reads: Reads
     keeps: tuple[str, ...] = ()
-    _names: tuple[str, ...] = field(init=False, repr=False)
+    _names: tuple[str, ...] = field(init=False, repr=False, compare=False, metadata={"apart": True})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_names", tuple(self.path.split(".")) if self.path else ())
@@ -102,24 +103,6 @@ class Inside:
         """As it is now."""
         kept = own_forward(module) is not None
         return cls(path, type(module).__qualname__, kept, _is_hooked(module), reads)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {"path": self.path, "class": self.kind, "own_forward": self.own_forward,
-                "hooked": self.hooked, "reads": self.reads.to_dict(),
-                "keeps": list(self.keeps)}  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Inside:
-        """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
-        return cls(
-            str(data["path"]),
-            str(data["class"]),
-            data["own_forward"] is True,
-            data["hooked"] is True,
-            Reads.from_dict(data["reads"]),
-            tuple(map(str, data["keeps"])),
-        )
 
     def difference(self, root: nn.Module, flat: Sequence[Any] = ()) -> str | None:
         """How the module differs from the captured one, or None.  root: the patched module; flat: the

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asapc.formats.records import Record
 from asapc.program.call import shortened
 
 Step = tuple[str, str | int]
@@ -287,7 +288,7 @@ def text_of(steps: Steps) -> str:
 
 
 @dataclass(frozen=True)
-class Reads:
+class Reads(Record):
     """The values that a module's code read when it was captured.
 
     questions: of a mode, all of which were answered with no; see QUESTIONS.
@@ -295,7 +296,17 @@ class Reads:
 
     values: tuple[tuple[Steps, Value], ...] = ()
     questions: tuple[str, ...] = ()
-    _watched: list[Any] = field(default_factory=lambda: [None, ()], init=False, repr=False, compare=False)
+    _watched: list[Any] = field(
+        default_factory=lambda: [None, ()], init=False, repr=False, compare=False,
+        metadata={"apart": True},
+    )
+
+    def __post_init__(self) -> None:
+        for kind, name in (step for steps, _ in self.values for step in steps):
+            if kind not in _KINDS or (kind == "item" and not (isinstance(name, int) and name >= 0)):
+                raise ValueError(f"a step is one of {', '.join(_KINDS)}, and a name or a place")
+        if not all(question in QUESTIONS for question in self.questions):
+            raise ValueError(f"a question is one of {', '.join(QUESTIONS)}")
 
     def difference(self, module: nn.Module) -> tuple[str, str] | None:
         """(what, how it differs) of the first value that is another in this module, or None.
@@ -338,44 +349,10 @@ class Reads:
     def __reduce__(self) -> Any:
         return Reads, (self.values, self.questions)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        values = [[[list(step) for step in steps], list(value) if isinstance(value, tuple) else value]
-                  for steps, value in self.values]  # fmt: skip
-        return {"values": values, "questions": list(self.questions)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Reads:
-        """Inverse of to_dict. Raises KeyError, TypeError or ValueError on a malformed mapping."""
-        values = tuple((tuple(map(_step, steps)), _value(value)) for steps, value in data["values"])
-        questions = tuple(data["questions"])
-        if not all(question in QUESTIONS for question in questions):
-            raise ValueError(f"a question is one of {', '.join(QUESTIONS)}")
-        return cls(values, questions)
-
 
 def _shown(found: Any) -> str:
     value = encoded(found)
     return " ".join(value) if isinstance(value, tuple) and value[0] == "object" else shortened(found)
-
-
-def _step(data: Any) -> Step:
-    kind, name = data
-    if kind not in _KINDS or type(name) not in (str, int):
-        raise ValueError(f"a step is one of {', '.join(_KINDS)}, and a name")
-    if kind == "item" and (type(name) is not int or name < 0):
-        raise ValueError("an item has a place")
-    return kind, name
-
-
-def _value(data: Any) -> Value:
-    if isinstance(data, list):
-        kind, text = data
-        if type(kind) is str and type(text) is str:
-            return kind, text
-    elif data is None or type(data) in (bool, int, float, str):
-        return data
-    raise ValueError("a value is a number, text, null, or an object of some kind")
 
 
 def _checks(module: nn.Module, paths: Sequence[Steps]) -> Iterator[tuple[Callable[[], Any], Any]]:

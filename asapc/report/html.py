@@ -236,7 +236,7 @@ def _default_limits(judged: Judgement) -> dict[str, Any] | None:
     if not checks:
         return None
     words = {"ACCEPT": "kept", "REGRESSION": "not kept", "ANOMALOUS": "cannot be judged"}
-    sources = {limit.gate.metric: limit.source for limit in judged.limits}
+    sources = {gate.metric: source for gate, source in judged.limits}
     tables = listed(
         "Default limits",
         checks,
@@ -250,8 +250,7 @@ def _default_limits(judged: Judgement) -> dict[str, Any] | None:
             "": lambda check: "" if check.passed else check.message,
         },
     )
-    limits = (limit.gate for limit in judged.limits)
-    gate_file = [f"{gate.metric}: {{{gate.bound}: {gate.limit:g}}}" for gate in limits]
+    gate_file = [f"{gate.metric}: {{{gate.bound}: {gate.limit:g}}}" for gate, _ in judged.limits]
     return {"tables": tables, "gate_file": "\n".join(gate_file)}
 
 

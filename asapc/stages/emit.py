@@ -131,7 +131,7 @@ def _forward(teacher: Teacher, program: Program, output: Any) -> dict[str, Any]:
         signature = forward_signature(teacher)
         parameters = parameters_of(signature, program.args, program.kwargs, [])
         returned = described(output, [], output=True)
-        return Call(parameters, returned, *known_of(traced_inputs(program.graph))).to_dict()
+        return Call(parameters, returned, *known_of(traced_inputs(program.graph))).to_json()
     except Undescribable as problem:
         raise InputError(
             "the model takes and returns tensors, constants and containers of them", got=problem,
