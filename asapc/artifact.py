@@ -54,8 +54,8 @@ from asapc.inputs.pt2 import load_program, save_program
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.settings import list_of
 from asapc.inputs.weights import read_safetensors
-from asapc.ir import Convention, Program
-from asapc.operators.catalogue import convention_from_dict
+from asapc.ir import Program
+from asapc.operators.catalogue import convention_from_json
 from asapc.passes.patches import CompiledModule
 from asapc.program.call import (
     Call,
@@ -450,18 +450,12 @@ def _one_of(words: Iterable[str]) -> Any:
     return Annotated[str, StringConstraints(pattern=f"^({'|'.join(words)})$")]
 
 
-def _convention(data: Mapping[str, Any]) -> None:
-    convention = convention_from_dict(data)
-    if isinstance(convention, Convention) and convention.first_side not in ("row", "column"):
-        raise ValueError("first_side is row or column")
-
-
 _Texts, _Number = list[str], float | None
 _Names = list[Annotated[str, StringConstraints(pattern=r"^[^\W\d]\w*$")]]
 _Program = Annotated[str, StringConstraints(pattern=r"\.pt2$")]
 _Call = _made(partial(Call.from_json, where="call"))
 _Site = _keys(
-    name=str, operator=str, reason=str, convention=_made(_convention), replay_error=_Number,
+    name=str, operator=str, reason=str, convention=_made(convention_from_json), replay_error=_Number,
     replay=dict[str, float], side=str | None, c_transforms=int | None, rescaled=bool | None,
     coefficients=str | None, features=_Texts | None, fit=str | None, fit_converged=bool | None,
     r2=_Number, condition_number=_Number, constants=dict[str, Literal["parameter", "buffer"]],

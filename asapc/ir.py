@@ -8,11 +8,13 @@ below is the textbook one at epsilon = 1. A dual times the teacher's own epsilon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch.fx import GraphModule, Node
+
+from asapc.formats.records import OPTIONAL, Record
 
 Side = Literal["row", "column"]
 Mask = Literal["none", "key"]
@@ -21,7 +23,7 @@ Ties = Literal["shared", "descending", "ascending"]  # mass shared, or the token
 
 
 @dataclass(frozen=True)
-class OutputFactor:
+class OutputFactor(Record):
     """Attention = factor * P, where a query row of P weighs 1/N and an active key column 1/M.
 
     factor = coefficient * N^queries * M^keys * n^active, with N queries, M keys (padding included)
@@ -42,7 +44,7 @@ class OutputFactor:
 
 
 @dataclass(frozen=True)
-class Stabiliser:
+class Stabiliser(Record):
     """A constant that keeps a loop in the exp domain from dividing by 0, see operators.stabilised.
 
     form:        "scaling" vectors a and b multiply exp(S) at the end, or the "plan" itself is divided.
@@ -87,7 +89,7 @@ _STABILISERS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Written:
+class Written(Record):
     """In which order a loop in the log domain adds its terms: it decides what becomes of scores so low
     that nothing else keeps a digit next to them, see operators.plan.
 
@@ -108,26 +110,43 @@ class Written:
 WRITTEN = ("softmax", "logs", "duals", "reversed", "summed", "increments")
 
 
-def factor_json(factor: OutputFactor) -> dict[str, Any]:
-    """The readable formula, and its exact terms."""
-    return {"output_factor": str(factor), "output_factor_terms": asdict(factor)}
+class Kind(Record):
+    """A convention.  shown: what its JSON has besides its fields, in words."""
+
+    shown: ClassVar[tuple[str, ...]] = ("operator",)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**{name: str(getattr(self, name)) for name in self.shown}, **super().to_json()}
 
 
-def loop_json(convention: Convention | PlanConvention) -> dict[str, Any]:
-    """What all finite loops have, in JSON form."""
-    return {
-        "half_steps": convention.half_steps, "first_side": convention.first_side,
-        "last_side": convention.last_side, "score_multiplier": convention.score_multiplier,
-        **factor_json(convention.output_factor),
-    }  # fmt: skip
+FACTOR: Mapping[str, Any] = {"key": "output_factor_terms"}  # JSON has the readable formula, too
 
 
 @dataclass(frozen=True)
-class Convention:
+class FiniteLoop(Kind):
+    """What all finite loops have.
+
+    half_steps:       T, number of dual updates; the first one is on first_side.
+    score_multiplier: scale / epsilon, by which scores are multiplied.
+    """
+
+    shown: ClassVar[tuple[str, ...]] = ("operator", "last_side", "output_factor")
+
+    half_steps: int
+    first_side: Side
+    score_multiplier: float
+
+    @property
+    def last_side(self) -> Side:
+        if self.half_steps % 2 == 1:
+            return self.first_side
+        return "column" if self.first_side == "row" else "row"
+
+@dataclass(frozen=True)
+class Convention(FiniteLoop):
     """The exact finite loop a teacher runs: sides, half-steps, scores and mass.
 
     score_multiplier: scale / epsilon, so that scores are score_multiplier * q k^T + bias.
-    half_steps:       T, number of dual updates; the first one is on first_side.
     mask:             "key" if a key mask enters: padded keys get no attention, padded queries
                       keep their mass.
     bias:             an additive [B|1, H|1, N, M] score bias enters.
@@ -138,48 +157,17 @@ class Convention:
                       it, and what that costs is measured like every other error.
     """
 
-    half_steps: int
-    first_side: Side
-    score_multiplier: float
-    output_factor: OutputFactor = field(default_factory=OutputFactor)
+    operator: ClassVar[str] = "sinkhorn"
+
+    output_factor: OutputFactor = field(default_factory=OutputFactor, metadata=FACTOR)
     mask: Mask = "none"
     bias: bool = False
     early_stop: bool = False
-    stabiliser: Stabiliser | None = None
-
-    @property
-    def last_side(self) -> Side:
-        if self.half_steps % 2 == 1:
-            return self.first_side
-        return "column" if self.first_side == "row" else "row"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "operator": "sinkhorn",
-            **loop_json(self),
-            "mask": self.mask,
-            "bias": self.bias,
-            "early_stop": self.early_stop,
-            **({} if self.stabiliser is None else {"stabiliser": asdict(self.stabiliser)}),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Convention:
-        """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
-        return cls(
-            half_steps=int(data["half_steps"]),
-            first_side=data["first_side"],
-            score_multiplier=float(data["score_multiplier"]),
-            output_factor=OutputFactor(**data["output_factor_terms"]),
-            mask=data["mask"],
-            bias=bool(data["bias"]),
-            early_stop=bool(data["early_stop"]),
-            stabiliser=Stabiliser.of(**data["stabiliser"]) if data.get("stabiliser") else None,
-        )
+    stabiliser: Stabiliser | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
-class EspConvention:
+class EspConvention(Kind):
     """The exact sliced-plan map an ESP teacher computes (ESPFormer, Algorithm 1).
 
     softsort_temperature: t of SoftSort, in squared units of the projections; None for exact sorting.
@@ -217,25 +205,13 @@ class EspConvention:
         """`ties` as operators have it."""
         return "descending" if self.ties == "open" else self.ties
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"operator": "esp_hard" if self.softsort_temperature is None else "esp_soft",
-                **asdict(self)}  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> EspConvention:
-        """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
-        temperature, slices = data["softsort_temperature"], data["slices"]
-        return cls(
-            None if temperature is None else float(temperature), float(data["inverse_temperature"]),
-            bool(data["squared_cost"]), bool(data["mean_cost"]),
-            None if slices is None else int(slices), float(data["output_factor"]), data["mask"],
-            data.get("coupling"), data.get("ties", "shared"), int(data.get("query_power", 0)),
-            int(data.get("key_power", 0)), bool(data.get("slice_weights", False)),
-        )  # fmt: skip
+    @property
+    def operator(self) -> str:
+        return "esp_hard" if self.softsort_temperature is None else "esp_soft"
 
 
 @dataclass(frozen=True)
-class HalfPlan:
+class HalfPlan(Record):
     """One of the two entropic problems of a LOT layer, tokens against pivots.
 
     half_steps, tokens_first: the finite loop from zero duals.  score_multiplier: of token . pivot.
@@ -247,7 +223,7 @@ class HalfPlan:
 
 
 @dataclass(frozen=True)
-class LotConvention:
+class LotConvention(Kind):
     """The exact glued plan a LOT teacher computes (LOTFormer, Eqs. 1-4).
 
     queries, keys: the plans between queries and pivots and between pivots and keys.
@@ -256,29 +232,16 @@ class LotConvention:
     mask:          "key" if a mask takes the mass of padded tokens away.
     """
 
+    operator: ClassVar[str] = "lot"
+    shown: ClassVar[tuple[str, ...]] = ("operator", "output_factor")
+
     queries: HalfPlan
     keys: HalfPlan
     pivots: int
-    output_factor: OutputFactor = field(default_factory=lambda: OutputFactor(queries=1))
+    output_factor: OutputFactor = field(
+        default_factory=lambda: OutputFactor(queries=1), metadata=FACTOR
+    )
     mask: Mask = "none"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "operator": "lot",
-            "queries": asdict(self.queries),
-            "keys": asdict(self.keys),
-            "pivots": self.pivots,
-            **factor_json(self.output_factor),
-            "mask": self.mask,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LotConvention:
-        """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
-        return cls(
-            HalfPlan(**data["queries"]), HalfPlan(**data["keys"]), int(data["pivots"]),
-            OutputFactor(**data["output_factor_terms"]), data["mask"],
-        )  # fmt: skip
 
 
 Marginal = Literal["uniform", "constant", "input"]
@@ -293,7 +256,7 @@ def is_damping(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class PlanConvention:
+class PlanConvention(FiniteLoop):
     """The finite loop by which a teacher makes a plan of scores or costs, wherever they come from.
 
     score_multiplier, half_steps, first_side, output_factor, stabiliser: as in Convention. The multiplier
@@ -309,18 +272,17 @@ class PlanConvention:
     mask:            "none": what a teacher hides has low scores, or no mass.
     """
 
-    half_steps: int
-    first_side: Side
-    score_multiplier: float
-    output_factor: OutputFactor = field(default_factory=OutputFactor)
+    operator: ClassVar[str] = "plan"
+
+    output_factor: OutputFactor = field(default_factory=OutputFactor, metadata=FACTOR)
     log: bool = False
     source_marginal: Marginal = "uniform"
     target_marginal: Marginal = "uniform"
-    stabiliser: Stabiliser | None = None
-    by_head: tuple[float, ...] | None = None
-    damping: tuple[float, float] | None = None
+    stabiliser: Stabiliser | None = field(default=None, metadata=OPTIONAL)
+    by_head: tuple[float, ...] | None = field(default=None, metadata=OPTIONAL)
+    damping: tuple[float, float] | None = field(default=None, metadata=OPTIONAL)
     mask: Mask = "none"
-    written: Written | None = None
+    written: Written | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def balanced(self) -> bool:
@@ -335,38 +297,6 @@ class PlanConvention:
             stabiliser=self.stabiliser,
         )  # fmt: skip
 
-    @property
-    def last_side(self) -> Side:
-        return self.loop.last_side
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "operator": "plan",
-            **loop_json(self),
-            "log": self.log,
-            "source_marginal": self.source_marginal,
-            "target_marginal": self.target_marginal,
-            "mask": self.mask,
-            **({} if self.by_head is None else {"by_head": list(self.by_head)}),
-            **({} if self.damping is None else {"damping": list(self.damping)}),
-            **({} if self.stabiliser is None else {"stabiliser": asdict(self.stabiliser)}),
-            **({} if self.written is None else {"written": asdict(self.written)}),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PlanConvention:
-        """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
-        by_head, damping = data.get("by_head"), data.get("damping")
-        return cls(
-            int(data["half_steps"]), data["first_side"], float(data["score_multiplier"]),
-            OutputFactor(**data["output_factor_terms"]), bool(data["log"]), data["source_marginal"],
-            data["target_marginal"],
-            Stabiliser.of(**data["stabiliser"]) if data.get("stabiliser") else None,
-            None if by_head is None else tuple(float(x) for x in by_head),
-            None if damping is None else (float(damping[0]), float(damping[1])), data["mask"],
-            Written(**data["written"]) if data.get("written") else None,
-        )  # fmt: skip
-
 
 class AnyConvention(Protocol):
     """What a teacher computes at a site: one of the above, or of another family."""
@@ -374,12 +304,17 @@ class AnyConvention(Protocol):
     @property
     def mask(self) -> Mask: ...
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form; its "operator" is the lossless one, see operators.catalogue."""
+    @property
+    def operator(self) -> str:
+        """The lossless one, see operators.catalogue."""
         ...
 
+    def to_json(self) -> dict[str, Any]: ...
+
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self: ...
+    def from_json(cls, document: Any, where: str) -> Self:
+        """Raises InputError naming the place."""
+        ...
 
 
 @dataclass(frozen=True)

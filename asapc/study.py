@@ -190,7 +190,7 @@ def _check_loops(analysis: Analysis) -> None:
         if not isinstance(site.convention, Convention):
             raise InputError(
                 "study: every site must be a Sinkhorn layer, whose dual can be predicted",
-                got=f"{site.name}, which is {site.convention.to_dict()['operator']}",
+                got=f"{site.name}, which is {site.convention.operator}",
                 help="`asapc compile` and `asapc report` measure ESP and LOT layers",
             )
         if site.convention.stabiliser is not None:

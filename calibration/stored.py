@@ -280,7 +280,7 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
     if isinstance(site, SiteDistillation):
         distilled = site.distilled
         return {
-            "convention": site.convention.to_dict(),
+            "convention": site.convention.to_json(),
             "operator": distilled.operator,
             "arguments": {
                 key: "tensor" if isinstance(x, Tensor) else x
@@ -296,7 +296,7 @@ def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
         }
     predictors = zip(site.amortised.predictors, site.quality, strict=True)
     return {
-        "convention": site.convention.to_dict(),
+        "convention": site.convention.to_json(),
         "plan": asdict(site.amortised.plan),
         "features": list(site.features),
         "coefficients": site.sharing,
@@ -324,7 +324,7 @@ def fit_from(
 ) -> AnySiteCalibration:
     """Inverse of fit_tensors and fit_document.  Raises KeyError, TypeError, ValueError or InputError
     where they do not fit together."""
-    convention = Convention.from_dict(data["convention"])
+    convention = Convention.from_json(data["convention"], "convention")
     if not math.isfinite(seconds):
         raise ValueError(f"{name}: the seconds of a fit must be finite")
     if "operator" in data:

@@ -59,7 +59,7 @@ def chosen_programs(analysis: Analysis, choices: Sequence[Choice]) -> list[Progr
 
 def check_operator(convention: AnyConvention, recipe: Recipe) -> None:
     """InputError if the site's recipe names an operator that this kind of site cannot become."""
-    kind = convention.to_dict()["operator"]
+    kind = convention.operator
     if recipe.operator not in ("auto", "lossless", kind, *REPLACEMENTS[kind]):
         raise InputError(
             f"recipe: a site of the kind {kind} can become {' or '.join((kind, *REPLACEMENTS[kind]))}",
@@ -178,7 +178,7 @@ def _problem(
 
 def lossless_operator(convention: AnyConvention) -> str:
     """The lossless operator of a site."""
-    return str(convention.to_dict()["operator"])
+    return convention.operator
 
 
 def proposed(convention: AnyConvention, recipe: Recipe) -> Choice | None:

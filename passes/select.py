@@ -308,7 +308,7 @@ def _measure_prices(
         _check_one_length(opened, t, shapes[opened.index])
         calls = _calls(analysis, opened, t.q.device)
         layout = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in vars(t).values())
-        key = (repr(opened.site.convention.to_dict()), layout, *calls)
+        key = (repr(opened.site.convention.to_json()), layout, *calls)
         if key not in known:
             memory = recipe.objective == "memory"
             known[key] = prices(calls, t, shapes[opened.index], memory=memory)

@@ -23,7 +23,7 @@ from asapc.ir import OutputFactor, Program
 from asapc.kernels.cpu import banded as kernel
 from asapc.operators import banded as reference
 from asapc.operators.banded import BandedConvention
-from asapc.operators.catalogue import convention_from_dict
+from asapc.operators.catalogue import convention_from_json
 from asapc.passes.analyse import Analysis, analyse
 from asapc.passes.capture import capture
 from asapc.passes.match import match
@@ -213,7 +213,7 @@ def test_a_window_is_recognised_however_it_is_hidden(idiom: str) -> None:
     )
     assert site.convention == expected
     assert site.convention.score_multiplier == pytest.approx(8**-0.5, rel=1e-6)
-    assert convention_from_dict(json.loads(json.dumps(expected.to_dict()))) == expected
+    assert convention_from_json(json.loads(json.dumps(expected.to_json()))) == expected
     for shape, scale in (((3, 33, 16), 1.0), ((1, 130, 16), 4.0), ((2, 3, 16), 1.0)):
         alike(net, analysis.lifted, scale * random(*shape, seed=3))
 
@@ -240,7 +240,7 @@ def test_a_mask_of_keys_goes_with_the_window() -> None:
     for n in (5, 30, 45):
         long = torch.arange(n)[None, :] >= torch.tensor([n, max(1, n // 3), 1])[:, None]
         alike(net, analysis.lifted, random(3, n, 16, seed=n), long)
-    assert "window of keys i-4 to i+2" in convention_text(site.convention.to_dict())
+    assert "window of keys i-4 to i+2" in convention_text(site.convention.to_json())
 
 
 def test_somebody_elses_layer_from_end_to_end(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_somebody_elses_layer_from_end_to_end(tmp_path: Path) -> None:
     _, report = asapc.compile(net, data, recipe=recipe, out=tmp_path / "out", examples=16)
     (site,) = report.facts["sites"]
     assert site["operator"] == "banded_sinkhorn" and site["metrics"]["attention_rel_l2"] < 1e-5
-    assert site["convention"]["band"] == [-6, 6]
+    assert (site["convention"]["low"], site["convention"]["high"]) == (-6, 6)
     loaded, x = asapc.load(tmp_path / "out"), 4 * random(3, 65, 16, seed=9)
     with torch.no_grad():
         assert torch.allclose(loaded(x), net(x), atol=1e-4)

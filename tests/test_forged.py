@@ -71,7 +71,7 @@ def used(folder: Path) -> None:
     recipe = Recipe.from_dict(calibration.recipe)
     document = json.loads((folder.parent / "calibration" / FACTS).read_text())
     ((name, fits),) = document["sites"].items()
-    site = Site(name, Convention.from_dict(fits[0]["convention"]), 2, 8, 0.0)
+    site = Site(name, Convention.from_json(fits[0]["convention"], "convention"), 2, 8, 0.0)
     found = candidates_of(site, recipe.for_site(site.name), calibration)
     told = [fit_facts(own.fit) for own in found]
     short = [own.to_dict() for own in shortages(calibration.sites)]

@@ -133,7 +133,7 @@ def test_conventions_are_those_of_the_pytorch_model(name: str, dynamo: bool, tmp
     assert [site.name for site in found.sites] == [site.name for site in expected.sites]
     assert [left.reason for left in found.left_alone] == [left.reason for left in expected.left_alone]
     for own, wanted in zip(found.sites, expected.sites, strict=True):
-        assert_same(own.convention.to_dict(), wanted.convention.to_dict())
+        assert_same(own.convention.to_json(), wanted.convention.to_json())
         assert own.heads == wanted.heads and own.head_dim == wanted.head_dim
 
 

@@ -121,7 +121,7 @@ LIVE = {"temperature": {"log_tau"}, "gain": {"gain"}, "einsum": {"gain"}, "bias"
 def test_what_multiplies_scores_is_read_from_its_parameter() -> None:
     model = net(*LIVE)
     program, lifted, found = lossless(model)
-    assert [site.convention.to_dict()["half_steps"] for site in found] == [6] * len(LIVE)
+    assert [site.convention.to_json()["half_steps"] for site in found] == [6] * len(LIVE)
     assert held_by(program, lifted, found) == {site.name: {} for site in found}
     read = {name for name, _ in lifted.graph.named_parameters()}
     assert {f"{layer}.{name}" for layer, kind in enumerate(LIVE) for name in LIVE[kind]} <= read

@@ -12,14 +12,14 @@ Eqs. 1 and 2, with a band as support.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from asapc.ir import Convention, Mask, OutputFactor, Side, loop_json
+from asapc.ir import FACTOR, Convention, FiniteLoop, Mask, OutputFactor, Side
 from asapc.operators.c_transforms import log_marginals
 from asapc.operators.pair import pair
 from asapc.operators.sinkhorn import (
@@ -33,18 +33,17 @@ from asapc.operators.sinkhorn import (
 
 
 @dataclass(frozen=True)
-class BandedConvention:
+class BandedConvention(FiniteLoop):
     """The finite loop of a teacher whose query i sees keys i + low .. i + high alone.
 
     The rest as in ir.Convention. With a key mask, a query whose window has no active key gets nothing.
     """
 
-    half_steps: int
-    first_side: Side
-    score_multiplier: float
+    operator: ClassVar[str] = "banded_sinkhorn"
+
     low: int
     high: int
-    output_factor: OutputFactor = field(default_factory=OutputFactor)
+    output_factor: OutputFactor = field(default_factory=OutputFactor, metadata=FACTOR)
     mask: Mask = "none"
 
     @property
@@ -53,23 +52,6 @@ class BandedConvention:
         return Convention(
             self.half_steps, self.first_side, self.score_multiplier, self.output_factor, self.mask
         )
-
-    @property
-    def last_side(self) -> Side:
-        return self.loop.last_side
-
-    def to_dict(self) -> dict[str, Any]:
-        band = [self.low, self.high]
-        return {"operator": "banded_sinkhorn", **loop_json(self.loop), "band": band, "mask": self.mask}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> BandedConvention:
-        """Inverse of to_dict. Raises KeyError or TypeError on a malformed mapping."""
-        low, high = data["band"]
-        return cls(
-            int(data["half_steps"]), data["first_side"], float(data["score_multiplier"]), int(low),
-            int(high), OutputFactor(**data["output_factor_terms"]), data["mask"],
-        )  # fmt: skip
 
 
 def settings_of(convention: BandedConvention) -> dict[str, Any]:

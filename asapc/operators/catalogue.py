@@ -145,11 +145,11 @@ SIZES = tuple(dict.fromkeys(operator.size for operator in OPERATORS.values() if 
 HYBRIDS = {operator.hybrid_of: operator.name for operator in OPERATORS.values() if operator.hybrid_of}
 
 
-def convention_from_dict(data: Mapping[str, Any]) -> AnyConvention:
-    """Inverse of every convention's to_dict. Raises KeyError or TypeError on a malformed mapping."""
+def convention_from_json(data: Mapping[str, Any]) -> AnyConvention:
+    """Inverse of every convention's to_json. Raises InputError, or KeyError for an unknown operator."""
     operator = OPERATORS[data.get("operator", KINDS[0])]
     kind: type[AnyConvention] = pkgutil.resolve_name(operator.convention)
-    return kind.from_dict(data)
+    return kind.from_json(data, "convention")
 
 
 def reference_named(name: str) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
 from asapc.measure.timing import ENOUGH, interleaved_medians
 from asapc.measure.torch_compiled import torch_compiled
 from asapc.metrics import METRICS
-from asapc.operators.catalogue import TEACHER, convention_from_dict
+from asapc.operators.catalogue import TEACHER, convention_from_json
 from asapc.operators.sinkhorn import clean_values, widen
 from asapc.program.calls import predicted_duals, site_function
 from asapc.program.runner import Runner
@@ -134,7 +134,7 @@ class SiteFidelity:
     def __init__(self, artifact: Artifact, index: int, fast: bool = False) -> None:
         """fast: without certificates and pictures."""
         self.entry = artifact.manifest["sites"][index]
-        self.convention = convention_from_dict(self.entry["convention"])
+        self.convention = convention_from_json(self.entry["convention"])
         self.attention, self.output = AttentionFidelity(), TensorFidelity()
         self.pictures = None if fast else PictureCollector(str(self.entry["name"]))
         self.certificates: SiteCertificates | None = None

@@ -199,7 +199,7 @@ def _plan_text(c: Mapping[str, Any]) -> list[str]:
 
 
 def _banded_text(c: Mapping[str, Any]) -> list[str]:
-    low, high = c.get("band") or (None, None)
+    low, high = c.get("low"), c.get("high")
     return [f"window of keys i{_signed(low)} to i{_signed(high)}", *_loop_text(c)]
 
 

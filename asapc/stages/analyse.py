@@ -60,7 +60,7 @@ def _entry(site: Site | LeftAlone) -> dict[str, Any]:
         "head_dim": site.head_dim,
         "replay_error": site.replay_error,
         "replay": dict(site.replay),
-        "convention": site.convention.to_dict() if site.convention else None,
+        "convention": site.convention.to_json() if site.convention else None,
     }
 
 

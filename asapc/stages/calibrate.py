@@ -64,7 +64,7 @@ class Plan:
     ) -> dict[str, str]:
         """What the fits are made from: those of an earlier run are good where these are the same."""
         most = None if self.limit is None else self.limit.limit
-        conventions = [[site.name, site.convention.to_dict()] for site in analysis.sites]
+        conventions = [[site.name, site.convention.to_json()] for site in analysis.sites]
         return {
             "model": digest([teacher.fingerprint, conventions]),
             "data": source.fingerprint,

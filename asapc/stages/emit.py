@@ -158,7 +158,7 @@ def _manifest_site(site: Site, choice: Choice) -> dict[str, Any]:
         "reason": choice.reason,
         "heads": site.heads,
         "head_dim": site.head_dim,
-        "convention": site.convention.to_dict(),
+        "convention": site.convention.to_json(),
         "replay_error": site.replay_error,
         "replay": dict(site.replay),
         "constants": dict(site.constants),

@@ -12,7 +12,7 @@ from asapc.inputs.data import Batch
 from asapc.inputs.program_operators import allowed_operators
 from asapc.inputs.recipe import Recipe
 from asapc.inputs.teacher import Teacher
-from asapc.operators.catalogue import convention_from_dict, reference_named
+from asapc.operators.catalogue import convention_from_json, reference_named
 from asapc.passes.analyse import analyse
 from asapc.passes.candidates import check_operator, proposed
 from asapc.program.calls import operator_calls
@@ -39,8 +39,8 @@ model, x = Layer().eval(), torch.randn(3, 7, 8)
 batch = Batch((x,), {}, None, [0, 1, 2])
 analysis = analyse(Teacher(model, None, "a toy", "", False, None), batch)
 (site,) = analysis.sites
-assert site.convention.to_dict() == {"operator": "softmax", "score_multiplier": 0.5, "mask": "none"}
-assert convention_from_dict(site.convention.to_dict()) == site.convention
+assert site.convention.to_json() == {"operator": "softmax", "score_multiplier": 0.5, "mask": "none"}
+assert convention_from_json(site.convention.to_json()) == site.convention
 (call,) = operator_calls(analysis.lifted[0].graph)
 assert call.operator.name == "softmax" and call.settings == {"score_multiplier": 0.5}
 with torch.no_grad():
@@ -58,7 +58,7 @@ assert reference_named("softmax_attention").__name__ == "softmax_attention"
 check_operator(site.convention, Recipe(operator="lossless"))
 choice = proposed(site.convention, Recipe(operator="lossless"))
 assert choice is not None and choice.operator == "softmax"
-entry = {"name": site.name, "operator": "softmax", "convention": site.convention.to_dict()}
+entry = {"name": site.name, "operator": "softmax", "convention": site.convention.to_json()}
 report = SiteReport.from_json(entry, "a site")
 assert not report.approximate
 print(convention_text(report.convention.to_json()))

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from asapc.ir import Mask
+from asapc.ir import Kind, Mask
 from asapc.operators.sinkhorn import clean_values, score_matrix, widen
 
 
 @dataclass(frozen=True)
-class SoftmaxConvention:
+class SoftmaxConvention(Kind):
     """score_multiplier: of q k'."""
+
+    operator: ClassVar[str] = "softmax"
 
     score_multiplier: float
     mask: Mask = "none"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"operator": "softmax", **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SoftmaxConvention:
-        return cls(float(data["score_multiplier"]), data["mask"])
 
 
 def softmax_attention(
