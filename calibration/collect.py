@@ -151,7 +151,8 @@ class SiteStatistics:
                 tensors.update({f"{dual.side}.{name}": tensor for name, tensor in equations})
         if self._intercepts:
             tensors["intercepts"] = torch.cat(self._intercepts)
-        facts = {"examples": self.examples, "seconds": self.seconds, "range": self.range.to_dict()}
+        seen = self.range.to_json() if self.range.known else None
+        facts = {"examples": self.examples, "seconds": self.seconds, "range": seen}
         return tensors, facts
 
     def restore(
@@ -169,7 +170,7 @@ class SiteStatistics:
         examples, seconds = int(facts["examples"]), float(facts["seconds"])
         if examples < 0 or not math.isfinite(seconds):
             raise InputError("examples and seconds must be counts", got=f"{examples}, {seconds}")
-        seen = ScoreRange.from_dict(facts["range"]) or ScoreRange()
+        seen = ScoreRange() if facts["range"] is None else ScoreRange.from_json(facts["range"], "range")
         found = [
             (dual, *dual.restored(tensors, heads, head_dim))
             for dual in self.duals if examples
@@ -405,8 +406,12 @@ def _solve(duals: Sequence[_DualStatistics]) -> DualFit:
     except InputError as error:
         raise InputError(f"{name}: {error.rule}", got=error.got, help=error.help) from None
     if recipe.fit == "ls":
-        return DualFit(fit.coefficients, FitQuality("ls", fit.r2, fit.condition_number))
+        return DualFit(fit.coefficients, FitQuality("ls", fit.r2, _finite(fit.condition_number)))
     return _refine_kl(duals, merged, fit)
+
+
+def _finite(numbers: Sequence[float]) -> tuple[float | None, ...]:
+    return tuple(x if math.isfinite(x) else None for x in numbers)
 
 
 def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, start: Fit) -> DualFit:
@@ -425,7 +430,7 @@ def _refine_kl(duals: Sequence[_DualStatistics], equations: NormalEquations, sta
     quality = FitQuality(
         "kl",
         equations.r2(kl.coefficients),
-        start.condition_number,
+        _finite(start.condition_number),
         iterations=kl.iterations,
         gradient_norm=kl.gradient_norm,
         converged=kl.converged,

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -31,6 +31,7 @@ from asapc.features.clouds import Budget, Points, PredictedSide
 from asapc.features.predictor import Amortised, DualPredictor, TransformPlan, transform_plan
 from asapc.formats.atomic import read_whole, replace_folder
 from asapc.formats.json_text import read_json
+from asapc.formats.records import APART, Record
 from asapc.inputs.weights import read_safetensors
 from asapc.ir import Convention, Distilled
 from asapc.operators.catalogue import HYBRIDS, OPERATORS
@@ -45,18 +46,18 @@ _HASHES = "seen_hashes"
 
 
 @dataclass(frozen=True)
-class FitQuality:
+class FitQuality(Record):
     """How one dual's fit went, one entry per row of its coefficients.
 
-    r2: in-sample, of the regression rows it was fitted on, see calibration.enough.  fit: "ls" or "kl".
-    condition_number: of the normal equations, may be inf.  iterations, gradient_norm (mean over
-    regression rows) and converged: of the KL fit, empty for "ls".
+    r2: in-sample, of the regression rows it was fitted on, see calibration.enough.
+    condition_number: of the normal equations, None where it is infinite.  iterations, gradient_norm (mean
+    over regression rows) and converged: of the KL fit, empty for "ls".
     kl_examples: how many examples the KL fit has kept; the others enter only its starting point.
     """
 
-    fit: str
+    fit: Literal["ls", "kl"]
     r2: tuple[float, ...]
-    condition_number: tuple[float, ...]
+    condition_number: tuple[float | None, ...]
     iterations: tuple[int, ...] = ()
     gradient_norm: tuple[float, ...] = ()
     converged: tuple[bool, ...] = ()
@@ -64,7 +65,7 @@ class FitQuality:
 
 
 @dataclass(frozen=True)
-class SiteCalibration:
+class SiteCalibration(Record):
     """What was fitted at one site.
 
     quality: one per predictor of `amortised`.  examples, tokens: examples and regression rows used.
@@ -72,12 +73,14 @@ class SiteCalibration:
     """
 
     convention: Convention
-    amortised: Amortised
-    quality: tuple[FitQuality, ...]
+    amortised: Amortised = field(metadata=APART)
+    quality: tuple[FitQuality, ...] = field(metadata=APART)  # which JSON has with the predictors
     examples: int
     tokens: int
-    fit_seconds: float
-    sharing: str = "per_head"  # of the coefficients, as in a recipe
+    fit_seconds: float = field(metadata=APART)
+    sharing: Literal["per_head", "pooled", "shared"] = field(
+        default="per_head", metadata={"key": "coefficients"}
+    )
     settings: Mapping[str, Any] = field(default_factory=dict)
     range: ScoreRange | None = None  # of the scores, for a monitor
 
@@ -91,7 +94,7 @@ class SiteCalibration:
 
 
 @dataclass(frozen=True)
-class SiteDistillation:
+class SiteDistillation(Record):
     """The operator that was distilled at one site.
 
     errors: relative l2 of each head's output on the held-out examples, root of the mean square.
@@ -100,13 +103,13 @@ class SiteDistillation:
     """
 
     convention: Convention
-    distilled: Distilled
+    distilled: Distilled = field(metadata=APART)
     errors: tuple[float, ...]
     steps: tuple[int, ...]
     examples: int
     held_out: int
     tokens: int
-    fit_seconds: float
+    fit_seconds: float = field(metadata=APART)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -278,45 +281,19 @@ def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
 def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
     """The rest of a fit, except how long it took: JSON types."""
     if isinstance(site, SiteDistillation):
-        distilled = site.distilled
+        arguments = sorted(site.distilled.settings.items())
         return {
-            "convention": site.convention.to_json(),
-            "operator": distilled.operator,
-            "arguments": {
-                key: "tensor" if isinstance(x, Tensor) else x
-                for key, x in sorted(distilled.settings.items())
-            },
-            "share": distilled.share,
-            "errors": list(site.errors),
-            "steps": list(site.steps),
-            "examples": site.examples,
-            "held_out": site.held_out,
-            "tokens": site.tokens,
-            "settings": dict(sorted(site.settings.items())),
-        }
+            **site.to_json(), "operator": site.distilled.operator, "share": site.distilled.share,
+            "arguments": {key: "tensor" if isinstance(x, Tensor) else x for key, x in arguments},
+        }  # fmt: skip
     predictors = zip(site.amortised.predictors, site.quality, strict=True)
     return {
-        "convention": site.convention.to_json(),
-        "plan": asdict(site.amortised.plan),
-        "features": list(site.features),
-        "coefficients": site.sharing,
+        **site.to_json(), "plan": asdict(site.amortised.plan), "features": list(site.features),
         "duals": [
-            {
-                "side": predictor.side,
-                "points": predictor.points,
-                "budget": asdict(predictor.budget),
-                **asdict(quality),
-                "condition_number": [
-                    c if math.isfinite(c) else None for c in quality.condition_number
-                ],
-            }
-            for predictor, quality in predictors
+            {"side": x.side, "points": x.points, "budget": asdict(x.budget), **quality.to_json()}
+            for x, quality in predictors
         ],
-        "examples": site.examples,
-        "tokens": site.tokens,
-        "settings": dict(sorted(site.settings.items())),
-        "range": None if site.range is None else site.range.to_dict(),
-    }
+    }  # fmt: skip
 
 
 def fit_from(
@@ -330,19 +307,10 @@ def fit_from(
     if "operator" in data:
         distilled = _distilled(name, data, tensors)
         check_fit(name, distilled)
-        settings = dict(data["settings"])
-        check_follows(name, convention, settings, distilled)
-        return SiteDistillation(
-            convention=convention,
-            distilled=distilled,
-            errors=_numbers(f"{name}: errors", data["errors"]),
-            steps=tuple(int(x) for x in data["steps"]),
-            examples=int(data["examples"]),
-            held_out=int(data["held_out"]),
-            tokens=int(data["tokens"]),
-            fit_seconds=seconds,
-            settings=settings,
-        )
+        found = SiteDistillation.from_json(data, name, distilled=distilled, fit_seconds=seconds)
+        check_follows(name, convention, found.settings, distilled)
+        _check_numbers(f"{name}: errors", found.errors)
+        return found
     plan = TransformPlan(**data["plan"])
     if plan != transform_plan(convention, plan.c_transforms, plan.side, plan.aim):
         raise ValueError(f"{name}: the plan does not fit the convention")
@@ -350,7 +318,6 @@ def fit_from(
     duals = data["duals"]
     if tuple(dual["side"] for dual in duals) != plan.sides():
         raise ValueError(f"{name}: expected the duals {plan.sides()}")
-    settings = dict(data["settings"])
     predictors = tuple(
         _predictor(name, features, plan.budget(convention, side), side, dual, tensors)
         for side, dual in zip(plan.sides(), duals, strict=True)
@@ -359,16 +326,12 @@ def fit_from(
     intercept = tensor_of(tensors, f"{name}.intercept", (None,)) if both else None
     amortised = Amortised(plan, predictors, intercept)
     check_fit(name, amortised)
-    return SiteCalibration(
-        convention=convention,
-        amortised=amortised,
-        quality=tuple(_quality(dual) for dual in duals),
-        examples=int(data["examples"]),
-        tokens=int(data["tokens"]),
-        fit_seconds=seconds,
-        sharing=_one_of(data["coefficients"], "per_head", "pooled", "shared"),
-        settings=settings,
-        range=ScoreRange.from_dict(data["range"]),
+    quality = tuple(FitQuality.from_json(dual, f"{name}: duals") for dual in duals)
+    for one in quality:
+        _check_numbers(f"{name}: r2", one.r2)
+        _check_numbers(f"{name}: gradient_norm", one.gradient_norm, least=0)
+    return SiteCalibration.from_json(
+        data, name, amortised=amortised, quality=quality, fit_seconds=seconds
     )
 
 
@@ -403,25 +366,10 @@ def _predictor(
     return DualPredictor(side, features, parameters, coefficients, budget, points)
 
 
-def _quality(dual: Mapping[str, Any]) -> FitQuality:
-    conditions = [None if x is None else float(x) for x in dual["condition_number"]]
-    return FitQuality(
-        fit=_one_of(dual["fit"], "ls", "kl"),
-        r2=_numbers("r2", dual["r2"]),
-        condition_number=tuple(math.inf if x is None else x for x in conditions),
-        iterations=tuple(int(x) for x in dual["iterations"]),
-        gradient_norm=_numbers("gradient_norm", dual["gradient_norm"], least=0),
-        converged=tuple(bool(x) for x in dual["converged"]),
-        kl_examples=None if dual["kl_examples"] is None else int(dual["kl_examples"]),
-    )
-
-
-def _numbers(name: str, values: Sequence[Any], least: int = 1) -> tuple[float, ...]:
+def _check_numbers(name: str, numbers: Sequence[float], least: int = 1) -> None:
     """Raises ValueError unless they are finite, and at least so many."""
-    numbers = tuple(float(x) for x in values)
     if len(numbers) < least or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{name}: expected finite numbers, got {short(values)}")
-    return numbers
+        raise ValueError(f"{name}: expected finite numbers, got {short(numbers)}")
 
 
 def _is(kind: type[Kind], value: Any) -> Kind:
@@ -486,11 +434,11 @@ def fit_facts(fitted: AnySiteCalibration | None) -> dict[str, Any]:
             "examples": fitted.examples,
         }
     conditions = [c for quality in fitted.quality for c in quality.condition_number]
-    finite = [c for c in conditions if c < float("inf")]
+    finite = [c for c in conditions if c is not None and math.isfinite(c)]
     converged = [c for quality in fitted.quality for c in quality.converged]
     r2 = min(r2 for quality in fitted.quality for r2 in quality.r2)
     condition = max(finite) if finite else None
-    seen = None if fitted.range is None else fitted.range.to_dict()
+    seen = None if fitted.range is None else fitted.range.to_json()
     plan = fitted.amortised.plan
     return nothing | {
         "side": plan.side,

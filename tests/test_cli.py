@@ -77,7 +77,7 @@ SITE = SiteCalibration(
         PLAN,
         (DualPredictor("target", (Feature("norm"),), (None,), torch.ones(2, 1), Budget(20, False)),),
     ),
-    (FitQuality("ls", r2=(0.9, 0.7), condition_number=(10.0, float("inf"))),),
+    (FitQuality("ls", r2=(0.9, 0.7), condition_number=(10.0, None)),),
     examples=8,
     tokens=512,
     fit_seconds=0.1,

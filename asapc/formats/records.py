@@ -38,9 +38,12 @@ def optional() -> Any:
     return field(default=None, metadata=OPTIONAL)
 
 
+APART: Mapping[str, Any] = {"apart": True}
+
+
 def apart() -> Any:
     """A field that is no part of the JSON."""
-    return field(default=(), compare=False, metadata={"apart": True})
+    return field(default=(), compare=False, metadata=APART)
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,11 @@ class Record:
     always: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def from_json(cls, document: Any, where: str) -> Self:
-        """Raises InputError naming the place."""
+    def from_json(cls, document: Any, where: str, **apart: Any) -> Self:
+        """apart: fields that are no part of the JSON.  Raises InputError naming the place."""
         if not isinstance(document, Mapping):
             raise InputError(f"{where} must be a mapping", got=short(document))
-        hints, values = _hints(cls), dict[str, Any]()
+        hints, values = _hints(cls), dict[str, Any](apart)
         known = json_fields(cls)
         for key, each in known.items():
             value, place = document.get(key), f"{where}: {key}"

@@ -31,15 +31,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from asapc.errors import InputError
+from asapc.formats.records import Record
 from asapc.program.calls import Operands, operator_calls
 from asapc.program.code import Code
+from asapc.terminal.printed import short
 
 MARGIN = 0.1
 _PENDING = 256  # batches whose bounds stay on the device until they are counted
@@ -63,7 +65,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ScoreRange:
+class ScoreRange(Record):
     """What calibration saw of a site's scores, in units of epsilon.
 
     score_low, score_high: of every active score, with its bias.  bound_low, bound_high: of score_bound.
@@ -73,6 +75,13 @@ class ScoreRange:
     score_high: float = -math.inf
     bound_low: float = math.inf
     bound_high: float = -math.inf
+
+    @classmethod
+    def from_json(cls, document: Any, where: str, **apart: Any) -> Self:
+        found = super().from_json(document, where, **apart)
+        if not found.known:
+            raise InputError(f"{where} must have four finite numbers", got=short(document))
+        return found
 
     @classmethod
     def of(cls, scores: Tensor, bound: Tensor) -> ScoreRange:
@@ -95,21 +104,6 @@ class ScoreRange:
 
     def rounded(self) -> ScoreRange:
         return ScoreRange(*(float(f"{value:.{_DIGITS}g}") for value in asdict(self).values()))
-
-    def to_dict(self) -> dict[str, float] | None:
-        """JSON form; None where nothing was seen."""
-        return asdict(self) if self.known else None
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any] | None) -> ScoreRange | None:
-        """Inverse of to_dict.  Raises KeyError, TypeError or ValueError on a malformed mapping."""
-        if data is None:
-            return None
-        names = ("score_low", "score_high", "bound_low", "bound_high")
-        found = cls(*(float(data[name]) for name in names))
-        if not found.known:
-            raise ValueError("a range must be finite")
-        return found
 
 
 @dataclass
@@ -269,7 +263,8 @@ def attach(
             continue
         name = str(site["name"])
         try:
-            seen = ScoreRange.from_dict(site.get("range"))
+            told = site.get("range")
+            seen = None if told is None else ScoreRange.from_json(told, f"{name}: range")
             multiplier = float(site["convention"]["score_multiplier"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(
