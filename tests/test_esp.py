@@ -127,15 +127,15 @@ def golden(kind: str) -> list[Any]:
 @pytest.mark.parametrize(("case", "q", "k", "attention"), golden("esp_soft"))
 def test_soft_goldens(case: dict[str, Any], q: Tensor, k: Tensor, attention: Tensor) -> None:
     """They were computed in float32, where tau times a sum of 256 numbers leaves up to 8e-6 of the map
-    open: their own error is allowed, and ours may be no larger."""
+    open at tau = 10: theirs is 8e-7 and 8e-6 there, by the luck of an order of sums."""
     tau, temperature = torch.tensor([case["inverse_temperature"]]), case["softsort_temperature"]
     settings = (None, None, None, tau, temperature, False, False, 1.0)
     values = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
     exact = reference(q, k, None, None, None, tau, temperature)
-    theirs = error(attention, exact)
+    allowed, theirs = 2e-6 * max(1.0, float(tau) / 4), error(attention, exact)
     for own in (ops.esp_soft_attention(q, k, *settings), ops.esp_soft(q, k, values, *settings)):
-        assert error(own, attention.double()) <= max(2e-6, 2 * theirs)
-        assert error(own, exact) <= max(2e-6, theirs)
+        assert error(own, attention.double()) <= allowed + theirs
+        assert error(own, exact) <= max(allowed, theirs)
     wide = ops.esp_soft_attention(q.double(), k.double(), *settings)
     assert error(wide, exact) < 1e-12
 
