@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
+from asapc.kernels import native
 from asapc.kernels.cpu import esp as cpu
 from asapc.kernels.dispatch import explained
 from asapc.operators import esp as meaning
@@ -22,12 +23,6 @@ from asapc.operators import matching, ranks
 GOLDEN = Path(__file__).parent / "golden"
 EPS = torch.finfo(torch.float32).eps
 ops = torch.ops.asapc
-
-
-@pytest.fixture(autouse=True)
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels at every size; short sequences go another way, see test_short.py."""
-    monkeypatch.setattr(cpu, "SHORT", 0)
 
 
 # An independent reference in float64: one example, head and slice at a time, tokens in Python lists.
@@ -132,18 +127,15 @@ def golden(kind: str) -> list[Any]:
 @pytest.mark.parametrize(("case", "q", "k", "attention"), golden("esp_soft"))
 def test_soft_goldens(case: dict[str, Any], q: Tensor, k: Tensor, attention: Tensor) -> None:
     """They were computed in float32, where tau times a sum of 256 numbers leaves up to 8e-6 of the map
-    open. Summing in their order, and subtracting the least cost before multiplying by tau, meets them;
-    where vectors are not those of AVX the order is another, and only the goldens' own error is left.
-    """
+    open at tau = 10: theirs is 8e-7 and 8e-6 there, by the luck of an order of sums."""
     tau, temperature = torch.tensor([case["inverse_temperature"]]), case["softsort_temperature"]
     settings = (None, None, None, tau, temperature, False, False, 1.0)
     values = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
     exact = reference(q, k, None, None, None, tau, temperature)
-    allowed = 2e-6
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        allowed = max(allowed, 2 * error(attention, exact))
+    allowed, theirs = 2e-6 * max(1.0, float(tau) / 4), error(attention, exact)
     for own in (ops.esp_soft_attention(q, k, *settings), ops.esp_soft(q, k, values, *settings)):
-        assert error(own, attention.double()) <= allowed
+        assert error(own, attention.double()) <= allowed + theirs
+        assert error(own, exact) <= max(allowed, theirs)
     wide = ops.esp_soft_attention(q.double(), k.double(), *settings)
     assert error(wide, exact) < 1e-12
 
@@ -234,29 +226,18 @@ def theta(kind: str, heads: int, dim: int) -> Tensor | None:
 
 
 SLICES = ("axes", "shared", "per head")
-PATHS = {
-    "hard": (None, "stacked"),
-    "stacked, sharp": (1e-3, "stacked"),
-    "stacked, soft": (0.5, "stacked"),
-    "banded, sharp": (1e-3, "banded"),
-    "banded, soft": (0.5, "banded"),
-    "banded, flat": (1e4, "banded"),
-}
+TEMPERATURES = {"hard": None, "sharpest": 1e-12, "sharp": 1e-3, "soft": 0.5, "flat": 1e4}
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["open", "masked"])
 @pytest.mark.parametrize(
     ("shape", "slices"), list(zip(SHAPES.values(), itertools.cycle(SLICES))), ids=SHAPES
 )
-@pytest.mark.parametrize(("temperature", "path"), PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES)
 def test_kernels_are_within_the_honest_error(
-    monkeypatch: pytest.MonkeyPatch, temperature: float | None, path: str, shape: tuple[int, ...],
-    masked: bool, slices: str,
-) -> None:  # fmt: skip
-    """Maps, products and float64 of both against the reference; ranks in several blocks if banded."""
-    if path == "banded":
-        monkeypatch.setattr(cpu, "TILE_BYTES", 0)
-        monkeypatch.setattr(cpu, "RANKS", 5)
+    temperature: float | None, shape: tuple[int, ...], masked: bool, slices: str
+) -> None:
+    """Maps, products and float64 of both against the reference."""
     q, k, v, keep, query_keep = problem(shape, masked)
     directions = theta(slices, shape[1], shape[4])
     tau = torch.tensor([0.3] if slices == "axes" else [0.1, 2.0][: shape[1]])
@@ -316,13 +297,13 @@ def test_ties_and_couplings(
         assert error(single, product) <= budget
 
 
-def test_a_long_head_is_banded_and_right() -> None:
+@pytest.mark.parametrize("temperature", [1e-3, 0.1])
+def test_a_long_head_is_right(temperature: float) -> None:
+    """Its nodes are more than are formed together."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 1, 420, 3), torch.randn(1, 1, 390, 3), torch.randn(1, 1, 390, 4)
-    settings = (None, None, None, torch.tensor([0.02]), 1e-3, False, False, 1.0)
-    with explained() as choices:
-        own = ops.esp_soft(q, k, v, *settings)
-    assert [c.kernel for c in choices] == ["CPU, banded"]
+    settings = (None, None, None, torch.tensor([0.02]), temperature, False, False, 1.0)
+    own = ops.esp_soft(q, k, v, *settings)
     exact = meaning.esp_soft(q.double(), k.double(), v.double(), *settings)
     plain = meaning.esp_soft(q, k, v, *settings)
     assert error(own, exact) <= 2 * error(plain, exact) + 1e-6
@@ -666,4 +647,5 @@ def test_dispatch_says_what_runs() -> None:
         ops.esp_hard(q, q, q, None, None, None, tau, False, False, 1.0)
         ops.esp_hard_attention(q, q, None, None, None, tau, False, False, 1.0)
     kernels = [c.kernel for c in choices]
-    assert kernels == ["CPU, heads stacked", "CPU, sorted and gathered", "plain PyTorch"]
+    soft = "plain PyTorch" if native.missing() else f"CPU, {native.described()}"
+    assert kernels == [soft, "CPU, sorted and gathered", "plain PyTorch"]

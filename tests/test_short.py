@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import asapc.kernels.library  # noqa: F401  registers torch.ops.asapc
-from asapc.kernels.cpu import esp as cpu_esp
 from asapc.kernels.dispatch import explained
 from asapc.operators import esp, lot, sinkhorn
 
@@ -88,9 +87,7 @@ def test_slices_at_once(shape: tuple[int, ...], masked: bool) -> None:
     tau = torch.tensor([0.2, 1.0])
     omega = torch.rand(2, shape[4]) + 0.1
     settings = (keep, query_keep, None, tau, 0.1, False, True, 1.3, "interpolated", omega, 0, 1)
-    with explained() as choices:
-        honest(ops.esp_soft, esp.esp_soft, (q, k, v), settings)
-    assert {choice.kernel for choice in choices} == {"CPU, all slices at once"}
+    honest(ops.esp_soft, esp.esp_soft, (q, k, v), settings)
 
 
 def test_a_plan_too_large_to_stand_beside_others_is_formed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,15 +99,6 @@ def test_a_plan_too_large_to_stand_beside_others_is_formed_alone(monkeypatch: py
         monkeypatch.setattr(esp, "ENTRIES", entries)
         found = esp.esp_soft(q.double(), k.double(), v.double(), *settings)
         torch.testing.assert_close(found, expected)
-
-
-def test_the_kernel_that_is_passed_over_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = problem((2, 2, 9, 9, 6, 4), 1.0)
-    tau, omega = torch.tensor([0.7]), torch.rand(6) + 0.1
-    settings = (None, None, None, tau, 0.1, False, False, 1.0, "interpolated", omega, 1, 0)
-    short = ops.esp_soft(q, k, v, *settings)
-    monkeypatch.setattr(cpu_esp, "SHORT", 0)
-    torch.testing.assert_close(ops.esp_soft(q, k, v, *settings), short)
 
 
 GLUED = [(1, True, 1, False), (3, True, 3, False), (2, False, 5, True), (4, True, 4, True)]

@@ -109,13 +109,21 @@ def dual_backend(operator: str, q: Tensor, k: Tensor, features: str) -> Backend:
 
 
 def token_backend(
-    operator: str, q: Tensor, k: Tensor, v: Tensor | None, describe: Callable[[], tuple[str, str]]
+    operator: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    describe: Callable[[], tuple[str, str]],
+    engine: bool = False,
 ) -> Backend:
     """Of operators without an N x M matrix.  v: None where the dense map is wanted.
 
-    describe: what the CPU kernel runs and why; called only where that is collected.
+    describe: what the CPU kernel runs and why; called only where that is collected.  engine: that kernel
+    is the engine's.
     """
-    reason = None if q.device.type == "cpu" else f"there are no kernels for {q.device.type} devices"
+    reason = native.missing() if engine else None
+    if q.device.type != "cpu":
+        reason = f"there are no kernels for {q.device.type} devices"
     if v is None:
         reason = "the dense attention map is wanted"
     note(operator, q, k, lambda: ("plain PyTorch", reason) if reason else describe())

@@ -1,19 +1,12 @@
-"""CPU twins of operators/esp.py, on worker threads by heads; padded tokens are dropped, not multiplied.
+"""CPU twin of operators.esp.esp_hard, by heads on worker threads; padded tokens are left out.
 
-Hard: NumPy sorts one integer per token that holds value and index, the distances of a slice are taken in
-cache, and the weighted gathers of all slices are one embedding_bag. Heads in which tokens tie go the way
-of operators.matching from there.
-
-Soft: of short sequences all slices are formed at once, as the reference does. Else a SoftSort entry
-below exp(-reach) is beyond rounding. Small heads are stacked, and such entries raised to that, because
-numbers that fall out of the normal range cost a hundred times more than others. In large heads tokens are
-put in order and only the band within reach is computed, a block of ranks at a time: at a low temperature
-that is a small part of the N x M x N products of every slice.
+NumPy sorts one integer per token that holds value and index, the distances of a slice are taken in cache,
+and the weighted gathers of all slices are one embedding_bag. Heads in which tokens tie go the way of
+operators.matching from there.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,11 +17,8 @@ from torch.nn.functional import embedding_bag
 
 from asapc.ir import Coupling, Ties
 from asapc.kernels.cpu.workers import TILE_BYTES, each_group
-from asapc.operators import esp as reference
-from asapc.operators.esp import REACH
 from asapc.operators.matching import (
     Ranked,
-    cost_matrix,
     gather_sum,
     group_bounds,
     match,
@@ -37,57 +27,12 @@ from asapc.operators.matching import (
     ranked,
     slice_weights,
 )
-from asapc.operators.ranks import Clouds, clouds_of, counts, partners, rank_matrix
+from asapc.operators.ranks import Clouds, clouds_of
 from asapc.operators.sinkhorn import widen
-
-SHORT = 4096  # entries of a slice's plans, of all heads, up to which calls cost more than what they do
-RANKS = 128  # rows of a SoftSort matrix computed together, where not all of them are
 
 # Of heads without padded tokens:
 # (their clouds [1, G, ...], v [G, M, E], tau [G], weights of slices [G, L]) -> [G, N, E]
 Core = Callable[[Clouds, Tensor, Tensor, Tensor], Tensor]
-
-
-def esp_soft(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-    slices: Tensor | None,
-    inverse_temperature: Tensor,
-    softsort_temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    output_factor: float,
-    coupling: Coupling = "interpolated",
-    slice_weight: Tensor | None = None,
-) -> Tensor:
-    """As operators.esp.esp_soft."""
-    if _is_short(q, k):
-        return reference.esp_soft(
-            q, k, v, keep, query_keep, slices, inverse_temperature, softsort_temperature, squared_cost,
-            mean_cost, output_factor, coupling, slice_weight,
-        )  # fmt: skip
-
-    def stacked(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
-        cost = cost_matrix(clouds.q, clouds.k, squared_cost)[0]
-        if mean_cost:
-            cost /= cost.shape[1]
-        together = max(1, TILE_BYTES // (2 * cost.numel() * cost.element_size()))
-        return _stacked_heads(
-            clouds.x[0], clouds.y[0], cost, v, rank_matrix(clouds, coupling), tau.to(v.dtype),
-            omega.to(v.dtype), softsort_temperature, REACH[v.dtype], together,
-        )  # fmt: skip
-
-    def banded(clouds: Clouds, v: Tensor, tau: Tensor, omega: Tensor) -> Tensor:
-        args = (softsort_temperature, squared_cost, mean_cost, coupling)
-        return _banded_head(clouds, v[0], float(tau), omega[0].tolist(), *args)[None]
-
-    core, size = (stacked, 2 * _plan_bytes(q, k)) if _is_stacked(q, k) else (banded, None)
-    weighing = inverse_temperature, slice_weight
-    out = _by_heads(q, k, v, keep, query_keep, slices, *weighing, size, core)
-    return out.mul_(output_factor).to(v.dtype)
 
 
 def esp_hard(
@@ -126,33 +71,6 @@ def esp_hard(
     weighing = inverse_temperature, slice_weight
     out = _by_heads(q, k, v, keep, query_keep, slices, *weighing, size, core)
     return out.mul_(output_factor).to(v.dtype)
-
-
-def describe_soft(q: Tensor, k: Tensor) -> tuple[str, str]:
-    """What esp_soft runs, and why."""
-    if _is_short(q, k):
-        return "CPU, all slices at once", "the plans of a slice are so small that a call costs more"
-    mib = f"one slice's plan takes {_plan_bytes(q, k) / 2**20:.2f} MiB of a head"
-    if _is_stacked(q, k):
-        return "CPU, heads stacked", f"{mib}, which a private cache holds"
-    return "CPU, banded", f"{mib}: only what the SoftSort temperature reaches is computed"
-
-
-def describe_hard() -> tuple[str, str]:
-    """What esp_hard runs, and why."""
-    return "CPU, sorted and gathered", "the tensors are on the CPU"
-
-
-def _is_short(q: Tensor, k: Tensor) -> bool:
-    return q.shape[:2].numel() * q.shape[2] * k.shape[2] <= SHORT
-
-
-def _plan_bytes(q: Tensor, k: Tensor) -> int:
-    return q.shape[2] * k.shape[2] * widen(q).element_size()
-
-
-def _is_stacked(q: Tensor, k: Tensor) -> bool:
-    return _plan_bytes(q, k) <= TILE_BYTES
 
 
 def _by_heads(
@@ -335,138 +253,3 @@ def _matched_heads(
     row_weights = entries.transpose(1, 2).reshape(-1, keys.size(1))
     out = embedding_bag(rows, v.flatten(0, 1), mode="sum", per_sample_weights=row_weights)
     return out.view(q.size(0), q.size(1), v.size(2))
-
-
-def _soft_rows(rows: Tensor, x: Tensor, temperature: float, reach: float) -> Tensor:
-    """Rows of SoftSort: softmax_i(max(-(rows_r - x_i)^2 / temperature, -reach)) [..., R, N]."""
-    logits = (rows.unsqueeze(-1) - x.unsqueeze(-2)).square_().div_(-temperature)
-    return torch.softmax(logits.clamp_(min=-reach), -1)
-
-
-def _stacked_heads(
-    x: Tensor,
-    y: Tensor,
-    cost: Tensor,
-    v: Tensor,
-    ranks: Tensor | None,
-    tau: Tensor,
-    omega: Tensor,
-    temperature: float,
-    reach: float,
-    together: int,
-) -> Tensor:
-    """sum_l w_l P_l v [G, N, E], by an online softmax.  x: [G, L, N]; y: [G, L, M]; cost: [G, N, M];
-    v: [G, M, E]; ranks: [1, N, M], see operators.ranks.rank_matrix; tau: [G]; omega: [G, L].
-
-    together: slices whose plans are formed at once.
-    """
-    heads, queries, keys = cost.size(0), cost.size(1), cost.size(2)
-    tau = -tau.view(-1, 1)
-    result = torch.zeros_like(v[:, :1])
-    total = torch.zeros_like(tau)
-    lowest = total
-    for start in range(0, x.size(1), together):
-        slice_x = x[:, start : start + together].flatten(0, 1)
-        slice_y = y[:, start : start + together].flatten(0, 1)
-        a = _soft_rows(torch.sort(slice_x, -1, True)[0], slice_x, temperature, reach)
-        b = _soft_rows(torch.sort(slice_y, -1, True)[0], slice_y, temperature, reach)
-        if ranks is not None:
-            b = torch.matmul(ranks, b)
-        plan = torch.bmm(a.transpose(1, 2), b).view(heads, -1, queries, keys)
-        slice_cost = (cost.unsqueeze(1) * plan).sum([-2, -1])  # [G, slices]
-        least = slice_cost.amin(1, keepdim=True)
-        before = least if start == 0 else lowest
-        lowest = torch.minimum(before, least)
-        kept, weight = torch.exp(tau * (before - lowest)), torch.exp(tau * (slice_cost - lowest))
-        weight = weight * omega[:, start : start + together]
-        if plan.size(1) == 1:
-            moved = weight.unsqueeze(2) * torch.bmm(plan[:, 0], v)
-        else:
-            mixed = torch.bmm(weight.unsqueeze(1), plan.view(heads, -1, queries * keys))
-            moved = torch.bmm(mixed.view(heads, queries, keys), v)
-        result = result * kept.unsqueeze(2) + moved
-        total = total * kept + weight.sum(1, keepdim=True)
-    return result / total.unsqueeze(2)
-
-
-def _banded_head(
-    clouds: Clouds,
-    v: Tensor,
-    tau: float,
-    omega: list[float],
-    temperature: float,
-    squared_cost: bool,
-    mean_cost: bool,
-    coupling: Coupling,
-) -> Tensor:
-    """sum_l w_l P_l v of one head, by an online softmax: [N, E].  v: [M, E]."""
-    cost = cost_matrix(clouds.q, clouds.k, squared_cost)[0, 0]
-    orders_x, orders_y = (_descending_order(t[0, 0]) for t in (clouds.x, clouds.y))  # [L, N], [L, M]
-    rank = torch.arange(clouds.q.shape[2])
-    low, end = rank, rank + 1
-    ranks = rank_matrix(clouds, coupling)
-    if ranks is not None:
-        low, end = partners(coupling, rank, rank + 1, *counts(clouds))
-        ranks = ranks[0]
-    count = clouds.q.shape[2] if mean_cost else 1
-    result = v.new_zeros(clouds.q.shape[2], v.shape[1])
-    total, lowest = 0.0, math.inf
-    for index, (order_x, order_y) in enumerate(zip(orders_x, orders_y, strict=True)):
-        slice_cost, moved = _banded_slice(
-            clouds.x[0, 0, index][order_x], clouds.y[0, 0, index][order_y],
-            cost.index_select(0, order_x).index_select(1, order_y), v[order_y],
-            ranks, low, end, temperature, REACH[v.dtype], RANKS,
-        )  # fmt: skip
-        slice_cost /= count
-        before = slice_cost if index == 0 else lowest
-        lowest = min(before, slice_cost)
-        kept, weight = math.exp(-tau * (before - lowest)), math.exp(-tau * (slice_cost - lowest))
-        weight *= omega[index]
-        result.mul_(kept).index_add_(0, order_x, moved, alpha=weight)
-        total = total * kept + weight
-    return result.div_(total)
-
-
-def _within(x: Tensor, most: Tensor, least: Tensor) -> Iterator[tuple[int, int]]:
-    """The ranges of x [N], in descending order, that lie between pairs of numbers [P]."""
-    ascending = -x
-    first = torch.searchsorted(ascending, -most)
-    end = torch.searchsorted(ascending, -least, right=True)
-    return zip(first.tolist(), end.tolist(), strict=True)
-
-
-def _banded_slice(
-    x: Tensor,
-    y: Tensor,
-    cost: Tensor,
-    v: Tensor,
-    ranks: Tensor | None,
-    low: Tensor,
-    end: Tensor,
-    temperature: float,
-    reach: float,
-    block: int,
-) -> tuple[float, Tensor]:
-    """sum C o P and P v [N, E] of one slice, everything in descending order of x [N] and y [M].
-
-    cost: [N, M]; v: [M, E]; ranks: [N, M], see operators.ranks.rank_matrix, and from where to where
-    its rows are not 0, low and end: [N].
-    """
-    out = torch.zeros([x.size(0), v.size(1)], dtype=v.dtype)
-    width = (reach * temperature) ** 0.5
-    starts = torch.arange(0, len(x), block)
-    ends = (starts + block).clamp_(max=len(x))
-    first, last = low[starts], end[ends - 1]  # of the keys that a block of queries meets
-    near = _within(x, x[starts] + width, x[ends - 1] - width)
-    met = _within(y, y[first] + width, y[last - 1] - width)
-    blocks = zip(starts.tolist(), ends.tolist(), first.tolist(), last.tolist(), near, met, strict=True)
-    totals = []
-    for start, stop, key, key_end, (i, i_end), (j, j_end) in blocks:
-        rows = slice(start, stop)
-        a = _soft_rows(x[rows], x[i:i_end], temperature, reach)
-        b = _soft_rows(y[key:key_end], y[j:j_end], temperature, reach)
-        if ranks is not None:
-            b = ranks[rows, key:key_end] @ b
-        totals.append((a @ cost[i:i_end, j:j_end]).mul_(b).sum(dtype=torch.float64))
-        out[i:i_end].addmm_(a.t(), b @ v[j:j_end])
-    return float(torch.stack(totals).sum()), out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from asapc.kernels import dispatch
+from asapc.kernels import dispatch, native
 from asapc.kernels.cpu import esp as cpu_esp
 from asapc.kernels.library import fakes
 from asapc.kernels.library.attention import attention
@@ -27,14 +27,16 @@ from asapc.operators.catalogue import by_name
 
 def _esp(
     kernel: Callable[..., Tensor] | None,
-    describe: Callable[[Tensor, Tensor], tuple[str, str]],
     plain: Plain,
     q: Tensor,
     k: Tensor,
     v: Tensor | None = None,
     **_rest: Any,
 ) -> Any:
-    backend = dispatch.token_backend(plain.func.__name__, q, k, v, lambda: describe(q, k))
+    soft = kernel is native.esp_soft
+    what = f"CPU, {native.described()}" if soft else "CPU, sorted and gathered"
+    why = "the tensors are on the CPU"
+    backend = dispatch.token_backend(plain.func.__name__, q, k, v, lambda: (what, why), engine=soft)
     if backend == "plain" or kernel is None:
         return plain()
     given = dict(plain.keywords)  # the kernels know one factor
@@ -122,10 +124,6 @@ def _differentiate_hard(registered: CustomOpDef, _reference: Callable[..., Tenso
     registered.register_autograd(backward, setup_context=setup_context)
 
 
-def _described(_q: Tensor, _k: Tensor) -> tuple[str, str]:
-    return cpu_esp.describe_hard()
-
-
-attention("esp_soft", partial(_esp, cpu_esp.esp_soft, cpu_esp.describe_soft))
-attention("esp_hard", partial(_esp, cpu_esp.esp_hard, _described), _differentiate_hard)
-attention("esp_released_hard", partial(_esp, None, _described), None)
+attention("esp_soft", partial(_esp, native.esp_soft))
+attention("esp_hard", partial(_esp, cpu_esp.esp_hard), _differentiate_hard)
+attention("esp_released_hard", partial(_esp, None), None)

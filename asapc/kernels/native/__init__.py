@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.ir import Stabiliser
+from asapc.ir import Coupling, Stabiliser
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import thresholds
+from asapc.operators.ranks import clouds_of
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
 PROBLEM, SCALING = Struct("7P24q7d3q3d"), Struct("5P10q2d3q3d")  # of engine.cpp, its Rule last
+ESP = Struct("10P12q2d")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
 
@@ -53,9 +55,9 @@ def _engine() -> Any:
     if path is None:
         return None
     library = ctypes.CDLL(str(path.absolute()))  # whose calls release the interpreter's lock
-    functions = (library.asapc_sinkhorn, ctypes.c_double), (library.asapc_scale, ctypes.c_int)
-    for function, kind in functions:
-        function.argtypes, function.restype = [ctypes.c_char_p], kind
+    library.asapc_sinkhorn.restype = ctypes.c_double
+    for function in (library.asapc_sinkhorn, library.asapc_scale, library.asapc_esp_soft):
+        function.argtypes = [ctypes.c_char_p]
     return library
 
 
@@ -130,6 +132,35 @@ def scale(
     ))  # fmt: skip
     if not fits:
         raise MemoryError(f"asapc: a loop on {rows} x {columns} entries does not fit the memory")
+
+
+def esp_soft(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
+    slices: Tensor | None, inverse_temperature: Tensor, softsort_temperature: float, squared_cost: bool,
+    mean_cost: bool, output_factor: float, coupling: Coupling = "interpolated",
+    slice_weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As operators.esp.esp_soft."""
+    clouds, tau = clouds_of(q, k, keep, query_keep, slices), inverse_temperature.double()
+    batch, heads, queries, dim = clouds.q.shape
+    keys, width = v.shape[2:]
+    dtype, count = clouds.q.dtype, clouds.num_slices
+    out = clouds.q.new_zeros(batch, heads, queries, width)
+    if 0 in (out.numel(), keys):
+        return out.to(v.dtype)
+    omega = tau.new_ones(1) if slice_weight is None else slice_weight.double()
+    clouds_and_values = [x.to(dtype).contiguous() for x in (clouds.q, clouds.k, v, clouds.x, clouds.y)]
+    weights = [tau.expand(heads).contiguous(), omega.expand(heads, count).contiguous()]
+    masks = [None if mask is None else mask.contiguous() for mask in (keep, query_keep)]
+    given = [*clouds_and_values, *weights, *masks, out]
+    fits = _engine().asapc_esp_soft(ESP.pack(
+        *(0 if x is None else x.data_ptr() for x in given), batch, heads, queries, keys, dim, width,
+        count, coupling == "monotone", squared_cost, mean_cost, dtype == torch.float64,
+        torch.get_num_threads(), softsort_temperature, output_factor,
+    ))  # fmt: skip
+    if not fits:
+        raise MemoryError(f"asapc: plans of {queries} x {keys} tokens do not fit the memory")
+    return out.to(v.dtype)
 
 
 def _rule(

@@ -165,8 +165,9 @@ template <class T, bool bounded = false> INLINE V<T> exponential(V<T> x) {
   return x < T(single ? -87.3 : -708.3) ? V<T>{} : result;
 }
 
-// out[r] = sum_d x[r][d] panel[d] for kRows rows, panel: [depth][2 registers]: both products' inner part.
-template <class T> INLINE void tile(const T* const* x, int64_t depth, const T* panel, T* out,
+// out[r] = sum_d x[r][d] panel[d] for kRows rows, panel: [depth][2 registers]: all products' inner part; or of
+// (x[r][d] - panel[d])^2.
+template <class T, bool squares = false> INLINE void tile(const T* const* x, int64_t depth, const T* panel, T* out,
                                    int64_t stride) {
   constexpr int L = kLanes<T>;
   V<T> sum[kRows][2] = {};
@@ -175,8 +176,9 @@ template <class T> INLINE void tile(const T* const* x, int64_t depth, const T* p
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const V<T> factor = all(x[r][d]);
-      sum[r][0] += factor * left;
-      sum[r][1] += factor * right;
+      const V<T> first = squares ? factor - left : left, second = squares ? factor - right : right;
+      sum[r][0] += (squares ? first : factor) * first;
+      sum[r][1] += (squares ? second : factor) * second;
     }
   }
 #pragma GCC unroll 8
@@ -277,19 +279,65 @@ class Scratch {
   size_t size_ = 0, used_ = 0;
 };
 
-// The active keys of an example; where there is none, all of them at score 0.
-struct Keys {
+// The active tokens of an example; where there is none, all of them.
+struct Tokens {
   std::vector<int64_t> active;
   bool none;
 
-  Keys(const Problem& p, int64_t example) {
-    const uint8_t* keep = p.keep ? p.keep + example * p.keys : nullptr;
-    for (int64_t j = 0; j < p.keys; ++j)
-      if (!keep || keep[j]) active.push_back(j);
+  Tokens(const uint8_t* keep, int64_t size, int64_t example) {
+    for (int64_t j = 0; j < size; ++j)
+      if (!keep || keep[example * size + j]) active.push_back(j);
     none = active.empty();
-    for (int64_t j = 0; none && j < p.keys; ++j) active.push_back(j);
+    for (int64_t j = 0; none && j < size; ++j) active.push_back(j);
   }
 };
+
+// Tokens' numbers [tokens, depth] as panels [two registers' tokens, of every number], times the factor.
+template <class T>
+void pack_tokens(const T* from, int64_t stride, const Tokens& tokens, int64_t depth, T factor, T* panel) {
+  constexpr int64_t P = 2 * kLanes<T>;
+  const int64_t size = tokens.active.size();
+  for (int64_t start = 0; start < size; start += P, panel += P * depth) {
+    const int64_t here = std::min(P, size - start);
+    if (here < P) std::fill_n(panel, P * depth, T(0));
+    for (int64_t j = 0; j < here; ++j) {
+      const T* token = from + tokens.active[start + j] * stride;
+      for (int64_t d = 0; d < depth; ++d) panel[d * P + j] = token[d] * factor;
+    }
+  }
+}
+
+// diag(weights) v of the active tokens, as panels [two registers' values, of every token].
+template <class S, class W>
+void pack_values(const S* v, int64_t stride, const Tokens& tokens, int64_t width, const W* weights, W* to) {
+  constexpr int64_t E = 2 * kLanes<W>;
+  const int64_t size = tokens.active.size();
+  for (int64_t start = 0; start < width; start += E) {
+    const int64_t here = std::min(E, width - start);
+    for (int64_t j = 0; j < size; ++j, to += E) {
+      const S* from = v + tokens.active[j] * stride + start;
+      for (int64_t e = 0; e < here; ++e) to[e] = weights[j] * W(from[e]);
+      for (int64_t e = here; e < E; ++e) to[e] = W(0);
+    }
+  }
+}
+
+// to[r] = factors[r] x[r] values for `count` of kRows rows; values: panels of pack_values, [depth, width].
+template <class S, class W>
+INLINE void multiply(const W* const* x, int64_t count, int64_t depth, const W* values, int64_t width,
+                     const W* factors, S* const* to) {
+  constexpr int64_t E = 2 * kLanes<W>;
+  for (int64_t start = 0; start < width; start += E) {
+    W part[kRows * E];
+    tile<W>(x, depth, values + start * depth, part, E);
+    const int64_t here = std::min(E, width - start);
+    for (int64_t r = 0; r < count; ++r) {
+      S* out = to[r] + start;
+      if (here == E) for (int64_t e = 0; e < E; ++e) out[e] = S(factors[r] * part[r * E + e]);
+      else for (int64_t e = 0; e < here; ++e) out[e] = S(factors[r] * part[r * E + e]);
+    }
+  }
+}
 
 // S: the scores' format, that of the inputs; W: what the loop is computed in.
 template <class S, class W> class Head {
@@ -298,8 +346,8 @@ template <class S, class W> class Head {
   static constexpr int E = 2 * L;          // values in a panel
 
  public:
-  Head(const Problem& p, int64_t index, Scratch& scratch, const Keys& keys)
-      : p_(p), active_(keys.active), size_(active_.size()), padded_(rounded_up(size_, P)) {
+  Head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& keys)
+      : p_(p), keys_(keys), active_(keys.active), size_(active_.size()), padded_(rounded_up(size_, P)) {
     const int64_t batch = index / p.heads, head = index % p.heads;
     const auto at = [&](const void* from, const Strides& s) {
       return static_cast<const S*>(from) + batch * s.batch + head * s.head;
@@ -381,15 +429,7 @@ template <class S, class W> class Head {
   // Active keys, times the multiplier, as panels [P keys' k_d, of every d]; and the dual they start from,
   // its middle at 0: the loop from g on S is the loop from 0 on S + g.
   void pack_keys() {
-    for (int64_t start = 0; start < padded_; start += P) {
-      S* panel = panels_ + start * p_.dim;
-      const int64_t here = std::min<int64_t>(P, size_ - start);
-      if (here < P) std::fill_n(panel, P * p_.dim, S(0));
-      for (int64_t j = 0; j < here; ++j) {
-        const S* key = k_ + active_[start + j] * p_.k_strides.token;
-        for (int64_t d = 0; d < p_.dim; ++d) panel[d * P + j] = key[d] * multiplier_;
-      }
-    }
+    pack_tokens(k_, p_.k_strides.token, keys_, p_.dim, multiplier_, panels_);
     if (key_dual_ == nullptr) return;
     S low = S(kInfinity), high = -S(kInfinity);
     for (int64_t j : active_) low = std::min(low, key_dual_[j]), high = std::max(high, key_dual_[j]);
@@ -559,18 +599,8 @@ template <class S, class W> class Head {
     }
   }
 
-  // diag(weights) v of the active keys, as panels [all keys' E values].
   void pack_values(const W* weights) {
-    if (v_ == nullptr) return;
-    for (int64_t start = 0; start < p_.width; start += E) {
-      const int64_t here = std::min<int64_t>(E, p_.width - start);
-      W* to = values_ + start * size_;
-      for (int64_t j = 0; j < size_; ++j, to += E) {
-        const S* from = v_ + active_[j] * p_.v_strides.token + start;
-        for (int64_t e = 0; e < here; ++e) to[e] = weights[j] * W(from[e]);
-        for (int64_t e = here; e < E; ++e) to[e] = W(0);
-      }
-    }
+    if (v_) ::pack_values(v_, p_.v_strides.token, keys_, p_.width, weights, values_);
   }
 
   // A block of rows of the map, times the values where there are some.
@@ -586,21 +616,17 @@ template <class S, class W> class Head {
       return;
     }
     const W* x[kRows];
-    for (int r = 0; r < kRows; ++r) x[r] = rows + std::min<int64_t>(r, count - 1) * stride_;
-    for (int64_t start = 0; start < p_.width; start += E) {
-      W part[kRows * E];
-      tile<W>(x, size_, values_ + start * size_, part, E);
-      const int64_t here = std::min<int64_t>(E, p_.width - start);
-      for (int64_t r = 0; r < count; ++r) {
-        const W factor = W(a[r] * scale);
-        S* to = out + r * p_.width + start;
-        if (here == E) for (int e = 0; e < E; ++e) to[e] = S(factor * part[r * E + e]);
-        else for (int64_t e = 0; e < here; ++e) to[e] = S(factor * part[r * E + e]);
-      }
+    W factors[kRows];
+    S* to[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t here = std::min<int64_t>(r, count - 1);
+      x[r] = rows + here * stride_, factors[r] = W(a[here] * scale), to[r] = out + here * p_.width;
     }
+    multiply(x, count, size_, values_, p_.width, factors, to);
   }
 
   const Problem& p_;
+  const Tokens& keys_;
   const std::vector<int64_t>& active_;
   const int64_t size_, padded_;
   const S *q_, *k_, *v_, *bias_, *key_dual_, *query_dual_;
@@ -613,7 +639,7 @@ template <class S, class W> class Head {
 
 // Returns the widest range of scores in a row, or the first beyond what float64 holds; with a constant, what
 // was written means nothing then.
-template <class S> double run_head(const Problem& p, int64_t index, Scratch& scratch, const Keys& keys) {
+template <class S> double run_head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& keys) {
   double range = Head<S, S>(p, index, scratch, keys).linear();
   if (range <= kSafeRange<S>) return range;
   if constexpr (!std::is_same_v<S, double>) {
@@ -799,10 +825,10 @@ template <class S> double run(const Problem& p) {
     static thread_local Scratch scratch;
     double own = 0.0;
     try {
-      std::optional<Keys> keys;
+      std::optional<Tokens> keys;
       int64_t example = -1;
       for (int64_t index; (index = next++) < heads;) {
-        if (!keys || (p.keep && example != index / p.heads)) keys.emplace(p, example = index / p.heads);
+        if (!keys || (p.keep && example != index / p.heads)) keys.emplace(p.keep, p.keys, example = index / p.heads);
         const double range = run_head<S>(p, index, scratch, *keys);
         if (!(range <= own)) own = range;
       }
@@ -822,27 +848,315 @@ template <class S> double run(const Problem& p) {
   return widest;
 }
 
-template <class T> bool scale_all(const Scaling& s) {
-  const int64_t step = s.beside ? kLanes<T> : 1;
+// Calls body(index, scratch) for each, by as many threads as that is worth; whether there was enough memory.
+template <class Body> bool each(int64_t count, double products, int64_t threads, const Body& body) {
   std::atomic<int64_t> next{0};
   std::atomic<bool> fits{true};
   const std::function<void()> work = [&] {
     static thread_local Scratch scratch;
     try {
-      for (int64_t first; (first = step * next++) < s.matrices;) {
-        if (s.beside) scale_beside<T>(s, first, scratch);
-        else scale_one<T>(s, first, scratch);
-      }
+      for (int64_t index; (index = next++) < count;) body(index, scratch);
     } catch (const std::bad_alloc&) {
       fits = false;
     }
     scratch.shrink();
   };
-  const double all = double(s.matrices) * double(s.rows) * double(s.columns) * double(s.half_steps);
-  const int64_t helpers = all < kSmall ? 0 : std::min(s.threads, (s.matrices + step - 1) / step) - 1;
+  const int64_t helpers = products < kSmall ? 0 : std::min(threads, count) - 1;
   if (helpers > 0) the_pool().run(helpers, work);
   else work();
   return fits;
+}
+
+template <class T> bool scale_all(const Scaling& s) {
+  const int64_t step = s.beside ? kLanes<T> : 1;
+  const double products = double(s.matrices) * double(s.rows) * double(s.columns) * double(s.half_steps);
+  return each((s.matrices + step - 1) / step, products, s.threads, [&](int64_t index, Scratch& scratch) {
+    if (s.beside) scale_beside<T>(s, step * index, scratch);
+    else scale_one<T>(s, index, scratch);
+  });
+}
+
+}  // namespace
+
+// Expected sliced plans, softly sorted; see operators/esp.py.  q: [B, H, N, D]; k: [B, H, M, D]; v:
+// [B, H, M, E]; x: [B, H, L, N] and y: [B, H, L, M], their projections; tau: [H]; omega: [H, L]; keep: [B, M]
+// and query_keep: [B, N] bytes or null; out: [B, H, N, E], 0 where nothing is written. All contiguous.
+struct Esp {
+  const void *q, *k, *v, *x, *y;
+  const double *tau, *omega;
+  const uint8_t *keep, *query_keep;
+  void* out;
+  int64_t batch, heads, queries, keys, dim, width, slices, monotone, squared, mean, is_double, threads;
+  double temperature, factor;
+};
+
+namespace {
+
+// Ranks of a query and a key that meet, and what passes between them; see operators/ranks.py.
+struct Meeting {
+  int64_t query, key;
+  double mass;
+};
+
+std::vector<Meeting> meetings(int64_t n, int64_t m, bool monotone) {
+  std::vector<Meeting> found;
+  if (monotone) {
+    for (int64_t r = 0, s = 0, since = 0, till; r < n && s < m; since = till) {
+      const int64_t row = (r + 1) * m, column = (s + 1) * n;
+      till = std::min(row, column);
+      found.push_back({r, s, double(till - since) / double(m)});
+      r += till == row, s += till == column;
+    }
+    return found;
+  }
+  const int64_t gaps = std::max<int64_t>(n - 1, 1);
+  for (int64_t r = 0; r < n; ++r) {
+    const int64_t low = r * (m - 1) / gaps, rest = r * (m - 1) % gaps;
+    found.push_back({r, low, 1 - double(rest) / double(gaps)});
+    if (rest) found.push_back({r, low + 1, double(rest) / double(gaps)});
+  }
+  return found;
+}
+
+// 0, 1, 2, ...
+template <class T> const V<T> kRamp = [] {
+  V<T> ramp{};
+  for (int e = 0; e < kLanes<T>; ++e) ramp[e] = T(e);
+  return ramp;
+}();
+
+// A cloud on a line, largest first, as SoftSort sees it. With nodes g a step h apart,
+//
+//     exp(-(s - x)^2 / t) = c sum_g X_gs X_gx,    X_gx = exp(-2 (g - x)^2 / t),
+//
+// the trapezoidal rule of a Gaussian's integral: every entry is off by a factor 1 +- 2 exp(-pi^2 t / 4 h^2). Of
+// a token only the K nodes next to it count, which leaves out exp(-K^2 h^2 / 2t). Where both exponents are
+// alike, h^2 = pi t / (K sqrt 2), K = 16 is beyond the rounding of float32 and K = 32 of float64. SoftSort is
+// then diag(1 / Z) X'X, Z = X'(X 1), in any order of its columns. Tokens further apart than K nodes do not
+// see each other, so that nodes between them are left out.
+template <class T> class Line {
+  static constexpr int L = kLanes<T>;
+
+ public:
+  static constexpr int K = std::is_same_v<T, float> ? 16 : 32;
+
+  explicit Line(const std::vector<int64_t>& active)
+      : order(active.size()), first(active.size()), near(active.size() * K), share(active.size()),
+        active_(active), values_(rounded_up(active.size(), L), T(-kInfinity)) {}
+
+  // order: the token of every rank; first: its first node; near: X at its K nodes; share: 1 / Z.
+  std::vector<int64_t> order, first;
+  std::vector<T> near, share;
+
+  // False where a number is not finite.
+  bool place(const T* x, double temperature) {
+    const double per_step = std::sqrt(K * M_SQRT2 / (M_PI * temperature));
+    const int64_t size = active_.size();
+    bool finite = std::isfinite(per_step);
+    for (int64_t i = 0; i < size; ++i) values_[i] = x[active_[i]], finite &= std::isfinite(values_[i]);
+    if (!finite) return false;
+    sort(size);
+    double at = 0;
+    for (int64_t r = 0; r < size; ++r) {
+      if (r) at += std::min((double(values_[order[r - 1]]) - double(values_[order[r]])) * per_step, double(K));
+      first[r] = int64_t(at);
+      spread(T(at - double(first[r])), &near[r * K]);
+    }
+    sums_.assign(first[size - 1] + K, 0.0);
+    constexpr int64_t wide = kLanes<double>;
+    for (int64_t r = 0; r < size; ++r) {
+      double* to = &sums_[first[r]];
+      for (int m = 0; m < K; m += wide) store(to + m, load(to + m) + load_as<double>(&near[r * K + m]));
+    }
+    for (int64_t r = 0; r < size; ++r) {
+      V<double> total{};
+      for (int m = 0; m < K; m += wide) total += load(&sums_[first[r] + m]) * load_as<double>(&near[r * K + m]);
+      share[r] = T(1 / sum_of<double>(total));
+    }
+    return true;
+  }
+
+ private:
+  // By counting what is larger: without branches, and little beside the products that follow.
+  void sort(int64_t size) {
+    std::fill(order.begin(), order.end(), -1);
+    for (int64_t i = 0; i < size; ++i) {
+      typename Lanes<T>::Bits larger{};
+      for (int64_t j = 0; j < size; j += L)
+        larger -= typename Lanes<T>::Bits(load(&values_[j]) > all(values_[i]));
+      int64_t rank = 0;
+      for (int e = 0; e < L; ++e) rank += larger[e];
+      while (order[rank] >= 0) ++rank;  // behind what ties
+      order[rank] = i;
+    }
+  }
+
+  static void spread(T part, T* to) {
+    for (int m = 0; m < K; m += L) {
+      const V<T> away = all(part + T(K / 2 - 1 - m)) - kRamp<T>;
+      store(to + m, exponential<T, true>(away * away * T(-M_PI * M_SQRT2 / K)));
+    }
+  }
+
+  const std::vector<int64_t>& active_;
+  std::vector<T> values_;
+  std::vector<double> sums_;
+};
+
+// One head. Of every slice P = A' I B = X' M Y with M = X diag(1/Z) I diag(1/Z) Y', which are sums over the
+// nodes next to a token: K N M multiplications, of no more than kNodes nodes of the queries at a time. Slices
+// are weighed by exp(-tau (D - lowest D)), lowest of those up to here.
+template <class T> class SoftHead {
+  static constexpr int L = kLanes<T>, P = 2 * L, K = Line<T>::K, kNodes = 128, kWide = kNodes + 2 * K;
+
+ public:
+  SoftHead(const Esp& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
+      : p_(p), queries_(queries), keys_(keys), n_(queries.active.size()), m_(keys.active.size()),
+        padded_(rounded_up(m_, P)), head_(index % p.heads), x_(queries.active), y_(keys.active),
+        meetings_(meetings(n_, m_, p.monotone)) {
+    const auto at = [&](const void* from, int64_t size) { return static_cast<const T*>(from) + index * size; };
+    q_ = at(p.q, p.queries * p.dim), k_ = at(p.k, p.keys * p.dim), v_ = at(p.v, p.keys * p.width);
+    lines_x_ = at(p.x, p.slices * p.queries), lines_y_ = at(p.y, p.slices * p.keys);
+    out_ = static_cast<T*>(p.out) + index * p.queries * p.width;
+    const int64_t values = rounded_up(p.width, P) * m_, rows = rounded_up(n_, kRows);
+    scratch.reserve((padded_ * p.dim + 3 * rows * padded_ + kNodes * padded_ + values + m_) * sizeof(T) + 8 * kBytes);
+    panels_ = scratch.take<T>(padded_ * p.dim), cost_ = scratch.take<T>(rows * padded_);
+    plan_ = scratch.take<T>(rows * padded_), mean_ = scratch.take<T>(rows * padded_);
+    spread_ = scratch.take<T>(kNodes * padded_), values_ = scratch.take<T>(values), ones_ = scratch.take<T>(m_);
+  }
+
+  void run() {
+    form_cost();
+    std::fill_n(mean_, n_ * padded_, T(0));
+    double total = 0, lowest = 0;
+    for (int64_t l = 0; l < p_.slices; ++l) {
+      const bool finite = x_.place(lines_x_ + l * p_.queries, p_.temperature) &&
+                          y_.place(lines_y_ + l * p_.keys, p_.temperature);
+      const double cost = finite ? form_plan() / (p_.mean ? double(n_) : 1.0) : std::nan("");
+      const double before = l == 0 ? cost : lowest, tau = p_.tau[head_];
+      lowest = cost < before ? cost : before;
+      const double kept = std::exp(-tau * (before - lowest));
+      const double weight = std::exp(-tau * (cost - lowest)) * p_.omega[head_ * p_.slices + l];
+      total = total * kept + weight;
+      const V<T> factor = all(T(weight)), other = all(T(kept));
+      for (int64_t i = 0; i < n_ * padded_; i += L)
+        store(mean_ + i, load(mean_ + i) * other + load(plan_ + i) * factor);
+    }
+    apply(T(p_.factor / total));
+  }
+
+ private:
+  void form_cost() {
+    pack_tokens(k_, p_.dim, keys_, p_.dim, T(1), panels_);
+    for (int64_t row = 0; row < n_; row += kRows) {
+      const T* x[kRows];
+      for (int r = 0; r < kRows; ++r) x[r] = q_ + queries_.active[std::min(row + r, n_ - 1)] * p_.dim;
+      T* to = cost_ + row * padded_;
+      for (int64_t start = 0; start < padded_; start += P)
+        tile<T, true>(x, p_.dim, panels_ + start * p_.dim, to + start, padded_);
+      if (!p_.squared) for (int64_t j = 0; j < kRows * padded_; ++j) to[j] = std::sqrt(to[j]);
+    }
+  }
+
+  // P, and its product with the costs.
+  double form_plan() {
+    double total = 0;
+    const int64_t last = meetings_.size();
+    for (int64_t row = 0, end = 0, meeting = 0; row < n_; row = end) {
+      const int64_t base = x_.first[row];
+      while (end < n_ && x_.first[end] + K <= base + kNodes) ++end;
+      const int64_t nodes = rounded_up(x_.first[end - 1] + K - base, P);
+      while (x_.first[meetings_[meeting].query] <= base - K) ++meeting;
+      int64_t behind = meeting;
+      while (behind < last && x_.first[meetings_[behind].query] < base + nodes) ++behind;
+      form_spread(base, nodes, meeting, behind);
+      for (; row < end; ++row) total += form_row(row, base);
+    }
+    return total;
+  }
+
+  // M Y [nodes, M] of some nodes of the queries.
+  void form_spread(int64_t base, int64_t nodes, int64_t meeting, int64_t behind) {
+    const int64_t low = y_.first[meetings_[meeting].key], high = y_.first[meetings_[behind - 1].key] + K;
+    met_.assign((high - low) * kWide, T(0));  // M' of these nodes, and of K more on both sides
+    for (; meeting < behind; ++meeting) {
+      const auto [r, s, mass] = meetings_[meeting];
+      const T factor = T(mass) * x_.share[r] * y_.share[s];
+      T* to = &met_[(y_.first[s] - low) * kWide + x_.first[r] - base + K];
+      for (int m = 0; m < K; ++m, to += kWide) {
+        const V<T> own = all(factor * y_.near[s * K + m]);
+        for (int g = 0; g < K; g += L) store(to + g, load(to + g) + own * load(&x_.near[r * K + g]));
+      }
+    }
+    std::fill_n(spread_, nodes * padded_, T(0));
+    for (int64_t s = 0; s < m_; ++s) {
+      const int64_t from = std::max(y_.first[s], low), till = std::min(y_.first[s] + K, high);
+      T* to = spread_ + y_.order[s];
+      for (int64_t g = 0; from < till && g < nodes; g += P) {
+        V<T> sum[2] = {};
+        const T* rows = &met_[(from - low) * kWide + K + g];
+        for (int64_t node = from; node < till; ++node, rows += kWide) {
+          const V<T> own = all(y_.near[s * K + node - y_.first[s]]);
+          sum[0] += own * load(rows), sum[1] += own * load(rows + L);
+        }
+        for (int e = 0; e < P; ++e, to += padded_) *to = sum[e / L][e % L];
+      }
+    }
+  }
+
+  double form_row(int64_t r, int64_t base) {
+    const T *from = spread_ + (x_.first[r] - base) * padded_, *near = &x_.near[r * K];
+    const int64_t start = x_.order[r] * padded_;
+    V<T> total{};
+    const auto some = [&](int64_t j, auto R) {
+      V<T> sum[R.value] = {};
+      for (int m = 0; m < K; ++m) {
+        const V<T> own = all(near[m]);
+#pragma GCC unroll 8
+        for (int i = 0; i < R.value; ++i) sum[i] += own * load(from + m * padded_ + j + i * L);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < R.value; ++i) {
+        store(plan_ + start + j + i * L, sum[i]);
+        total += sum[i] * load(cost_ + start + j + i * L);
+      }
+    };
+    int64_t j = 0;
+    for (; j + 2 * P <= padded_; j += 2 * P) some(j, std::integral_constant<int, 4>{});
+    if (j < padded_) some(j, std::integral_constant<int, 2>{});
+    return double(sum_of<T>(total));
+  }
+
+  void apply(T factor) {
+    std::fill_n(ones_, m_, T(1));
+    pack_values(v_, p_.width, keys_, p_.width, ones_, values_);
+    for (int64_t row = 0; row < n_; row += kRows) {
+      const T* x[kRows];
+      T *to[kRows], factors[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t i = std::min(row + r, n_ - 1);
+        x[r] = mean_ + i * padded_, to[r] = out_ + queries_.active[i] * p_.width, factors[r] = factor;
+      }
+      multiply(x, std::min<int64_t>(kRows, n_ - row), m_, values_, p_.width, factors, to);
+    }
+  }
+
+  const Esp& p_;
+  const Tokens &queries_, &keys_;
+  const int64_t n_, m_, padded_, head_;
+  Line<T> x_, y_;
+  const std::vector<Meeting> meetings_;
+  std::vector<T> met_;
+  const T *q_, *k_, *v_, *lines_x_, *lines_y_;
+  T *out_, *panels_, *cost_, *plan_, *mean_, *spread_, *values_, *ones_;
+};
+
+template <class T> bool sort_softly(const Esp& p) {
+  const double products = double(p.batch) * double(p.heads) * double(p.slices) * double(p.queries) * double(p.keys);
+  return each(p.batch * p.heads, products * Line<T>::K, p.threads, [&](int64_t index, Scratch& scratch) {
+    const Tokens queries(p.query_keep, p.queries, index / p.heads), keys(p.keep, p.keys, index / p.heads);
+    if (!queries.none && !keys.none) SoftHead<T>(p, index, scratch, queries, keys).run();
+  });
 }
 
 }  // namespace
@@ -856,4 +1170,9 @@ extern "C" int asapc_scale(const Scaling* scaling) {
 // there is not enough memory.
 extern "C" double asapc_sinkhorn(const Problem* problem) {
   return problem->is_double ? run<double>(*problem) : run<float>(*problem);
+}
+
+// Returns whether there was enough memory.
+extern "C" int asapc_esp_soft(const Esp* esp) {
+  return esp->is_double ? sort_softly<double>(*esp) : sort_softly<float>(*esp);
 }
