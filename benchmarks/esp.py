@@ -1,6 +1,6 @@
-"""ESP attention alone: dense published-style code, streamed soft sorts, exact sorts, softmax.
+"""ESP attention alone: dense published-style code, eager and compiled, soft and exact sorts, softmax.
 
-    python benchmarks/esp.py                       # B1 H4 N1024 D32, L = 32 axis-aligned slices
+    python benchmarks/esp.py                       # B1 H4 D32, L = 32 axis-aligned slices
     python benchmarks/esp.py --tokens 256 --temperature 0.1 -o FOLDER
 
 Speed is printed only after parity: in float64 the soft operator must reproduce the published-style
@@ -19,6 +19,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ EXACT = 1e-9
 TAU = 0.1
 PARITY_TOKENS = 400
 
-DENSE, SOFT, HARD, SOFTMAX = "dense soft, published style", "esp_soft", "esp_hard", "softmax (SDPA)"
+DENSE, COMPILED = "dense soft, published style", "torch.compile of it"
+SOFT, HARD, SOFTMAX = "esp_soft", "esp_hard", "softmax (SDPA)"
 Points = tuple[Tensor, Tensor, Tensor]
 
 
@@ -78,7 +80,7 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, _temperature: float) -> Tensor:
 
 
 CANDIDATES: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
-    DENSE: dense, SOFT: soft, HARD: hard, SOFTMAX: softmax,
+    DENSE: dense, COMPILED: torch.compile(dense), SOFT: soft, HARD: hard, SOFTMAX: softmax,
 }  # fmt: skip
 
 
@@ -91,9 +93,9 @@ def points(options: argparse.Namespace, tokens: int, dtype: torch.dtype) -> Poin
     return q, k, v
 
 
-def check_parity(options: argparse.Namespace, temperature: float) -> dict[str, float]:
+def check_parity(options: argparse.Namespace, tokens: int, temperature: float) -> dict[str, float]:
     """Largest errors in float64, of one head.  Raises SystemExit if an operator is not exact enough."""
-    tokens = min(options.tokens, PARITY_TOKENS)
+    tokens = min(tokens, PARITY_TOKENS)
     own = [t[:1, :1] for t in points(options, tokens, torch.float64)]
     found = {
         SOFT: error(soft(*own, temperature), dense(*own, temperature)),
@@ -105,9 +107,10 @@ def check_parity(options: argparse.Namespace, temperature: float) -> dict[str, f
     return found
 
 
-def memory_elsewhere(name: str, temperature: float) -> float | None:
+def memory_elsewhere(name: str, tokens: int, temperature: float) -> float | None:
     """extra_mib of one candidate in a new process, where no earlier call has left memory behind."""
-    command = [sys.executable, *sys.argv, "--memory-of", name, "--temperature", str(temperature)]
+    command = [sys.executable, *sys.argv, "--memory-of", name, "--temperature", str(temperature),
+               "--tokens", str(tokens)]  # fmt: skip
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     value: float | None = json.loads(found)
     return value
@@ -115,22 +118,25 @@ def memory_elsewhere(name: str, temperature: float) -> float | None:
 
 def memory_of(name: str, options: argparse.Namespace) -> float | None:
     function, temperature = CANDIDATES[name], options.temperature[0]
-    for tokens in (16, options.tokens):  # once on a few tokens, for what every process holds
+    for tokens in (16, options.tokens[0]):  # once on a few tokens, for what every process holds
         own = points(options, tokens, torch.float32)
         extra = extra_mib(lambda own=own: function(*own, temperature), own[0].device)  # type: ignore[misc]
     return extra
 
 
-def measure(options: argparse.Namespace, temperature: float) -> dict[str, Any]:
-    errors = check_parity(options, temperature)
-    own = points(options, options.tokens, torch.float32)
+def measure(options: argparse.Namespace, tokens: int, temperature: float) -> dict[str, Any]:
+    errors = check_parity(options, tokens, temperature)
+    own = points(options, tokens, torch.float32)
     calls = {
         name: lambda function=function: function(*own, temperature)  # type: ignore[misc]
         for name, function in CANDIDATES.items()
     }
     times = interleaved_medians(calls, repeats=options.repeats, warmup=1)
-    rows = {n: {**found, "extra_mib": memory_elsewhere(n, temperature)} for n, found in times.items()}
-    shape = {"B": options.batch, "H": options.heads, "N": options.tokens, "D": options.head_dim}
+    rows = {
+        name: {**found, "extra_mib": memory_elsewhere(name, tokens, temperature)}
+        for name, found in times.items()
+    }
+    shape = {"B": options.batch, "H": options.heads, "N": tokens, "D": options.head_dim}
     return {
         "shape": shape, "softsort_temperature": temperature, "max_abs_error_float64": errors,
         "rows": rows,
@@ -152,7 +158,7 @@ def table(result: dict[str, Any]) -> str:
         memory, own = row["extra_mib"], first["extra_mib"]
         known = memory is not None and own
         lines.append(
-            f"| {name} | {row['median_ms']:.1f} | {first['median_ms'] / row['median_ms']:.1f}x | "
+            f"| {name} | {row['median_ms']:.2f} | {first['median_ms'] / row['median_ms']:.1f}x | "
             + (f"{memory:.1f} | {memory / own:.2%} |" if known else "- | - |")
         )
     return "\n".join(lines)
@@ -162,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65, 197, 1024])
     parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.1, 0.001])
     parser.add_argument("--repeats", type=int, default=5)
@@ -176,8 +182,8 @@ def main() -> None:
         if options.memory_of is not None:
             print(json.dumps(memory_of(options.memory_of, options)))
             return
-        for temperature in options.temperature:
-            results.append(measure(options, temperature))
+        for tokens, temperature in product(options.tokens, options.temperature):
+            results.append(measure(options, tokens, temperature))
             print(table(results[-1]), "\n", flush=True)
     document = {"environment": environment(cpu=device_of(options) == "cpu"), "results": results}
     write_results(options.out, "esp", document, "\n\n".join(map(table, results)))

@@ -230,8 +230,8 @@ class Call(Record):
         return "an argument"
 
     @classmethod
-    def from_json(cls, document: Any, where: str) -> Call:
-        call = super().from_json(document, where)
+    def from_json(cls, document: Any, where: str, **apart: Any) -> Call:
+        call = super().from_json(document, where, **apart)
         count = len(call.tensors)
         places = [leaf.index for parameter in call.parameters for leaf in leaves(parameter.captured)]
         rules = {
