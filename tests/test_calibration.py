@@ -642,7 +642,7 @@ def test_a_loaded_calibration_computes_the_same(saved, tmp_path):
 
 def test_folder_round_trip_without_hashes_and_with_infinite_condition(saved, tmp_path):
     (site,) = saved.sites["layers.0.attn"]
-    quality = dataclasses.replace(site.quality[0], condition_number=(math.inf,))
+    quality = dataclasses.replace(site.quality[0], condition_number=(None,))
     site = dataclasses.replace(site, quality=(quality,))
     own = dataclasses.replace(saved, sites={"layers.0.attn": (site,)}, seen_hashes=())
     save_calibration(tmp_path / "calib", own)
@@ -724,7 +724,7 @@ DAMAGE = {
     "not rescaled": (edited(*KEY, "plan", "rescaled", value=False), "plan does not fit"),
     "one dual of two": (edited(*BOTH, "duals", 0), "expected the duals"),
     "unknown feature": (edited(*FIRST, "features", value=["slices:4"]), "unknown feature family"),
-    "unknown fit": (edited(*FIRST, "duals", 0, "fit", value="l1"), "expected ls or kl"),
+    "unknown fit": (edited(*FIRST, "duals", 0, "fit", value="l1"), "fit must be one of ls, kl"),
     "no coefficients": (retensored("layers.0.attn.0.source.coefficients", lambda t: None), "damaged"),
     "flat coefficients": (
         retensored("layers.0.attn.0.source.coefficients", torch.flatten),
