@@ -280,15 +280,16 @@ def fit_tensors(name: str, site: AnySiteCalibration) -> dict[str, Tensor]:
 
 def fit_document(site: AnySiteCalibration) -> dict[str, Any]:
     """The rest of a fit, except how long it took: JSON types."""
+    facts = {**site.to_json(), "settings": dict(sorted(site.settings.items()))}
     if isinstance(site, SiteDistillation):
         arguments = sorted(site.distilled.settings.items())
         return {
-            **site.to_json(), "operator": site.distilled.operator, "share": site.distilled.share,
+            **facts, "operator": site.distilled.operator, "share": site.distilled.share,
             "arguments": {key: "tensor" if isinstance(x, Tensor) else x for key, x in arguments},
         }  # fmt: skip
     predictors = zip(site.amortised.predictors, site.quality, strict=True)
     return {
-        **site.to_json(), "plan": asdict(site.amortised.plan), "features": list(site.features),
+        **facts, "plan": asdict(site.amortised.plan), "features": list(site.features),
         "duals": [
             {"side": x.side, "points": x.points, "budget": asdict(x.budget), **quality.to_json()}
             for x, quality in predictors
