@@ -306,7 +306,7 @@ def edited(**changes: Any) -> dict[str, Any]:
         (edited(model__speedup=10**400), "speedup must be a finite number"),
         (edited(model__examples={}), "examples must be a finite number"),
         (edited(model__confidence=3), "confidence must be a mapping"),
-        (edited(model__confidence={"a" * 999: 0}), "must be two numbers, got 0"),
+        (edited(model__confidence={"a" * 999: 0}), "must be a list of 2, got 0"),
         (edited(model__confidence={"speedup": [2, 1]}), r"must be two numbers(.|\n)*\[2, 1\]"),
         (edited(sites={}), "sites must be a list"),
         (edited(sites=["a"]), r"sites\[0\] must be a mapping, got 'a'"),
