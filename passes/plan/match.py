@@ -391,10 +391,7 @@ def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[Side, Mar
     sides: tuple[tuple[Side, Any], ...] = (("row", start.queries), ("column", start.keys))
     for side, tokens in sides:
         drop: int | None = None
-        counts = rank == leads + 2 and all(isinstance(n, int) and n == 1 for n in shape[-2:])
-        if counts:
-            drop = -1
-        elif rank and same(shape[-1], tokens):
+        if rank and same(shape[-1], tokens):
             one = rank == leads + 2 and isinstance(shape[-2], int) and shape[-2] == 1
             drop = -2 if one else None
         elif rank > 1 and isinstance(shape[-1], int) and shape[-1] == 1 and same(shape[-2], tokens):
@@ -411,7 +408,7 @@ def _sides(node: Node, start: Layout, data: bool = True) -> list[tuple[Side, Mar
         if before == 1 and leads == 1 and not by_example:
             continue
         found += [
-            (side, MarginalInput(node, logarithm, drop, heads, not data, counts=counts))
+            (side, MarginalInput(node, logarithm, drop, heads, not data))
             for heads in [*([True] if by_example else []), *([False] if per_head or before != 1 else [])]
             for logarithm in (True, False)
         ]
@@ -451,7 +448,7 @@ class _Trials:
             marginal = next((x for x in both if x is not None and x.node is node), None)
             if marginal is not None:
                 axis = -2 if marginal.drop == -1 else -1
-                value = value if marginal.counts else torch.log_softmax(value, axis)
+                value = torch.log_softmax(value, axis)
                 value = value if marginal.logarithm else value.exp()
             drawn[node] = value
         return drawn

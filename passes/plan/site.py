@@ -90,8 +90,7 @@ class MarginalInput:
     """A node that holds mu or nu, or its logarithm.
 
     drop: the axis that is taken away, of size 1.  heads: whether one for heads is put in.  constant:
-    whether it depends on parameters and sizes alone.  power: which the operator takes.  counts: it is the
-    number of tokens, [.., 1, 1], each of which has a mass of one by it.
+    whether it depends on parameters and sizes alone.  power: which the operator takes.
     """
 
     node: Node
@@ -100,12 +99,6 @@ class MarginalInput:
     heads: bool
     constant: bool
     power: float = 1.0
-    counts: bool = False
-
-    @property
-    def exponent(self) -> float:
-        """Of what the node holds."""
-        return -self.power if self.counts else self.power
 
     def read(self, value: Tensor) -> Tensor:
         """The logarithm, broadcastable to [B, H, X]."""
@@ -113,7 +106,7 @@ class MarginalInput:
             value = value.squeeze(self.drop)
         if self.heads:
             value = value.unsqueeze(1)
-        return (value if self.logarithm else value.log()) * self.exponent
+        return (value if self.logarithm else value.log()) * self.power
 
     def lift(self, lifting: Lifting) -> Node:
         node = lifting.nodes[self.node]
@@ -122,7 +115,7 @@ class MarginalInput:
         if self.heads:
             node = lifting.call(aten.unsqueeze.default, node, 1)
         node = node if self.logarithm else _log(lifting, node)
-        return node if self.exponent == 1.0 else lifting.call(aten.mul.Tensor, node, self.exponent)
+        return node if self.power == 1.0 else lifting.call(aten.mul.Tensor, node, self.power)
 
 
 @dataclass(frozen=True)
