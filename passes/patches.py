@@ -144,9 +144,10 @@ def _with_insides(
         with entering(model, enter), torch.no_grad():
             model(*example.args, **example.kwargs)
     for name, its in insides.items():
-        full = {one: f"{name}.{one.path}".strip(".") for one in its}
+        paths_of = [f"{name}.{one.path}".strip(".") for one in its]
         insides[name] = tuple(
-            replace(one, keeps=observed.kept(full[one], model.get_submodule(full[one]))) for one in its
+            replace(one, keeps=observed.kept(full, model.get_submodule(full)))
+            for one, full in zip(its, paths_of, strict=True)
         )
     return [replace(module, inside=insides[module.program.name]) for module in found]
 

@@ -125,7 +125,7 @@ class Observed:
         stored = {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
         own = vars(module)
         return tuple(
-            key for key in sorted(stored - (names.attributes or stored))
+            key for key in sorted(stored - (stored if names.attributes is None else names.attributes))
             if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(own.get(key)))
         )
 

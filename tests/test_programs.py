@@ -29,6 +29,34 @@ def test_a_program_never_differs_silently(seed: int) -> None:
     )
 
 
+COMPILED = {  # each was refused, or fixed to the lengths of its data
+    "a mask [B, 1, M] beside memory of its own length": {"mask": "active_b1m", "cross": True},
+    "positions cached in an attribute": {"bias": "cached"},
+    "sliced plans that hide tokens by -1e9": {
+        "family": "esp", "mask": "padded_bm", "way": "where", "value": "-1e9",
+    },
+}  # fmt: skip
+
+
+MASSES = {"form": "potentials", "first": "columns", "marginals": "active", "mask": "active_bm"}
+
+
+@pytest.mark.parametrize("shown", [False, True], ids=["no padding in the data", "padding in the data"])
+def test_masses_by_the_number_of_active_keys(shown: bool) -> None:
+    """Refused, or the same: taken for marginals of a loop that ends on columns, they were another plan."""
+    spec = programs.settled(programs.plain() | MASSES | {"padding_shown": shown})
+    verdict = programs.judge(spec, 0)
+    assert verdict.outcome in programs.SAFE, verdict.text
+
+
+@pytest.mark.parametrize("spec", COMPILED.values(), ids=COMPILED)
+def test_a_program_is_compiled(spec: dict[str, object]) -> None:
+    verdict = programs.judge(programs.settled(programs.plain() | spec), 0)
+    assert verdict.sites and "teacher" not in verdict.sites, verdict.text
+    assert not any(text.startswith(("SILENT", "raw error")) for text in verdict.cases.values())
+    assert "artefact: mild" not in verdict.cases and "artefact: padded" not in verdict.cases
+
+
 def test_a_silent_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a compiled model whose outputs are a thousandth off."""
     compiled_of = programs.compiled_of

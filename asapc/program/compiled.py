@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from asapc.errors import BranchError, InputError
-from asapc.formats.records import Record
+from asapc.formats.records import APART, Record
 from asapc.program.call import Call, rebuilt, types_at_hand
 from asapc.program.code import GraphCode
 from asapc.program.constants import Constants, transformed
@@ -93,7 +93,7 @@ class Inside(Record):
     hooked: bool
     reads: Reads
     keeps: tuple[str, ...] = ()
-    _names: tuple[str, ...] = field(init=False, repr=False, compare=False, metadata={"apart": True})
+    _names: tuple[str, ...] = field(init=False, repr=False, compare=False, metadata=APART)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_names", tuple(self.path.split(".")) if self.path else ())

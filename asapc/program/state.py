@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asapc.formats.records import Record
+from asapc.formats.records import APART, Record
 from asapc.program.call import shortened
 
 Step = tuple[str, str | int]
@@ -298,7 +298,7 @@ class Reads(Record):
     questions: tuple[str, ...] = ()
     _watched: list[Any] = field(
         default_factory=lambda: [None, ()], init=False, repr=False, compare=False,
-        metadata={"apart": True},
+        metadata=APART,
     )
 
     def __post_init__(self) -> None:
