@@ -41,7 +41,7 @@ COMPILED = {  # each was refused, or fixed to the lengths of its data
 MASSES = {"form": "potentials", "first": "columns", "marginals": "active", "mask": "active_bm"}
 
 
-@pytest.mark.parametrize("shown", [False, True], ids=["no padding in the data", "padding in the data"])
+@pytest.mark.parametrize("shown", [False, True], ids=["no padding", "padding in the data"])
 def test_masses_by_the_number_of_active_keys(shown: bool) -> None:
     """Refused, or the same: taken for marginals of a loop that ends on columns, they were another plan."""
     spec = programs.settled(programs.plain() | MASSES | {"padding_shown": shown})
