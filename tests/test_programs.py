@@ -43,7 +43,7 @@ MASSES = {"form": "potentials", "first": "columns", "marginals": "active", "mask
 
 @pytest.mark.parametrize("shown", [False, True], ids=["no padding", "padding in the data"])
 def test_masses_by_the_number_of_active_keys(shown: bool) -> None:
-    """Refused, or the same: taken for marginals of a loop that ends on columns, they were another plan."""
+    """Refused or the same: as marginals of a loop that ends on columns they were another plan."""
     spec = programs.settled(programs.plain() | MASSES | {"padding_shown": shown})
     verdict = programs.judge(spec, 0)
     assert verdict.outcome in programs.SAFE, verdict.text
