@@ -101,5 +101,5 @@ def test_the_benchmarks_of_other_operators_mix_no_devices(
         if name == "lot":
             found = module.measure(module.Shape(1, 2, 12, 4, 3, 3), options, None)
         else:
-            found = module.measure(options, 0.1)
+            found = module.measure(options, 12, 0.1)
     assert len(found["rows"]) >= 3

@@ -386,22 +386,17 @@ def _small_call(name: str, module: ModuleType, masked: bool) -> list[Tensor]:
         return [column - column.mean(-1, keepdim=True), mass]  # a dual has its gauge
     if name == "gaussian":
         return [module.beta(clouds)]
-    if name == "lot":
-        settings = (pivots, mass, 0.3, 0.4, 4, True, 5, False, [1.0, 1.0, 0.0, 0.0])
-        return [module.lot(q, k, v, keep, None, None, *settings)]
     return [module.esp_hard(q, k, v, keep, None, slices, tau, False, True, 1.0)]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", ["coarse", "esp", "gaussian", "lot"])
+@pytest.mark.parametrize("name", ["coarse", "esp", "gaussian"])
 def test_results_do_not_depend_on_how_many_heads_are_done_together(
     name: str, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = import_module(f"asapc.kernels.cpu.{name}")
     together = _small_call(name, module, masked)
     monkeypatch.setattr(workers, "TILE_BYTES", 1)
-    if name == "lot":
-        monkeypatch.setattr(module, "_layout", lambda *_: 1)
     for one, other in zip(together, _small_call(name, module, masked), strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)

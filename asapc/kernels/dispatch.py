@@ -113,20 +113,23 @@ def token_backend(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
-    describe: Callable[[], tuple[str, str]],
+    describe: Callable[[], tuple[str, str]] | None,
     engine: bool = False,
 ) -> Backend:
     """Of operators without an N x M matrix.  v: None where the dense map is wanted.
 
-    describe: what the CPU kernel runs and why; called only where that is collected.  engine: that kernel
-    is the engine's.
+    describe: what the CPU kernel runs and why; called only where that is collected; None where that is
+    noted once it has run.  engine: that kernel is the engine's.
     """
     reason = native.missing() if engine else None
     if q.device.type != "cpu":
         reason = f"there are no kernels for {q.device.type} devices"
     if v is None:
         reason = "the dense attention map is wanted"
-    note(operator, q, k, lambda: ("plain PyTorch", reason) if reason else describe())
+    if reason is not None:
+        note_plain(operator, q, k, reason)
+    elif describe is not None:
+        note(operator, q, k, describe)
     return "plain" if reason else "cpu"
 
 

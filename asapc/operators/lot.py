@@ -10,7 +10,7 @@ Both loops start from zero duals. Active queries weigh mu_i = 1/n_q, active keys
 tokens nothing: a dual of theirs is -inf from the start, so that no pivot ever sees them. Time and
 memory are linear in the number of tokens; A itself is formed only by `lot_attention`.
 
-Plain PyTorch in the log domain, any dtype, differentiable in every tensor. kernels/cpu/lot.py is the
+Plain PyTorch in the log domain, any dtype, differentiable in every tensor. kernels/native is its
 fast twin.
 """
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from asapc.kernels import dispatch
-from asapc.kernels.cpu import lot as cpu_lot
+from asapc.kernels import dispatch, native
 from asapc.kernels.library.attention import attention
 from asapc.kernels.library.registration import Plain
 
@@ -16,20 +15,22 @@ def _lot(
     plain: Plain,
     q: Tensor,
     k: Tensor,
+    pivots: Tensor,
     query_half_steps: int,
     key_half_steps: int,
     v: Tensor | None = None,
-    **rest: Any,
+    **_rest: Any,
 ) -> Any:
-    def describe() -> tuple[str, str]:
-        names = ("keep", "query_keep", "key_bias", "pivots", "pivot_mass", "query_multiplier",
-                 "key_multiplier")  # fmt: skip
-        settings = {name: rest[name] for name in names}
-        steps = sorted((query_half_steps, key_half_steps))
-        return cpu_lot.describe(q, k, **settings, half_steps=(steps[0], steps[1]))
-
-    backend = dispatch.token_backend(plain.func.__name__, q, k, v, describe)
-    return plain() if backend == "plain" else cpu_lot.lot(**plain.keywords)
+    name = plain.func.__name__
+    if 0 in (query_half_steps, key_half_steps):
+        dispatch.note_plain(name, q, k, "no half-step: there is nothing to close")
+        return plain()
+    if dispatch.token_backend(name, q, k, v, None, engine=True) == "plain":
+        return plain()
+    out, widest = native.lot(**plain.keywords)
+    longer = q if q.shape[2] > k.shape[2] else k
+    dispatch.note(name, q, k, lambda: native.path(longer, pivots[None], widest))
+    return out
 
 
 attention("lot", _lot)

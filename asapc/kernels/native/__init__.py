@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -18,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asapc.ir import Coupling, Stabiliser
+from asapc.ir import Coupling, Side, Stabiliser
 from asapc.kernels.cpu.workers import SAFE_ROW_RANGE
 from asapc.kernels.loop import Loop
 from asapc.kernels.thresholds import thresholds
+from asapc.operators import lot as lot_reference
 from asapc.operators.ranks import clouds_of
 
 BUILDS = {"AVX512": "engine_avx512", "AVX2": "engine_avx2"}  # any other CPU has "engine"
-PROBLEM, SCALING = Struct("7P24q7d3q3d"), Struct("5P10q2d3q3d")  # of engine.cpp, its Rule last
+PROBLEM, SCALING = Struct("9P25q7d3q3d"), Struct("5P10q2d3q3d")  # of engine.cpp, its Rule last
 ESP = Struct("10P12q2d")
 FORMS = ("scaling", "plan")  # after the loop without a constant
 
@@ -75,31 +77,38 @@ def sinkhorn_loop(
     dual: Tensor | None,
     loop: Loop,
     stabiliser: Stabiliser | None = None,
+    query_keep: Tensor | None = None,
+    mass: Tensor | None = None,
+    rows_weigh: bool = False,
 ) -> tuple[Tensor, float]:
     """A v [B, H, N, E], or the map A [B, H, N, M] where v is None; the widest range of a row's scores.
 
     Shapes and what an example without an active key gets are those of operators/.  dual: where the loop
     starts, None for zero: the source dual [B, H, N] where columns are closed first, the target dual
     [B, H, M] where rows are.  At least one half-step.  stabiliser: one that `runs`; where a row spans
-    more than float64 holds, what is returned means nothing then.
+    more than float64 holds, what is returned means nothing then.  query_keep: [B, N], rows of 0 are 0.
+    mass: [B, H, N] of rows that weigh, by N times which the output is divided, or [B, H, M] of columns.
     """
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
     width = keys if v is None else v.shape[3]
     out_dtype = q.dtype if v is None else v.dtype
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.empty((batch, heads, queries, width), dtype=dtype)
+    made = torch.empty if query_keep is None else torch.zeros
+    out = made((batch, heads, queries, width), dtype=dtype)
     if out.numel() == 0 or keys == 0:
         return out.zero_().to(out_dtype), 0.0
     q, k, v = _rows(q, dtype), _rows(k, dtype), None if v is None else _rows(v, dtype)
-    keep = None if keep is None else keep.contiguous()
+    keep, query_keep = (None if x is None else x.contiguous() for x in (keep, query_keep))
+    mass = None if mass is None else mass.to(dtype).contiguous()
     dual = None if dual is None else dual.to(dtype).contiguous()
     bias = None if bias is None else bias.to(dtype).expand(batch, heads, queries, keys)
-    pointers = [0 if x is None else x.data_ptr() for x in (q, k, v, keep, bias, dual, out)]
+    given = (q, k, v, keep, bias, dual, out, query_keep, mass)
+    pointers = [0 if x is None else x.data_ptr() for x in given]
     problem = PROBLEM.pack(
         *pointers, batch, heads, queries, keys, dim, width, *q.stride()[:3], *k.stride()[:3],
         *((0, 0, 0) if v is None else v.stride()[:3]), *((0, 0, 0, 0) if bias is None else bias.stride()),
-        loop.half_steps, loop.first_side == "row", dtype == torch.float64,
+        loop.half_steps, loop.first_side == "row", rows_weigh, dtype == torch.float64,
         thresholds(q, k).resident_bytes, torch.get_num_threads(), loop.score_multiplier,
         *loop.output_factor,
         *((1.0 / queries, 1.0 / keys) if stabiliser is not None and stabiliser.shares else (1.0, 1.0)),
@@ -109,6 +118,42 @@ def sinkhorn_loop(
     if widest < 0:
         raise MemoryError(f"asapc: the loop on {keys} keys and {queries} queries does not fit the memory")
     return out if out.dtype == out_dtype else out.to(out_dtype), widest
+
+
+def lot(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, query_keep: Tensor | None,
+    key_bias: Tensor | None, pivots: Tensor, pivot_mass: Tensor, query_multiplier: float,
+    key_multiplier: float, query_half_steps: int, queries_first: bool, key_half_steps: int,
+    keys_first: bool, output_factor: Sequence[float], interleaved: bool = False,
+    pivot_weight: Tensor | None = None,
+) -> tuple[Tensor, float]:  # fmt: skip
+    """As operators.lot.lot, of at least one half-step each; the widest range of a row's scores, of pivots
+    among all tokens or of a query among all pivots."""
+    batch, heads, count = q.shape[0], *pivots.shape[:2]
+    dtype = lot_reference.work_dtype(q)
+
+    def each(x: Tensor) -> Tensor:
+        return lot_reference.by_example(x, batch) if interleaved else x.expand(batch, heads, count)
+
+    z, mass, bias = pivots.expand(batch, -1, -1, -1), each(pivot_mass), key_bias
+    side: Side = "column" if keys_first else "row"
+    per_key = 0.0 if (key_half_steps % 2 == 1) == (side == "row") else 1.0  # the loop ends on keys
+    run = Loop(key_multiplier, key_half_steps, side, [1.0, 1.0, per_key, -per_key])
+    mixed, widest = sinkhorn_loop(
+        z.to(dtype), k.to(dtype), v.to(dtype), keep, bias, None, run, mass=mass, rows_weigh=True
+    )
+    factor = lot_reference.token_factor(output_factor, q, k, keep, query_keep)
+    if pivot_weight is not None:
+        factor = factor * each(pivot_weight).to(dtype)[..., None]
+    mixed = mixed * factor
+    if keep is not None:
+        mixed.masked_fill_(~keep.any(-1)[:, None, None, None], 0.0)
+    side = "row" if queries_first else "column"
+    run = Loop(query_multiplier, query_half_steps, side, [1.0, 0.0, 0.0, 0.0])
+    out, wider = sinkhorn_loop(
+        q.to(dtype), z, mixed, None, None, None, run, query_keep=query_keep, mass=mass
+    )
+    return out.to(v.dtype), max(widest, wider)
 
 
 def scale(

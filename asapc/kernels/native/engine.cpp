@@ -81,16 +81,20 @@ struct Rule {
 // What is computed; asapc/kernels/native/__init__.py fills it in.  q: [B, H, N, D]; k: [B, H, M, D];
 // v: [B, H, M, E] or null for the map; keep: [B, M] bytes or null; bias: [B, H, N, M] or null;
 // dual: [B, H, N] where columns are closed first, [B, H, M] where rows are, or null for zero; out:
-// [B, H, N, E or M].  Strides are of numbers; where none is given, tensors are contiguous. The output
-// factor is coefficient * N^queries * M^keys * n^active.
+// [B, H, N, E or M]; query_keep: [B, N] bytes or null, and nothing is written to rows of 0; mass: [B, H, N] of
+// rows or [B, H, M] of columns, of total 1, or null where all weigh the same; rows of the output are divided by
+// N times theirs. Strides are of numbers; where none is given, tensors are contiguous. The output factor is
+// coefficient * N^queries * M^keys * n^active.
 struct Problem {
   const void *q, *k, *v;
   const uint8_t* keep;
   const void *bias, *dual;
   void* out;
+  const uint8_t* query_keep;
+  const void* mass;
   int64_t batch, heads, queries, keys, dim, width;
   Strides q_strides, k_strides, v_strides, bias_strides;
-  int64_t bias_key_stride, half_steps, rows_first, is_double, resident_bytes, threads;
+  int64_t bias_key_stride, half_steps, rows_first, rows_weigh, is_double, resident_bytes, threads;
   double multiplier, coefficient, queries_power, keys_power, active_power, row_mass, column_mass;
   Rule rule;
 };
@@ -346,51 +350,59 @@ template <class S, class W> class Head {
   static constexpr int E = 2 * L;          // values in a panel
 
  public:
-  Head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& keys)
-      : p_(p), keys_(keys), active_(keys.active), size_(active_.size()), padded_(rounded_up(size_, P)) {
+  Head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys)
+      : p_(p), keys_(keys), rows_(queries.active), active_(keys.active), count_(rows_.size()),
+        size_(active_.size()), padded_(rounded_up(size_, P)) {
     const int64_t batch = index / p.heads, head = index % p.heads;
     const auto at = [&](const void* from, const Strides& s) {
       return static_cast<const S*>(from) + batch * s.batch + head * s.head;
     };
     q_ = at(p.q, p.q_strides), k_ = at(p.k, p.k_strides);
     v_ = p.v ? at(p.v, p.v_strides) : nullptr;
-    multiplier_ = keys.none ? S(0) : S(p.multiplier);
+    dim_ = keys.none ? 0 : p.dim;  // whatever they hold, scores are 0
     bias_ = p.bias && !keys.none ? at(p.bias, p.bias_strides) : nullptr;
     out_ = static_cast<S*>(p.out) + index * p.queries * p.width;
     const int64_t length = p.rows_first ? p.keys : p.queries;
     const S* dual = p.dual && !keys.none ? static_cast<const S*>(p.dual) + index * length : nullptr;
     key_dual_ = p.rows_first ? dual : nullptr, query_dual_ = p.rows_first ? nullptr : dual;
     stride_ = padded_ * sizeof(W) % 1024 == 0 ? padded_ + P : padded_;  // not all rows in one cache set
-    kept_ = p.queries * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
-    share_ = double(p.queries) / double(size_);
+    const int64_t weighing = p.rows_weigh ? p.queries : p.keys;
+    const S* mass = p.mass ? static_cast<const S*>(p.mass) + index * weighing : nullptr;
+    row_mass_ = p.rows_weigh ? mass : nullptr, column_mass_ = p.rows_weigh ? nullptr : mass;
+    double least = 1;
+    for (int64_t i = 0; mass && i < weighing; ++i) if (mass[i] > 0) least = std::min(least, double(mass[i]));
+    spare_ = std::max(0.0, -std::log(least) - 8) / 2;
+    kept_ = count_ * padded_ * int64_t(sizeof(W)) <= p.resident_bytes;
+    share_ = double(count_) / double(size_);
     ends_on_rows_ = (p.rows_first != 0) == (p.half_steps % 2 == 1);
     stabilised_ = p.rule.form != kPlain;
     if (stabilised_) share_ = 1;
-    const double mass = 1.0 / double(ends_on_rows_ ? p.queries : p.keys);
+    const double share = 1.0 / double(ends_on_rows_ ? count_ : p.keys);
     const double reached = !stabilised_ ? 1.0 : ends_on_rows_ ? p.row_mass : p.column_mass;
     scale_ = p.coefficient * std::pow(double(p.queries), p.queries_power) *
-             std::pow(double(p.keys), p.keys_power) * std::pow(double(size_), p.active_power) * mass / reached;
+             std::pow(double(p.keys), p.keys_power) * std::pow(double(size_), p.active_power) * share / reached;
     take(scratch);
   }
 
-  // In the linear domain.  Returns the widest range of a row's scores, or the first that is too wide: what
-  // is written then means nothing.
+  // In the linear domain.  Returns the widest range of a row's scores, and what small masses take of that of
+  // a format, or the first that is too wide: what is written then means nothing.
   double linear() {
     widest_ = 0;
     highest_ = -kInfinity;
-    std::fill_n(a_, p_.queries, W(1));
-    std::fill_n(b_, size_, W(1)), std::fill(b_ + size_, b_ + padded_, W(0));
+    std::fill_n(a_, count_, W(1));
+    for (int64_t j = 0; j < padded_; ++j) b_[j] = W(j < size_ && column_mass(j) > 0);
     each_pass([&](const Pass& pass) { return linear_pass(pass); });
     const auto finite = [](W x) { return std::isfinite(x); };
-    const bool held = std::all_of(a_, a_ + p_.queries, finite) && std::all_of(b_, b_ + size_, finite);
+    const bool held = std::all_of(a_, a_ + count_, finite) && std::all_of(b_, b_ + size_, finite);
     return stabilised_ && !held ? kInfinity : widest_;
   }
 
   // With running logarithms of the plan, whose largest entries keep their digits.
   void logarithmic() {
     // What blocks that are formed are shifted by: the duals, or the last columns' part where they are kept.
-    for (int64_t i = 0; i < p_.queries; ++i) a_[i] = query_dual_ ? W(query_dual_[i]) : W(0);
-    std::fill_n(b_, padded_, W(0));
+    for (int64_t i = 0; i < count_; ++i) a_[i] = start_of(i);
+    for (int64_t j = 0; j < size_; ++j) b_[j] = column_mass(j) > 0 ? W(0) : W(-kInfinity);
+    std::fill(b_ + size_, b_ + padded_, W(0));
     each_pass([&](const Pass& pass) { logarithmic_pass(pass); return true; });
   }
 
@@ -399,6 +411,19 @@ template <class S, class W> class Head {
   struct Pass {
     bool first, closes_rows, closes_columns;
   };
+
+  // Of a mean of 1; tokens without mass have no part.
+  W row_mass(int64_t i) const { return row_mass_ ? W(row_mass_[rows_[i]]) * W(count_) : W(1); }
+  W column_mass(int64_t j) const { return column_mass_ ? W(column_mass_[active_[j]]) * W(size_) : W(1); }
+
+  W start_of(int64_t i) const {
+    return !(row_mass(i) > 0) ? W(-kInfinity) : query_dual_ ? W(query_dual_[rows_[i]]) : W(0);
+  }
+
+  // Once rows were closed, a is 1 / sum, which is large where a mass is small; before, the scaling itself.
+  bool of_density(const Pass& pass) const {
+    return row_mass_ && (pass.closes_rows || (!pass.first && p_.half_steps > (p_.rows_first ? 0 : 1)));
+  }
 
   template <class Run> void each_pass(const Run& run) {
     bool rows_turn = p_.rows_first;
@@ -413,14 +438,14 @@ template <class S, class W> class Head {
   }
 
   void take(Scratch& scratch) {
-    const int64_t rows = kept_ ? p_.queries : kRows;
+    const int64_t rows = kept_ ? count_ : kRows;
     const int64_t value_panels = v_ ? rounded_up(p_.width, E) : 0;
     const size_t bytes = (padded_ * (p_.dim + 1) + kRows * padded_) * sizeof(S) +
-                         (rows * stride_ + 2 * p_.queries + 3 * padded_ + value_panels * size_) * sizeof(W);
+                         (rows * stride_ + 2 * count_ + 3 * padded_ + value_panels * size_) * sizeof(W);
     scratch.reserve(bytes + 16 * kBytes);
     panels_ = scratch.take<S>(padded_ * p_.dim), added_ = scratch.take<S>(padded_);
     scores_ = scratch.take<S>(kRows * padded_), kernel_ = scratch.take<W>(rows * stride_);
-    a_ = scratch.take<W>(p_.queries), log_a_ = scratch.take<W>(p_.queries);
+    a_ = scratch.take<W>(count_), log_a_ = scratch.take<W>(count_);
     b_ = scratch.take<W>(padded_), total_ = scratch.take<W>(padded_), top_ = scratch.take<W>(padded_);
     values_ = scratch.take<W>(value_panels * size_);
     pack_keys();
@@ -429,7 +454,7 @@ template <class S, class W> class Head {
   // Active keys, times the multiplier, as panels [P keys' k_d, of every d]; and the dual they start from,
   // its middle at 0: the loop from g on S is the loop from 0 on S + g.
   void pack_keys() {
-    pack_tokens(k_, p_.k_strides.token, keys_, p_.dim, multiplier_, panels_);
+    pack_tokens(k_, p_.k_strides.token, keys_, dim_, S(p_.multiplier), panels_);
     if (key_dual_ == nullptr) return;
     S low = S(kInfinity), high = -S(kInfinity);
     for (int64_t j : active_) low = std::min(low, key_dual_[j]), high = std::max(high, key_dual_[j]);
@@ -440,13 +465,13 @@ template <class S, class W> class Head {
   // S [count, padded] of a block of rows; past the last key, the first one's score.
   void form_scores(int64_t row, int64_t count) {
     const S* x[kRows];
-    for (int r = 0; r < kRows; ++r) x[r] = q_ + std::min(row + r, row + count - 1) * p_.q_strides.token;
+    for (int r = 0; r < kRows; ++r) x[r] = q_ + rows_[std::min(row + r, row + count - 1)] * p_.q_strides.token;
     for (int64_t start = 0; start < padded_; start += P)
-      tile<S>(x, p_.dim, panels_ + start * p_.dim, scores_ + start, padded_);
+      tile<S>(x, dim_, panels_ + start * dim_, scores_ + start, padded_);
     for (int64_t r = 0; r < count; ++r) {
       S* s = scores_ + r * padded_;
       if (key_dual_) for (int64_t j = 0; j < size_; ++j) s[j] += added_[j];
-      if (const S* bias = bias_ + (row + r) * p_.bias_strides.token; bias_) {
+      if (const S* bias = bias_ + rows_[row + r] * p_.bias_strides.token; bias_) {
         if (size_ == p_.keys && p_.bias_key_stride == 1) for (int64_t j = 0; j < size_; ++j) s[j] += bias[j];
         else for (int64_t j = 0; j < size_; ++j) s[j] += bias[active_[j] * p_.bias_key_stride];
       }
@@ -465,7 +490,7 @@ template <class S, class W> class Head {
         high = here > high ? here : high, low = here < low ? here : low;
       }
       const S top = max_of<S>(high);
-      const double range = double(top) + double(max_of<S>(-low));
+      const double range = double(top) + double(max_of<S>(-low)) + spare_;
       if (!(range <= widest_)) widest_ = range;
       if (!(range <= kSafeRange<W>)) return false;
       const V<W> shift = all(W(top));
@@ -477,7 +502,7 @@ template <class S, class W> class Head {
         sum[0] += left * load(b_ + j), sum[1] += right * load(b_ + j + L);
       }
       sums[r] = sum_of<W>(sum[0] + sum[1]);
-      log_a_[row + r] = W(top) + (query_dual_ ? W(query_dual_[row + r]) : W(0));
+      log_a_[row + r] = W(top) + start_of(row + r);
     }
     return true;
   }
@@ -485,8 +510,8 @@ template <class S, class W> class Head {
   bool linear_pass(const Pass& pass) {
     if (pass.closes_columns) std::fill_n(total_, padded_, W(0));
     else pack_values(b_);
-    for (int64_t row = 0; row < p_.queries; row += kRows) {
-      const int64_t count = std::min<int64_t>(kRows, p_.queries - row);
+    for (int64_t row = 0; row < count_; row += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, count_ - row);
       W* rows = kernel_ + (kept_ ? row * stride_ : 0);
       W *a = a_ + row, sums[kRows];
       if (pass.first || !kept_) {
@@ -498,15 +523,22 @@ template <class S, class W> class Head {
         });
       }
       if (pass.closes_rows) for (int64_t r = 0; r < count; ++r) a[r] = closed_row(a[r], sums[r], pass);
-      if (!pass.closes_columns) apply(row, count, rows, a, b_, scale_ / (ends_on_rows_ ? 1.0 : share_));
+      W weights[kRows];
+      for (int64_t r = 0; r < count; ++r) {
+        const W mass = row_mass(row + r);
+        const bool divided = of_density(pass) || !(mass > 0);
+        weights[r] = pass.closes_columns ? (of_density(pass) ? a[r] * mass : a[r])
+                     : divided ? a[r] * W(mass > 0) : a[r] / mass;
+      }
+      if (!pass.closes_columns) apply(row, count, rows, weights, b_, scale_ / (ends_on_rows_ ? 1.0 : share_));
       else by_rows(count, [&](int64_t r, auto R) {
-        add_rows<R.value>(rows + r * stride_, stride_, padded_, a + r, total_);
+        add_rows<R.value>(rows + r * stride_, stride_, padded_, weights + r, total_);
       });
     }
     if (!pass.closes_columns) return true;
-    for (int64_t j = 0; j < size_; ++j) b_[j] = closed_column(b_[j], total_[j], pass);
+    for (int64_t j = 0; j < size_; ++j) b_[j] = closed_column(j, total_[j], pass);
     if (pass.first && !pass.closes_rows && !stabilised_)  // in the units of the last block, which are everyone's
-      for (int64_t i = 0; i < p_.queries; ++i) a_[i] = std::exp(log_a_[i] - W(highest_));
+      for (int64_t i = 0; i < count_; ++i) a_[i] = started(i);
     return true;
   }
 
@@ -516,9 +548,9 @@ template <class S, class W> class Head {
     return pass.first || !pass.closes_columns ? found : found * W(p_.rule.gauge);
   }
 
-  W closed_column(W b, W sum, const Pass& pass) const {
-    if (!stabilised_) return W(share_) / sum;
-    const W own = pass.closes_rows && !pass.first ? b / W(p_.rule.gauge) : b;
+  W closed_column(int64_t j, W sum, const Pass& pass) const {
+    if (!stabilised_) return W(share_) * column_mass(j) / sum;
+    const W own = pass.closes_rows && !pass.first ? b_[j] / W(p_.rule.gauge) : b_[j];
     return closed(p_.rule, own, W(p_.column_mass), sum, p_.rule.softmax && pass.first && !pass.closes_rows);
   }
 
@@ -530,8 +562,10 @@ template <class S, class W> class Head {
       for (int64_t j = 0; j < padded_; ++j) total_[j] *= factor;
       highest_ = top;
     }
-    for (int64_t i = row; i < row + count; ++i) a_[i] = std::exp(log_a_[i] - W(highest_));
+    for (int64_t i = row; i < row + count; ++i) a_[i] = started(i);
   }
+
+  W started(int64_t i) const { return log_a_[i] == W(-kInfinity) ? W(0) : std::exp(log_a_[i] - W(highest_)); }
 
   // Log plan of a block of rows as the last columns left it, in place of K.
   void form_log_plan(int64_t row, int64_t count, bool fresh, W* rows) {
@@ -549,16 +583,16 @@ template <class S, class W> class Head {
 
   void logarithmic_pass(const Pass& pass) {
     W ones[kRows];
-    std::fill_n(ones, kRows, W(1));
     std::fill_n(total_, padded_, W(pass.closes_columns ? 0 : 1)), std::fill_n(top_, padded_, W(-kInfinity));
     if (!pass.closes_columns) pack_values(total_);
-    for (int64_t row = 0; row < p_.queries; row += kRows) {
-      const int64_t count = std::min<int64_t>(kRows, p_.queries - row);
+    for (int64_t row = 0; row < count_; row += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, count_ - row);
       W* rows = kernel_ + (kept_ ? row * stride_ : 0);
       form_log_plan(row, count, pass.first || !kept_, rows);
       for (int64_t r = 0; r < count; ++r) {
         W* x = rows + r * stride_;
-        if (pass.closes_rows) a_[row + r] += close_log_row(x);
+        ones[r] = row_mass(row + r) > 0 ? W(1) / row_mass(row + r) : W(0);
+        if (pass.closes_rows) a_[row + r] += close_log_row(x, std::log(row_mass(row + r)));
         if (pass.closes_columns) continue;
         for (int64_t j = 0; j < padded_; j += L) store(x + j, exponential<W>(load(x + j)));
       }
@@ -567,19 +601,19 @@ template <class S, class W> class Head {
     }
     if (!pass.closes_columns) return;
     for (int64_t j = 0; j < size_; ++j) {  // a column that no query sees stays as it is
-      const W correction = top_[j] == W(-kInfinity) ? W(0) : -(top_[j] + std::log(total_[j]));
+      const W correction = top_[j] == W(-kInfinity) ? W(0) : std::log(column_mass(j)) - (top_[j] + std::log(total_[j]));
       b_[j] = kept_ ? correction : b_[j] + correction;
     }
   }
 
-  // x_j - logsumexp(x), and what was added; a row of -inf alone stays as it is.
-  W close_log_row(W* x) const {
+  // x_j - logsumexp(x) + log mass, and what was added; a row of -inf alone stays as it is.
+  W close_log_row(W* x, W log_mass) const {
     V<W> high = load(x), sum{};
     for (int64_t j = L; j < padded_; j += L) high = load(x + j) > high ? load(x + j) : high;
     const W top = max_of<W>(high);
     if (top == W(-kInfinity)) return W(0);
     for (int64_t j = 0; j < padded_; j += L) sum += exponential<W>(load(x + j) - top);
-    const W rest = std::log(sum_of<W>(sum));
+    const W rest = std::log(sum_of<W>(sum)) - log_mass;
     for (int64_t j = 0; j < padded_; j += L) store(x + j, load(x + j) - top - rest);
     return -(top + rest);
   }
@@ -605,9 +639,9 @@ template <class S, class W> class Head {
 
   // A block of rows of the map, times the values where there are some.
   void apply(int64_t row, int64_t count, const W* rows, const W* a, const W* weights, double scale) {
-    S* out = out_ + row * p_.width;
     if (v_ == nullptr) {
-      for (int64_t r = 0; r < count; ++r, out += p_.width) {
+      for (int64_t r = 0; r < count; ++r) {
+        S* out = out_ + rows_[row + r] * p_.width;
         const W factor = W(a[r] * scale);
         if (size_ < p_.keys) std::fill_n(out, p_.keys, S(0));
         for (int64_t j = 0; j < size_; ++j)
@@ -620,33 +654,34 @@ template <class S, class W> class Head {
     S* to[kRows];
     for (int r = 0; r < kRows; ++r) {
       const int64_t here = std::min<int64_t>(r, count - 1);
-      x[r] = rows + here * stride_, factors[r] = W(a[here] * scale), to[r] = out + here * p_.width;
+      x[r] = rows + here * stride_, factors[r] = W(a[here] * scale), to[r] = out_ + rows_[row + here] * p_.width;
     }
     multiply(x, count, size_, values_, p_.width, factors, to);
   }
 
   const Problem& p_;
   const Tokens& keys_;
-  const std::vector<int64_t>& active_;
-  const int64_t size_, padded_;
-  const S *q_, *k_, *v_, *bias_, *key_dual_, *query_dual_;
-  S *out_, *panels_, *added_, *scores_, multiplier_;
+  const std::vector<int64_t> &rows_, &active_;
+  const int64_t count_, size_, padded_;
+  const S *q_, *k_, *v_, *bias_, *key_dual_, *query_dual_, *row_mass_, *column_mass_;
+  S *out_, *panels_, *added_, *scores_;
   W *kernel_, *a_, *log_a_, *b_, *total_, *top_, *values_;
-  int64_t stride_;
+  int64_t dim_, stride_;
   bool kept_, ends_on_rows_, stabilised_;
-  double share_, scale_, widest_, highest_;
+  double share_, scale_, spare_, widest_, highest_;
 };
 
 // Returns the widest range of scores in a row, or the first beyond what float64 holds; with a constant, what
 // was written means nothing then.
-template <class S> double run_head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& keys) {
-  double range = Head<S, S>(p, index, scratch, keys).linear();
+template <class S>
+double run_head(const Problem& p, int64_t index, Scratch& scratch, const Tokens& queries, const Tokens& keys) {
+  double range = Head<S, S>(p, index, scratch, queries, keys).linear();
   if (range <= kSafeRange<S>) return range;
   if constexpr (!std::is_same_v<S, double>) {
-    range = Head<S, double>(p, index, scratch, keys).linear();
+    range = Head<S, double>(p, index, scratch, queries, keys).linear();
     if (range <= kSafeRange<double>) return range;
   }
-  if (p.rule.form == kPlain) Head<S, double>(p, index, scratch, keys).logarithmic();
+  if (p.rule.form == kPlain) Head<S, double>(p, index, scratch, queries, keys).logarithmic();
   return range;
 }
 
@@ -825,11 +860,15 @@ template <class S> double run(const Problem& p) {
     static thread_local Scratch scratch;
     double own = 0.0;
     try {
-      std::optional<Tokens> keys;
+      std::optional<Tokens> queries, keys;
       int64_t example = -1;
       for (int64_t index; (index = next++) < heads;) {
-        if (!keys || (p.keep && example != index / p.heads)) keys.emplace(p.keep, p.keys, example = index / p.heads);
-        const double range = run_head<S>(p, index, scratch, *keys);
+        if (!keys || ((p.keep || p.query_keep) && example != index / p.heads)) {
+          example = index / p.heads;
+          queries.emplace(p.query_keep, p.queries, example), keys.emplace(p.keep, p.keys, example);
+        }
+        if (queries->none) continue;
+        const double range = run_head<S>(p, index, scratch, *queries, *keys);
         if (!(range <= own)) own = range;
       }
     } catch (const std::bad_alloc&) {
