@@ -7,6 +7,7 @@ choosing and looks at what comes back.
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class Cut:
     ) -> None:
         self.inputs, self.masks, self.precision = tuple(inputs), tuple(masks), precision
         self.symbols = symbol_hints(graph)
+        self._between = [node for node in graph.graph.nodes if node in inside and is_tensor(node)]
         self.module, self.shells, self.sizes = _extract(
             graph, [*inputs, *masks], output, inside, precision
         )
@@ -79,6 +81,10 @@ class Cut:
     def shape_of(self, node: Node, lengths: dict[Any, int]) -> tuple[int, ...]:
         """The node's shape under an assignment of symbols."""
         return tuple(evaluate(size, lengths) for size in node.meta["val"].shape)
+
+    def largest(self, lengths: dict[Any, int]) -> int:
+        """Entries of the largest tensor on the way to the output."""
+        return max((math.prod(self.shape_of(node, lengths)) for node in self._between), default=0)
 
     def lengths(self, assigned: dict[Any, int] | None = None) -> dict[Any, int]:
         return {**self.symbols, **(assigned or {})}

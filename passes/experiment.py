@@ -152,15 +152,21 @@ def larger_sizes(
     found = [{**lengths, **_within(examples, [MANY] * len(examples))}] if examples else []
     most = max((limits_of(size.node.shape_env, symbol)[1] for symbol, size in places.items()), default=0)
     longest = min(max([LONGEST, *(4 * size.node.hint for size in places.values())]), most)
-    longest = min(longest, int(math.sqrt(PROBE_WORK / depth)))
-    beyond = min(max(cut.thresholds(), default=0) * 9 // 8, most)
-    if beyond > longest and beyond**2 * depth > FARTHEST_WORK:
-        raise ValueError(f"what it does from position {beyond} on is too expensive to be tried")
     one = {**lengths, **_within(examples, [1] * len(examples))}
-    for count in (*(n for n in LONGER if n < longest), max(longest, beyond)):
+
+    def of(count: int) -> dict[Any, int]:
         wanted = [count - 3 * place for place in range(len(places))]  # queries and keys are not as many
+        return {**one, **_within(places, wanted)}
+
+    longest = min(longest, int(math.sqrt(PROBE_WORK / depth)))
+    while cut.largest(of(longest)) > PROBE_WORK and longest > 1:  # some code forms [N, M, M]
+        longest = longest * 3 // 4
+    beyond = min(max(cut.thresholds(), default=0) * 9 // 8, most)
+    if beyond > longest and max(beyond**2 * depth, cut.largest(of(beyond))) > FARTHEST_WORK:
+        raise ValueError(f"what it does from position {beyond} on is too expensive to be tried")
+    for count in (*(n for n in LONGER if n < longest), max(longest, beyond)):
         if count > max((lengths[symbol] for symbol in places), default=count):
-            found.append({**one, **_within(places, wanted)})
+            found.append(of(count))
     return [sizes for sizes in found if sizes != lengths]
 
 
