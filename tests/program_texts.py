@@ -15,6 +15,9 @@ VOCABULARY = 9
 # --- what programs are made of ---------------------------------------------------------------------
 # The first value of each is the plain one, to which shrinking goes back.
 
+DIVIDED = ["torch.where(t > 0, p / t, 0.0)", "p / torch.where(t == 0, 1.0, t)", "torch.nan_to_num(p / t)"]
+"""Divisions of a plan p by its sums t that are guarded otherwise than by a constant."""
+
 INGREDIENTS: dict[str, list[Any]] = {
     "family": ["sinkhorn"] * 14 + ["differential", "matcher", "matcher", "mixer", "esp", "esp", "lot",
         "lot"],
@@ -182,6 +185,8 @@ def drawn(seed: int) -> Spec:
     for name in INGREDIENTS:
         if name not in FREE and chance.random() < 0.45:
             spec[name] = INGREDIENTS[name][0]
+    if chance.random() < 0.15:
+        spec["guard"] = chance.choice(DIVIDED)
     return settled(spec)
 
 
@@ -229,6 +234,8 @@ def settled(spec: Spec) -> Spec:
         s.update(way="fill")
     if s["way"] == "multiply" and not exp:
         s.update(way="fill")
+    if s["guard"] in DIVIDED and s["form"] not in ("plan", "softmax_plan"):
+        s.update(guard="")
     if exp and s["mask"] != "none" and not s["guard"]:
         s.update(guard=" + 1e-8")  # without it sums of hidden columns are 0, and the original is NaN
     if (s["way"] == "both_sides" and s["cross"]) or (s["rows_zeroed"] and s["cross"]):
@@ -429,7 +436,7 @@ def _loop(spec: Spec) -> tuple[list[str], list[str]]:
                         "if dim == -2 else s.shape[-2]",
                         "log_n = torch.as_tensor(n_here).log()"]}[spec["marginals"]]  # fmt: skip
     g, start, end = spec["guard"], [], ["p = s.exp()"]
-    total = f"(p.sum(dim, keepdim=True){g})"
+    total = f"(p.sum(dim, keepdim=True){'' if g in DIVIDED else g})"
     start = ["damping = 0.85"] if spec["damping"] == "parameter" else []  # or learnt, see _called
     if form == "lse":
         body = [f"s = s - {damped}(s.logsumexp(dim, keepdim=True)){log}"]
@@ -454,7 +461,8 @@ def _loop(spec: Spec) -> tuple[list[str], list[str]]:
         start += _kernel(spec, "p") if form == "plan" else [f"p = s.softmax({rows})"]
         if form == "softmax_plan" and takes and spec["way"] == "multiply":
             start += ["p = p * ~hide"]
-        body, end = [f"p = p / {total}{share}"], []
+        divided = [f"t = {total}", f"p = ({g}){share}"] if g in DIVIDED else [f"p = p / {total}{share}"]
+        body, end = divided, []
     if spec["paired"]:
         body = [f"for dim in ({rows}, {columns}):", *_shift([*count, *inside, *body])]
     else:

@@ -47,9 +47,9 @@ _CLOSED = {
 DEEPEST = 60  # nodes on the way to what a tensor is made of
 
 
-def is_positive(node: Node) -> bool:
-    """Whether no entry can be below 0."""
-    return _least(node, {}) >= 0.0
+def is_positive(node: Node, known: dict[Node, float] | None = None) -> bool:
+    """Whether no entry can be below 0.  known: least values of nodes asked for before, which it adds to."""
+    return _least(node, {} if known is None else known) >= 0.0
 
 
 def _least(value: Any, known: dict[Node, float], depth: int = 0) -> float:
