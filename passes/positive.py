@@ -56,6 +56,8 @@ def _least(value: Any, known: dict[Node, float], depth: int = 0) -> float:
     """A number that no entry is below; -inf where nothing is known.  known: of nodes asked for before."""
     if isinstance(value, (int, float)):
         return float(value)
+    if isinstance(value, Node) and value.target is aten.sym_size.int:
+        return 0.0
     if not isinstance(value, Node) or not is_tensor(value) or depth > DEEPEST:
         return -math.inf
     if value not in known:
