@@ -197,15 +197,19 @@ def export_graph(
         return functional(exported)
 
 
+VMAP = "torch._functorch.predispatch"  # whose calls stand around what a vmap maps
+
+
 def functional(exported: ExportedProgram) -> ExportedProgram:
-    """Without in-place operators. Tracing twice is slow, so a graph that has none stays as it is."""
+    """Without in-place operators and vmap. Tracing twice is slow: a graph that has none stays as it is."""
     mutating = any(
         isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         for node in exported.graph.nodes
     )
     nested = any(node.op == "get_attr" and node.target in dict(exported.graph_module.named_children())
                  for node in exported.graph.nodes)  # fmt: skip
-    return exported.run_decompositions({}) if mutating or nested else exported
+    mapped = any(getattr(node.target, "__module__", "") == VMAP for node in exported.graph.nodes)
+    return exported.run_decompositions({}) if mutating or nested or mapped else exported
 
 
 def _export(

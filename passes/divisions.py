@@ -1,9 +1,9 @@
 """Divisions that give 0 where there is nothing to divide, in the one spelling that matchers know.
 
-before: where(t > 0, P / t, 0), P / where(t == 0, 1, t), nan_to_num(P / t), with t = P.sum(axis) and P >= 0
+before: where(t > 0, P / t, 0), P / where(t == 0, 1, t), nan_to_num(P / t)
 after:  P / clamp_min(t, the smallest number above 0)
 
-Where t is 0, so is every entry of P that it divides: all of these give 0 there.
+Of t = P.sum(axis) and P >= 0. Where t is 0, so is every entry of P that it divides: all of these give 0.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _divides_its_sums(division: Node, total: Any) -> bool:
 
 
 def _guarded(node: Node) -> Node | None:
-    """P / t of what gives 0 where t is 0, or t of what gives a number above 0 there; None of anything else."""
+    """P / t of what gives 0 where t is 0, or t of what gives more than 0 there; None of anything else."""
     if node.target is aten.nan_to_num.default and len(node.args) == 1 and not node.kwargs:
         division = node.args[0]
         return division if isinstance(division, Node) and division.target is aten.div.Tensor else None

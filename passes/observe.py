@@ -240,7 +240,8 @@ def replaced_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[
 
 def _see(values: Any, label: str) -> None:
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    torch.ops.asapc.seen(tensors, label)
+    if torch._C._functorch.maybe_current_level() is None:  # what a vmap maps is no call
+        torch.ops.asapc.seen(tensors, label)
 
 
 def _kept(values: Any) -> Any:

@@ -48,7 +48,7 @@ DEEPEST = 60  # nodes on the way to what a tensor is made of
 
 
 def is_positive(node: Node, known: dict[Node, float] | None = None) -> bool:
-    """Whether no entry can be below 0.  known: least values of nodes asked for before, which it adds to."""
+    """Whether no entry can be below 0.  known: least values of other nodes, which it adds to."""
     return _least(node, {} if known is None else known) >= 0.0
 
 

@@ -368,6 +368,35 @@ class Scripted(Stack):
         return torch.from_numpy(super().forward(x).detach().numpy())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_models_whose_code_or_weights_are_elsewhere() -> None:
+    model, x = Stack(Layer(), Layer()).eval(), torch.randn(8, 6, 4)
+    for made in (torch.jit.script(nn.Linear(4, 4)).eval(), torch.jit.trace(model, x)):
+        with pytest.raises(asapc.errors.InputError, match="scripted or traced"):
+            asapc.compile(made, {"x": x})
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    with pytest.raises(asapc.errors.InputError, match="quantised"):
+        asapc.compile(quantised, {"x": x})
+
+
+class Mapped(Layer):
+    """A loop of one matrix, mapped over batch and heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x)
+
+
+def test_a_loop_that_is_mapped() -> None:
+    torch.manual_seed(0)
+    model = Mapped().eval()
+    compiled = asapc.compile(model, {"x": torch.randn(40, 6, 4)}).model
+    x = torch.randn(3, 11, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OwnCodeWarning)  # that is not what runs
+        torch.testing.assert_close(compiled(x), model(x))
+    assert "sinkhorn (6 half-steps)" in repr(compiled)
+
+
 def test_scripts_and_lazy_layers() -> None:
     model = Scripted(Layer(), Layer()).eval()
     model.layers[0].out = torch.jit.script(nn.Linear(4, 4))

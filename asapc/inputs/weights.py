@@ -65,6 +65,13 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
             "a model's weights must have their sizes", got=f"{', '.join(lazy[:4])} of lazy layers",
             help="call the model once on a batch, then compile it",
         )  # fmt: skip
+    other = [name for name, value in state.items() if not isinstance(value, Tensor) or value.is_quantized]
+    if other:
+        raise InputError(
+            "a model's weights must be tensors of numbers",
+            got=", ".join(f"{name}: {type(state[name]).__name__}" for name in other[:4]),
+            help="compile a model before its layers are quantised",
+        )  # fmt: skip
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()

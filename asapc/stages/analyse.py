@@ -127,7 +127,15 @@ def require_sites(analysis: Analysis, progress: Progress) -> None:
 
 
 def forward_signature(teacher: Teacher) -> inspection.Signature:
-    """Of the teacher's forward, or of the call that an exported program was traced with."""
+    """Of the teacher's forward, or of the call that an exported program was traced with.
+
+    Raises InputError for a model that torch.jit has made.
+    """
+    if isinstance(teacher.model, torch.jit.ScriptModule):
+        raise InputError(
+            "a model must be Python code, which is traced anew",
+            got="one that torch.jit has scripted or traced", help="compile the model that it was made of",
+        )  # fmt: skip
     if teacher.model is not None:
         return inspection.signature(teacher.model.forward)
     assert teacher.program is not None
