@@ -201,7 +201,7 @@ VMAP = "torch._functorch.predispatch"  # whose calls stand around what a vmap ma
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:
-    """Without in-place operators and vmap. Tracing twice is slow: a graph that has none stays as it is."""
+    """Without in-place operators and vmap. Tracing twice is slow: a graph without any stays as it is."""
     mutating = any(
         isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         for node in exported.graph.nodes
