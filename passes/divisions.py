@@ -31,26 +31,26 @@ def guarded_divisions(graph: GraphModule) -> bool:
     known: dict[Node, float] = {}
     changed = False
     for node in list(graph.graph.nodes):
-        if node.target is aten.div.Tensor and _divides_its_sums(node, node.args[1]):
-            is_positive(node.args[0], known)  # asked in order, as a loop is deeper than one question goes
+        args: Any = node.args
+        if node.target is aten.div.Tensor and _are_sums(args[1], args[0]):
+            is_positive(args[0], known)  # asked in order: a loop is deeper than one question goes
         guarded = _guarded(node)
         if guarded is None:
             continue
-        divisions = [guarded] if guarded.target is aten.div.Tensor else list(node.users)
-        total = guarded.args[1] if guarded.target is aten.div.Tensor else guarded
-        if not divisions or not all(
-            division.target is aten.div.Tensor
-            and division.args[1] in (total, node)
-            and _divides_its_sums(division, total)
-            and is_positive(division.args[0], known)
-            for division in divisions
-        ):
+        args = guarded.args
+        divided = guarded.target is aten.div.Tensor
+        total = args[1] if divided else guarded
+        matrices: list[Any] = [args[0]] if divided else [
+            user.args[0] for user in node.users if user.target is aten.div.Tensor and user.args[1] is node
+        ]  # fmt: skip
+        everywhere = divided or len(matrices) == len(node.users) > 0
+        if not everywhere or not all(_are_sums(total, m) and is_positive(m, known) for m in matrices):
             continue
         with graph.graph.inserting_before(node):
             numbers = torch.finfo(total.meta["val"].dtype)
             made = _call(graph, aten.clamp_min.default, total, numbers.tiny * numbers.eps)
-            if guarded.target is aten.div.Tensor:
-                made = _call(graph, aten.div.Tensor, guarded.args[0], made)
+            if divided:
+                made = _call(graph, aten.div.Tensor, args[0], made)
         node.replace_all_uses_with(made)
         changed = True
     return changed
@@ -62,49 +62,46 @@ def _call(graph: GraphModule, target: Any, *args: Any) -> Node:
     return node
 
 
-def _divides_its_sums(division: Node, total: Any) -> bool:
-    """Whether a division is one of a matrix by its own sums over an axis."""
+def _are_sums(total: Any, matrix: Any) -> bool:
+    """Whether these are the matrix's sums over an axis."""
     return (
         isinstance(total, Node)
         and total.target is aten.sum.dim_IntList
-        and total.args[0] is division.args[0]
+        and total.args[0] is matrix
         and total.args[2:] == (True,)
         and is_tensor(total)
-        and total.meta["val"].is_floating_point()
+        and bool(total.meta["val"].is_floating_point())
     )
 
 
 def _guarded(node: Node) -> Node | None:
     """P / t of what gives 0 where t is 0, or t of what gives more than 0 there; None of anything else."""
-    if node.target is aten.nan_to_num.default and len(node.args) == 1 and not node.kwargs:
-        division = node.args[0]
-        return division if isinstance(division, Node) and division.target is aten.div.Tensor else None
-    if node.target in CHOICES:
-        asked, some, none = node.args
-    elif node.target in FILLS:
-        some, asked, none = node.args
-        asked = ("not", asked)
-    else:
+    args: Any = node.args
+    if node.target is aten.nan_to_num.default and len(args) == 1 and not node.kwargs:
+        return args[0] if args[0].target is aten.div.Tensor else None
+    choice = _choice(node)
+    if choice is None:
         return None
-    question = _question(asked)
-    if question is None:
-        return None
-    total, positive = question
-    if not positive:
-        some, none = none, some
+    total, some, none = choice
+    number = isinstance(none, (int, float))
     if some is total:
-        return total if isinstance(none, (int, float)) and none > 0 else None
+        return total if number and none > 0 else None
     divided = isinstance(some, Node) and some.target is aten.div.Tensor and some.args[1] is total
-    empty = none == 0 if isinstance(none, (int, float)) else getattr(none, "target", None) in ZEROS
+    empty = none == 0 if number else getattr(none, "target", None) in ZEROS
     return some if divided and empty else None
 
 
-def _question(asked: Any) -> tuple[Node, bool] | None:
-    """(t, whether it asks for t > 0 rather than t == 0)"""
-    positive = True
-    while isinstance(asked, tuple) or (isinstance(asked, Node) and asked.target in NOT):
-        asked = asked[1] if isinstance(asked, tuple) else asked.args[0]
-        positive = not positive
-    if not isinstance(asked, Node) or asked.target not in SOME | NONE or asked.args[1] != 0:
+def _choice(node: Node) -> tuple[Any, Any, Any] | None:
+    """(t, what is chosen where t > 0, and where t == 0)"""
+    args: Any = node.args
+    if node.target in CHOICES and len(args) == 3:
+        asked, yes, no = args
+    elif node.target in FILLS:
+        no, asked, yes = args
+    else:
         return None
-    return asked.args[0], positive == (asked.target in SOME)
+    while asked.target in NOT:
+        asked, yes, no = asked.args[0], no, yes
+    if asked.target not in SOME | NONE or asked.args[1] != 0:
+        return None
+    return (asked.args[0], yes, no) if asked.target in SOME else (asked.args[0], no, yes)
