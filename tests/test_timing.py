@@ -1,10 +1,11 @@
 import gc
 import time
 
+import numpy as np
 import pytest
 import torch
 
-from asapc.measure.timing import interleaved_medians
+from asapc.measure.timing import interleaved_medians, ratio_interval
 
 
 def test_functions_take_turns_with_a_rotating_start() -> None:
@@ -104,3 +105,16 @@ def test_rounds_of_seconds_are_few() -> None:
     calls.clear()
     interleaved_medians({"a": slow}, repeats=20, warmup=0, enough=0.08)
     assert 3 <= len(calls) <= 5
+
+
+def test_the_interval_of_a_ratio_is_distribution_free() -> None:
+    below = [1.0] * 10
+    assert ratio_interval([*range(10, 0, -1)], below) == (2.0, 9.0)  # all but one on either side
+    assert ratio_interval(below[:6], below[:6]) == (1.0, 1.0)
+    assert ratio_interval(below[:5], below[:5]) is None and ratio_interval([], []) is None
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        low, high = ratio_interval((2.0 * rng.lognormal(size=11)).tolist(), [1.0] * 11) or (0.0, 0.0)
+        covered += low <= 2.0 <= high
+    assert covered >= 370  # 97.9 %, give or take

@@ -113,7 +113,7 @@ def report_brief(report: Report) -> list[str]:
             if model.metric(key) is not None
         )  # fmt: skip
         batch = f" a batch of {model.values['batch']}" if model.values.get("batch") else ""
-        timed = f", {times}{batch}" if times else ""
+        timed = (f", {times}{batch}" if times else "") + _beside(report, "speedup")
         lines.append(f"speed       {number(seen.speedup)}x the teacher's{timed}")
         if seen.speedup_lossless is not None:
             exact = number(seen.speedup_lossless)
@@ -150,7 +150,7 @@ def _under_torch_compile(model: Mapping[str, Any]) -> list[str]:
 
 
 def _beside(report: Report, key: str) -> str:
-    """The interval of a share, and the teacher's where it has its own."""
+    """The interval of a metric, and the teacher's where it has its own."""
     model, told = report.model, []
     ends = interval_text(key, model.confidence)
     if ends != "-":

@@ -140,7 +140,7 @@ def _measured(
         raise unseen.nothing()
     with progress.phase("certificates and pictures" if not fast else "layers"):
         results, pictures = _of_all(own, list(sites), processes)
-    timed: dict[str, float] = {}
+    timed: dict[str, Any] = {}
     if processes.first:
         with progress.phase("measuring latency"):
             # They have just run.
@@ -172,7 +172,7 @@ def _measured(
             "fit_seconds": fit_seconds,
             "calibration_order": artifact.manifest["calibration_order"],
             "break_even_batches": fit_seconds / saved if fitted and saved > 0 else None,
-            "confidence": outputs.confidence(),
+            "confidence": outputs.confidence() | timed.get("confidence", {}),
             "confidence_level": LEVEL,
         },
         "sites": results,

@@ -162,7 +162,7 @@ def tiles(report: Report) -> list[Tile]:
     model, figure = report.model, figures(report)
     shown = []
     if figure.speedup is not None:
-        notes = _against_baseline(report, "speedup")
+        notes = [*_interval(report.model, "speedup"), *_against_baseline(report, "speedup")]
         if figure.speedup_lossless is not None:
             notes = [f"{times_text(figure.speedup_lossless)} by lossless kernels alone", *notes]
         shown.append(Tile("Speed-up, whole model", times_text(figure.speedup), notes))

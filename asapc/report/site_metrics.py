@@ -22,7 +22,13 @@ from asapc.inputs.data import Batch
 from asapc.ir import Convention, PlanConvention, SiteTensors
 from asapc.kernels.dispatch import explained
 from asapc.measure.fidelity import AttentionFidelity, TensorFidelity
-from asapc.measure.timing import ENOUGH, interleaved_medians
+from asapc.measure.timing import (
+    ENOUGH,
+    interleaved_medians,
+    interleaved_times,
+    quartiles,
+    ratio_interval,
+)
 from asapc.measure.torch_compiled import torch_compiled
 from asapc.metrics import METRICS
 from asapc.operators.catalogue import TEACHER, convention_from_json
@@ -44,7 +50,7 @@ def time_model(
     warmup: int = 2,
     torch_compile: bool = False,
 ) -> dict[str, Any]:
-    """Medians and ratios of the whole model.
+    """Medians and ratios of the whole model, and the intervals of these by their names, as `confidence`.
 
     torch_compile: teacher and compiled model under torch.compile, too, with how long that took for the
     teacher; where it fails, `torch_compile_failed` says why.
@@ -57,13 +63,21 @@ def time_model(
              for stage, its in found.items() if its.call is not None}  # fmt: skip
     for call in under.values():
         call()  # uncounted: the compilation of one model may have made another's guards fail
-    times = interleaved_medians({**calls, **under}, repeats=repeats, warmup=warmup, enough=ENOUGH)
+    rounds = interleaved_times({**calls, **under}, repeats=repeats, warmup=warmup, enough=ENOUGH)
+    times = {name: quartiles(values) for name, values in rounds.items()}
     told: dict[str, Any] = _ratios(times["teacher"], times["lossless"], times["graph"])
+    ratios = {"speedup": "graph", "speedup_lossless": "lossless"}
     for stage, name in UNDER.items():
         timed = times.get(f"{stage}, torch.compile")
         if timed is not None:
             told[f"latency_{name}_torch_compile_ms"] = timed["median_ms"]
             told[f"speedup_{name}_torch_compile"] = told["latency_teacher_ms"] / timed["median_ms"]
+            ratios[f"speedup_{name}_torch_compile"] = f"{stage}, torch.compile"
+    ends = {key: ratio_interval(rounds["teacher"], rounds[name]) for key, name in ratios.items()}
+    told["confidence"] = {
+        key: (min(interval[0], told[key]), max(interval[1], told[key]))
+        for key, interval in ends.items() if interval is not None
+    }  # fmt: skip
     if found:
         told["torch_compile_seconds"] = found["teacher"].seconds
         failed = [f"{UNDER[stage]}: {its.failed}" for stage, its in found.items() if its.failed]
