@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -283,38 +283,25 @@ def plan(
             scores, log_mu, log_nu, score_multiplier, half_steps, rows_first, output_factor, log, by_head,
             constant, form, kind, start, shares, start_share, damping,
         )  # fmt: skip
-    if form != "plan":
-        log_plan = plan_meaning.written_log_plan(
-            plan_meaning.scaled(scores, score_multiplier, by_head), log_mu, log_nu, half_steps,
-            rows_first, form, shares, damping,
+    if form != "plan" or log or damping is not None or log_mu is not None or log_nu is not None:
+        s = scores if form != "plan" else widen(scores)
+        masses = (
+            _log_uniform(s.select(axis, 0)) if given is None and form == "plan" else given
+            for axis, given in ((-1, log_mu), (-2, log_nu))
+        )
+        log_plan = plan_meaning.plan(
+            s, *masses, score_multiplier, half_steps, rows_first, [1.0, 0.0, 0.0, 0.0], True, by_head,
+            form=form, shares=shares, damping=damping,
         )  # fmt: skip
         return _with_factor(log_plan, output_factor, log).to(scores.dtype)
     s = plan_meaning.scaled(widen(scores), score_multiplier, by_head)
-    if damping is None:
-        top = s.amax(-1 if rows_first else -2, keepdim=True)
-        s = s - torch.where(top == -math.inf, 0.0, top)
+    top = s.amax(-1 if rows_first else -2, keepdim=True)
+    s = s - torch.where(top == -math.inf, 0.0, top)
     f, g = initial_duals(s, None)
-    uniform = log_mu is None and log_nu is None
-    mu, nu = (
-        _log_uniform(dual) if given is None else widen(given)
-        for dual, given in ((f, log_mu), (g, log_nu))
-    )
     side: Side = "row" if rows_first else "column"
-    if damping is None:
-        # Masses that are given may be tiny: every half-step is taken in the log domain then.
-        loop = run_loop(s, f, g, mu, nu, half_steps, side, log_steps=LOG_STEPS if uniform else half_steps)
-        if not log:
-            factor = factor_value(output_factor, s.shape[-2], s.shape[-1], None)
-            return (loop.plan() * factor).to(scores.dtype)
-        f, g = loop.f + loop.u[..., 0].log(), loop.g + loop.v[..., 0].log()
-    else:
-        for step in range(half_steps):
-            if (step % 2 == 0) == rows_first:
-                f = damping[0] * _closed(mu, log_sum_exp(s + g[..., None, :], -1))
-            else:
-                g = damping[1] * _closed(nu, log_sum_exp(s + f[..., :, None], -2))
-    log_plan = s + f[..., :, None] + g[..., None, :]
-    return _with_factor(log_plan, output_factor, log).to(scores.dtype)
+    loop = run_loop(s, f, g, _log_uniform(f), _log_uniform(g), half_steps, side)
+    factor = factor_value(output_factor, s.shape[-2], s.shape[-1], None)
+    return (loop.plan() * factor).to(scores.dtype)
 
 
 def _with_factor(log_plan: Tensor, output_factor: Sequence[float], log: bool) -> Tensor:
@@ -531,6 +518,31 @@ def _cost_matrix(clouds: Ranks, squared: bool) -> Tensor:
     return found
 
 
+def _of_plans(
+    clouds: Ranks,
+    values: Tensor | None,
+    squared: bool,
+    mean: bool,
+    plan_of: Callable[[Tensor, Tensor], Tensor],
+) -> SliceOf:
+    """Of slices whose plans [B, H, N, M] are formed, of their lines x [B, H, N] and y [B, H, M]."""
+    cost = _cost_matrix(clouds, squared)
+
+    def slice_of(index: int) -> tuple[Tensor, Tensor]:
+        plan = plan_of(clouds.x[:, :, index], clouds.y[:, :, index]).to(cost.dtype)
+        moved = plan if values is None else plan @ values
+        return _cost_of_slice(clouds, cost * plan, mean), moved
+
+    return slice_of
+
+
+def _cost_of_slice(clouds: Ranks, costs: Tensor, mean: bool) -> Tensor:
+    """[B, H, 1, 1] float64, the sum over a slice's pairs, or its mean over the active queries."""
+    total = costs.double().flatten(2).sum(-1)[..., None, None]
+    count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
+    return total / count if mean else total
+
+
 def _either(
     condition: Tensor,
     one: Callable[..., Tensor],
@@ -583,22 +595,14 @@ def _esp_hard(
         for x, kept in ((clouds.x, clouds.query_keep), (clouds.y, clouds.keep))
     ]
 
-    def per_query(clouds: Ranks, total: Tensor) -> Tensor:
-        count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
-        total = total.double().flatten(2).sum(-1)[..., None, None]
-        return total / count if mean_cost else total
-
     def formed(*given: Any) -> Tensor:
         *parts, values, tau, omega, _, _ = given
         clouds = Ranks(*parts)
-        cost = _cost_matrix(clouds, squared_cost)
 
-        def slice_of(index: int) -> tuple[Tensor, Tensor]:
-            x, y = clouds.x[:, :, index], clouds.y[:, :, index]
-            plan = esp_meaning.lifted_plan(x, y, clouds.keep, clouds.query_keep, coupling, ties)
-            plan = plan.to(cost.dtype)
-            return per_query(clouds, cost * plan), plan if values is None else plan @ values
+        def plan_of(x: Tensor, y: Tensor) -> Tensor:
+            return esp_meaning.lifted_plan(x, y, clouds.keep, clouds.query_keep, coupling, ties)
 
+        slice_of = _of_plans(clouds, values, squared_cost, mean_cost, plan_of)
         return _mixture(clouds.num_slices, slice_of, tau, omega)
 
     def gathered(*given: Any) -> Tensor:
@@ -608,7 +612,7 @@ def _esp_hard(
 
         def slice_of(index: int) -> tuple[Tensor, Tensor]:
             distances, moved = pairs_of(index)
-            return per_query(clouds, distances), moved
+            return _cost_of_slice(clouds, distances, mean_cost), moved
 
         return _mixture(clouds.num_slices, slice_of, tau, omega)
 
@@ -728,21 +732,15 @@ def _esp_soft(
     """operators.esp.expected_plan with distances by one coordinate at a time."""
     clouds = esp_ranks.clouds_of(q, k, keep, query_keep, slices)
     values = None if v is None else clean_values(widen(v), keep)
-    cost = _cost_matrix(clouds, squared_cost)
     ranks = esp_ranks.rank_matrix(clouds, coupling)
-    count = esp_ranks.active(clouds.query_keep, clouds.q).view(-1, 1, 1, 1)
 
-    def sort(x: Tensor, kept: Tensor | None) -> Tensor:
-        return esp_meaning.soft_sort(x, kept, softsort_temperature)
+    def plan_of(x: Tensor, y: Tensor) -> Tensor:
+        return esp_meaning.soft_plan(
+            x, y, clouds.keep, clouds.query_keep, ranks,
+            lambda points, kept: esp_meaning.soft_sort(points, kept, softsort_temperature),
+        )  # fmt: skip
 
-    def slice_of(index: int) -> tuple[Tensor, Tensor]:
-        plan = esp_meaning.soft_plan(
-            clouds.x[:, :, index], clouds.y[:, :, index], clouds.keep, clouds.query_keep, ranks, sort
-        )
-        distance = (cost * plan).sum((-1, -2))[..., None, None]
-        distance = distance / count if mean_cost else distance
-        return distance, plan if values is None else plan @ values
-
+    slice_of = _of_plans(clouds, values, squared_cost, mean_cost, plan_of)
     mixed = _mixture(clouds.num_slices, slice_of, inverse_temperature, slice_weight)
     mixed = esp_ranks.close(mixed, keep, query_keep, output_factor)
     return _with_lengths(mixed, q, k, query_power, key_power)
@@ -770,66 +768,32 @@ def _lot(
     interleaved: bool = False,
     pivot_weight: Tensor | None = None,
 ) -> Tensor:
-    """operators.lot.lot, or lot_attention: both loops have pivots by tokens, and the plan of the second
-    is over sigma, in the log domain."""
+    """operators.lot.lot, or lot_attention, with a mask on both sides: tokens are counted in masks."""
     dtype = lot_meaning.work_dtype(q)
-    sigma = pivot_mass.to(dtype)
-    omega = None if pivot_weight is None else pivot_weight.to(dtype)
     if interleaved:
-        sigma = lot_meaning.by_example(sigma, q.shape[0])
-        omega = None if omega is None else lot_meaning.by_example(omega, q.shape[0])
-    log_sigma = torch.where(sigma > 0, sigma.log(), -math.inf)
-    loops = []
-    for tokens, mask, bias, multiplier, half_steps, tokens_first in (
-        (q, query_keep, None, query_multiplier, query_half_steps, queries_first),
-        (k, keep, key_bias, key_multiplier, key_half_steps, keys_first),
-    ):
-        scores = lot_meaning.pivot_scores(tokens, mask, bias, pivots, multiplier, dtype)
-        if mask is None:
-            log_mass = _log_uniform(scores[..., 0, :])
-        else:
-            log_mass = lot_meaning.token_log_mass(mask, scores)
-        zero = torch.zeros_like(scores[..., 0]) + torch.where(log_sigma == -math.inf, log_sigma, 0.0)
-        none = torch.zeros_like(scores[..., 0, :]) + torch.where(log_mass == -math.inf, log_mass, 0.0)
-        side: Side = "column" if tokens_first else "row"
-        loop = run_loop(scores, zero, none, log_sigma, log_mass, half_steps, side, None, half_steps)
-        loops.append((scores, loop))
-    (_, first), (scores, second) = loops
-    over = second.f - torch.where(log_sigma == -math.inf, 0.0, log_sigma)
-    kernel = _kernel(scores, over, second.g)
-    second = replace(second, kernel=kernel if omega is None else kernel * omega[..., None])
-    if v is None:
-        out = first.plan().transpose(-1, -2) @ second.plan()
-    else:
-        values = second.apply(clean_values(v, keep).to(second.kernel.dtype))  # [B, H, R, E]
-        out = first.v * (first.kernel.transpose(-1, -2) @ (first.u * values))
-    out = out * _token_factor(output_factor, q, k, keep, query_keep)
+        pivot_mass = lot_meaning.by_example(pivot_mass, q.shape[0])
+        pivot_weight = None if pivot_weight is None else lot_meaning.by_example(pivot_weight, q.shape[0])
+    queries, keys = (
+        torch.ones_like(x[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+        for x, mask in ((q, query_keep), (k, keep))
+    )
+    scores = lot_meaning.pivot_scores(q, query_keep, None, pivots, query_multiplier, dtype)
+    first = lot_meaning.pivot_plan(scores, queries, pivot_mass, query_half_steps, queries_first, False)
+    scores = lot_meaning.pivot_scores(k, keep, key_bias, pivots, key_multiplier, dtype)
+    second = lot_meaning.pivot_plan(scores, keys, pivot_mass, key_half_steps, keys_first, True)
+    if pivot_weight is not None:
+        second = second * pivot_weight.to(dtype)[..., None]
+    if v is not None:
+        second = second @ clean_values(v, keep).to(dtype)
+    out = first.transpose(-1, -2) @ second * output_factor[0]
+    counted = (queries, keys, torch.ones_like(queries))
+    for mask, power in zip(counted, output_factor[1:], strict=True):
+        if power:
+            out = out * mask.sum(-1).clamp(min=1).to(dtype)[:, None, None, None] ** power
     return lot_meaning.masked(out, keep, query_keep)
 
 
 lot, lot_attention = pair("lot", _lot)
-
-
-def _token_factor(
-    output_factor: Sequence[float],
-    q: Tensor,
-    k: Tensor,
-    keep: Tensor | None,
-    query_keep: Tensor | None,
-) -> Tensor:
-    """operators.lot.token_factor, counted: [B, 1, 1, 1], or [1] without masks."""
-    dtype = lot_meaning.work_dtype(q)
-    coefficient, query_power, key_power, length_power = output_factor
-    value = torch.pow(_count(q[..., 0].to(dtype)), length_power) * coefficient
-    for tokens, mask, power in ((q, query_keep, query_power), (k, keep, key_power)):
-        if power == 0:
-            continue
-        if mask is None:
-            value = value * torch.pow(_count(tokens[..., 0].to(dtype)), power)
-        else:
-            counts = mask.sum(-1).clamp(min=1).to(dtype)[:, None, None, None]
-            value = value * torch.pow(counts, power)
-    return value
 
 
 def _fitted_loop(
