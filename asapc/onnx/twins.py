@@ -284,14 +284,14 @@ def plan(
             constant, form, kind, start, shares, start_share, damping,
         )  # fmt: skip
     if form != "plan" or log or damping is not None or log_mu is not None or log_nu is not None:
-        s = scores if form != "plan" else widen(scores)
-        masses = (
-            _log_uniform(s.select(axis, 0)) if given is None and form == "plan" else given
-            for axis, given in ((-1, log_mu), (-2, log_nu))
-        )
+        s = scores
+        if form == "plan":
+            s = widen(scores)
+            log_mu = _log_uniform(s[..., 0]) if log_mu is None else log_mu
+            log_nu = _log_uniform(s[..., 0, :]) if log_nu is None else log_nu
         log_plan = plan_meaning.plan(
-            s, *masses, score_multiplier, half_steps, rows_first, [1.0, 0.0, 0.0, 0.0], True, by_head,
-            form=form, shares=shares, damping=damping,
+            s, log_mu, log_nu, score_multiplier, half_steps, rows_first, [1.0, 0.0, 0.0, 0.0], True,
+            by_head, form=form, shares=shares, damping=damping,
         )  # fmt: skip
         return _with_factor(log_plan, output_factor, log).to(scores.dtype)
     s = plan_meaning.scaled(widen(scores), score_multiplier, by_head)
